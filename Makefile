@@ -1,0 +1,31 @@
+# Every target sets up what it needs in .venv and reuses it until pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-slow lint bench clean
+
+demo: $(READY)
+	$(VENV)/bin/attnmesh verify --ranks 4
+
+test: $(READY)
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+test-slow: $(READY)
+	$(VENV)/bin/python -m pytest -m slow
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(READY)
+	$(VENV)/bin/python -m bench.ring
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,31 @@
+"""Exact attention over a mesh of devices."""
+
+from attnmesh.comm import Comm, CommError, run_virtual
+from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
+from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow, Verdict
+from attnmesh.ops.dense.api import attention, explain_attention
+from attnmesh.parallel.context import ContextParallel
+from attnmesh.state import State, merge
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Causal",
+    "Comm",
+    "CommError",
+    "ContextParallel",
+    "Contiguous",
+    "Documents",
+    "Full",
+    "Layout",
+    "Mask",
+    "SlidingWindow",
+    "State",
+    "Striped",
+    "Verdict",
+    "Zigzag",
+    "attention",
+    "explain_attention",
+    "merge",
+    "run_virtual",
+]

@@ -1,0 +1,219 @@
+"""Ranks that are processes: a comm over a torch.distributed process group."""
+
+from __future__ import annotations
+
+import re
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import Claim
+from .base import Comm, CommError, Message, Pending, Shape
+from .board import Board
+from .lane import Lane, stage
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class GroupComm(Comm):
+    """A comm over a process group with gloo, NCCL, or both.
+
+    Over gloo, every verb is made of point-to-point messages: sums are taken in rank order, errors name the
+    peer, and one deadline bounds each wait. CUDA tensors that gloo must carry are staged through pinned
+    host memory. Over NCCL, waiting orders streams and does not block the host; NCCL's own watchdog keeps
+    the time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float = 300) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
+        # Weak, or a destroyed group would keep its sockets open for as long as somebody holds the comm.
+        self._group_ref = weakref.ref(group)
+        self._carriers = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        self._board = Board(_store_of(group), self.rank, self.world)
+        self._broken: str | None = None
+        self._unsettled: Claim | None = None
+        self._nccl_is_warm = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group beneath."""
+        group = self._group_ref()
+        if group is None:
+            raise CommError("the process group of this comm has been destroyed")
+        return group
+
+    def fail(self, message: str) -> None:
+        """Let the others know that this rank gives up; their errors quote it."""
+        self._board.report_failure(message)
+
+    # Agreement.
+
+    def _compare(self, claim: Claim) -> Mapping[int, Claim]:
+        self._check_in()
+        if self.world == 1:
+            return {0: claim}
+        try:
+            claims = self._board.compare(claim, self.timeout)
+        except CommError as error:
+            raise self._give_up(str(error)) from error
+        if len(claims) < self.world:
+            self._unsettled = claim
+        elif "nccl" in self._carriers.values() and all(known.error is None for known in claims.values()):
+            self._warm_up_nccl()
+        return claims
+
+    def _warm_up_nccl(self) -> None:
+        """NCCL wants all ranks in a group's first operation; a ring's first hop may well leave some out."""
+        if not self._nccl_is_warm:
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
+            self._nccl_is_warm = True
+
+    def _check_in(self) -> None:
+        """Refuse to go on after a failure, or out of step with ranks that missed this rank's complaint."""
+        if self._broken is not None:
+            raise CommError(f"this comm has failed before: {self._broken}")
+        if self._unsettled is not None:
+            claim, self._unsettled = self._unsettled, None
+            if not self._board.all_came(self.timeout):
+                raise self._give_up(
+                    f"rank {self.rank} said {claim.error!r} about {claim}, but not all ranks came to hear it"
+                )
+
+    # Messages.
+
+    def _exchange(self, verb: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        self._check_in()
+        carrier = self._carrier_of_all([tensor for tensor, _ in (*sends, *recvs)])
+        lanes = [Lane(tensor.detach(), peer, send=True) for tensor, peer in sends]
+        lanes += [Lane(tensor.detach(), peer, send=False) for tensor, peer in recvs]
+        if carrier != "nccl":
+            stage(lanes)
+        try:
+            return _Batch(self, verb, lanes, self._post(lanes), blocking=carrier != "nccl")
+        except RuntimeError as error:
+            raise self.lost(verb, lanes, error) from error
+
+    def _post(self, lanes: Sequence[Lane]) -> list[dist.Work]:
+        # Bytes are bytes: every dtype travels, whatever the backend knows about it.
+        ops = [
+            dist.P2POp(
+                dist.isend if lane.send else dist.irecv,
+                lane.wire.view(-1).view(torch.uint8),
+                group=self.group,
+                group_peer=lane.peer,
+            )
+            for lane in lanes
+        ]
+        return dist.batch_isend_irecv(ops)
+
+    def _carrier_of_all(self, tensors: Sequence[Tensor]) -> str:
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            raise ValueError(f"one exchange needs one device, got {', '.join(sorted(map(str, devices)))}")
+        return self._carrier(tensors[0].device)
+
+    def _carrier(self, device: torch.device) -> str:
+        """The backend that moves tensors of this device."""
+        carrier = self._carriers.get(device.type)
+        if carrier is None:
+            able = ", ".join(f"{kind} ({backend})" for kind, backend in self._carriers.items())
+            raise ValueError(f"this process group cannot carry {device.type} tensors, only {able}")
+        return carrier
+
+    def lost(self, verb: str, lanes: Sequence[Lane], error: Exception) -> CommError:
+        """Give up because of messages that did not get through."""
+        under_way = " and ".join(map(str, lanes))
+        return self._give_up(
+            f"rank {self.rank} failed in {verb} ({self._operation}) while {under_way}: "
+            f"{_essence(error)}{self._board.explain()}"
+        )
+
+    def _give_up(self, message: str) -> CommError:
+        self._broken = message
+        self.fail(message)
+        return CommError(message)
+
+    # What NCCL does better than a batch of messages.
+
+    def _all_gather(self, verb: str, x: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+        if self._carrier(x.device) != "nccl":
+            return super()._all_gather(verb, x, shapes)
+        return self._padded_all_gather(x, shapes)
+
+    def _padded_all_gather(self, x: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+        """One native all-gather; parts of different sizes are padded to the largest."""
+        self._check_in()
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        largest = max(sizes)
+        if largest == 0:
+            return [x.new_empty(shape) for shape in shapes]
+        mine = x.detach().contiguous().view(-1)
+        if mine.numel() < largest:
+            mine = torch.cat([mine, mine.new_zeros(largest - mine.numel())])
+        gathered = mine.new_empty(self.world * largest)
+        dist.all_gather_into_tensor(gathered.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+        return [
+            part[:size].view(shape)
+            for part, size, shape in zip(gathered.view(self.world, largest), sizes, shapes, strict=True)
+        ]
+
+    def _all_reduce(self, verb: str, x: Tensor) -> Tensor:
+        if self._carrier(x.device) != "nccl":
+            return super()._all_reduce(verb, x)
+        self._check_in()
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def _barrier(self, verb: str) -> None:
+        if "cpu" in self._carriers:
+            super()._barrier(verb)
+        else:
+            self._check_in()
+            dist.barrier(self.group)
+
+
+class _Batch(Pending):
+    def __init__(
+        self, comm: GroupComm, verb: str, lanes: list[Lane], works: list[dist.Work], *, blocking: bool
+    ) -> None:
+        self._comm, self._verb, self._lanes, self._works = comm, verb, lanes, works
+        self._blocking = blocking
+
+    def wait(self) -> None:
+        if self._blocking:
+            self._wait_on_host()
+        else:
+            for work in self._works:
+                work.wait()
+        self._lanes, self._works = [], []  # waiting again is free, and buffers can go
+
+    def _wait_on_host(self) -> None:
+        deadline = time.monotonic() + self._comm.timeout
+        for i, (lane, work) in enumerate(zip(self._lanes, self._works, strict=True)):
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                raise self._comm.lost(self._verb, self._lanes[i:], error) from error
+            lane.unstage()
+
+
+def _store_of(group: dist.ProcessGroup) -> Store:
+    try:
+        return group.get_group_store()
+    except (AttributeError, RuntimeError):  # a group that was made without telling its store
+        return dist.distributed_c10d._get_process_group_store(group)
+
+
+def _essence(error: Exception) -> str:
+    """What the backend says, without the line of its source and the advice that it adds."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+\.cc:\d+\] ", "", text).partition(". This is typically")[0]

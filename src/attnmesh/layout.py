@@ -1,0 +1,119 @@
+"""Layouts: which rank holds which positions of the sequence, as pure functions. Any length, any world.
+
+    S = 16, world = 2      rank 0                        rank 1
+    Contiguous             0 1 2 3 4 5 6 7               8 9 10 11 12 13 14 15
+    Zigzag                 0 1 2 3 12 13 14 15           4 5 6 7 8 9 10 11
+    Striped                0 2 4 6 8 10 12 14            1 3 5 7 9 11 13 15
+
+Under a causal mask, late positions see more keys. Zigzag pairs an early piece with a late one, striped deals positions
+out in turn; both give every rank the same work, contiguous does not. Every layout holds its positions in
+ascending order, as a few arithmetic runs (`spans`): plans and kernels rely on it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Layout(ABC):
+    """Which positions each rank holds. Immutable and hashable."""
+
+    @abstractmethod
+    def _spans(self, length: int, world: int, rank: int) -> tuple[range, ...]: ...
+
+    def spans(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+        """The rank's positions as ascending, non-empty arithmetic runs."""
+        if length < 0:
+            raise ValueError(f"length must be >= 0, got {length}")
+        if world < 1 or not 0 <= rank < world:
+            raise ValueError(f"rank must be in 0..{world - 1} (world >= 1), got rank {rank} of world {world}")
+        return tuple(span for span in self._spans(length, world, rank) if span)
+
+    def positions(self, length: int, world: int, rank: int) -> Tensor:
+        """The global positions the rank holds, in its local order (ascending)."""
+        spans = self.spans(length, world, rank)
+        runs = [torch.arange(span.start, span.stop, span.step) for span in spans]
+        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.long)
+
+    def local_length(self, length: int, world: int, rank: int) -> int:
+        """How many positions the rank holds."""
+        return sum(len(span) for span in self.spans(length, world, rank))
+
+    def shard(self, x: Tensor, dim: int, world: int, rank: int) -> Tensor:
+        """The rank's part of a whole tensor along `dim`. A view where the rank holds one run, else one copy."""
+        spans = self.spans(x.shape[dim], world, rank)
+        runs = [_run(x, dim, span) for span in spans]
+        if len(runs) == 1:
+            return runs[0]
+        return torch.cat(runs, dim) if runs else x.narrow(dim, 0, 0)
+
+    def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole tensor from the shards of all ranks, in rank order."""
+        world = len(shards)
+        if not world:
+            raise ValueError("unshard needs the shard of every rank, got none")
+        dim = dim % shards[0].ndim
+        length = sum(shard.shape[dim] for shard in shards)
+        sizes = [shard.shape[dim] for shard in shards]
+        due = [self.local_length(length, world, rank) for rank in range(world)]
+        if sizes != due:
+            raise ValueError(
+                f"{self} gives the ranks {due} of {length} positions, but the shards hold {sizes} along dimension {dim}"
+            )
+        whole = shards[0].new_empty([*shards[0].shape[:dim], length, *shards[0].shape[dim + 1 :]])
+        for rank, shard in enumerate(shards):
+            begin = 0
+            for span in self.spans(length, world, rank):
+                _run(whole, dim, span).copy_(shard.narrow(dim, begin, len(span)))
+                begin += len(span)
+        return whole
+
+
+@dataclass(frozen=True)
+class Contiguous(Layout):
+    """Rank r holds the r-th stretch; stretches differ by at most one position, longer ones first."""
+
+    def _spans(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+        base, extra = divmod(length, world)
+        begin = rank * base + min(rank, extra)
+        return (range(begin, begin + base + (rank < extra)),)
+
+
+@dataclass(frozen=True)
+class Zigzag(Layout):
+    """The sequence in 2 x world pieces; rank r holds pieces r and 2 x world - 1 - r. Even causal work at any length.
+
+    Pieces differ by at most one position. Where the length does not divide, which pieces get the odd position
+    decides the balance: giving them to the first pieces while there are at most `world`, and denying them to the first
+    pieces otherwise, is the best choice there is (a test tries all others).
+    """
+
+    def _spans(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+        base, extra = divmod(length, 2 * world)
+
+        def begin(piece: int) -> int:
+            longer_before = min(piece, extra) if extra <= world else max(0, piece - (2 * world - extra))
+            return piece * base + longer_before
+
+        low, high = (range(begin(piece), begin(piece + 1)) for piece in (rank, 2 * world - 1 - rank))
+        return (range(low.start, high.stop),) if low.stop == high.start else (low, high)
+
+
+@dataclass(frozen=True)
+class Striped(Layout):
+    """Rank r holds positions r, r + world, r + 2 x world, ..."""
+
+    def _spans(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+        return (range(rank, max(rank, length), world),)
+
+
+def _run(x: Tensor, dim: int, span: range) -> Tensor:
+    """The positions of an arithmetic run along `dim`, as a view."""
+    index = [slice(None)] * x.ndim
+    index[dim] = slice(span.start, span.stop, span.step)
+    return x[tuple(index)]

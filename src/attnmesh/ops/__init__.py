@@ -1,0 +1,1 @@
+"""Operations on one device. Nothing here knows of other ranks."""

@@ -1,0 +1,1 @@
+"""Dense attention on one device: `attention` and the pieces that context parallelism runs block by block."""

@@ -1,0 +1,172 @@
+"""`attention` on one device: validates, reduces positions to a visibility, dispatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attnmesh import spans
+from attnmesh.mask import Full, Mask
+from attnmesh.ops.accumulate import GradSum, StateSum
+from attnmesh.ops.dense import reference
+from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.dense.check import problem_with, scale_for
+from attnmesh.ops.dense.choose import Choice, choose, choose_fused, fused_for_backward
+from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ..., q_positions: Tensor | None = ...,
+    k_positions: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ..., q_positions: Tensor | None = ...,
+    k_positions: Tensor | None = ..., return_lse: Literal[True], backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = Full(),  # noqa: B008  (immutable)
+    scale: float | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention on one device: q [B,Hq,Sq,D] against k, v [B,Hkv,Sk,D] to out [B,Hq,Sq,D] in the dtype of q.
+
+    Query head h reads kv head `h // (Hq // Hkv)`. Positions default to 0, 1, 2, ... on either side, so that a chunk of
+    a longer prompt is `q_positions=torch.arange(start, start + Sq)`; they may come in any order. `return_lse` adds the
+    float32 lse [B,Hq,Sq], natural log, which has a gradient of its own. A row that sees no key gives out 0, lse -inf.
+
+    `backend` is "auto", "aten", "triton" or "reference"; one that cannot serve the call raises ValueError.
+    `explain_attention` says what "auto" picks and why. On CUDA, pass positions as CPU tensors (or not at all) to let the
+    fastest kernels serve: reading them back from the device would stall it.
+    """
+    work = _prepared(q, k, v, mask, scale, q_positions, k_positions)
+    choice = choose(work.call, backend)
+    if choice.backend == "reference":
+        at = [torch.arange(x.shape[2]) if p is None else p for x, p in ((q, q_positions), (k, k_positions))]
+        state = reference.attention(q, k, v, mask, work.call.scale, *(p.to(q.device) for p in at))
+        return (state.out, state.lse) if return_lse else state.out
+    call = work.call
+    out, lse = _Attention.apply(call.q, call.k, call.v, call.sight, call.scale, backend)  # type: ignore[no-untyped-call]
+    if work.order is not None:
+        back = work.order.argsort()
+        out, lse = out[:, :, back], lse[:, :, back]
+    return (out, lse) if return_lse else out
+
+
+def explain_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = Full(), scale: float | None = None,  # noqa: B008
+    q_positions: Tensor | None = None, k_positions: Tensor | None = None, backend: str = "auto",
+) -> Choice:  # fmt: skip
+    """Which backend `attention` would use for this call, why, and what the others refuse. Computes nothing."""
+    return choose(_prepared(q, k, v, mask, scale, q_positions, k_positions).call, backend)
+
+
+class _Attention(torch.autograd.Function):
+    """The fused path: backends fill running sums; (out, lse) is all the backward needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Visibility, scale: float, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        call = Call(q.detach(), k.detach(), v.detach(), sight, scale)
+        total = StateSum(call.q)
+        choose_fused(call, backend).forward(call, total)
+        state = total.finish(q.dtype)
+        ctx.save_for_backward(q, k, v, *state)
+        ctx.sight, ctx.scale, ctx.backend = sight, scale, backend
+        ctx.set_materialize_grads(False)
+        return state.out, state.lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        call = Call(q, k, v, ctx.sight, ctx.scale)
+        result = Result(out, lse, torch.zeros_like(out) if grad_out is None else unit_strided(grad_out), grad_lse)
+        sums = [GradSum(x) if needed else None for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)]
+        fused_for_backward(call, result, ctx.backend).backward(call, result, Grads(*sums))
+        return *(None if grad is None else grad.finish() for grad in sums), None, None, None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A call in ascending positions, and the order the queries were put in to get there (None: as they came)."""
+
+    call: Call
+    order: Tensor | None
+
+
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, q_at: Tensor | None, k_at: Tensor | None
+) -> _Prepared:
+    problem = problem_with(q, k, v, scale)
+    if problem is not None:
+        raise ValueError(problem)
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be an attnmesh mask (Full(), Causal(), ...), got {mask!r}")
+    if k_at is None:
+        mask.check(k.shape[2])
+    q, k, v = (unit_strided(x) for x in (q, k, v))
+    q_runs = _runs("q_positions", q_at, q)
+    k_runs = _runs("k_positions", k_at, k)
+    if q_runs is not None and k_runs is not None:
+        return _Prepared(Call(q, k, v, Patch(mask, q_runs, k_runs), scale_for(q, scale)), None)
+
+    # Irregular positions: put both sides in ascending order (attention does not mind), and go by row bounds.
+    q_pos, k_pos = (
+        torch.arange(x.shape[2], device=x.device) if at is None else at.to(x.device) for x, at in ((q, q_at), (k, k_at))
+    )
+    q_pos, q_order = q_pos.sort(stable=True)
+    k_pos, k_order = k_pos.sort(stable=True)
+    q, k, v = q[:, :, q_order], k[:, :, k_order], v[:, :, k_order]
+    return _Prepared(Call(q, k, v, _Irregular(mask, q_pos, k_pos), scale_for(q, scale)), q_order)
+
+
+@dataclass(frozen=True, eq=False)
+class _Irregular:
+    """Visibility of positions that no few runs describe (or that live on a device): row bounds, one partial block."""
+
+    mask: Mask
+    q: Tensor
+    k: Tensor
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        rows, keys = self.q.numel(), self.k.numel()
+        return (Block(range(rows), range(keys), Kind.PARTIAL),) if rows and keys else ()
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return bounds_of(self.mask, self.q.to(device), self.k.to(device))
+
+
+def _runs(name: str, positions: Tensor | None, x: Tensor) -> spans.Spans | None:
+    """Positions as spans, or None where they are irregular or on a device (reading them would stall it)."""
+    length = x.shape[2]
+    if positions is None:
+        return (range(length),) if length else ()
+    if positions.ndim != 1 or positions.shape[0] != length:
+        raise ValueError(f"{name} must be [{length}], one position a row, got shape {tuple(positions.shape)}")
+    if positions.dtype.is_floating_point or positions.dtype.is_complex or positions.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {positions.dtype}")
+    if positions.device.type != "cpu":
+        if positions.device != x.device:
+            raise ValueError(f"{name} must be on the CPU or on {x.device}, got {positions.device}")
+        return None
+    return spans.from_tensor(positions)
+
+
+def unit_strided(x: Tensor) -> Tensor:
+    """The tensor itself if its last dimension is contiguous in memory, as kernels need, else a copy that is."""
+    return x if x.stride(-1) == 1 else x.contiguous()

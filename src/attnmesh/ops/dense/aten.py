@@ -1,0 +1,173 @@
+"""torch's own fused kernels, those that return an lse: the CPU flash kernel, cuDNN, FlashAttention-2.
+
+They serve FULL and square CAUSAL blocks; the CPU kernel also takes a mask, which is made a strip of rows at a time.
+Their backward accepts the out and lse of the whole softmax, so blocks of a ring add up to the exact gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnmesh.ops.accumulate import StateSum
+from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.plan.blocks import Block, Kind
+from attnmesh.state import State
+
+aten = torch.ops.aten
+
+_CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_CUDA_DTYPES = (torch.float16, torch.bfloat16)
+_Parts = tuple[range, range, tuple[Tensor, Tensor, Tensor]]  # rows, keys, and their dq, dk, dv
+_STRIP = 256  # rows of a PARTIAL block that share one mask on the CPU: memory is O(strip x keys they see)
+
+
+class Aten:
+    """Backend over torch's fused kernels."""
+
+    name = "aten"
+
+    def refusal(self, call: Call) -> str | None:
+        """Why it cannot serve the forward of this call; None if it can."""
+        q = call.q
+        if q.device.type == "cpu":
+            return None if q.dtype in _CPU_DTYPES else f"the CPU flash kernel does not take {q.dtype}"
+        if q.device.type != "cuda":
+            return f"it has no kernel with an lse on {q.device.type}"
+        if q.dtype not in _CUDA_DTYPES:
+            return f"cuDNN and FlashAttention-2 take fp16 and bf16, not {q.dtype}"
+        if q.shape[-1] % 8 or q.shape[-1] > 256:
+            return f"cuDNN and FlashAttention-2 take head_dim in multiples of 8 up to 256, not {q.shape[-1]}"
+        if any(block.kind is Kind.PARTIAL for block in call.sight.blocks):
+            return "on CUDA it serves full and square causal blocks, and this mask cuts through others"
+        return None
+
+    def backward_refusal(self, call: Call, result: Result) -> str | None:
+        """Why it cannot serve the backward of this call; None if it can."""
+        if call.q.is_cuda and result.grad_lse is not None:
+            return "cuDNN and FlashAttention-2 take no gradient of the lse"
+        return self.refusal(call)
+
+    def forward(self, call: Call, total: StateSum) -> None:
+        """Merge the attention of this call into the rows' running state."""
+        block_forward = _cpu_forward if call.q.device.type == "cpu" else _cuda_forward
+        for block in call.sight.blocks:
+            block_forward(call, block, total)
+
+    def backward(self, call: Call, result: Result, grads: Grads) -> None:
+        """Add this call's part of the gradients."""
+        head_dim = call.q.shape[-1]
+        kernel = _cuda_backward if call.q.is_cuda else _cpu_backward
+        if result.grad_lse is not None:
+            call, result = _with_lse_column(call, result)
+        for block in call.sight.blocks:
+            for q, k, parts in kernel(call, result, block):
+                for grad, part, row in zip((grads.q, grads.k, grads.v), parts, (q, k, k), strict=True):
+                    if grad is not None:
+                        grad.add(part[..., :head_dim], row.start)
+
+
+def _rows(x: Tensor, rows: range) -> Tensor:
+    return x[:, :, rows.start : rows.stop]
+
+
+# ---- CPU ------------------------------------------------------------------------------------------------------------
+
+
+def _cpu_forward(call: Call, block: Block, total: StateSum) -> None:
+    for q, k, mask, blind in _strips(call, block):
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            _rows(call.q, q), _rows(call.k, k), _rows(call.v, k), 0.0, block.kind is Kind.CAUSAL,
+            attn_mask=mask, scale=call.scale,
+        )  # fmt: skip
+        if blind is not None:  # the kernel gives a row that sees nothing an lse of 0
+            lse = lse.masked_fill(blind, -torch.inf)
+        total.add(State(out, lse), q.start)
+
+
+def _cpu_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
+    for q, k, mask, _ in _strips(call, block):
+        lse = _rows(result.lse, q)
+        # The kernel takes exp(score - lse) of masked scores too, and -inf - -inf is NaN: such rows see nothing anyway.
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)
+        yield q, k, aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _rows(result.grad_out, q), _rows(call.q, q), _rows(call.k, k), _rows(call.v, k), _rows(result.out, q),
+            lse, 0.0, block.kind is Kind.CAUSAL, attn_mask=mask, scale=call.scale,
+        )  # fmt: skip
+
+
+def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | None, Tensor | None]]:
+    """(rows, keys, additive mask, rows that see nothing) of the kernel calls that make up a block."""
+    if block.kind is not Kind.PARTIAL:
+        yield block.q, block.k, None, None
+        return
+    first, end = (bound.long().clamp(block.k.start, block.k.stop) for bound in call.sight.bounds(call.q.device))
+    for start in range(block.q.start, block.q.stop, _STRIP):
+        q = range(start, min(start + _STRIP, block.q.stop))
+        lo, hi = first[q.start : q.stop], end[q.start : q.stop]
+        k = range(int(lo[0]), int(hi[-1]))
+        if not k:
+            continue
+        at = torch.arange(k.start, k.stop)
+        allowed = (at >= lo[:, None]) & (at < hi[:, None])
+        mask = torch.zeros(allowed.shape, dtype=call.q.dtype).masked_fill_(~allowed, -torch.inf)
+        yield q, k, mask, lo >= hi
+
+
+def _with_lse_column(call: Call, result: Result) -> tuple[Call, Result]:
+    """The same backward, with the lse's gradient carried by a column of its own.
+
+    ds = p * (grad_out . v - (grad_out . out - grad_lse)). The kernel makes the inner product from grad_out and out:
+    one more column, 1 in grad_out, -grad_lse in out and 0 in q, k and v, makes it subtract just that.
+    """
+    assert result.grad_lse is not None
+    q, k, v = (F.pad(x, (0, 1)) for x in (call.q, call.k, call.v))
+    out = torch.cat([result.out, -result.grad_lse.unsqueeze(-1).to(result.out.dtype)], -1)
+    grad_out = F.pad(result.grad_out, (0, 1), value=1.0)
+    return Call(q, k, v, call.sight, call.scale), Result(out, result.lse, grad_out, None)
+
+
+# ---- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+def _cuda_forward(call: Call, block: Block, total: StateSum) -> None:
+    q, k, v = _rows(call.q, block.q), _rows(call.k, block.k), _rows(call.v, block.k)
+    causal = block.kind is Kind.CAUSAL
+    if _cudnn_takes(q):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=call.scale
+        )
+        lse = lse.view(out.shape[:3])
+    else:
+        out, lse, *_ = aten._flash_attention_forward(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            None, None, q.shape[2], k.shape[2], 0.0, causal, False, scale=call.scale,
+        )  # fmt: skip
+        out = out.transpose(1, 2)
+    total.add(State(out, lse), block.q.start)
+
+
+def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
+    q, k, v = _rows(call.q, block.q), _rows(call.k, block.k), _rows(call.v, block.k)
+    out, lse, grad_out = (_rows(x, block.q) for x in (result.out, result.lse, result.grad_out))
+    causal = block.kind is Kind.CAUSAL
+    unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the random state of a dropout that is not there
+    if _cudnn_takes(q):
+        parts = aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused[0], unused[1], None, None, None,
+            q.shape[2], k.shape[2], 0.0, causal, scale=call.scale,
+        )  # fmt: skip
+    else:
+        parts = aten._flash_attention_backward(
+            *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.contiguous(), None, None,
+            q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=call.scale,
+        )  # fmt: skip
+        parts = tuple(part.transpose(1, 2) for part in parts)
+    yield block.q, block.k, parts
+
+
+def _cudnn_takes(q: Tensor) -> bool:
+    return q.shape[-1] <= 128 and torch.backends.cudnn.is_available()

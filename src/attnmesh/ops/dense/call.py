@@ -1,0 +1,69 @@
+"""What a backend is asked to do: one patch of attention, forward or backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from attnmesh.extras import require
+from attnmesh.ops.accumulate import GradSum, StateSum
+from attnmesh.plan.blocks import Visibility
+
+
+@dataclass(frozen=True)
+class Call:
+    """Queries [B,Hq,Sq,D] against keys and values [B,Hkv,Sk,D], unexpanded, under a visibility."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sight: Visibility
+    scale: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the forward of the whole softmax (all keys, all ranks) left, and the gradients that came back."""
+
+    out: Tensor  # in the dtype of q
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+    @cached_property
+    def delta(self) -> Tensor:
+        """rowsum(out * grad_out) - grad_lse, float32: what every score's gradient subtracts. Once for all blocks."""
+        delta: Tensor = require("attnmesh.ops.dense.triton_backward", extra="triton").delta(
+            self.out, self.grad_out, self.grad_lse
+        )
+        return delta
+
+
+@dataclass(frozen=True)
+class Grads:
+    """Where the gradients of a call are summed; None where nobody asked."""
+
+    q: GradSum | None
+    k: GradSum | None
+    v: GradSum | None
+
+
+class Backend(Protocol):
+    """One way to compute a call. It serves the call or says what it cannot do."""
+
+    name: str
+
+    def refusal(self, call: Call) -> str | None:
+        """Why it cannot serve the forward of this call; None if it can."""
+
+    def backward_refusal(self, call: Call, result: Result) -> str | None:
+        """Why it cannot serve the backward of this call; None if it can."""
+
+    def forward(self, call: Call, total: StateSum) -> None:
+        """Merge the attention of this call into the rows' running state."""
+
+    def backward(self, call: Call, result: Result, grads: Grads) -> None:
+        """Add this call's part of the gradients."""

@@ -1,0 +1,97 @@
+"""The library's own kernels: any mask by row bounds, float32 states carried from call to call, no atomics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnmesh.extras import require
+from attnmesh.ops.accumulate import StateSum
+from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.plan.blocks import Block, Kind
+from attnmesh.state import State
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Triton:
+    """Backend over the kernels in `triton_forward` and `triton_backward`."""
+
+    name = "triton"
+
+    def refusal(self, call: Call) -> str | None:
+        """Why it cannot serve the forward of this call; None if it can."""
+        q = call.q
+        if q.dtype not in _DTYPES:
+            return f"its kernels take fp16, bf16 and fp32, not {q.dtype}"
+        if not 16 <= q.shape[-1] <= 256:
+            return f"its kernels take head_dim 16 to 256, not {q.shape[-1]}"
+        if not q.is_cuda and not _interpreted():
+            return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
+        return None
+
+    def backward_refusal(self, call: Call, result: Result) -> str | None:
+        """Why it cannot serve the backward of this call; None if it can."""
+        return self.refusal(call)
+
+    def forward(self, call: Call, total: StateSum) -> None:
+        """Merge the attention of this call into the rows' running state."""
+        kernel = require("attnmesh.ops.dense.triton_forward", extra="triton").forward
+        for block in _launches(call):
+            q, k, v = _sliced(call, block)
+            whole = len(block.q) == call.q.shape[2]
+            # The kernel continues the state it is given, so that partial results never round to bf16.
+            state = total.settle() if whole else total.begin()
+            if state is not None:
+                rows = slice(block.q.start, block.q.stop)
+                state = State(state.out[:, :, rows], state.lse[:, :, rows])
+            new = kernel(q, k, v, scale=call.scale, state=state, out_dtype=torch.float32, **_sight(call, block))
+            if state is None:
+                total.replace(new)
+
+    def backward(self, call: Call, result: Result, grads: Grads) -> None:
+        """Add this call's part of the gradients."""
+        kernel = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
+        for block in _launches(call):
+            q, k, v = _sliced(call, block)
+            rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
+            kernel(
+                q, k, v, result.grad_out[:, :, rows], result.lse[:, :, rows], result.delta[:, :, rows],
+                scale=call.scale, **_sight(call, block),
+                grad_q=None if grads.q is None else grads.q.total()[:, :, rows],
+                grad_k=None if grads.k is None else grads.k.total()[:, :, keys],
+                grad_v=None if grads.v is None else grads.v.total()[:, :, keys],
+            )  # fmt: skip
+
+
+def _launches(call: Call) -> tuple[Block, ...]:
+    """One launch where a block says all; otherwise one over everything, by row bounds."""
+    blocks = call.sight.blocks
+    if len(blocks) <= 1:
+        return blocks
+    return (Block(range(call.q.shape[2]), range(call.k.shape[2]), Kind.PARTIAL),)
+
+
+def _sliced(call: Call, block: Block) -> Any:
+    rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
+    return call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
+
+
+def _sight(call: Call, block: Block) -> dict[str, Any]:
+    if block.kind is not Kind.PARTIAL:
+        return {"causal": block.kind is Kind.CAUSAL, "bounds": None}
+    first, end = call.sight.bounds(call.q.device)
+    rows = slice(block.q.start, block.q.stop)
+    if block.k.start:
+        first, end = first - block.k.start, end - block.k.start
+    width = len(block.k)
+    return {"causal": False, "bounds": (first[rows].clamp(0, width), end[rows].clamp(0, width))}
+
+
+def _interpreted() -> bool:
+    try:
+        import triton  # noqa: PLC0415  (an extra, imported when used)
+    except ModuleNotFoundError:
+        return False
+    return bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,1 @@
+"""The muscles: plans executed with one device's operations over a comm."""

@@ -1,0 +1,210 @@
+"""What some queries see of some keys, cut into rectangles that fused kernels serve.
+
+A patch is a mask over query spans and key spans. Fused kernels know two shapes without a mask: FULL rectangles and
+square CAUSAL ones. `Patch.blocks` cuts a patch so that as much of it as possible is one of these:
+
+    zigzag, a rank's own keys          one causal square: rows and keys are the same ascending positions
+    zigzag, keys from an earlier rank  all rows x the early piece, full
+    zigzag, keys from a later rank     the late rows x both pieces, full
+    a shifted diagonal                 full | causal square | full
+    documents                          a causal (or full) square for each document
+
+What is left is PARTIAL: a window's edges, strides that do not match. Any patch, PARTIAL or not, is also exactly two
+integers a row (`Patch.bounds`): row i sees the keys `first[i] <= j < end[i]`, because keys lie in ascending order.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attnmesh import spans
+from attnmesh.mask import Mask, Verdict
+from attnmesh.spans import Spans, rows_between
+
+
+class Kind(enum.Enum):
+    """How the rows of a block see its keys."""
+
+    FULL = "full"  # every row sees every key
+    CAUSAL = "causal"  # square; row i sees keys 0..i of the block
+    PARTIAL = "partial"  # as the bounds say
+
+
+@dataclass(frozen=True)
+class Block:
+    """Local rows `q` meet local keys `k` (both contiguous index ranges)."""
+
+    q: range
+    k: range
+    kind: Kind
+
+
+class Visibility(Protocol):
+    """What kernels need to know of who sees what."""
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Rectangles that together hold every visible pair exactly once."""
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`first` and `end`, int32, a row each, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What the queries at positions `q` see of the keys at positions `k` under `mask`."""
+
+    mask: Mask
+    q: Spans
+    k: Spans
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Rectangles that together hold every visible pair exactly once; FULL and CAUSAL wherever possible."""
+        if self._is_one_causal_square():
+            n = spans.size(self.q)
+            return (Block(range(n), range(n), Kind.CAUSAL),)
+        cut = []
+        q_at = 0
+        for q in self.q:
+            k_at = 0
+            for k in self.k:
+                cut += [_moved(block, q_at, k_at) for block in _cut(self.mask, q, k)]
+                k_at += len(k)
+            q_at += len(q)
+        return tuple(_coalesced(cut))
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`first` and `end`, int32, a row each, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
+        return _patch_bounds(self, device)
+
+    @cached_property
+    def pairs(self) -> int:
+        """How many (query, key) pairs are visible: the work of this patch."""
+        return sum(self._pairs(block) for block in self.blocks)
+
+    def _pairs(self, block: Block) -> int:
+        if block.kind is Kind.FULL:
+            return len(block.q) * len(block.k)
+        if block.kind is Kind.CAUSAL:
+            return len(block.q) * (len(block.q) + 1) // 2
+        first, end = self.bounds(torch.device("cpu"))
+        rows = slice(block.q.start, block.q.stop)
+        first = first[rows].clamp(block.k.start, block.k.stop)
+        end = end[rows].clamp(block.k.start, block.k.stop)
+        return int((end - first).sum())
+
+    def _is_one_causal_square(self) -> bool:
+        if not self.q or self.q != self.k:
+            return False
+        start, last = self.q[0][0], self.q[-1][-1]
+        # The last row sees the first key, so no row is cut off before; and a row's view ends at itself.
+        return self.mask.sees(last)[0] <= start and self.mask.sees(start)[1] == start + 1 and start < last
+
+
+@lru_cache(maxsize=512)
+def _patch_bounds(patch: Patch, device: torch.device) -> tuple[Tensor, Tensor]:
+    # Kept: every layer of a model asks for the same few patches.
+    return bounds_of(patch.mask, spans.as_tensor(patch.q, device), spans.as_tensor(patch.k, device))
+
+
+def bounds_of(mask: Mask, q_positions: Tensor, k_positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The key indices each query sees, as `[first, end)`; both position tensors ascending."""
+    first, end = mask.visible(q_positions)
+    return (
+        torch.searchsorted(k_positions, first.contiguous(), out_int32=True),
+        torch.searchsorted(k_positions, end.contiguous(), out_int32=True),
+    )
+
+
+def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
+    """The blocks of one query run against one key run."""
+    for rows in _stretches(mask, q):
+        part = q[rows.start : rows.stop]
+        keys = rows_between(k, mask.sees(part[0])[0], mask.sees(part[-1])[1])
+        seen = k[keys.start : keys.stop]
+        verdict = mask.verdict(part, seen)
+        if verdict is Verdict.EMPTY:
+            continue
+        if verdict is Verdict.FULL:
+            blocks = iter([Block(range(len(part)), range(len(seen)), Kind.FULL)])
+        elif _is_diagonal(mask, part, seen):
+            blocks = _along_diagonal(part, seen)
+        else:
+            blocks = iter([Block(range(len(part)), range(len(seen)), Kind.PARTIAL)])
+        for block in blocks:
+            yield _moved(block, rows.start, keys.start)
+
+
+def _stretches(mask: Mask, q: range) -> Iterator[range]:
+    """The rows of `q` between the mask's own cuts (one stretch a document)."""
+    edges = [q.start, *mask.cuts(q), q[-1] + 1]
+    for begin, stop in pairwise(edges):
+        rows = rows_between(q, begin, stop)
+        if rows:
+            yield rows
+
+
+def _is_diagonal(mask: Mask, q: range, k: range) -> bool:
+    """Whether, inside one stretch, only the causal edge cuts: row views start at or before `k` and end at the row."""
+    same_step = q.step == k.step or len(q) == 1 or len(k) == 1
+    starts_before = mask.sees(q[-1])[0] <= k[0]
+    ends_at_itself = all(mask.sees(p)[1] == p + 1 for p in (q[0], q[-1]))
+    return same_step and starts_before and ends_at_itself
+
+
+def _along_diagonal(q: range, k: range) -> Iterator[Block]:
+    """Full, causal square, full: row a sees the first `a + shift` keys."""
+    step = q.step if len(q) > 1 else k.step
+    shift = (q[0] - k[0]) // step + 1
+    top = max(0, 1 - shift)  # the first row that sees a key
+    left = top + shift - 1  # it sees these and one more
+    side = min(len(q) - top, len(k) - left)
+    rows, below = range(top, top + side), range(top + side, len(q))
+    # Rows from `top` on all see the keys left of the square; rows below it see every key.
+    if left > 0:
+        yield Block(rows, range(left), Kind.FULL)
+    yield Block(rows, range(left, left + side), Kind.CAUSAL)
+    if below:
+        yield Block(below, range(len(k)), Kind.FULL)
+
+
+def _moved(block: Block, q_by: int, k_by: int) -> Block:
+    return replace(
+        block,
+        q=range(block.q.start + q_by, block.q.stop + q_by),
+        k=range(block.k.start + k_by, block.k.stop + k_by),
+    )
+
+
+def _coalesced(blocks: list[Block]) -> list[Block]:
+    """Neighbouring FULL rectangles as one: each kernel call less is a partial result less to merge."""
+    done: list[Block] = []
+    for block in blocks:
+        if block.kind is Kind.CAUSAL and len(block.q) == 1:
+            block = replace(block, kind=Kind.FULL)
+        while (other := next((b for b in done if _joined(b, block)), None)) is not None:
+            done.remove(other)
+            joined = _joined(other, block)
+            assert joined is not None
+            block = joined
+        done.append(block)
+    return done
+
+
+def _joined(a: Block, b: Block) -> Block | None:
+    if a.kind is not Kind.FULL or b.kind is not Kind.FULL:
+        return None
+    if a.q == b.q and a.k.stop == b.k.start:
+        return replace(a, k=range(a.k.start, b.k.stop))
+    if a.k == b.k and a.q.stop == b.q.start:
+        return replace(a, q=range(a.q.start, b.q.stop))
+    return None

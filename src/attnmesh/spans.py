@@ -1,0 +1,71 @@
+"""Positions as spans: the ascending positions of a shard, written as a few arithmetic runs.
+
+`(range(0, 4), range(12, 16))` is rank 0's shard of a zigzag over two ranks. Plans think in spans: a thousand positions
+cost no more than one.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+Spans = tuple[range, ...]
+
+# More runs than this and positions count as irregular: a plan over them would cost more than it saves.
+_MOST_RUNS = 1024
+
+
+def size(spans: Spans) -> int:
+    """How many positions the spans hold."""
+    return sum(map(len, spans))
+
+
+def as_tensor(spans: Spans, device: torch.device | str | None = None) -> Tensor:
+    """The positions themselves, int64."""
+    runs = [torch.arange(run.start, run.stop, run.step, device=device) for run in spans]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.long, device=device)
+
+
+def from_tensor(positions: Tensor) -> Spans | None:
+    """The spans of strictly ascending positions on the CPU; None if they do not ascend or have too many runs."""
+    if not positions.numel():
+        return ()
+    steps = positions.diff()
+    if (steps <= 0).any():
+        return None
+    # A run ends where the step changes. The position before a jump belongs to the run it ends.
+    turns = (steps.diff() != 0).nonzero().flatten() + 1
+    if turns.numel() > 2 * _MOST_RUNS:
+        return None
+    values, runs, at = positions.tolist(), [], 0
+    for turn in itertools.chain(turns.tolist(), [len(values) - 1]):
+        if turn < at:  # the step into a run's first position: already behind us
+            continue
+        step = values[at + 1] - values[at] if at + 1 < len(values) else 1
+        runs.append(range(values[at], values[turn] + 1, step))
+        at = turn + 1
+    if at < len(values):
+        runs.append(range(values[at], values[at] + 1))
+    return tuple(runs) if len(runs) <= _MOST_RUNS else None
+
+
+def rows_between(span: range, first: int, end: int) -> range:
+    """The indices into an ascending span whose positions lie in `[first, end)`."""
+
+    def index(position: int) -> int:  # of the first position >= the given one
+        return min(len(span), max(0, -(-(position - span.start) // span.step)))
+
+    return range(index(first), max(index(first), index(end)))
+
+
+def narrowed(spans: Spans, rows: range) -> Spans:
+    """The spans of the rows `rows.start`, ..., `rows.stop - 1` of a shard that holds `spans`."""
+    kept, at = [], 0
+    for run in spans:
+        part = run[max(0, rows.start - at) : max(0, rows.stop - at)]
+        if part:
+            kept.append(part)
+        at += len(run)
+    return tuple(kept)
