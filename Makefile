@@ -20,7 +20,7 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 
 bench: $(READY)
-	$(VENV)/bin/python -m bench.ring
+	$(VENV)/bin/python bench/ring.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

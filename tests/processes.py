@@ -44,8 +44,8 @@ def run_processes(
     """Run `fn(comm, *args)` on `world` gloo processes of one thread and return the results in rank order.
 
     `fn` lives at the top of a module. With `strict`, a rank that raises or dies fails the test at once, with
-    the rank's own traceback; without it, its result is `Raised` or `Died`. When `timeout` seconds have passed,
-    all processes are killed and TimeoutError is raised.
+    the rank's own traceback; without it, its result is `Raised` or `Died`. After `timeout` seconds all
+    processes are killed and TimeoutError is raised.
     """
     # The test serves the store: it takes a free port for sure, and outlives every rank.
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 
 
@@ -15,3 +16,8 @@ def require(module: str, *, extra: str) -> ModuleType:
             f"{missing.name} is not installed; this needs the extra {extra!r}: pip install 'attnmesh[{extra}]'",
             name=missing.name,
         ) from missing
+
+
+def installed(module: str) -> bool:
+    """Whether an optional module is there, without importing it."""
+    return importlib.util.find_spec(module) is not None

@@ -110,10 +110,10 @@ class Comm(ABC):
     def agree(self, operation: str, facts: Mapping[str, object], error: str | None = None) -> None:
         """Make sure that all ranks are about to do the same, or raise ValueError on every one of them.
 
-        `facts` must be equal everywhere; `error` is what this rank finds wrong with its own arguments. What
-        was agreed once is remembered and costs no message afterwards. When one rank remembers and goes on
-        while another comes with something new, the two wait for each other in different places: that ends
-        in a CommError within the timeout.
+        `facts` must be equal everywhere (call a device `device`, without its index); `error` is what
+        this rank finds wrong with its own arguments. What was agreed once is remembered and costs no
+        message afterwards. When one rank remembers and goes on while another comes with something new,
+        the two wait for each other in different places: that ends in a CommError within the timeout.
         """
         self._operation = operation
         key = remembered_as(operation, facts)

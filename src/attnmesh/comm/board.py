@@ -32,26 +32,36 @@ class Board:
         """Pin up this rank's claim and collect all, or what is there as soon as one holds an error."""
         self._round += 1
         self._set(self._claim_key(self._round, self._rank), claim.to_json())
-        claims = {self._rank: claim}
-        deadline, nap = time.monotonic() + timeout, _SHORTEST_NAP
-        while len(claims) < self._world and all(known.error is None for known in claims.values()):
-            found = self._claims(self._round, set(range(self._world)) - claims.keys())
-            claims |= found
-            if found:
-                continue
-            missing = sorted(set(range(self._world)) - claims.keys())
-            if reasons := self.failures():
-                raise CommError(f"rank {self._rank} was about to start {claim}, but {reasons}")
-            if time.monotonic() > deadline:
-                raise CommError(
-                    f"rank {self._rank} was about to start {claim}, but {in_words(missing)} did not come to "
-                    f"agree within {timeout} s: dead, stuck, or gone on with something that was agreed before"
-                )
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+        try:
+            claims = self._collect(claim, timeout)
+        except CommError:
+            with suppress(CommError):  # withdrawn, so that nobody who comes later takes it for an agreement
+                self._delete(self._claim_key(self._round, self._rank))
+            raise
         if len(claims) == self._world and self._round > 1:
             # Everybody is in this round, so nobody looks at the last one any more.
             self._delete(self._claim_key(self._round - 1, self._rank))
+        return claims
+
+    def _collect(self, claim: Claim, timeout: float) -> dict[int, Claim]:
+        claims = {self._rank: claim}
+        deadline, nap = time.monotonic() + timeout, _SHORTEST_NAP
+        while len(claims) < self._world and all(known.error is None for known in claims.values()):
+            missing = set(range(self._world)) - claims.keys()
+            found = self._claims(self._round, missing)
+            claims |= found
+            if found:
+                continue
+            if reasons := self.failures():
+                raise CommError(f"rank {self._rank} was about to start {claim}, but {reasons}")
+            if time.monotonic() > deadline:
+                absent = in_words(sorted(missing))
+                raise CommError(
+                    f"rank {self._rank} was about to start {claim}, but {absent} did not come to agree "
+                    f"within {timeout} s: dead, stuck, or gone on with something agreed before"
+                )
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP)
         return claims
 
     def all_came(self, timeout: float) -> bool:

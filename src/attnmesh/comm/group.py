@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Claim
+from .agreement import Claim, complaint
 from .base import Comm, CommError, Message, Pending, Shape
 from .board import Board
 from .lane import Lane, stage
@@ -38,7 +38,7 @@ class GroupComm(Comm):
         self._carriers = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self._board = Board(_store_of(group), self.rank, self.world)
         self._broken: str | None = None
-        self._unsettled: Claim | None = None
+        self._unsettled: str | None = None  # a complaint that not all have heard yet
         self._nccl_is_warm = False
 
     @property
@@ -64,10 +64,15 @@ class GroupComm(Comm):
         except CommError as error:
             raise self._give_up(str(error)) from error
         if len(claims) < self.world:
-            self._unsettled = claim
-        elif "nccl" in self._carriers.values() and all(known.error is None for known in claims.values()):
+            self._unsettled = complaint(claims)
+        elif complaint(claims) is None and self._will_use_nccl(claim):
             self._warm_up_nccl()
         return claims
+
+    def _will_use_nccl(self, claim: Claim) -> bool:
+        """A group that has gloo beside NCCL may never move a CUDA tensor, or have no GPU for every rank."""
+        on_cuda = "cpu" not in self._carriers or claim.facts.get("device", "").startswith("cuda")
+        return on_cuda and self._carriers.get("cuda") == "nccl"
 
     def _warm_up_nccl(self) -> None:
         """NCCL wants all ranks in a group's first operation; a ring's first hop may well leave some out."""
@@ -79,12 +84,11 @@ class GroupComm(Comm):
         """Refuse to go on after a failure, or out of step with ranks that missed this rank's complaint."""
         if self._broken is not None:
             raise CommError(f"this comm has failed before: {self._broken}")
+        _ = self.group  # raises when it has been destroyed
         if self._unsettled is not None:
-            claim, self._unsettled = self._unsettled, None
+            heard, self._unsettled = self._unsettled, None
             if not self._board.all_came(self.timeout):
-                raise self._give_up(
-                    f"rank {self.rank} said {claim.error!r} about {claim}, but not all ranks came to hear it"
-                )
+                raise self._give_up(f"rank {self.rank}: not all ranks came to hear that {heard}")
 
     # Messages.
 
@@ -158,7 +162,9 @@ class GroupComm(Comm):
         if mine.numel() < largest:
             mine = torch.cat([mine, mine.new_zeros(largest - mine.numel())])
         gathered = mine.new_empty(self.world * largest)
-        dist.all_gather_into_tensor(gathered.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+        # The name that torch gives it since 2.13, and the one that it had before.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(gathered.view(torch.uint8), mine.view(torch.uint8), group=self.group)
         return [
             part[:size].view(shape)
             for part, size, shape in zip(gathered.view(self.world, largest), sizes, shapes, strict=True)

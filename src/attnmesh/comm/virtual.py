@@ -18,11 +18,13 @@ T = TypeVar("T")
 def run_virtual(world: int, fn: Callable[[Comm], T], *, timeout: float = 300) -> list[T]:
     """Run `fn(comm)` on `world` virtual ranks and return their results in rank order.
 
-    The same program runs on real ranks, forward and backward. Ranks are threads that take turns, so runs
-    repeat exactly. They share the caller's device, CUDA stream, autocast and gradient mode. The first error
-    on any rank ends the run and is raised here with the rank as a note; a deadlock is found at once and
-    raised as a CommError that says what each rank waits for; after `timeout` seconds ranks that still run
-    are left behind with a CommError.
+    The same program runs on real ranks, forward and backward. Ranks are threads that take turns, so
+    runs repeat exactly. They share the caller's device, CUDA stream, autocast and gradient mode, and
+    torch's global random numbers: a rank that needs its own takes a Generator.
+
+    The first error on any rank ends the run and is raised here with the rank as a note. A deadlock is
+    found at once and raised as a CommError that says what each rank waits for. After `timeout` seconds,
+    ranks that still run are left behind with a CommError.
     """
     if world < 1:
         raise ValueError(f"world must be at least 1, got {world}")
@@ -98,9 +100,7 @@ class VirtualComm(Comm):
         claims = self._hub.claims[self._round]
         claims[self.rank] = claim
         if len(claims) == self.world:
-            self._hub.claims.pop(
-                self._round - 1, None
-            )  # everybody is in this round, nobody needs the last one
+            self._hub.claims.pop(self._round - 1, None)  # all are in this round, none needs the last one
 
         def settled() -> bool:
             return len(claims) == self.world or any(known.error is not None for known in claims.values())

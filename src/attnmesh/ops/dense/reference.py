@@ -10,13 +10,29 @@ from attnmesh.state import State, accumulation_dtype
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, q_positions: Tensor, k_positions: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    *,
+    plain: bool = False,
 ) -> State:
-    """Attention with every score in memory. `out` in the dtype of q; a row that sees no key has `(0, -inf)`."""
+    """Attention with every score in memory. `out` in the dtype of q; a row that sees no key has `(0, -inf)`.
+
+    `plain` rounds scores and weights to the dtype of q on their way, as a computation in that dtype would: what the
+    errors of fused kernels are measured against.
+    """
     dtype = accumulation_dtype(q.dtype)
+
+    def held(x: Tensor) -> Tensor:
+        return x.to(q.dtype).to(dtype) if plain else x
+
     group = q.shape[1] // k.shape[1]
     heads = q.to(dtype).unflatten(1, (k.shape[1], group))  # [B, Hkv, group, Sq, D]: no expanded kv heads
-    scores = torch.einsum("bhgqd,bhkd->bhgqk", heads, k.to(dtype)) * scale
+    scores = held(torch.einsum("bhgqd,bhkd->bhgqk", heads, k.to(dtype)) * scale)
     allowed = mask.allows(q_positions[:, None], k_positions[None, :])
     scores = scores.masked_fill(~allowed, -torch.inf)
 
@@ -27,6 +43,6 @@ def attention(
     total = weight.sum(-1, keepdim=True)
     seen = total > 0
     total = torch.where(seen, total, 1.0)
-    out = torch.einsum("bhgqk,bhkd->bhgqd", weight / total, v.to(dtype))
+    out = torch.einsum("bhgqk,bhkd->bhgqd", held(weight / total), v.to(dtype))
     lse = torch.where(seen, top + torch.log(total), -torch.inf).squeeze(-1)
     return State(out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2))

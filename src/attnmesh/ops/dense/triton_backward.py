@@ -259,31 +259,30 @@ def _grad_key_kernel(
 
     acc_k = tl.zeros((KEYS, BLOCK_D), tl.float32)
     acc_v = tl.zeros((KEYS, BLOCK_D), tl.float32)
-    for member in range(group):  # the query heads that share these keys: their sum stays in registers
-        head = kv_head * group + member
-        q_head = at_head(q, q_strides, batch, head)
-        grad_out_head = at_head(grad_out, grad_out_strides, batch, head)
-        lse_head = at_head(lse, lse_strides, batch, head)
-        delta_head = at_head(delta, delta_strides, batch, head)
-        if CAUSAL or first is not None:
-            acc_k, acc_v = _sum_over_rows(
-                acc_k, acc_v, k_tile, v_tile, q_head, q_strides[2], grad_out_head, grad_out_strides[2],
-                lse_head, lse_strides[2], delta_head, delta_strides[2], begin, inner, first, end,
-                key_begin, q_len, kv_len, scale,
-                grad_k is not None, grad_v is not None, True, CAUSAL, ROWS, KEYS, D, BLOCK_D,
-            )  # fmt: skip
+    head = kv_head * group  # the first of the query heads that share these keys
+    q_head = at_head(q, q_strides, batch, head)
+    grad_out_head = at_head(grad_out, grad_out_strides, batch, head)
+    lse_head = at_head(lse, lse_strides, batch, head)
+    delta_head = at_head(delta, delta_strides, batch, head)
+    if CAUSAL or first is not None:  # without a mask every key is seen by row 0, and there is no upper edge
         acc_k, acc_v = _sum_over_rows(
-            acc_k, acc_v, k_tile, v_tile, q_head, q_strides[2], grad_out_head, grad_out_strides[2],
-            lse_head, lse_strides[2], delta_head, delta_strides[2], inner, edge, first, end,
-            key_begin, q_len, kv_len, scale,
-            grad_k is not None, grad_v is not None, False, CAUSAL, ROWS, KEYS, D, BLOCK_D,
-        )  # fmt: skip
-        acc_k, acc_v = _sum_over_rows(
-            acc_k, acc_v, k_tile, v_tile, q_head, q_strides[2], grad_out_head, grad_out_strides[2],
-            lse_head, lse_strides[2], delta_head, delta_strides[2], edge, stop, first, end,
-            key_begin, q_len, kv_len, scale,
+            acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
+            lse_head, lse_strides, delta_head, delta_strides, begin, inner, first, end,
+            key_begin, q_len, kv_len, group, scale,
             grad_k is not None, grad_v is not None, True, CAUSAL, ROWS, KEYS, D, BLOCK_D,
         )  # fmt: skip
+    acc_k, acc_v = _sum_over_rows(
+        acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
+        lse_head, lse_strides, delta_head, delta_strides, inner, edge, first, end,
+        key_begin, q_len, kv_len, group, scale,
+        grad_k is not None, grad_v is not None, False, CAUSAL, ROWS, KEYS, D, BLOCK_D,
+    )  # fmt: skip
+    acc_k, acc_v = _sum_over_rows(
+        acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
+        lse_head, lse_strides, delta_head, delta_strides, edge, stop, first, end,
+        key_begin, q_len, kv_len, group, scale,
+        grad_k is not None, grad_v is not None, True, CAUSAL, ROWS, KEYS, D, BLOCK_D,
+    )  # fmt: skip
     if grad_k is not None:
         grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
         _add_to_tile(grad_k_head, grad_k_strides[2], key_begin, kv_len, acc_k * scale, KEYS, D, BLOCK_D)
@@ -294,20 +293,34 @@ def _grad_key_kernel(
 
 @triton.jit
 def _sum_over_rows(
-    acc_k, acc_v, k_tile, v_tile, q, q_stride, grad_out, grad_out_stride,
-    lse, lse_stride, delta, delta_stride, begin, stop, first, end,
-    key_begin, q_len, kv_len, scale,
+    acc_k, acc_v, k_tile, v_tile, q, q_strides, grad_out, grad_out_strides,
+    lse, lse_strides, delta, delta_strides, begin, stop, first, end,
+    key_begin, q_len, kv_len, group, scale,
     NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds ds^T @ q and p^T @ grad_out over the row tiles of [begin, stop) to the gradients of one key tile.
+    """Adds ds^T @ q and p^T @ grad_out over the row tiles of [begin, stop), in every query head of the group.
 
-    Scores are computed transposed, [keys, rows]: as they come they are the left operand of both sums.
+    Heads and tiles are one loop, so that the pipeline does not drain at each head, and the sum over the group stays
+    in registers. Scores are computed transposed, [keys, rows]: so they are the left operand of both sums.
     """
-    for row_begin in range(begin, stop, ROWS):
-        q_tile = load_tile(q, q_stride, row_begin, q_len, MASKED, ROWS, D, BLOCK_D)
-        grad_out_tile = load_tile(grad_out, grad_out_stride, row_begin, q_len, MASKED, ROWS, D, BLOCK_D)
-        row_lse, row_delta = _load_row_terms(lse, lse_stride, delta, delta_stride, row_begin, q_len, MASKED, ROWS)
+    tile_count = tl.cdiv(stop - begin, ROWS)
+    for step in range(tile_count * group):
+        member = step // tile_count
+        row_begin = begin + step % tile_count * ROWS
+        q_tile = load_tile(
+            q + tl.cast(member, tl.int64) * q_strides[1], q_strides[2],
+            row_begin, q_len, MASKED, ROWS, D, BLOCK_D,
+        )  # fmt: skip
+        grad_out_tile = load_tile(
+            grad_out + tl.cast(member, tl.int64) * grad_out_strides[1], grad_out_strides[2],
+            row_begin, q_len, MASKED, ROWS, D, BLOCK_D,
+        )  # fmt: skip
+        row_lse, row_delta = _load_row_terms(
+            lse + tl.cast(member, tl.int64) * lse_strides[1], lse_strides[2],
+            delta + tl.cast(member, tl.int64) * delta_strides[1], delta_strides[2],
+            row_begin, q_len, MASKED, ROWS,
+        )  # fmt: skip
         scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         weights = tl.exp2(scores * (scale * _LOG2_E) - row_lse[None, :])
         if MASKED:

@@ -1,0 +1,41 @@
+"""What `attnmesh bench` runs: measure, show, save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attnmesh import report
+from attnmesh.bench.accuracy import measure_accuracy
+from attnmesh.bench.ring import measure_cuda, measure_memory
+from attnmesh.bench.ring_cpu import measure_cpu
+
+
+def ring(device: str, json: Path | None) -> None:
+    """Efficiency and memory of the ring."""
+    if device == "cuda":
+        sections = {
+            "efficiency against one device with cuDNN (bf16, causal, zigzag, 32/8 heads, D=128)": measure_cuda(
+                (32768, 131072), (4, 8)
+            ),
+            "peak memory a rank adds to its inputs, forward+backward": measure_memory(8192, (4, 8, 16)),
+        }
+    else:
+        sections = {"efficiency of 2 processes x 1 thread against 1 x 2 (gloo, causal, zigzag)": measure_cpu(8192, 2)}
+    _publish("ring", device, sections, json)
+
+
+def accuracy(device: str, json: Path | None) -> None:
+    """Error against the number of ranks."""
+    backends = ("triton", "aten") if device == "cuda" else ("aten",)
+    title = "relative RMS error against float64 (bf16, causal, zigzag, S=4096, 4/2 heads, D=128)"
+    _publish("accuracy", device, {title: measure_accuracy(device, backends, (1, 2, 4, 8, 16, 32))}, json)
+
+
+def _publish(name: str, device: str, sections: dict[str, list[dict[str, object]]], json: Path | None) -> None:
+    console = report.console()
+    machine = report.machine(device)
+    console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    for title, rows in sections.items():
+        report.show(console, title, rows)
+    if json is not None:
+        report.save(json, {"benchmark": name, "machine": machine, "sections": sections})

@@ -1,0 +1,111 @@
+"""The command line: `attnmesh verify` and `attnmesh bench`."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import Progress
+
+from attnmesh import launch, report, verify
+from attnmesh.comm import Comm, run_virtual
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure: ratios in one run, with the machine beside each figure.")
+app.add_typer(bench_app, name="bench")
+
+
+class Device(enum.StrEnum):
+    """Where to compute."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks to start.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+
+
+@app.command("verify")
+def verify_command(
+    ranks: RanksOption = 4,
+    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.CPU,
+    virtual: Annotated[bool, typer.Option("--virtual", help="Ranks as threads of this process.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Of the random inputs; drawn anew without it.")] = None,
+) -> None:
+    """Check every mode against float64 on fresh random inputs; exit with 1 if anything is wrong."""
+    _check_device(device)
+    if launch.under_torchrun():
+        launch.join(device, _verify, device.value, seed or 0)
+        return
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    if virtual:
+        run_virtual(ranks, lambda comm: _verify(comm, device.value, seed))
+        return
+    try:
+        launch.start(ranks, device, _verify, device.value, seed)
+    except torch.multiprocessing.ProcessExitedException as ended:
+        raise typer.Exit(ended.exit_code) from None
+
+
+def _verify(comm: Comm, device: str, seed: int) -> None:
+    """One rank's part; rank 0 speaks, and ends with exit status 1 if anything is wrong."""
+    outcomes = []
+    console = report.console(quiet=comm.rank > 0)
+    total = len(verify.modes(comm, device))
+    with Progress(console=console, transient=True, disable=comm.rank > 0) as progress:
+        task = progress.add_task(f"verifying on {comm.world} ranks", total=total)
+        for outcome in verify.run(comm, device, seed):
+            outcomes.append(outcome)
+            progress.update(task, advance=1, description=outcome.mode.name)
+    if comm.rank > 0:
+        return
+    rows = [
+        [o.mode.name, o.mode.shape, o.worst, o.error, o.bound, "ok" if o.passed else "WRONG"] for o in outcomes
+    ]
+    failed = sum(not o.passed for o in outcomes)
+    title = f"attnmesh verify: {comm.world} ranks, {device}, seed {seed}"
+    console.print(report.table(title, ["mode", "shape", "worst", "error", "bound", "verdict"], rows))
+    console.print(f"{len(outcomes) - failed} passed, {failed} failed")
+    if failed:
+        sys.exit(1)
+
+
+@bench_app.command("ring")
+def bench_ring(
+    device: Annotated[Device | None, typer.Option(help="Where to measure; a GPU if there is one.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Efficiency and memory of ring context parallelism against one device."""
+    from attnmesh.bench import main  # noqa: PLC0415  (heavy, and only for benchmarks)
+
+    device = device or (Device.CUDA if torch.cuda.is_available() else Device.CPU)
+    _check_device(device)
+    main.ring(device.value, json)
+
+
+@bench_app.command("accuracy")
+def bench_accuracy(
+    device: Annotated[Device | None, typer.Option(help="Where to measure; a GPU if there is one.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Error of ring context parallelism in bf16 against the number of ranks."""
+    from attnmesh.bench import main  # noqa: PLC0415
+
+    device = device or (Device.CUDA if torch.cuda.is_available() else Device.CPU)
+    _check_device(device)
+    main.accuracy(device.value, json)
+
+
+def _check_device(device: Device) -> None:
+    if device is Device.CUDA and not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device is available", param_hint="--device")
+
+
+if __name__ == "__main__":
+    app()

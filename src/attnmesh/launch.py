@@ -1,0 +1,64 @@
+"""Starting ranks: join those torchrun started, or start processes of our own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from attnmesh.comm import comm_from
+
+_TIMEOUT = 300.0
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one of torchrun's ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join(device: str, fn: Callable[..., None], *args: Any) -> None:
+    """Call `fn(comm, *args)` as one of torchrun's ranks."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    dist.init_process_group(_transport(device, ranks_here), timeout=timedelta(seconds=_TIMEOUT))
+    try:
+        fn(comm_from(timeout=_TIMEOUT), *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def start(ranks: int, device: str, fn: Callable[..., None], *args: Any, threads: int | None = None) -> None:
+    """Call `fn(comm, *args)` in `ranks` new processes and wait. `fn` and `args` must be picklable.
+
+    A rank that raises or exits with an error ends the others and raises here.
+    """
+    threads = threads or max(1, (os.cpu_count() or 1) // ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (ranks, device, f"{folder}/store", threads, fn, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+
+
+def _rank(rank: int, ranks: int, device: str, store: str, threads: int, fn: Callable[..., None], args: Any) -> None:
+    torch.set_num_threads(threads)
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        _transport(device, ranks), rank=rank, world_size=ranks, store=dist.FileStore(store, ranks),
+        timeout=timedelta(seconds=_TIMEOUT),
+    )  # fmt: skip
+    try:
+        fn(comm_from(timeout=_TIMEOUT), *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _transport(device: str, ranks_here: int) -> str:
+    """NCCL where every rank has a GPU of its own; gloo otherwise (NCCL refuses two ranks on one GPU)."""
+    return "nccl" if device == "cuda" and torch.cuda.device_count() >= ranks_here else "gloo"
+

@@ -1,0 +1,178 @@
+"""Merging states and summing gradients in Triton: every part is read once, the result is written once.
+
+Kernels that cannot continue from a state (cuDNN's, FlashAttention's) return one each step. Merging them pairwise would
+read and write the running total once a step; here up to four parts join it in one pass.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnmesh.ops.dense.triton_configs import (
+    at_head,
+    locate,
+    padded,
+    row_strides,
+    store_rows,
+    tile_mask,
+    tile_pointers,
+)
+from attnmesh.state import State
+
+MOST_PARTS = 4
+_ELEMENTS = 2048  # of one tensor per program: four 16-byte accesses in flight for each thread
+
+
+def accumulate(
+    total: State | None,
+    parts: Sequence[tuple[State, int]],
+    out_dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+) -> State:
+    """The state over all keys of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
+
+    A part `(state, row_begin)` covers rows [row_begin, row_begin + n) and may be strided, its `out` fp16, bf16 or
+    fp32. `total` is float32, over all rows. When `out_dtype` is float32 it is overwritten with the result, and rows
+    before and after all parts are not touched; else the result is new. A row with lse -inf contributes nothing,
+    whatever its `out` holds; one that no state covers is (0, -inf).
+    """
+    _check_count(parts)
+    batch, heads, length, head_dim = shape
+    if total is not None and out_dtype == torch.float32:
+        result = total
+        begin, stop = _covered_rows([(state.out, row_begin) for state, row_begin in parts])
+    else:
+        device = parts[0][0].out.device
+        result = State(
+            torch.empty(shape, dtype=out_dtype, device=device),
+            torch.empty(shape[:3], dtype=torch.float32, device=device),
+        )
+        begin, stop = 0, length
+    rows = _rows_per_program(head_dim)
+    programs = triton.cdiv(stop - begin, rows) * batch * heads
+    if programs == 0 or head_dim == 0:
+        return result
+
+    # The total is one more part.
+    states = [*([] if total is None else [(total, 0)]), *parts]
+    out_strides = row_strides(**{f"parts[{i}].out": state.out for i, (state, _) in enumerate(states)})
+    (result_strides,) = row_strides(out=result.out)
+    with torch.cuda.device_of(result.out):
+        _accumulate_kernel[(programs,)](
+            tuple(state.out for state, _ in states), tuple(out_strides),
+            tuple(state.lse for state, _ in states), tuple(state.lse.stride() for state, _ in states),
+            tuple(row_begin for _, row_begin in states), tuple(state.out.shape[2] for state, _ in states),
+            result.out, result_strides, result.lse, result.lse.stride(), begin, stop, heads,
+            PARTS=len(states), D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
+        )  # fmt: skip
+    return result
+
+
+def add(total: Tensor, parts: Sequence[tuple[Tensor, int]]) -> None:
+    """Adds 1 to 4 parts `(x, row_begin)` to rows [row_begin, row_begin + n) of the float32 `total`, in place."""
+    _check_count(parts)
+    batch, heads, _, head_dim = total.shape
+    begin, stop = _covered_rows(parts)
+    rows = _rows_per_program(head_dim)
+    programs = triton.cdiv(stop - begin, rows) * batch * heads
+    if programs == 0 or head_dim == 0:
+        return
+    (total_strides,) = row_strides(total=total)
+    part_strides = row_strides(**{f"parts[{i}]": x for i, (x, _) in enumerate(parts)})
+    with torch.cuda.device_of(total):
+        _add_kernel[(programs,)](
+            tuple(x for x, _ in parts), tuple(part_strides),
+            tuple(row_begin for _, row_begin in parts), tuple(x.shape[2] for x, _ in parts),
+            total, total_strides, begin, stop, heads,
+            PARTS=len(parts), D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
+        )  # fmt: skip
+
+
+def _check_count(parts: Sequence[object]) -> None:
+    if not 1 <= len(parts) <= MOST_PARTS:
+        raise ValueError(f"parts holds {len(parts)} parts; allowed are 1 to {MOST_PARTS}")
+
+
+def _covered_rows(parts: Sequence[tuple[Tensor, int]]) -> tuple[int, int]:
+    """The rows from the first to the last that any part covers: in place, the others stay as they are."""
+    return min(begin for _, begin in parts), max(begin + x.shape[2] for x, begin in parts)
+
+
+def _rows_per_program(head_dim: int) -> int:
+    return max(1, _ELEMENTS // padded(head_dim))
+
+
+@triton.jit
+def _accumulate_kernel(
+    outs, out_strides, lses, lse_strides, row_begins, row_counts,
+    result_out, result_out_strides, result_lse, result_lse_strides, begin, stop, heads,
+    PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, head, batch = locate(tl.cdiv(stop - begin, ROWS), heads)
+    row_begin = begin + tile * ROWS
+
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    for i in tl.static_range(PARTS):
+        lse = _load_lse(lses[i], lse_strides[i], batch, head, row_begin - row_begins[i], row_counts[i], ROWS)
+        peak = tl.maximum(peak, lse)
+    # Nothing seen at all: subtract 0, since -inf - -inf would be NaN.
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    for i in tl.static_range(PARTS):
+        near = row_begin - row_begins[i]
+        # Read again rather than kept: it is in the cache, and the loop needs no list of tensors.
+        lse = _load_lse(lses[i], lse_strides[i], batch, head, near, row_counts[i], ROWS)
+        pointers = tile_pointers(
+            at_head(outs[i], out_strides[i], batch, head), out_strides[i][2], near, ROWS, BLOCK_D
+        )
+        # An `out` of weight 0 is not read: 0 * NaN would be NaN.
+        covered = (near + tl.arange(0, ROWS) >= 0) & (lse != float("-inf"))
+        mask = tile_mask(near, row_counts[i], ROWS, D, BLOCK_D) & covered[:, None]
+        out = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        part_weight = tl.exp(lse - shift)
+        acc += out * part_weight[:, None]
+        weight += part_weight
+
+    acc /= tl.where(weight == 0.0, 1.0, weight)[:, None]
+    pointers = tile_pointers(
+        at_head(result_out, result_out_strides, batch, head), result_out_strides[2], row_begin, ROWS, BLOCK_D
+    )
+    tl.store(pointers, acc.to(result_out.dtype.element_ty), mask=tile_mask(row_begin, stop, ROWS, D, BLOCK_D))
+    result_lse_head = at_head(result_lse, result_lse_strides, batch, head)
+    store_rows(result_lse_head, result_lse_strides[2], row_begin, stop, peak + tl.log(weight), ROWS)
+
+
+@triton.jit
+def _load_lse(lse, strides, batch, head, begin, count, ROWS: tl.constexpr):
+    """A part's lse over rows [begin, begin + ROWS) of its own, which may begin before its first: -inf outside."""
+    near = begin + tl.arange(0, ROWS)
+    pointers = at_head(lse, strides, batch, head) + near.to(tl.int64) * strides[2]
+    return tl.load(pointers, mask=(near >= 0) & (near < count), other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _add_kernel(
+    parts, part_strides, row_begins, row_counts, total, total_strides, begin, stop, heads,
+    PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, head, batch = locate(tl.cdiv(stop - begin, ROWS), heads)
+    row_begin = begin + tile * ROWS
+    total_pointers = tile_pointers(
+        at_head(total, total_strides, batch, head), total_strides[2], row_begin, ROWS, BLOCK_D
+    )
+    total_mask = tile_mask(row_begin, stop, ROWS, D, BLOCK_D)
+    acc = tl.load(total_pointers, mask=total_mask, other=0.0)
+    for i in tl.static_range(PARTS):
+        near = row_begin - row_begins[i]
+        pointers = tile_pointers(
+            at_head(parts[i], part_strides[i], batch, head), part_strides[i][2], near, ROWS, BLOCK_D
+        )
+        mask = tile_mask(near, row_counts[i], ROWS, D, BLOCK_D) & (near + tl.arange(0, ROWS) >= 0)[:, None]
+        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(total_pointers, acc, mask=total_mask)
