@@ -1,4 +1,4 @@
-"""The backward kernels against float64 autograd: in Triton's interpreter, or on the GPU where there is one."""
+"""The backward kernels against float64 autograd, in Triton's interpreter or on the GPU where there is one."""
 
 import pytest
 import torch
@@ -98,14 +98,14 @@ def check(case: Case, grads: list[Tensor], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("visibility", ["full", "causal", "bounds"])
 def test_adds_all_gradients(device, visibility, heads, dtype):
-    length = 20 if heads == "gqa" else 37
+    length = 20 if heads == "gqa" else 33
     case = Case(device, dtype, visibility, HEADS[heads], length, length)
     grads = case.buffers()
     case.run(grads, **TILES)
     check(case, grads, dtype)
 
 
-@pytest.mark.parametrize(("q_len", "kv_len"), [(70, 33), (16, 80), (5, 64)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(70, 33), (16, 80), (9, 64)])
 def test_any_lengths(device, q_len, kv_len):
     case = Case(device, torch.float32, "bounds", (1, 1), q_len, kv_len, head_dim=24)
     grads = case.buffers()
@@ -119,9 +119,10 @@ def test_keys_in_parts_add_up(device):
     grads = case.buffers()
     for begin, stop in [(20, 48), (0, 20)]:
         rows = slice(begin, stop)
+        bounds = tuple((bound.clamp(begin, stop) - begin).int() for bound in case.bounds)
         backward(
             case.q, case.k[:, :, rows], case.v[:, :, rows], case.grad_out, case.lse, case.delta,
-            scale=SCALE, causal=False, bounds=tuple((b.clamp(begin, stop) - begin).int() for b in case.bounds),
+            scale=SCALE, causal=False, bounds=bounds,
             grad_q=grads[0], grad_k=grads[1][:, :, rows], grad_v=grads[2][:, :, rows], **TILES,
         )  # fmt: skip
     check(case, grads, torch.float32)

@@ -1,10 +1,12 @@
 """Merging states and summing gradients in Triton: every part is read once, the result is written once.
 
-Kernels that cannot continue from a state (cuDNN's, FlashAttention's) return one each step. Merging them pairwise would
-read and write the running total once a step; here up to four parts join it in one pass.
+Kernels that cannot continue from a state (cuDNN's, FlashAttention's) return one each step. Merging them one
+by one would read and write the running total every step; here up to four parts join it in one pass.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from collections.abc import Sequence
 
 import torch
@@ -35,10 +37,10 @@ def accumulate(
 ) -> State:
     """The state over all keys of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
 
-    A part `(state, row_begin)` covers rows [row_begin, row_begin + n) and may be strided, its `out` fp16, bf16 or
-    fp32. `total` is float32, over all rows. When `out_dtype` is float32 it is overwritten with the result, and rows
-    before and after all parts are not touched; else the result is new. A row with lse -inf contributes nothing,
-    whatever its `out` holds; one that no state covers is (0, -inf).
+    A part `(state, row_begin)` covers rows [row_begin, row_begin + n); it may be strided, its `out` fp16,
+    bf16 or fp32. `total` is float32, over all rows. When `out_dtype` is float32 it is overwritten with the
+    result, and rows before and after all parts are not touched; else the result is new. A row with lse -inf
+    contributes nothing, whatever its `out` holds; one that no state covers is (0, -inf).
     """
     _check_count(parts)
     batch, heads, length, head_dim = shape
@@ -73,7 +75,7 @@ def accumulate(
 
 
 def add(total: Tensor, parts: Sequence[tuple[Tensor, int]]) -> None:
-    """Adds 1 to 4 parts `(x, row_begin)` to rows [row_begin, row_begin + n) of the float32 `total`, in place."""
+    """Adds 1 to 4 parts `(x, row_begin)` to rows [row_begin, row_begin + n) of `total`, float32, in place."""
     _check_count(parts)
     batch, heads, _, head_dim = total.shape
     begin, stop = _covered_rows(parts)
@@ -150,7 +152,7 @@ def _accumulate_kernel(
 
 @triton.jit
 def _load_lse(lse, strides, batch, head, begin, count, ROWS: tl.constexpr):
-    """A part's lse over rows [begin, begin + ROWS) of its own, which may begin before its first: -inf outside."""
+    """A part's lse over its rows [begin, begin + ROWS), -inf where it has none: it may begin later."""
     near = begin + tl.arange(0, ROWS)
     pointers = at_head(lse, strides, batch, head) + near.to(tl.int64) * strides[2]
     return tl.load(pointers, mask=(near >= 0) & (near < count), other=float("-inf")).to(tl.float32)

@@ -1,7 +1,7 @@
 """Attention backward in Triton: deterministic, without atomics, adding into float32 gradients.
 
-Two kernels recompute the weights from the log-sum-exp of the whole softmax: one walks the keys for each tile of
-queries (grad_q), one walks the queries for each tile of keys (grad_k, grad_v). With p the weights::
+Two kernels recompute the weights p from the log-sum-exp of the whole softmax. One walks the keys for each
+tile of queries (grad_q), one walks the queries for each tile of keys (grad_k, grad_v)::
 
     grad_v += p^T @ grad_out          ds = p * (grad_out @ v^T - delta)
     grad_q += scale * ds @ k          grad_k += scale * ds^T @ q
@@ -9,7 +9,9 @@ queries (grad_q), one walks the queries for each tile of keys (grad_k, grad_v). 
 `lse` and `delta` being those of the whole softmax, the keys may come in any number of parts, in any order.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 import torch
 import triton
 import triton.language as tl
@@ -40,7 +42,7 @@ _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
 
 
 def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """The float32 [B, H, S] row term of the softmax gradient: `rowsum(out * grad_out) - grad_lse`, in one pass."""
+    """The row term of the softmax gradient, `rowsum(out * grad_out) - grad_lse`: float32 [B, H, S]."""
     batch, heads, length, head_dim = out.shape
     result = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
     if result.numel() == 0:
@@ -76,16 +78,16 @@ def backward(
 ) -> None:
     """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed.
 
-    Shapes and visibility are those of `forward`. `lse` and `delta` [B, Hq, Sq] are of the whole softmax, over all
-    keys wherever they are. A row whose lse is -inf saw nothing and contributes nothing.
+    Shapes and visibility are those of `forward`. `lse` and `delta` [B, Hq, Sq] are of the whole softmax, over
+    all keys wherever they are. A row whose lse is -inf saw nothing and contributes nothing.
     """
     if q.numel() == 0 or k.numel() == 0:
         return
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     first, end = bounds or (None, None)
-    q_strides, k_strides, v_strides, grad_out_strides, grad_q_strides, grad_k_strides, grad_v_strides = row_strides(
-        q=q, k=k, v=v, grad_out=grad_out, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
+    q_strides, k_strides, v_strides, grad_out_strides, grad_q_strides, grad_k_strides, grad_v_strides = (
+        row_strides(q=q, k=k, v=v, grad_out=grad_out, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)
     )
     inputs = (
         q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
@@ -112,8 +114,8 @@ def backward(
 def _seeing_rows(first: Tensor, end: Tensor, kv_len: int, block: int) -> Tensor:
     """For each key tile the rows that see it: int32 [tiles, 4] of begin, full_begin, full_end, stop.
 
-    `first` and `end` ascend, so these rows are contiguous: some key of the tile is seen within [begin, stop), every
-    key within [full_begin, full_end). Computed where the bounds are; the host does not wait.
+    `first` and `end` ascend, so these rows are contiguous: some key of the tile is seen within [begin, stop),
+    every key within [full_begin, full_end). Computed where the bounds are; the host does not wait.
     """
     tile_begin = torch.arange(0, kv_len, block, dtype=torch.int32, device=first.device)
     tile_end = (tile_begin + block).clamp_(max=kv_len)
@@ -147,7 +149,7 @@ def _delta_kernel(
 def _load_row_terms(
     lse, lse_stride, delta, delta_stride, begin, q_len, EDGE: tl.constexpr, ROWS: tl.constexpr
 ):
-    """The lse, in base 2, and the delta of a tile's rows. One that saw nothing gets (+inf, 0): its weights are 0."""
+    """The lse, in base 2, and the delta of a tile's rows. If one saw nothing: (+inf, 0), so weights 0."""
     row_lse = load_rows(lse, lse_stride, begin, q_len, float("-inf"), EDGE, ROWS)
     row_delta = load_rows(delta, delta_stride, begin, q_len, 0.0, EDGE, ROWS)
     saw_nothing = row_lse == float("-inf")
@@ -301,8 +303,9 @@ def _sum_over_rows(
 ):  # fmt: skip
     """Adds ds^T @ q and p^T @ grad_out over the row tiles of [begin, stop), in every query head of the group.
 
-    Heads and tiles are one loop, so that the pipeline does not drain at each head, and the sum over the group stays
-    in registers. Scores are computed transposed, [keys, rows]: so they are the left operand of both sums.
+    Heads and tiles are one loop: the pipeline does not drain at each head, no registers go to the addresses
+    of two loops, and the sum over the group stays in them. Scores are computed transposed, [keys, rows]: they
+    are then the left operand of both sums as they come.
     """
     tile_count = tl.cdiv(stop - begin, ROWS)
     for step in range(tile_count * group):

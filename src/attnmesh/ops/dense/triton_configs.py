@@ -1,7 +1,7 @@
 """What the dense Triton kernels share: tile sizes, strides, and the three phases of a loop over tiles.
 
-Every mask reaches the kernels as an interval of keys per row, `first[i] <= j < end[i]`, with both ends monotone.
-A tile of rows therefore visits one contiguous run of key tiles, and only the two ends of that run need a mask::
+Every mask reaches the kernels as an interval of keys per row, `first[i] <= j < end[i]`, both ends monotone. A
+tile of rows therefore visits one contiguous run of key tiles, and only the ends of that run need a mask::
 
           begin   inner            edge    stop
             |       |               |       |
@@ -13,7 +13,9 @@ A tile of rows therefore visits one contiguous run of key tiles, and only the tw
 The same picture, read by columns, is the loop of a key tile over the rows that see it.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from typing import NamedTuple
 
 import triton
@@ -32,32 +34,33 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# (padded head_dim, bytes per element) -> Tiles. Fixed rather than autotuned: the order of the sums, and so the
-# result, must not depend on a timing. tests/ops/test_triton_compiles.py proves that none of them spills on sm_90.
-# float32 runs without tensor cores (tf32 would not be float32), which wants small tiles.
+# (padded head_dim, bytes per element) -> Tiles. Fixed rather than autotuned: the order of the sums, and so
+# the result, must not depend on a timing. tests/ops/test_triton_compiles.py proves that none spills on sm_90.
+# float32 runs without tensor cores (tf32 would not be float32): a thread then holds whole rows of both
+# operands of a product, which wants small tiles.
 FORWARD_TILES = {
-    (64, 2): Tiles(128, 64, 4, 3),
+    (64, 2): Tiles(128, 128, 8, 3),
     (128, 2): Tiles(128, 64, 8, 3),
     (256, 2): Tiles(64, 64, 8, 2),
     (64, 4): Tiles(64, 32, 8, 2),
-    (128, 4): Tiles(64, 32, 8, 1),
-    (256, 4): Tiles(32, 32, 8, 1),
+    (128, 4): Tiles(16, 32, 8, 2),
+    (256, 4): Tiles(32, 16, 8, 2),
 }
 GRAD_QUERY_TILES = {
     (64, 2): Tiles(128, 128, 8, 2),
     (128, 2): Tiles(128, 64, 8, 2),
     (256, 2): Tiles(64, 32, 8, 2),
     (64, 4): Tiles(32, 32, 8, 1),
-    (128, 4): Tiles(32, 32, 8, 1),
-    (256, 4): Tiles(32, 16, 8, 1),
+    (128, 4): Tiles(32, 32, 8, 2),
+    (256, 4): Tiles(32, 16, 8, 2),
 }
 GRAD_KEY_TILES = {
     (64, 2): Tiles(64, 128, 8, 2),
     (128, 2): Tiles(64, 64, 8, 2),
     (256, 2): Tiles(32, 32, 8, 1),
     (64, 4): Tiles(32, 32, 8, 1),
-    (128, 4): Tiles(32, 32, 8, 1),
-    (256, 4): Tiles(16, 32, 8, 1),
+    (128, 4): Tiles(16, 32, 8, 2),
+    (256, 4): Tiles(16, 16, 8, 1),
 }
 
 
@@ -97,8 +100,13 @@ def at_head(base, strides, batch, head):
 
 @triton.jit
 def tile_pointers(base, stride, begin, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers to rows [begin, begin + ROWS) of one head. Only `begin` is far; within a tile int32 is enough."""
-    return base + tl.cast(begin, tl.int64) * stride + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+    """Pointers to rows [begin, begin + ROWS) of one head. Only `begin` is far: within it int32 will do."""
+    return (
+        base
+        + tl.cast(begin, tl.int64) * stride
+        + tl.arange(0, ROWS)[:, None] * stride
+        + tl.arange(0, BLOCK_D)[None, :]
+    )
 
 
 @triton.jit
@@ -111,14 +119,15 @@ def tile_mask(begin, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 def load_tile(
     base, stride, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Rows [begin, begin + ROWS) of one head. Rows from `limit` on read as zero if EDGE, else there are none."""
+    """Rows [begin, begin + ROWS) of one head. If EDGE, those from `limit` on read as zero."""
     pointers = tile_pointers(base, stride, begin, ROWS, BLOCK_D)
     if EDGE:
-        return tl.load(pointers, mask=tile_mask(begin, limit, ROWS, D, BLOCK_D), other=0.0)
+        tile = tl.load(pointers, mask=tile_mask(begin, limit, ROWS, D, BLOCK_D), other=0.0)
     elif D != BLOCK_D:
-        return tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
     else:
-        return tl.load(pointers)
+        tile = tl.load(pointers)
+    return tile
 
 
 @triton.jit
@@ -127,9 +136,10 @@ def load_rows(base, stride, begin, limit, other, EDGE: tl.constexpr, ROWS: tl.co
     near = tl.arange(0, ROWS)
     pointers = base + tl.cast(begin, tl.int64) * stride + near * stride
     if EDGE:
-        return tl.load(pointers, mask=begin + near < limit, other=other)
+        values = tl.load(pointers, mask=begin + near < limit, other=other)
     else:
-        return tl.load(pointers)
+        values = tl.load(pointers)
+    return values
 
 
 @triton.jit
@@ -172,7 +182,7 @@ def key_phases(first, end, row_begin, row_stop, key_count, CAUSAL: tl.constexpr,
 
 @triton.jit
 def split_phases(begin, full_begin, full_end, stop, BLOCK: tl.constexpr):
-    """Rounds [begin, stop), fully visible within [full_begin, full_end), to tiles: (begin, inner, edge, stop)."""
+    """Cuts [begin, stop), fully visible in [full_begin, full_end), at tiles: (begin, inner, edge, stop)."""
     inner = tl.minimum(tl.cdiv(full_begin, BLOCK) * BLOCK, stop)
     edge = tl.maximum(full_end // BLOCK * BLOCK, inner)
     return begin // BLOCK * BLOCK, inner, edge, stop

@@ -1,10 +1,12 @@
 """Attention forward in Triton: one pass over the visible keys, from a state to a state.
 
-The kernel does not start its online softmax from nothing but from the state it is given, so a partial result stays
-in float32 from the first step of a ring to the last, and no merge kernel runs in between.
+The kernel does not start its online softmax from nothing but from the state it is given, so a partial result
+stays in float32 from the first step of a ring to the last, and no merge kernel runs in between.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 import torch
 import triton
 import triton.language as tl
@@ -109,7 +111,10 @@ def _forward_kernel(
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     if state_out is not None:
         state_lse_head = at_head(state_lse, state_lse_strides, batch, head)
-        peak = load_rows(state_lse_head, state_lse_strides[2], row_begin, q_len, float("-inf"), True, ROWS) * _LOG2_E
+        peak = (
+            load_rows(state_lse_head, state_lse_strides[2], row_begin, q_len, float("-inf"), True, ROWS)
+            * _LOG2_E
+        )
         some = peak != float("-inf")
         total = some.to(tl.float32)
         pointers = tile_pointers(

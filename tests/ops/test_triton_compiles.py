@@ -1,0 +1,145 @@
+"""Every configuration the launchers can choose compiles for Hopper, fits its memory and does not spill.
+
+No GPU is needed: a subprocess runs the launchers themselves with a driver that only says "sm_90", stops each
+launch after its compilation, and reads the resources from the machine code. (A subprocess, because this
+process interprets.)
+"""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED_MEMORY = 227 * 1024  # of one program on sm_90
+HEAD_DIMS = [64, 80, 128, 256]
+DTYPES = ["bfloat16", "float32"]
+VISIBILITIES = ["full", "causal", "bounds"]
+STEPS = ["forward", "continue", "backward", "backward partly"]
+
+COMPILE = '''
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from attnmesh.ops.dense.triton_backward import backward, delta
+from attnmesh.ops.dense.triton_forward import forward
+from attnmesh.ops.triton_accumulate import accumulate, add
+from attnmesh.state import State
+
+
+class Hopper:
+    """Stands in for the GPU's driver, as far as compiling needs one."""
+
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+driver.set_active(Hopper())
+launch, compiled = JITFunction.run, []
+
+
+def compile_only(kernel, *args, warmup, **options):
+    compiled.append((kernel.fn.__name__, launch(kernel, *args, warmup=True, **options)))
+
+
+JITFunction.run = compile_only
+
+
+def resources(binary):
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.check_output([tool, "--dump-resource-usage", file.name], text=True)
+    registers, stack, local = re.search(r"REG:(\\d+) STACK:(\\d+) .*LOCAL:(\\d+)", text).groups()
+    # Kernels have no arrays or calls of their own: whatever lies on the stack was spilled.
+    return {"registers": int(registers), "spilled": int(stack) + int(local), "shared": binary.metadata.shared}
+
+
+def dense(head_dim, dtype, visibility, steps):
+    dtype = getattr(torch, dtype)
+    q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
+    rows = torch.empty(1, 4, 256)
+    bounds = (torch.zeros(256, dtype=torch.int32),) * 2 if visibility == "bounds" else None
+    seen = {"scale": 0.1, "causal": visibility == "causal", "bounds": bounds}
+    if "forward" in steps:
+        forward(q, k, k, **seen, state=None, out_dtype=dtype)
+    if "continue" in steps:
+        state = State(torch.empty(q.shape), rows)
+        forward(q, k, k, **seen, state=state, out_dtype=torch.float32)
+        forward(q, k, k, **seen, state=state, out_dtype=dtype)
+    if "backward" in steps:
+        grads = [torch.empty(x.shape) for x in (q, k, k)]
+        backward(q, k, k, q, rows, rows, **seen, grad_q=grads[0], grad_k=grads[1], grad_v=grads[2])
+    if "backward partly" in steps:
+        grads = [torch.empty(x.shape) for x in (k, k)]
+        backward(q, k, k, q, rows, rows, **seen, grad_q=None, grad_k=grads[0], grad_v=None)
+        backward(q, k, k, q, rows, rows, **seen, grad_q=None, grad_k=None, grad_v=grads[1])
+
+
+def memory_bound(head_dim, dtype, parts):
+    x = torch.empty(1, 2, 256, head_dim, dtype=getattr(torch, dtype))
+    total = State(torch.empty(x.shape), torch.empty(x.shape[:3]))
+    part = State(x, total.lse)
+    delta(x, x, total.lse)
+    add(total.out, [(x, 0)] * parts)
+    accumulate(total, [(part, 0)] * parts, torch.float32, x.shape)
+    accumulate(None, [(part, 0)] * parts, x.dtype, x.shape)
+
+
+for case in json.loads(sys.argv[1]):
+    compiled.clear()
+    (memory_bound if len(case) == 3 else dense)(*case)
+    for name, binary in compiled:
+        print(json.dumps({"case": case, "kernel": name} | resources(binary)), flush=True)
+'''
+
+
+def compile_for_hopper(cases: list[tuple]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(cases)], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(kernels) >= len(cases)
+    assert [kernel for kernel in kernels if not fits(kernel)] == []
+
+
+def fits(kernel: dict) -> bool:
+    # Far from 255 registers the assembler may still push out a value or two, to fit one more program on a
+    # processor. That is its choice; more than that, or any at the limit, means the tiles are too large.
+    tolerated = 16 if kernel["registers"] <= 128 else 0
+    return kernel["spilled"] <= tolerated and kernel["shared"] <= SHARED_MEMORY
+
+
+def test_core_compiles():
+    """What nearly everyone runs: head_dim 128 in bf16, one visibility a kernel."""
+    compile_for_hopper([
+        (128, "bfloat16", "causal", ["forward"]),
+        (128, "bfloat16", "bounds", ["continue"]),
+        (128, "bfloat16", "bounds", ["backward"]),
+        (128, "bfloat16", 2),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_dense_kernels_compile(head_dim, dtype):
+    compile_for_hopper([(head_dim, dtype, visibility, STEPS) for visibility in VISIBILITIES])
+
+
+@pytest.mark.slow
+def test_all_memory_bound_kernels_compile():
+    compile_for_hopper(list(product(HEAD_DIMS, [*DTYPES, "float16"], [1, 2, 3, 4])))
