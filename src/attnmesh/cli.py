@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.progress import Progress
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from attnmesh import launch, report, verify
 from attnmesh.comm import Comm, run_virtual
@@ -49,7 +50,7 @@ def verify_command(
         return
     try:
         launch.start(ranks, device, _verify, device.value, seed)
-    except torch.multiprocessing.ProcessExitedException as ended:
+    except ProcessExitedException as ended:
         raise typer.Exit(ended.exit_code) from None
 
 
@@ -65,9 +66,7 @@ def _verify(comm: Comm, device: str, seed: int) -> None:
             progress.update(task, advance=1, description=outcome.mode.name)
     if comm.rank > 0:
         return
-    rows = [
-        [o.mode.name, o.mode.shape, o.worst, o.error, o.bound, "ok" if o.passed else "WRONG"] for o in outcomes
-    ]
+    rows = [[o.mode.name, o.mode.shape, o.worst, o.error, o.bound, "ok" if o.passed else "WRONG"] for o in outcomes]
     failed = sum(not o.passed for o in outcomes)
     title = f"attnmesh verify: {comm.world} ranks, {device}, seed {seed}"
     console.print(report.table(title, ["mode", "shape", "worst", "error", "bound", "verdict"], rows))
@@ -82,7 +81,7 @@ def bench_ring(
     json: JsonOption = None,
 ) -> None:
     """Efficiency and memory of ring context parallelism against one device."""
-    from attnmesh.bench import main  # noqa: PLC0415  (heavy, and only for benchmarks)
+    from attnmesh.bench import main
 
     device = device or (Device.CUDA if torch.cuda.is_available() else Device.CPU)
     _check_device(device)
@@ -95,7 +94,7 @@ def bench_accuracy(
     json: JsonOption = None,
 ) -> None:
     """Error of ring context parallelism in bf16 against the number of ranks."""
-    from attnmesh.bench import main  # noqa: PLC0415
+    from attnmesh.bench import main
 
     device = device or (Device.CUDA if torch.cuda.is_available() else Device.CPU)
     _check_device(device)

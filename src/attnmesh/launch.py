@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
 
 from attnmesh.comm import comm_from
 
@@ -41,7 +42,7 @@ def start(ranks: int, device: str, fn: Callable[..., None], *args: Any, threads:
     """
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (ranks, device, f"{folder}/store", threads, fn, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+        spawn(_rank, (ranks, device, f"{folder}/store", threads, fn, args), nprocs=ranks)
 
 
 def _rank(rank: int, ranks: int, device: str, store: str, threads: int, fn: Callable[..., None], args: Any) -> None:
@@ -49,7 +50,7 @@ def _rank(rank: int, ranks: int, device: str, store: str, threads: int, fn: Call
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        _transport(device, ranks), rank=rank, world_size=ranks, store=dist.FileStore(store, ranks),
+        _transport(device, ranks), rank=rank, world_size=ranks, store=FileStore(store, ranks),
         timeout=timedelta(seconds=_TIMEOUT),
     )  # fmt: skip
     try:
@@ -61,4 +62,3 @@ def _rank(rank: int, ranks: int, device: str, store: str, threads: int, fn: Call
 def _transport(device: str, ranks_here: int) -> str:
     """NCCL where every rank has a GPU of its own; gloo otherwise (NCCL refuses two ranks on one GPU)."""
     return "nccl" if device == "cuda" and torch.cuda.device_count() >= ranks_here else "gloo"
-

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -25,10 +26,8 @@ def machine(device: str) -> dict[str, str]:
     if device == "cuda":
         facts["cuda"] = str(torch.version.cuda)
         facts["cudnn"] = str(torch.backends.cudnn.version())
-    try:
+    with suppress(metadata.PackageNotFoundError):
         facts["triton"] = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        pass
     return facts
 
 

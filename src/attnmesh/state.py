@@ -50,8 +50,8 @@ def merge(states: Iterable[State]) -> State:
     for i, state in enumerate(states):
         if state.out.shape != states[0].out.shape or state.lse.shape != state.out.shape[:-1]:
             raise ValueError(
-                f"states must have one shape, and lse the shape of out less its last dimension: state {i} has out "
-                f"{tuple(state.out.shape)} and lse {tuple(state.lse.shape)}, state 0 has out {tuple(states[0].out.shape)}"
+                f"states must have one shape, and lse that of out less its last dimension: state {i} has out "
+                f"{tuple(state.out.shape)} and lse {tuple(state.lse.shape)}, state 0 out {tuple(states[0].out.shape)}"
             )
     dtype = accumulation_dtype(_widest(states))
     lse = torch.stack([state.lse.to(dtype) for state in states])

@@ -107,18 +107,22 @@ def test_adds_parts_over_any_rows(device, count):
     expected = total.double()
     for x, begin in parts:
         expected[:, :, begin : begin + x.shape[2]] += x.double()
-    add(total, parts)
+    fresh = add(None, parts, torch.float16, SHAPE).double()
+    torch.testing.assert_close(fresh, expected - total.double(), atol=1e-2, rtol=1e-2)
+    rounded = add(total, parts, torch.float16, SHAPE).double()
+    torch.testing.assert_close(rounded, expected, atol=1e-2, rtol=1e-2)
+    assert add(total, parts, torch.float32, SHAPE) is total
     torch.testing.assert_close(total.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_rejects_a_wrong_number_of_parts(device):
     with pytest.raises(ValueError, match="0 parts"):
-        add(torch.zeros(SHAPE, device=device), [])
+        add(torch.zeros(SHAPE, device=device), [], torch.float32, SHAPE)
     with pytest.raises(ValueError, match="5 parts"):
         accumulate(None, [(make_part(device, 4, torch.float32), 0)] * 5, torch.float32, SHAPE)
 
 
 def test_nothing_to_do(device):
     total = torch.zeros(SHAPE, device=device)
-    add(total, [(total[:, :, :0], 0)])
+    add(total, [(total[:, :, :0], 0)], torch.float32, SHAPE)
     assert (total == 0).all()

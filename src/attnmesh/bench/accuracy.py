@@ -17,7 +17,13 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 def measure_accuracy(
-    device: str, backends: Sequence[str], worlds: Sequence[int], *, length: int = 4096, heads: int = 4, kv_heads: int = 2
+    device: str,
+    backends: Sequence[str],
+    worlds: Sequence[int],
+    *,
+    length: int = 4096,
+    heads: int = 4,
+    kv_heads: int = 2,
 ) -> list[dict[str, object]]:
     """Relative RMS errors against float64 by backend and world: bf16, causal, zigzag, head_dim 128, seed 0."""
     generator = torch.Generator().manual_seed(0)

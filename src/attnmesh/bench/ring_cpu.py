@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,12 +31,9 @@ def measure_cpu(length: int, world: int) -> list[dict[str, object]]:
         for backward in (False, True):
             torch.set_num_threads(world)
             inputs = _inputs(length, dtype, backward)
-            ours = _timed(lambda: _back(attention(*inputs[:3], mask=Causal()), inputs))  # noqa: B023
-            peer = None
-            if dtype == torch.float32:  # torch's bf16 kernel takes minutes on processors without bf16 instructions
-                peer = _timed(
-                    lambda: _back(F.scaled_dot_product_attention(*inputs[:3], is_causal=True, enable_gqa=True), inputs)  # noqa: B023
-                )
+            ours = _timed(partial(_attnmesh, inputs))
+            # torch's bf16 kernel takes minutes on processors without bf16 instructions
+            peer = _timed(partial(_torch, inputs)) if dtype == torch.float32 else None
             spread = _in_processes(length, world, dtype, backward)
             one = ours if peer is None else min(ours, peer)
             rows.append(
@@ -47,6 +45,16 @@ def measure_cpu(length: int, world: int) -> list[dict[str, object]]:
                 }
             )  # fmt: skip
     return rows
+
+
+def _attnmesh(inputs: list[Tensor]) -> None:
+    q, k, v = inputs[:3]
+    _back(attention(q, k, v, mask=Causal()), inputs)
+
+
+def _torch(inputs: list[Tensor]) -> None:
+    q, k, v = inputs[:3]
+    _back(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), inputs)
 
 
 def _in_processes(length: int, world: int, dtype: torch.dtype, backward: bool) -> float:

@@ -61,6 +61,10 @@ class Comm(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world={self.world})"
 
+    def buffer(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory to receive into, contents undefined. A transport with a better kind than plain memory overrides it."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
     # The verbs.
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
@@ -126,7 +130,7 @@ class Comm(ABC):
             raise ValueError(problem)
         self._agreed.add(key)
 
-    def fail(self, message: str) -> None:  # noqa: B027 - where a raise is seen at once there is nothing to do
+    def fail(self, message: str) -> None:
         """Let the others know that this rank gives up, so that their errors can say why."""
 
     # What a transport supplies.

@@ -141,6 +141,4 @@ def _store_errors(rank: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        raise CommError(
-            f"rank {rank} lost the group's store (has the rank that serves it died?): {why}"
-        ) from error
+        raise CommError(f"rank {rank} lost the group's store (has the rank that serves it died?): {why}") from error

@@ -15,9 +15,7 @@ _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupComm] = weakref.WeakKe
 """One comm for each group: ranks count their agreements in it. It goes when its group is destroyed."""
 
 
-def comm_from(
-    where: Comm | dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None
-) -> Comm:
+def comm_from(where: Comm | dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None) -> Comm:
     """The comm over these ranks. None means the default process group, or a world of one where there is none.
 
     `timeout`, in seconds, is set on the comm, for all who use it.

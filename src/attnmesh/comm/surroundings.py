@@ -12,12 +12,10 @@ class Surroundings:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = {
-            device: torch.get_autocast_dtype(device)
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
+            device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
         }
         self.default_device = torch.get_default_device()
-        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.is_initialized()
         self.stream = torch.cuda.current_stream() if cuda else None
 
     def recreated(self) -> ExitStack:

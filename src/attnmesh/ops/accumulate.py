@@ -80,39 +80,44 @@ class GradSum:
 
     def total(self) -> Tensor:
         """The sum so far, for a kernel to add to in place."""
-        if self._total is None:
-            self._total = torch.zeros(
-                self._like.shape, dtype=accumulation_dtype(self._like.dtype), device=self._like.device
-            )
-        _add(self._total, self._waiting)
-        self._waiting = []
+        if self._waiting or self._total is None:
+            self._total = self._summed(accumulation_dtype(self._like.dtype))
         return self._total
 
     def pour(self, target: Tensor) -> None:
         """Add everything to `target`, in place. The sum is spent."""
         if self._total is not None:
-            target += self._total
-        _add(target, self._waiting)
+            self._waiting.append((self._total, 0))
+        if self._waiting:
+            _summed(target, self._waiting, target.dtype, target)
         self._total, self._waiting = None, []
 
     def finish(self) -> Tensor:
         """The sum in the type of the tensor it is the gradient of."""
         if self._total is None and len(self._waiting) == 1 and self._waiting[0][0].shape == self._like.shape:
             return self._waiting[0][0].to(self._like.dtype)
-        return self.total().to(self._like.dtype)
+        return self._summed(self._like.dtype)
+
+    def _summed(self, dtype: torch.dtype) -> Tensor:
+        waiting, self._waiting = self._waiting, []
+        return _summed(self._total, waiting, dtype, self._like)
 
 
-def _add(total: Tensor, parts: Sequence[tuple[Tensor, int]]) -> None:
-    if parts and _fused(total):
-        _triton().add(total, parts)
-        return
+def _summed(total: Tensor | None, parts: Sequence[tuple[Tensor, int]], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """The sum in `dtype`; in place where the total has it."""
+    if not parts:
+        return torch.zeros(like.shape, dtype=dtype, device=like.device) if total is None else total.to(dtype)
+    if like.is_cuda and accumulation_dtype(like.dtype) == torch.float32:
+        summed: Tensor = _triton().add(total, parts, dtype, like.shape)
+        return summed
+    if total is None:
+        total = torch.zeros(like.shape, dtype=accumulation_dtype(like.dtype), device=like.device)
     for part, row in parts:
         total[:, :, row : row + part.shape[2]] += part
+    return total.to(dtype)
 
 
-def _merged(
-    total: State | None, parts: Sequence[tuple[State, int]], dtype: torch.dtype, shape: torch.Size
-) -> State:
+def _merged(total: State | None, parts: Sequence[tuple[State, int]], dtype: torch.dtype, shape: torch.Size) -> State:
     if _fused(parts[0][0].lse):
         merged: State = _triton().accumulate(total, parts, dtype, shape)
         return merged

@@ -74,24 +74,40 @@ def accumulate(
     return result
 
 
-def add(total: Tensor, parts: Sequence[tuple[Tensor, int]]) -> None:
-    """Adds 1 to 4 parts `(x, row_begin)` to rows [row_begin, row_begin + n) of `total`, float32, in place."""
+def add(
+    total: Tensor | None,
+    parts: Sequence[tuple[Tensor, int]],
+    out_dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+) -> Tensor:
+    """The sum of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
+
+    A part `(x, row_begin)` covers rows [row_begin, row_begin + n). `total` is float32, over all rows; when
+    `out_dtype` is float32 it is overwritten with the sum, else the sum is new. Rows that nothing covers are 0.
+    """
     _check_count(parts)
-    batch, heads, _, head_dim = total.shape
-    begin, stop = _covered_rows(parts)
+    batch, heads, length, head_dim = shape
+    if total is not None and out_dtype == torch.float32:
+        result = total
+        begin, stop = _covered_rows(parts)
+    else:
+        result = torch.empty(shape, dtype=out_dtype, device=parts[0][0].device)
+        begin, stop = 0, length
     rows = _rows_per_program(head_dim)
     programs = triton.cdiv(stop - begin, rows) * batch * heads
     if programs == 0 or head_dim == 0:
-        return
-    (total_strides,) = row_strides(total=total)
-    part_strides = row_strides(**{f"parts[{i}]": x for i, (x, _) in enumerate(parts)})
-    with torch.cuda.device_of(total):
+        return result
+    addends = [*([] if total is None else [(total, 0)]), *parts]  # the total is one more part
+    strides = row_strides(**{f"parts[{i}]": x for i, (x, _) in enumerate(addends)})
+    (result_strides,) = row_strides(result=result)
+    with torch.cuda.device_of(result):
         _add_kernel[(programs,)](
-            tuple(x for x, _ in parts), tuple(part_strides),
-            tuple(row_begin for _, row_begin in parts), tuple(x.shape[2] for x, _ in parts),
-            total, total_strides, begin, stop, heads,
-            PARTS=len(parts), D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
+            tuple(x for x, _ in addends), tuple(strides),
+            tuple(row_begin for _, row_begin in addends), tuple(x.shape[2] for x, _ in addends),
+            result, result_strides, begin, stop, heads,
+            PARTS=len(addends), D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
         )  # fmt: skip
+    return result
 
 
 def _check_count(parts: Sequence[object]) -> None:
@@ -130,9 +146,7 @@ def _accumulate_kernel(
         near = row_begin - row_begins[i]
         # Read again rather than kept: it is in the cache, and the loop needs no list of tensors.
         lse = _load_lse(lses[i], lse_strides[i], batch, head, near, row_counts[i], ROWS)
-        pointers = tile_pointers(
-            at_head(outs[i], out_strides[i], batch, head), out_strides[i][2], near, ROWS, BLOCK_D
-        )
+        pointers = tile_pointers(at_head(outs[i], out_strides[i], batch, head), out_strides[i][2], near, ROWS, BLOCK_D)
         # An `out` of weight 0 is not read: 0 * NaN would be NaN.
         covered = (near + tl.arange(0, ROWS) >= 0) & (lse != float("-inf"))
         mask = tile_mask(near, row_counts[i], ROWS, D, BLOCK_D) & covered[:, None]
@@ -160,16 +174,12 @@ def _load_lse(lse, strides, batch, head, begin, count, ROWS: tl.constexpr):
 
 @triton.jit
 def _add_kernel(
-    parts, part_strides, row_begins, row_counts, total, total_strides, begin, stop, heads,
+    parts, part_strides, row_begins, row_counts, result, result_strides, begin, stop, heads,
     PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, head, batch = locate(tl.cdiv(stop - begin, ROWS), heads)
     row_begin = begin + tile * ROWS
-    total_pointers = tile_pointers(
-        at_head(total, total_strides, batch, head), total_strides[2], row_begin, ROWS, BLOCK_D
-    )
-    total_mask = tile_mask(row_begin, stop, ROWS, D, BLOCK_D)
-    acc = tl.load(total_pointers, mask=total_mask, other=0.0)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for i in tl.static_range(PARTS):
         near = row_begin - row_begins[i]
         pointers = tile_pointers(
@@ -177,4 +187,5 @@ def _add_kernel(
         )
         mask = tile_mask(near, row_counts[i], ROWS, D, BLOCK_D) & (near + tl.arange(0, ROWS) >= 0)[:, None]
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    tl.store(total_pointers, acc, mask=total_mask)
+    pointers = tile_pointers(at_head(result, result_strides, batch, head), result_strides[2], row_begin, ROWS, BLOCK_D)
+    tl.store(pointers, acc.to(result.dtype.element_ty), mask=tile_mask(row_begin, stop, ROWS, D, BLOCK_D))

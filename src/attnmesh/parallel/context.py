@@ -156,7 +156,7 @@ class _Unshard(torch.autograd.Function):
         return layout.unshard(comm.all_gather(x.contiguous(), shapes), dim)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         total = ctx.comm.all_reduce(grad.contiguous())
         return ctx.layout.shard(total, ctx.dim, ctx.comm.world, ctx.comm.rank), None, None, None, None

@@ -1,8 +1,8 @@
 """Ring context parallelism: keys travel, queries stay, every block met is merged into the rows' state.
 
 The whole algorithm is two loops over a rank's stages, forward and backward. Rows of a message lie first, `[rows, 2, B,
-Hkv, D]` with K and V together, so that any stretch of rows is contiguous: what is sent on is a slice of what was received,
-never a copy. Kernels read the same memory as strided `[B, Hkv, rows, D]`.
+Hkv, D]` with K and V together, so that any stretch of rows is contiguous: what is sent on is a slice of what was
+received, never a copy. Kernels read the same memory as strided `[B, Hkv, rows, D]`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Ring(torch.autograd.Function):
         return state.out, state.lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         result = Result(out, lse, torch.zeros_like(out) if grad_out is None else unit_strided(grad_out), grad_lse)
@@ -106,7 +106,7 @@ class _Journey:
         self.stages = plan.stages(comm.rank)
         self._own, self._comm = (k, v), comm
         rows = max([len(self.stages[0].next_keys), *(len(stage.keys) for stage in self.stages[1:])])
-        self._buffers = [k.new_empty(rows, *_row(k)) for _ in range(2 if rows else 0)]
+        self._buffers = _two_buffers(comm, rows, k, k.dtype)
 
     def send_on(self, at: int) -> Pending:
         """Post the exchange that takes these keys on and brings those of the next stage."""
@@ -145,8 +145,8 @@ class _Homing:
         self._last_stage, self._last_rank, self._home_rows = plan.returns(comm.rank)
         dtype = accumulation_dtype(k.dtype)
         rows = max(len(stage.grads_out) for stage in self._stages)
-        self._buffers = [k.new_empty(rows, *_row(k), dtype=dtype) for _ in range(2 if rows else 0)]
-        self._home = k.new_empty(len(self._home_rows), *_row(k), dtype=dtype)
+        self._buffers = _two_buffers(comm, rows, k, dtype)
+        self._home = comm.buffer((len(self._home_rows), *_row(k)), dtype=dtype, device=k.device)
         self._travelling: list[Pending] = []
 
     def join(self, at: int, mine: tuple[GradSum | None, ...]) -> None:
@@ -187,6 +187,11 @@ class _Homing:
     def _wait(self) -> None:
         while self._travelling:
             self._travelling.pop().wait()
+
+
+def _two_buffers(comm: Comm, rows: int, k: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """One is computed on and sent from while the other is received into. None where nothing travels."""
+    return [comm.buffer((rows, *_row(k)), dtype=dtype, device=k.device) for _ in range(2 if rows else 0)]
 
 
 def _row(k: Tensor) -> tuple[int, int, int, int]:

@@ -137,15 +137,13 @@ class RingPlan:
 
 @lru_cache(maxsize=256)
 def ring_plan(mask: Mask, layout: Layout, length: int, world: int, *, grad_weight: float = 0.0) -> RingPlan:
-    """The ring that moves the fewest bytes: forward, or with gradients of `grad_weight` times the bytes of a key row."""
+    """The ring that moves the fewest bytes; a row of gradients, if they travel, weighs `grad_weight` rows of keys."""
     needed = [
         offset
         for offset in range(1, world)
         if any(_patch(mask, layout, length, world, r, (r - offset) % world, None).blocks for r in range(world))
     ]
-    upwards, downwards = (
-        RingPlan(mask, layout, length, world, (0, *way)) for way in (needed, list(reversed(needed)))
-    )
+    upwards, downwards = (RingPlan(mask, layout, length, world, (0, *way)) for way in (needed, list(reversed(needed))))
 
     def moved(plan: RingPlan) -> float:
         grads = grad_weight * _over_ranks(plan, plan.grad_rows_sent) if grad_weight else 0.0
@@ -159,9 +157,7 @@ def _over_ranks(plan: RingPlan, count: Callable[[int], int]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _patch(
-    mask: Mask, layout: Layout, length: int, world: int, rank: int, block: int, keys: range | None
-) -> Patch:
+def _patch(mask: Mask, layout: Layout, length: int, world: int, rank: int, block: int, keys: range | None) -> Patch:
     held = layout.spans(length, world, block)
     return Patch(mask, layout.spans(length, world, rank), held if keys is None else spans.narrowed(held, keys))
 

@@ -48,8 +48,8 @@ def attention(
     float32 lse [B,Hq,Sq], natural log, which has a gradient of its own. A row that sees no key gives out 0, lse -inf.
 
     `backend` is "auto", "aten", "triton" or "reference"; one that cannot serve the call raises ValueError.
-    `explain_attention` says what "auto" picks and why. On CUDA, pass positions as CPU tensors (or not at all) to let the
-    fastest kernels serve: reading them back from the device would stall it.
+    `explain_attention` says what "auto" picks and why. On CUDA, pass positions as CPU tensors (or not at all) to let
+    the fastest kernels serve: reading them back from the device would stall it.
     """
     work = _prepared(q, k, v, mask, scale, q_positions, k_positions)
     choice = choose(work.call, backend)
@@ -90,7 +90,7 @@ class _Attention(torch.autograd.Function):
         return state.out, state.lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         call = Call(q, k, v, ctx.sight, ctx.scale)

@@ -51,6 +51,8 @@ class Aten:
         """Why it cannot serve the backward of this call; None if it can."""
         if call.q.is_cuda and result.grad_lse is not None:
             return "cuDNN and FlashAttention-2 take no gradient of the lse"
+        if call.q.is_cuda and torch.are_deterministic_algorithms_enabled():
+            return "cuDNN sums dq in no fixed order, and torch.use_deterministic_algorithms is on"
         return self.refusal(call)
 
     def forward(self, call: Call, total: StateSum) -> None:
@@ -162,7 +164,7 @@ def _with_lse_column(call: Call, result: Result) -> tuple[Call, Result]:
 def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
     q, k, v = _rows(call.q, block.q), _rows(call.k, block.k), _rows(call.v, block.k)
     causal = block.kind is Kind.CAUSAL
-    if _cudnn_takes(q):
+    if _cudnn_takes(q, k):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=call.scale
         )
@@ -181,7 +183,7 @@ def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]
     out, lse, grad_out = (_rows(x, block.q) for x in (result.out, result.lse, result.grad_out))
     causal = block.kind is Kind.CAUSAL
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the random state of a dropout that is not there
-    if _cudnn_takes(q):
+    if _cudnn_takes(q, k):
         parts = aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused[0], unused[1], None, None, None,
             q.shape[2], k.shape[2], 0.0, causal, scale=call.scale,
@@ -195,5 +197,6 @@ def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]
     yield block.q, block.k, parts
 
 
-def _cudnn_takes(q: Tensor) -> bool:
-    return q.shape[-1] <= 128 and torch.backends.cudnn.is_available()
+def _cudnn_takes(q: Tensor, k: Tensor) -> bool:
+    """cuDNN is the faster of the two; it refuses one query against one key, and its backward wide heads."""
+    return q.shape[-1] <= 128 and (q.shape[2] > 1 or k.shape[2] > 1) and torch.backends.cudnn.is_available()

@@ -61,7 +61,7 @@ def choose_fused(call: Call, backend: str) -> Backend:
 
 
 def fused_for_backward(call: Call, result: Result, backend: str) -> Backend:
-    """The fused backend for the backward of a call: the one asked for, or the forward's choice if it serves, or Triton."""
+    """The backend for the backward of a call: the forward's if it serves this too; under "auto", else Triton."""
     forward = choose_fused(call, backend)
     why = forward.backward_refusal(call, result)
     if why is None:

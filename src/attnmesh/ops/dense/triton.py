@@ -91,7 +91,7 @@ def _sight(call: Call, block: Block) -> dict[str, Any]:
 
 def _interpreted() -> bool:
     try:
-        import triton  # noqa: PLC0415  (an extra, imported when used)
+        import triton
     except ModuleNotFoundError:
         return False
     return bool(triton.knobs.runtime.interpret)

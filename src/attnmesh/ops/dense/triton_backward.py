@@ -86,8 +86,8 @@ def backward(
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     first, end = bounds or (None, None)
-    q_strides, k_strides, v_strides, grad_out_strides, grad_q_strides, grad_k_strides, grad_v_strides = (
-        row_strides(q=q, k=k, v=v, grad_out=grad_out, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)
+    q_strides, k_strides, v_strides, grad_out_strides, grad_q_strides, grad_k_strides, grad_v_strides = row_strides(
+        q=q, k=k, v=v, grad_out=grad_out, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
     )
     inputs = (
         q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
@@ -146,9 +146,7 @@ def _delta_kernel(
 
 
 @triton.jit
-def _load_row_terms(
-    lse, lse_stride, delta, delta_stride, begin, q_len, EDGE: tl.constexpr, ROWS: tl.constexpr
-):
+def _load_row_terms(lse, lse_stride, delta, delta_stride, begin, q_len, EDGE: tl.constexpr, ROWS: tl.constexpr):
     """The lse, in base 2, and the delta of a tile's rows. If one saw nothing: (+inf, 0), so weights 0."""
     row_lse = load_rows(lse, lse_stride, begin, q_len, float("-inf"), EDGE, ROWS)
     row_delta = load_rows(delta, delta_stride, begin, q_len, 0.0, EDGE, ROWS)
@@ -157,9 +155,7 @@ def _load_row_terms(
 
 
 @triton.jit
-def _add_to_tile(
-    base, stride, begin, limit, value, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def _add_to_tile(base, stride, begin, limit, value, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Adds `value` to rows [begin, begin + ROWS) of one head. No other program touches them."""
     pointers = tile_pointers(base, stride, begin, ROWS, BLOCK_D)
     mask = tile_mask(begin, limit, ROWS, D, BLOCK_D)

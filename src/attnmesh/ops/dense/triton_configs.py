@@ -102,10 +102,7 @@ def at_head(base, strides, batch, head):
 def tile_pointers(base, stride, begin, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers to rows [begin, begin + ROWS) of one head. Only `begin` is far: within it int32 will do."""
     return (
-        base
-        + tl.cast(begin, tl.int64) * stride
-        + tl.arange(0, ROWS)[:, None] * stride
-        + tl.arange(0, BLOCK_D)[None, :]
+        base + tl.cast(begin, tl.int64) * stride + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
     )
 
 

@@ -99,9 +99,7 @@ def _forward_kernel(
     row_begin = (tile_count - 1 - tile) * ROWS
     rows = row_begin + tl.arange(0, ROWS)
 
-    q_tile = load_tile(
-        at_head(q, q_strides, batch, head), q_strides[2], row_begin, q_len, True, ROWS, D, BLOCK_D
-    )
+    q_tile = load_tile(at_head(q, q_strides, batch, head), q_strides[2], row_begin, q_len, True, ROWS, D, BLOCK_D)
     k_head = at_head(k, k_strides, batch, head // group)
     v_head = at_head(v, v_strides, batch, head // group)
 
@@ -111,10 +109,7 @@ def _forward_kernel(
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     if state_out is not None:
         state_lse_head = at_head(state_lse, state_lse_strides, batch, head)
-        peak = (
-            load_rows(state_lse_head, state_lse_strides[2], row_begin, q_len, float("-inf"), True, ROWS)
-            * _LOG2_E
-        )
+        peak = load_rows(state_lse_head, state_lse_strides[2], row_begin, q_len, float("-inf"), True, ROWS) * _LOG2_E
         some = peak != float("-inf")
         total = some.to(tl.float32)
         pointers = tile_pointers(
