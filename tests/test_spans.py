@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from attnmesh import spans
 from attnmesh.layout import Contiguous, Striped, Zigzag
 
-plenty = settings(max_examples=200, deadline=None)
+plenty = settings(max_examples=100, deadline=None)
 
 runs = st.builds(
     lambda gap, count, step: (gap, count, step), st.integers(1, 6), st.integers(1, 6), st.integers(1, 4)

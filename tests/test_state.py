@@ -14,7 +14,7 @@ from attnmesh.state import State, accumulation_dtype, merge
 INF = math.inf
 D = 3
 
-plenty = settings(max_examples=100, deadline=None)
+plenty = settings(max_examples=60, deadline=None)
 lses = st.floats(-50, 50) | st.sampled_from([-INF, -INF, 1e4, -1e4, 0.0])
 
 
@@ -143,6 +143,7 @@ def test_the_far_larger_lse_wins_outright():
 def test_keys_split_anywhere_merge_to_softmax_over_all_of_them(data):
     keys = data.draw(st.integers(0, 12))
     cuts = sorted(data.draw(st.lists(st.integers(0, keys), max_size=4)))
+    torch.manual_seed(data.draw(st.integers(0, 2**32)))
     scores = 8 * torch.randn(2, 5, keys, dtype=torch.float64)
     scores[torch.rand_like(scores) < data.draw(st.sampled_from([0.0, 0.5, 0.9]))] = -INF
     v = torch.randn(keys, D, dtype=torch.float64)

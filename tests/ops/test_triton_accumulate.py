@@ -64,9 +64,7 @@ def test_in_place_leaves_uncovered_rows_alone(device):
     kept = State(total.out.clone(), total.lse.clone())
     accumulate(total, [(part, 20)], torch.float32, SHAPE)
     for rows in (slice(0, 20), slice(30, 50)):
-        torch.testing.assert_close(
-            total.out[:, :, rows], kept.out[:, :, rows], equal_nan=True, atol=0, rtol=0
-        )
+        torch.testing.assert_close(total.out[:, :, rows], kept.out[:, :, rows], equal_nan=True, atol=0, rtol=0)
         assert torch.equal(total.lse[:, :, rows], kept.lse[:, :, rows])
 
 
@@ -101,8 +99,7 @@ def test_adds_parts_over_any_rows(device, count):
         (5, 20, torch.float32),
     ]
     parts = [
-        (torch.randn(batch, heads, n, head_dim, device=device).to(dtype), begin)
-        for begin, n, dtype in kinds[:count]
+        (torch.randn(batch, heads, n, head_dim, device=device).to(dtype), begin) for begin, n, dtype in kinds[:count]
     ]
     expected = total.double()
     for x, begin in parts:

@@ -32,9 +32,7 @@ def make_bounds(kind: str, q_len: int, kv_len: int, device: torch.device) -> tup
     return first.int().to(device), end.int().to(device)
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bounds: tuple[Tensor, Tensor], dtype: torch.dtype
-) -> State:
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, bounds: tuple[Tensor, Tensor], dtype: torch.dtype) -> State:
     """The definition: all scores, the invisible ones -inf."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
@@ -93,9 +91,7 @@ def test_matches_dense(device, visibility, heads, dtype):
     result = forward(q, k, v, scale=0.2, **case["told"], state=None, out_dtype=dtype, tiles=TILES)
     assert result.out.dtype == dtype
     assert result.lse.dtype == torch.float32
-    assert_close(
-        result, dense(q, k, v, 0.2, case["bounds"], torch.float64), dense(q, k, v, 0.2, case["bounds"], dtype)
-    )
+    assert_close(result, dense(q, k, v, 0.2, case["bounds"], torch.float64), dense(q, k, v, 0.2, case["bounds"], dtype))
 
 
 @pytest.mark.parametrize("visibility", ["window", "documents", "random", "full"])
@@ -146,16 +142,12 @@ def test_continues_from_a_state(device, dtype, in_place):
 
 def test_no_keys_and_no_rows(device):
     q, k, v = inputs(device, torch.float32, q_len=5, kv_len=0)
-    empty = forward(
-        q, k, v, scale=1.0, causal=False, bounds=None, state=None, out_dtype=torch.float32, tiles=TILES
-    )
+    empty = forward(q, k, v, scale=1.0, causal=False, bounds=None, state=None, out_dtype=torch.float32, tiles=TILES)
     assert (empty.out == 0).all()
     assert empty.lse.isneginf().all()
 
     state = State(torch.randn(1, 2, 5, 32, device=device), torch.randn(1, 2, 5, device=device))
-    passed = forward(
-        q, k, v, scale=1.0, causal=False, bounds=None, state=state, out_dtype=torch.float16, tiles=TILES
-    )
+    passed = forward(q, k, v, scale=1.0, causal=False, bounds=None, state=state, out_dtype=torch.float16, tiles=TILES)
     torch.testing.assert_close(passed.out, state.out.half())
     torch.testing.assert_close(passed.lse, state.lse)
 

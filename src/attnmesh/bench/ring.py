@@ -11,6 +11,7 @@ On the CPU real processes exchange over gloo: two of one thread against one of t
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,8 +28,9 @@ from attnmesh.mask import Causal
 from attnmesh.parallel.context import ContextParallel
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-_ROUNDS = 7
-_HEAD_START = 20_000_000  # device cycles, about 10 ms
+_ROUNDS = 5
+_SLICE_MS = 100.0
+_BUSY = 40_000_000  # device cycles, about 20 ms
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class Efficiency:
     slowest_rank_ms: float
     mean_rank_ms: float
     efficiency: float
-    slowest_with_copies_ms: float
-    efficiency_with_copies: float
+    with_copies_ms: float
+    with_copies: float
+    host_ms: float
 
 
 def measure_cuda(lengths: Sequence[int], worlds: Sequence[int]) -> list[dict[str, object]]:
@@ -58,7 +61,7 @@ def measure_cuda(lengths: Sequence[int], worlds: Sequence[int]) -> list[dict[str
 
 def _efficiency(length: int, world: int, backward: bool) -> Efficiency:
     whole = _inputs(length, backward)
-    runs: dict[tuple[object, ...], Callable[[], object]] = {("one",): partial(_one_device, *whole)}
+    runs: dict[tuple[object, ...], Callable[[], Tensor]] = {("one",): partial(_one_device, *whole)}
     for rank in range(world):
         shard = _inputs(Zigzag().local_length(length, world, rank), backward)
         for copies in (True, False):
@@ -70,7 +73,7 @@ def _efficiency(length: int, world: int, backward: bool) -> Efficiency:
     return Efficiency(
         length, world, "forward+backward" if backward else "forward",
         one, max(alone), statistics.mean(alone), one / (world * max(alone)),
-        max(copied), one / (world * max(copied)),
+        max(copied), one / (world * max(copied)), _host_ms(runs[world - 1, False]),
     )  # fmt: skip
 
 
@@ -98,26 +101,56 @@ def _back(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor | None) -> Tenso
     return torch.autograd.grad(out, inputs, grad)[0]
 
 
-def _interleaved(runs: dict[tuple[object, ...], Callable[[], object]]) -> dict[tuple[object, ...], float]:
-    """Median milliseconds of every run, measured in turns. Results must be finite: garbage can run at another speed."""
-    for run in runs.values():
-        result = run()
-        assert isinstance(result, Tensor)
-        if not torch.isfinite(result).all():
-            raise RuntimeError("a benchmark computed NaN or infinity")
+def _interleaved(runs: dict[tuple[object, ...], Callable[[], Tensor]]) -> dict[tuple[object, ...], float]:
+    """Median milliseconds of every run on the device.
+
+    Runs are captured as graphs, so that the host is out of the picture, and replayed in turns for a slice of time long
+    enough for the clocks to settle under load: a short run after a pause would profit from a cool chip.
+    """
+    graphs = {name: _captured(run) for name, run in runs.items()}
     samples: dict[tuple[object, ...], list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
-        for name, run in runs.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(
-                _HEAD_START
-            )  # the device waits until the host has queued the run, as it is in a real model
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            samples[name].append(start.elapsed_time(stop))
+        for name, graph in graphs.items():
+            warm = _replayed(graph, 1)
+            samples[name].append(_replayed(graph, max(1, round(_SLICE_MS / warm))))
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _captured(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            if not torch.isfinite(run()).all():  # garbage can run at another speed
+                raise RuntimeError("a benchmark computed NaN or infinity")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    """Milliseconds of one replay among `times`."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        graph.replay()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / times
+
+
+def _host_ms(run: Callable[[], Tensor]) -> float:
+    """Milliseconds the host needs to queue a run, measured while the device is kept busy with something else."""
+    samples = []
+    for _ in range(_ROUNDS):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_BUSY)
+        begin = time.perf_counter()
+        run()
+        samples.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(samples)
 
 
 def measure_memory(per_rank: int, worlds: Sequence[int]) -> list[dict[str, object]]:

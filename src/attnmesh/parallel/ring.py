@@ -17,8 +17,11 @@ from torch.autograd.function import once_differentiable
 from attnmesh.comm import Comm, Pending
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense.api import unit_strided
+from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
+from attnmesh.ops.lanes import Lanes
+from attnmesh.plan.blocks import Patch
 from attnmesh.plan.context import RingPlan, ring_plan
 from attnmesh.state import State, accumulation_dtype
 
@@ -66,12 +69,17 @@ class _Ring(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, problem: RingProblem) -> State:
     total = StateSum(q)
     journey = _Journey(k, v, problem.plan, problem.comm)
+    lanes = _lanes(q, journey, problem)
     for at, stage in enumerate(journey.stages):
+        lanes.wait_for_all_but(1)  # the keys to come go where the block before last was read
         travelling = journey.send_on(at)  # the next keys travel while these are computed
         if stage.patch.blocks:
             call = Call(q, *journey.seen(at), stage.patch, problem.scale)
-            choose_fused(call, problem.backend).forward(call, total)
+            with lanes.lane():
+                choose_fused(call, problem.backend).forward(call, total)
         travelling.wait()
+        lanes.arrived()
+    lanes.wait_for_all_but(0)
     return total.finish(q.dtype)
 
 
@@ -82,21 +90,39 @@ def _backward(
     plan = problem.backward_plan(q.dtype)
     journey = _Journey(k, v, plan, problem.comm)
     homing = _Homing(k, plan, problem.comm) if dk is not None or dv is not None else None
+    lanes = _lanes(q, journey, problem, result)
     for at, stage in enumerate(journey.stages):
+        lanes.wait_for_all_but(1)
         travelling = journey.send_on(at)
         seen = journey.seen(at)
         # Gradients of the own keys stay here; those of visiting keys travel on with them.
         mine = (dk, dv) if at == 0 else tuple(None if x is None else GradSum(seen[0]) for x in (dk, dv))
         if stage.patch.blocks:
             call = Call(q, *seen, stage.patch, problem.scale)
-            fused_for_backward(call, result, problem.backend).backward(call, result, Grads(dq, *mine))
+            with lanes.lane():
+                fused_for_backward(call, result, problem.backend).backward(call, result, Grads(dq, *mine))
+        travelling.wait()
+        lanes.arrived()
         if homing is not None and at > 0:
             homing.join(at, mine)  # what the visitors before found arrived while this stage computed
             homing.send_on(at)
-        travelling.wait()
     if homing is not None:
         homing.arrive(dk, dv)
+    lanes.wait_for_all_but(0)
     return [None if grad is None else grad.finish() for grad in (dq, dk, dv)]
+
+
+def _lanes(q: Tensor, journey: _Journey, problem: RingProblem, result: Result | None = None) -> Lanes:
+    """Two lanes where every block is torch's fused kernel; Triton's continue one state, so they follow each other."""
+
+    def is_aten(at: int, patch: Patch) -> bool:
+        call = Call(q, *journey.seen(at), patch, problem.scale)
+        if result is None:
+            return isinstance(choose_fused(call, problem.backend), Aten)
+        return isinstance(fused_for_backward(call, result, problem.backend), Aten)
+
+    patches = [(at, stage.patch) for at, stage in enumerate(journey.stages) if stage.patch.blocks]
+    return Lanes(enabled=q.is_cuda and all(is_aten(at, patch) for at, patch in patches))
 
 
 class _Journey:

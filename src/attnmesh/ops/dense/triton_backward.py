@@ -20,6 +20,7 @@ from torch import Tensor
 from attnmesh.ops.dense.triton_configs import (
     GRAD_KEY_TILES,
     GRAD_QUERY_TILES,
+    LENGTHS,
     LOG2_E,
     Tiles,
     at_head,
@@ -162,7 +163,7 @@ def _add_to_tile(base, stride, begin, limit, value, ROWS: tl.constexpr, D: tl.co
     tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _grad_query_kernel(
     q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
     lse, lse_strides, delta, delta_strides, first, end,
@@ -228,7 +229,7 @@ def _sum_over_keys(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _grad_key_kernel(
     q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
     lse, lse_strides, delta, delta_strides, first, end, seeing_rows,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LENGTHS = ["q_len", "kv_len"]  # not specialised: the blocks of a ring have many, and each would compile anew
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, the hardware's own
 
 
@@ -35,7 +36,7 @@ class Tiles(NamedTuple):
 
 
 # (padded head_dim, bytes per element) -> Tiles. Fixed rather than autotuned: the order of the sums, and so
-# the result, must not depend on a timing. tests/ops/test_triton_compiles.py proves that none spills on sm_90.
+# the result, must not depend on a timing. tests/ops/test_triton_compiles.py keeps them from spilling on sm_90.
 # float32 runs without tensor cores (tf32 would not be float32): a thread then holds whole rows of both
 # operands of a product, which wants small tiles.
 FORWARD_TILES = {
@@ -44,7 +45,7 @@ FORWARD_TILES = {
     (256, 2): Tiles(64, 64, 8, 2),
     (64, 4): Tiles(64, 32, 8, 2),
     (128, 4): Tiles(16, 32, 8, 2),
-    (256, 4): Tiles(32, 16, 8, 2),
+    (256, 4): Tiles(16, 16, 8, 2),
 }
 GRAD_QUERY_TILES = {
     (64, 2): Tiles(128, 128, 8, 2),

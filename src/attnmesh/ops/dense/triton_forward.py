@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnmesh.ops.dense.triton_configs import (
     FORWARD_TILES,
+    LENGTHS,
     LOG2_E,
     Tiles,
     at_head,
@@ -85,7 +86,7 @@ def forward(
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _forward_kernel(
     q, q_strides, k, k_strides, v, v_strides, first, end,
     state_out, state_out_strides, state_lse, state_lse_strides,

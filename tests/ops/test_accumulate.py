@@ -1,0 +1,223 @@
+"""Running sums: whatever the order and the cuts, they hold what merging or adding everything at once gives."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnmesh.ops.accumulate import GradSum, StateSum
+from attnmesh.state import State, merge
+
+SHAPE = (2, 3, 10, 4)
+
+
+def state(rows: int = SHAPE[2], *, dtype: torch.dtype = torch.float32, blind: float = 0.0) -> State:
+    """A random state over some rows; a share of them has seen nothing, and holds NaN."""
+    out, lse = torch.randn(*SHAPE[:2], rows, SHAPE[3]), 4 * torch.randn(*SHAPE[:2], rows)
+    nothing = torch.rand(lse.shape) < blind
+    out[nothing], lse[nothing] = torch.nan, -torch.inf
+    return State(out.to(dtype), lse.to(torch.float64 if dtype == torch.float64 else torch.float32))
+
+
+def copied(part: State) -> State:
+    """The sum takes over what it is given."""
+    return State(part.out.clone(), part.lse.clone())
+
+
+def spread(part: State, row: int) -> State:
+    """The part as a state of all rows: the others have seen nothing."""
+    whole = State.identity(SHAPE, dtype=part.lse.dtype)
+    rows = slice(row, row + part.lse.shape[2])
+    whole.out[:, :, rows], whole.lse[:, :, rows] = part.out.to(part.lse.dtype), part.lse
+    return whole
+
+
+def summed(parts: list[tuple[State, int]], dtype: torch.dtype = torch.float32) -> State:
+    total = StateSum(torch.empty(SHAPE, dtype=dtype))
+    for part, row in parts:
+        total.add(copied(part), row)
+    return total.finish(dtype)
+
+
+def assert_same(found: State, expected: State) -> None:
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.out.to(expected.out.dtype), expected.out, rtol=1e-5, atol=1e-5)
+
+
+def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
+    """No further from float64 than sums in the accumulation type and one rounding at the end."""
+    wide = torch.float64 if found.dtype == torch.float64 else torch.float32
+    rtol, atol = torch.finfo(found.dtype).eps, 32 * torch.finfo(wide).eps
+    torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=atol)
+
+
+# Below, at and above any number of parts that a sum may let wait.
+COUNTS = [1, 2, 3, 4, 5, 8, 11]
+
+
+@pytest.mark.parametrize("blind", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_state_sum_is_the_merge_of_all_parts(count, blind):
+    parts = [state(blind=blind) for _ in range(count)]
+    found = summed([(part, 0) for part in parts])
+    assert_same(found, merge(parts))
+    assert not found.out[found.lse == -torch.inf].any()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_parts_may_cover_any_rows_in_any_order(data):
+    parts = []
+    for _ in range(data.draw(st.integers(1, 9))):
+        row = data.draw(st.integers(0, SHAPE[2]))
+        parts.append((state(data.draw(st.integers(0, SHAPE[2] - row)), blind=0.3), row))
+    expected = merge(spread(part, row) for part, row in parts)
+    assert_same(summed(parts), expected)
+    assert_same(summed(data.draw(st.permutations(parts))), expected)
+
+
+def test_one_part_of_some_rows_leaves_the_others_unseen():
+    part = state(4)
+    found = summed([(part, 3)])
+    assert torch.equal(found.out[:, :, 3:7], part.out)
+    assert torch.equal(found.lse[:, :, 3:7], part.lse)
+    for rows in (slice(0, 3), slice(7, None)):
+        assert not found.out[:, :, rows].any()
+        assert (found.lse[:, :, rows] == -torch.inf).all()
+
+
+def test_a_sum_of_nothing_is_the_identity():
+    found = StateSum(torch.empty(SHAPE, dtype=torch.bfloat16)).finish(torch.bfloat16)
+    assert found.out.dtype == torch.bfloat16
+    assert found.lse.dtype == torch.float32
+    assert not found.out.any()
+    assert (found.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_out_is_finished_in_the_type_asked_for_and_lse_stays_wide(dtype, count):
+    parts = [state(dtype=dtype) for _ in range(count)]
+    found = summed([(part, 0) for part in parts], dtype)
+    assert found.out.dtype == dtype
+    assert found.lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    exact = merge(State(part.out.double(), part.lse.double()) for part in parts)
+    assert_rounded_once(found.out, exact.out)
+    torch.testing.assert_close(found.lse.double(), exact.lse, rtol=1e-6, atol=1e-6)
+
+
+def test_many_bf16_parts_round_once():
+    """In bf16 sixty-four equal parts would drift by percents; in float32, rounded at the end, they do not."""
+    out = torch.randn(SHAPE).bfloat16()
+    found = summed([(State(out, torch.zeros(SHAPE[:3])), 0)] * 64, torch.bfloat16)
+    assert torch.equal(found.out, out)
+    torch.testing.assert_close(found.lse, torch.full(SHAPE[:3], 64.0).log())
+
+
+def test_extreme_lse_neither_overflow_nor_vanish():
+    loud, faint = state(), state()
+    found = summed([(State(faint.out, faint.lse - 1e4), 0), (State(loud.out, loud.lse + 1e4), 0)])
+    torch.testing.assert_close(found.out, loud.out)
+    torch.testing.assert_close(found.lse, loud.lse + 1e4)
+
+
+@pytest.mark.parametrize("before", [0, 1, 3, 4, 6])
+def test_a_kernel_may_continue_the_total_in_place(before):
+    parts = [state() for _ in range(before + 1)]
+    total = StateSum(torch.empty(SHAPE))
+    for part in parts[:-1]:
+        total.add(copied(part))
+    assert (total.settle() is None) == (before == 0)
+    so_far = total.begin()
+    if before:
+        assert_same(so_far, merge(parts[:-1]))
+    continued = merge([so_far, parts[-1]])
+    so_far.out.copy_(continued.out)
+    so_far.lse.copy_(continued.lse)
+    assert_same(total.finish(torch.float32), merge(parts))
+
+
+def test_a_kernel_may_replace_the_total_and_more_may_come():
+    parts = [state() for _ in range(6)]
+    total = StateSum(torch.empty(SHAPE))
+    assert total.settle() is None
+    total.replace(copied(parts[0]))
+    for part in parts[1:]:
+        total.add(copied(part))
+    assert_same(total.finish(torch.float32), merge(parts))
+
+
+# Gradients.
+
+
+def gradients(count: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, int]]:
+    """Random parts of random rows, the first of all rows."""
+    parts = [(torch.randn(SHAPE).to(dtype), 0)]
+    for _ in range(count - 1):
+        row = int(torch.randint(SHAPE[2], ()))
+        rows = int(torch.randint(SHAPE[2] - row + 1, ()))
+        parts.append((torch.randn(*SHAPE[:2], rows, SHAPE[3]).to(dtype), row))
+    return parts
+
+
+def plain_sum(parts: list[tuple[Tensor, int]]) -> Tensor:
+    total = torch.zeros(SHAPE, dtype=torch.float64)
+    for part, row in parts:
+        total[:, :, row : row + part.shape[2]] += part
+    return total
+
+
+def filled(parts: list[tuple[Tensor, int]], dtype: torch.dtype = torch.float32) -> GradSum:
+    grads = GradSum(torch.empty(SHAPE, dtype=dtype))
+    for part, row in parts:
+        grads.add(part.clone(), row)
+    return grads
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_gradient_sum_is_the_plain_sum_rounded_once(count, dtype):
+    parts = gradients(count, dtype)
+    found = filled(parts, dtype).finish()
+    assert found.dtype == dtype
+    assert_rounded_once(found, plain_sum(parts))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_kernel_may_add_to_the_total_and_more_may_come(count):
+    parts = gradients(count)
+    grads = filled(parts)
+    by_kernel, late = torch.randn(SHAPE), torch.randn(SHAPE)
+    total = grads.total()
+    assert total.dtype == torch.float32
+    assert_rounded_once(total, plain_sum(parts))
+    total += by_kernel
+    grads.add(late.clone())
+    assert_rounded_once(grads.finish(), plain_sum([*parts, (by_kernel, 0), (late, 0)]))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("settled", [False, True])
+def test_pouring_adds_everything_once(settled, count):
+    """Into a strided target, as a message is; what was poured is spent."""
+    parts = gradients(count)
+    grads = filled(parts)
+    if settled:
+        grads.total()
+    message = torch.randn(SHAPE[2], *SHAPE[:2], SHAPE[3])
+    before = message.clone()
+    target = message.permute(1, 2, 0, 3)
+    grads.pour(target)
+    expected = plain_sum(parts) + before.permute(1, 2, 0, 3)
+    assert_rounded_once(target, expected)
+    grads.pour(target)
+    assert_rounded_once(target, expected)
+
+
+def test_a_gradient_sum_of_nothing_is_zero():
+    assert torch.equal(filled([]).finish(), torch.zeros(SHAPE))
+    target = torch.randn(SHAPE)
+    before = target.clone()
+    filled([]).pour(target)
+    assert torch.equal(target, before)

@@ -1,0 +1,483 @@
+"""attention() on one device: every mask, any positions, every gradient, against float64."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attending import HEADS, MASKS, assert_right, by_definition, differentiated, drawn, mask_named, peak_bytes
+from attnmesh import Causal, Documents, Full, Mask, SlidingWindow, Zigzag, attention, explain_attention
+
+LENGTHS = [(0, 0), (0, 3), (3, 0), (1, 1), (1, 67), (2, 2), (7, 7), (67, 67), (5, 67), (67, 5), (130, 130)]
+FUSED_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def attended(inputs: list[Tensor], mask: Mask, *, backend: str = "auto", **how) -> list[Tensor]:
+    """out, lse, dq, dk, dv of attention()."""
+    return differentiated(
+        lambda q, k, v: attention(q, k, v, mask=mask, return_lse=True, backend=backend, **how), inputs
+    )
+
+
+def check(inputs: list[Tensor], mask: Mask, *, backend: str = "auto", scale=None, q_at=None, k_at=None) -> None:
+    found = attended(inputs, mask, backend=backend, scale=scale, q_positions=q_at, k_positions=k_at)
+    assert_right(found, inputs, mask, scale=scale, q_at=q_at, k_at=k_at)
+
+
+# The specification itself, against the textbook.
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_reference_is_softmax_over_the_keys_that_the_mask_names(name):
+    length = 23
+    document = [0] * 4 + [2] * 11 + [3] * 8  # of 4, 0, 11 and 8 positions
+    rules = {
+        "full": lambda q, k: True,
+        "causal": lambda q, k: k <= q,
+        "window": lambda q, k: q - 9 <= k <= q + 3,
+        "documents": lambda q, k: document[q] == document[k],
+        "causal & documents": lambda q, k: k <= q and document[q] == document[k],
+        "causal & window": lambda q, k: q - 11 <= k <= q,
+        "all three": lambda q, k: q - 6 <= k <= q and document[q] == document[k],
+    }
+    seen = torch.tensor([[rules[name](q, k) for k in range(length)] for q in range(length)])
+
+    def by_the_book(q, k, v):
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        scores = (q @ k.mT / 4).masked_fill(~seen, -torch.inf)
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    inputs = drawn(length, dtype=torch.float64)
+    for found, book in zip(
+        by_definition(inputs, mask_named(name, length)), differentiated(by_the_book, inputs), strict=True
+    ):
+        torch.testing.assert_close(found, book, rtol=1e-12, atol=1e-12)
+
+
+# Masks, heads, lengths, dtypes.
+
+
+@pytest.mark.parametrize("dtype", FUSED_DTYPES)
+@pytest.mark.parametrize("name", MASKS)
+def test_aten_is_exact_for_every_mask_head_count_and_length(name, dtype):
+    for seed, ((q_len, k_len), heads) in enumerate(itertools.product(LENGTHS, HEADS.values())):
+        inputs = drawn(q_len, k_len, heads=heads, dtype=dtype, seed=seed)
+        check(inputs, mask_named(name, k_len), backend="aten")
+
+
+@pytest.mark.parametrize("dtype", FUSED_DTYPES)
+@pytest.mark.parametrize("name", MASKS)
+def test_the_reference_backend_serves_everything(name, dtype):
+    for seed, (q_len, k_len) in enumerate(LENGTHS):
+        inputs = drawn(q_len, k_len, dtype=dtype, seed=seed)
+        check(inputs, mask_named(name, k_len), backend="reference")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "q_len", "k_len", "head_dim"),
+    [("causal", 19, 19, 16), ("window", 18, 21, 24), ("documents", 5, 20, 16), ("all three", 21, 3, 16)],
+)
+def test_triton_is_exact_on_what_the_interpreter_can_do(name, q_len, k_len, head_dim, dtype):
+    inputs = drawn(q_len, k_len, dtype=dtype, batch=1, head_dim=head_dim)
+    check(inputs, mask_named(name, k_len), backend="triton")
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 33, 80, 128, 256])
+def test_any_head_dim(head_dim):
+    for dtype in (torch.float32, torch.bfloat16):
+        check(drawn(35, head_dim=head_dim, dtype=dtype), Causal())
+
+
+def test_no_batch_at_all_is_no_mistake():
+    found = attended(drawn(5, batch=0), Causal())
+    assert [tuple(x.shape) for x in found] == [(0, 4, 5, 16), (0, 4, 5), (0, 4, 5, 16), (0, 2, 5, 16), (0, 2, 5, 16)]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1, 1.7, -0.3])
+@pytest.mark.parametrize("backend", ["aten", "triton", "reference"])
+def test_a_scale_of_ones_own(backend, scale):
+    for mask in (Full(), Causal(), SlidingWindow(3)):
+        check(drawn(17, batch=1, heads=(2, 1)), mask, backend=backend, scale=scale)
+
+
+# Positions.
+
+
+def positions_named(name: str, length: int) -> Tensor:
+    at = torch.arange(length)
+    generator = torch.Generator().manual_seed(length)
+    return {
+        "offset": at + 40,
+        "strided": 3 * at + 1,
+        "zigzag": Zigzag().positions(4 * length, 4, 1),
+        "backwards": at.flip(0),
+        "shuffled": torch.randperm(length, generator=generator),
+        "with gaps": torch.randperm(2 * length, generator=generator)[:length].sort().values,
+        "all the same": torch.full((length,), 7),
+        "before the beginning": at - 5,
+    }[name]
+
+
+PLACES = ("offset", "strided", "zigzag", "backwards", "shuffled", "with gaps", "all the same", "before the beginning")
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("places", PLACES)
+def test_positions_say_who_sees_whom_in_any_order(places, name):
+    q_at, k_at = positions_named(places, 37), positions_named(places, 26)
+    mask = mask_named(name, 60)
+    check(drawn(37, 26), mask, backend="aten", q_at=q_at, k_at=k_at)
+    check(drawn(37, 60, dtype=torch.bfloat16), mask, backend="aten", q_at=q_at)
+    check(drawn(60, 26), mask, backend="aten", k_at=k_at)
+    check(drawn(37, 26), mask, backend="reference", q_at=q_at, k_at=k_at)
+
+
+@pytest.mark.parametrize("places", ["offset", "shuffled"])
+def test_triton_goes_by_positions_too(places):
+    q_at, k_at = positions_named(places, 17), positions_named(places, 20)
+    check(drawn(17, 20, batch=1), Causal(), backend="triton", q_at=q_at, k_at=k_at)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_positions_under_any_mask(data):
+    where = st.integers(0, 24)
+    q_at, k_at = (torch.tensor(data.draw(st.lists(where, max_size=12)), dtype=torch.long) for _ in range(2))
+    parts = {
+        "causal": Causal(),
+        "window": SlidingWindow(data.draw(where), data.draw(st.integers(0, 3))),
+        "documents": Documents(data.draw(st.lists(st.integers(0, 6), max_size=5))),
+    }
+    mask = Full()
+    for part in data.draw(st.sets(st.sampled_from(sorted(parts)))):
+        mask = mask & parts[part]
+    check(drawn(len(q_at), len(k_at), batch=1), mask, q_at=q_at, k_at=k_at)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+def test_positions_may_be_integers_of_any_width(backend, dtype):
+    for q_at, k_at in ((torch.arange(9), None), (torch.randperm(9), None), (torch.randperm(9), torch.randperm(9))):
+        narrow = [None if at is None else at.to(dtype) for at in (q_at, k_at)]
+        for mask in (Full(), Causal(), SlidingWindow(2), Causal() & Documents([3, 6])):
+            check(drawn(9), mask, backend=backend, q_at=narrow[0], k_at=narrow[1])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_chunks_of_a_prompt_give_the_rows_of_the_whole(name):
+    inputs, mask = drawn(61), mask_named(name, 61)
+
+    def in_chunks(q, k, v):
+        chunks = [torch.arange(a, b) for a, b in itertools.pairwise((0, 1, 20, 50, 61))]
+        parts = [attention(q[:, :, at], k, v, mask=mask, q_positions=at, return_lse=True) for at in chunks]
+        return [torch.cat(side, 2) for side in zip(*parts, strict=True)]
+
+    assert_right(differentiated(in_chunks, inputs), inputs, mask)
+
+
+def test_a_causal_chunk_needs_only_the_keys_up_to_its_end():
+    inputs = drawn(40)
+    out = attention(*inputs[:3], mask=Causal())
+    q, k, v = (x[:, :, :30] for x in inputs[:3])
+    chunk = attention(q[:, :, 20:], k, v, mask=Causal(), q_positions=torch.arange(20, 30))
+    torch.testing.assert_close(chunk, out[:, :, 20:30])
+
+
+def test_sorted_positions_with_gaps_cost_no_more_than_others():
+    """As tokens kept of a longer prompt have: hundreds of short runs must not become thousands of kernels."""
+    at = torch.randperm(600)[:300].sort().values
+    began = time.monotonic()
+    check(drawn(300, batch=1), Causal(), q_at=at, k_at=at.flip(0).sort().values + 1)
+    assert time.monotonic() - began < 2
+
+
+# Rows that see nothing.
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton", "reference"])
+@pytest.mark.parametrize(
+    ("mask", "q_at", "k_at", "blind"),
+    [
+        pytest.param(Causal(), [0, 3, 5], [4, 6], [0, 1], id="all keys lie ahead"),
+        pytest.param(SlidingWindow(2), [0, 9, 20], [8, 9], [0, 2], id="all keys lie outside the window"),
+        pytest.param(Documents([2, 3]), [1, 5, 90], [0, 1, 4, 5], [1, 2], id="past the last document"),
+        pytest.param(Causal() & Documents([2, 3]), [4, 1, 7], [3, 0], [2], id="shuffled, past the last document"),
+        pytest.param(Full(), [0, 1], [], [0, 1], id="no keys at all"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_that_sees_nothing_is_zero_with_lse_minus_infinity_and_no_gradient(
+    dtype, mask, q_at, k_at, blind, backend
+):
+    q_at, k_at = torch.tensor(q_at), torch.tensor(k_at, dtype=torch.long)
+    inputs = drawn(len(q_at), len(k_at), dtype=dtype, batch=1, heads=(2, 1))
+    out, lse, dq, dk, dv = attended(inputs, mask, backend=backend, q_positions=q_at, k_positions=k_at)
+    assert (lse[:, :, blind] == -torch.inf).all()
+    assert not out[:, :, blind].any()
+    assert not dq[:, :, blind].any()
+    assert lse.isneginf().sum() == 2 * len(blind)
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+    assert_right([out, lse, dq, dk, dv], inputs, mask, q_at=q_at, k_at=k_at)
+
+
+# Views, and who wants gradients.
+
+
+def view_named(name: str, x: Tensor) -> Tensor:
+    """The same values in another memory layout."""
+    if name == "sequence before heads":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if name == "every other element":
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2]
+    if name == "head_dim first":
+        return x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+    return torch.stack([x, torch.full_like(x, torch.nan)], 2).flatten(1, 2)[:, ::2]  # every other head
+
+
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+@pytest.mark.parametrize(
+    "name", ["sequence before heads", "every other element", "head_dim first", "every other head"]
+)
+def test_views_are_as_good_as_contiguous_tensors(name, backend):
+    inputs = drawn(17, batch=2, heads=(2, 2))
+    views = [view_named(name, x) for x in inputs[:4]]
+    assert not any(view.is_contiguous() for view in views)
+    found = differentiated(
+        lambda *qkv: attention(*qkv, mask=Causal(), return_lse=True, backend=backend), [*views, inputs[4]]
+    )
+    assert_right(found, inputs, Causal())
+
+
+def test_triton_reads_views_too():
+    inputs = drawn(17, batch=1, heads=(2, 1))
+    views = [view_named("every other element", x) for x in inputs[:2]]
+    views += [view_named("sequence before heads", x) for x in inputs[2:4]]
+    found = differentiated(
+        lambda *qkv: attention(*qkv, mask=Causal(), return_lse=True, backend="triton"), [*views, inputs[4]]
+    )
+    assert_right(found, inputs, Causal())
+
+
+def test_expanded_heads_get_the_sum_of_their_gradients():
+    inputs = drawn(19, heads=(4, 1))
+    found = differentiated(
+        lambda q, k, v: attention(q, k.expand(-1, 4, -1, -1), v.expand(-1, 4, -1, -1), return_lse=True), inputs
+    )
+    assert_right(found, inputs, Full())
+
+
+def test_a_head_dim_of_one_may_have_any_stride():
+    inputs = drawn(9, head_dim=1)
+    views = [torch.stack([x, x + 1], -1)[..., 0] for x in inputs[:4]]
+    found = differentiated(lambda *qkv: attention(*qkv, return_lse=True), [*views, inputs[4]])
+    assert_right(found, inputs, Full())
+
+
+@pytest.mark.parametrize(
+    ("backend", "wanted"),
+    [
+        *itertools.product(("aten", "reference"), itertools.product([False, True], repeat=3)),
+        *itertools.product(["triton"], [(True, False, False), (False, True, False), (False, False, True)]),
+    ],
+)
+def test_gradients_go_to_those_who_want_them(wanted, backend):
+    inputs = drawn(17, batch=1, heads=(2, 1))
+    all_grads = attended(inputs, Causal(), backend=backend)[2:]
+    leaves = [x.clone().requires_grad_(want) for x, want in zip(inputs[:3], wanted, strict=True)]
+    out, lse = attention(*leaves, mask=Causal(), return_lse=True, backend=backend)
+    assert out.requires_grad == any(wanted)
+    heard = [(result, grad) for result, grad in zip((out, lse), inputs[3:], strict=True) if result.requires_grad]
+    if heard:
+        torch.autograd.backward(*zip(*heard, strict=True))
+    for leaf, want, grad in zip(leaves, wanted, all_grads, strict=True):
+        assert (leaf.grad is None) is not want
+        if want:
+            torch.testing.assert_close(leaf.grad, grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+def test_a_loss_of_lse_alone_or_of_out_alone(backend, dtype):
+    inputs = drawn(33, dtype=dtype)
+    for silent in (3, 4):
+        quiet = [torch.zeros_like(x) if i == silent else x for i, x in enumerate(inputs)]
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        results = list(attention(*leaves, mask=SlidingWindow(8), return_lse=True, backend=backend))
+        heard = 7 - silent
+        grads = torch.autograd.grad(results[heard - 3], leaves, inputs[heard], allow_unused=True)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+        assert_right([*(x.detach() for x in results), *grads], quiet, SlidingWindow(8))
+
+
+def test_a_loss_of_a_triton_lse_alone():
+    inputs = drawn(17, batch=1, heads=(2, 1))
+    inputs[3].zero_()
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out, lse = attention(*leaves, mask=Causal(), return_lse=True, backend="triton")
+    dq, dk, dv = torch.autograd.grad(lse, leaves, inputs[4])
+    assert not dv.any()
+    assert_right([out.detach(), lse.detach(), dq, dk, dv], inputs, Causal())
+
+
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+@pytest.mark.parametrize("name", ["full", "causal", "all three"])
+def test_gradients_agree_with_finite_differences(name, backend):
+    leaves = [x.requires_grad_() for x in drawn(6, batch=1, head_dim=3, dtype=torch.float64)[:3]]
+    mask = mask_named(name, 6)
+    assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, mask=mask, return_lse=True, backend=backend), leaves)
+
+
+def test_the_loss_may_be_a_plain_sum():
+    """Its gradient is one number expanded: strides of zero everywhere."""
+    inputs = drawn(20)
+    inputs[3], inputs[4] = torch.ones_like(inputs[3]), torch.ones_like(inputs[4])
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out, lse = attention(*leaves, mask=Causal(), return_lse=True)
+    (out.sum() + lse.sum()).backward()
+    assert_right([out.detach(), lse.detach(), *(x.grad for x in leaves)], inputs, Causal())
+
+
+@pytest.mark.parametrize("backend", ["auto", "aten", "reference"])
+def test_what_comes_back(backend):
+    for dtype in FUSED_DTYPES:
+        q, k, v = drawn(5, 7, dtype=dtype)[:3]
+        out = attention(q, k, v, backend=backend)
+        assert isinstance(out, Tensor)
+        assert (out.shape, out.dtype) == (q.shape, dtype)
+        again, lse = attention(q, k, v, return_lse=True, backend=backend)
+        assert torch.equal(out, again)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert (lse.shape, lse.dtype) == (q.shape[:3], wide)
+
+
+def test_inputs_are_left_alone():
+    inputs = drawn(33)
+    before = [x.clone() for x in inputs]
+    attended(inputs, Causal(), q_positions=torch.randperm(33))
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+# Memory.
+
+
+@pytest.mark.parametrize(
+    ("mask", "shuffled"), [(SlidingWindow(300, 40), False), (Causal() & SlidingWindow(2000), True)]
+)
+def test_long_masked_attention_on_the_cpu_never_holds_s_by_s(mask, shuffled):
+    length = 16384
+    generator = torch.Generator().manual_seed(1)
+    at = torch.randperm(length, generator=generator) if shuffled else torch.arange(length)
+    inputs = drawn(length, heads=(1, 1), batch=1)
+    where = {"q_positions": at, "k_positions": at} if shuffled else {}
+    found = []
+    peak = peak_bytes(lambda: found.extend(attended(inputs, mask, **where)))
+    assert peak > found[0].nbytes  # it does watch
+    assert peak < length * length // 8  # a bit for each score would be as much
+
+    rows = torch.randperm(length, generator=generator)[:40]
+    some = [inputs[0][:, :, rows], *inputs[1:3], inputs[3][:, :, rows], inputs[4][:, :, rows]]
+    exact = by_definition(some, mask, q_at=at[rows], k_at=at)
+    for result, truth in zip(found[:3], exact, strict=False):
+        torch.testing.assert_close(result[:, :, rows].double(), truth, rtol=1e-4, atol=1e-5)
+
+
+# The choice of a backend.
+
+
+def test_the_choice_can_be_asked_why():
+    q, k, v = drawn(5, head_dim=8)[:3]
+    choice = explain_attention(q, k, v, mask=Causal())
+    assert choice.backend == "aten"
+    assert "CPU" in choice.reason
+    assert dict(choice.refusals)["triton"] == "its kernels take head_dim 16 to 256, not 8"
+    assert str(choice).splitlines() == [
+        f"aten: {choice.reason}",
+        "  triton refuses: its kernels take head_dim 16 to 256, not 8",
+    ]
+    assert explain_attention(q, k, v, backend="reference").backend == "reference"
+
+
+def test_auto_says_when_nothing_fused_serves():
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in drawn(5)[:3])
+    choice = explain_attention(q, k, v)
+    assert choice.backend == "reference"
+    assert "in memory" in choice.reason
+    assert {name for name, _ in choice.refusals} == {"aten", "triton"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "head_dim", "why"),
+    [
+        ("triton", torch.float64, 16, "not torch.float64"),
+        ("triton", torch.float32, 8, "head_dim 16 to 256, not 8"),
+        ("triton", torch.float32, 257, "head_dim 16 to 256, not 257"),
+        ("aten", torch.float8_e4m3fn, 16, "does not take torch.float8_e4m3fn"),
+    ],
+)
+def test_a_backend_asked_for_by_name_serves_or_says_why_not(backend, dtype, head_dim, why):
+    q, k, v = (x.to(dtype) for x in drawn(5, head_dim=head_dim)[:3])
+    for ask in (attention, explain_attention):
+        with pytest.raises(ValueError, match=f"backend='{backend}' cannot serve this call: .*{why}"):
+            ask(q, k, v, backend=backend)
+
+
+# Bad input.
+
+GOOD = {name: x for name, x in zip("qkv", drawn(6), strict=False)}
+BAD = {
+    "heads that do not divide": ({"q": torch.zeros(2, 3, 6, 16)}, "2 kv heads must divide the 3 query heads"),
+    "more kv heads than heads": ({"q": torch.zeros(2, 1, 6, 16)}, "2 kv heads must divide the 1 query heads"),
+    "no heads": ({"q": torch.zeros(2, 0, 6, 16)}, "2 kv heads must divide the 0 query heads"),
+    "another dtype": ({"k": GOOD["k"].half()}, "one dtype, got torch.float32, torch.float16 and torch.float32"),
+    "another device": ({"v": GOOD["v"].to("meta")}, "one device, got cpu, cpu and meta"),
+    "k and v of two lengths": ({"v": GOOD["v"][:, :, 1:]}, r"k and v .*\(2, 2, 6, 16\) and \(2, 2, 5, 16\)"),
+    "another batch": ({"q": GOOD["q"][:1]}, r"one batch and one head_dim, got \(1, 4, 6, 16\)"),
+    "another head_dim": ({"q": GOOD["q"][..., 1:]}, r"one batch and one head_dim, got \(2, 4, 6, 15\)"),
+    "no head_dim": ({name: x[..., :0] for name, x in GOOD.items()}, "head_dim must be at least 1, got 0"),
+    "three dimensions": ({"k": GOOD["k"][0]}, r"k must be \[batch, heads, seq, head_dim\], got shape \(2, 6, 16\)"),
+    "integers": ({"v": GOOD["v"].long()}, "v must be floating point, got torch.int64"),
+    "complex numbers": ({"q": GOOD["q"].to(torch.complex64)}, "q must be floating point, got torch.complex64"),
+    "a list": ({"q": [1.0]}, "q must be a tensor, got list"),
+    "scale NaN": ({"scale": float("nan")}, "scale must be finite, got nan"),
+    "scale inf": ({"scale": float("inf")}, "scale must be finite, got inf"),
+    "scale no number": ({"scale": "a"}, "scale .*'a'"),
+    "no mask": ({"mask": None}, "mask must be an attnmesh mask .* got None"),
+    "a tensor for a mask": ({"mask": torch.ones(6, 6)}, "mask must be an attnmesh mask"),
+    "a class for a mask": ({"mask": Causal}, "mask must be an attnmesh mask .* got <class"),
+    "too few documents": ({"mask": Documents([2, 3])}, r"length 6, but \(2, 3\) add up to 5"),
+    "documents in company": ({"mask": Causal() & Documents([9])}, r"length 6, but \(9\) add up to 9"),
+    "too many positions": ({"q_positions": torch.arange(7)}, r"q_positions must be \[6\].*\(7,\)"),
+    "too few positions": ({"k_positions": torch.arange(5)}, r"k_positions must be \[6\].*\(5,\)"),
+    "a batch of positions": ({"q_positions": torch.zeros(2, 6).long()}, r"q_positions must be .* \(2, 6\)"),
+    "one position": ({"k_positions": torch.tensor(3)}, r"k_positions must be .* shape \(\)"),
+    "half positions": ({"q_positions": torch.arange(6.0)}, "q_positions must be integers, got torch.float32"),
+    "yes and no": ({"k_positions": torch.ones(6).bool()}, "k_positions must be integers, got torch.bool"),
+    "a list of positions": ({"q_positions": [0, 1, 2, 3, 4, 5]}, "q_positions must be .*list"),
+    "positions elsewhere": ({"q_positions": torch.arange(6, device="meta")}, "q_positions .* cpu, got meta"),
+    "an unknown backend": ({"backend": "cuda"}, "auto, aten, triton, reference, got 'cuda'"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_an_error_that_names_it(what):
+    wrong, words = BAD[what]
+    given = {**GOOD, **wrong}
+    for ask in (attention, explain_attention):
+        with pytest.raises(ValueError, match=words):
+            ask(given["q"], given["k"], given["v"], **{n: x for n, x in given.items() if n not in GOOD})
+
+
+@pytest.mark.parametrize("window", [(-1,), (3, -2), (1.5,), (True,)])
+def test_a_window_has_no_negative_or_broken_width(window):
+    with pytest.raises(ValueError, match=r"SlidingWindow\.(left|right) must be an integer >= 0, got"):
+        SlidingWindow(*window)
+
+
+def test_documents_have_no_negative_length():
+    with pytest.raises(ValueError, match=r"Documents.lengths must all be >= 0, got \(3, -1\)"):
+        Documents([3, -1])

@@ -1,0 +1,457 @@
+"""Ring context parallelism on virtual ranks: exact, repeatable, lean, and as much traffic as the plan says."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attending import (
+    HEADS,
+    LAYOUTS,
+    MASKS,
+    NAMES,
+    assert_right,
+    by_definition,
+    differentiated,
+    drawn,
+    mask_named,
+    peak_bytes,
+    relative_error,
+    ring_results,
+    shard_results,
+)
+from attnmesh import Causal, Comm, ContextParallel, Contiguous, Full, SlidingWindow, Striped, Zigzag, attention, run_virtual
+from attnmesh.comm.base import Finished, Pending
+from attnmesh.ops.dense import aten
+from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
+from attnmesh.parallel import ring
+from attnmesh.parallel.ring import RingProblem
+from attnmesh.plan.context import ring_plan
+
+WORLDS = (1, 2, 3, 4, 8)
+LENGTHS = (0, 1, 2, 7, 64, 67, 130)
+DTYPES = (torch.float32, torch.bfloat16)
+VARIANTS = list(itertools.product(LENGTHS, (HEADS["mha"], HEADS["gqa"]), DTYPES))
+
+every_ring = pytest.mark.parametrize(
+    ("layout", "mask", "world"), list(itertools.product(LAYOUTS, MASKS, WORLDS))
+)
+
+
+def check(layout: str, mask: str, world: int, length: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    inputs = drawn(length, heads=heads, dtype=dtype, seed=length + world)
+    sight = mask_named(mask, length)
+    assert_right(ring_results(world, inputs, sight, LAYOUTS[layout]), inputs, sight)
+
+
+# Exact.
+
+
+@every_ring
+def test_a_ring_is_exact(layout, mask, world):
+    long, short = VARIANTS[len(VARIANTS) // 2 :], VARIANTS[: len(VARIANTS) // 2]
+    draw = random.Random(f"{layout} {mask} {world}")
+    for variant in (draw.choice(long), draw.choice(short)):
+        check(layout, mask, world, *variant)
+
+
+@pytest.mark.slow
+@every_ring
+def test_a_ring_is_exact_in_every_combination(layout, mask, world):
+    for variant in VARIANTS:
+        check(layout, mask, world, *variant)
+
+
+def test_every_length_up_to_twice_the_world_and_more():
+    for layout, length in itertools.product(LAYOUTS, range(14)):
+        check(layout, "causal", 4, length, (2, 1), torch.float32)
+
+
+def test_a_scale_of_ones_own_goes_around():
+    inputs = drawn(21)
+    found = ring_results(3, inputs, Causal(), Striped(), scale=0.7)
+    assert_right(found, inputs, Causal(), scale=0.7)
+
+
+@pytest.mark.parametrize(("layout", "mask"), [(Zigzag(), Causal()), (Contiguous(), SlidingWindow(5, 1))])
+def test_triton_kernels_go_around(layout, mask):
+    inputs = drawn(19, batch=1, heads=(2, 1))
+    assert_right(ring_results(2, inputs, mask, layout, backend="triton"), inputs, mask)
+
+
+def test_double_precision_goes_around():
+    inputs = drawn(29, dtype=torch.float64)
+    assert_right(ring_results(3, inputs, Causal(), Zigzag()), inputs, Causal())
+
+
+# The same bits.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_two_runs_give_the_same_bits(mask, layout):
+    inputs = drawn(67, dtype=torch.bfloat16)
+    first, second = (ring_results(4, inputs, mask_named(mask, 67), LAYOUTS[layout]) for _ in range(2))
+    for name, a, b in zip(NAMES, first, second, strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_world_of_one_gives_the_bits_of_attention(mask, layout):
+    sight = mask_named(mask, 67)
+    for dtype in DTYPES:
+        inputs = drawn(67, dtype=dtype)
+        alone = differentiated(lambda q, k, v: attention(q, k, v, mask=sight, return_lse=True), inputs)
+        cp = ContextParallel(layout=LAYOUTS[layout])
+        solo = differentiated(lambda q, k, v: cp.attention(q, k, v, mask=sight, return_lse=True), inputs)
+        virtual = ring_results(1, inputs, sight, LAYOUTS[layout])
+        for name, a, b, c in zip(NAMES, alone, solo, virtual, strict=True):
+            assert torch.equal(a, b), name
+            assert torch.equal(a, c), name
+
+
+# The error does not grow.
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["as this machine computes", "in bf16 kernels"])
+def test_the_error_in_bf16_does_not_grow_with_the_ranks(native, monkeypatch):
+    if native:  # where the processor has no bf16, aten computes in float32, and there is nothing to see
+        monkeypatch.setattr(aten, "_computable", lambda x: x)
+    inputs = drawn(256, dtype=torch.bfloat16, head_dim=32, batch=1)
+    exact = by_definition(inputs, Causal())
+    one, eight = (ring_results(world, inputs, Causal(), Zigzag(), backend="aten") for world in (1, 8))
+    for name, a, b, e in zip(NAMES, one, eight, exact, strict=True):
+        if name != "lse":  # float32 on either side
+            assert relative_error(b, e) <= 1.5 * relative_error(a, e), name
+
+
+# Who wants gradients.
+
+
+@pytest.mark.parametrize("wanted", ["", "q", "k", "v", "qk", "qv", "kv"])
+def test_gradients_go_to_those_who_want_them(wanted):
+    inputs, world, layout = drawn(23), 3, Zigzag()
+    expected = dict(zip("qkv", ring_results(world, inputs, Causal(), layout)[2:], strict=True))
+
+    def rank(comm: Comm) -> list[Tensor | None]:
+        cp = ContextParallel(comm, layout=layout)
+        shards = [cp.shard(x, 2).clone() for x in inputs]
+        for name, x in zip("qkv", shards, strict=False):
+            x.requires_grad_(name in wanted)
+        out, lse = cp.attention(*shards[:3], length=23, return_lse=True)
+        assert out.requires_grad == lse.requires_grad == bool(wanted)
+        if wanted:
+            torch.autograd.backward([out, lse], shards[3:])
+        return [x.grad for x in shards[:3]]
+
+    grads = run_virtual(world, rank)
+    for name, parts in zip("qkv", zip(*grads, strict=True), strict=True):
+        if name in wanted:
+            torch.testing.assert_close(layout.unshard(parts, 2), expected[name])
+        else:
+            assert parts == (None,) * world
+
+
+@pytest.mark.parametrize("heard", ["out", "lse"])
+def test_a_loss_of_out_alone_or_of_lse_alone(heard):
+    inputs = drawn(23)
+    at = NAMES.index(heard)
+    inputs[4 - at].zero_()
+
+    def rank(comm: Comm) -> list[Tensor]:
+        cp = ContextParallel(comm)
+        shards = [cp.shard(x, 2) for x in inputs]
+        leaves = [x.clone().requires_grad_() for x in shards[:3]]
+        results = cp.attention(*leaves, length=23, return_lse=True)
+        return [*(x.detach() for x in results), *torch.autograd.grad(results[at], leaves, shards[3 + at])]
+
+    parts = run_virtual(3, rank)
+    assert_right([Zigzag().unshard(part, 2) for part in zip(*parts, strict=True)], inputs, Causal())
+
+
+def test_without_return_lse_only_out_comes_back():
+    inputs = drawn(24)
+
+    def rank(comm: Comm) -> Tensor:
+        cp = ContextParallel(comm)
+        return cp.attention(*(cp.shard(x, 2) for x in inputs[:3]))
+
+    out = Zigzag().unshard(run_virtual(3, rank), 2)
+    torch.testing.assert_close(out, attention(*inputs[:3], mask=Causal()))
+
+
+# Traffic.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):
+    length, world, batch, heads, head_dim = 67, 4, 2, (4, 2), 16
+    inputs = drawn(length, heads=heads, batch=batch, head_dim=head_dim, dtype=dtype)
+    sight, layout = mask_named(mask, length), LAYOUTS[layout]
+
+    def rank(comm: Comm) -> list[tuple[int, int]]:
+        cp = ContextParallel(comm, layout=layout)
+        shards = [cp.shard(x, 2) for x in inputs]
+        leaves = [x.clone().requires_grad_() for x in shards[:3]]
+        results = cp.attention(*leaves, mask=sight, length=length, return_lse=True)
+        sent = [(comm.traffic.messages, comm.traffic.bytes)]
+        comm.traffic.reset()
+        torch.autograd.backward(results, shards[3:])
+        return [*sent, (comm.traffic.messages, comm.traffic.bytes)]
+
+    sent = run_virtual(world, rank)
+    row = 2 * batch * heads[1] * head_dim  # K and V, kv heads as they are
+    forward = ring_plan(sight, layout, length, world)
+    backward = RingProblem(forward, 1.0, "auto", None).backward_plan(dtype)
+    for r in range(world):
+        hops = sum(bool(stage.next_keys) for stage in forward.stages(r))
+        assert sent[r][0] == (hops, forward.rows_sent(r) * row * dtype.itemsize)
+        hops = sum(bool(stage.next_keys) + bool(stage.grads_out) for stage in backward.stages(r))
+        bytes_sent = row * (backward.rows_sent(r) * dtype.itemsize + backward.grad_rows_sent(r) * 4)
+        assert sent[r][1] == (hops, bytes_sent)
+
+
+def test_nothing_travels_that_nobody_needs():
+    """A full ring sends each key once to every other rank; a short window only its halo; no gradients, none sent."""
+
+    def sent(mask, wanted: str) -> tuple[int, int]:
+        def rank(comm: Comm) -> tuple[int, int]:
+            cp = ContextParallel(comm, layout=Contiguous())
+            q, k, v = (cp.shard(x, 2).clone().requires_grad_(n in wanted) for n, x in zip("qkv", drawn(64), strict=False))
+            out = cp.attention(q, k, v, mask=mask)
+            forward = comm.traffic.bytes
+            out.sum().backward()
+            return forward, comm.traffic.bytes - forward
+
+        return tuple(map(sum, zip(*run_virtual(4, rank), strict=True)))
+
+    row = 2 * 2 * 2 * 16 * 4
+    assert sent(Full(), "q") == (64 * 3 * row, 64 * 3 * row)  # keys travel again, gradients do not
+    assert sent(Full(), "k")[1] == 64 * 3 * row + 64 * 3 * row
+    assert sent(SlidingWindow(5), "q") == (3 * 5 * row, 3 * 5 * row)
+
+
+# Memory and overlap.
+
+
+class Spy(Comm):
+    """A comm that writes down what goes through it. Tensors are kept, so that no address comes twice."""
+
+    def __init__(self, inner: Comm) -> None:
+        super().__init__(inner.rank, inner.world, inner.timeout)
+        self.inner, self.events, self.messages = inner, [], []
+
+    def _exchange(self, verb, sends, recvs) -> Pending:
+        kind = str((*sends, *recvs)[0][0].dtype).removeprefix("torch.")
+        self.events.append(f"post {kind}")
+        self.messages += [tensor for tensor, _ in (*sends, *recvs)]
+        return SpiedPending(self.inner._exchange(verb, sends, recvs), self.events, kind)
+
+    def _compare(self, claim):
+        return self.inner._compare(claim)
+
+
+class SpiedPending(Pending):
+    def __init__(self, inner: Pending, events: list[str], kind: str) -> None:
+        self.inner, self.events, self.kind = inner, events, kind
+
+    def wait(self) -> None:
+        self.events.append(f"wait {self.kind}")
+        self.inner.wait()
+
+
+class Noting:
+    """A backend that notes when it computes."""
+
+    def __init__(self, inner, events: list[str]) -> None:
+        self.inner, self.events = inner, events
+
+    def forward(self, *args) -> None:
+        self.events.append("compute")
+        self.inner.forward(*args)
+
+    def backward(self, *args) -> None:
+        self.events.append("compute")
+        self.inner.backward(*args)
+
+
+def spied(world: int, mask, monkeypatch) -> list[tuple[list[str], list[str], list[Tensor], list[Tensor]]]:
+    """For every rank: events of the forward and of the backward, messages of either. In bf16."""
+    inputs = drawn(8 * world, dtype=torch.bfloat16)
+    events_of: dict[int, list[str]] = {}  # by where a rank's queries lie: all ranks share one process
+
+    def noting(choose):
+        return lambda call, *args: Noting(choose(call, *args), events_of[call.q.data_ptr()])
+
+    def rank(comm: Comm):
+        spy = Spy(comm)
+        cp = ContextParallel(spy, layout=Contiguous())
+        shards = [cp.shard(x, 2) for x in inputs]
+        leaves = [x.clone().requires_grad_() for x in shards[:3]]
+        events_of[leaves[0].data_ptr()] = spy.events
+        results = cp.attention(*leaves, mask=mask, return_lse=True)
+        forward, sent = spy.events.copy(), spy.messages.copy()
+        torch.autograd.backward(results, shards[3:])
+        return forward, spy.events[len(forward) :], sent, spy.messages[len(sent) :]
+
+    monkeypatch.setattr(ring, "choose_fused", noting(choose_fused))
+    monkeypatch.setattr(ring, "fused_for_backward", noting(fused_for_backward))
+    return run_virtual(world, rank)
+
+
+def test_the_next_keys_are_on_their_way_before_the_present_ones_are_computed(monkeypatch):
+    for forward, backward, _, _ in spied(4, Full(), monkeypatch):
+        stage = ["post bfloat16", "compute", "wait bfloat16"]
+        assert forward == [*stage, *stage, *stage, "compute"]
+        keys = [event for event in backward if not event.endswith("float32")]
+        assert keys == [*stage, *stage, *stage, "compute"]
+
+
+def test_gradients_travel_in_float32_while_the_next_block_is_computed(monkeypatch):
+    for _, backward, _, _ in spied(4, Full(), monkeypatch):
+        gradients = [event for event in backward if event == "compute" or event.endswith("float32")]
+        hop = ["post float32", "compute", "wait float32"]
+        assert gradients == ["compute", "compute", *hop, *hop, "post float32", "wait float32"]
+
+
+def test_keys_live_in_exactly_two_buffers(monkeypatch):
+    for _, _, *passes in spied(5, Full(), monkeypatch):
+        for messages in passes:
+            keys = [x for x in messages if x.dtype == torch.bfloat16]
+            assert len(keys) == 8  # four sent, four received
+            assert len({x.untyped_storage().data_ptr() for x in keys}) == 2
+
+
+class Alone(Comm):
+    """One rank of a world whose others agree with everything and send nothing: its memory is that of a real one."""
+
+    def _exchange(self, verb, sends, recvs) -> Pending:
+        return Finished()
+
+    def _compare(self, claim):
+        return {self.rank: claim}
+
+
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+def test_memory_does_not_grow_with_the_ranks(mask, layout, world):
+    """Twice the sequence on twice the ranks: each holds as much as before, forward and backward."""
+
+    def peak(world: int) -> int:
+        inputs = drawn(256 * world, dtype=torch.bfloat16, batch=1)
+        ranks = [Alone(rank, world, 10) for rank in (0, world // 2, world - 1)]
+        return max(peak_bytes(lambda: shard_results(r, inputs, mask, LAYOUTS[layout])) for r in ranks)
+
+    peak(world), peak(2 * world)  # what is made once and kept
+    assert peak(2 * world) <= 1.05 * peak(world)
+
+
+# In company.
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(reentrant):
+    inputs, world = drawn(37), 3
+    plain = ring_results(world, inputs, Causal(), Zigzag())
+
+    def rank(comm: Comm) -> list[Tensor]:
+        cp = ContextParallel(comm)
+        again = 0
+
+        def attend(q, k, v):
+            nonlocal again
+            again += 1
+            return cp.attention(q, k, v, length=37, return_lse=True)
+
+        leaves = [cp.shard(x, 2).clone().requires_grad_() for x in inputs[:3]]
+        results = checkpoint(attend, *leaves, use_reentrant=reentrant)
+        torch.autograd.backward(results, [cp.shard(x, 2) for x in inputs[3:]])
+        assert again == 2
+        return [*(x.detach() for x in results), *(x.grad for x in leaves)]
+
+    found = [Zigzag().unshard(parts, 2) for parts in zip(*run_virtual(world, rank), strict=True)]
+    for name, a, b in zip(NAMES, found, plain, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_several_layers_in_one_graph():
+    inputs = drawn(30, heads=(2, 2))
+    masks = (Causal(), SlidingWindow(4), Causal())
+
+    def layers(attend, q, k, v):
+        x = q
+        for mask in masks:
+            out, lse = attend(x, k + x, v, mask)
+            x = x + out
+        return x, lse
+
+    def rank(comm: Comm) -> list[Tensor]:
+        cp = ContextParallel(comm, layout=Striped())
+
+        def attend(q, k, v, mask):
+            return cp.attention(q, k, v, mask=mask, return_lse=True)
+
+        return differentiated(lambda *qkv: layers(attend, *qkv), [cp.shard(x, 2) for x in inputs])
+
+    def alone(q, k, v, mask):
+        return attention(q, k, v, mask=mask, return_lse=True, backend="reference")
+
+    found = [Striped().unshard(parts, 2) for parts in zip(*run_virtual(3, rank), strict=True)]
+    exact = differentiated(lambda *qkv: layers(alone, *qkv), [x.double() for x in inputs])
+    for a, e in zip(found, exact, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
+
+
+def test_shards_may_be_views():
+    inputs, world, layout = drawn(26), 3, Striped()
+
+    def rank(comm: Comm) -> list[Tensor]:
+        cp = ContextParallel(comm, layout=layout)
+
+        def attend(q, k, v):
+            return cp.attention(q, k, v, length=26, return_lse=True)
+
+        shards = [cp.shard(x, 2) for x in inputs]
+        q, k, v, grad_out = shards[:4]
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        k = k.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+        v = torch.stack([v, torch.full_like(v, torch.nan)], -1)[..., 0]
+        grad_out = grad_out.transpose(2, 3).contiguous().transpose(2, 3)
+        assert not any(x.is_contiguous() for x in (q, k, v, grad_out))
+        return differentiated(attend, [q, k, v, grad_out, shards[4]])
+
+    found = [layout.unshard(parts, 2) for parts in zip(*run_virtual(world, rank), strict=True)]
+    assert_right(found, inputs, Causal())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("dim", [1, -2])
+def test_unshard_gives_the_whole_and_gradients_are_summed_over_ranks(dim, layout):
+    whole, weights = torch.randn(2, 11, 3), torch.randn(3, 2, 11, 3)
+
+    def rank(comm: Comm) -> Tensor:
+        cp = ContextParallel(comm, layout=layout)
+        shard = cp.shard(whole, dim).clone().requires_grad_()
+        again = cp.unshard(shard, dim, 11)
+        assert torch.equal(again, whole)
+        (again * weights[comm.rank]).sum().backward()
+        return shard.grad
+
+    grads = layout.unshard(run_virtual(3, rank), dim)
+    torch.testing.assert_close(grads, weights.sum(0))
+
+
+def test_positions_are_those_of_the_shard():
+    def rank(comm: Comm) -> None:
+        cp = ContextParallel(comm)
+        assert (cp.rank, cp.world) == (comm.rank, 3)
+        assert torch.equal(cp.positions(17), cp.shard(torch.arange(17), 0))
+
+    run_virtual(3, rank)
