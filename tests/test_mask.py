@@ -89,7 +89,10 @@ def test_every_query_sees_itself(mask, sees):
 def ranges(least: int, most: int) -> list[range]:
     """Every ascending range inside [least, most) with steps 1 to 3, empty ones included."""
     return [
-        range(start, stop, step) for step in (1, 2, 3) for start in range(least, most) for stop in range(start, most + 1)
+        range(start, stop, step)
+        for step in (1, 2, 3)
+        for start in range(least, most)
+        for stop in range(start, most + 1)
     ]
 
 
@@ -113,7 +116,7 @@ def test_verdict_is_exact_for_every_query_range_and_key_range(mask, sees):
 
 def test_verdict_is_not_inverted_as_in_seed_000():
     # The seed: a block with q_low >= k_high is "all zeros" and is skipped. It is the other way round.
-    early, late = range(0, 32), range(32, 64)
+    early, late = range(32), range(32, 64)
     assert Causal().verdict(q=late, k=early) is Verdict.FULL
     assert Causal().verdict(q=early, k=late) is Verdict.EMPTY
     assert Causal().verdict(q=early, k=early) is Verdict.PARTIAL
@@ -143,7 +146,9 @@ def test_positions_past_the_last_document_see_nothing():
     positions = torch.arange(-2, 9)
     seen = mask.allows(positions[:, None], positions).any(1)
     assert positions[seen].tolist() == [0, 1, 2, 3, 4]
-    assert [mask.sees(p) for p in positions.tolist()] == list(zip(*(x.tolist() for x in mask.visible(positions)), strict=True))
+    assert [mask.sees(p) for p in positions.tolist()] == list(
+        zip(*(x.tolist() for x in mask.visible(positions)), strict=True)
+    )
     assert not Documents([]).allows(torch.arange(3), torch.arange(3)).any()
 
 
@@ -170,13 +175,19 @@ def test_and_takes_masks_only():
 
 
 def test_masks_hash_and_compare_by_value():
-    for make in (Full, Causal, lambda: SlidingWindow(2, 1), lambda: Documents([1, 2]), lambda: Causal() & Documents([3])):
+    for make in (
+        Full,
+        Causal,
+        lambda: SlidingWindow(2, 1),
+        lambda: Documents([1, 2]),
+        lambda: Causal() & Documents([3]),
+    ):
         assert make() == make()
         assert hash(make()) == hash(make())
     assert len({mask for mask, _ in MASKS}) == len(dict.fromkeys(str(mask) for mask, _ in MASKS))
     assert SlidingWindow(2) != SlidingWindow(2, 1)
     assert Documents([1, 2]) != Documents([2, 1])
-    assert Documents((n for n in (1, 2))) == Documents([1, 2]) == Documents(torch.tensor([1, 2]))
+    assert Documents(iter((1, 2))) == Documents([1, 2]) == Documents(torch.tensor([1, 2]))
 
 
 def test_asking_a_mask_anything_does_not_change_its_value():
@@ -214,7 +225,11 @@ def test_document_lengths_that_are_no_counts_are_refused_not_rounded(lengths):
 
 
 def test_documents_that_do_not_add_up_are_refused_by_check():
-    for mask in (Documents([3, 4]), Causal() & Documents([3, 4]), Documents([7]) & SlidingWindow(1) & Documents([3, 4])):
+    for mask in (
+        Documents([3, 4]),
+        Causal() & Documents([3, 4]),
+        Documents([7]) & SlidingWindow(1) & Documents([3, 4]),
+    ):
         mask.check(7)
         for length in (0, 6, 8):
             with pytest.raises(ValueError, match=f"sequence length {length}.*add up to 7"):

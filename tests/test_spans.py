@@ -10,9 +10,7 @@ from attnmesh.layout import Contiguous, Striped, Zigzag
 
 plenty = settings(max_examples=100, deadline=None)
 
-runs = st.builds(
-    lambda gap, count, step: (gap, count, step), st.integers(1, 6), st.integers(1, 6), st.integers(1, 4)
-)
+runs = st.builds(lambda gap, count, step: (gap, count, step), st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
 
 
 @st.composite

@@ -338,10 +338,9 @@ class Alone(Comm):
         return {self.rank: claim}
 
 
-@pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
-def test_memory_does_not_grow_with_the_ranks(mask, layout, world):
+def test_memory_does_not_grow_with_the_ranks(mask, layout):
     """Twice the sequence on twice the ranks: each holds as much as before, forward and backward."""
 
     def peak(world: int) -> int:
@@ -349,8 +348,8 @@ def test_memory_does_not_grow_with_the_ranks(mask, layout, world):
         ranks = [Alone(rank, world, 10) for rank in (0, world // 2, world - 1)]
         return max(peak_bytes(lambda: shard_results(r, inputs, mask, LAYOUTS[layout])) for r in ranks)
 
-    peak(world), peak(2 * world)  # what is made once and kept
-    assert peak(2 * world) <= 1.05 * peak(world)
+    peak(4), peak(8)  # what is made once and kept
+    assert peak(8) <= 1.05 * peak(4)
 
 
 # In company.

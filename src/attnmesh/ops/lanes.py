@@ -3,6 +3,10 @@
 A kernel over one block of a ring ends with a wave of tiles that does not fill the device, and before and after it run
 small kernels that only move bytes. On two streams the next block starts while the last one drains. Block s + 1 may
 overtake block s, never block s - 1: a ring has two key buffers, and block s + 1 reads the one block s - 1 has left.
+
+Memory freed on a lane is used again by that lane. What one lane made and another has read is therefore safe only if
+the maker waits for the reader before it goes on, which `summing` sees to. (Tensor.record_stream would do without
+waiting, but holds memory back for as long as the host runs ahead of the device: it would grow with the ring.)
 """
 
 from __future__ import annotations
@@ -15,15 +19,17 @@ import torch
 
 
 class Lanes:
-    """The order of one ring's work on a device. Without `enabled`, everything stays on the caller's stream."""
+    """The order of one ring's blocks on a device. Without `enabled`, everything stays on the caller's stream."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         if enabled:
             self._main = torch.cuda.current_stream()
             self._streams = _streams(self._main.device_index)
+            self._current = self._main
             self._arrived = self._main.record_event()
-            self._done: list[torch.cuda.Event] = []
+            self._summed = self._arrived
+            self._done: list[torch.cuda.Event] = []  # of the blocks so far, in turns from either lane
 
     @contextmanager
     def lane(self) -> Iterator[None]:
@@ -31,23 +37,37 @@ class Lanes:
         if not self._enabled:
             yield
             return
-        stream = self._streams[len(self._done) % 2]
+        stream = self._current = self._streams[len(self._done) % 2]
         stream.wait_event(self._arrived)
+        stream.wait_event(self._summed)
         with torch.cuda.stream(stream):
             yield
-            self._done.append(stream.record_event())
+        self._done.append(stream.record_event())
+        self._current = self._main
+
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """Sum what both lanes have made: after all blocks so far, and before any block to come."""
+        if not self._enabled:
+            yield
+            return
+        for done in self._done[-2:]:
+            self._current.wait_event(done)
+        yield
+        self._summed = self._current.record_event()
 
     def arrived(self) -> None:
         """What the caller's stream has waited for is there for the blocks to come."""
         if self._enabled:
             self._arrived = self._main.record_event()
 
-    def wait_for_all_but(self, last: int) -> None:
-        """Let the caller's stream wait for the blocks begun so far, except the `last` ones."""
-        if self._enabled and len(self._done) > last:
-            self._main.wait_event(self._done[-1 - last])
-            if last == 0 and len(self._done) > 1:  # one lane's end says nothing of the other's
-                self._main.wait_event(self._done[-2])
+    def wait_for_block_before_last(self) -> None:
+        """Let the caller's stream wait until the buffer that the next keys go to has been read."""
+        if self._enabled and len(self._done) > 1:
+            self._main.wait_event(self._done[-2])
+
+
+ONE_LANE = Lanes(enabled=False)
 
 
 @cache

@@ -7,6 +7,7 @@ received, never a copy. Kernels read the same memory as strided `[B, Hkv, rows, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,9 @@ from attnmesh.comm import Comm, Pending
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense.api import unit_strided
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.dense.call import Backend, Call, Grads, Result
 from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
-from attnmesh.ops.lanes import Lanes
-from attnmesh.plan.blocks import Patch
+from attnmesh.ops.lanes import ONE_LANE, Lanes
 from attnmesh.plan.context import RingPlan, ring_plan
 from attnmesh.state import State, accumulation_dtype
 
@@ -67,40 +67,42 @@ class _Ring(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, problem: RingProblem) -> State:
-    total = StateSum(q)
     journey = _Journey(k, v, problem.plan, problem.comm)
-    lanes = _lanes(q, journey, problem)
-    for at, stage in enumerate(journey.stages):
-        lanes.wait_for_all_but(1)  # the keys to come go where the block before last was read
+    calls = journey.calls(q, problem.scale)
+    backends = [choose_fused(call, problem.backend) if call else None for call in calls]
+    lanes, parts = _lanes(calls, backends)
+    total = StateSum(q, lanes, parts)
+    for at, (call, backend) in enumerate(zip(calls, backends, strict=True)):
+        lanes.wait_for_block_before_last()
         travelling = journey.send_on(at)  # the next keys travel while these are computed
-        if stage.patch.blocks:
-            call = Call(q, *journey.seen(at), stage.patch, problem.scale)
+        if call and backend:
             with lanes.lane():
-                choose_fused(call, problem.backend).forward(call, total)
+                backend.forward(call, total)
         travelling.wait()
         lanes.arrived()
-    lanes.wait_for_all_but(0)
     return total.finish(q.dtype)
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, result: Result, problem: RingProblem, needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    dq, dk, dv = (GradSum(x) if need else None for x, need in zip((q, k, v), needed, strict=False))
     plan = problem.backward_plan(q.dtype)
     journey = _Journey(k, v, plan, problem.comm)
+    calls = journey.calls(q, problem.scale)
+    backends = [fused_for_backward(call, result, problem.backend) if call else None for call in calls]
+    lanes, parts = _lanes(calls, backends)
+    dq = GradSum(q, lanes, parts) if needed[0] else None
+    dk, dv = (GradSum(x, lanes) if need else None for x, need in zip((k, v), needed[1:], strict=False))
     homing = _Homing(k, plan, problem.comm) if dk is not None or dv is not None else None
-    lanes = _lanes(q, journey, problem, result)
-    for at, stage in enumerate(journey.stages):
-        lanes.wait_for_all_but(1)
+    for at, (call, backend) in enumerate(zip(calls, backends, strict=True)):
+        lanes.wait_for_block_before_last()
         travelling = journey.send_on(at)
-        seen = journey.seen(at)
-        # Gradients of the own keys stay here; those of visiting keys travel on with them.
-        mine = (dk, dv) if at == 0 else tuple(None if x is None else GradSum(seen[0]) for x in (dk, dv))
-        if stage.patch.blocks:
-            call = Call(q, *seen, stage.patch, problem.scale)
+        mine: tuple[GradSum | None, ...] = (dk, dv)  # gradients of the own keys stay here
+        if call and backend:
+            if at > 0:  # those of visiting keys travel on with them
+                mine = tuple(None if grad is None else GradSum(call.k, lanes) for grad in mine)
             with lanes.lane():
-                fused_for_backward(call, result, problem.backend).backward(call, result, Grads(dq, *mine))
+                backend.backward(call, result, Grads(dq, *mine))
         travelling.wait()
         lanes.arrived()
         if homing is not None and at > 0:
@@ -108,21 +110,15 @@ def _backward(
             homing.send_on(at)
     if homing is not None:
         homing.arrive(dk, dv)
-    lanes.wait_for_all_but(0)
     return [None if grad is None else grad.finish() for grad in (dq, dk, dv)]
 
 
-def _lanes(q: Tensor, journey: _Journey, problem: RingProblem, result: Result | None = None) -> Lanes:
-    """Two lanes where every block is torch's fused kernel; Triton's continue one state, so they follow each other."""
-
-    def is_aten(at: int, patch: Patch) -> bool:
-        call = Call(q, *journey.seen(at), patch, problem.scale)
-        if result is None:
-            return isinstance(choose_fused(call, problem.backend), Aten)
-        return isinstance(fused_for_backward(call, result, problem.backend), Aten)
-
-    patches = [(at, stage.patch) for at, stage in enumerate(journey.stages) if stage.patch.blocks]
-    return Lanes(enabled=q.is_cuda and all(is_aten(at, patch) for at, patch in patches))
+def _lanes(calls: list[Call | None], backends: Sequence[Backend | None]) -> tuple[Lanes, int | None]:
+    """Two lanes where torch's fused kernels make all the parts, and how many; Triton's kernels continue one state."""
+    work = [(call, backend) for call, backend in zip(calls, backends, strict=True) if call and backend]
+    if not work or not all(call.q.is_cuda and isinstance(backend, Aten) for call, backend in work):
+        return ONE_LANE, None
+    return Lanes(enabled=True), sum(len(call.sight.blocks) for call, _ in work)
 
 
 class _Journey:
@@ -141,16 +137,17 @@ class _Journey:
         recvs = [(self._buffers[(at + 1) % 2][: len(a.keys)], a.came_from) for a in after if a.keys]
         return self._comm.exchange(sends, recvs)
 
-    def seen(self, at: int) -> tuple[Tensor, Tensor]:
-        """K and V of this stage, the rows this rank's queries see, [B, Hkv, rows, D]."""
-        if at == 0:
-            return self._own
-        stage = self.stages[at]
-        return _sides(_rows_of(self._buffers[at % 2], stage.keys, stage.seen)) if stage.seen else self._none()
+    def calls(self, q: Tensor, scale: float) -> list[Call | None]:
+        """What there is to compute at each stage, once its keys are there; None where nothing is seen."""
+        return [
+            Call(q, *self._seen(at), stage.patch, scale) if stage.patch.blocks else None
+            for at, stage in enumerate(self.stages)
+        ]
 
-    def _none(self) -> tuple[Tensor, Tensor]:
-        k, v = self._own
-        return k[:, :, :0], v[:, :, :0]
+    def _seen(self, at: int) -> tuple[Tensor, Tensor]:
+        """K and V of a stage, the rows this rank's queries see, [B, Hkv, rows, D]."""
+        stage = self.stages[at]
+        return self._own if at == 0 else _sides(_rows_of(self._buffers[at % 2], stage.keys, stage.seen))
 
     def _outgoing(self, at: int) -> Tensor:
         stage = self.stages[at]

@@ -187,24 +187,20 @@ def _moved(block: Block, q_by: int, k_by: int) -> Block:
 
 def _coalesced(blocks: list[Block]) -> list[Block]:
     """Neighbouring FULL rectangles as one: each kernel call less is a partial result less to merge."""
-    done: list[Block] = []
+    done: dict[Block, None] = {}  # an ordered set
+    ending: dict[tuple[str, range, int], Block] = {}  # FULL blocks by where another could be joined to them
     for block in blocks:
         if block.kind is Kind.CAUSAL and len(block.q) == 1:
             block = replace(block, kind=Kind.FULL)
-        while (other := next((b for b in done if _joined(b, block)), None)) is not None:
-            done.remove(other)
-            joined = _joined(other, block)
-            assert joined is not None
-            block = joined
-        done.append(block)
-    return done
-
-
-def _joined(a: Block, b: Block) -> Block | None:
-    if a.kind is not Kind.FULL or b.kind is not Kind.FULL:
-        return None
-    if a.q == b.q and a.k.stop == b.k.start:
-        return replace(a, k=range(a.k.start, b.k.stop))
-    if a.k == b.k and a.q.stop == b.q.start:
-        return replace(a, q=range(a.q.start, b.q.stop))
-    return None
+        while block.kind is Kind.FULL:
+            left = ending.get(("same rows", block.q, block.k.start))
+            above = ending.get(("same keys", block.k, block.q.start))
+            other = left if left in done else above if above in done else None
+            if other is None:
+                ending["same rows", block.q, block.k.stop] = block
+                ending["same keys", block.k, block.q.stop] = block
+                break
+            del done[other]
+            block = Block(range(other.q.start, block.q.stop), range(other.k.start, block.k.stop), Kind.FULL)
+        done[block] = None
+    return list(done)

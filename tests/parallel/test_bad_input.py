@@ -1,0 +1,298 @@
+"""What does not fit raises ValueError on every rank, with the explanation; nothing hangs, nothing is ignored."""
+
+import re
+
+import pytest
+import torch
+
+from attending import differentiated, drawn
+from attnmesh import (
+    Causal,
+    Comm,
+    CommError,
+    ContextParallel,
+    Contiguous,
+    Documents,
+    Full,
+    SlidingWindow,
+    Striped,
+    Zigzag,
+    attention,
+    run_virtual,
+)
+from processes import run_processes
+
+LENGTH, WORLD, GUILTY = 12, 3, 1
+
+
+def attend(comm: Comm, given: dict[str, object], layout=Zigzag(), backend: str = "auto") -> torch.Tensor:  # noqa: B008
+    """A call in which all is well, but for what is given."""
+    call = {name: torch.ones(1, 2, LENGTH // WORLD, 16) for name in "qkv"} | {"length": LENGTH} | given
+    cp = ContextParallel(comm, layout=layout, backend=backend)
+    return cp.attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+
+
+def said(comm: Comm, program) -> str:
+    """The ValueError that the rank gets, in words, or what else happened."""
+    try:
+        program(comm)
+    except ValueError as error:
+        return str(error)
+    except Exception as error:
+        return f"not a ValueError but {type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def assert_all_say(words: str, program, world: int = WORLD) -> None:
+    for rank, message in enumerate(run_virtual(world, lambda comm: said(comm, program), timeout=30)):
+        assert re.search(words, message), f"rank {rank}: {message}"
+
+
+def shape(*sizes: int) -> torch.Tensor:
+    return torch.ones(*sizes)
+
+
+# On one rank only: (what that rank gives, what all must hear).
+WRONG_ALONE = {
+    "heads that do not divide": ({"q": shape(1, 3, 4, 16)}, r"2 kv heads must divide the 3 query heads \(said by rank 1"),
+    "a short shard": ({n: shape(1, 2, 3, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 3"),
+    "a long shard": ({n: shape(1, 2, 5, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 5"),
+    "queries and keys of two lengths": ({"q": shape(1, 2, 3, 16)}, "q and k must hold the same positions, got 3 and 4"),
+    "k and v of two shapes": ({"v": shape(1, 2, 3, 16)}, "k and v must have one shape"),
+    "k of another dtype": ({"k": shape(1, 2, 4, 16).half()}, "q, k and v must have one dtype"),
+    "k on another device": ({"k": shape(1, 2, 4, 16).to("meta")}, "q, k and v must be on one device"),
+    "three dimensions": ({"q": shape(2, 4, 16)}, r"q must be \[batch, heads, seq, head_dim\], got shape \(2, 4, 16\)"),
+    "integers": ({"v": shape(1, 2, 4, 16).long()}, "v must be floating point, got torch.int64"),
+    "no tensor": ({"q": None}, "q must be a tensor, got NoneType"),
+    "too short documents": ({"mask": Documents([5, 6])}, r"sequence length 12, but \(5, 6\) add up to 11"),
+    "no mask": ({"mask": None}, "mask must be an attnmesh mask .* got None"),
+    "scale NaN": ({"scale": float("nan")}, "scale must be finite, got nan"),
+    "scale no number": ({"scale": "a"}, "scale must be .*'a'"),
+    "a negative length": ({"length": -1}, "length must be >= 0, got -1"),
+    "half a length": ({"length": 12.5}, "length must be .*12.5"),
+    "another batch": ({n: shape(2, 2, 4, 16) for n in "qkv"}, "batch is 1 on ranks 0, 2 but 2 on rank 1"),
+    "other query heads": ({"q": shape(1, 4, 4, 16)}, "query heads is 2 on ranks 0, 2 but 4 on rank 1"),
+    "other kv heads": ({n: shape(1, 1, 4, 16) for n in "kv"}, "kv heads is 2 on ranks 0, 2 but 1 on rank 1"),
+    "another head_dim": ({n: shape(1, 2, 4, 8) for n in "qkv"}, "head_dim is 16 on ranks 0, 2 but 8 on rank 1"),
+    "another dtype": (
+        {n: shape(1, 2, 4, 16).double() for n in "qkv"},
+        "dtype is torch.float32 on ranks 0, 2 but torch.float64 on rank 1",
+    ),
+    "another device": ({n: shape(1, 2, 4, 16).to("meta") for n in "qkv"}, "device is cpu on ranks 0, 2 but meta on rank 1"),
+    "another mask": ({"mask": SlidingWindow(3)}, r"mask is Causal\(\) on ranks 0, 2 but SlidingWindow\(left=3, right=0\)"),
+    "another scale": ({"scale": 0.5}, "scale is None on ranks 0, 2 but 0.5 on rank 1"),
+    "another length": ({n: shape(1, 2, 5, 16) for n in "qkv"} | {"length": 14}, "length is 12 on ranks 0, 2 but 14 on rank 1"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ALONE)
+def test_one_rank_is_wrong_and_all_hear_it(what):
+    wrong, words = WRONG_ALONE[what]
+    assert_all_say(words, lambda comm: attend(comm, wrong if comm.rank == GUILTY else {}))
+
+
+@pytest.mark.parametrize("what", [what for what, (_, words) in WRONG_ALONE.items() if " on ranks " not in words])
+def test_all_ranks_are_wrong_and_all_hear_it(what):
+    wrong, words = WRONG_ALONE[what]
+    assert_all_say(words.partition(r" \(said by")[0], lambda comm: attend(comm, wrong))
+
+
+def test_ranks_with_other_layouts_or_backends():
+    layouts, backends = (Zigzag(), Striped(), Zigzag()), ("auto", "auto", "aten")
+    assert_all_say(
+        r"layout is Zigzag\(\) on ranks 0, 2 but Striped\(\) on rank 1",
+        lambda comm: attend(comm, {}, layout=layouts[comm.rank]),
+    )
+    assert_all_say(
+        "backend is auto on ranks 0, 1 but aten on rank 2", lambda comm: attend(comm, {}, backend=backends[comm.rank])
+    )
+
+
+@pytest.mark.parametrize("names", [("q", ""), ("k", ""), ("qkv", "q"), ("q", "k")])
+def test_ranks_that_want_gradients_of_other_things(names):
+    """Gradients of keys travel: ranks must know from the others whether any will come."""
+
+    def program(comm: Comm) -> None:
+        wanted = names[comm.rank == GUILTY]
+        attend(comm, {n: torch.ones(1, 2, 4, 16, requires_grad=n in wanted) for n in "qkv"})
+
+    assert_all_say("need(s)? gradients is (True|False) on ranks 0, 2 but (True|False) on rank 1", program)
+
+
+def test_a_rank_without_gradients_among_others():
+    def program(comm: Comm) -> None:
+        with torch.set_grad_enabled(comm.rank != GUILTY):
+            attend(comm, {"q": torch.ones(1, 2, 4, 16, requires_grad=True)})
+
+    assert_all_say("something needs gradients is True on ranks 0, 2 but False on rank 1", program)
+
+
+def test_one_rank_wants_dk_and_the_other_dv():
+    """Each must get its own in full, or all must hear that this cannot be; never half of a gradient."""
+    inputs = drawn(10)
+    everything = differentiated(lambda q, k, v: attention(q, k, v, mask=Causal(), return_lse=True), inputs)
+
+    def rank(comm: Comm) -> str | torch.Tensor:
+        cp = ContextParallel(comm)
+        q, k, v, *grads = (cp.shard(x, 2).clone() for x in inputs)
+        mine = (k, v)[comm.rank].requires_grad_()
+        try:
+            torch.autograd.backward(cp.attention(q, k, v, length=10, return_lse=True), grads)
+        except ValueError as error:
+            return str(error)
+        return mine.grad
+
+    results = run_virtual(2, rank)
+    if all(isinstance(result, str) for result in results):
+        assert all("gradients" in result for result in results)
+        return
+    for rank, (result, whole) in enumerate(zip(results, everything[3:], strict=True)):
+        torch.testing.assert_close(result, Zigzag().shard(whole, 2, 2, rank))
+
+
+def test_uneven_shards_need_a_length():
+    def program(comm: Comm) -> None:
+        rows = Contiguous().local_length(11, WORLD, comm.rank)
+        attend(comm, {n: torch.ones(1, 2, rows, 16) for n in "qkv"} | {"length": None}, layout=Contiguous())
+
+    assert_all_say("length", program)
+
+
+def test_a_backend_that_cannot_serve_is_refused_on_every_rank():
+    """Even on a rank that holds no positions and has nothing to compute."""
+
+    def program(comm: Comm) -> None:
+        rows = Zigzag().local_length(2, WORLD, comm.rank)
+        attend(comm, {n: torch.ones(1, 2, rows, 8) for n in "qkv"} | {"length": 2}, backend="triton")
+
+    assert_all_say("backend='triton' cannot serve this call: its kernels take head_dim 16 to 256, not 8", program)
+
+
+def test_a_dtype_that_no_kernel_takes_is_refused_on_every_rank():
+    eighth = torch.ones(1, 2, 4, 16).to(torch.float8_e4m3fn)
+    assert_all_say("float8_e4m3fn", lambda comm: attend(comm, dict.fromkeys("qkv", eighth)))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"schedule": "tree"}, "schedule must be one of .*ring.*, got 'tree'"),
+        ({"backend": "cuda"}, "backend must be one of auto, aten, triton, got 'cuda'"),
+        ({"backend": "reference"}, "backend must be one of auto, aten, triton, got 'reference'"),
+        ({"layout": "zigzag"}, r"layout must be Contiguous\(\), Zigzag\(\) or Striped\(\), got 'zigzag'"),
+        ({"layout": Zigzag}, r"layout must be Contiguous\(\), Zigzag\(\) or Striped\(\), got <class"),
+        ({"where": 3}, "expected a Comm, ProcessGroup, DeviceMesh or None, got int"),
+    ],
+)
+def test_unknown_ways_to_spread_a_sequence(how, words):
+    with pytest.raises(ValueError, match=words):
+        ContextParallel(how.pop("where", None), **how)
+
+
+def test_alone_bad_input_is_just_as_bad():
+    with pytest.raises(ValueError, match="holds 5 of 5 positions, but its shard has 4"):
+        ContextParallel().attention(*(torch.ones(1, 2, 4, 16),) * 3, length=5)
+
+
+# Gathering.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        pytest.param({"x": torch.ones(1, 2, 5, 3)}, "holds 4 of 12 positions, but x has 5", id="a long shard"),
+        pytest.param({"length": 13}, "length is 12 on ranks 0, 2 but 13 on rank 1", id="another length"),
+        pytest.param({"length": -1}, "length must be >= 0, got -1", id="a negative length"),
+        pytest.param({"dim": 7}, "dim .*7", id="no such dimension"),
+        pytest.param({"x": torch.ones(1, 2, 4, 5)}, "other dimensions is", id="another shape"),
+        pytest.param({"x": torch.ones(1, 2, 4, 3).half()}, "dtype is torch.float32 on ranks 0, 2", id="another dtype"),
+        pytest.param(
+            {"x": torch.ones(1, 2, 4, 3, requires_grad=True)}, "gradient.* is False on ranks 0, 2", id="gradients"
+        ),
+    ],
+)
+def test_one_rank_gathers_something_else_and_all_hear_it(wrong, words):
+    def program(comm: Comm) -> None:
+        call = {"x": torch.ones(1, 2, 4, 3), "dim": 2, "length": 12} | (wrong if comm.rank == GUILTY else {})
+        whole = ContextParallel(comm).unshard(**call)
+        if whole.requires_grad:
+            whole.sum().backward()
+
+    assert_all_say(words, program)
+
+
+def test_a_dimension_that_is_not_there_is_an_error_everywhere():
+    with pytest.raises((ValueError, IndexError), match="dim"):
+        ContextParallel().unshard(torch.ones(1, 2, 4, 4), 7, 4)
+
+
+# Afterwards.
+
+
+def test_after_a_refusal_all_goes_on():
+    def program(comm: Comm) -> torch.Tensor:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="must divide"):
+                attend(comm, {"q": torch.ones(1, 3, 4, 16)} if comm.rank == GUILTY else {})
+            with pytest.raises(ValueError, match="ranks disagree: mask"):
+                attend(comm, {"mask": Full() if comm.rank == GUILTY else Causal()})
+        return attend(comm, {})
+
+    for out in run_virtual(WORLD, program):
+        torch.testing.assert_close(out, torch.ones(1, 2, 4, 16))
+
+
+def test_a_rank_that_goes_wrong_after_the_first_call_makes_all_raise():
+    """What was agreed once is not compared again: the others may learn of it as a CommError, but they do learn."""
+
+    def program(comm: Comm) -> str:
+        attend(comm, {})
+        try:
+            attend(comm, {"q": torch.ones(1, 3, 4, 16)} if comm.rank == GUILTY else {})
+        except (ValueError, CommError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was raised"
+
+    messages = run_virtual(WORLD, program, timeout=30)
+    assert messages[GUILTY].startswith("ValueError: ContextParallel.attention: the 2 kv heads must divide the 3 query")
+    for rank in (0, 2):
+        assert messages[rank].startswith(("CommError", "ValueError"))
+
+
+# Between real processes.
+
+
+def one_wrong_process(comm: Comm) -> list[str]:
+    comm.timeout = 10
+    heard = []
+    for what in ("heads that do not divide", "a short shard", "too short documents", "another dtype", "another mask"):
+        wrong = WRONG_ALONE[what][0]
+        heard.append(said(comm, lambda comm, wrong=wrong: attend(comm, wrong if comm.rank == GUILTY else {})))
+    attend(comm, {})  # and all goes on
+    return heard
+
+
+def test_one_process_is_wrong_and_all_hear_it():
+    for heard in run_processes(3, one_wrong_process):
+        assert re.search(WRONG_ALONE["heads that do not divide"][1], heard[0])
+        assert re.search(WRONG_ALONE["a short shard"][1], heard[1])
+        assert re.search(WRONG_ALONE["too short documents"][1], heard[2])
+        assert re.search(WRONG_ALONE["another dtype"][1], heard[3])
+        assert re.search(WRONG_ALONE["another mask"][1], heard[4])
+
+
+def one_wrong_process_later(comm: Comm) -> str:
+    comm.timeout = 4
+    attend(comm, {})
+    try:
+        attend(comm, {"q": torch.ones(1, 3, 4, 16)} if comm.rank == GUILTY else {})
+    except (ValueError, CommError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_a_process_that_goes_wrong_after_the_first_call_makes_all_raise():
+    messages = run_processes(3, one_wrong_process_later)
+    assert messages[GUILTY].startswith("ValueError: ContextParallel.attention: the 2 kv heads must divide the 3 query")
+    for rank in (0, 2):
+        assert messages[rank].startswith(("CommError", "ValueError"))

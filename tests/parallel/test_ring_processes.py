@@ -1,0 +1,154 @@
+"""Ring context parallelism between real processes over gloo: the same answers, and no hang when a rank is lost."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from attending import HEADS, LAYOUTS, MASKS, assert_right, drawn, mask_named, shard_results
+from attnmesh import Causal, Comm, CommError, ContextParallel, Documents, Full, Layout, Mask, SlidingWindow, Zigzag, run_virtual
+from processes import Died, run_processes
+
+
+def whole_results(comm: Comm, inputs: list[Tensor], mask: Mask, layout: Layout) -> list[Tensor]:
+    """out, lse, dq, dk, dv of the whole sequence, on every rank."""
+    cp = ContextParallel(comm, layout=layout)
+    return [cp.unshard(x, 2, inputs[0].shape[2]) for x in shard_results(comm, inputs, mask, layout)]
+
+
+def core_cases(comm: Comm) -> int:
+    done = 0
+    for layout, mask in ((layout, mask) for layout in LAYOUTS for mask in MASKS):
+        length = (0, 1, 5, 64, 67)[done % 5]
+        dtype, heads = (torch.float32, torch.bfloat16)[done % 2], (HEADS["gqa"], HEADS["mha"])[done % 3 == 0]
+        inputs, sight = drawn(length, heads=heads, dtype=dtype, seed=done), mask_named(mask, length)
+        assert_right(whole_results(comm, inputs, sight, LAYOUTS[layout]), inputs, sight)
+        done += 1
+    return done
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_ring_of_processes_is_exact(world):
+    assert run_processes(world, core_cases) == [21] * world
+
+
+def shards_and_traffic(comm: Comm) -> tuple[list[list[float]], int, int]:
+    shards = shard_results(comm, drawn(67), Causal(), Zigzag())
+    return [x.flatten().tolist() for x in shards], comm.traffic.messages, comm.traffic.bytes
+
+
+def test_processes_do_what_virtual_ranks_do_to_the_last_bit_and_byte():
+    assert run_processes(3, shards_and_traffic) == run_virtual(3, shards_and_traffic)
+
+
+def on_a_mesh(comm: Comm) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    replica, place = mesh.get_coordinate()
+    cp = ContextParallel(mesh["cp"])
+    assert (cp.rank, cp.world) == (place, 2)
+    for mask in (Causal(), Full()):
+        inputs = drawn(21, seed=replica)  # each replica has a sequence of its own
+        assert_right(whole_results(cp.comm, inputs, mask, Zigzag()), inputs, mask)
+    assert_right(whole_results(ContextParallel(mesh["cp"].get_group()).comm, inputs, mask, Zigzag()), inputs, mask)
+    with pytest.raises(ValueError, match=r"mesh must be one-dimensional, got 2 dimensions \('dp', 'cp'\)"):
+        ContextParallel(mesh)
+    with pytest.raises(ValueError, match="expected a Comm, ProcessGroup, DeviceMesh or None, got str"):
+        ContextParallel("cp")
+
+
+def test_the_context_dimension_of_a_device_mesh():
+    run_processes(4, on_a_mesh)
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from attending import assert_right, drawn, shard_results
+from attnmesh import Causal, ContextParallel, Striped
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+cp = ContextParallel(layout=Striped())
+inputs = drawn(33)
+found = [cp.unshard(x, 2, 33) for x in shard_results(cp.comm, inputs, Causal(), Striped())]
+assert_right(found, inputs, Causal())
+print(f"rank {{cp.rank}} of {{cp.world}} is right", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_under_torchrun(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    assert "rank 0 of 2 is right" in ran.stdout
+    assert "rank 1 of 2 is right" in ran.stdout
+
+
+def one_dies(comm: Comm, when: str) -> tuple[str, float]:
+    comm.timeout = 5
+    cp = ContextParallel(comm)
+    inputs = drawn(66)
+    q, k, v = (cp.shard(x, 2).clone().requires_grad_() for x in inputs[:3])
+    cp.attention(q, k, v).sum().backward()  # all is well
+    began = time.monotonic()
+    try:
+        if comm.rank == 1 and when == "forward":
+            comm.exchange = lambda *messages: os._exit(7)  # in the middle: agreed, and then gone
+        out = cp.attention(q, k, v)
+        if comm.rank == 1:
+            comm.exchange = lambda *messages: os._exit(7)
+        out.sum().backward()
+    except CommError as error:
+        return str(error), time.monotonic() - began
+    return "nothing", time.monotonic() - began
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_dies_in_the_middle_of_attention_is_missed_in_time(when):
+    first, gone, third = run_processes(3, one_dies, when, strict=False)
+    assert gone == Died(7)
+    for message, seconds in (first, third):
+        assert "failed in exchange (ContextParallel.attention) while" in message
+        assert seconds < 10
+
+
+def one_raises(comm: Comm) -> tuple[str, float]:
+    comm.timeout = 5
+    cp = ContextParallel(comm)
+    q, k, v = (cp.shard(x, 2) for x in drawn(66)[:3])
+    cp.attention(q, k, v)
+    began = time.monotonic()
+    try:
+        if comm.rank == 0:
+            raise ZeroDivisionError("my fault")
+        cp.attention(q, k, v)
+    except CommError as error:
+        return str(error), time.monotonic() - began
+    return "nothing", time.monotonic() - began
+
+
+def test_a_rank_that_raises_between_two_calls_is_missed_in_time():
+    gone, second = run_processes(2, one_raises, strict=False)
+    assert gone.type == "ZeroDivisionError"
+    assert "rank 1 failed in exchange (ContextParallel.attention)" in second[0]
+    assert second[1] < 10
+
+
+def long_documents(comm: Comm) -> None:
+    """Masks whose words are long are agreed on as well as short ones."""
+    inputs = drawn(300, batch=1, heads=(2, 1))
+    mask = Causal() & Documents([1] * 100 + [2] * 100) & SlidingWindow(1)
+    assert_right(whole_results(comm, inputs, mask, Zigzag()), inputs, mask)
+
+
+def test_many_documents():
+    run_processes(2, long_documents)

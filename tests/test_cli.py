@@ -1,0 +1,173 @@
+"""The command line: verify tells right from wrong, and says what it ran on."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attnmesh import ContextParallel, report, verify
+from attnmesh.cli import app
+from attnmesh.ops.accumulate import GradSum
+
+
+@pytest.fixture(autouse=True)
+def not_under_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def few_modes(monkeypatch):
+    """Enough of what verify would do, in a tenth of the time."""
+    some = re.compile(r"(ring zigzag|attention auto) (causal|window)$")
+    modes = verify.modes
+    monkeypatch.setattr(verify, "modes", lambda *args: [mode for mode in modes(*args) if some.match(mode.name)])
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, arguments)
+
+
+def counts(output: str) -> tuple[int, int]:
+    """How many modes passed and how many failed, as the last line says."""
+    passed, failed = re.search(r"(\d+) passed, (\d+) failed", output).groups()
+    return int(passed), int(failed)
+
+
+def test_verify_on_virtual_ranks_finds_everything_right():
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 0, ran.output
+    assert "attnmesh verify: 2 ranks, cpu, seed 1" in ran.output
+    for column in ("mode", "shape", "worst", "error", "bound", "verdict"):
+        assert column in ran.output
+    for mode in ("merge causal", "attention auto documents", "ring zigzag causal+documents", "ring striped window"):
+        assert mode in ran.output
+    passed, failed = counts(ran.output)
+    assert passed == len(re.findall(r"\bok\b", ran.output)) >= 36  # 3 layouts, 6 masks, 2 dtypes
+    assert failed == 0
+    assert "WRONG" not in ran.output
+
+
+def slightly_louder(attend):
+    """An error of a ten thousandth, on the last rank only."""
+
+    def attention(self, *args, **kwargs):
+        out, lse = attend(self, *args, **kwargs)
+        return (out * 1.0001, lse) if self.rank == self.world - 1 else (out, lse)
+
+    return attention
+
+
+def off_in_lse(attend):
+    def attention(self, *args, **kwargs):
+        out, lse = attend(self, *args, **kwargs)
+        return out, lse + 1e-4 * self.rank
+
+    return attention
+
+
+def nan_in_one_place(attend):
+    def attention(self, *args, **kwargs):
+        out, lse = attend(self, *args, **kwargs)
+        out = out.clone()
+        if self.rank == 0 and out.numel():
+            out[-1, -1, -1, -1] = torch.nan
+        return out, lse
+
+    return attention
+
+
+@pytest.mark.parametrize("fault", [slightly_louder, off_in_lse, nan_in_one_place])
+def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
+    monkeypatch.setattr(ContextParallel, "attention", fault(ContextParallel.attention))
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    assert len(re.findall(r"ring zigzag \w+ .* fp32 .*WRONG", ran.output)) == 2
+    assert not re.search(r"attention .*WRONG", ran.output)
+    assert counts(ran.output) == (ran.output.count(" ok "), ran.output.count("WRONG"))
+
+
+def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch):
+    monkeypatch.setattr(GradSum, "pour", lambda self, target: None)
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    assert len(re.findall(r"ring zigzag \w+ .*(dk|dv).*WRONG", ran.output)) == 4
+    assert counts(ran.output) == (4, 4)
+
+
+def test_a_seed_repeats_a_test_and_another_does_not(few_modes):
+    first, again, other = (run("verify", "--ranks", "2", "--virtual", "--seed", s).output for s in "112")
+    assert first == again
+    assert re.findall(r"\de-\d\d", first)
+    assert re.findall(r"[\d.]+e-\d\d", first) != re.findall(r"[\d.]+e-\d\d", other)
+
+
+def test_without_a_seed_inputs_are_fresh(few_modes):
+    seeds = {re.search(r"seed (\d+)", run("verify", "--ranks", "1", "--virtual").output)[1] for _ in range(2)}
+    assert len(seeds) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", [("verify",), ("bench", "ring"), ("bench", "accuracy")])
+def test_a_gpu_that_is_not_there_is_a_clear_error(command):
+    ran = run(*command, "--device", "cuda")
+    assert ran.exit_code == 2
+    assert "no CUDA device is available" in ran.output
+    assert "--device" in ran.output
+    assert "Traceback" not in ran.output
+
+
+@pytest.mark.parametrize("arguments", [("verify", "--ranks", "0"), ("verify", "--device", "tpu"), ("verfy",)])
+def test_nonsense_is_refused(arguments):
+    ran = run(*arguments)
+    assert ran.exit_code == 2
+    assert "Traceback" not in ran.output
+
+
+def test_help_comes_without_arguments():
+    assert "verify" in run().output
+    assert "ring" in run("bench").output
+
+
+def in_a_process(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=250, env=env)
+
+
+@pytest.mark.slow
+def test_verify_starts_processes_of_its_own():
+    ran = in_a_process("attnmesh.cli", "verify", "--ranks", "2", "--seed", "3")
+    assert ran.returncode == 0, ran.stderr
+    assert "attnmesh verify: 2 ranks, cpu, seed 3" in ran.stdout
+    assert counts(ran.stdout)[1] == 0
+
+
+@pytest.mark.slow
+def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
+    fault = "from attnmesh.ops.accumulate import GradSum\nGradSum.pour = lambda self, target: None\n"
+    (tmp_path / "sitecustomize.py").write_text(fault)  # every process imports it as it starts
+    ran = in_a_process("attnmesh.cli", "verify", "--ranks", "2", "--seed", "3", PYTHONPATH=str(tmp_path))
+    assert ran.returncode == 1
+    assert counts(ran.stdout)[1] > 0
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.slow
+def test_verify_joins_the_ranks_of_torchrun():
+    ran = in_a_process(
+        "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "attnmesh.cli", "verify", "--seed", "3"
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("attnmesh verify: 2 ranks, cpu, seed 3") == 1  # rank 0 speaks for all
+    assert counts(ran.stdout)[1] == 0
+
+
+def test_figures_name_the_machine_that_they_come_from():
+    machine = report.machine("cpu")
+    assert {"processor", "cores", "python", "torch", "triton"} <= machine.keys()
+    assert machine["torch"] == torch.__version__
+    assert all(isinstance(value, str) and value for value in machine.values())
