@@ -100,7 +100,7 @@ def masks_for(length: int) -> list[Mask]:
 @every_layout
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_blocks_hold_every_visible_pair_of_every_two_ranks_exactly_once(layout, world):
-    for length in (1, 2, 5, 8, 13, 24, 31):
+    for length in (1, 4, 13, 31):
         for mask in masks_for(length):
             for rank in range(world):
                 for other in range(world):
@@ -109,7 +109,7 @@ def test_blocks_hold_every_visible_pair_of_every_two_ranks_exactly_once(layout, 
 
 @pytest.mark.parametrize("mask", masks_for(10), ids=str)
 def test_blocks_of_any_two_runs_are_right(mask):
-    runs = [range(start, stop, step) for step in (1, 2, 3) for start in (0, 1, 4) for stop in (5, 6, 10)]
+    runs = [range(start, stop, step) for step in (1, 2, 3) for start in (0, 1, 4) for stop in (5, 10)]
     for q in runs:
         for k in runs:
             check(Patch(mask, (q,), (k,)))
@@ -143,7 +143,7 @@ def some_masks(draw, length: int) -> Mask:
     return mask
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_blocks_of_any_mask_over_any_spans_are_right(data):
     length = data.draw(st.integers(1, 40))
@@ -263,7 +263,7 @@ def test_causal_work_has_no_partial_block_at_all(layout, world):
                     assert all(kind is not Kind.PARTIAL for _, _, kind in met), (length, rank, other)
 
 
-@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Striped()], ids=str)
+@every_layout
 def test_causal_documents_have_no_partial_block_at_all(layout):
     mask = Causal() & Documents([40, 1, 0, 87, 128])
     for rank in range(4):

@@ -1,11 +1,11 @@
 """What ranks exchange: a few verbs over process groups, over virtual ranks in one process, or alone."""
 
-from .base import Comm, CommError, Pending
-from .group import GroupComm
-from .resolve import comm_from
-from .solo import SoloComm
-from .traffic import Traffic
-from .virtual import VirtualComm, run_virtual
+from attnmesh.comm.base import Comm, CommError, Pending
+from attnmesh.comm.group import GroupComm
+from attnmesh.comm.resolve import comm_from
+from attnmesh.comm.solo import SoloComm
+from attnmesh.comm.traffic import Traffic
+from attnmesh.comm.virtual import VirtualComm, run_virtual
 
 __all__ = [
     "Comm",

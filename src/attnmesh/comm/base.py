@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .agreement import Claim, complaint, remembered_as
-from .traffic import Traffic
+from attnmesh.comm.agreement import Claim, complaint, remembered_as
+from attnmesh.comm.traffic import Traffic
 
 Shape = Sequence[int]
 Message = tuple[Tensor, int]

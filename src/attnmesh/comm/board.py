@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from .agreement import Claim, in_words
-from .base import CommError
+from attnmesh.comm.agreement import Claim, in_words
+from attnmesh.comm.base import CommError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Claim, complaint
-from .base import Comm, CommError, Message, Pending, Shape
-from .board import Board
-from .lane import Lane, stage
+from attnmesh.comm.agreement import Claim, complaint
+from attnmesh.comm.base import Comm, CommError, Message, Pending, Shape
+from attnmesh.comm.board import Board
+from attnmesh.comm.parcel import Parcel, stage
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -95,25 +95,25 @@ class GroupComm(Comm):
     def _exchange(self, verb: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         self._check_in()
         carrier = self._carrier_of_all([tensor for tensor, _ in (*sends, *recvs)])
-        lanes = [Lane(tensor.detach(), peer, send=True) for tensor, peer in sends]
-        lanes += [Lane(tensor.detach(), peer, send=False) for tensor, peer in recvs]
+        parcels = [Parcel(tensor.detach(), peer, send=True) for tensor, peer in sends]
+        parcels += [Parcel(tensor.detach(), peer, send=False) for tensor, peer in recvs]
         if carrier != "nccl":
-            stage(lanes)
+            stage(parcels)
         try:
-            return _Batch(self, verb, lanes, self._post(lanes), blocking=carrier != "nccl")
+            return _Batch(self, verb, parcels, self._post(parcels), blocking=carrier != "nccl")
         except RuntimeError as error:
-            raise self.lost(verb, lanes, error) from error
+            raise self.lost(verb, parcels, error) from error
 
-    def _post(self, lanes: Sequence[Lane]) -> list[dist.Work]:
+    def _post(self, parcels: Sequence[Parcel]) -> list[dist.Work]:
         # Bytes are bytes: every dtype travels, whatever the backend knows about it.
         ops = [
             dist.P2POp(
-                dist.isend if lane.send else dist.irecv,
-                lane.wire.view(-1).view(torch.uint8),
+                dist.isend if parcel.send else dist.irecv,
+                parcel.wire.view(-1).view(torch.uint8),
                 group=self.group,
-                group_peer=lane.peer,
+                group_peer=parcel.peer,
             )
-            for lane in lanes
+            for parcel in parcels
         ]
         return dist.batch_isend_irecv(ops)
 
@@ -131,9 +131,9 @@ class GroupComm(Comm):
             raise ValueError(f"this process group cannot carry {device.type} tensors, only {able}")
         return carrier
 
-    def lost(self, verb: str, lanes: Sequence[Lane], error: Exception) -> CommError:
+    def lost(self, verb: str, parcels: Sequence[Parcel], error: Exception) -> CommError:
         """Give up because of messages that did not get through."""
-        under_way = " and ".join(map(str, lanes))
+        under_way = " and ".join(map(str, parcels))
         return self._give_up(
             f"rank {self.rank} failed in {verb} ({self._operation}) while {under_way}: "
             f"{_essence(error)}{self._board.explain()}"
@@ -188,9 +188,9 @@ class GroupComm(Comm):
 
 class _Batch(Pending):
     def __init__(
-        self, comm: GroupComm, verb: str, lanes: list[Lane], works: list[dist.Work], *, blocking: bool
+        self, comm: GroupComm, verb: str, parcels: list[Parcel], works: list[dist.Work], *, blocking: bool
     ) -> None:
-        self._comm, self._verb, self._lanes, self._works = comm, verb, lanes, works
+        self._comm, self._verb, self._lanes, self._works = comm, verb, parcels, works
         self._blocking = blocking
 
     def wait(self) -> None:
@@ -203,13 +203,13 @@ class _Batch(Pending):
 
     def _wait_on_host(self) -> None:
         deadline = time.monotonic() + self._comm.timeout
-        for i, (lane, work) in enumerate(zip(self._lanes, self._works, strict=True)):
+        for i, (parcel, work) in enumerate(zip(self._lanes, self._works, strict=True)):
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
                 raise self._comm.lost(self._verb, self._lanes[i:], error) from error
-            lane.unstage()
+            parcel.unstage()
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .agreement import Claim
-from .scheduler import Scheduler
+from attnmesh.comm.agreement import Claim
+from attnmesh.comm.scheduler import Scheduler
 
 
 class Hub:

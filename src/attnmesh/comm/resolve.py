@@ -7,9 +7,9 @@ import weakref
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .base import Comm
-from .group import GroupComm
-from .solo import SoloComm
+from attnmesh.comm.base import Comm
+from attnmesh.comm.group import GroupComm
+from attnmesh.comm.solo import SoloComm
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupComm] = weakref.WeakKeyDictionary()
 """One comm for each group: ranks count their agreements in it. It goes when its group is destroyed."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .base import CommError
+from attnmesh.comm.base import CommError
 
 
 @dataclass

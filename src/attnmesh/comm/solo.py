@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .agreement import Claim
-from .base import Comm, Finished, Message, Pending
+from attnmesh.comm.agreement import Claim
+from attnmesh.comm.base import Comm, Finished, Message, Pending
 
 
 class SoloComm(Comm):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .agreement import Claim, complaint, in_words
-from .base import Comm, CommError, Message, Pending
-from .hub import Hub, Letter
-from .surroundings import Surroundings
+from attnmesh.comm.agreement import Claim, complaint, in_words
+from attnmesh.comm.base import Comm, CommError, Message, Pending
+from attnmesh.comm.hub import Hub, Letter
+from attnmesh.comm.surroundings import Surroundings
 
 T = TypeVar("T")
 

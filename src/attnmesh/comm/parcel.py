@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass
-class Lane:
+class Parcel:
     """One message on its way, and the buffer that the wire sees: the tensor itself, or its pinned twin."""
 
     tensor: Tensor
@@ -33,12 +33,12 @@ class Lane:
         return f"{doing} {self.tensor.nbytes} bytes {whom} rank {self.peer}"
 
 
-def stage(lanes: Sequence[Lane]) -> None:
+def stage(parcels: Sequence[Parcel]) -> None:
     """Give CUDA tensors pinned host buffers, filled where they are to be sent."""
-    on_device = [lane for lane in lanes if lane.tensor.is_cuda]
-    for lane in on_device:
-        lane.staged = torch.empty_like(lane.tensor, device="cpu", pin_memory=True)
-        if lane.send:
-            lane.staged.copy_(lane.tensor, non_blocking=True)
-    for device in {lane.tensor.device for lane in on_device if lane.send}:
+    on_device = [parcel for parcel in parcels if parcel.tensor.is_cuda]
+    for parcel in on_device:
+        parcel.staged = torch.empty_like(parcel.tensor, device="cpu", pin_memory=True)
+        if parcel.send:
+            parcel.staged.copy_(parcel.tensor, non_blocking=True)
+    for device in {parcel.tensor.device for parcel in on_device if parcel.send}:
         torch.cuda.current_stream(device).synchronize()  # gloo reads host memory and knows no streams
