@@ -154,7 +154,13 @@ def _by_position(x: Tensor) -> Tensor:
 
 
 def shard_results(
-    comm: Comm, inputs: Sequence[Tensor], mask: Mask, layout: Layout, *, scale: float | None = None, backend: str = "auto"
+    comm: Comm,
+    inputs: Sequence[Tensor],
+    mask: Mask,
+    layout: Layout,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
 ) -> list[Tensor]:
     """One rank's shards of out, lse, dq, dk, dv, around the ring."""
     cp = ContextParallel(comm, layout=layout, schedule="ring", backend=backend)
@@ -167,10 +173,14 @@ def shard_results(
 
 
 def ring_results(
-    world: int, inputs: Sequence[Tensor], mask: Mask, layout: Layout, *, scale: float | None = None, backend: str = "auto"
+    world: int,
+    inputs: Sequence[Tensor],
+    mask: Mask,
+    layout: Layout,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
 ) -> list[Tensor]:
     """The whole out, lse, dq, dk, dv of `world` virtual ranks."""
-    shards = run_virtual(
-        world, lambda comm: shard_results(comm, inputs, mask, layout, scale=scale, backend=backend)
-    )
+    shards = run_virtual(world, lambda comm: shard_results(comm, inputs, mask, layout, scale=scale, backend=backend))
     return [layout.unshard(parts, 2) for parts in zip(*shards, strict=True)]

@@ -214,7 +214,7 @@ def test_a_window_that_is_no_count_is_refused(width):
 
 
 def test_a_negative_document_is_refused():
-    with pytest.raises(ValueError, match=r"Documents\.lengths must all be >= 0.*-2"):
+    with pytest.raises(ValueError, match=r"Documents\.lengths must .*>= 0.*-2"):
         Documents([3, -2, 8])
 
 

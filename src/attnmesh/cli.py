@@ -28,13 +28,12 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
-RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks to start.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
 @app.command("verify")
 def verify_command(
-    ranks: RanksOption = 4,
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many ranks to start; 4 without it.")] = None,
     device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.CPU,
     virtual: Annotated[bool, typer.Option("--virtual", help="Ranks as threads of this process.")] = False,
     seed: Annotated[int | None, typer.Option(help="Of the random inputs; drawn anew without it.")] = None,
@@ -42,8 +41,11 @@ def verify_command(
     """Check every mode against float64 on fresh random inputs; exit with 1 if anything is wrong."""
     _check_device(device)
     if launch.under_torchrun():
+        if virtual or ranks is not None:
+            raise typer.BadParameter("torchrun says how many ranks there are", param_hint="--ranks, --virtual")
         launch.join(device, _verify, device.value, seed or 0)
         return
+    ranks = ranks or 4
     seed = secrets.randbelow(2**31) if seed is None else seed
     if virtual:
         run_virtual(ranks, lambda comm: _verify(comm, device.value, seed))

@@ -46,6 +46,7 @@ class Layout(ABC):
 
     def shard(self, x: Tensor, dim: int, world: int, rank: int) -> Tensor:
         """The rank's part of a whole tensor along `dim`. A view where the rank holds one run, else one copy."""
+        dim = dimension(x, dim)
         spans = self.spans(x.shape[dim], world, rank)
         runs = [_run(x, dim, span) for span in spans]
         if len(runs) == 1:
@@ -57,7 +58,10 @@ class Layout(ABC):
         world = len(shards)
         if not world:
             raise ValueError("unshard needs the shard of every rank, got none")
-        dim = dim % shards[0].ndim
+        dim = dimension(shards[0], dim)
+        kinds = {(shard.dtype, (*shard.shape[:dim], *shard.shape[dim + 1 :])) for shard in shards}
+        if len(kinds) > 1:
+            raise ValueError(f"shards must have one dtype, and one shape but for dimension {dim}, got {kinds}")
         length = sum(shard.shape[dim] for shard in shards)
         sizes = [shard.shape[dim] for shard in shards]
         due = [self.local_length(length, world, rank) for rank in range(world)]
@@ -110,6 +114,13 @@ class Striped(Layout):
 
     def _spans(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         return (range(rank, max(rank, length), world),)
+
+
+def dimension(x: Tensor, dim: int) -> int:
+    """`dim` counted from the front; ValueError where there is none."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be in {-x.ndim}..{x.ndim - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
+    return dim % x.ndim
 
 
 def _run(x: Tensor, dim: int, span: range) -> Tensor:

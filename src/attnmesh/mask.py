@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import enum
 import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -134,10 +135,14 @@ class Documents(Mask):
     lengths: tuple[int, ...]
 
     def __init__(self, lengths: Iterable[int]) -> None:
-        lengths = tuple(int(n) for n in lengths)
-        if any(n < 0 for n in lengths):
-            raise ValueError(f"Documents.lengths must all be >= 0, got {lengths}")
-        object.__setattr__(self, "lengths", lengths)
+        given = tuple(lengths)
+        try:
+            counts = tuple(operator.index(n) for n in given)
+        except TypeError:
+            counts = (-1,)  # no counts at all
+        if any(n < 0 for n in counts) or any(isinstance(n, bool) for n in given):
+            raise ValueError(f"Documents.lengths must all be integers >= 0, got {_brief(given)}")
+        object.__setattr__(self, "lengths", counts)
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
@@ -146,7 +151,7 @@ class Documents(Mask):
 
     def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
         bounds = torch.tensor(self.bounds, device=q.device)
-        after = torch.bucketize(q, bounds, right=True)  # the first boundary beyond the query
+        after = torch.bucketize(q.contiguous(), bounds, right=True)  # the first boundary beyond the query
         # Positions past the last document see nothing; positions are checked where they come in (see `check`).
         last = bounds.numel() - 1
         return bounds[(after - 1).clamp(0, last)], bounds[after.clamp(0, last)]
@@ -198,6 +203,6 @@ def _meets(k: range, first: int, end: int) -> bool:
     return at < len(k) and k[at] < end
 
 
-def _brief(lengths: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, lengths[:8]))
+def _brief(lengths: tuple[object, ...]) -> str:
+    shown = ", ".join(map(repr, lengths[:8]))
     return f"({shown}, ... {len(lengths)} in all)" if len(lengths) > 8 else f"({shown})"

@@ -41,10 +41,9 @@ def from_tensor(positions: Tensor) -> Spans | None:
         return None
     values, runs, at = positions.tolist(), [], 0
     for turn in itertools.chain(turns.tolist(), [len(values) - 1]):
-        if turn < at:  # the step into a run's first position: already behind us
+        if turn <= at:  # the step into a run's first position: already behind us
             continue
-        step = values[at + 1] - values[at] if at + 1 < len(values) else 1
-        runs.append(range(values[at], values[turn] + 1, step))
+        runs.append(range(values[at], values[turn] + 1, values[at + 1] - values[at]))
         at = turn + 1
     if at < len(values):
         runs.append(range(values[at], values[at] + 1))

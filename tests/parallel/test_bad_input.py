@@ -54,7 +54,10 @@ def shape(*sizes: int) -> torch.Tensor:
 
 # On one rank only: (what that rank gives, what all must hear).
 WRONG_ALONE = {
-    "heads that do not divide": ({"q": shape(1, 3, 4, 16)}, r"2 kv heads must divide the 3 query heads \(said by rank 1"),
+    "heads that do not divide": (
+        {"q": shape(1, 3, 4, 16)},
+        r"2 kv heads must divide the 3 query heads \(said by rank 1",
+    ),
     "a short shard": ({n: shape(1, 2, 3, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 3"),
     "a long shard": ({n: shape(1, 2, 5, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 5"),
     "queries and keys of two lengths": ({"q": shape(1, 2, 3, 16)}, "q and k must hold the same positions, got 3 and 4"),
@@ -78,10 +81,19 @@ WRONG_ALONE = {
         {n: shape(1, 2, 4, 16).double() for n in "qkv"},
         "dtype is torch.float32 on ranks 0, 2 but torch.float64 on rank 1",
     ),
-    "another device": ({n: shape(1, 2, 4, 16).to("meta") for n in "qkv"}, "device is cpu on ranks 0, 2 but meta on rank 1"),
-    "another mask": ({"mask": SlidingWindow(3)}, r"mask is Causal\(\) on ranks 0, 2 but SlidingWindow\(left=3, right=0\)"),
+    "another device": (
+        {n: shape(1, 2, 4, 16).to("meta") for n in "qkv"},
+        "device is cpu on ranks 0, 2 but meta on rank 1",
+    ),
+    "another mask": (
+        {"mask": SlidingWindow(3)},
+        r"mask is Causal\(\) on ranks 0, 2 but SlidingWindow\(left=3, right=0\)",
+    ),
     "another scale": ({"scale": 0.5}, "scale is None on ranks 0, 2 but 0.5 on rank 1"),
-    "another length": ({n: shape(1, 2, 5, 16) for n in "qkv"} | {"length": 14}, "length is 12 on ranks 0, 2 but 14 on rank 1"),
+    "another length": (
+        {n: shape(1, 2, 5, 16) for n in "qkv"} | {"length": 14},
+        "length is 12 on ranks 0, 2 but 14 on rank 1",
+    ),
 }
 
 

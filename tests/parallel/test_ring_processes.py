@@ -12,7 +12,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from attending import HEADS, LAYOUTS, MASKS, assert_right, drawn, mask_named, shard_results
-from attnmesh import Causal, Comm, CommError, ContextParallel, Documents, Full, Layout, Mask, SlidingWindow, Zigzag, run_virtual
+from attnmesh import (
+    Causal,
+    Comm,
+    CommError,
+    ContextParallel,
+    Documents,
+    Full,
+    Layout,
+    Mask,
+    SlidingWindow,
+    Zigzag,
+    run_virtual,
+)
 from processes import Died, run_processes
 
 
@@ -87,7 +99,9 @@ def test_a_script_under_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert ran.returncode == 0, ran.stderr
     assert "rank 0 of 2 is right" in ran.stdout
     assert "rank 1 of 2 is right" in ran.stdout

@@ -24,7 +24,8 @@ _WAITING_FIRST, _WAITING_BESIDE_A_TOTAL = 4, 2
 class StateSum:
     """The merge of states over disjoint keys, each covering some of the rows. Takes over the tensors it is given.
 
-    `parts` is how many will be added, if known: the last of them are then merged and rounded in one pass.
+    Where a part has an lse of -inf its out is 0, as backends leave it: a part alone is handed on as it is. `parts` is
+    how many will be added, if known: the last of them are then merged and rounded in one pass.
     """
 
     def __init__(self, like: Tensor, lanes: Lanes = ONE_LANE, parts: int | None = None) -> None:

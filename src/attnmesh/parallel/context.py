@@ -11,10 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, comm_from
-from attnmesh.layout import Layout, Zigzag
+from attnmesh.layout import Layout, Zigzag, dimension
 from attnmesh.mask import Causal, Mask
 from attnmesh.ops.dense.check import problem_with, scale_for
-from attnmesh.parallel.ring import RingProblem, ring_attention
+from attnmesh.parallel.ring import RingProblem, check_backend, ring_attention
 from attnmesh.plan.context import ring_plan
 
 SCHEDULES = ("auto", "ring")
@@ -47,6 +47,7 @@ class ContextParallel:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self.comm = comm_from(where)
         self.layout, self.schedule, self.backend = layout, schedule, backend
+        self._served: set[object] = set()  # what the backend is known to serve
 
     @property
     def rank(self) -> int:
@@ -68,14 +69,18 @@ class ContextParallel:
 
     def unshard(self, x: Tensor, dim: int, length: int) -> Tensor:
         """The whole tensor, on every rank, from the shards of all. Differentiable: gradients are summed over ranks."""
-        dim = dim % x.ndim
-        due = self.layout.local_length(length, self.world, self.rank)
-        error = None
-        if x.shape[dim] != due:
-            error = f"rank {self.rank} of {self.world} holds {due} of {length} positions, but x has {x.shape[dim]}"
-        rest = [n for i, n in enumerate(x.shape) if i != dim]
-        facts = {"dim": dim, "length": length, "other dimensions": rest, "dtype": x.dtype, "layout": self.layout}
-        self.comm.agree("ContextParallel.unshard", facts, error)
+        facts: dict[str, object] = {}
+        try:
+            dim = dimension(x, dim)
+            self._check_shard(x.shape[dim], length)
+            facts = {
+                "dim": dim, "length": length, "other dimensions": [n for i, n in enumerate(x.shape) if i != dim],
+                "dtype": x.dtype, "device": x.device.type, "layout": self.layout,
+                "gradients": torch.is_grad_enabled() and x.requires_grad,
+            }  # fmt: skip
+        except ValueError as wrong:
+            self.comm.agree("ContextParallel.unshard", facts, str(wrong))
+        self.comm.agree("ContextParallel.unshard", facts)
         whole: Tensor = _Unshard.apply(x, dim, length, self.layout, self.comm)  # type: ignore[no-untyped-call]
         return whole
 
@@ -106,42 +111,63 @@ class ContextParallel:
         sequence; without it every rank must hold equally many positions. Returns out [B,Hq,n,D], and with `return_lse`
         the float32 lse [B,Hq,n]; both are differentiable.
         """
-        problem = problem_with(q, k, v, scale) or self._problem_with_shard(q, k, mask, length)
-        if problem is not None:
-            self.comm.agree("ContextParallel.attention", {}, problem)
-        length = q.shape[2] * self.world if length is None else length
-        grad = torch.is_grad_enabled()
-        facts = {
-            "batch": q.shape[0], "query heads": q.shape[1], "kv heads": k.shape[1], "head_dim": q.shape[3],
-            "length": length, "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scale,
-            "layout": self.layout, "schedule": self.schedule, "backend": self.backend,
-            "keys and values need gradients": grad and (k.requires_grad or v.requires_grad),
-            "something needs gradients": grad and any(x.requires_grad for x in (q, k, v)),
-        }  # fmt: skip
+        facts: dict[str, object] = {}
+        try:
+            self._check(q, k, v, mask, scale, length)
+            facts = self._facts(q, k, v, mask, scale, length)
+        except ValueError as wrong:  # raised on every rank
+            self.comm.agree("ContextParallel.attention", facts, str(wrong))
         self.comm.agree("ContextParallel.attention", facts)
-        plan = ring_plan(mask, self.layout, length, self.world)
-        out, lse = ring_attention(q, k, v, RingProblem(plan, scale_for(q, scale), self.backend, self.comm))
+        out, lse = ring_attention(q, k, v, self._ring(q, mask, scale, length))
         return (out, lse) if return_lse else out
 
-    def _problem_with_shard(self, q: Tensor, k: Tensor, mask: Mask, length: int | None) -> str | None:
-        if not isinstance(mask, Mask):
-            return f"mask must be an attnmesh mask (Full(), Causal(), ...), got {mask!r}"
-        if q.shape[2] != k.shape[2]:
-            return f"q and k must hold the same positions, got {q.shape[2]} and {k.shape[2]}"
+    def _ring(self, q: Tensor, mask: Mask, scale: float | None, length: int | None) -> RingProblem:
         length = q.shape[2] * self.world if length is None else length
-        if length < 0:
-            return f"length must be >= 0, got {length}"
+        return RingProblem(
+            ring_plan(mask, self.layout, length, self.world), scale_for(q, scale), self.backend, self.comm
+        )
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, length: int | None) -> None:
+        """Raise ValueError for what this rank can see to be wrong."""
+        problem = problem_with(q, k, v, scale)
+        if problem is not None:
+            raise ValueError(problem)
+        if not isinstance(mask, Mask):
+            raise ValueError(f"mask must be an attnmesh mask (Full(), Causal(), ...), got {mask!r}")
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(f"q and k must hold the same positions, got {q.shape[2]} and {k.shape[2]}")
+        length = q.shape[2] * self.world if length is None else length
+        self._check_shard(q.shape[2], length)
+        mask.check(length)
+        served = (q.dtype, q.device.type, q.shape[3], mask, length)
+        if served not in self._served:
+            check_backend(q, k, v, self._ring(q, mask, scale, length))
+            self._served.add(served)
+
+    def _check_shard(self, rows: int, length: int) -> None:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+            raise ValueError(f"length must be an integer >= 0, got {length!r}")
         due = self.layout.local_length(length, self.world, self.rank)
-        if q.shape[2] != due:
-            return (
-                f"under {self.layout} rank {self.rank} of {self.world} holds {due} of {length} positions, "
-                f"but its shard has {q.shape[2]}"
+        if rows != due:
+            raise ValueError(
+                f"under {self.layout} rank {self.rank} of {self.world} holds {due} of {length} positions, but its "
+                f"shard has {rows}"
             )
-        try:
-            mask.check(length)
-        except ValueError as wrong:
-            return str(wrong)
-        return None
+
+    def _facts(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, length: int | None
+    ) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        grad = torch.is_grad_enabled()
+        given = "length" if length is not None else "length (positions a rank x world; pass length= if they differ)"
+        return {
+            "batch": q.shape[0], "query heads": q.shape[1], "kv heads": k.shape[1], "head_dim": q.shape[3],
+            given: q.shape[2] * self.world if length is None else length,
+            "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scale_for(q, scale),
+            "layout": self.layout, "schedule": self.schedule, "backend": self.backend,
+            "gradient of q": grad and q.requires_grad, "gradient of k": grad and k.requires_grad,
+            "gradient of v": grad and v.requires_grad,
+        }  # fmt: skip
 
 
 class _Unshard(torch.autograd.Function):

@@ -48,6 +48,13 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, problem: RingProblem) -> Sta
     return State(out, lse)
 
 
+def check_backend(q: Tensor, k: Tensor, v: Tensor, problem: RingProblem) -> None:
+    """Raise ValueError if the backend cannot serve what this rank would compute."""
+    for stage in problem.plan.stages(problem.comm.rank):
+        if stage.patch.blocks:
+            choose_fused(Call(q, k, v, stage.patch, problem.scale), problem.backend)
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: RingProblem) -> tuple[Tensor, Tensor]:

@@ -87,6 +87,17 @@ class Patch:
         return _patch_bounds(self, device)
 
     @cached_property
+    def seen(self) -> range:
+        """The key rows from the first to the last that some query sees; empty if none does."""
+        at, first, last = 0, None, -1
+        for k in self.k:
+            rows = [row for q in self.q for row in _outermost(self.mask, q, k)]
+            if rows:
+                first, last = at + min(rows) if first is None else first, at + max(rows)
+            at += len(k)
+        return range(0) if first is None else range(first, last + 1)
+
+    @cached_property
     def pairs(self) -> int:
         """How many (query, key) pairs are visible: the work of this patch."""
         return sum(self._pairs(block) for block in self.blocks)
@@ -123,6 +134,16 @@ def bounds_of(mask: Mask, q_positions: Tensor, k_positions: Tensor) -> tuple[Ten
         torch.searchsorted(k_positions, first.contiguous(), out_int32=True),
         torch.searchsorted(k_positions, end.contiguous(), out_int32=True),
     )
+
+
+def _outermost(mask: Mask, q: range, k: range) -> list[int]:
+    """The first and the last row of `k` that some query of `q` sees, if any does."""
+    if mask.verdict(q, k) is Verdict.EMPTY:
+        return []
+    # What queries see only moves on: the first query that sees anything sees the first row, the last one the last.
+    early = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in q) if rows)
+    late = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in reversed(q)) if rows)
+    return [early[0], late[-1]]
 
 
 def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:

@@ -86,7 +86,7 @@ class RingPlan:
             rows = [NOTHING] * len(self.offsets)
             needed = NOTHING
             for stage in reversed(range(1, len(self.offsets))):
-                needed = _hull(needed, _seen(self._patch(self._holder(block, stage), block)))
+                needed = _hull(needed, self._patch(self._holder(block, stage), block).seen)
                 rows[stage] = needed
             rows[0] = range(self.layout.local_length(self.length, self.world, block))
             carried.append(rows)
@@ -99,7 +99,7 @@ class RingPlan:
         for block in range(self.world):
             rows, seen = [NOTHING], NOTHING
             for stage in range(1, len(self.offsets)):
-                seen = _hull(seen, _seen(self._patch(self._holder(block, stage), block)))
+                seen = _hull(seen, self._patch(self._holder(block, stage), block).seen)
                 rows.append(seen if self._carried[block][stage] else NOTHING)
             known.append(rows)
         return known
@@ -118,7 +118,7 @@ class RingPlan:
         keys = self._carried[block][stage]
         goes_on = stage < self._last[block]
         # A rank's own keys are all there, seen or not; a visitor's rows are narrowed to what is seen of them.
-        seen = keys if stage == 0 else _seen(self._patch(rank, block)) if keys else NOTHING
+        seen = keys if stage == 0 else self._patch(rank, block).seen if keys else NOTHING
         return Stage(
             block=block,
             keys=keys,
@@ -141,7 +141,7 @@ def ring_plan(mask: Mask, layout: Layout, length: int, world: int, *, grad_weigh
     needed = [
         offset
         for offset in range(1, world)
-        if any(_patch(mask, layout, length, world, r, (r - offset) % world, None).blocks for r in range(world))
+        if any(_patch(mask, layout, length, world, r, (r - offset) % world, None).seen for r in range(world))
     ]
     upwards, downwards = (RingPlan(mask, layout, length, world, (0, *way)) for way in (needed, list(reversed(needed))))
 
@@ -160,14 +160,6 @@ def _over_ranks(plan: RingPlan, count: Callable[[int], int]) -> int:
 def _patch(mask: Mask, layout: Layout, length: int, world: int, rank: int, block: int, keys: range | None) -> Patch:
     held = layout.spans(length, world, block)
     return Patch(mask, layout.spans(length, world, rank), held if keys is None else spans.narrowed(held, keys))
-
-
-def _seen(patch: Patch) -> range:
-    """The hull of the key rows that some query of the patch sees."""
-    seen = NOTHING
-    for block in patch.blocks:
-        seen = _hull(seen, block.k)
-    return seen
 
 
 def _hull(a: range, b: range) -> range:

@@ -18,6 +18,9 @@ from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import Choice, choose, choose_fused, fused_for_backward
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of
 
+# Each pair of runs is planned for: with more, row bounds alone are cheaper than a plan.
+_MOST_RUN_PAIRS = 256
+
 
 @overload
 def attention(
@@ -55,7 +58,7 @@ def attention(
     choice = choose(work.call, backend)
     if choice.backend == "reference":
         at = [torch.arange(x.shape[2]) if p is None else p for x, p in ((q, q_positions), (k, k_positions))]
-        state = reference.attention(q, k, v, mask, work.call.scale, *(p.to(q.device) for p in at))
+        state = reference.attention(q, k, v, mask, work.call.scale, *(p.to(q.device, torch.long) for p in at))
         return (state.out, state.lse) if return_lse else state.out
     call = work.call
     out, lse = _Attention.apply(call.q, call.k, call.v, call.sight, call.scale, backend)  # type: ignore[no-untyped-call]
@@ -121,12 +124,13 @@ def _prepared(
     q, k, v = (unit_strided(x) for x in (q, k, v))
     q_runs = _runs("q_positions", q_at, q)
     k_runs = _runs("k_positions", k_at, k)
-    if q_runs is not None and k_runs is not None:
+    if q_runs is not None and k_runs is not None and len(q_runs) * len(k_runs) <= _MOST_RUN_PAIRS:
         return _Prepared(Call(q, k, v, Patch(mask, q_runs, k_runs), scale_for(q, scale)), None)
 
     # Irregular positions: put both sides in ascending order (attention does not mind), and go by row bounds.
     q_pos, k_pos = (
-        torch.arange(x.shape[2], device=x.device) if at is None else at.to(x.device) for x, at in ((q, q_at), (k, k_at))
+        torch.arange(x.shape[2], device=x.device) if at is None else at.to(x.device, torch.long)
+        for x, at in ((q, q_at), (k, k_at))
     )
     q_pos, q_order = q_pos.sort(stable=True)
     k_pos, k_order = k_pos.sort(stable=True)
@@ -156,6 +160,8 @@ def _runs(name: str, positions: Tensor | None, x: Tensor) -> spans.Spans | None:
     length = x.shape[2]
     if positions is None:
         return (range(length),) if length else ()
+    if not isinstance(positions, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(positions).__name__}")
     if positions.ndim != 1 or positions.shape[0] != length:
         raise ValueError(f"{name} must be [{length}], one position a row, got shape {tuple(positions.shape)}")
     if positions.dtype.is_floating_point or positions.dtype.is_complex or positions.dtype == torch.bool:
@@ -164,7 +170,7 @@ def _runs(name: str, positions: Tensor | None, x: Tensor) -> spans.Spans | None:
         if positions.device != x.device:
             raise ValueError(f"{name} must be on the CPU or on {x.device}, got {positions.device}")
         return None
-    return spans.from_tensor(positions)
+    return spans.from_tensor(positions.long())
 
 
 def unit_strided(x: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def problem_with(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | 
         return f"the {k.shape[1]} kv heads must divide the {q.shape[1]} query heads"
     if not q.shape[3]:
         return "head_dim must be at least 1, got 0"
-    if scale is not None and not math.isfinite(scale):
-        return f"scale must be finite, got {scale}"
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        return f"scale must be a finite number, got {scale!r}"
     return None
 
 
