@@ -56,9 +56,7 @@ def run_processes(
     try:
         for rank in range(world):
             ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(
-                target=_rank_main, args=(theirs, rank, world, store.port, fn, args), daemon=True
-            )
+            process = _context.Process(target=_rank_main, args=(theirs, rank, world, store.port, fn, args), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)

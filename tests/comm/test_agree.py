@@ -49,9 +49,7 @@ def test_a_shape_is_a_shape_however_it_is_written():
     ],
 )
 def test_a_different_fact_is_an_error_with_both_sides_on_every_rank(values, words):
-    assert (
-        errors_of(3, lambda comm: comm.agree("ring", {"fact": values[comm.rank], "same": 1})) == [words] * 3
-    )
+    assert errors_of(3, lambda comm: comm.agree("ring", {"fact": values[comm.rank], "same": 1})) == [words] * 3
 
 
 def test_a_fact_that_only_some_ranks_give():

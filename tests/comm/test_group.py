@@ -209,9 +209,7 @@ def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
     ranks = run_processes(3, all_that_fails)
 
     message, seconds = ranks[0]["late_in_exchange"]
-    assert message.startswith(
-        "rank 0 failed in exchange (ring) while receiving 12 bytes from rank 1: Timed out"
-    )
+    assert message.startswith("rank 0 failed in exchange (ring) while receiving 12 bytes from rank 1: Timed out")
     assert seconds < 2
     assert "rank 0 failed in exchange (ring)" in ranks[1]["late_in_exchange"][0]
 
@@ -226,9 +224,7 @@ def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
         message, seconds = ranks[rank]["remembered_and_new"]
         assert f"rank {rank} failed in barrier (ring) while" in message
         assert seconds < 3
-    assert any(
-        "rank 1 wants to agree on ring(n=2)" in ranks[rank]["remembered_and_new"][0] for rank in (0, 2)
-    )
+    assert any("rank 1 wants to agree on ring(n=2)" in ranks[rank]["remembered_and_new"][0] for rank in (0, 2))
     message, seconds = ranks[1]["remembered_and_new"]
     assert message.startswith("rank 1 was about to start ring(n=2), but")
     assert seconds < 3

@@ -341,9 +341,7 @@ def test_a_rank_that_never_ends_is_named():
         comm.barrier()
 
     try:
-        with pytest.raises(
-            CommError, match=r"within 0.3 s: rank 0 is waiting for rank 1 .*; rank 1 is running"
-        ):
+        with pytest.raises(CommError, match=r"within 0.3 s: rank 0 is waiting for rank 1 .*; rank 1 is running"):
             run_virtual(2, program, timeout=0.3)
     finally:
         stop.set()
@@ -357,9 +355,7 @@ def test_the_comm_ends_with_its_run():
 
 def test_runs_nest_but_do_not_mix():
     def outer(comm: Comm) -> list[float]:
-        inner = run_virtual(
-            2, lambda inside: inside.all_reduce(torch.tensor([float(inside.rank + 1)])).item()
-        )
+        inner = run_virtual(2, lambda inside: inside.all_reduce(torch.tensor([float(inside.rank + 1)])).item())
         return comm.all_reduce(torch.tensor(inner)).tolist()
 
     assert run_virtual(3, outer) == [[9.0, 9.0]] * 3

@@ -458,8 +458,8 @@ BAD = {
     "integers": ({"v": GOOD["v"].long()}, "v must be floating point, got torch.int64"),
     "complex numbers": ({"q": GOOD["q"].to(torch.complex64)}, "q must be floating point, got torch.complex64"),
     "a list": ({"q": [1.0]}, "q must be a tensor, got list"),
-    "scale NaN": ({"scale": float("nan")}, "scale must be finite, got nan"),
-    "scale inf": ({"scale": float("inf")}, "scale must be finite, got inf"),
+    "scale NaN": ({"scale": float("nan")}, "scale must be a finite number, got nan"),
+    "scale inf": ({"scale": float("inf")}, "scale must be a finite number, got inf"),
     "scale no number": ({"scale": "a"}, "scale .*'a'"),
     "no mask": ({"mask": None}, "mask must be an attnmesh mask .* got None"),
     "a tensor for a mask": ({"mask": torch.ones(6, 6)}, "mask must be an attnmesh mask"),
@@ -494,5 +494,5 @@ def test_a_window_has_no_negative_or_broken_width(window):
 
 
 def test_documents_have_no_negative_length():
-    with pytest.raises(ValueError, match=r"Documents.lengths must all be >= 0, got \(3, -1\)"):
+    with pytest.raises(ValueError, match=r"Documents.lengths must all be integers >= 0, got \(3, -1\)"):
         Documents([3, -1])

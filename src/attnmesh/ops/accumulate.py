@@ -98,10 +98,9 @@ class GradSum:
 
     def pour(self, target: Tensor) -> None:
         """Add everything to `target`, in place. The sum is spent."""
-        with self._lanes.summing():
-            for group in (self._waiting, [] if self._total is None else [(self._total, 0)]):
-                _summed(target, group, target.dtype, target)
-            self._total, self._waiting = None, []
+        for group in (self._waiting, [] if self._total is None else [(self._total, 0)]):
+            _summed(target, group, target.dtype, target)
+        self._total, self._waiting = None, []
 
     def finish(self) -> Tensor:
         """The sum in the type of the tensor it is the gradient of."""

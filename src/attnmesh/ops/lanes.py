@@ -66,6 +66,20 @@ class Lanes:
         if self._enabled and len(self._done) > 1:
             self._main.wait_event(self._done[-2])
 
+    def wait_for_last_block(self) -> None:
+        """Let the caller's stream read what the last block has made, before it next says `arrived`.
+
+        The lane that made it comes to use that memory again with the block after next, which waits for `arrived`.
+        """
+        if self._enabled and self._done:
+            self._main.wait_event(self._done[-1])
+
+    def join(self) -> None:
+        """Let the caller's stream wait for all blocks."""
+        if self._enabled:
+            for done in self._done[-2:]:  # the last of either lane
+                self._main.wait_event(done)
+
 
 ONE_LANE = Lanes(enabled=False)
 

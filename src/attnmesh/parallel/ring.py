@@ -87,6 +87,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: RingProblem) -> State:
                 backend.forward(call, total)
         travelling.wait()
         lanes.arrived()
+    lanes.join()
     return total.finish(q.dtype)
 
 
@@ -99,7 +100,7 @@ def _backward(
     backends = [fused_for_backward(call, result, problem.backend) if call else None for call in calls]
     lanes, parts = _lanes(calls, backends)
     dq = GradSum(q, lanes, parts) if needed[0] else None
-    dk, dv = (GradSum(x, lanes) if need else None for x, need in zip((k, v), needed[1:], strict=False))
+    dk, dv = (GradSum(x) if need else None for x, need in zip((k, v), needed[1:], strict=False))
     homing = _Homing(k, plan, problem.comm) if dk is not None or dv is not None else None
     for at, (call, backend) in enumerate(zip(calls, backends, strict=True)):
         lanes.wait_for_block_before_last()
@@ -107,14 +108,16 @@ def _backward(
         mine: tuple[GradSum | None, ...] = (dk, dv)  # gradients of the own keys stay here
         if call and backend:
             if at > 0:  # those of visiting keys travel on with them
-                mine = tuple(None if grad is None else GradSum(call.k, lanes) for grad in mine)
+                mine = tuple(None if grad is None else GradSum(call.k) for grad in mine)
             with lanes.lane():
                 backend.backward(call, result, Grads(dq, *mine))
         travelling.wait()
         lanes.arrived()
         if homing is not None and at > 0:
+            lanes.wait_for_last_block()
             homing.join(at, mine)  # what the visitors before found arrived while this stage computed
             homing.send_on(at)
+    lanes.join()
     if homing is not None:
         homing.arrive(dk, dv)
     return [None if grad is None else grad.finish() for grad in (dq, dk, dv)]
@@ -123,7 +126,7 @@ def _backward(
 def _lanes(calls: list[Call | None], backends: Sequence[Backend | None]) -> tuple[Lanes, int | None]:
     """Two lanes where torch's fused kernels make all the parts, and how many; Triton's kernels continue one state."""
     work = [(call, backend) for call, backend in zip(calls, backends, strict=True) if call and backend]
-    if not work or not all(call.q.is_cuda and isinstance(backend, Aten) for call, backend in work):
+    if len(work) < 2 or not all(call.q.is_cuda and isinstance(backend, Aten) for call, backend in work):
         return ONE_LANE, None
     return Lanes(enabled=True), sum(len(call.sight.blocks) for call, _ in work)
 

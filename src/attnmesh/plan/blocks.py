@@ -9,8 +9,9 @@ square CAUSAL ones. `Patch.blocks` cuts a patch so that as much of it as possibl
     a shifted diagonal                 full | causal square | full
     documents                          a causal (or full) square for each document
 
-What is left is PARTIAL: a window's edges, strides that do not match. Any patch, PARTIAL or not, is also exactly two
-integers a row (`Patch.bounds`): row i sees the keys `first[i] <= j < end[i]`, because keys lie in ascending order.
+What is left is PARTIAL: windows, strides that do not match, crowds of tiny documents. Any patch, PARTIAL or not, is
+also exactly two integers a row (`Patch.bounds`): row i sees the keys `first[i] <= j < end[i]`, because keys lie in
+ascending order.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from torch import Tensor
 from attnmesh import spans
 from attnmesh.mask import Mask, Verdict
 from attnmesh.spans import Spans, rows_between
+
+# More stretches than this, of fewer rows each on average, cost less as one masked block than as a call each.
+_MANY, _FEW_ROWS = 8, 32
 
 
 class Kind(enum.Enum):
@@ -148,7 +152,13 @@ def _outermost(mask: Mask, q: range, k: range) -> list[int]:
 
 def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
     """The blocks of one query run against one key run."""
-    for rows in _stretches(mask, q):
+    stretches = list(_stretches(mask, q))
+    if len(stretches) > _MANY and len(q) < _FEW_ROWS * len(stretches):
+        keys = rows_between(k, mask.sees(q[0])[0], mask.sees(q[-1])[1])
+        if keys:
+            yield Block(range(len(q)), keys, Kind.PARTIAL)
+        return
+    for rows in stretches:
         part = q[rows.start : rows.stop]
         keys = rows_between(k, mask.sees(part[0])[0], mask.sees(part[-1])[1])
         seen = k[keys.start : keys.stop]
