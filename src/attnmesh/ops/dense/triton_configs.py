@@ -35,29 +35,29 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# (padded head_dim, bytes per element) -> Tiles. Fixed rather than autotuned: the order of the sums, and so the
-# result, must not depend on a timing. Those of head_dim 64 and 128 at 2 bytes are the fastest of about ten tried on an
-# H200. tests/ops/test_triton_compiles.py proves that all compile for sm_90, fit, and spill next to nothing.
-# float32 runs without tensor cores (tf32 would not be float32), which wants small tiles.
+# (padded head_dim, bytes per element) -> Tiles. Fixed rather than autotuned: the order of the sums, and so
+# the result, must not depend on a timing. tests/ops/test_triton_compiles.py keeps them from spilling on sm_90.
+# float32 runs without tensor cores (tf32 would not be float32): a thread then holds whole rows of both
+# operands of a product, which wants small tiles.
 FORWARD_TILES = {
-    (64, 2): Tiles(128, 64, 8, 3),
-    (128, 2): Tiles(128, 128, 8, 2),
+    (64, 2): Tiles(128, 128, 8, 3),
+    (128, 2): Tiles(128, 64, 8, 3),
     (256, 2): Tiles(64, 64, 8, 2),
     (64, 4): Tiles(64, 32, 8, 2),
     (128, 4): Tiles(16, 32, 8, 2),
     (256, 4): Tiles(16, 16, 8, 2),
 }
 GRAD_QUERY_TILES = {
-    (64, 2): Tiles(64, 64, 4, 3),
-    (128, 2): Tiles(128, 64, 8, 3),
+    (64, 2): Tiles(128, 128, 8, 2),
+    (128, 2): Tiles(128, 64, 8, 2),
     (256, 2): Tiles(64, 32, 8, 2),
     (64, 4): Tiles(32, 32, 8, 1),
     (128, 4): Tiles(32, 32, 8, 2),
     (256, 4): Tiles(32, 16, 8, 2),
 }
 GRAD_KEY_TILES = {
-    (64, 2): Tiles(64, 64, 4, 2),
-    (128, 2): Tiles(32, 64, 4, 3),
+    (64, 2): Tiles(64, 128, 8, 2),
+    (128, 2): Tiles(64, 64, 8, 2),
     (256, 2): Tiles(32, 32, 8, 1),
     (64, 4): Tiles(32, 32, 8, 1),
     (128, 4): Tiles(16, 32, 8, 2),
