@@ -127,7 +127,9 @@ def _summed(total: Tensor | None, parts: Sequence[tuple[Tensor, int]], dtype: to
     """The sum in `dtype`; in place where the total has it."""
     if not parts:
         return torch.zeros(like.shape, dtype=dtype, device=like.device) if total is None else total.to(dtype)
-    if like.is_cuda and accumulation_dtype(like.dtype) == torch.float32:
+    # One part in place is what torch's own addition does best, with less work for the host.
+    in_place = total is not None and dtype == total.dtype
+    if like.is_cuda and accumulation_dtype(like.dtype) == torch.float32 and not (in_place and len(parts) == 1):
         summed: Tensor = _triton().add(total, parts, dtype, like.shape)
         return summed
     if total is None:

@@ -17,9 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from attnmesh.comm import Comm, Pending
 from attnmesh.ops.accumulate import GradSum, StateSum
-from attnmesh.ops.dense.api import unit_strided
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.ops.dense.call import Backend, Call, Grads, Result
+from attnmesh.ops.dense.call import Backend, Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
 from attnmesh.ops.lanes import ONE_LANE, Lanes
 from attnmesh.plan.context import RingPlan, ring_plan
@@ -68,7 +67,7 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        result = Result(out, lse, torch.zeros_like(out) if grad_out is None else unit_strided(grad_out), grad_lse)
+        result = Result.of(out, lse, grad_out, grad_lse)
         grads = _backward(unit_strided(q), unit_strided(k), unit_strided(v), result, ctx.problem, ctx.needs_input_grad)
         return *grads, None
 

@@ -13,7 +13,7 @@ from attnmesh import spans
 from attnmesh.mask import Full, Mask
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense import reference
-from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import Choice, choose, choose_fused, fused_for_backward
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of
@@ -97,7 +97,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         call = Call(q, k, v, ctx.sight, ctx.scale)
-        result = Result(out, lse, torch.zeros_like(out) if grad_out is None else unit_strided(grad_out), grad_lse)
+        result = Result.of(out, lse, grad_out, grad_lse)
         sums = [GradSum(x) if needed else None for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)]
         fused_for_backward(call, result, ctx.backend).backward(call, result, Grads(*sums))
         return *(None if grad is None else grad.finish() for grad in sums), None, None, None
@@ -171,8 +171,3 @@ def _runs(name: str, positions: Tensor | None, x: Tensor) -> spans.Spans | None:
             raise ValueError(f"{name} must be on the CPU or on {x.device}, got {positions.device}")
         return None
     return spans.from_tensor(positions.long())
-
-
-def unit_strided(x: Tensor) -> Tensor:
-    """The tensor itself if its last dimension is contiguous in memory, as kernels need, else a copy that is."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from attnmesh.extras import require
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.plan.blocks import Visibility
+
+
+def unit_strided(x: Tensor) -> Tensor:
+    """The tensor itself if its last dimension is contiguous in memory, as kernels need, else a copy that is."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,11 @@ class Result:
     lse: Tensor
     grad_out: Tensor
     grad_lse: Tensor | None
+
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> Result:
+        """From what autograd hands to a backward: None where nothing depends on an output."""
+        return cls(out, lse, torch.zeros_like(out) if grad_out is None else unit_strided(grad_out), grad_lse)
 
     @cached_property
     def delta(self) -> Tensor:
