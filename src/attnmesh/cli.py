@@ -43,10 +43,9 @@ def verify_command(
     if launch.under_torchrun():
         if virtual or ranks is not None:
             raise typer.BadParameter("torchrun says how many ranks there are", param_hint="--ranks, --virtual")
-        launch.join(device, _verify, device.value, seed or 0)
+        launch.join(device, _verify, device.value, seed)
         return
     ranks = ranks or 4
-    seed = secrets.randbelow(2**31) if seed is None else seed
     if virtual:
         run_virtual(ranks, lambda comm: _verify(comm, device.value, seed))
         return
@@ -56,8 +55,11 @@ def verify_command(
         raise typer.Exit(ended.exit_code) from None
 
 
-def _verify(comm: Comm, device: str, seed: int) -> None:
+def _verify(comm: Comm, device: str, seed: int | None) -> None:
     """One rank's part; rank 0 speaks, and ends with exit status 1 if anything is wrong."""
+    if seed is None:  # rank 0 draws one for all
+        drawn = torch.tensor([secrets.randbelow(2**31)], device=device)
+        seed = int(comm.all_gather(drawn, [(1,)] * comm.world)[0])
     outcomes = []
     console = report.console(quiet=comm.rank > 0)
     total = len(verify.modes(comm, device))
