@@ -1,6 +1,6 @@
 """Exact attention over a mesh of devices."""
 
-from attnmesh.comm import Comm, CommError, run_virtual
+from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow, Verdict
 from attnmesh.ops.dense.api import attention, explain_attention
@@ -25,6 +25,7 @@ __all__ = [
     "Verdict",
     "Zigzag",
     "attention",
+    "comm_from",
     "explain_attention",
     "merge",
     "run_virtual",

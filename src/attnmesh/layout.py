@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnmesh.spans import as_tensor
+
 
 class Layout(ABC):
     """Which positions each rank holds. Immutable and hashable."""
@@ -36,9 +38,7 @@ class Layout(ABC):
 
     def positions(self, length: int, world: int, rank: int) -> Tensor:
         """The global positions the rank holds, in its local order (ascending)."""
-        spans = self.spans(length, world, rank)
-        runs = [torch.arange(span.start, span.stop, span.step) for span in spans]
-        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.long)
+        return as_tensor(self.spans(length, world, rank))
 
     def local_length(self, length: int, world: int, rank: int) -> int:
         """How many positions the rank holds."""

@@ -152,7 +152,7 @@ class Documents(Mask):
     def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
         bounds = torch.tensor(self.bounds, device=q.device)
         after = torch.bucketize(q.contiguous(), bounds, right=True)  # the first boundary beyond the query
-        # Positions past the last document see nothing; positions are checked where they come in (see `check`).
+        # Positions outside all documents see nothing.
         last = bounds.numel() - 1
         return bounds[(after - 1).clamp(0, last)], bounds[after.clamp(0, last)]
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
-from attnmesh.extras import installed
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.ops.dense import reference
@@ -65,7 +64,8 @@ class Outcome:
 
 def modes(comm: Comm, device: str) -> list[Mode]:
     """Every mode that exists on this device, the same list on every rank."""
-    return [*_merges(), *_backends(device), *_rings(comm)]
+    rings = [mode for backend in ("auto", "aten" if device == "cpu" else "triton") for mode in _rings(comm, backend)]
+    return [*_merges(), *_backends(device), *rings]
 
 
 def run(comm: Comm, device: str, seed: int) -> Iterator[Outcome]:
@@ -103,15 +103,15 @@ def _backends(device: str) -> Iterator[Mode]:
         return attend
 
     # By name each backend serves what it serves; `auto` picks among them and serves everything.
-    names = ["auto", "reference", *(["triton"] if device == "cuda" and installed("triton") else [])]
+    names = ["auto", "reference", "aten" if device == "cpu" else "triton"]
     for name, length, dtype in product(names, (257,), (torch.float32, torch.bfloat16)):
         for mask in _masks(length):
             yield Mode(f"attention {name} {_named(mask)}", through(name), mask, dtype, length)
 
 
-def _rings(comm: Comm) -> Iterator[Mode]:
+def _rings(comm: Comm, backend: str) -> Iterator[Mode]:
     def around(layout: Layout, length: int) -> Attend:
-        cp = ContextParallel(comm, layout=layout, schedule="ring")
+        cp = ContextParallel(comm, layout=layout, schedule="ring", backend=backend)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> State:
             return State(*cp.attention(q, k, v, mask=mask, length=length, return_lse=True))
@@ -121,7 +121,7 @@ def _rings(comm: Comm) -> Iterator[Mode]:
     layouts: tuple[Layout, ...] = (Contiguous(), Zigzag(), Striped())
     for layout, length, dtype in product(layouts, (263,), (torch.float32, torch.bfloat16)):
         for mask in _masks(length):
-            name = f"ring {type(layout).__name__.lower()} {_named(mask)}"
+            name = f"ring {backend} {type(layout).__name__.lower()} {_named(mask)}"
             yield Mode(name, around(layout, length), mask, dtype, length, layout)
 
 

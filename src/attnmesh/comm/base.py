@@ -17,6 +17,9 @@ Message = tuple[Tensor, int]
 """A contiguous buffer and the rank at its other end."""
 
 
+_MOST_REMEMBERED = 4096
+
+
 class CommError(RuntimeError):
     """A peer died, raised, or did not arrive in time. The comm cannot be used any more."""
 
@@ -49,6 +52,8 @@ class Comm(ABC):
     timeout: float
     """Seconds after which a rank gives up on another."""
     traffic: Traffic
+    shares_stream = False
+    """Whether other ranks queue work on this rank's CUDA stream."""
 
     def __init__(self, rank: int, world: int, timeout: float) -> None:
         if timeout <= 0:
@@ -128,6 +133,8 @@ class Comm(ABC):
         problem = complaint(claims)
         if problem is not None:
             raise ValueError(problem)
+        if len(self._agreed) >= _MOST_REMEMBERED:  # on all ranks at the same call: they agree on the same things
+            self._agreed.clear()
         self._agreed.add(key)
 
     def fail(self, message: str) -> None:

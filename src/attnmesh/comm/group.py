@@ -190,7 +190,7 @@ class _Batch(Pending):
     def __init__(
         self, comm: GroupComm, verb: str, parcels: list[Parcel], works: list[dist.Work], *, blocking: bool
     ) -> None:
-        self._comm, self._verb, self._lanes, self._works = comm, verb, parcels, works
+        self._comm, self._verb, self._parcels, self._works = comm, verb, parcels, works
         self._blocking = blocking
 
     def wait(self) -> None:
@@ -199,16 +199,16 @@ class _Batch(Pending):
         else:
             for work in self._works:
                 work.wait()
-        self._lanes, self._works = [], []  # waiting again is free, and buffers can go
+        self._parcels, self._works = [], []  # waiting again is free, and buffers can go
 
     def _wait_on_host(self) -> None:
         deadline = time.monotonic() + self._comm.timeout
-        for i, (parcel, work) in enumerate(zip(self._lanes, self._works, strict=True)):
+        for i, (parcel, work) in enumerate(zip(self._parcels, self._works, strict=True)):
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                raise self._comm.lost(self._verb, self._lanes[i:], error) from error
+                raise self._comm.lost(self._verb, self._parcels[i:], error) from error
             parcel.unstage()
 
 

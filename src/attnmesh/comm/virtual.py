@@ -72,6 +72,8 @@ def _blamed(errors: Mapping[int, BaseException], world: int) -> BaseException:
 class VirtualComm(Comm):
     """One virtual rank's end. It works only on the thread that runs the rank."""
 
+    shares_stream = True
+
     def __init__(self, hub: Hub, rank: int, timeout: float) -> None:
         super().__init__(rank, hub.world, timeout)
         self._hub = hub

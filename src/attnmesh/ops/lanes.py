@@ -4,9 +4,10 @@ A kernel over one block of a ring ends with a wave of tiles that does not fill t
 small kernels that only move bytes. On two streams the next block starts while the last one drains. Block s + 1 may
 overtake block s, never block s - 1: a ring has two key buffers, and block s + 1 reads the one block s - 1 has left.
 
-Memory freed on a lane is used again by that lane. What one lane made and another has read is therefore safe only if
-the maker waits for the reader before it goes on, which `summing` sees to. (Tensor.record_stream would do without
-waiting, but holds memory back for as long as the host runs ahead of the device: it would grow with the ring.)
+Memory freed on a lane is used again by that lane. What one lane made and another stream has read is therefore safe
+only if the maker waits for the reader before it goes on, which `summing` and `arrived` see to. (Tensor.record_stream
+would do without waiting, but holds memory back for as long as the host runs ahead of the device: it would grow with
+the ring.) `tests/parallel/test_lanes.py` replays all of this on streams with vector clocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Lanes:
         self._enabled = enabled
         if enabled:
             self._main = torch.cuda.current_stream()
-            self._streams = _streams(self._main.device_index)
+            self._streams = _streams(self._main.device_index, self._main.cuda_stream)
             self._current = self._main
             self._arrived = self._main.record_event()
             self._summed = self._arrived
@@ -61,15 +62,11 @@ class Lanes:
         if self._enabled:
             self._arrived = self._main.record_event()
 
-    def wait_for_block_before_last(self) -> None:
-        """Let the caller's stream wait until the buffer that the next keys go to has been read."""
-        if self._enabled and len(self._done) > 1:
-            self._main.wait_event(self._done[-2])
-
     def wait_for_last_block(self) -> None:
-        """Let the caller's stream read what the last block has made, before it next says `arrived`.
+        """Let the caller's stream wait for the last block begun.
 
-        The lane that made it comes to use that memory again with the block after next, which waits for `arrived`.
+        Before it lets keys be received into the buffer which that block reads; and before it reads what that block has
+        made. The lane comes to use that memory again with the block after next, which waits for `arrived`.
         """
         if self._enabled and self._done:
             self._main.wait_event(self._done[-1])
@@ -85,5 +82,6 @@ ONE_LANE = Lanes(enabled=False)
 
 
 @cache
-def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def _streams(device: int, caller: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The lanes beside one stream of the caller's: rings on two streams of his must not share lanes."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -18,7 +18,7 @@ from attnmesh.parallel.ring import RingProblem, check_backend, ring_attention
 from attnmesh.plan.context import ring_plan
 
 SCHEDULES = ("auto", "ring")
-BACKENDS = ("auto", "aten", "triton")
+RING_BACKENDS = ("auto", "aten", "triton")  # the reference would hold every score in memory
 
 
 class ContextParallel:
@@ -43,11 +43,11 @@ class ContextParallel:
             raise ValueError(f"layout must be Contiguous(), Zigzag() or Striped(), got {layout!r}")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        if backend not in RING_BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(RING_BACKENDS)}, got {backend!r}")
         self.comm = comm_from(where)
         self.layout, self.schedule, self.backend = layout, schedule, backend
-        self._served: set[object] = set()  # what the backend is known to serve
+        self._served: object = None  # the last kind of call that the backend is known to serve
 
     @property
     def rank(self) -> int:
@@ -140,9 +140,9 @@ class ContextParallel:
         self._check_shard(q.shape[2], length)
         mask.check(length)
         served = (q.dtype, q.device.type, q.shape[3], mask, length)
-        if served not in self._served:
+        if served != self._served:
             check_backend(q, k, v, self._ring(q, mask, scale, length))
-            self._served.add(served)
+            self._served = served
 
     def _check_shard(self, rows: int, length: int) -> None:
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:

@@ -7,7 +7,8 @@ received, never a copy. Kernels read the same memory as strided `[B, Hkv, rows, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.comm import Comm, Pending
+from attnmesh.comm import Comm, CommError, Pending
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, unit_strided
@@ -57,7 +58,8 @@ def check_backend(q: Tensor, k: Tensor, v: Tensor, problem: RingProblem) -> None
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: RingProblem) -> tuple[Tensor, Tensor]:
-        state = _forward(unit_strided(q), unit_strided(k), unit_strided(v), problem)
+        with _telling_the_others(problem.comm):
+            state = _forward(unit_strided(q), unit_strided(k), unit_strided(v), problem)
         ctx.save_for_backward(q, k, v, *state)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
@@ -68,18 +70,32 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         result = Result.of(out, lse, grad_out, grad_lse)
-        grads = _backward(unit_strided(q), unit_strided(k), unit_strided(v), result, ctx.problem, ctx.needs_input_grad)
+        q, k, v = unit_strided(q), unit_strided(k), unit_strided(v)
+        with _telling_the_others(ctx.problem.comm):
+            grads = _backward(q, k, v, result, ctx.problem, ctx.needs_input_grad)
         return *grads, None
+
+
+@contextmanager
+def _telling_the_others(comm: Comm) -> Iterator[None]:
+    """A rank that fails in the middle of a ring leaves the others waiting: their errors can at least say why."""
+    try:
+        yield
+    except CommError:
+        raise
+    except Exception as error:
+        comm.fail(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, problem: RingProblem) -> State:
     journey = _Journey(k, v, problem.plan, problem.comm)
     calls = journey.calls(q, problem.scale)
     backends = [choose_fused(call, problem.backend) if call else None for call in calls]
-    lanes, parts = _lanes(calls, backends)
+    lanes, parts = _lanes(calls, backends, problem.comm)
     total = StateSum(q, lanes, parts)
     for at, (call, backend) in enumerate(zip(calls, backends, strict=True)):
-        lanes.wait_for_block_before_last()
+        lanes.wait_for_last_block()  # it reads the buffer that the next keys go to
         travelling = journey.send_on(at)  # the next keys travel while these are computed
         if call and backend:
             with lanes.lane():
@@ -97,12 +113,12 @@ def _backward(
     journey = _Journey(k, v, plan, problem.comm)
     calls = journey.calls(q, problem.scale)
     backends = [fused_for_backward(call, result, problem.backend) if call else None for call in calls]
-    lanes, parts = _lanes(calls, backends)
+    lanes, parts = _lanes(calls, backends, problem.comm)
     dq = GradSum(q, lanes, parts) if needed[0] else None
     dk, dv = (GradSum(x) if need else None for x, need in zip((k, v), needed[1:], strict=False))
     homing = _Homing(k, plan, problem.comm) if dk is not None or dv is not None else None
     for at, (call, backend) in enumerate(zip(calls, backends, strict=True)):
-        lanes.wait_for_block_before_last()
+        lanes.wait_for_last_block()
         travelling = journey.send_on(at)
         mine: tuple[GradSum | None, ...] = (dk, dv)  # gradients of the own keys stay here
         if call and backend:
@@ -122,10 +138,14 @@ def _backward(
     return [None if grad is None else grad.finish() for grad in (dq, dk, dv)]
 
 
-def _lanes(calls: list[Call | None], backends: Sequence[Backend | None]) -> tuple[Lanes, int | None]:
+def _lanes(calls: Sequence[Call | None], backends: Sequence[Backend | None], comm: Comm) -> tuple[Lanes, int | None]:
     """Two lanes where torch's fused kernels make all the parts, and how many; Triton's kernels continue one state."""
     work = [(call, backend) for call, backend in zip(calls, backends, strict=True) if call and backend]
-    if len(work) < 2 or not all(call.q.is_cuda and isinstance(backend, Aten) for call, backend in work):
+    if (
+        len(work) < 2
+        or comm.shares_stream
+        or not all(call.q.is_cuda and isinstance(backend, Aten) for call, backend in work)
+    ):
         return ONE_LANE, None
     return Lanes(enabled=True), sum(len(call.sight.blocks) for call, _ in work)
 

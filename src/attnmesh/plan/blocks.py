@@ -125,7 +125,7 @@ class Patch:
         return self.mask.sees(last)[0] <= start and self.mask.sees(start)[1] == start + 1 and start < last
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def _patch_bounds(patch: Patch, device: torch.device) -> tuple[Tensor, Tensor]:
     # Kept: every layer of a model asks for the same few patches.
     return bounds_of(patch.mask, spans.as_tensor(patch.q, device), spans.as_tensor(patch.k, device))

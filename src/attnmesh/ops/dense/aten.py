@@ -39,6 +39,8 @@ class Aten:
             return None if q.dtype in _CPU_DTYPES else f"the CPU flash kernel does not take {q.dtype}"
         if q.device.type != "cuda":
             return f"it has no kernel with an lse on {q.device.type}"
+        if torch.cuda.get_device_capability(q.device) < (8, 0):
+            return "cuDNN's and FlashAttention-2's kernels need compute capability 8.0"
         if q.dtype not in _CUDA_DTYPES:
             return f"cuDNN and FlashAttention-2 take fp16 and bf16, not {q.dtype}"
         if q.shape[-1] % 8 or q.shape[-1] > 256:
@@ -148,9 +150,9 @@ def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | N
         k = range(int(lo[0]), int(hi[-1]))
         if not k:
             continue
-        at = torch.arange(k.start, k.stop)
+        at = torch.arange(k.start, k.stop, device=call.q.device)
         allowed = (at >= lo[:, None]) & (at < hi[:, None])
-        mask = torch.zeros(allowed.shape, dtype=call.q.dtype).masked_fill_(~allowed, -torch.inf)
+        mask = torch.zeros_like(allowed, dtype=call.q.dtype).masked_fill_(~allowed, -torch.inf)
         yield q, k, mask, lo >= hi
 
 

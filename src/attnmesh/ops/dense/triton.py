@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnmesh.extras import require
+from attnmesh.extras import installed, require
 from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.plan.blocks import Block, Kind
@@ -27,6 +27,8 @@ class Triton:
             return f"its kernels take fp16, bf16 and fp32, not {q.dtype}"
         if not 16 <= q.shape[-1] <= 256:
             return f"its kernels take head_dim 16 to 256, not {q.shape[-1]}"
+        if not installed("triton"):
+            return "triton is not installed (pip install 'attnmesh[triton]')"
         if not q.is_cuda and not _interpreted():
             return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
         return None
@@ -90,8 +92,6 @@ def _sight(call: Call, block: Block) -> dict[str, Any]:
 
 
 def _interpreted() -> bool:
-    try:
-        import triton
-    except ModuleNotFoundError:
-        return False
+    import triton
+
     return bool(triton.knobs.runtime.interpret)
