@@ -23,7 +23,7 @@ def not_under_torchrun(monkeypatch):
 @pytest.fixture
 def few_modes(monkeypatch):
     """Enough of what verify would do, in a tenth of the time."""
-    some = re.compile(r"(ring zigzag|attention auto) (causal|window)$")
+    some = re.compile(r"(ring auto zigzag|attention auto) (causal|window)$")
     modes = verify.modes
     monkeypatch.setattr(verify, "modes", lambda *args: [mode for mode in modes(*args) if some.match(mode.name)])
 
@@ -44,7 +44,7 @@ def test_verify_on_virtual_ranks_finds_everything_right():
     assert "attnmesh verify: 2 ranks, cpu, seed 1" in ran.output
     for column in ("mode", "shape", "worst", "error", "bound", "verdict"):
         assert column in ran.output
-    for mode in ("merge causal", "attention auto documents", "ring zigzag causal+documents", "ring striped window"):
+    for mode in ("merge causal", "attention auto documents", "ring auto zigzag causal+documents", "ring aten striped window"):
         assert mode in ran.output
     passed, failed = counts(ran.output)
     assert passed == len(re.findall(r"\bok\b", ran.output)) >= 36  # 3 layouts, 6 masks, 2 dtypes
@@ -86,7 +86,7 @@ def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
     monkeypatch.setattr(ContextParallel, "attention", fault(ContextParallel.attention))
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    assert len(re.findall(r"ring zigzag \w+ .* fp32 .*WRONG", ran.output)) == 2
+    assert len(re.findall(r"ring auto zigzag \w+ .* fp32 .*WRONG", ran.output)) == 2
     assert not re.search(r"attention .*WRONG", ran.output)
     assert counts(ran.output) == (ran.output.count(" ok "), ran.output.count("WRONG"))
 
@@ -95,7 +95,7 @@ def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch
     monkeypatch.setattr(GradSum, "pour", lambda self, target: None)
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    assert len(re.findall(r"ring zigzag \w+ .*(dk|dv).*WRONG", ran.output)) == 4
+    assert len(re.findall(r"ring auto zigzag \w+ .*(dk|dv).*WRONG", ran.output)) == 4
     assert counts(ran.output) == (4, 4)
 
 
