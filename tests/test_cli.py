@@ -44,7 +44,12 @@ def test_verify_on_virtual_ranks_finds_everything_right():
     assert "attnmesh verify: 2 ranks, cpu, seed 1" in ran.output
     for column in ("mode", "shape", "worst", "error", "bound", "verdict"):
         assert column in ran.output
-    for mode in ("merge causal", "attention auto documents", "ring auto zigzag causal+documents", "ring aten striped window"):
+    for mode in (
+        "merge causal",
+        "attention auto documents",
+        "ring auto zigzag causal+documents",
+        "ring aten striped window",
+    ):
         assert mode in ran.output
     passed, failed = counts(ran.output)
     assert passed == len(re.findall(r"\bok\b", ran.output)) >= 36  # 3 layouts, 6 masks, 2 dtypes

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from attnmesh import launch, report, verify
+from attnmesh.bench import main
 from attnmesh.comm import Comm, run_virtual
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
@@ -28,6 +29,7 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
+DeviceOption = Annotated[Device | None, typer.Option(help="Where to measure; a GPU if there is one.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
@@ -81,28 +83,26 @@ def _verify(comm: Comm, device: str, seed: int | None) -> None:
 
 @bench_app.command("ring")
 def bench_ring(
-    device: Annotated[Device | None, typer.Option(help="Where to measure; a GPU if there is one.")] = None,
+    device: DeviceOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Efficiency and memory of ring context parallelism against one device."""
-    from attnmesh.bench import main
-
-    device = device or (Device.CUDA if torch.cuda.is_available() else Device.CPU)
-    _check_device(device)
-    main.ring(device.value, json)
+    """Efficiency of ring context parallelism against one device; on CUDA, memory too."""
+    main.ring(_chosen(device), json)
 
 
 @bench_app.command("accuracy")
 def bench_accuracy(
-    device: Annotated[Device | None, typer.Option(help="Where to measure; a GPU if there is one.")] = None,
+    device: DeviceOption = None,
     json: JsonOption = None,
 ) -> None:
     """Error of ring context parallelism in bf16 against the number of ranks."""
-    from attnmesh.bench import main
+    main.accuracy(_chosen(device), json)
 
+
+def _chosen(device: Device | None) -> str:
     device = device or (Device.CUDA if torch.cuda.is_available() else Device.CPU)
     _check_device(device)
-    main.accuracy(device.value, json)
+    return device.value
 
 
 def _check_device(device: Device) -> None:

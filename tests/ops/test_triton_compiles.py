@@ -105,7 +105,7 @@ for case in json.loads(sys.argv[1]):
 '''
 
 
-def compile_for_hopper(cases: list[tuple]) -> None:
+def assert_compiles_for_hopper(cases: list[tuple]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     workers = min(2, len(cases))  # compiling is all that takes time, and a test machine has two cores
     runs = [
@@ -135,7 +135,7 @@ def fits(kernel: dict) -> bool:
 
 @pytest.mark.timeout(1200)
 def test_every_dense_kernel_compiles():
-    compile_for_hopper([
+    assert_compiles_for_hopper([
         (head_dim, dtype, visibility, ["forward", "continue", "backward"])
         for head_dim, dtype, visibility in product(HEAD_DIMS, DTYPES, VISIBILITIES)
     ])  # fmt: skip
@@ -143,13 +143,13 @@ def test_every_dense_kernel_compiles():
 
 @pytest.mark.timeout(600)
 def test_the_memory_bound_kernels_compile():
-    compile_for_hopper([(128, dtype, parts) for dtype in DTYPES for parts in (1, 4)])
+    assert_compiles_for_hopper([(128, dtype, parts) for dtype in DTYPES for parts in (1, 4)])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_backwards_for_k_or_v_alone_compile():
-    compile_for_hopper([
+    assert_compiles_for_hopper([
         (head_dim, dtype, visibility, ["backward partly"])
         for head_dim, dtype, visibility in product(HEAD_DIMS, DTYPES, VISIBILITIES)
     ])  # fmt: skip
@@ -158,4 +158,4 @@ def test_backwards_for_k_or_v_alone_compile():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_memory_bound_kernels_compile():
-    compile_for_hopper(list(product(HEAD_DIMS, [*DTYPES, "float16"], [1, 2, 3, 4])))
+    assert_compiles_for_hopper(list(product(HEAD_DIMS, [*DTYPES, "float16"], [1, 2, 3, 4])))

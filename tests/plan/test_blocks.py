@@ -1,6 +1,6 @@
 """Patches cut into blocks: every visible pair exactly once, nothing else, in the shapes fused kernels serve."""
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,32 +10,14 @@ from torch import Tensor
 
 from attnmesh import spans
 from attnmesh.layout import Contiguous, Striped, Zigzag
-from attnmesh.mask import And, Causal, Documents, Full, Mask, SlidingWindow
+from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of
+from truth import truth
 
 CPU = torch.device("cpu")
 LAYOUTS = [Contiguous(), Zigzag(), Striped()]
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-
-
-def truth(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
-    """Who sees whom, [q, k], written without the masks' own code."""
-    q, k = q[:, None], k[None]
-    match mask:
-        case Full():
-            return torch.ones(len(q), k.shape[1], dtype=torch.bool)
-        case Causal():
-            return k <= q
-        case SlidingWindow(left=left, right=right):
-            return (k - q <= right) & (q - k <= left)
-        case Documents(lengths=lengths):
-            # How many documents end at or before a position: the same number in the same document.
-            ends = torch.tensor(list(accumulate(lengths)), dtype=torch.long)
-            return (ends <= q[..., None]).sum(-1) == (ends <= k[..., None]).sum(-1)
-        case And(parts=parts):
-            return torch.stack([truth(part, q[:, 0], k[0]) for part in parts]).all(0)
-    raise AssertionError(mask)
 
 
 def covered(patch: Patch) -> Tensor:
