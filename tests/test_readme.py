@@ -14,5 +14,5 @@ def test_the_readme_has_examples():
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_an_example_runs(block):
+def test_an_example_runs_and_its_own_assertions_hold(block):
     exec(compile(block, str(README), "exec"), {"__name__": "__main__"})

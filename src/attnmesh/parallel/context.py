@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -69,19 +70,19 @@ class ContextParallel:
 
     def unshard(self, x: Tensor, dim: int, length: int) -> Tensor:
         """The whole tensor, on every rank, from the shards of all. Differentiable: gradients are summed over ranks."""
-        facts: dict[str, object] = {}
-        try:
-            dim = dimension(x, dim)
-            self._check_shard(x.shape[dim], length)
-            facts = {
-                "dim": dim, "length": length, "other dimensions": [n for i, n in enumerate(x.shape) if i != dim],
+
+        def facts() -> dict[str, object]:
+            at = dimension(x, dim)
+            self._check_shard(x.shape[at], length)
+            return {
+                "dim": at, "length": length, "other dimensions": [n for i, n in enumerate(x.shape) if i != at],
                 "dtype": x.dtype, "device": x.device.type, "layout": self.layout,
                 "gradients": torch.is_grad_enabled() and x.requires_grad,
             }  # fmt: skip
-        except ValueError as wrong:
-            self.comm.agree("ContextParallel.unshard", facts, str(wrong))
-        self.comm.agree("ContextParallel.unshard", facts)
-        whole: Tensor = _Unshard.apply(x, dim, length, self.layout, self.comm)  # type: ignore[no-untyped-call]
+
+        self._agree("ContextParallel.unshard", facts)
+        at = dimension(x, dim)
+        whole: Tensor = _Unshard.apply(x, at, length, self.layout, self.comm)  # type: ignore[no-untyped-call]
         return whole
 
     @overload
@@ -111,21 +112,30 @@ class ContextParallel:
         sequence; without it every rank must hold equally many positions. Returns out [B,Hq,n,D], and with `return_lse`
         the float32 lse [B,Hq,n]; both are differentiable.
         """
-        facts: dict[str, object] = {}
-        try:
+
+        def facts() -> dict[str, object]:
             self._check(q, k, v, mask, scale, length)
-            facts = self._facts(q, k, v, mask, scale, length)
-        except ValueError as wrong:  # raised on every rank
-            self.comm.agree("ContextParallel.attention", facts, str(wrong))
-        self.comm.agree("ContextParallel.attention", facts)
+            return self._facts(q, k, v, mask, scale, length)
+
+        self._agree("ContextParallel.attention", facts)
         out, lse = ring_attention(q, k, v, self._ring(q, mask, scale, length))
         return (out, lse) if return_lse else out
 
+    def _agree(self, operation: str, facts: Callable[[], dict[str, object]]) -> None:
+        """Check this rank's arguments and compare notes: what is wrong on one rank is raised on every rank."""
+        try:
+            known, error = facts(), None
+        except ValueError as wrong:
+            known, error = {}, str(wrong)
+        self.comm.agree(operation, known, error)
+
+    def _whole(self, q: Tensor, length: int | None) -> int:
+        """The length of the whole sequence, as given or from shards of equal length."""
+        return q.shape[2] * self.world if length is None else length
+
     def _ring(self, q: Tensor, mask: Mask, scale: float | None, length: int | None) -> RingProblem:
-        length = q.shape[2] * self.world if length is None else length
-        return RingProblem(
-            ring_plan(mask, self.layout, length, self.world), scale_for(q, scale), self.backend, self.comm
-        )
+        plan = ring_plan(mask, self.layout, self._whole(q, length), self.world)
+        return RingProblem(plan, scale_for(q, scale), self.backend, self.comm)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, length: int | None) -> None:
         """Raise ValueError for what this rank can see to be wrong."""
@@ -136,7 +146,7 @@ class ContextParallel:
             raise ValueError(f"mask must be an attnmesh mask (Full(), Causal(), ...), got {mask!r}")
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"q and k must hold the same positions, got {q.shape[2]} and {k.shape[2]}")
-        length = q.shape[2] * self.world if length is None else length
+        length = self._whole(q, length)
         self._check_shard(q.shape[2], length)
         mask.check(length)
         served = (q.dtype, q.device.type, q.shape[3], mask, length)
@@ -162,7 +172,7 @@ class ContextParallel:
         given = "length" if length is not None else "length (positions a rank x world; pass length= if they differ)"
         return {
             "batch": q.shape[0], "query heads": q.shape[1], "kv heads": k.shape[1], "head_dim": q.shape[3],
-            given: q.shape[2] * self.world if length is None else length,
+            given: self._whole(q, length),
             "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scale_for(q, scale),
             "layout": self.layout, "schedule": self.schedule, "backend": self.backend,
             "gradient of q": grad and q.requires_grad, "gradient of k": grad and k.requires_grad,
