@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +15,7 @@ from attnmesh.layout import Layout, Zigzag, dimension
 from attnmesh.mask import Causal, Mask
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.parallel.ring import RingProblem, check_backend, ring_attention
+from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.context import ring_plan
 
 SCHEDULES = ("auto", "ring")
@@ -81,9 +81,7 @@ class ContextParallel:
             }  # fmt: skip
 
         self._agree("ContextParallel.unshard", facts)
-        at = dimension(x, dim)
-        whole: Tensor = _Unshard.apply(x, at, length, self.layout, self.comm)  # type: ignore[no-untyped-call]
-        return whole
+        return unshard(x, dimension(x, dim), length, self.layout, self.comm)
 
     @overload
     def attention(
@@ -178,21 +176,3 @@ class ContextParallel:
             "gradient of q": grad and q.requires_grad, "gradient of k": grad and k.requires_grad,
             "gradient of v": grad and v.requires_grad,
         }  # fmt: skip
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, length: int, layout: Layout, comm: Comm) -> Tensor:
-        ctx.dim, ctx.layout, ctx.comm = dim, layout, comm
-        shapes = []
-        for rank in range(comm.world):
-            shape = list(x.shape)
-            shape[dim] = layout.local_length(length, comm.world, rank)
-            shapes.append(shape)
-        return layout.unshard(comm.all_gather(x.contiguous(), shapes), dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        total = ctx.comm.all_reduce(grad.contiguous())
-        return ctx.layout.shard(total, ctx.dim, ctx.comm.world, ctx.comm.rank), None, None, None, None
