@@ -12,8 +12,10 @@ import torch
 from attending import relative_error
 from attnmesh import Causal, ContextParallel, Contiguous, Documents, Striped, Zigzag, attention
 from attnmesh.comm.base import Comm, Pending
-from attnmesh.parallel.ring import RingProblem
-from attnmesh.plan.context import RingPlan, ring_plan
+from attnmesh.parallel.ring import Ring
+from attnmesh.plan.ring import RingPlan, ring_plan
+from attnmesh.plan.spread import spread
+from attnmesh.spans import as_tensor
 
 BUSY = 20_000_000  # device cycles, about 10 ms
 
@@ -29,7 +31,7 @@ class Scripted(Comm):
         whole = torch.stack([k, v]).permute(3, 0, 1, 2, 4)  # rows first, K and V together
         for stage in plan.stages(self.rank)[1:]:
             if stage.keys:
-                shard = plan.layout.shard(whole, 0, self.world, stage.block)
+                shard = whole[as_tensor(plan.spread.keys[stage.block])]
                 self.script.append(shard[stage.keys.start : stage.keys.stop].contiguous())
 
     def _exchange(self, verb, sends, recvs):
@@ -70,9 +72,9 @@ def test_a_rank_is_exact_on_its_own_device(device, layout, world, mask):
         cp = ContextParallel(comm, layout=layout)
         local_q, local_k, local_v, local_grad = (cp.shard(x, 2).clone() for x in (q, k, v, grad))
         local_q.requires_grad_()
-        plan = ring_plan(mask, layout, length, world)
+        plan = ring_plan(spread(mask, layout, length, world))
         comm.follow(plan, k, v)
-        comm.follow(RingProblem(plan, 1.0, "auto", comm).backward_plan(dtype), k, v)
+        comm.follow(Ring(plan, 1.0, "auto", comm).backward_plan(dtype), k, v)
         if device.type == "cuda":
             torch.cuda._sleep(BUSY)
         out = cp.attention(local_q, local_k, local_v, mask=mask, length=length)

@@ -39,8 +39,9 @@ from attnmesh.comm.base import Finished, Pending
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
 from attnmesh.parallel import ring
-from attnmesh.parallel.ring import RingProblem
-from attnmesh.plan.context import ring_plan
+from attnmesh.parallel.ring import Ring
+from attnmesh.plan.ring import ring_plan
+from attnmesh.plan.spread import spread
 
 WORLDS = (1, 2, 3, 4, 8)
 LENGTHS = (0, 1, 2, 7, 64, 67, 130)
@@ -216,8 +217,8 @@ def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):
 
     sent = run_virtual(world, rank)
     row = 2 * batch * heads[1] * head_dim  # K and V, kv heads as they are
-    forward = ring_plan(sight, layout, length, world)
-    backward = RingProblem(forward, 1.0, "auto", None).backward_plan(dtype)
+    forward = ring_plan(spread(sight, layout, length, world))
+    backward = Ring(forward, 1.0, "auto", None).backward_plan(dtype)
     for r in range(world):
         hops = sum(bool(stage.next_keys) for stage in forward.stages(r))
         assert sent[r][0] == (hops, forward.rows_sent(r) * row * dtype.itemsize)

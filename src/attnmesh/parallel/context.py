@@ -14,9 +14,12 @@ from attnmesh.comm import Comm, comm_from
 from attnmesh.layout import Layout, Zigzag, dimension
 from attnmesh.mask import Causal, Mask
 from attnmesh.ops.dense.check import problem_with, scale_for
-from attnmesh.parallel.ring import RingProblem, check_backend, ring_attention
+from attnmesh.ops.dense.choose import choose_fused
+from attnmesh.parallel.ring import Ring
+from attnmesh.parallel.schedule import attend
 from attnmesh.parallel.unshard import unshard
-from attnmesh.plan.context import ring_plan
+from attnmesh.plan.ring import ring_plan
+from attnmesh.plan.spread import spread
 
 SCHEDULES = ("auto", "ring")
 RING_BACKENDS = ("auto", "aten", "triton")  # the reference would hold every score in memory
@@ -116,7 +119,7 @@ class ContextParallel:
             return self._facts(q, k, v, mask, scale, length)
 
         self._agree("ContextParallel.attention", facts)
-        out, lse = ring_attention(q, k, v, self._ring(q, mask, scale, length))
+        out, lse = attend(q, k, v, self._ring(q, mask, scale, length))
         return (out, lse) if return_lse else out
 
     def _agree(self, operation: str, facts: Callable[[], dict[str, object]]) -> None:
@@ -131,9 +134,9 @@ class ContextParallel:
         """The length of the whole sequence, as given or from shards of equal length."""
         return q.shape[2] * self.world if length is None else length
 
-    def _ring(self, q: Tensor, mask: Mask, scale: float | None, length: int | None) -> RingProblem:
-        plan = ring_plan(mask, self.layout, self._whole(q, length), self.world)
-        return RingProblem(plan, scale_for(q, scale), self.backend, self.comm)
+    def _ring(self, q: Tensor, mask: Mask, scale: float | None, length: int | None) -> Ring:
+        plan = ring_plan(spread(mask, self.layout, self._whole(q, length), self.world))
+        return Ring(plan, scale_for(q, scale), self.backend, self.comm)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, length: int | None) -> None:
         """Raise ValueError for what this rank can see to be wrong."""
@@ -149,7 +152,8 @@ class ContextParallel:
         mask.check(length)
         served = (q.dtype, q.device.type, q.shape[3], mask, length)
         if served != self._served:
-            check_backend(q, k, v, self._ring(q, mask, scale, length))
+            for call in self._ring(q, mask, scale, length).calls(q, k, v):
+                choose_fused(call, self.backend)
             self._served = served
 
     def _check_shard(self, rows: int, length: int) -> None:

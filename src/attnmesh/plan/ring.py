@@ -17,14 +17,12 @@ The ring turns whichever way moves fewer bytes; that can differ between forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from attnmesh import spans
-from attnmesh.layout import Layout
-from attnmesh.mask import Mask
 from attnmesh.plan.blocks import Patch
+from attnmesh.plan.spread import Spread
 
 NOTHING = range(0)
 
@@ -48,11 +46,13 @@ class Stage:
 class RingPlan:
     """The journey of every rank's keys around the ring."""
 
-    mask: Mask
-    layout: Layout
-    length: int
-    world: int
+    spread: Spread
     offsets: tuple[int, ...]  # 0 first; at stage s rank r holds keys of rank (r - offsets[s]) % world
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.spread.world
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
         """What `rank` does, in order."""
@@ -75,6 +75,12 @@ class RingPlan:
         """The rows of key gradients the rank sends in a backward, in float32."""
         return sum(len(stage.grads_out) for stage in self.stages(rank))
 
+    def moved(self, grad_weight: float) -> float:
+        """What all ranks send, in rows of keys; a row of gradients weighs `grad_weight` of them."""
+        ranks = range(self.world)
+        grads = grad_weight * sum(map(self.grad_rows_sent, ranks)) if grad_weight else 0.0
+        return sum(map(self.rows_sent, ranks)) + grads
+
     def _holder(self, block: int, stage: int) -> int:
         return (block + self.offsets[stage]) % self.world
 
@@ -86,9 +92,9 @@ class RingPlan:
             rows = [NOTHING] * len(self.offsets)
             needed = NOTHING
             for stage in reversed(range(1, len(self.offsets))):
-                needed = _hull(needed, self._patch(self._holder(block, stage), block).seen)
+                needed = _hull(needed, self.spread.patch(self._holder(block, stage), block).seen)
                 rows[stage] = needed
-            rows[0] = range(self.layout.local_length(self.length, self.world, block))
+            rows[0] = range(spans.size(self.spread.keys[block]))
             carried.append(rows)
         return carried
 
@@ -99,7 +105,7 @@ class RingPlan:
         for block in range(self.world):
             rows, seen = [NOTHING], NOTHING
             for stage in range(1, len(self.offsets)):
-                seen = _hull(seen, self._patch(self._holder(block, stage), block).seen)
+                seen = _hull(seen, self.spread.patch(self._holder(block, stage), block).seen)
                 rows.append(seen if self._carried[block][stage] else NOTHING)
             known.append(rows)
         return known
@@ -118,48 +124,35 @@ class RingPlan:
         keys = self._carried[block][stage]
         goes_on = stage < self._last[block]
         # A rank's own keys are all there, seen or not; a visitor's rows are narrowed to what is seen of them.
-        seen = keys if stage == 0 else self._patch(rank, block).seen if keys else NOTHING
+        seen = keys if stage == 0 else self.spread.patch(rank, block).seen if keys else NOTHING
         return Stage(
             block=block,
             keys=keys,
             came_from=self._holder(block, max(0, stage - 1)),
             seen=seen,
-            patch=self._patch(rank, block, seen),
+            patch=self.spread.patch(rank, block, seen),
             next_keys=self._carried[block][stage + 1] if goes_on else NOTHING,
             next_rank=self._holder(block, stage + 1) if goes_on else block,
             grads_in=self._grads[block][stage - 1] if stage > 1 and keys else NOTHING,
             grads_out=self._grads[block][stage],
         )
 
-    def _patch(self, rank: int, block: int, keys: range | None = None) -> Patch:
-        return _patch(self.mask, self.layout, self.length, self.world, rank, block, keys)
-
 
 @lru_cache(maxsize=256)
-def ring_plan(mask: Mask, layout: Layout, length: int, world: int, *, grad_weight: float = 0.0) -> RingPlan:
+def ring_plan(spread: Spread, *, grad_weight: float = 0.0) -> RingPlan:
     """The ring that moves the fewest bytes; a row of gradients, if they travel, weighs `grad_weight` rows of keys."""
-    needed = [
-        offset
-        for offset in range(1, world)
-        if any(_patch(mask, layout, length, world, r, (r - offset) % world, None).seen for r in range(world))
-    ]
-    upwards, downwards = (RingPlan(mask, layout, length, world, (0, *way)) for way in (needed, list(reversed(needed))))
-
-    def moved(plan: RingPlan) -> float:
-        grads = grad_weight * _over_ranks(plan, plan.grad_rows_sent) if grad_weight else 0.0
-        return _over_ranks(plan, plan.rows_sent) + grads
-
-    return min(upwards, downwards, key=moved)  # the first, upwards, if they tie
+    return min(both_ways(spread, needed_offsets(spread)), key=lambda plan: plan.moved(grad_weight))
 
 
-def _over_ranks(plan: RingPlan, count: Callable[[int], int]) -> int:
-    return sum(count(rank) for rank in range(plan.world))
+def needed_offsets(spread: Spread) -> list[int]:
+    """The offsets at which some rank sees something of the keys it would hold there."""
+    world = spread.world
+    return [o for o in range(1, world) if any(spread.patch(r, (r - o) % world).seen for r in range(world))]
 
 
-@lru_cache(maxsize=4096)
-def _patch(mask: Mask, layout: Layout, length: int, world: int, rank: int, block: int, keys: range | None) -> Patch:
-    held = layout.spans(length, world, block)
-    return Patch(mask, layout.spans(length, world, rank), held if keys is None else spans.narrowed(held, keys))
+def both_ways(spread: Spread, offsets: list[int]) -> tuple[RingPlan, RingPlan]:
+    """The ring that turns upwards and the one that turns downwards."""
+    return RingPlan(spread, (0, *offsets)), RingPlan(spread, (0, *reversed(offsets)))
 
 
 def _hull(a: range, b: range) -> range:

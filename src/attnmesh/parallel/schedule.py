@@ -1,0 +1,70 @@
+"""What every way of spreading attention over ranks is to autograd: a forward, a backward, and what is kept between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attnmesh.comm import Comm, CommError
+from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.state import State
+
+
+class Schedule(Protocol):
+    """One way to attend from this rank's queries to the keys of all ranks. q, k and v are this rank's shards."""
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that take part."""
+
+    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Call]:
+        """What this rank would compute, on tensors that stand for the real ones: is there a kernel for all of it?"""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+        """The state of this rank's queries, and what the backward wants to find again."""
+
+    def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
+        """The sums of the gradients of q, k and v; None where they are not `needed`."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> State:
+    """The state of this rank's queries over the keys of all ranks, differentiable."""
+    out, lse = _Attend.apply(q, k, v, schedule)  # type: ignore[no-untyped-call]
+    return State(out, lse)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
+        with telling_the_others(schedule.comm):
+            state, kept = schedule.forward(q, k, v)
+        ctx.save_for_backward(*state, *kept)
+        ctx.schedule = schedule
+        ctx.set_materialize_grads(False)
+        return state.out, state.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        out, lse, *kept = ctx.saved_tensors
+        with telling_the_others(ctx.schedule.comm):
+            result = Result.of(out, lse, grad_out, grad_lse)
+            grads = ctx.schedule.backward(tuple(kept), result, ctx.needs_input_grad[:3])
+        return *(None if grad is None else grad.finish() for grad in (grads.q, grads.k, grads.v)), None
+
+
+@contextmanager
+def telling_the_others(comm: Comm) -> Iterator[None]:
+    """A rank that fails on the way leaves the others waiting: their errors can at least say why."""
+    try:
+        yield
+    except CommError:
+        raise
+    except Exception as error:
+        comm.fail(f"{type(error).__name__}: {error}")
+        raise
