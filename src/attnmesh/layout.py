@@ -30,10 +30,7 @@ class Layout(ABC):
 
     def spans(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         """The rank's positions as ascending, non-empty arithmetic runs."""
-        if length < 0:
-            raise ValueError(f"length must be >= 0, got {length}")
-        if world < 1 or not 0 <= rank < world:
-            raise ValueError(f"rank must be in 0..{world - 1} (world >= 1), got rank {rank} of world {world}")
+        _check_place(length, world, rank)
         return tuple(span for span in self._spans(length, world, rank) if span)
 
     def positions(self, length: int, world: int, rank: int) -> Tensor:
@@ -90,22 +87,60 @@ class Contiguous(Layout):
 
 @dataclass(frozen=True)
 class Zigzag(Layout):
-    """The sequence in 2 x world pieces; rank r holds pieces r and 2 x world - 1 - r. Even causal work at any length.
+    """The sequence in 2P pieces, folded: pair p is pieces p and 2P - 1 - p. Even causal work at any length.
+
+    `pairs` is how many pairs a rank holds: one number for all ranks (of one pair each, rank r holds pair r), or a
+    number for each rank. A rank with two pairs gets twice the causal work of a rank with one; a rank with none sits
+    out. P is the sum over all ranks. They take pairs in turn, rank 0 first, until each has its number.
 
     Pieces differ by at most one position. Where the length does not divide, which pieces get the odd position
-    decides the balance: giving them to the first pieces while there are at most `world`, and denying them to the first
+    decides the balance: giving them to the first pieces while there are at most P, and denying them to the first
     pieces otherwise, is the best choice there is (a test tries all others).
     """
 
-    def _spans(self, length: int, world: int, rank: int) -> tuple[range, ...]:
-        base, extra = divmod(length, 2 * world)
+    pairs: int | tuple[int, ...] = 1
+
+    def __post_init__(self) -> None:
+        counts, least = (self.pairs, 0) if isinstance(self.pairs, tuple) else ((self.pairs,), 1)
+        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= least for n in counts)
+        if not whole or not any(counts):
+            raise ValueError(
+                "Zigzag.pairs must be an integer >= 1, or a tuple of integers >= 0 of which at least one is > 0, got "
+                f"{self.pairs!r}"
+            )
+
+    def __repr__(self) -> str:
+        return "Zigzag()" if self.pairs == 1 else f"Zigzag({self.pairs!r})"
+
+    def pieces(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+        """The rank's pieces, ascending, two for each of its pairs; some are empty where the sequence is short."""
+        _check_place(length, world, rank)
+        mine, total = self._dealt(world, rank)
+        base, extra = divmod(length, 2 * total)
 
         def begin(piece: int) -> int:
-            longer_before = min(piece, extra) if extra <= world else max(0, piece - (2 * world - extra))
+            longer_before = min(piece, extra) if extra <= total else max(0, piece - (2 * total - extra))
             return piece * base + longer_before
 
-        low, high = (range(begin(piece), begin(piece + 1)) for piece in (rank, 2 * world - 1 - rank))
-        return (range(low.start, high.stop),) if low.stop == high.start else (low, high)
+        numbers = [*mine, *(2 * total - 1 - pair for pair in reversed(mine))]
+        return tuple(range(begin(piece), begin(piece + 1)) for piece in numbers)
+
+    def _dealt(self, world: int, rank: int) -> tuple[Sequence[int], int]:
+        """The pairs that fall to the rank, ascending, and how many there are in all."""
+        if isinstance(self.pairs, int):
+            return range(rank, self.pairs * world, world), self.pairs * world
+        if len(self.pairs) != world:
+            raise ValueError(f"Zigzag.pairs must have one entry for each of {world} ranks, got {self.pairs!r}")
+        owners = [owner for turn in range(max(self.pairs)) for owner, n in enumerate(self.pairs) if turn < n]
+        return [pair for pair, owner in enumerate(owners) if owner == rank], len(owners)
+
+    def _spans(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+        runs: list[range] = []
+        for piece in self.pieces(length, world, rank):
+            if runs and runs[-1].stop == piece.start:
+                piece = range(runs.pop().start, piece.stop)
+            runs.append(piece)
+        return tuple(runs)
 
 
 @dataclass(frozen=True)
@@ -121,6 +156,13 @@ def dimension(x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be in {-x.ndim}..{x.ndim - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
     return dim % x.ndim
+
+
+def _check_place(length: int, world: int, rank: int) -> None:
+    if length < 0:
+        raise ValueError(f"length must be >= 0, got {length}")
+    if world < 1 or not 0 <= rank < world:
+        raise ValueError(f"rank must be in 0..{world - 1} (world >= 1), got rank {rank} of world {world}")
 
 
 def _run(x: Tensor, dim: int, span: range) -> Tensor:

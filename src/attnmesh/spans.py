@@ -7,6 +7,7 @@ cost no more than one.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -68,3 +69,21 @@ def narrowed(spans: Spans, rows: range) -> Spans:
             kept.append(part)
         at += len(run)
     return tuple(kept)
+
+
+def union(shards: Iterable[Spans]) -> Spans | None:
+    """The positions of several shards together, ascending; None where they interleave and no few runs hold them."""
+    runs = sorted((run for shard in shards for run in shard), key=lambda run: run.start)
+    if not runs:
+        return ()
+    first, end = runs[0].start, max(run[-1] for run in runs) + 1
+    if sum(map(len, runs)) == end - first:  # no gap: shards do not overlap
+        return (range(first, end),)
+    joined: list[range] = []
+    for run in runs:
+        if run.step > 1 and len(run) > 1:
+            return None
+        if joined and joined[-1].stop == run.start:
+            run = range(joined.pop().start, run.stop)
+        joined.append(run)
+    return tuple(joined)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
@@ -10,29 +11,60 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, comm_from
+from attnmesh.comm import Comm
 from attnmesh.layout import Layout, Zigzag, dimension
 from attnmesh.mask import Causal, Mask
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import choose_fused
-from attnmesh.parallel.ring import Ring
-from attnmesh.parallel.schedule import attend
+from attnmesh.parallel.build import Builder
+from attnmesh.parallel.ranks import ranks_from
+from attnmesh.parallel.schedule import Schedule, attend
 from attnmesh.parallel.unshard import unshard
-from attnmesh.plan.ring import ring_plan
-from attnmesh.plan.spread import spread
+from attnmesh.plan import hardware
+from attnmesh.plan.choose import Choice, choose_schedule
+from attnmesh.plan.explain import Explanation, explained
+from attnmesh.plan.load import SCHEDULES, Case, Shape, refusal
+from attnmesh.plan.spread import Spread, spread
+from attnmesh.state import accumulation_dtype
 
-SCHEDULES = ("auto", "ring")
-RING_BACKENDS = ("auto", "aten", "triton")  # the reference would hold every score in memory
+BACKENDS = ("auto", "aten", "triton")  # the reference would hold every score in memory
+_MOST_REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Everything about a call but the numbers in its tensors: what a schedule is made for."""
+
+    mask: Mask
+    scale: float
+    length: int
+    key_length: int
+    key_layout: Layout
+    shape: Shape
+    dtype: torch.dtype
+    device: str
+    backward: bool
 
 
 class ContextParallel:
     """Attention over a sequence whose positions are spread over ranks by a layout.
 
-    `where` is a ProcessGroup, a one-dimensional DeviceMesh, a comm, or None for the default group (a world of one
-    without torch.distributed). All ranks make the same calls in the same order with the same arguments. Ranks compare
-    notes before the first call of a kind; what does not fit raises ValueError on every rank.
+    `where` is a ProcessGroup, a DeviceMesh, a comm, or None for the default group (a world of one without
+    torch.distributed). A mesh of two dimensions is (nodes, ranks a node); `inner` says the same of other ranks: rank
+    `node x inner + i` is the i-th of its node. All ranks make the same calls in the same order with the same arguments.
+    Ranks compare notes before the first call of a kind; what does not fit raises ValueError on every rank.
 
-    `schedule` "auto" is "ring": the keys of a rank travel once around. `backend` is as in `attention`.
+    `schedule` is how ranks work together:
+
+        ring               the keys of a rank travel once around
+        allgather          the keys a rank sees come to it, a few kv heads at a time
+        ulysses            ranks trade their rows of all heads for all rows of some heads
+        ulysses+ring       ulysses within a node, a ring between nodes
+        ulysses+allgather  ulysses within a node, all-gather between nodes
+        ring+ring          a ring within every node, a ring between nodes
+        auto               whichever is fastest by an estimate from bytes and operations; `explain` says why
+
+    `backend` is as in `attention`.
     """
 
     def __init__(
@@ -42,16 +74,18 @@ class ContextParallel:
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
         backend: str = "auto",
+        inner: int | None = None,
     ) -> None:
         if not isinstance(layout, Layout):
-            raise ValueError(f"layout must be Contiguous(), Zigzag() or Striped(), got {layout!r}")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        if backend not in RING_BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(RING_BACKENDS)}, got {backend!r}")
-        self.comm = comm_from(where)
+            raise ValueError(f"layout must be a layout (Contiguous(), Zigzag(), ...), got {layout!r}")
+        if schedule not in ("auto", *SCHEDULES):
+            raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        self._ranks = ranks_from(where, inner)
+        self.comm = self._ranks.everyone
         self.layout, self.schedule, self.backend = layout, schedule, backend
-        self._served: object = None  # the last kind of call that the backend is known to serve
+        self._schedules: dict[_Kind, Schedule] = {}
 
     @property
     def rank(self) -> int:
@@ -89,12 +123,14 @@ class ContextParallel:
     @overload
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ...,
-        length: int | None = ..., return_lse: Literal[False] = ...,
+        length: int | None = ..., key_length: int | None = ..., key_layout: Layout | None = ...,
+        return_lse: Literal[False] = ...,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ...,
-        length: int | None = ..., return_lse: Literal[True],
+        length: int | None = ..., key_length: int | None = ..., key_layout: Layout | None = ...,
+        return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def attention(
         self,
@@ -105,22 +141,58 @@ class ContextParallel:
         mask: Mask = Causal(),  # noqa: B008  (immutable)
         scale: float | None = None,
         length: int | None = None,
+        key_length: int | None = None,
+        key_layout: Layout | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over the keys of all ranks.
 
-        q [B,Hq,n,D], k and v [B,Hkv,n,D] are this rank's shards, kv heads unexpanded. `length` is that of the whole
-        sequence; without it every rank must hold equally many positions. Returns out [B,Hq,n,D], and with `return_lse`
-        the float32 lse [B,Hq,n]; both are differentiable.
+        q [B,Hq,n,D], k and v [B,Hkv,m,D] are this rank's shards, kv heads unexpanded. `length` is that of the whole
+        sequence; without it every rank must hold equally many positions. Keys of another sequence (cross attention)
+        have their own `key_length`, and `key_layout` if they lie differently; positions count from 0 in both. Returns
+        out [B,Hq,n,D], and with `return_lse` the float32 lse [B,Hq,n]; both are differentiable.
         """
+        kind: _Kind | None = None
 
         def facts() -> dict[str, object]:
-            self._check(q, k, v, mask, scale, length)
-            return self._facts(q, k, v, mask, scale, length)
+            nonlocal kind
+            kind = self._kind(q, k, v, mask, scale, length, key_length, key_layout)
+            self._schedule(kind, q, k, v)
+            return self._facts(kind, q, k, v, length is not None)
 
         self._agree("ContextParallel.attention", facts)
-        out, lse = attend(q, k, v, self._ring(q, mask, scale, length))
+        assert kind is not None
+        out, lse = attend(q, k, v, self._schedule(kind, q, k, v))
         return (out, lse) if return_lse else out
+
+    def explain(
+        self,
+        *,
+        length: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        batch: int = 1,
+        mask: Mask = Causal(),  # noqa: B008  (immutable)
+        dtype: torch.dtype = torch.bfloat16,
+        backward: bool = True,
+        key_length: int | None = None,
+        key_layout: Layout | None = None,
+    ) -> Explanation:
+        """The plan of such a call: who computes what, operations and bytes a rank, imbalance, why this schedule.
+
+        Computes and sends nothing; print it. `backward` says whether gradients count in the choice.
+        """
+        _check_lengths(mask, length, key_length)
+        shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
+        case = Case(self._spread(mask, length, key_length, key_layout), shape, self._ranks.inner)
+        machine = hardware.GPU if torch.cuda.is_available() else hardware.CPU
+        choice = self._choice(case, machine, backward)
+        if choice is None:
+            why = refusal(self.schedule, case.spread, case.inner)
+            if why is not None:
+                raise ValueError(f"schedule={self.schedule!r} cannot serve this: {why}")
+        return explained(self.schedule if choice is None else choice.schedule, case, machine, choice)
 
     def _agree(self, operation: str, facts: Callable[[], dict[str, object]]) -> None:
         """Check this rank's arguments and compare notes: what is wrong on one rank is raised on every rank."""
@@ -128,55 +200,86 @@ class ContextParallel:
             known, error = facts(), None
         except ValueError as wrong:
             known, error = {}, str(wrong)
-        self.comm.agree(operation, known, error)
+        self._ranks.agree(operation, known, error)
 
-    def _whole(self, q: Tensor, length: int | None) -> int:
-        """The length of the whole sequence, as given or from shards of equal length."""
-        return q.shape[2] * self.world if length is None else length
-
-    def _ring(self, q: Tensor, mask: Mask, scale: float | None, length: int | None) -> Ring:
-        plan = ring_plan(spread(mask, self.layout, self._whole(q, length), self.world))
-        return Ring(plan, scale_for(q, scale), self.backend, self.comm)
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, length: int | None) -> None:
-        """Raise ValueError for what this rank can see to be wrong."""
+    def _kind(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, length: int | None,
+        key_length: int | None, key_layout: Layout | None,
+    ) -> _Kind:  # fmt: skip
+        """What this call is; ValueError for what this rank can see to be wrong."""
         problem = problem_with(q, k, v, scale)
         if problem is not None:
             raise ValueError(problem)
-        if not isinstance(mask, Mask):
-            raise ValueError(f"mask must be an attnmesh mask (Full(), Causal(), ...), got {mask!r}")
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(f"q and k must hold the same positions, got {q.shape[2]} and {k.shape[2]}")
-        length = self._whole(q, length)
+        if key_layout is not None and not isinstance(key_layout, Layout):
+            raise ValueError(f"key_layout must be a layout (Contiguous(), Zigzag(), ...), got {key_layout!r}")
+        length = q.shape[2] * self.world if length is None else length
+        _check_lengths(mask, length, key_length)
         self._check_shard(q.shape[2], length)
-        mask.check(length)
-        served = (q.dtype, q.device.type, q.shape[3], mask, length)
-        if served != self._served:
-            for call in self._ring(q, mask, scale, length).calls(q, k, v):
-                choose_fused(call, self.backend)
-            self._served = served
+        key_length, key_layout = length if key_length is None else key_length, key_layout or self.layout
+        self._check_shard(k.shape[2], key_length, key_layout, "keys")
+        return _Kind(
+            mask, scale_for(q, scale), length, key_length, key_layout,
+            _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype), q.dtype, q.device.type,
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        )  # fmt: skip
 
-    def _check_shard(self, rows: int, length: int) -> None:
+    def _schedule(self, kind: _Kind, q: Tensor, k: Tensor, v: Tensor) -> Schedule:
+        """The schedule for calls of a kind; made once. ValueError where it, or its backend, cannot serve."""
+        if kind not in self._schedules:
+            case = Case(
+                self._spread(kind.mask, kind.length, kind.key_length, kind.key_layout), kind.shape, self._ranks.inner
+            )
+            choice = self._choice(case, hardware.GPU if kind.device == "cuda" else hardware.CPU, kind.backward)
+            builder = Builder(case.spread, kind.scale, self.backend, self._ranks)
+            schedule = builder.build(self.schedule if choice is None else choice.schedule)
+            for call in schedule.calls(q, k, v):
+                choose_fused(call, self.backend)
+            if len(self._schedules) >= _MOST_REMEMBERED:
+                self._schedules.clear()
+            self._schedules[kind] = schedule
+        return self._schedules[kind]
+
+    def _choice(self, case: Case, machine: hardware.Machine, backward: bool) -> Choice | None:
+        """What "auto" picks; None where a schedule was asked for by name."""
+        return choose_schedule(case, machine, backward=backward) if self.schedule == "auto" else None
+
+    def _spread(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Spread:
+        return spread(mask, self.layout, length, self.world, key_layout, key_length)
+
+    def _check_shard(self, rows: int, length: int, layout: Layout | None = None, what: str = "positions") -> None:
+        layout = layout or self.layout
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise ValueError(f"length must be an integer >= 0, got {length!r}")
-        due = self.layout.local_length(length, self.world, self.rank)
+        due = layout.local_length(length, self.world, self.rank)
         if rows != due:
             raise ValueError(
-                f"under {self.layout} rank {self.rank} of {self.world} holds {due} of {length} positions, but its "
+                f"under {layout} rank {self.rank} of {self.world} holds {due} of {length} {what}, but its "
                 f"shard has {rows}"
             )
 
-    def _facts(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, length: int | None
-    ) -> dict[str, object]:
+    def _facts(self, kind: _Kind, q: Tensor, k: Tensor, v: Tensor, length_given: bool) -> dict[str, object]:
         """What must be the same on all ranks."""
+        given = "length" if length_given else "length (positions a rank x world; pass length= if they differ)"
         grad = torch.is_grad_enabled()
-        given = "length" if length is not None else "length (positions a rank x world; pass length= if they differ)"
         return {
-            "batch": q.shape[0], "query heads": q.shape[1], "kv heads": k.shape[1], "head_dim": q.shape[3],
-            given: self._whole(q, length),
-            "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scale_for(q, scale),
-            "layout": self.layout, "schedule": self.schedule, "backend": self.backend,
+            "batch": kind.shape.batch, "query heads": kind.shape.q_heads, "kv heads": kind.shape.kv_heads,
+            "head_dim": kind.shape.head_dim, given: kind.length, "key_length": kind.key_length,
+            "dtype": kind.dtype, "device": kind.device, "mask": kind.mask, "scale": kind.scale,
+            "layout": self.layout, "key_layout": kind.key_layout, "schedule": self.schedule, "backend": self.backend,
+            "ranks a node": self._ranks.inner,
             "gradient of q": grad and q.requires_grad, "gradient of k": grad and k.requires_grad,
             "gradient of v": grad and v.requires_grad,
         }  # fmt: skip
+
+
+def _check_lengths(mask: Mask, length: int, key_length: int | None) -> None:
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be an attnmesh mask (Full(), Causal(), ...), got {mask!r}")
+    for name, n in (("length", length), ("key_length", length if key_length is None else key_length)):
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise ValueError(f"{name} must be an integer >= 0, got {n!r}")
+    mask.check(length if key_length is None else key_length)
+
+
+def _shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Shape:
+    return Shape(batch, q_heads, kv_heads, head_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)

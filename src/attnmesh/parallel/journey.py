@@ -30,6 +30,9 @@ class Journey:
     def seen(self, at: int) -> tuple[Tensor, Tensor]:
         """K and V of a stage, the rows this rank's queries see, [B, Hkv, rows, D]."""
         stage = self.stages[at]
+        if at > 0 and not stage.seen:
+            k, v = self._own
+            return k[:, :, :0], v[:, :, :0]
         return self._own if at == 0 else sides(rows_of(self._buffers[at % 2], stage.keys, stage.seen))
 
     def _outgoing(self, at: int) -> Tensor:

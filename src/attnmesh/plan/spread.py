@@ -47,3 +47,17 @@ def spread(
 
     keys = key_layout or layout, length if key_length is None else key_length
     return Spread(mask, held(layout, length), held(*keys))
+
+
+@lru_cache(maxsize=64)
+def between_nodes(spread: Spread, inner: int) -> Spread | None:
+    """The same with the shards of `inner` neighbouring ranks taken together; None where they interleave."""
+
+    def together(shards: tuple[Spans, ...]) -> list[Spans | None]:
+        return [spans.union(shards[first : first + inner]) for first in range(0, len(shards), inner)]
+
+    queries, keys = together(spread.queries), together(spread.keys)
+    known_queries, known_keys = ([held for held in side if held is not None] for side in (queries, keys))
+    if len(known_queries) < len(queries) or len(known_keys) < len(keys):
+        return None
+    return Spread(spread.mask, tuple(known_queries), tuple(known_keys))

@@ -1,0 +1,64 @@
+"""From the name of a schedule to the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnmesh.comm import SoloComm
+from attnmesh.parallel.gather import AllGather
+from attnmesh.parallel.heads import HeadExchange
+from attnmesh.parallel.ranks import Ranks
+from attnmesh.parallel.ring import Ring
+from attnmesh.parallel.schedule import Schedule
+from attnmesh.parallel.two_level import TwoLevelRing
+from attnmesh.parallel.ulysses import Ulysses
+from attnmesh.plan.gather import gather_plan
+from attnmesh.plan.load import refusal
+from attnmesh.plan.ring import ring_plan
+from attnmesh.plan.spread import Spread, between_nodes
+from attnmesh.plan.two_level import two_level_plan
+
+
+@dataclass(frozen=True)
+class Builder:
+    """What all schedules of one call share."""
+
+    spread: Spread
+    scale: float
+    backend: str
+    ranks: Ranks
+
+    def build(self, schedule: str) -> Schedule:
+        """The schedule of that name; ValueError where it cannot serve."""
+        why = refusal(schedule, self.spread, self.ranks.inner)
+        if why is not None:
+            raise ValueError(f"schedule={schedule!r} cannot serve this: {why}")
+        everyone = self.ranks.everyone
+        if schedule == "ring":
+            return Ring(ring_plan(self.spread), self.scale, self.backend, everyone)
+        if schedule == "allgather":
+            return AllGather(gather_plan(self.spread), self.scale, self.backend, everyone)
+        if schedule == "ulysses":
+            return self._ulysses(everyone.world, "ring")
+        if schedule == "ring+ring":
+            plan = two_level_plan(self.spread, self.ranks.inner)
+            return TwoLevelRing(plan, self.scale, self.backend, everyone, self.ranks.inside, self.ranks.outside)
+        return self._ulysses(self.ranks.inner, schedule.removeprefix("ulysses+"))
+
+    def _ulysses(self, ranks: int, then: str) -> Schedule:
+        """Rows traded for heads among `ranks` neighbours; then a schedule between those who have the same heads."""
+        between = between_nodes(self.spread, ranks)
+        assert between is not None, "see refusal"
+        alone = ranks == self.ranks.everyone.world
+        inside, outside = (self.ranks.everyone, SoloComm()) if alone else (self.ranks.inside, self.ranks.outside)
+        first = self.ranks.everyone.rank // ranks * ranks
+
+        def exchange(side: str) -> HeadExchange:
+            held = getattr(self.spread, side)[first : first + ranks]
+            return HeadExchange(held, getattr(between, side)[outside.rank], inside)
+
+        if then == "ring":
+            after: Schedule = Ring(ring_plan(between), self.scale, self.backend, outside)
+        else:
+            after = AllGather(gather_plan(between), self.scale, self.backend, outside)
+        return Ulysses(exchange("queries"), exchange("keys"), after, self.ranks.everyone)

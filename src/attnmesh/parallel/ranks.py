@@ -1,0 +1,62 @@
+"""The ranks that share a sequence: all of them, those of this node, and those of other nodes with this one's place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm import Comm, GroupComm, comm_from
+from attnmesh.comm.sub import SubComm
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Rank `node x inner + i` is the i-th of its node. On a mesh of one dimension all ranks are one node."""
+
+    everyone: Comm
+    inside: Comm
+    outside: Comm
+
+    @property
+    def inner(self) -> int:
+        """Ranks a node."""
+        return self.inside.world
+
+    def agree(self, operation: str, facts: Mapping[str, object], error: str | None) -> None:
+        """As `Comm.agree`, among everyone."""
+        self.everyone.agree(operation, facts, error)
+        for part in (self.inside, self.outside):
+            if isinstance(part, GroupComm) and part is not self.everyone:
+                part.agree(
+                    operation, facts, error
+                )  # all agree already; but NCCL wants a group's first call to be whole
+
+
+def ranks_from(where: Comm | ProcessGroup | DeviceMesh | None, inner: int | None) -> Ranks:
+    """The ranks of a comm or group, `inner` of them a node; or of a mesh: (ranks), or (nodes, ranks a node)."""
+    if isinstance(where, DeviceMesh) and where.ndim == 2:
+        if inner is not None and inner != where.shape[1]:
+            raise ValueError(f"inner={inner} contradicts the mesh, whose second dimension has {where.shape[1]} ranks")
+        return Ranks(_flat(where), comm_from(where.get_group(1)), comm_from(where.get_group(0)))
+    everyone = comm_from(where)
+    if inner is None:
+        return Ranks(everyone, everyone, SubComm(everyone, [everyone.rank]))
+    world = everyone.world
+    if isinstance(inner, bool) or not isinstance(inner, int) or inner < 1 or world % inner:
+        raise ValueError(f"inner must be an integer that divides the {world} ranks, got {inner!r}")
+    node, i = divmod(everyone.rank, inner)
+    inside = SubComm(everyone, range(node * inner, (node + 1) * inner))
+    return Ranks(everyone, inside, SubComm(everyone, range(i, world, inner)))
+
+
+def _flat(mesh: DeviceMesh) -> Comm:
+    """All ranks of a mesh, row by row."""
+    if mesh.mesh.flatten().tolist() == list(range(dist.get_world_size())):
+        return comm_from(None)
+    if mesh.mesh_dim_names is None:
+        raise ValueError("a mesh over some of the ranks needs mesh_dim_names, to be taken as one group")
+    return comm_from(mesh._flatten())

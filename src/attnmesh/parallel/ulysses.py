@@ -1,0 +1,128 @@
+"""Ulysses: ranks trade their rows of all heads for all rows of some heads, attend, and trade back.
+
+Head counts need not divide: stretches of query heads differ by one, and a kv head whose readers fall to several ranks
+goes to each of them. What happens between the two trades is a schedule of its own: on one level there is nothing left
+to exchange; on a two-dimensional mesh, a ring or a gathering among the ranks that have the same heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmesh import spans
+from attnmesh.comm import Comm
+from attnmesh.ops.accumulate import GradSum
+from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.parallel.heads import HeadExchange
+from attnmesh.parallel.schedule import Schedule
+from attnmesh.plan.heads import Segment, head_share
+from attnmesh.state import State, accumulation_dtype
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """The schedule that trades rows for heads."""
+
+    queries: HeadExchange
+    keys: HeadExchange
+    between: Schedule  # attends with all rows of some heads
+    comm: Comm  # all ranks, those of other nodes too
+
+    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
+        """What this rank would compute."""
+        return list(self.between.calls(q, k, v))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+        """There, attend, and back. What was traded is kept: the backward need not trade it again."""
+        shares = _Shares.of(q, k, self.keys.comm)
+        (q_all,) = self.queries.to_heads([q], shares.q)
+        k_all, v_all = self.keys.to_heads([k, v], shares.kv)
+        kept = [q[:, :, :0], k[:, :, :0]]  # for their shapes
+        outs = [q_all[:, :0]]
+        lses = [torch.empty(q_all[:, :0].shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)]
+        for heads, kv in shares.segments:
+            state, more = self.between.forward(_heads(q_all, heads), _heads(k_all, kv), _heads(v_all, kv))
+            outs.append(state.out)
+            lses.append(state.lse)
+            kept += (*state, *more)
+        (out,) = self.queries.to_rows([torch.cat(outs, 1)], shares.q, q.shape[1])
+        (lse,) = self.queries.to_rows([torch.cat(lses, 1).unsqueeze(-1)], shares.q, q.shape[1])
+        return State(out, lse.squeeze(-1)), tuple(kept)
+
+    def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
+        """The gradients make the same two trades."""
+        q, k, *by_segment = kept
+        shares = _Shares.of(q, k, self.keys.comm)
+        # A gradient of the lse travels on all ranks or on none.
+        self.comm.agree("backward of Ulysses", {"gradient of the lse": result.grad_lse is not None})
+        (grad_out,) = self.queries.to_heads([result.grad_out], shares.q)
+        grad_lse = None
+        if result.grad_lse is not None:
+            (grad_lse,) = self.queries.to_heads([result.grad_lse.unsqueeze(-1)], shares.q)
+            grad_lse = grad_lse.squeeze(-1)
+        found = []
+        for at, (heads, _) in enumerate(shares.segments):
+            size = len(by_segment) // len(shares.segments)
+            out, lse, *more = by_segment[at * size : (at + 1) * size]
+            back = Result.of(out, lse, _heads(grad_out, heads), None if grad_lse is None else _heads(grad_lse, heads))
+            found.append(self.between.backward(tuple(more), back, needed))
+        dq = dk = dv = None
+        if needed[0]:
+            parts = [grads.q.finish() for grads in found if grads.q is not None]
+            (rows,) = self.queries.to_rows([self._joined(self.queries, parts, q, q.dtype)], shares.q, q.shape[1])
+            dq = _sum_of(rows, q.dtype)
+        if needed[1] or needed[2]:
+            dk, dv = self._key_grads(found, k, shares)
+        return Grads(dq, dk if needed[1] else None, dv if needed[2] else None)
+
+    def _key_grads(self, found: Sequence[Grads], k: Tensor, shares: _Shares) -> list[GradSum]:
+        """dk and dv of this rank's rows; zeros for the one nobody asked for."""
+        # Where several ranks read a kv head, parts of its gradient travel: in float32, rounded once they are summed.
+        dtype = accumulation_dtype(k.dtype) if shares.replicated else k.dtype
+
+        def finished(grad: GradSum | None, other: GradSum | None) -> Tensor:
+            if grad is None:
+                assert other is not None
+                return torch.zeros_like(finished(other, None))
+            return grad.total() if shares.replicated else grad.finish()
+
+        sides = [finished(grads.k, grads.v) for grads in found], [finished(grads.v, grads.k) for grads in found]
+        both = [self._joined(self.keys, parts, k, dtype) for parts in sides]
+        return [_sum_of(rows, k.dtype) for rows in self.keys.to_rows(both, shares.kv, k.shape[1])]
+
+    def _joined(self, trade: HeadExchange, parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The segments' results as one, [B, this rank's heads, all rows, D]; no heads at all is fine."""
+        empty = torch.empty(like.shape[0], 0, spans.size(trade.whole), like.shape[3], dtype=dtype, device=like.device)
+        return torch.cat([empty, *parts], 1)
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Which heads go where."""
+
+    q: list[range]
+    kv: list[range]
+    segments: tuple[Segment, ...]  # of this rank
+    replicated: bool
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, comm: Comm) -> _Shares:
+        shares = [head_share(q.shape[1], k.shape[1], comm.world, rank) for rank in range(comm.world)]
+        kv = [share.kv for share in shares]
+        replicated = sum(map(len, kv)) > k.shape[1]
+        return cls([share.q for share in shares], kv, shares[comm.rank].segments, replicated)
+
+
+def _heads(x: Tensor, heads: range) -> Tensor:
+    return x[:, heads.start : heads.stop]
+
+
+def _sum_of(grad: Tensor, dtype: torch.dtype) -> GradSum:
+    """A finished gradient as the sum it is."""
+    total = GradSum(grad.to(dtype))
+    total.add(grad)
+    return total

@@ -1,0 +1,20 @@
+"""What a machine can do, in round numbers: enough to rank schedules, not to predict a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one rank."""
+
+    name: str
+    flops: float  # a second, in attention kernels
+    near: float  # bytes a second to ranks of the same node
+    far: float  # bytes a second to ranks of other nodes
+    step: float  # seconds that one more stage costs: launches, a last wave that does not fill the device, a merge
+
+
+GPU = Machine("a GPU of the H200's kind", flops=5e14, near=3e11, far=4e10, step=3e-5)
+CPU = Machine("a CPU process", flops=5e10, near=4e9, far=1e9, step=2e-4)
