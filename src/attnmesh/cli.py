@@ -29,6 +29,7 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
+LengthsOption = Annotated[list[int] | None, typer.Option("--length", min=1, help="Of the whole sequence; repeat it.")]
 DeviceOption = Annotated[Device | None, typer.Option(help="Where to measure; a GPU if there is one.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
@@ -88,6 +89,30 @@ def bench_ring(
 ) -> None:
     """Efficiency of ring context parallelism against one device; on CUDA, memory too."""
     main.ring(_chosen(device), json)
+
+
+@bench_app.command("prefill")
+def bench_prefill(
+    lengths: LengthsOption = None,
+    worlds: Annotated[list[int] | None, typer.Option("--world", min=2, help="Ranks, even; repeat it.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every program is timed.")] = 3,
+    json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw efficiency against world and length.")] = None,
+) -> None:
+    """Every schedule side by side on one GPU: time, efficiency, bytes a rank."""
+    _check_device(Device.CUDA)
+    main.prefill(lengths or (16384, 32768, 65536, 131072), worlds or (4, 8, 16), rounds, json, plot)
+
+
+@bench_app.command("queries")
+def bench_queries(
+    lengths: LengthsOption = None,
+    rings: Annotated[list[int] | None, typer.Option("--ring", min=2, help="Devices; repeat it.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Query-distributed causal attention on one GPU: speed-up, balance, memory."""
+    _check_device(Device.CUDA)
+    main.queries(lengths or (32768, 131072), rings or (4, 8), json)
 
 
 @bench_app.command("accuracy")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from attnmesh import report
 from attnmesh.bench.accuracy import measure_accuracy
+from attnmesh.bench.plot import plot_efficiency
+from attnmesh.bench.prefill import measure_prefill
+from attnmesh.bench.queries import measure_queries, measure_queries_memory
 from attnmesh.bench.ring import measure_cuda, measure_memory
 from attnmesh.bench.ring_cpu import measure_cpu
 
@@ -22,6 +26,28 @@ def ring(device: str, json: Path | None) -> None:
     else:
         sections = {"efficiency of 2 processes x 1 thread against 1 x 2 (gloo, causal, zigzag)": measure_cpu(8192, 2)}
     _publish("ring", device, sections, json)
+
+
+def prefill(lengths: Sequence[int], worlds: Sequence[int], rounds: int, json: Path | None, plot: Path | None) -> None:
+    """Every schedule side by side."""
+    lines = measure_prefill(lengths, worlds, rounds=rounds)
+    title = (
+        "prefill and training: every schedule against one device with cuDNN (bf16, causal, zigzag, 32/8 heads, D=128)"
+    )
+    _publish("prefill", "cuda", {title: lines}, json)
+    if plot is not None:
+        plot_efficiency(lines, plot)
+
+
+def queries(lengths: Sequence[int], rings: Sequence[int], json: Path | None) -> None:
+    """Query-distributed causal attention."""
+    sections = {
+        "queries distributed, against one device with cuDNN (bf16, causal, 32/8 heads, D=128)": measure_queries(
+            lengths, rings
+        ),
+        "peak memory that a forward adds to replicated q, k and v": measure_queries_memory(max(lengths), rings),
+    }
+    _publish("queries", "cuda", sections, json)
 
 
 def accuracy(device: str, json: Path | None) -> None:

@@ -11,26 +11,20 @@ On the CPU real processes exchange over gloo: two of one thread against one of t
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnmesh.bench.alone import AloneComm
+from attnmesh.bench.alone import AloneComm, Memory
+from attnmesh.bench.peers import differentiated, inputs, one_device
+from attnmesh.bench.timing import Run, host_ms, interleaved
 from attnmesh.comm import Comm
 from attnmesh.layout import Zigzag
 from attnmesh.mask import Causal
 from attnmesh.parallel.context import ContextParallel
-
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-_ROUNDS = 5
-_SLICE_MS = 100.0
-_BUSY = 40_000_000  # device cycles, about 20 ms
 
 
 @dataclass(frozen=True)
@@ -60,109 +54,44 @@ def measure_cuda(lengths: Sequence[int], worlds: Sequence[int]) -> list[dict[str
 
 
 def _efficiency(length: int, world: int, backward: bool) -> Efficiency:
-    whole = _inputs(length, backward)
-    runs: dict[tuple[object, ...], Callable[[], Tensor]] = {("one",): partial(_one_device, *whole)}
+    whole = inputs(length, backward)
+    runs: dict[tuple[object, ...], Run] = {("one",): partial(one_device, "cuDNN", *whole)}
+    memory = Memory()
     for rank in range(world):
-        shard = _inputs(Zigzag().local_length(length, world, rank), backward)
+        shard = inputs(Zigzag().local_length(length, world, rank), backward)
         for copies in (True, False):
-            cp = ContextParallel(AloneComm(rank, world, copies=copies), layout=Zigzag())
-            runs[rank, copies] = partial(_rank, cp, length, *shard)
-    times = _interleaved(runs)
+            comm = AloneComm(rank, world, memory, copies=copies)
+            cp = ContextParallel(comm, layout=Zigzag(), schedule="ring")
+            runs[rank, copies] = partial(run_rank, comm, cp, length, *shard)
+    times = interleaved(runs)
     one = times["one",]
     alone, copied = ([times[rank, copies] for rank in range(world)] for copies in (False, True))
     return Efficiency(
         length, world, "forward+backward" if backward else "forward",
         one, max(alone), statistics.mean(alone), one / (world * max(alone)),
-        max(copied), one / (world * max(copied)), _host_ms(runs[world - 1, False]),
+        max(copied), one / (world * max(copied)), host_ms(runs[world - 1, False]),
     )  # fmt: skip
 
 
-def _inputs(length: int, backward: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    def drawn(heads: int, grad: bool) -> Tensor:
-        return torch.randn(1, heads, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
-
-    q, k, v = drawn(HEADS, backward), drawn(KV_HEADS, backward), drawn(KV_HEADS, backward)
-    return q, k, v, drawn(HEADS, False) if backward else None
-
-
-def _one_device(q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> Tensor:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return _back(out, (q, k, v), grad)
-
-
-def _rank(cp: ContextParallel, length: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> Tensor:
-    return _back(cp.attention(q, k, v, mask=Causal(), length=length), (q, k, v), grad)
-
-
-def _back(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
-    if grad is None:
-        return out
-    return torch.autograd.grad(out, inputs, grad)[0]
-
-
-def _interleaved(runs: dict[tuple[object, ...], Callable[[], Tensor]]) -> dict[tuple[object, ...], float]:
-    """Median milliseconds of every run on the device.
-
-    Runs are captured as graphs, so that the host is out of the picture, and replayed in turns for a slice of time long
-    enough for the clocks to settle under load: a short run after a pause would profit from a cool chip.
-    """
-    graphs = {name: _captured(run) for name, run in runs.items()}
-    samples: dict[tuple[object, ...], list[float]] = {name: [] for name in runs}
-    for _ in range(_ROUNDS):
-        for name, graph in graphs.items():
-            warm = _replayed(graph, 1)
-            samples[name].append(_replayed(graph, max(1, round(_SLICE_MS / warm))))
-    return {name: statistics.median(values) for name, values in samples.items()}
-
-
-def _captured(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            if not torch.isfinite(run()).all():  # garbage can run at another speed
-                raise RuntimeError("a benchmark computed NaN or infinity")
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def _replayed(graph: torch.cuda.CUDAGraph, times: int) -> float:
-    """Milliseconds of one replay among `times`."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        graph.replay()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) / times
-
-
-def _host_ms(run: Callable[[], Tensor]) -> float:
-    """Milliseconds the host needs to queue a run, measured while the device is kept busy with something else."""
-    samples = []
-    for _ in range(_ROUNDS):
-        torch.cuda.synchronize()
-        torch.cuda._sleep(_BUSY)
-        begin = time.perf_counter()
-        run()
-        samples.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(samples)
+def run_rank(
+    comm: AloneComm, cp: ContextParallel, length: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None
+) -> Tensor:
+    """One rank's program."""
+    comm.begin()
+    return differentiated(cp.attention(q, k, v, mask=Causal(), length=length), (q, k, v), grad)
 
 
 def measure_memory(per_rank: int, worlds: Sequence[int]) -> list[dict[str, object]]:
     """Peak bytes a rank adds to its inputs, forward+backward, at `per_rank` positions a rank: must not grow."""
     rows: list[dict[str, object]] = []
     for world in worlds:
-        q, k, v, grad = _inputs(per_rank, True)
-        cp = ContextParallel(_PlainMemory(world - 1, world), layout=Zigzag())
+        q, k, v, grad = inputs(per_rank, True)
+        comm = _PlainMemory(world - 1, world, Memory())
+        cp = ContextParallel(comm, layout=Zigzag(), schedule="ring")
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        _rank(cp, per_rank * world, q, k, v, grad)
+        run_rank(comm, cp, per_rank * world, q, k, v, grad)
         peak = torch.cuda.max_memory_allocated() - before
         rows.append({"length": per_rank * world, "world": world, "per_rank": per_rank, "peak_bytes": peak})
     return rows

@@ -178,15 +178,17 @@ class ContextParallel:
         backward: bool = True,
         key_length: int | None = None,
         key_layout: Layout | None = None,
+        device: str = "cuda",
     ) -> Explanation:
         """The plan of such a call: who computes what, operations and bytes a rank, imbalance, why this schedule.
 
-        Computes and sends nothing; print it. `backward` says whether gradients count in the choice.
+        Computes and sends nothing; print it. `backward` says whether gradients count in the choice, `device` on what
+        kind of machine.
         """
         _check_lengths(mask, length, key_length)
         shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
         case = Case(self._spread(mask, length, key_length, key_layout), shape, self._ranks.inner)
-        machine = hardware.GPU if torch.cuda.is_available() else hardware.CPU
+        machine = hardware.machine(device)
         choice = self._choice(case, machine, backward)
         if choice is None:
             why = refusal(self.schedule, case.spread, case.inner)
@@ -229,7 +231,7 @@ class ContextParallel:
             case = Case(
                 self._spread(kind.mask, kind.length, kind.key_length, kind.key_layout), kind.shape, self._ranks.inner
             )
-            choice = self._choice(case, hardware.GPU if kind.device == "cuda" else hardware.CPU, kind.backward)
+            choice = self._choice(case, hardware.machine(kind.device), kind.backward)
             builder = Builder(case.spread, kind.scale, self.backend, self._ranks)
             schedule = builder.build(self.schedule if choice is None else choice.schedule)
             for call in schedule.calls(q, k, v):

@@ -47,7 +47,7 @@ class Explanation:
     def _reasons(self) -> list[str]:
         if self.choice is None:
             return ["asked for by name"]
-        said = [f"  {name}: {1e3 * t:.3g} ms" for name, t in sorted(self.choice.seconds.items(), key=lambda x: x[1])]
+        said = [f"  {name}: {1e3 * t:.3f} ms" for name, t in sorted(self.choice.seconds.items(), key=lambda x: x[1])]
         said += [f"  {name}: {why}" for name, why in self.choice.refusals.items()]
         return [f"chosen: the slowest rank is done first, by estimates for {self.machine.name}", *said]
 
@@ -59,7 +59,7 @@ def explained(schedule: str, case: Case, machine: Machine, choice: Choice | None
 
 
 def _sent(load: Load) -> str:
-    far = f" ({load.far / 1e6:.4g} between nodes)" if load.far and load.near else ""
+    far = f" ({load.far / 1e6:.4g} between nodes)" if load.far else ""
     return f"{load.sent / 1e6:.4g}{far}"
 
 

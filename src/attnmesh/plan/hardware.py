@@ -18,3 +18,8 @@ class Machine:
 
 GPU = Machine("a GPU of the H200's kind", flops=5e14, near=3e11, far=4e10, step=3e-5)
 CPU = Machine("a CPU process", flops=5e10, near=4e9, far=1e9, step=2e-4)
+
+
+def machine(device: str) -> Machine:
+    """The machine to plan for, by the type of torch device."""
+    return CPU if device == "cpu" else GPU

@@ -1,0 +1,36 @@
+"""What attnmesh is compared with: torch's own attention on one device, whole, bf16, 32/8 heads of 128."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def inputs(length: int, backward: bool) -> Inputs:
+    """q, k, v of so many positions, and the gradient of out where there is a backward."""
+
+    def drawn(heads: int, grad: bool) -> Tensor:
+        return torch.randn(1, heads, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+
+    q, k, v = drawn(HEADS, backward), drawn(KV_HEADS, backward), drawn(KV_HEADS, backward)
+    return q, k, v, drawn(HEADS, False) if backward else None
+
+
+def one_device(peer: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> Tensor:
+    """The whole causal attention on one device, by a peer of that name."""
+    with sdpa_kernel(PEERS[peer]):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return differentiated(out, (q, k, v), grad)
+
+
+def differentiated(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
+    """Run the backward where there is one; a tensor that depends on everything."""
+    if grad is None:
+        return out
+    return torch.autograd.grad(out, inputs, grad)[0]
