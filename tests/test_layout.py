@@ -1,13 +1,14 @@
 """Layouts by brute force: every length, every world; and how even the causal work of a zigzag is."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
 
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal
-from attnmesh.plan.context import ring_plan
+from attnmesh.plan.ring import ring_plan
+from attnmesh.plan.spread import spread
 
 LENGTHS, WORLDS = range(65), range(1, 10)
 
@@ -101,6 +102,117 @@ def test_the_picture_in_the_module_is_right():
     assert Zigzag().positions(16, 2, 0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     assert Zigzag().positions(16, 2, 1).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
     assert Striped().positions(16, 2, 1).tolist() == [1, 3, 5, 7, 9, 11, 13, 15]
+
+
+# A zigzag folded finer, or unevenly.
+
+FOLDS = [1, 2, 3, (2, 1), (1, 3, 2), (0, 2, 0, 1), (1, 1, 1, 1)]
+
+every_fold = pytest.mark.parametrize("pairs", FOLDS, ids=str)
+
+
+def worlds_of(pairs: int | tuple[int, ...]) -> list[int]:
+    return [len(pairs)] if isinstance(pairs, tuple) else [1, 2, 3, 5]
+
+
+def dealt_by_hand(pairs: int | tuple[int, ...], world: int) -> list[list[int]]:
+    """The pairs of each rank: one at a time to whoever is next and has not got all of its own."""
+    left = list(pairs) if isinstance(pairs, tuple) else [pairs] * world
+    held, pair, rank = [[] for _ in range(world)], 0, 0
+    while any(left):
+        if left[rank]:
+            held[rank].append(pair)
+            left[rank] -= 1
+            pair += 1
+        rank = (rank + 1) % world
+    return held
+
+
+@every_fold
+def test_a_fold_is_pairs_of_mirrored_pieces_dealt_in_turn(pairs):
+    for world in worlds_of(pairs):
+        held = dealt_by_hand(pairs, world)
+        count = 2 * sum(map(len, held))
+        for length in (0, 1, 7, count - 1, count, count + 1, 3 * count + count // 2 + 1, 5 * count):
+            found = {}
+            for rank, mine in enumerate(held):
+                pieces = Zigzag(pairs).pieces(length, world, rank)
+                numbers = sorted([*mine, *(count - 1 - pair for pair in mine)])
+                found |= dict(zip(numbers, pieces, strict=True))
+            whole = [p for number in range(count) for p in found[number]]
+            assert whole == list(range(length))
+            sizes = [len(piece) for piece in found.values()]
+            assert max(sizes) - min(sizes) <= 1
+            assert all(found[n].stop == found[n + 1].start for n in range(count - 1))  # the empty ones as well
+
+
+@every_fold
+def test_a_fold_covers_the_sequence_in_ascending_runs_that_do_not_touch(pairs):
+    layout = Zigzag(pairs)
+    for world in worlds_of(pairs):
+        for length in range(65):
+            held = []
+            for rank in range(world):
+                spans = layout.spans(length, world, rank)
+                assert all(spans)
+                assert all(a.stop < b.start for a, b in pairwise(spans))
+                pieces = [p for piece in layout.pieces(length, world, rank) for p in piece]
+                assert layout.positions(length, world, rank).tolist() == pieces
+                held += pieces
+            assert sorted(held) == list(range(length))
+            x = torch.randn(2, length)
+            assert torch.equal(layout.unshard(shards_of(layout, x, 1, world), 1), x)
+
+
+def test_one_pair_each_is_the_plain_zigzag():
+    for world in WORLDS:
+        for length in LENGTHS:
+            for rank in range(world):
+                assert Zigzag((1,) * world).spans(length, world, rank) == Zigzag().spans(length, world, rank)
+
+
+@every_fold
+def test_the_work_of_a_rank_is_that_of_its_pairs(pairs):
+    for world in worlds_of(pairs):
+        counts = pairs if isinstance(pairs, tuple) else (pairs,) * world
+        for piece in (1, 4, 33):  # where pieces are equal, exactly
+            length = 2 * sum(counts) * piece
+            assert work_of(Zigzag(pairs), length, world) == [
+                n * length * (length + 1) // 2 // sum(counts) for n in counts
+            ]
+        for length in (100 * sum(counts) + 1, 103 * sum(counts), 1009 * sum(counts) + 5):
+            whole = length * (length + 1) / 2
+            for n, work in zip(counts, work_of(Zigzag(pairs), length, world), strict=True):
+                assert work == pytest.approx(n / sum(counts) * whole, rel=0.01), length
+
+
+def test_folds_compare_hash_and_print_by_value():
+    assert Zigzag() == Zigzag(1) != Zigzag(2)
+    assert hash(Zigzag()) == hash(Zigzag(1))
+    assert len({Zigzag(), Zigzag(2), Zigzag((2, 1)), Zigzag((2, 1)), Zigzag((1, 2))}) == 4
+    assert [repr(Zigzag(n)) for n in (1, 2, (2, 1))] == ["Zigzag()", "Zigzag(2)", "Zigzag((2, 1))"]
+
+
+@pytest.mark.parametrize(
+    "pairs", [0, -1, 1.0, True, "2", None, [1, 2], (), (0, 0), (1, -1), (1, True), (1, 2.0)], ids=str
+)
+def test_a_number_of_pairs_that_cannot_be_is_refused(pairs):
+    with pytest.raises(ValueError, match=r"Zigzag.pairs must be an integer >= 1, or a tuple.*got ") as caught:
+        Zigzag(pairs)
+    assert str(caught.value).endswith(repr(pairs))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_pairs_for_another_number_of_ranks_are_refused(world):
+    for ask in (Zigzag((2, 1)).spans, Zigzag((2, 1)).pieces, Zigzag((2, 1)).positions):
+        with pytest.raises(ValueError, match=rf"one entry for each of {world} ranks, got \(2, 1\)"):
+            ask(8, world, 0)
+
+
+@pytest.mark.parametrize(("length", "world", "rank"), [(-1, 2, 0), (8, 0, 0), (8, 2, 2), (8, 2, -1)])
+def test_pieces_of_a_rank_that_cannot_be_are_refused(length, world, rank):
+    with pytest.raises(ValueError, match=r"(length|rank) must"):
+        Zigzag().pieces(length, world, rank)
 
 
 def shards_of(layout: Layout, x: torch.Tensor, dim: int, world: int) -> list[torch.Tensor]:
@@ -241,14 +353,14 @@ def test_no_choice_of_the_longer_pieces_is_more_even_than_the_zigzag_rule(world)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_plan_counts_just_the_causal_pairs(layout, world):
     for length in (1, 2 * world, 17 * world + 3, 64 * world, 65 * world, 100 * world + 1):
-        plan = ring_plan(Causal(), layout, length, world)
+        plan = ring_plan(spread(Causal(), layout, length, world))
         pairs = [plan.pairs(rank) for rank in range(world)]
         assert pairs == work_of(layout, length, world), length
         assert sum(pairs) == length * (length + 1) // 2
 
 
 def planned_imbalance(length: int, world: int) -> float:
-    plan = ring_plan(Causal(), Zigzag(), length, world)
+    plan = ring_plan(spread(Causal(), Zigzag(), length, world))
     return imbalance([plan.pairs(rank) for rank in range(world)])
 
 

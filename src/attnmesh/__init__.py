@@ -1,15 +1,19 @@
 """Exact attention over a mesh of devices."""
 
+from attnmesh.balanced import Balanced
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
+from attnmesh.joint import Joint
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow, Verdict
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.parallel.queries import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.state import State, merge
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Balanced",
     "Causal",
     "Comm",
     "CommError",
@@ -17,6 +21,7 @@ __all__ = [
     "Contiguous",
     "Documents",
     "Full",
+    "Joint",
     "Layout",
     "Mask",
     "SlidingWindow",
@@ -27,6 +32,9 @@ __all__ = [
     "attention",
     "comm_from",
     "explain_attention",
+    "gather_ring_outputs",
     "merge",
+    "ring_chunks",
+    "ring_distributed_attention",
     "run_virtual",
 ]

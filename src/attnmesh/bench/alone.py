@@ -12,41 +12,21 @@ from attnmesh.comm.agreement import Claim
 from attnmesh.comm.base import Comm, Finished, Message, Pending, Shape
 
 
-class Memory:
-    """Buffers that hold random numbers and are used again by one rank's program after another."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[object, list[Tensor]] = {}
-        self._sources: dict[torch.dtype, Tensor] = {}
-
-    def buffer(self, number: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer of that number among those of its kind."""
-        kind = self._buffers.setdefault((tuple(shape), dtype), [])
-        while len(kind) <= number:
-            kind.append(torch.randn(tuple(shape), device=device).to(dtype))
-        return kind[number]
-
-    def write(self, buffer: Tensor) -> None:
-        """Fill a buffer with other numbers."""
-        source = self._sources.get(buffer.dtype)
-        if source is None or source.numel() < buffer.numel():
-            source = self._sources[buffer.dtype] = torch.randn(buffer.numel(), device=buffer.device).to(buffer.dtype)
-        buffer.view(-1).copy_(source[: buffer.numel()])
-
-
 class AloneComm(Comm):
     """Rank `rank` of `world`, whose peers always agree.
 
-    Its receive buffers come from `memory` and hold random numbers, so that kernels work on real data though nobody
-    sends. With `copies`, every message is also written anew by a copy on a side stream while the rank computes, as
-    bytes off a link would be.
+    Its receive buffers are its own, kept from run to run, and hold random numbers, so that kernels work on real data
+    though nobody sends. (Shared with another program they would not: what is a gradient there could be keys here.)
+    With `copies`, every message is also written anew by a copy on a side stream while the rank computes, as bytes off a
+    link would be.
     """
 
-    def __init__(self, rank: int, world: int, memory: Memory, *, copies: bool = False) -> None:
+    def __init__(self, rank: int, world: int, *, copies: bool = False) -> None:
         super().__init__(rank, world, timeout=300)
-        self._memory = memory
         self._stream = torch.cuda.Stream() if copies else None
+        self._buffers: dict[object, list[Tensor]] = {}
         self._taken: Counter[object] = Counter()
+        self._sources: dict[torch.dtype, Tensor] = {}
 
     def begin(self) -> None:
         """Start a run: it takes the same buffers as the one before."""
@@ -55,8 +35,12 @@ class AloneComm(Comm):
     def buffer(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer that no other part of this run has."""
         kind = (tuple(shape), dtype)
+        number = self._taken[kind]
         self._taken[kind] += 1
-        return self._memory.buffer(self._taken[kind] - 1, shape, dtype, device)
+        made = self._buffers.setdefault(kind, [])
+        if number == len(made):
+            made.append(torch.randn(tuple(shape), device=device).to(dtype))
+        return made[number]
 
     def _exchange(self, verb: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         if self._stream is None:
@@ -64,8 +48,15 @@ class AloneComm(Comm):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for buffer, _ in recvs:
-                self._memory.write(buffer)
+                buffer.view(-1).copy_(self._source(buffer)[: buffer.numel()])
         return _OnStream(self._stream)
+
+    def _source(self, like: Tensor) -> Tensor:
+        """Numbers for messages of that type, enough for the largest."""
+        source = self._sources.get(like.dtype)
+        if source is None or source.numel() < like.numel():
+            source = self._sources[like.dtype] = torch.randn(like.numel(), device=like.device).to(like.dtype)
+        return source
 
     def _compare(self, claim: Claim) -> Mapping[int, Claim]:
         return {self.rank: claim}

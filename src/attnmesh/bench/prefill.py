@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from attnmesh.bench.alone import AloneComm, Memory
+from attnmesh.bench.alone import AloneComm
 from attnmesh.bench.peers import HEAD_DIM, HEADS, KV_HEADS, PEERS, inputs, one_device
 from attnmesh.bench.ring import run_rank
 from attnmesh.bench.timing import Run, interleaved
@@ -42,11 +42,10 @@ def _side_by_side(length: int, worlds: Sequence[int], backward: bool, rounds: in
     lines: list[dict[str, object]] = []
     for at, world in enumerate(worlds):
         runs = dict(peers) if at == 0 else {("cuDNN",): peers["cuDNN",]}
-        memory = Memory()
         for schedule in SCHEDULES:
             for rank in sorted({0, world // 2, world - 1}):  # the ends and the middle of the fold
                 shard = inputs(Zigzag().local_length(length, world, rank), backward)
-                comm = AloneComm(rank, world, memory)
+                comm = AloneComm(rank, world)
                 cp = _context(comm, schedule)
                 runs[schedule, rank] = partial(run_rank, comm, cp, length, *shard)
         times = interleaved(runs, rounds)
@@ -57,7 +56,7 @@ def _side_by_side(length: int, worlds: Sequence[int], backward: bool, rounds: in
             worst = max(ms for name, ms in times.items() if name[0] == schedule)
             sent = _bytes(schedule, world, length, backward)
             lines.append(_line(length, world, direction, schedule, worst, one, sent))
-        del runs, memory
+        del runs
         gc.collect()
         torch.cuda.empty_cache()
     return lines
@@ -78,7 +77,7 @@ def _context(comm: AloneComm, schedule: str) -> ContextParallel:
 
 def _bytes(schedule: str, world: int, length: int, backward: bool) -> int:
     """The most that a rank sends, by the plan."""
-    plan = _context(AloneComm(0, world, Memory()), schedule).explain(
+    plan = _context(AloneComm(0, world), schedule).explain(
         length=length, q_heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM
     )
     forward, back = ([load.sent for load in way] for way in (plan.forward, plan.backward))

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnmesh.bench.alone import AloneComm, Memory
+from attnmesh.bench.alone import AloneComm
 from attnmesh.bench.peers import differentiated, inputs, one_device
 from attnmesh.bench.timing import Run, host_ms, interleaved
 from attnmesh.comm import Comm
@@ -56,11 +56,10 @@ def measure_cuda(lengths: Sequence[int], worlds: Sequence[int]) -> list[dict[str
 def _efficiency(length: int, world: int, backward: bool) -> Efficiency:
     whole = inputs(length, backward)
     runs: dict[tuple[object, ...], Run] = {("one",): partial(one_device, "cuDNN", *whole)}
-    memory = Memory()
     for rank in range(world):
         shard = inputs(Zigzag().local_length(length, world, rank), backward)
         for copies in (True, False):
-            comm = AloneComm(rank, world, memory, copies=copies)
+            comm = AloneComm(rank, world, copies=copies)
             cp = ContextParallel(comm, layout=Zigzag(), schedule="ring")
             runs[rank, copies] = partial(run_rank, comm, cp, length, *shard)
     times = interleaved(runs)
@@ -86,7 +85,7 @@ def measure_memory(per_rank: int, worlds: Sequence[int]) -> list[dict[str, objec
     rows: list[dict[str, object]] = []
     for world in worlds:
         q, k, v, grad = inputs(per_rank, True)
-        comm = _PlainMemory(world - 1, world, Memory())
+        comm = _PlainMemory(world - 1, world)
         cp = ContextParallel(comm, layout=Zigzag(), schedule="ring")
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -24,7 +24,7 @@ def interleaved(runs: Mapping[Name, Run], rounds: int = 5) -> dict[Name, float]:
     Runs are captured as graphs, so that the host is out of the picture, and replayed in turns for a slice of time long
     enough for the clocks to settle under load: a short run after a pause would profit from a cool chip.
     """
-    graphs = {name: _captured(run) for name, run in runs.items()}
+    graphs = {name: _captured(name, run) for name, run in runs.items()}
     samples: dict[Name, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, graph in graphs.items():
@@ -33,13 +33,13 @@ def interleaved(runs: Mapping[Name, Run], rounds: int = 5) -> dict[Name, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _captured(run: Run) -> torch.cuda.CUDAGraph:
+def _captured(name: object, run: Run) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             if not torch.isfinite(run()).all():  # garbage can run at another speed
-                raise RuntimeError("a benchmark computed NaN or infinity")
+                raise RuntimeError(f"{name} computed NaN or infinity")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -68,6 +68,17 @@ class StateSum:
         total = self.begin()
         return State(total.out.to(dtype), total.lse)
 
+    def finish_into(self, room: State) -> None:
+        """The same, written where it belongs: `room` has the shape of the rows, and may be strided."""
+        if self._waiting and _in_triton(self._waiting):
+            with self._lanes.summing():
+                _triton().accumulate(self._total, self._waiting, room.out.dtype, self._like.shape, room)
+                self._waiting = []
+            return
+        state = self.finish(room.out.dtype)
+        room.out.copy_(state.out)
+        room.lse.copy_(state.lse)
+
     def _merged(self, dtype: torch.dtype) -> State:
         with self._lanes.summing():
             merged = _merged(self._total, self._waiting, dtype, self._like.shape)
@@ -140,7 +151,7 @@ def _summed(total: Tensor | None, parts: Sequence[tuple[Tensor, int]], dtype: to
 
 
 def _merged(total: State | None, parts: Sequence[tuple[State, int]], dtype: torch.dtype, shape: torch.Size) -> State:
-    if parts[0][0].lse.is_cuda and parts[0][0].lse.dtype == torch.float32:
+    if _in_triton(parts):
         merged: State = _triton().accumulate(total, parts, dtype, shape)
         return merged
     if total is None:
@@ -149,6 +160,10 @@ def _merged(total: State | None, parts: Sequence[tuple[State, int]], dtype: torc
     for part, row in parts:
         merge_into(total, part, row)
     return State(total.out.to(dtype), total.lse)
+
+
+def _in_triton(parts: Sequence[tuple[State, int]]) -> bool:
+    return parts[0][0].lse.is_cuda and parts[0][0].lse.dtype == torch.float32
 
 
 def merge_into(total: State, part: State, row: int = 0) -> None:

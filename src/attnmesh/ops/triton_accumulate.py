@@ -34,17 +34,21 @@ def accumulate(
     parts: Sequence[tuple[State, int]],
     out_dtype: torch.dtype,
     shape: tuple[int, int, int, int],
+    room: State | None = None,
 ) -> State:
     """The state over all keys of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
 
     A part `(state, row_begin)` covers rows [row_begin, row_begin + n); it may be strided, its `out` fp16,
     bf16 or fp32. `total` is float32, over all rows. When `out_dtype` is float32 it is overwritten with the
-    result, and rows before and after all parts are not touched; else the result is new. A row with lse -inf
-    contributes nothing, whatever its `out` holds; one that no state covers is (0, -inf).
+    result, and rows before and after all parts are not touched; else the result is new, or in `room`. A row with
+    lse -inf contributes nothing, whatever its `out` holds; one that no state covers is (0, -inf).
     """
     _check_count(parts)
     batch, heads, length, head_dim = shape
-    if total is not None and out_dtype == torch.float32:
+    if room is not None:
+        result = room
+        begin, stop = 0, length
+    elif total is not None and out_dtype == torch.float32:
         result = total
         begin, stop = _covered_rows([(state.out, row_begin) for state, row_begin in parts])
     else:

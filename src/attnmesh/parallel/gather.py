@@ -40,7 +40,7 @@ class AllGather:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """Gather and attend, group by group."""
         states = [
-            blockwise.forward(call, self.backend, lanes_allowed=not self.comm.shares_stream)
+            blockwise.forward([call], self.backend, lanes_allowed=not self.comm.shares_stream)
             for call, _, _ in self._groups(q, k, v)
         ]
         if len(states) == 1:
@@ -58,9 +58,11 @@ class AllGather:
                 None if result.grad_lse is None else result.grad_lse[:, q_heads],
             )  # fmt: skip
             wanted = [x if need else None for x, need in zip((call.q, call.k, call.v), needed, strict=True)]
-            grads = blockwise.backward(call, part, self.backend, wanted, lanes_allowed=not self.comm.shares_stream)
-            if grads.q is not None:
-                found.append(grads.q.finish())
+            (query,), grads = blockwise.backward(
+                [call], part, self.backend, wanted, lanes_allowed=not self.comm.shares_stream
+            )
+            if needed[0]:
+                found.append(query.finish())
             if homing is not None:
                 homing.send(grads, kv_heads)
         dq = dk = dv = None

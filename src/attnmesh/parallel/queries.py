@@ -16,14 +16,13 @@ on ring size and length are those of one chip: here any ring size >= 1 and any l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,13 +31,14 @@ from attnmesh.layout import Zigzag
 from attnmesh.mask import Causal
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense import blockwise
-from attnmesh.ops.dense.call import Call, Result, unit_strided
+from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import choose_fused
-from attnmesh.parallel.schedule import telling_the_others
+from attnmesh.parallel.schedule import attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.blocks import Patch
 from attnmesh.spans import Spans
+from attnmesh.state import State, accumulation_dtype
 
 Facts = dict[str, object]
 T = TypeVar("T")
@@ -109,9 +109,9 @@ def ring_distributed_attention(
         if size is None or place is None:
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={place}")
         _check_ring(size, place)
-        patch = _patch(Zigzag(pairs), q.shape[2], size, place)
-        share = _Share(patch, scale_for(q, scale), backend, comm)
-        choose_fused(Call(q, k, v, patch, share.scale), backend)  # raises where it cannot serve
+        share = _Share(Zigzag(pairs).spans(q.shape[2], size, place), scale_for(q, scale), backend, comm)
+        for call in share.calls(q, k, v):
+            choose_fused(call, backend)  # raises where it cannot serve
         grad = torch.is_grad_enabled()
         return share, {
             "batch": q.shape[0], "query heads": q.shape[1], "kv heads": k.shape[1], "head_dim": q.shape[3],
@@ -122,7 +122,7 @@ def ring_distributed_attention(
         }  # fmt: skip
 
     share = _agreed(comm, "ring_distributed_attention", examined)
-    out, lse = _Queries.apply(q, k, v, share)  # type: ignore[no-untyped-call]
+    out, lse = attend(q, k, v, share)
     return (out, lse) if return_lse else out
 
 
@@ -167,72 +167,58 @@ def gather_ring_outputs(
 
 @dataclass(frozen=True)
 class _Share:
-    """One device's part of the work, and the ranks among which gradients of keys are summed."""
+    """The schedule of one device's share of the queries. `comm` is the ranks among which dk and dv are summed."""
 
-    patch: Patch  # this device's queries against the keys up to the last of them
+    chunks: Spans
     scale: float
     backend: str
     comm: Comm
 
-    def rows(self, q: Tensor) -> Tensor:
-        """This device's rows of the whole: a view where they are one run, else one copy."""
-        runs = [q[:, :, run.start : run.stop] for run in self.patch.q]
-        return unit_strided(runs[0] if len(runs) == 1 else torch.cat(runs, 2) if runs else q[:, :, :0])
+    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
+        """A call for each chunk, on views: its own queries, and keys up to its end. No kernel may touch others."""
+        return [
+            Call(
+                unit_strided(q[:, :, chunk.start : chunk.stop]), unit_strided(k[:, :, : chunk.stop]),
+                unit_strided(v[:, :, : chunk.stop]), _patch(chunk), self.scale,
+            )
+            for chunk in self.chunks
+        ]  # fmt: skip
 
-    def call(self, rows: Tensor, k: Tensor, v: Tensor) -> Call:
-        """The attention of these rows. Keys beyond the last that is seen are cut off: no kernel may touch them."""
-        end = self.patch.k[-1].stop if self.patch.k else 0
-        return Call(rows, unit_strided(k[:, :, :end]), unit_strided(v[:, :, :end]), self.patch, self.scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+        """The state of this device's rows."""
+        calls = self.calls(q, k, v)
+        if not calls:
+            nothing = torch.empty_like(q[:, :, :0])
+            return State(nothing, nothing[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
+        return blockwise.forward(calls, self.backend, lanes_allowed=not self.comm.shares_stream), (q, k, v)
 
+    def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
+        """dq from this device's rows, zero elsewhere; dk and dv from those of all ranks of `comm`."""
+        q, k, v = kept
+        wanted = [x if need else None for x, need in zip(kept, needed, strict=True)]
+        queries, keys = blockwise.backward(
+            self.calls(q, k, v), result, self.backend, wanted, lanes_allowed=not self.comm.shares_stream
+        )
+        dq = None
+        if needed[0]:
+            dq = GradSum(q)
+            for chunk, query in zip(self.chunks, queries, strict=True):
+                dq.add(query.finish(), chunk.start)
+        return Grads(dq, self._of_all(keys.k, k), self._of_all(keys.v, v))
 
-class _Queries(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: _Share) -> tuple[Tensor, Tensor]:
-        with telling_the_others(share.comm):
-            rows = share.rows(q)
-            state = blockwise.forward(share.call(rows, k, v), share.backend, lanes_allowed=not share.comm.shares_stream)
-        ctx.save_for_backward(rows, k, v, *state)  # the rows: whoever else holds q may let go of it
-        ctx.share, ctx.q_shape = share, q.shape
-        ctx.set_materialize_grads(False)
-        return state.out, state.lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, k, v, out, lse = ctx.saved_tensors
-        share: _Share = ctx.share
-        wanted = [x if needed else None for x, needed in zip((rows, k, v), ctx.needs_input_grad, strict=False)]
-        with telling_the_others(share.comm):
-            grads = blockwise.backward(
-                share.call(rows, k, v), Result.of(out, lse, grad_out, grad_lse), share.backend, wanted,
-                lanes_allowed=not share.comm.shares_stream,
-            )  # fmt: skip
-            dk, dv = (_over_the_ring(grad, k.dtype, share.comm) for grad in (grads.k, grads.v))
-            dq = None if grads.q is None else _scattered(grads.q.finish(), share.patch.q, ctx.q_shape)
-        return dq, dk, dv, None
-
-
-def _over_the_ring(grad: GradSum | None, dtype: torch.dtype, comm: Comm) -> Tensor | None:
-    """The gradient of keys from the queries of all ranks: summed as it was accumulated, rounded at the end."""
-    if grad is None:
-        return None
-    return grad.finish() if comm.world == 1 else comm.all_reduce(grad.total()).to(dtype)
-
-
-def _scattered(rows: Tensor, positions: Spans, shape: torch.Size) -> Tensor:
-    """A whole tensor with these rows at their positions, and zero elsewhere."""
-    whole, at = rows.new_zeros(shape), 0
-    for run in positions:
-        whole[:, :, run.start : run.stop] = rows[:, :, at : at + len(run)]
-        at += len(run)
-    return whole
+    def _of_all(self, grad: GradSum | None, x: Tensor) -> GradSum | None:
+        """A gradient of keys from the queries of all ranks: summed as it was accumulated, not rounded yet."""
+        if grad is None or self.comm.world == 1:
+            return grad
+        total = GradSum(x)
+        total.add(self.comm.all_reduce(grad.total()))
+        return total
 
 
 @lru_cache(maxsize=128)
-def _patch(layout: Zigzag, length: int, ring_size: int, ring_id: int) -> Patch:
-    # Kept: every layer of a model asks for the same one, and it keeps its blocks.
-    chunks = layout.spans(length, ring_size, ring_id)
-    return Patch(Causal(), chunks, (range(chunks[-1].stop),) if chunks else ())
+def _patch(chunk: range) -> Patch:
+    # Kept: every layer of a model asks for the same few, and they keep their blocks.
+    return Patch(Causal(), (chunk,), (range(chunk.stop),))
 
 
 def _agreed(comm: Comm, operation: str, examined: Callable[[], tuple[T, Facts]]) -> T:

@@ -17,6 +17,7 @@ ascending order.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -145,9 +146,12 @@ def _outermost(mask: Mask, q: range, k: range) -> list[int]:
     if mask.verdict(q, k) is Verdict.EMPTY:
         return []
     # What queries see only moves on: the first query that sees anything sees the first row, the last one the last.
-    early = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in q) if rows)
-    late = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in reversed(q)) if rows)
-    return [early[0], late[-1]]
+    # Queries before the first see only what lies before the keys, those after the last only what lies behind them.
+    early = bisect_left(q, True, key=lambda p: mask.sees(p)[1] > k[0])
+    late = bisect_left(q, True, key=lambda p: mask.sees(p)[0] > k[-1]) - 1
+    early_rows = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in q[early:]) if rows)
+    late_rows = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in reversed(q[: late + 1])) if rows)
+    return [early_rows[0], late_rows[-1]]
 
 
 def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:

@@ -1,79 +1,140 @@
-"""One call on a device of its own, block by block where that is faster.
+"""Calls on a device of their own, side by side where that is faster.
 
-torch's fused kernels take a call's blocks one by one, and each ends with a wave of tiles that does not fill the device.
-On CUDA the blocks take two lanes in turn, the longest first, so that short ones fill the gaps at the end. Triton's
-kernels serve all blocks in one launch, and the CPU has nothing to overlap: there a call stays whole.
+torch's fused kernels end with a wave of tiles that does not fill the device. On CUDA, runs of queries that need nothing
+of each other therefore take two lanes in turn, the longest first, so that short ones fill the gaps; each lane finishes
+its own rows. In the backward all blocks add to the same keys, and blocks take lanes. Triton's kernels serve
+everything in one launch, and the CPU has nothing to overlap: there a call stays whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from attnmesh import spans
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result
 from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
 from attnmesh.ops.lanes import ONE_LANE, Lanes
-from attnmesh.plan.blocks import Block, Kind, Visibility
-from attnmesh.state import State
+from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
+from attnmesh.state import State, accumulation_dtype
 
 
-def forward(call: Call, backend: str, *, lanes_allowed: bool) -> State:
-    """The state of the call's rows, `out` in the dtype of q. Lanes are for a stream that no other rank uses."""
-    serving = choose_fused(call, backend)
-    parts = _parts(call, serving, lanes_allowed)
-    lanes, count = _lanes(parts)
-    total = StateSum(call.q, lanes, count)
-    for part in parts:
+def forward(calls: Sequence[Call], backend: str, *, lanes_allowed: bool) -> State:
+    """The states of the calls' rows, one call after another. Lanes are for a stream that no other rank uses."""
+    served = [(call, choose_fused(call, backend)) for call in calls]
+    on_lanes = lanes_allowed and _gain_by_lanes(served)
+    if on_lanes:
+        served = [(run, serving) for call, serving in served for run in _runs(call, alone=len(calls) == 1)]
+    if len(served) == 1:
+        call, serving = served[0]
+        total = StateSum(call.q)
+        serving.forward(call, total)
+        return total.finish(call.q.dtype)
+    lanes = Lanes(enabled=True) if on_lanes else ONE_LANE
+    whole = _room_for([call.q for call, _ in served])
+    ends = accumulate(call.q.shape[2] for call, _ in served)
+    work = zip(served, ends, strict=True)
+    for (call, serving), end in sorted(work, key=lambda item: _work(item[0][0]), reverse=True):
+        rows = slice(end - call.q.shape[2], end)
         with lanes.lane():
-            serving.forward(part, total)
+            total = StateSum(call.q, parts=len(call.sight.blocks) if on_lanes else None)
+            serving.forward(call, total)
+            total.finish_into(State(whole.out[:, :, rows], whole.lse[:, :, rows]))
     lanes.join()
-    return total.finish(call.q.dtype)
+    return whole
 
 
 def backward(
-    call: Call, result: Result, backend: str, wanted: Sequence[Tensor | None], *, lanes_allowed: bool
-) -> Grads:
-    """The sums of dq, dk and dv, finished by the caller, on whose stream they are complete.
+    calls: Sequence[Call], result: Result, backend: str, wanted: Sequence[Tensor | None], *, lanes_allowed: bool
+) -> tuple[list[GradSum], Grads]:
+    """The sums of every call's dq, and those of dk and dv over all calls; complete on the caller's stream.
 
-    `wanted` is what to differentiate for: q, k and v, or None where nobody asked. One of them may have more rows than
-    the call's own; the rows beyond get a gradient of zero.
+    `result` covers the calls' rows, one call after another, and the keys of all calls begin with the same key.
+    `wanted` is what to differentiate for: q, k and v, or None where nobody asked. The keys may have more rows than the
+    calls see; these get a gradient of zero.
     """
-    serving = fused_for_backward(call, result, backend)
-    parts = _parts(call, serving, lanes_allowed)
-    lanes, count = _lanes(parts)
-    grads = Grads(*(None if x is None else GradSum(x, lanes, count) for x in wanted))
-    for part in parts:
+    results = list(_parted(result, calls))
+    served = [(call, fused_for_backward(call, part, backend)) for call, part in zip(calls, results, strict=True)]
+    on_lanes = lanes_allowed and _gain_by_lanes(served)
+    lanes = Lanes(enabled=True) if on_lanes else ONE_LANE
+    blocks = sum(len(call.sight.blocks) for call in calls) if on_lanes else None
+    keys = [None if x is None else GradSum(x, lanes, blocks) for x in wanted[1:]]
+    queries: list[GradSum] = []
+    work = []
+    for (call, serving), part in zip(served, results, strict=True):
+        query = GradSum(call.q, lanes, len(call.sight.blocks) if on_lanes else None)
+        queries.append(query)
+        grads = Grads(query if wanted[0] is not None else None, *keys)
+        work += [(block, part, serving, grads) for block in (_blocks(call) if on_lanes else [call])]
+    for call, part, serving, grads in sorted(work, key=lambda item: _work(item[0]), reverse=True):
         with lanes.lane():
-            serving.backward(part, result, grads)
+            serving.backward(call, part, grads)
     lanes.join()
-    return grads
+    return queries, Grads(None, *keys)
 
 
-def _parts(call: Call, backend: Backend, lanes_allowed: bool) -> list[Call]:
-    """The call as it is, or a call for each block where they are to take lanes."""
-    if not (lanes_allowed and _gains_by_lanes(call, backend)):
-        return [call]
-    blocks = sorted(call.sight.blocks, key=_work, reverse=True)
-    return [replace(call, sight=_OneOf(call.sight, block)) for block in blocks]
+def _gain_by_lanes(served: Sequence[tuple[Call, Backend]]) -> bool:
+    return bool(served) and all(call.q.is_cuda and isinstance(serving, Aten) for call, serving in served)
 
 
-def _gains_by_lanes(call: Call, backend: Backend) -> bool:
-    return call.q.is_cuda and isinstance(backend, Aten) and len(call.sight.blocks) > 1
+def _runs(call: Call, *, alone: bool) -> Iterator[Call]:
+    """A call for each run of queries, with only the keys it sees. One run `alone` is halved: it has two lanes."""
+    row = 0
+    assert isinstance(call.sight, Patch)
+    runs = call.sight.q
+    if alone and len(runs) == 1 and len(call.sight.blocks) > 1:
+        half = len(runs[0]) // 2
+        runs = (runs[0][:half], runs[0][half:])
+    for run in runs:
+        sight = Patch(call.sight.mask, (run,), call.sight.k)
+        seen = sight.seen
+        keys = slice(seen.start, seen.stop)
+        q = call.q[:, :, row : row + len(run)]
+        narrowed = Patch(sight.mask, sight.q, spans.narrowed(sight.k, seen))
+        yield Call(q, call.k[:, :, keys], call.v[:, :, keys], narrowed, call.scale)
+        row += len(run)
 
 
-def _lanes(parts: Sequence[Call]) -> tuple[Lanes, int | None]:
-    """Two lanes for parts of one block each, and how many parts the sums will get."""
-    return (Lanes(enabled=True), len(parts)) if len(parts) > 1 else (ONE_LANE, None)
+def _blocks(call: Call) -> Iterator[Call]:
+    """A call for each block."""
+    for block in call.sight.blocks:
+        yield replace(call, sight=_OneOf(call.sight, block))
 
 
-def _work(block: Block) -> int:
-    pairs = len(block.q) * len(block.k)
-    return pairs // 2 if block.kind is Kind.CAUSAL else pairs
+def _parted(result: Result, calls: Sequence[Call]) -> Iterator[Result]:
+    """What belongs to each call's rows."""
+    if len(calls) == 1:
+        yield result
+        return
+    row = 0
+    for call in calls:
+        rows = slice(row, row + call.q.shape[2])
+        grad_lse = None if result.grad_lse is None else result.grad_lse[:, :, rows]
+        yield Result(result.out[:, :, rows], result.lse[:, :, rows], result.grad_out[:, :, rows], grad_lse)
+        row = rows.stop
+
+
+def _room_for(queries: Sequence[Tensor]) -> State:
+    batch, heads, _, head_dim = queries[0].shape
+    rows = sum(q.shape[2] for q in queries)
+    dtype = queries[0].dtype
+    return State(
+        torch.empty(batch, heads, rows, head_dim, dtype=dtype, device=queries[0].device),
+        torch.empty(batch, heads, rows, dtype=accumulation_dtype(dtype), device=queries[0].device),
+    )
+
+
+def _work(call: Call) -> int:
+    def pairs(block: Block) -> int:
+        return len(block.q) * len(block.k) // (2 if block.kind is Kind.CAUSAL else 1)
+
+    return sum(map(pairs, call.sight.blocks))
 
 
 @dataclass(frozen=True)
