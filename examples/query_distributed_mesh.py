@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnmesh.parallel.queries import gather_ring_outputs, ring_distributed_attention
+from attnmesh import gather_ring_outputs, ring_distributed_attention
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--heads-ways", type=int, default=8, help="how many ranks share the heads (default 8)")

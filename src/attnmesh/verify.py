@@ -9,42 +9,52 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
 import torch
 from torch import Tensor
 
+from attnmesh.balanced import Balanced
 from attnmesh.comm import Comm
+from attnmesh.joint import Joint
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.ops.dense import reference
 from attnmesh.ops.dense.api import attention
 from attnmesh.ops.dense.check import scale_for
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.parallel.queries import gather_ring_outputs, ring_distributed_attention
+from attnmesh.plan.load import SCHEDULES
 from attnmesh.state import State, merge
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 _NAMES = ("out", "lse", "dq", "dk", "dv")
 
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], State]
+Found = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to compute attention over `length` positions; `layout` says that ranks share it."""
+    """One way to compute attention over `length` positions (and `key_length` keys), alone or by all ranks together.
+
+    `found` turns q, k, v and the gradients of out and lse into out, lse, dq, dk and dv, whole, on every rank.
+    """
 
     name: str
-    attend: Attend
+    found: Found
     mask: Mask
     dtype: torch.dtype
     length: int
-    layout: Layout | None = None
+    key_length: int | None = None
+    together: bool = False
 
     @property
     def shape(self) -> str:
         """The problem in words."""
         dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
-        return f"{BATCH}x{HEADS}/{KV_HEADS}x{self.length}x{HEAD_DIM} {dtype}"
+        lengths = f"{self.length}" if self.key_length is None else f"{self.length}:{self.key_length}"
+        return f"{BATCH}x{HEADS}/{KV_HEADS}x{lengths}x{HEAD_DIM} {dtype}"
 
 
 @dataclass(frozen=True)
@@ -64,18 +74,17 @@ class Outcome:
 
 def modes(comm: Comm, device: str) -> list[Mode]:
     """Every mode that exists on this device, the same list on every rank."""
-    rings = [mode for backend in ("auto", "aten" if device == "cpu" else "triton") for mode in _rings(comm, backend)]
-    return [*_merges(), *_backends(device), *rings]
+    fused = "aten" if device == "cpu" else "triton"
+    rings = [mode for backend in ("auto", fused) for mode in _rings(comm, backend)]
+    return [*_merges(), *_backends(device), *rings, *_schedules(comm), *_crossings(comm), *_queries(comm)]
 
 
 def run(comm: Comm, device: str, seed: int) -> Iterator[Outcome]:
     """Run all modes on all ranks; rank 0 judges, and gets the outcomes as they come."""
     for number, mode in enumerate(modes(comm, device)):
         inputs = _drawn(mode, seed + number, device)
-        if mode.layout is not None:
-            found = _shared(mode, comm, inputs)
-        elif comm.rank == 0:
-            found = _differentiated(mode.attend, mode.mask, inputs)
+        if mode.together or comm.rank == 0:
+            found = mode.found(inputs)
         if comm.rank == 0:
             yield _judged(mode, inputs, found)
 
@@ -92,7 +101,7 @@ def _merges() -> Iterator[Mode]:
         return State(out.to(q.dtype), lse)
 
     for mask in (Full(), Causal(), SlidingWindow(20)):
-        yield Mode(f"merge {_named(mask)}", attend, mask, torch.float32, 257)
+        yield Mode(f"merge {_named(mask)}", partial(_differentiated, attend, mask), mask, torch.float32, 257)
 
 
 def _backends(device: str) -> Iterator[Mode]:
@@ -106,23 +115,64 @@ def _backends(device: str) -> Iterator[Mode]:
     names = ["auto", "reference", "aten" if device == "cpu" else "triton"]
     for name, length, dtype in product(names, (257,), (torch.float32, torch.bfloat16)):
         for mask in _masks(length):
-            yield Mode(f"attention {name} {_named(mask)}", through(name), mask, dtype, length)
+            found = partial(_differentiated, through(name), mask)
+            yield Mode(f"attention {name} {_named(mask)}", found, mask, dtype, length)
 
 
 def _rings(comm: Comm, backend: str) -> Iterator[Mode]:
-    def around(layout: Layout, length: int) -> Attend:
-        cp = ContextParallel(comm, layout=layout, schedule="ring", backend=backend)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> State:
-            return State(*cp.attention(q, k, v, mask=mask, length=length, return_lse=True))
-
-        return attend
-
     layouts: tuple[Layout, ...] = (Contiguous(), Zigzag(), Striped())
     for layout, length, dtype in product(layouts, (263,), (torch.float32, torch.bfloat16)):
+        cp = ContextParallel(comm, layout=layout, schedule="ring", backend=backend)
         for mask in _masks(length):
-            name = f"ring {backend} {type(layout).__name__.lower()} {_named(mask)}"
-            yield Mode(name, around(layout, length), mask, dtype, length, layout)
+            name = f"ring {backend} {_placed(layout)} {_named(mask)}"
+            yield Mode(name, partial(_spread, cp, mask), mask, dtype, length, together=True)
+
+
+def _schedules(comm: Comm) -> Iterator[Mode]:
+    """The other schedules, under every mask, on layouts that ask different things of them."""
+    length = 263
+    dtypes = cycle((torch.float32, torch.bfloat16))
+    for schedule in ("auto", *SCHEDULES[1:]):
+        inner = _ranks_a_node(comm.world) if "+" in schedule else None
+        if "+" in schedule and inner is None:
+            continue  # no mesh of two dimensions has so many ranks
+        for mask in _masks(length):
+            joint = Joint((100, Zigzag()), (length - 100, Contiguous()))
+            for layout in (Zigzag(), Balanced(mask), joint):
+                cp = ContextParallel(comm, layout=layout, schedule=schedule, inner=inner)
+                name = f"{schedule} {_placed(layout)} {_named(mask)}"
+                yield Mode(name, partial(_spread, cp, mask), mask, next(dtypes), length, together=True)
+
+
+def _crossings(comm: Comm) -> Iterator[Mode]:
+    """Queries and keys of different lengths, each with its own layout."""
+    for schedule, mask in product(SCHEDULES, (Full(), Causal())):
+        inner = _ranks_a_node(comm.world) if "+" in schedule else None
+        if "+" in schedule and inner is None:
+            continue
+        cp = ContextParallel(comm, layout=Zigzag(), schedule=schedule, inner=inner)
+        found = partial(_spread, cp, mask, key_layout=Contiguous())
+        yield Mode(f"cross {schedule} {_named(mask)}", found, mask, torch.float32, 201, 77, together=True)
+
+
+def _queries(comm: Comm) -> Iterator[Mode]:
+    """Query-distributed attention: K and V on every rank."""
+
+    def attend(pairs: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> State:
+        return State(*ring_distributed_attention(q, k, v, group=comm, pairs=pairs, return_lse=True))
+
+    def found(pairs: int, inputs: list[Tensor]) -> list[Tensor]:
+        own = [x if i < 3 else Zigzag(pairs).shard(x, 2, comm.world, comm.rank) for i, x in enumerate(inputs)]
+        out, lse, dq, dk, dv = _differentiated(partial(attend, pairs), Causal(), own)
+        whole = [gather_ring_outputs(x, length=inputs[0].shape[2], group=comm, pairs=pairs) for x in (out, lse)]
+        return [*whole, comm.all_reduce(dq), dk, dv]
+
+    for dtype, pairs in product((torch.float32, torch.bfloat16), (1, 3)):
+        yield Mode(f"queries distributed pairs={pairs}", partial(found, pairs), Causal(), dtype, 263, together=True)
+
+
+def _ranks_a_node(world: int) -> int | None:
+    return next((n for n in range(2, world) if world % n == 0), None)
 
 
 def _masks(length: int) -> list[Mask]:
@@ -133,6 +183,10 @@ def _masks(length: int) -> list[Mask]:
 def _named(mask: Mask) -> str:
     parts = getattr(mask, "parts", (mask,))
     return "+".join({"SlidingWindow": "window"}.get(n, n.lower()) for n in (type(p).__name__ for p in parts))
+
+
+def _placed(layout: Layout) -> str:
+    return type(layout).__name__.lower()
 
 
 def _judged(mode: Mode, inputs: list[Tensor], found: list[Tensor]) -> Outcome:
@@ -149,10 +203,11 @@ def _drawn(mode: Mode, seed: int, device: str) -> list[Tensor]:
     """q, k, v and the gradients of out and lse; the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(heads: int) -> Tensor:
-        return torch.randn(BATCH, heads, mode.length, HEAD_DIM, generator=generator).to(device, mode.dtype)
+    def normal(heads: int, length: int) -> Tensor:
+        return torch.randn(BATCH, heads, length, HEAD_DIM, generator=generator).to(device, mode.dtype)
 
-    q, k, v, grad_out = (normal(heads) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    q, grad_out = (normal(HEADS, mode.length) for _ in range(2))
+    k, v = (normal(KV_HEADS, mode.key_length or mode.length) for _ in range(2))
     grad_lse = torch.randn(BATCH, HEADS, mode.length, generator=generator).to(device)
     return [q, k, v, grad_out, grad_lse]
 
@@ -169,17 +224,24 @@ def _differentiated(attend: Attend, mask: Mask, inputs: list[Tensor]) -> list[Te
     ]
 
 
-def _shared(mode: Mode, comm: Comm, inputs: list[Tensor]) -> list[Tensor]:
-    """The same by all ranks together: each takes its shard, and the whole is put together again on every rank."""
-    assert mode.layout is not None
-    cp = ContextParallel(comm, layout=mode.layout)
-    shards = _differentiated(mode.attend, mode.mask, [cp.shard(x, 2) for x in inputs])
-    return [cp.unshard(x, 2, mode.length) for x in shards]
+def _spread(cp: ContextParallel, mask: Mask, inputs: list[Tensor], *, key_layout: Layout | None = None) -> list[Tensor]:
+    """The same by all ranks together: each takes its shards, and the whole is put together again on every rank."""
+    keys = ContextParallel(cp.comm, layout=key_layout or cp.layout)
+    lengths = {"length": inputs[0].shape[2], "key_length": inputs[1].shape[2]}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> State:
+        return State(*cp.attention(q, k, v, mask=mask, key_layout=key_layout, return_lse=True, **lengths))
+
+    sides = [cp, keys, keys, cp, cp]
+    found = _differentiated(attend, mask, [side.shard(x, 2) for side, x in zip(sides, inputs, strict=True)])
+    sides = [cp, cp, cp, keys, keys]
+    whole = [lengths["length"]] * 3 + [lengths["key_length"]] * 2
+    return [side.unshard(x, 2, n) for side, x, n in zip(sides, found, whole, strict=True)]
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, plain: bool = False) -> State:
-    at = torch.arange(q.shape[2], device=q.device)
-    return reference.attention(q, k, v, mask, scale_for(q, None), at, at, plain=plain)
+    at = [torch.arange(x.shape[2], device=q.device) for x in (q, k)]
+    return reference.attention(q, k, v, mask, scale_for(q, None), *at, plain=plain)
 
 
 _plain = partial(_reference, plain=True)

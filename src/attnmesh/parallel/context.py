@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -16,6 +15,7 @@ from attnmesh.layout import Layout, Zigzag, dimension
 from attnmesh.mask import Causal, Mask
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import choose_fused
+from attnmesh.parallel.agreement import Facts, agreed
 from attnmesh.parallel.build import Builder
 from attnmesh.parallel.ranks import ranks_from
 from attnmesh.parallel.schedule import Schedule, attend
@@ -108,17 +108,17 @@ class ContextParallel:
     def unshard(self, x: Tensor, dim: int, length: int) -> Tensor:
         """The whole tensor, on every rank, from the shards of all. Differentiable: gradients are summed over ranks."""
 
-        def facts() -> dict[str, object]:
+        def examined() -> tuple[int, Facts]:
             at = dimension(x, dim)
             self._check_shard(x.shape[at], length)
-            return {
+            return at, {
                 "dim": at, "length": length, "other dimensions": [n for i, n in enumerate(x.shape) if i != at],
                 "dtype": x.dtype, "device": x.device.type, "layout": self.layout,
                 "gradients": torch.is_grad_enabled() and x.requires_grad,
             }  # fmt: skip
 
-        self._agree("ContextParallel.unshard", facts)
-        return unshard(x, dimension(x, dim), length, self.layout, self.comm)
+        at = agreed(self._ranks, "ContextParallel.unshard", examined)
+        return unshard(x, at, length, self.layout, self.comm)
 
     @overload
     def attention(
@@ -152,17 +152,12 @@ class ContextParallel:
         have their own `key_length`, and `key_layout` if they lie differently; positions count from 0 in both. Returns
         out [B,Hq,n,D], and with `return_lse` the float32 lse [B,Hq,n]; both are differentiable.
         """
-        kind: _Kind | None = None
 
-        def facts() -> dict[str, object]:
-            nonlocal kind
+        def examined() -> tuple[Schedule, Facts]:
             kind = self._kind(q, k, v, mask, scale, length, key_length, key_layout)
-            self._schedule(kind, q, k, v)
-            return self._facts(kind, q, k, v, length is not None)
+            return self._schedule(kind, q, k, v), self._facts(kind, q, k, v, length is not None)
 
-        self._agree("ContextParallel.attention", facts)
-        assert kind is not None
-        out, lse = attend(q, k, v, self._schedule(kind, q, k, v))
+        out, lse = attend(q, k, v, agreed(self._ranks, "ContextParallel.attention", examined))
         return (out, lse) if return_lse else out
 
     def explain(
@@ -195,14 +190,6 @@ class ContextParallel:
             if why is not None:
                 raise ValueError(f"schedule={self.schedule!r} cannot serve this: {why}")
         return explained(self.schedule if choice is None else choice.schedule, case, machine, choice)
-
-    def _agree(self, operation: str, facts: Callable[[], dict[str, object]]) -> None:
-        """Check this rank's arguments and compare notes: what is wrong on one rank is raised on every rank."""
-        try:
-            known, error = facts(), None
-        except ValueError as wrong:
-            known, error = {}, str(wrong)
-        self._ranks.agree(operation, known, error)
 
     def _kind(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, length: int | None,
@@ -259,7 +246,7 @@ class ContextParallel:
                 f"shard has {rows}"
             )
 
-    def _facts(self, kind: _Kind, q: Tensor, k: Tensor, v: Tensor, length_given: bool) -> dict[str, object]:
+    def _facts(self, kind: _Kind, q: Tensor, k: Tensor, v: Tensor, length_given: bool) -> Facts:
         """What must be the same on all ranks."""
         given = "length" if length_given else "length (positions a rank x world; pass length= if they differ)"
         grad = torch.is_grad_enabled()

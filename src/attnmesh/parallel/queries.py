@@ -16,10 +16,10 @@ on ring size and length are those of one chip: here any ring size >= 1 and any l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeVar, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -34,14 +34,12 @@ from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import choose_fused
+from attnmesh.parallel.agreement import Facts, agreed
 from attnmesh.parallel.schedule import attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.blocks import Patch
 from attnmesh.spans import Spans
 from attnmesh.state import State, accumulation_dtype
-
-Facts = dict[str, object]
-T = TypeVar("T")
 
 
 def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[int, ...] = 1) -> tuple[range, ...]:
@@ -121,7 +119,7 @@ def ring_distributed_attention(
             "gradient of v": grad and v.requires_grad,
         }  # fmt: skip
 
-    share = _agreed(comm, "ring_distributed_attention", examined)
+    share = agreed(comm, "ring_distributed_attention", examined)
     out, lse = attend(q, k, v, share)
     return (out, lse) if return_lse else out
 
@@ -161,7 +159,7 @@ def gather_ring_outputs(
             "gradients": torch.is_grad_enabled() and local_out.requires_grad,
         }  # fmt: skip
 
-    layout = _agreed(comm, "gather_ring_outputs", examined)
+    layout = agreed(comm, "gather_ring_outputs", examined)
     return unshard(local_out, 2, length, layout, comm)
 
 
@@ -219,19 +217,6 @@ class _Share:
 def _patch(chunk: range) -> Patch:
     # Kept: every layer of a model asks for the same few, and they keep their blocks.
     return Patch(Causal(), (chunk,), (range(chunk.stop),))
-
-
-def _agreed(comm: Comm, operation: str, examined: Callable[[], tuple[T, Facts]]) -> T:
-    """What this rank makes of its arguments, once all ranks agree: what is wrong on one is raised on every rank."""
-    if comm.world == 1:
-        return examined()[0]
-    try:
-        found, facts = examined()
-    except ValueError as wrong:
-        comm.agree(operation, {}, str(wrong))
-        raise
-    comm.agree(operation, facts)
-    return found
 
 
 def _in_group(comm: Comm, ring_size: int | None, ring_id: int | None) -> tuple[int, int]:

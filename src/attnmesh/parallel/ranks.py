@@ -26,7 +26,7 @@ class Ranks:
         """Ranks a node."""
         return self.inside.world
 
-    def agree(self, operation: str, facts: Mapping[str, object], error: str | None) -> None:
+    def agree(self, operation: str, facts: Mapping[str, object], error: str | None = None) -> None:
         """As `Comm.agree`, among everyone."""
         self.everyone.agree(operation, facts, error)
         for part in (self.inside, self.outside):

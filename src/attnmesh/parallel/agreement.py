@@ -1,0 +1,30 @@
+"""Arguments examined on every rank before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+Facts = dict[str, object]
+
+
+class Agreeing(Protocol):
+    """Ranks that can compare notes: a comm, or the ranks of a mesh."""
+
+    def agree(self, operation: str, facts: Mapping[str, object], error: str | None = None) -> None:
+        """As `Comm.agree`."""
+
+
+def agreed(ranks: Agreeing, operation: str, examined: Callable[[], tuple[T, Facts]]) -> T:
+    """What this rank makes of its arguments, once all ranks agree: what is wrong on one is raised on every rank.
+
+    `examined` returns it together with the facts that must be equal everywhere, or raises ValueError.
+    """
+    try:
+        found, facts = examined()
+    except ValueError as wrong:
+        ranks.agree(operation, {}, str(wrong))
+        raise
+    ranks.agree(operation, facts)
+    return found
