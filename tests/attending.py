@@ -161,26 +161,34 @@ def shard_results(
     *,
     scale: float | None = None,
     backend: str = "auto",
+    schedule: str = "ring",
+    inner: int | None = None,
+    key_layout: Layout | None = None,
 ) -> list[Tensor]:
-    """One rank's shards of out, lse, dq, dk, dv, around the ring."""
-    cp = ContextParallel(comm, layout=layout, schedule="ring", backend=backend)
-    length = inputs[0].shape[2]
+    """One rank's shards of out, lse, dq, dk, dv. Keys may have a length and a layout of their own."""
+    cp = ContextParallel(comm, layout=layout, schedule=schedule, backend=backend, inner=inner)
+    length, key_length = inputs[0].shape[2], inputs[1].shape[2]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return cp.attention(q, k, v, mask=mask, scale=scale, length=length, return_lse=True)
+        return cp.attention(
+            q, k, v, mask=mask, scale=scale, length=length, key_length=None if key_length == length else key_length,
+            key_layout=key_layout, return_lse=True,
+        )  # fmt: skip
 
-    return differentiated(attend, [cp.shard(x, 2) for x in inputs])
+    return differentiated(attend, shards_of(inputs, comm, layout, key_layout))
+
+
+def shards_of(inputs: Sequence[Tensor], comm: Comm, layout: Layout, key_layout: Layout | None = None) -> list[Tensor]:
+    """One rank's shards of q, k, v and of the gradients of out and lse."""
+    q, k, v, *grads = inputs
+    sides = ((q, layout), (k, key_layout or layout), (v, key_layout or layout), *((x, layout) for x in grads))
+    return [held.shard(x, 2, comm.world, comm.rank) for x, held in sides]
 
 
 def ring_results(
-    world: int,
-    inputs: Sequence[Tensor],
-    mask: Mask,
-    layout: Layout,
-    *,
-    scale: float | None = None,
-    backend: str = "auto",
+    world: int, inputs: Sequence[Tensor], mask: Mask, layout: Layout, *, key_layout: Layout | None = None, **how: object
 ) -> list[Tensor]:
-    """The whole out, lse, dq, dk, dv of `world` virtual ranks."""
-    shards = run_virtual(world, lambda comm: shard_results(comm, inputs, mask, layout, scale=scale, backend=backend))
-    return [layout.unshard(parts, 2) for parts in zip(*shards, strict=True)]
+    """The whole out, lse, dq, dk, dv of `world` virtual ranks; around a ring unless `how` names another schedule."""
+    shards = run_virtual(world, lambda comm: shard_results(comm, inputs, mask, layout, key_layout=key_layout, **how))
+    held = [layout] * 3 + [key_layout or layout] * 2
+    return [side.unshard(parts, 2) for side, parts in zip(held, zip(*shards, strict=True), strict=True)]

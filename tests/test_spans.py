@@ -1,5 +1,7 @@
 """Positions as spans: there and back, and index arithmetic against brute force."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -114,3 +116,61 @@ def test_rows_between_is_what_brute_force_says():
                         truth = [i for i, position in enumerate(span) if first <= position < end]
                         assert list(rows) == truth, (span, first, end)
                         assert 0 <= rows.start <= rows.stop <= len(span)  # it can be used as a slice
+
+
+# Several shards together.
+
+PARTITIONS = [Contiguous(), Zigzag(), Zigzag(2), Striped()]
+
+
+@st.composite
+def some_shards(draw) -> list[spans.Spans]:
+    """Positions dealt out to a few shards, each as the runs that a reader sees."""
+    owners = draw(st.lists(st.integers(-1, 3), max_size=24))  # -1: nobody's
+    held = [[p for p, owner in enumerate(owners) if owner == shard] for shard in range(4)]
+    return [spans.from_tensor(torch.tensor(positions, dtype=torch.long)) for positions in held]
+
+
+def assert_united(found: spans.Spans, shards: list[spans.Spans]) -> None:
+    assert listed(found) == sorted(position for shard in shards for position in listed(shard))
+    assert all(run.step == 1 for run in found if len(run) > 1)
+
+
+@plenty
+@given(some_shards())
+def test_a_union_holds_every_position_once_in_order_or_there_is_none(shards):
+    found = spans.union(shards)
+    if found is None:
+        assert any(run.step > 1 and len(run) > 1 for shard in shards for run in shard)
+    else:
+        assert_united(found, shards)
+
+
+@pytest.mark.parametrize("layout", PARTITIONS, ids=str)
+def test_the_union_of_all_shards_is_the_sequence(layout):
+    for length in (1, 2, 5, 32, 33):
+        for world in (1, 2, 3, 4, 7):
+            assert spans.union(layout.spans(length, world, rank) for rank in range(world)) == (range(length),)
+    assert spans.union(layout.spans(0, 3, rank) for rank in range(3)) == ()
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Zigzag(2)], ids=str)
+def test_neighbouring_shards_without_steps_have_a_union_of_as_few_runs_as_can_be(layout):
+    for length in (1, 5, 32, 33):
+        shards = [layout.spans(length, 6, rank) for rank in range(6)]
+        for first in range(6):
+            for last in range(first, 6):
+                found = spans.union(shards[first : last + 1])
+                assert_united(found, shards[first : last + 1])
+                assert all(a.stop < b.start for a, b in itertools.pairwise(found))
+
+
+def test_shards_that_interleave_have_no_union():
+    assert spans.union([(range(0, 12, 4),), (range(1, 12, 4),)]) is None
+    assert spans.union([(range(0, 12, 2),), (range(1, 12, 2),)]) == (range(12),)
+
+
+def test_a_lone_position_with_a_step_is_just_that_position():
+    """`range(1, 3, 4)` holds only 1, wherever it says that it stops."""
+    shards = [(range(0, 3, 4), range(3, 6, 4)), (range(1, 3, 4), range(4, 6, 4))]
+    assert listed(spans.union(shards)) == [0, 1, 3, 4]

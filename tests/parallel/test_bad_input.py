@@ -25,11 +25,10 @@ from processes import run_processes
 LENGTH, WORLD, GUILTY = 12, 3, 1
 
 
-def attend(comm: Comm, given: dict[str, object], layout=Zigzag(), backend: str = "auto") -> torch.Tensor:  # noqa: B008
-    """A call in which all is well, but for what is given."""
-    call = {name: torch.ones(1, 2, LENGTH // WORLD, 16) for name in "qkv"} | {"length": LENGTH} | given
-    cp = ContextParallel(comm, layout=layout, backend=backend)
-    return cp.attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+def attend(comm: Comm, given: dict[str, object], **how: object) -> torch.Tensor:
+    """A call in which all is well, but for what is given. `how` is as in ContextParallel."""
+    call = {name: torch.ones(1, 2, LENGTH // comm.world, 16) for name in "qkv"} | {"length": LENGTH} | given
+    return ContextParallel(comm, **how).attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
 
 
 def said(comm: Comm, program) -> str:
@@ -60,7 +59,8 @@ WRONG_ALONE = {
     ),
     "a short shard": ({n: shape(1, 2, 3, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 3"),
     "a long shard": ({n: shape(1, 2, 5, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 5"),
-    "queries and keys of two lengths": ({"q": shape(1, 2, 3, 16)}, "q and k must hold the same positions, got 3 and 4"),
+    "short queries": ({"q": shape(1, 2, 3, 16)}, "of 3 holds 4 of 12 positions, but its shard has 3"),
+    "long keys": ({n: shape(1, 2, 5, 16) for n in "kv"}, "of 3 holds 4 of 12 keys, but its shard has 5"),
     "k and v of two shapes": ({"v": shape(1, 2, 3, 16)}, "k and v must have one shape"),
     "k of another dtype": ({"k": shape(1, 2, 4, 16).half()}, "q, k and v must have one dtype"),
     "k on another device": ({"k": shape(1, 2, 4, 16).to("meta")}, "q, k and v must be on one device"),
@@ -73,6 +73,19 @@ WRONG_ALONE = {
     "scale no number": ({"scale": "a"}, "scale must be .*'a'"),
     "a negative length": ({"length": -1}, "length must be an integer >= 0, got -1"),
     "half a length": ({"length": 12.5}, "length must be .*12.5"),
+    "a negative key_length": ({"key_length": -3}, "key_length must be an integer >= 0, got -3"),
+    "half a key_length": ({"key_length": 4.5}, "key_length must be an integer >= 0, got 4.5"),
+    "a key_length of True": ({"key_length": True}, "key_length must be an integer >= 0, got True"),
+    "a key_length that does not fit": ({"key_length": 9}, "of 3 holds 3 of 9 keys, but its shard has 4"),
+    "a key_layout that does not fit": (
+        {"key_layout": Zigzag((2, 1, 2))},
+        r"under Zigzag\(\(2, 1, 2\)\) rank . of 3 holds . of 12 keys, but its shard has 4",
+    ),
+    "no key_layout": ({"key_layout": "striped"}, "key_layout must be a layout .* got 'striped'"),
+    "documents of the queries": (
+        {"mask": Documents([5, 7]), "key_length": 9} | {n: shape(1, 2, 3, 16) for n in "kv"},
+        r"sequence length 9, but \(5, 7\) add up to 12",
+    ),
     "another batch": ({n: shape(2, 2, 4, 16) for n in "qkv"}, "batch is 1 on ranks 0, 2 but 2 on rank 1"),
     "other query heads": ({"q": shape(1, 4, 4, 16)}, "query heads is 2 on ranks 0, 2 but 4 on rank 1"),
     "other kv heads": ({n: shape(1, 1, 4, 16) for n in "kv"}, "kv heads is 2 on ranks 0, 2 but 1 on rank 1"),
@@ -90,6 +103,14 @@ WRONG_ALONE = {
         r"mask is Causal\(\) on ranks 0, 2 but SlidingWindow\(left=3, right=0\)",
     ),
     "another scale": ({"scale": 0.5}, "scale is 0.25 on ranks 0, 2 but 0.5 on rank 1"),
+    "another key_length": (
+        {n: shape(1, 2, 2, 16) for n in "kv"} | {"key_length": 6},
+        "key_length is 12 on ranks 0, 2 but 6 on rank 1",
+    ),
+    "another key_layout": (
+        {"key_layout": Contiguous()},
+        r"key_layout is Zigzag\(\) on ranks 0, 2 but Contiguous\(\) on rank 1",
+    ),
     "another length": (
         {n: shape(1, 2, 5, 16) for n in "qkv"} | {"length": 14},
         "length is 12 on ranks 0, 2 but 14 on rank 1",
@@ -118,6 +139,42 @@ def test_ranks_with_other_layouts_or_backends():
     assert_all_say(
         "backend is auto on ranks 0, 1 but aten on rank 2", lambda comm: attend(comm, {}, backend=backends[comm.rank])
     )
+
+
+def test_ranks_with_other_schedules_or_nodes():
+    schedules, inners = ("ring", "allgather", "ring"), (None, 1, 3)
+    assert_all_say(
+        "schedule is ring on ranks 0, 2 but allgather on rank 1",
+        lambda comm: attend(comm, {}, schedule=schedules[comm.rank]),
+    )
+    assert_all_say(
+        "ranks a node is 3 on ranks 0, 2 but 1 on rank 1", lambda comm: attend(comm, {}, inner=inners[comm.rank])
+    )
+
+
+@pytest.mark.parametrize("schedule", ["ulysses+ring", "ulysses+allgather", "ring+ring"])
+@pytest.mark.parametrize("inner", [None, 1, 4])
+def test_two_levels_where_there_is_only_one(schedule, inner):
+    words = rf"schedule='{re.escape(schedule)}' cannot serve this: .* wants a mesh of two dimensions"
+    assert_all_say(words, lambda comm: attend(comm, {}, schedule=schedule, inner=inner), world=4)
+
+
+@pytest.mark.parametrize("schedule", ["ulysses+ring", "ulysses+allgather"])
+@pytest.mark.parametrize(
+    ("layout", "key_layout"), [(Striped(), None), (Zigzag(), Striped()), (Striped(), Contiguous())]
+)
+def test_shards_that_a_node_cannot_take_together(schedule, layout, key_layout):
+    assert_all_say(
+        rf"schedule='{re.escape(schedule)}' cannot serve this: .* those of this layout interleave",
+        lambda comm: attend(comm, {"key_layout": key_layout}, schedule=schedule, layout=layout, inner=2),
+        world=4,
+    )
+
+
+@pytest.mark.parametrize("inner", [0, -2, 3, 5, 8, True, 2.0, "2"], ids=repr)
+def test_nodes_that_do_not_divide_the_ranks(inner):
+    words = f"inner must be an integer that divides the 4 ranks, got {inner!r}"
+    assert_all_say(words, lambda comm: attend(comm, {}, inner=inner), world=4)
 
 
 @pytest.mark.parametrize("names", [("q", ""), ("k", ""), ("qkv", "q"), ("q", "k")])
@@ -188,11 +245,16 @@ def test_a_dtype_that_no_kernel_takes_is_refused_on_every_rank():
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"schedule": "tree"}, "schedule must be one of .*ring.*, got 'tree'"),
+        (
+            {"schedule": "tree"},
+            r"schedule must be one of auto, ring, allgather, ulysses, ulysses\+ring, ulysses\+allgather, ring\+ring, "
+            "got 'tree'",
+        ),
+        ({"schedule": None}, "schedule must be one of auto, .*, got None"),
         ({"backend": "cuda"}, "backend must be one of auto, aten, triton, got 'cuda'"),
         ({"backend": "reference"}, "backend must be one of auto, aten, triton, got 'reference'"),
-        ({"layout": "zigzag"}, r"layout must be Contiguous\(\), Zigzag\(\) or Striped\(\), got 'zigzag'"),
-        ({"layout": Zigzag}, r"layout must be Contiguous\(\), Zigzag\(\) or Striped\(\), got <class"),
+        ({"layout": "zigzag"}, r"layout must be a layout \(Contiguous\(\), Zigzag\(\), \.\.\.\), got 'zigzag'"),
+        ({"layout": Zigzag}, r"layout must be a layout .* got <class"),
         ({"where": 3}, "expected a Comm, ProcessGroup, DeviceMesh or None, got int"),
     ],
 )
