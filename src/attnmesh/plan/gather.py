@@ -26,6 +26,7 @@ class GatherPlan:
     _found: dict[tuple[int, int], tuple[Piece, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _patches: dict[int, Patch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def world(self) -> int:
@@ -42,7 +43,9 @@ class GatherPlan:
 
     def patch(self, rank: int) -> Patch:
         """What the rank's queries see of the keys it gathered."""
-        return Patch(self.spread.mask, self.spread.queries[rank], self.needed(rank))
+        if rank not in self._patches:
+            self._patches[rank] = Patch(self.spread.mask, self.spread.queries[rank], self.needed(rank))
+        return self._patches[rank]
 
     def pieces(self, source: int, target: int) -> tuple[Piece, ...]:
         """The rows of the shard of `source` that `target` gathers, and where they go."""
