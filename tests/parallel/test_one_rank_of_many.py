@@ -66,6 +66,7 @@ class Arriving(Pending):
     """Copies under way: at once on the CPU, on a side stream on a GPU."""
 
     def __init__(self, copies) -> None:
+        self.copies = copies  # kept: memory that is let go of could be written before it is read
         self.stream = None
         if copies and copies[0][0].is_cuda:
             self.stream = torch.cuda.Stream()
