@@ -94,13 +94,17 @@ def bench_ring(
 @bench_app.command("prefill")
 def bench_prefill(
     lengths: LengthsOption = None,
-    worlds: Annotated[list[int] | None, typer.Option("--world", min=2, help="Ranks, even; repeat it.")] = None,
+    worlds: Annotated[
+        list[int] | None, typer.Option("--world", min=4, help="Ranks, an even number; repeat it.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often every program is timed.")] = 3,
     json: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw efficiency against world and length.")] = None,
 ) -> None:
     """Every schedule side by side on one GPU: time, efficiency, bytes a rank."""
     _check_device(Device.CUDA)
+    if any(world % 2 for world in worlds or ()):
+        raise typer.BadParameter("must be even: meshes of two dimensions have two ranks a node", param_hint="--world")
     main.prefill(lengths or (16384, 32768, 65536, 131072), worlds or (4, 8, 16), rounds, json, plot)
 
 

@@ -153,7 +153,7 @@ class Striped(Layout):
 
 def dimension(x: Tensor, dim: int) -> int:
     """`dim` counted from the front; ValueError where there is none."""
-    if not -x.ndim <= dim < x.ndim:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be in {-x.ndim}..{x.ndim - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
     return dim % x.ndim
 

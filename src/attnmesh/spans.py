@@ -73,7 +73,9 @@ def narrowed(spans: Spans, rows: range) -> Spans:
 
 def union(shards: Iterable[Spans]) -> Spans | None:
     """The positions of several shards together, ascending; None where they interleave and no few runs hold them."""
-    runs = sorted((run for shard in shards for run in shard), key=lambda run: run.start)
+    # A run of one position may carry a step, and a stop that is not its end.
+    given = (run if len(run) > 1 else range(run[0], run[0] + 1) for shard in shards for run in shard)
+    runs = sorted(given, key=lambda run: run.start)
     if not runs:
         return ()
     first, end = runs[0].start, max(run[-1] for run in runs) + 1
@@ -81,7 +83,7 @@ def union(shards: Iterable[Spans]) -> Spans | None:
         return (range(first, end),)
     joined: list[range] = []
     for run in runs:
-        if run.step > 1 and len(run) > 1:
+        if run.step > 1:
             return None
         if joined and joined[-1].stop == run.start:
             run = range(joined.pop().start, run.stop)

@@ -38,7 +38,7 @@ def measure_accuracy(
         for world in worlds:
 
             def rank(comm: Comm, backend: str = backend) -> list[Tensor]:
-                cp = ContextParallel(comm, layout=Zigzag(), backend=backend)
+                cp = ContextParallel(comm, layout=Zigzag(), schedule="ring", backend=backend)
                 q_, k_, v_, grad = (cp.shard(x, 2).clone() for x in (q, k, v, grad_out))
                 inputs = [x.requires_grad_() for x in (q_, k_, v_)]
                 out, lse = cp.attention(*inputs, mask=Causal(), length=length, return_lse=True)

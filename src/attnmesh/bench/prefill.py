@@ -2,8 +2,9 @@
 
     efficiency = T(one device, torch's cuDNN attention, whole sequence) / (world x slowest rank)
 
-Each rank's program runs by itself on the one device, its messages not sent: what is measured is the work a schedule
-makes of its share. Bytes are the plan's. Meshes of two dimensions have two ranks a node.
+The programs of three ranks (the first, the middle one, the last) run by themselves on the one device, their messages
+not sent: what is measured is the work a schedule makes of its share. Bytes are the plan's. Meshes of two dimensions
+have two ranks a node.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _in_processes(length: int, world: int, dtype: torch.dtype, backward: bool) -
 
 
 def _rank(comm: Comm, folder: str, length: int, dtype: torch.dtype, backward: bool) -> None:
-    cp = ContextParallel(comm, layout=Zigzag())
+    cp = ContextParallel(comm, layout=Zigzag(), schedule="ring")
     inputs = _inputs(cp.layout.local_length(length, comm.world, comm.rank), dtype, backward)
 
     def run() -> None:

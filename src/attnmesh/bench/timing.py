@@ -18,7 +18,7 @@ _SLICE_MS = 100.0
 _BUSY = 40_000_000  # device cycles, about 20 ms
 
 
-def interleaved(runs: Mapping[Name, Run], rounds: int = 5) -> dict[Name, float]:
+def interleaved(runs: Mapping[Name, Run], rounds: int = _ROUNDS) -> dict[Name, float]:
     """Median milliseconds of every run on the device.
 
     Runs are captured as graphs, so that the host is out of the picture, and replayed in turns for a slice of time long

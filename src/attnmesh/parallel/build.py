@@ -17,6 +17,7 @@ from attnmesh.plan.load import refusal
 from attnmesh.plan.ring import ring_plan
 from attnmesh.plan.spread import Spread, between_nodes
 from attnmesh.plan.two_level import two_level_plan
+from attnmesh.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Builder:
     scale: float
     backend: str
     ranks: Ranks
+    lse: bool  # whether it is asked for
 
     def build(self, schedule: str) -> Schedule:
         """The schedule of that name; ValueError where it cannot serve."""
@@ -42,7 +44,7 @@ class Builder:
             return self._ulysses(everyone.world, "ring")
         if schedule == "ring+ring":
             plan = two_level_plan(self.spread, self.ranks.inner)
-            return TwoLevelRing(plan, self.scale, self.backend, everyone, self.ranks.inside, self.ranks.outside)
+            return TwoLevelRing(plan, self.scale, self.backend, self.ranks)
         return self._ulysses(self.ranks.inner, schedule.removeprefix("ulysses+"))
 
     def _ulysses(self, ranks: int, then: str) -> Schedule:
@@ -53,12 +55,12 @@ class Builder:
         inside, outside = (self.ranks.everyone, SoloComm()) if alone else (self.ranks.inside, self.ranks.outside)
         first = self.ranks.everyone.rank // ranks * ranks
 
-        def exchange(side: str) -> HeadExchange:
-            held = getattr(self.spread, side)[first : first + ranks]
-            return HeadExchange(held, getattr(between, side)[outside.rank], inside)
+        def trade(held: tuple[Spans, ...], whole: tuple[Spans, ...]) -> HeadExchange:
+            return HeadExchange(held[first : first + ranks], whole[outside.rank], inside)
 
         if then == "ring":
             after: Schedule = Ring(ring_plan(between), self.scale, self.backend, outside)
         else:
             after = AllGather(gather_plan(between), self.scale, self.backend, outside)
-        return Ulysses(exchange("queries"), exchange("keys"), after, self.ranks.everyone)
+        queries, keys = trade(self.spread.queries, between.queries), trade(self.spread.keys, between.keys)
+        return Ulysses(queries, keys, after, self.ranks, self.lse)

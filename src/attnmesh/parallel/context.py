@@ -18,7 +18,7 @@ from attnmesh.ops.dense.choose import choose_fused
 from attnmesh.parallel.agreement import Facts, agreed
 from attnmesh.parallel.build import Builder
 from attnmesh.parallel.ranks import ranks_from
-from attnmesh.parallel.schedule import Schedule, attend
+from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan import hardware
 from attnmesh.plan.choose import Choice, choose_schedule
@@ -27,7 +27,6 @@ from attnmesh.plan.load import SCHEDULES, Case, Shape, refusal
 from attnmesh.plan.spread import Spread, spread
 from attnmesh.state import accumulation_dtype
 
-BACKENDS = ("auto", "aten", "triton")  # the reference would hold every score in memory
 _MOST_REMEMBERED = 256
 
 
@@ -44,6 +43,7 @@ class _Kind:
     dtype: torch.dtype
     device: str
     backward: bool
+    lse: bool
 
 
 class ContextParallel:
@@ -76,8 +76,9 @@ class ContextParallel:
         backend: str = "auto",
         inner: int | None = None,
     ) -> None:
-        if not isinstance(layout, Layout):
-            raise ValueError(f"layout must be a layout (Contiguous(), Zigzag(), ...), got {layout!r}")
+        if layout is None:
+            raise ValueError("layout must be a layout (Contiguous(), Zigzag(), ...), got None")
+        _check_layout("layout", layout)
         if schedule not in ("auto", *SCHEDULES):
             raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
         if backend not in BACKENDS:
@@ -109,6 +110,8 @@ class ContextParallel:
         """The whole tensor, on every rank, from the shards of all. Differentiable: gradients are summed over ranks."""
 
         def examined() -> tuple[int, Facts]:
+            if not isinstance(x, Tensor):
+                raise ValueError(f"x must be a tensor, got {type(x).__name__}")
             at = dimension(x, dim)
             self._check_shard(x.shape[at], length)
             return at, {
@@ -154,7 +157,7 @@ class ContextParallel:
         """
 
         def examined() -> tuple[Schedule, Facts]:
-            kind = self._kind(q, k, v, mask, scale, length, key_length, key_layout)
+            kind = self._kind(q, k, v, mask, scale, length, key_length, key_layout, return_lse)
             return self._schedule(kind, q, k, v), self._facts(kind, q, k, v, length is not None)
 
         out, lse = attend(q, k, v, agreed(self._ranks, "ContextParallel.attention", examined))
@@ -181,6 +184,8 @@ class ContextParallel:
         kind of machine.
         """
         _check_lengths(mask, length, key_length)
+        _check_layout("key_layout", key_layout)
+        _check_shape(batch, q_heads, kv_heads, head_dim, dtype)
         shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
         case = Case(self._spread(mask, length, key_length, key_layout), shape, self._ranks.inner)
         machine = hardware.machine(device)
@@ -193,14 +198,13 @@ class ContextParallel:
 
     def _kind(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, length: int | None,
-        key_length: int | None, key_layout: Layout | None,
+        key_length: int | None, key_layout: Layout | None, lse: bool,
     ) -> _Kind:  # fmt: skip
         """What this call is; ValueError for what this rank can see to be wrong."""
         problem = problem_with(q, k, v, scale)
         if problem is not None:
             raise ValueError(problem)
-        if key_layout is not None and not isinstance(key_layout, Layout):
-            raise ValueError(f"key_layout must be a layout (Contiguous(), Zigzag(), ...), got {key_layout!r}")
+        _check_layout("key_layout", key_layout)
         length = q.shape[2] * self.world if length is None else length
         _check_lengths(mask, length, key_length)
         self._check_shard(q.shape[2], length)
@@ -209,17 +213,16 @@ class ContextParallel:
         return _Kind(
             mask, scale_for(q, scale), length, key_length, key_layout,
             _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype), q.dtype, q.device.type,
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad), lse,
         )  # fmt: skip
 
     def _schedule(self, kind: _Kind, q: Tensor, k: Tensor, v: Tensor) -> Schedule:
         """The schedule for calls of a kind; made once. ValueError where it, or its backend, cannot serve."""
         if kind not in self._schedules:
-            case = Case(
-                self._spread(kind.mask, kind.length, kind.key_length, kind.key_layout), kind.shape, self._ranks.inner
-            )
+            positions = self._spread(kind.mask, kind.length, kind.key_length, kind.key_layout)
+            case = Case(positions, kind.shape, self._ranks.inner, kind.lse)
             choice = self._choice(case, hardware.machine(kind.device), kind.backward)
-            builder = Builder(case.spread, kind.scale, self.backend, self._ranks)
+            builder = Builder(case.spread, kind.scale, self.backend, self._ranks, kind.lse)
             schedule = builder.build(self.schedule if choice is None else choice.schedule)
             for call in schedule.calls(q, k, v):
                 choose_fused(call, self.backend)
@@ -255,7 +258,7 @@ class ContextParallel:
             "head_dim": kind.shape.head_dim, given: kind.length, "key_length": kind.key_length,
             "dtype": kind.dtype, "device": kind.device, "mask": kind.mask, "scale": kind.scale,
             "layout": self.layout, "key_layout": kind.key_layout, "schedule": self.schedule, "backend": self.backend,
-            "ranks a node": self._ranks.inner,
+            "ranks a node": self._ranks.inner, "return_lse": kind.lse,
             "gradient of q": grad and q.requires_grad, "gradient of k": grad and k.requires_grad,
             "gradient of v": grad and v.requires_grad,
         }  # fmt: skip
@@ -268,6 +271,22 @@ def _check_lengths(mask: Mask, length: int, key_length: int | None) -> None:
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
             raise ValueError(f"{name} must be an integer >= 0, got {n!r}")
     mask.check(length if key_length is None else key_length)
+
+
+def _check_layout(name: str, layout: Layout | None) -> None:
+    if layout is not None and not isinstance(layout, Layout):
+        raise ValueError(f"{name} must be a layout (Contiguous(), Zigzag(), ...), got {layout!r}")
+
+
+def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    for name, n in sizes.items():
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {n!r}")
+    if q_heads % kv_heads:
+        raise ValueError(f"the {kv_heads} kv heads must divide the {q_heads} query heads")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
 
 
 def _shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Shape:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, Pending
 from attnmesh.parallel.arrivals import Arrivals, other_ranks, place_of, rows_in
 from attnmesh.plan.pieces import pieces
 from attnmesh.spans import Spans, size
@@ -22,10 +22,10 @@ class HeadExchange:
     whole: Spans
     comm: Comm
 
-    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[range]) -> list[Tensor]:
-        """All rows of this rank's heads, from shards [B,H,n,D] of equal shape. `heads` is by rank.
+    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[range]) -> Arriving:
+        """Start to bring all rows of this rank's heads here, from shards [B,H,n,D] of equal shape. `heads` is by rank.
 
-        The results are [B,h,rows,D] views of memory with rows first.
+        What arrives are [B,h,rows,D] views of memory with rows first.
         """
         me, others = self.comm.rank, other_ranks(self.comm)
         arrived = self._message(size(self.whole), len(heads[me]), tensors)
@@ -39,12 +39,10 @@ class HeadExchange:
             packed = _rows_first([x[:, heads[target].start : heads[target].stop] for x in tensors])
             sends += [(rows_in(piece, packed), target) for piece in mine]
         travelling = self.comm.exchange(sends, arrivals.messages)
-        own = _rows_first([x[:, heads[me].start : heads[me].stop] for x in tensors])
         for piece in mine:
-            place_of(piece, arrived).copy_(rows_in(piece, own))
-        travelling.wait()
-        arrivals.settle()
-        return _heads_first(arrived)
+            for place, x in zip(_heads_first(place_of(piece, arrived)), tensors, strict=True):
+                place.copy_(x[:, heads[me].start : heads[me].stop, piece.rows.start : piece.rows.stop])
+        return Arriving(travelling, arrivals, arrived)
 
     def to_rows(self, tensors: Sequence[Tensor], heads: Sequence[range], all_heads: int) -> list[Tensor]:
         """This rank's rows of all heads, [B,H,n,D], from all rows of this rank's heads [B,h,rows,D].
@@ -83,6 +81,21 @@ class HeadExchange:
         batch, _, _, head_dim = like[0].shape
         shape = (rows, len(like), batch, heads, head_dim)
         return self.comm.buffer(shape, dtype=like[0].dtype, device=like[0].device)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Heads on their way here."""
+
+    pending: Pending
+    arrivals: Arrivals
+    message: Tensor
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, [B,h,rows,D]."""
+        self.pending.wait()
+        self.arrivals.settle()
+        return _heads_first(self.message)
 
 
 def _rows_first(tensors: Sequence[Tensor]) -> Tensor:

@@ -35,7 +35,7 @@ from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import choose_fused
 from attnmesh.parallel.agreement import Facts, agreed
-from attnmesh.parallel.schedule import attend
+from attnmesh.parallel.schedule import BACKENDS, attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.blocks import Patch
 from attnmesh.spans import Spans
@@ -107,6 +107,8 @@ def ring_distributed_attention(
         if size is None or place is None:
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={place}")
         _check_ring(size, place)
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         share = _Share(Zigzag(pairs).spans(q.shape[2], size, place), scale_for(q, scale), backend, comm)
         for call in share.calls(q, k, v):
             choose_fused(call, backend)  # raises where it cannot serve

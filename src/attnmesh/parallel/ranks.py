@@ -26,6 +26,11 @@ class Ranks:
         """Ranks a node."""
         return self.inside.world
 
+    def fail(self, message: str) -> None:
+        """As `Comm.fail`: those who wait within the node or for another node hear it too."""
+        for comm in {id(comm): comm for comm in (self.everyone, self.inside, self.outside)}.values():
+            comm.fail(message)
+
     def agree(self, operation: str, facts: Mapping[str, object], error: str | None = None) -> None:
         """As `Comm.agree`, among everyone."""
         self.everyone.agree(operation, facts, error)
@@ -38,6 +43,11 @@ class Ranks:
 
 def ranks_from(where: Comm | ProcessGroup | DeviceMesh | None, inner: int | None) -> Ranks:
     """The ranks of a comm or group, `inner` of them a node; or of a mesh: (ranks), or (nodes, ranks a node)."""
+    if isinstance(where, DeviceMesh) and where.ndim > 2:
+        raise ValueError(
+            f"the mesh must have one dimension, or two (nodes, ranks a node), got {where.ndim} of shape "
+            f"{tuple(where.shape)}: slice it by mesh_dim_names"
+        )
     if isinstance(where, DeviceMesh) and where.ndim == 2:
         if inner is not None and inner != where.shape[1]:
             raise ValueError(f"inner={inner} contradicts the mesh, whose second dimension has {where.shape[1]} ranks")
@@ -54,7 +64,13 @@ def ranks_from(where: Comm | ProcessGroup | DeviceMesh | None, inner: int | None
 
 
 def _flat(mesh: DeviceMesh) -> Comm:
-    """All ranks of a mesh, row by row."""
+    """All ranks of a mesh: a group has them in ascending order, so the mesh must have them row by row."""
+    rows = sorted(sorted(row) for row in mesh.mesh.tolist())
+    ascending = [rank for row in rows for rank in row]
+    if ascending != sorted(ascending):
+        raise ValueError(
+            f"the ranks of a node must be neighbours in ascending order, got the mesh {mesh.mesh.tolist()}"
+        )
     if mesh.mesh.flatten().tolist() == list(range(dist.get_world_size())):
         return comm_from(None)
     if mesh.mesh_dim_names is None:

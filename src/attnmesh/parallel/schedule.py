@@ -10,16 +10,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.comm import Comm, CommError
+from attnmesh.comm import CommError
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.state import State
+
+BACKENDS = ("auto", "aten", "triton")  # the reference would hold every score in memory
+
+
+class Failing(Protocol):
+    """Ranks that can be told of a failure: a comm, or the ranks of a mesh."""
+
+    def fail(self, message: str) -> None:
+        """As `Comm.fail`."""
 
 
 class Schedule(Protocol):
     """One way to attend from this rank's queries to the keys of all ranks. q, k and v are this rank's shards."""
 
     @property
-    def comm(self) -> Comm:
+    def comm(self) -> Failing:
         """The ranks that take part."""
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Call]:
@@ -41,7 +50,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> State:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
-        with telling_the_others(schedule.comm):
+        with telling_the_others(schedule.comm), torch.autocast(q.device.type, enabled=False):
             state, kept = schedule.forward(q, k, v)
         ctx.save_for_backward(*state, *kept)
         ctx.schedule = schedule
@@ -52,14 +61,14 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, *kept = ctx.saved_tensors
-        with telling_the_others(ctx.schedule.comm):
+        with telling_the_others(ctx.schedule.comm), torch.autocast(out.device.type, enabled=False):
             result = Result.of(out, lse, grad_out, grad_lse)
             grads = ctx.schedule.backward(tuple(kept), result, ctx.needs_input_grad[:3])
         return *(None if grad is None else grad.finish() for grad in (grads.q, grads.k, grads.v)), None
 
 
 @contextmanager
-def telling_the_others(comm: Comm) -> Iterator[None]:
+def telling_the_others(comm: Failing) -> Iterator[None]:
     """A rank that fails on the way leaves the others waiting: their errors can at least say why."""
     try:
         yield

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnmesh.comm import Comm
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
 from attnmesh.parallel.journey import Homing, Journey
+from attnmesh.parallel.ranks import Ranks
 from attnmesh.parallel.ring import Ring
 from attnmesh.plan.ring import RingPlan
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
@@ -24,9 +24,7 @@ class TwoLevelRing:
     plan: TwoLevelPlan
     scale: float
     backend: str
-    comm: Comm  # all ranks
-    inside: Comm  # the ranks of this node
-    outside: Comm  # the ranks of all nodes that have this one's place
+    comm: Ranks
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
         """What this rank would compute, outer stage by outer stage."""
@@ -35,7 +33,7 @@ class TwoLevelRing:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """At every outer stage, once around the node with the keys it holds then."""
-        journey = Journey(unit_strided(k), unit_strided(v), self._outer(self.plan), self.outside)
+        journey = Journey(unit_strided(k), unit_strided(v), self._outer(self.plan), self.comm.outside)
         total = StateSum(q)
         for at, ring in enumerate(self._rings(self.plan)):
             travelling = journey.send_on(at)  # the next node's keys travel while these turn
@@ -48,10 +46,10 @@ class TwoLevelRing:
         q, k, v = kept
         weight = accumulation_dtype(q.dtype).itemsize / q.dtype.itemsize
         plan = two_level_plan(self.plan.spread, self.plan.inner, grad_weight=weight)
-        journey = Journey(unit_strided(k), unit_strided(v), self._outer(plan), self.outside)
+        journey = Journey(unit_strided(k), unit_strided(v), self._outer(plan), self.comm.outside)
         grads = Grads(*(GradSum(x) if need else None for x, need in zip(kept, needed, strict=True)))
         own = grads.k, grads.v
-        homing = Homing(k, self._outer(plan), self.outside) if needed[1] or needed[2] else None
+        homing = Homing(k, self._outer(plan), self.comm.outside) if needed[1] or needed[2] else None
         for at, ring in enumerate(self._rings(plan)):
             travelling = journey.send_on(at)
             keys = journey.seen(at)
@@ -66,9 +64,9 @@ class TwoLevelRing:
         return grads
 
     def _outer(self, plan: TwoLevelPlan) -> RingPlan:
-        return plan.outer(self.inside.rank)
+        return plan.outer(self.comm.inside.rank)
 
     def _rings(self, plan: TwoLevelPlan) -> list[Ring]:
         """The inner ring of every outer stage."""
-        rings = [plan.inner_ring(self.outside.rank, stage) for stage in range(len(plan.outer_offsets))]
-        return [Ring(ring, self.scale, self.backend, self.inside) for ring in rings]
+        rings = [plan.inner_ring(self.comm.outside.rank, stage) for stage in range(len(plan.outer_offsets))]
+        return [Ring(ring, self.scale, self.backend, self.comm.inside) for ring in rings]

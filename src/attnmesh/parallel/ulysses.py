@@ -18,8 +18,9 @@ from attnmesh.comm import Comm
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.parallel.heads import HeadExchange
+from attnmesh.parallel.ranks import Ranks
 from attnmesh.parallel.schedule import Schedule
-from attnmesh.plan.heads import Segment, head_share
+from attnmesh.plan.heads import Segment, head_share, replicated
 from attnmesh.state import State, accumulation_dtype
 
 
@@ -30,7 +31,8 @@ class Ulysses:
     queries: HeadExchange
     keys: HeadExchange
     between: Schedule  # attends with all rows of some heads
-    comm: Comm  # all ranks, those of other nodes too
+    comm: Ranks  # all of them, those of other nodes too
+    lse: bool  # whether the lse is asked for: it and its gradient travel only then
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
         """What this rank would compute."""
@@ -39,9 +41,9 @@ class Ulysses:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """There, attend, and back. What was traded is kept: the backward need not trade it again."""
         shares = _Shares.of(q, k, self.keys.comm)
-        (q_all,) = self.queries.to_heads([q], shares.q)
-        k_all, v_all = self.keys.to_heads([k, v], shares.kv)
-        kept = [q[:, :, :0], k[:, :, :0]]  # for their shapes
+        arriving_q, arriving_kv = self.queries.to_heads([q], shares.q), self.keys.to_heads([k, v], shares.kv)
+        (q_all,), (k_all, v_all) = arriving_q.wait(), arriving_kv.wait()
+        kept = [torch.empty_like(x[:, :, :0]) for x in (q, k)]  # for their shapes
         outs = [q_all[:, :0]]
         lses = [torch.empty(q_all[:, :0].shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)]
         for heads, kv in shares.segments:
@@ -50,19 +52,21 @@ class Ulysses:
             lses.append(state.lse)
             kept += (*state, *more)
         (out,) = self.queries.to_rows([torch.cat(outs, 1)], shares.q, q.shape[1])
-        (lse,) = self.queries.to_rows([torch.cat(lses, 1).unsqueeze(-1)], shares.q, q.shape[1])
-        return State(out, lse.squeeze(-1)), tuple(kept)
+        lse = lses[0]
+        if self.lse:
+            (lse,) = self.queries.to_rows([torch.cat(lses, 1).unsqueeze(-1)], shares.q, q.shape[1])
+            lse = lse.squeeze(-1)
+        return State(out, lse), tuple(kept)
 
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """The gradients make the same two trades."""
         q, k, *by_segment = kept
         shares = _Shares.of(q, k, self.keys.comm)
-        # A gradient of the lse travels on all ranks or on none.
-        self.comm.agree("backward of Ulysses", {"gradient of the lse": result.grad_lse is not None})
-        (grad_out,) = self.queries.to_heads([result.grad_out], shares.q)
+        (grad_out,) = self.queries.to_heads([result.grad_out], shares.q).wait()
         grad_lse = None
-        if result.grad_lse is not None:
-            (grad_lse,) = self.queries.to_heads([result.grad_lse.unsqueeze(-1)], shares.q)
+        if self.lse:  # also where nothing depends on it here: elsewhere something may
+            mine = torch.zeros_like(result.lse) if result.grad_lse is None else result.grad_lse
+            (grad_lse,) = self.queries.to_heads([mine.unsqueeze(-1)], shares.q).wait()
             grad_lse = grad_lse.squeeze(-1)
         found = []
         for at, (heads, _) in enumerate(shares.segments):
@@ -84,15 +88,18 @@ class Ulysses:
         # Where several ranks read a kv head, parts of its gradient travel: in float32, rounded once they are summed.
         dtype = accumulation_dtype(k.dtype) if shares.replicated else k.dtype
 
-        def finished(grad: GradSum | None, other: GradSum | None) -> Tensor:
+        rows = spans.size(self.keys.whole)
+
+        def finished(grad: GradSum | None, heads: range) -> Tensor:
             if grad is None:
-                assert other is not None
-                return torch.zeros_like(finished(other, None))
+                return torch.zeros(k.shape[0], len(heads), rows, k.shape[3], dtype=dtype, device=k.device)
             return grad.total() if shares.replicated else grad.finish()
 
-        sides = [finished(grads.k, grads.v) for grads in found], [finished(grads.v, grads.k) for grads in found]
-        both = [self._joined(self.keys, parts, k, dtype) for parts in sides]
-        return [_sum_of(rows, k.dtype) for rows in self.keys.to_rows(both, shares.kv, k.shape[1])]
+        def side(name: str) -> Tensor:
+            parts = [finished(getattr(grads, name), kv) for grads, (_, kv) in zip(found, shares.segments, strict=True)]
+            return self._joined(self.keys, parts, k, dtype)
+
+        return [_sum_of(rows, k.dtype) for rows in self.keys.to_rows([side("k"), side("v")], shares.kv, k.shape[1])]
 
     def _joined(self, trade: HeadExchange, parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
         """The segments' results as one, [B, this rank's heads, all rows, D]; no heads at all is fine."""
@@ -111,10 +118,10 @@ class _Shares:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, comm: Comm) -> _Shares:
-        shares = [head_share(q.shape[1], k.shape[1], comm.world, rank) for rank in range(comm.world)]
-        kv = [share.kv for share in shares]
-        replicated = sum(map(len, kv)) > k.shape[1]
-        return cls([share.q for share in shares], kv, shares[comm.rank].segments, replicated)
+        heads = q.shape[1], k.shape[1], comm.world
+        shares = [head_share(*heads, rank) for rank in range(comm.world)]
+        sides = [share.q for share in shares], [share.kv for share in shares]
+        return cls(*sides, shares[comm.rank].segments, replicated(*heads))
 
 
 def _heads(x: Tensor, heads: range) -> Tensor:

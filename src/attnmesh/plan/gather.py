@@ -23,9 +23,6 @@ class GatherPlan:
     """Which keys every rank gathers, and from whom."""
 
     spread: Spread
-    _found: dict[tuple[int, int], tuple[Piece, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
     _patches: dict[int, Patch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -49,23 +46,15 @@ class GatherPlan:
 
     def pieces(self, source: int, target: int) -> tuple[Piece, ...]:
         """The rows of the shard of `source` that `target` gathers, and where they go."""
-        if (source, target) not in self._found:
-            self._found[source, target] = pieces(self.spread.keys[source], self.needed(target))
-        return self._found[source, target]
+        return pieces(self.spread.keys[source], self.needed(target))
 
     def pairs(self, rank: int) -> int:
         """The (query, key) pairs the rank computes: its work."""
         return self.patch(rank).pairs
 
-    def rows_sent(self, rank: int) -> int:
-        """The rows of keys the rank sends in a forward; as many rows of gradients come back."""
-        others = (target for target in range(self.world) if target != rank)
-        return sum(len(piece.rows) for target in others for piece in self.pieces(rank, target))
-
-    def rows_received(self, rank: int) -> int:
-        """The rows of keys the rank receives in a forward; it sends back as many rows of gradients."""
-        others = (source for source in range(self.world) if source != rank)
-        return sum(len(piece.rows) for source in others for piece in self.pieces(source, rank))
+    def rows_sent(self, source: int, target: int) -> int:
+        """The rows of keys that one rank sends to another in a forward; as many rows of gradients come back."""
+        return sum(len(piece.rows) for piece in self.pieces(source, target))
 
     @cached_property
     def _needed(self) -> list[Spans]:

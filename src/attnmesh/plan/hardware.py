@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -21,5 +23,5 @@ CPU = Machine("a CPU process", flops=5e10, near=4e9, far=1e9, step=2e-4)
 
 
 def machine(device: str) -> Machine:
-    """The machine to plan for, by the type of torch device."""
-    return CPU if device == "cpu" else GPU
+    """The machine to plan for, by the type of torch device: anything but a CPU is taken for a GPU."""
+    return CPU if torch.device(device).type == "cpu" else GPU

@@ -79,11 +79,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Case:
-    """A spread, the tensors, and how many ranks a node has (all of them on a mesh of one dimension)."""
+    """A spread, the tensors, how many ranks a node has (all of them on a mesh of one dimension), and more to return."""
 
     spread: Spread
     shape: Shape
     inner: int
+    lse: bool = False  # whether the lse is asked for, with its gradient: the one other thing that Ulysses trades
 
 
 def loads(schedule: str, case: Case, *, backward: bool) -> list[Load]:
@@ -119,14 +120,10 @@ def _ring_messages(plan: RingPlan, rank: int, shape: Shape, backward: bool) -> l
 
 def _allgather(case: Case, rank: int, backward: bool) -> Load:
     plan, shape = gather_plan(case.spread), case.shape
-
-    def rows(source: int, target: int) -> int:
-        return sum(len(piece.rows) for piece in plan.pieces(source, target))
-
     others = [other for other in range(plan.world) if other != rank]
-    sent = [(other, rows(rank, other) * shape.key_row) for other in others]
+    sent = [(other, plan.rows_sent(rank, other) * shape.key_row) for other in others]
     if backward:
-        sent += [(other, rows(other, rank) * shape.key_grad_row) for other in others]
+        sent += [(other, plan.rows_sent(other, rank) * shape.key_grad_row) for other in others]
     groups = len(head_groups(shape.kv_heads))
     return _work(case, rank, backward, groups) + _messages(case, rank, sent, exposed=1 / groups)
 
@@ -160,7 +157,9 @@ def _traded(case: Case, rank: int, ranks: int, backward: bool, then: _LoadOf) ->
         if backward:
             nbytes += their_keys * (back.key_grad_row if summed else back.key_row)
         else:
-            nbytes += my_keys * there.key_row + their_rows * back.lse_row
+            nbytes += my_keys * there.key_row
+        if case.lse:
+            nbytes += my_rows * there.lse_row if backward else their_rows * back.lse_row
         if target != rank:
             sent.append((target, nbytes))
     trade = _messages(case, rank, sent, exposed=1.0)

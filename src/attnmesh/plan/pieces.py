@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from attnmesh.spans import Spans, rows_between
@@ -19,6 +20,7 @@ class Piece(NamedTuple):
         return self.to.step == 1
 
 
+@lru_cache(maxsize=4096)
 def pieces(held: Spans, wanted: Spans) -> tuple[Piece, ...]:
     """What of the positions `held` by a shard is `wanted`, row by row. Runs of `wanted` have no gaps."""
     found = []

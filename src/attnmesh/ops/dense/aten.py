@@ -173,6 +173,7 @@ def _with_lse_column(call: Call, result: Result) -> tuple[Call, Result]:
 
 
 def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
+    assert block.kind is not Kind.PARTIAL, "see refusal"
     q, k, v = _rows(call.q, block.q), _rows(call.k, block.k), _rows(call.v, block.k)
     causal = block.kind is Kind.CAUSAL
     if _cudnn_takes(q, k):
@@ -191,6 +192,7 @@ def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
 
 def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
     q, k, v = _rows(call.q, block.q), _rows(call.k, block.k), _rows(call.v, block.k)
+    assert block.kind is not Kind.PARTIAL, "see refusal"
     out, lse, grad_out = (_rows(x, block.q) for x in (result.out, result.lse, result.grad_out))
     causal = block.kind is Kind.CAUSAL
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the random state of a dropout that is not there

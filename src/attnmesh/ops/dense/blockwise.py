@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -30,7 +31,9 @@ def forward(calls: Sequence[Call], backend: str, *, lanes_allowed: bool) -> Stat
     served = [(call, choose_fused(call, backend)) for call in calls]
     on_lanes = lanes_allowed and _gain_by_lanes(served)
     if on_lanes:
-        served = [(run, serving) for call, serving in served for run in _runs(call, alone=len(calls) == 1)]
+        served = [(run, serving) for call, serving in served for run in _by_run(call, alone=len(calls) == 1)]
+    if not served:  # no queries at all
+        return State.identity(calls[0].q.shape, dtype=accumulation_dtype(calls[0].q.dtype), device=calls[0].q.device)
     if len(served) == 1:
         call, serving = served[0]
         total = StateSum(call.q)
@@ -83,22 +86,31 @@ def _gain_by_lanes(served: Sequence[tuple[Call, Backend]]) -> bool:
     return bool(served) and all(call.q.is_cuda and isinstance(serving, Aten) for call, serving in served)
 
 
-def _runs(call: Call, *, alone: bool) -> Iterator[Call]:
-    """A call for each run of queries, with only the keys it sees. One run `alone` is halved: it has two lanes."""
-    row = 0
+def _by_run(call: Call, *, alone: bool) -> Iterator[Call]:
+    """A call for each run of queries, with only the keys it sees."""
     assert isinstance(call.sight, Patch)
-    runs = call.sight.q
-    if alone and len(runs) == 1 and len(call.sight.blocks) > 1:
+    for rows, keys, sight in _runs(call.sight, alone):
+        q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
+        yield Call(q, k, v, sight, call.scale)
+
+
+@lru_cache(maxsize=128)
+def _runs(sight: Patch, alone: bool) -> tuple[tuple[slice, slice, Patch], ...]:
+    """Rows, keys and patch of every run of queries. One run `alone` is halved: it has two lanes."""
+    runs = sight.q
+    if alone and len(runs) == 1 and len(sight.blocks) > 1:
         half = len(runs[0]) // 2
         runs = (runs[0][:half], runs[0][half:])
+    found, row = [], 0
     for run in runs:
-        sight = Patch(call.sight.mask, (run,), call.sight.k)
-        seen = sight.seen
-        keys = slice(seen.start, seen.stop)
-        q = call.q[:, :, row : row + len(run)]
-        narrowed = Patch(sight.mask, sight.q, spans.narrowed(sight.k, seen))
-        yield Call(q, call.k[:, :, keys], call.v[:, :, keys], narrowed, call.scale)
+        seen = Patch(sight.mask, (run,), sight.k).seen
+        patch = Patch(sight.mask, (run,), spans.narrowed(sight.k, seen))
+        found.append((slice(row, row + len(run)), slice(seen.start, seen.stop), patch))
         row += len(run)
+    if any(block.kind is Kind.PARTIAL for _, _, patch in found for block in patch.blocks):
+        # Torch's kernels serve the patch as a whole, but not when it is cut: many tiny documents.
+        return ((slice(None), slice(None), sight),)
+    return tuple(found)
 
 
 def _blocks(call: Call) -> Iterator[Call]:
