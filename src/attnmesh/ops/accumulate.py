@@ -63,6 +63,11 @@ class StateSum:
         if self._total is None and len(self._waiting) == 1 and self._waiting[0][0].out.shape == self._like.shape:
             only = self._waiting[0][0]
             return State(only.out.to(dtype), only.lse)
+        if self._waiting and _in_triton(self._waiting):
+            lse = torch.empty(self._like.shape[:3], dtype=self._dtype, device=self._like.device)
+            room = State(torch.empty_like(self._like, dtype=dtype), lse)  # in memory as q is
+            self.finish_into(room)
+            return room
         if self._waiting:
             return self._merged(dtype)
         total = self.begin()

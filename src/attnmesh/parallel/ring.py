@@ -88,7 +88,11 @@ class _Turn:
         name = self._ring.backend
 
         def serving(call: Call) -> Backend:
-            return choose_fused(call, name) if result is None else fused_for_backward(call, result, name)
+            if result is None:
+                return choose_fused(call, name)
+            backend = fused_for_backward(call, result, name)
+            backend.prepare(call, result)
+            return backend
 
         return [serving(call) if call else None for call in self.calls]
 

@@ -68,6 +68,14 @@ class Aten:
             for rows, part in kernel(call, block):
                 total.add(part, rows.start)
 
+    def prepare(self, call: Call, result: Result) -> None:
+        """Lay out and grad_out out as cuDNN's backward must have them."""
+        if call.q.is_cuda:
+            for block in call.sight.blocks:
+                q, k = _rows(call.q, block.q), _rows(call.k, block.k)
+                if _cudnn_takes(q, k):
+                    result.laid_like(q, block.q)
+
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Add this call's part of the gradients."""
         head_dim = call.q.shape[-1]
@@ -193,15 +201,19 @@ def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
 def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
     q, k, v = _rows(call.q, block.q), _rows(call.k, block.k), _rows(call.v, block.k)
     assert block.kind is not Kind.PARTIAL, "see refusal"
-    out, lse, grad_out = (_rows(x, block.q) for x in (result.out, result.lse, result.grad_out))
+    lse = _rows(result.lse, block.q)
     causal = block.kind is Kind.CAUSAL
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the random state of a dropout that is not there
     if _cudnn_takes(q, k):
+        # torch keeps a plan for each shape and strides of q, k and v, and takes it whatever the strides of out are. So
+        # out must lie as the forward would have made it for this q, or the plan of another call reads wrong memory.
+        out, grad_out = result.laid_like(q, block.q)
         parts = aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused[0], unused[1], None, None, None,
             q.shape[2], k.shape[2], 0.0, causal, scale=call.scale,
         )  # fmt: skip
     else:
+        out, grad_out = _rows(result.out, block.q), _rows(result.grad_out, block.q)
         parts = aten._flash_attention_backward(
             *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.contiguous(), None, None,
             q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=call.scale,

@@ -64,6 +64,8 @@ def backward(
     """
     results = list(_parted(result, calls))
     served = [(call, fused_for_backward(call, part, backend)) for call, part in zip(calls, results, strict=True)]
+    for (call, serving), part in zip(served, results, strict=True):
+        serving.prepare(call, part)
     on_lanes = lanes_allowed and _gain_by_lanes(served)
     lanes = Lanes(enabled=True) if on_lanes else ONE_LANE
     blocks = sum(len(call.sight.blocks) for call in calls) if on_lanes else None

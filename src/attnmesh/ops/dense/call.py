@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -38,11 +38,22 @@ class Result:
     lse: Tensor
     grad_out: Tensor
     grad_lse: Tensor | None
+    _laid: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> Result:
         """From what autograd hands to a backward: None where nothing depends on an output."""
         return cls(out, lse, torch.zeros_like(out) if grad_out is None else unit_strided(grad_out), grad_lse)
+
+    def laid_like(self, q: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+        """These rows of out and grad_out in the memory layout of `torch.empty_like(q)`; copied once, if at all."""
+        strides = torch.empty_like(q, device="meta").stride()
+        at = rows, strides
+        if at not in self._laid:
+            parts = [x[:, :, rows.start : rows.stop] for x in (self.out, self.grad_out)]
+            out, grad_out = (x if _strided(x, strides) else torch.empty_like(q).copy_(x) for x in parts)
+            self._laid[at] = out, grad_out
+        return self._laid[at]
 
     @cached_property
     def delta(self) -> Tensor:
@@ -51,6 +62,11 @@ class Result:
             self.out, self.grad_out, self.grad_lse
         )
         return delta
+
+
+def _strided(x: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether x has these strides, as far as they matter."""
+    return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,9 @@ class Backend(Protocol):
 
     def forward(self, call: Call, total: StateSum) -> None:
         """Merge the attention of this call into the rows' running state."""
+
+    def prepare(self, call: Call, result: Result) -> None:
+        """Make what several blocks of a backward share, before they take lanes."""
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Add this call's part of the gradients."""

@@ -52,6 +52,9 @@ class Triton:
             if state is None:
                 total.replace(new)
 
+    def prepare(self, call: Call, result: Result) -> None:
+        """Nothing: its blocks do not take lanes."""
+
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Add this call's part of the gradients."""
         kernel = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
