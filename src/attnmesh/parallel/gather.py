@@ -19,7 +19,7 @@ from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
 from attnmesh.parallel.arrivals import Arrivals, other_ranks, place_of, rows_in
 from attnmesh.parallel.message import message_row, sides
-from attnmesh.plan.gather import GatherPlan, head_groups
+from attnmesh.plan.gather import GatherPlan, groups_that_fill, head_groups
 from attnmesh.state import State, accumulation_dtype
 
 
@@ -79,6 +79,8 @@ class AllGather:
         readers = q.shape[1] // k.shape[1]
         patch = self.plan.patch(self.comm.rank)
         groups = head_groups(k.shape[1])
+        if q.is_cuda:
+            groups = head_groups(k.shape[1], groups_that_fill(self.plan.spread, q.shape[0], q.shape[1]))
         gathering = _Gathering(k, v, max(map(len, groups)), self.plan, self.comm)
         arriving = gathering.start(0, groups[0])
         for at, heads in enumerate(groups):

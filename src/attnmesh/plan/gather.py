@@ -89,10 +89,17 @@ def _seen(spread: Spread, rank: int, end: int) -> Spans:
 
 
 _GROUPS = 4  # the first group's keys travel before anything is computed; more groups leave kernels too small
+_TILE, _TILES_A_GROUP = 128, 256  # rows of a kernel's tile; tiles that keep a large GPU busy for two waves
 
 
-def head_groups(kv_heads: int) -> list[range]:
+def head_groups(kv_heads: int, groups: int = _GROUPS) -> list[range]:
     """The kv heads whose keys travel together, group by group."""
-    groups = min(_GROUPS, kv_heads)
+    groups = min(groups, kv_heads)
     edges = [kv_heads * at // groups for at in range(groups + 1)]
     return [range(a, b) for a, b in pairwise(edges)]
+
+
+def groups_that_fill(spread: Spread, batch: int, q_heads: int) -> int:
+    """How many groups leave a GPU enough to do in each; the same on every rank."""
+    rows = sum(map(spans.size, spread.queries)) // spread.world
+    return max(1, min(_GROUPS, batch * q_heads * rows // (_TILE * _TILES_A_GROUP)))
