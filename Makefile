@@ -24,7 +24,7 @@ bench: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,dev]"
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,hf,plot,dev]"
 	touch $@
 
 clean:

@@ -8,6 +8,7 @@ from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow, Verdict
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.queries import gather_ring_outputs, ring_chunks, ring_distributed_attention
+from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.state import State, merge
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "Verdict",
     "Zigzag",
     "attention",
+    "attention_context_parallel",
     "comm_from",
     "explain_attention",
     "gather_ring_outputs",

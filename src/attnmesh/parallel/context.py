@@ -17,6 +17,7 @@ from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import choose_fused
 from attnmesh.parallel.agreement import Facts, agreed
 from attnmesh.parallel.build import Builder
+from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, number_of
 from attnmesh.parallel.ranks import ranks_from
 from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
@@ -87,6 +88,7 @@ class ContextParallel:
         self.comm = self._ranks.everyone
         self.layout, self.schedule, self.backend = layout, schedule, backend
         self._schedules: dict[_Kind, Schedule] = {}
+        self._number = number_of(self)  # by which compiled graphs find it
 
     @property
     def rank(self) -> int:
@@ -155,13 +157,25 @@ class ContextParallel:
         have their own `key_length`, and `key_layout` if they lie differently; positions count from 0 in both. Returns
         out [B,Hq,n,D], and with `return_lse` the float32 lse [B,Hq,n]; both are differentiable.
         """
+        ask = Ask(mask, scale, length, key_length, key_layout, return_lse, needed_of(q, k, v))
+        if torch.compiler.is_compiling():
+            out, lse = compiled_attention(q, k, v, self._number, ask)
+        else:
+            out, lse = attend(q, k, v, self.agree_on(q, k, v, ask))
+        return (out, lse) if return_lse else out
+
+    def agree_on(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Schedule:
+        """The schedule that answers, once all ranks agree on what is asked for."""
 
         def examined() -> tuple[Schedule, Facts]:
-            kind = self._kind(q, k, v, mask, scale, length, key_length, key_layout, return_lse)
-            return self._schedule(kind, q, k, v), self._facts(kind, q, k, v, length is not None)
+            kind = self._kind(q, k, v, ask)
+            return self._schedule(kind, q, k, v), self._facts(kind, ask)
 
-        out, lse = attend(q, k, v, agreed(self._ranks, "ContextParallel.attention", examined))
-        return (out, lse) if return_lse else out
+        return agreed(self._ranks, "ContextParallel.attention", examined)
+
+    def schedule_for(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Schedule:
+        """The schedule that answers what has been agreed on."""
+        return self._schedule(self._kind(q, k, v, ask), q, k, v)
 
     def explain(
         self,
@@ -196,11 +210,9 @@ class ContextParallel:
                 raise ValueError(f"schedule={self.schedule!r} cannot serve this: {why}")
         return explained(self.schedule if choice is None else choice.schedule, case, machine, choice)
 
-    def _kind(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, length: int | None,
-        key_length: int | None, key_layout: Layout | None, lse: bool,
-    ) -> _Kind:  # fmt: skip
+    def _kind(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> _Kind:
         """What this call is; ValueError for what this rank can see to be wrong."""
+        mask, scale, length, key_length, key_layout, lse, needed = ask
         problem = problem_with(q, k, v, scale)
         if problem is not None:
             raise ValueError(problem)
@@ -213,7 +225,7 @@ class ContextParallel:
         return _Kind(
             mask, scale_for(q, scale), length, key_length, key_layout,
             _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype), q.dtype, q.device.type,
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad), lse,
+            any(needed), lse,
         )  # fmt: skip
 
     def _schedule(self, kind: _Kind, q: Tensor, k: Tensor, v: Tensor) -> Schedule:
@@ -249,18 +261,18 @@ class ContextParallel:
                 f"shard has {rows}"
             )
 
-    def _facts(self, kind: _Kind, q: Tensor, k: Tensor, v: Tensor, length_given: bool) -> Facts:
+    def _facts(self, kind: _Kind, ask: Ask) -> Facts:
         """What must be the same on all ranks."""
-        given = "length" if length_given else "length (positions a rank x world; pass length= if they differ)"
-        grad = torch.is_grad_enabled()
+        given = "length"
+        if ask.length is None:
+            given = "length (positions a rank x world; pass length= if they differ)"
         return {
             "batch": kind.shape.batch, "query heads": kind.shape.q_heads, "kv heads": kind.shape.kv_heads,
             "head_dim": kind.shape.head_dim, given: kind.length, "key_length": kind.key_length,
             "dtype": kind.dtype, "device": kind.device, "mask": kind.mask, "scale": kind.scale,
             "layout": self.layout, "key_layout": kind.key_layout, "schedule": self.schedule, "backend": self.backend,
             "ranks a node": self._ranks.inner, "return_lse": kind.lse,
-            "gradient of q": grad and q.requires_grad, "gradient of k": grad and k.requires_grad,
-            "gradient of v": grad and v.requires_grad,
+            "gradient of q": ask.needed[0], "gradient of k": ask.needed[1], "gradient of v": ask.needed[2],
         }  # fmt: skip
 
 

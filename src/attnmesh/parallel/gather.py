@@ -47,6 +47,10 @@ class AllGather:
             return states[0], (q, k, v)
         return State(*(torch.cat(parts, 1) for parts in zip(*states, strict=True))), (q, k, v)
 
+    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
+        """What the forward was given, and nothing else."""
+        return q, k, v
+
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """Gather again; gradients of keys go home in float32 while the next group is computed."""
         q, k, v = kept

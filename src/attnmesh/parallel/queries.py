@@ -192,6 +192,10 @@ class _Share:
             return State(nothing, nothing[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
         return blockwise.forward(calls, self.backend, lanes_allowed=not self.comm.shares_stream), (q, k, v)
 
+    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
+        """What the forward was given, and nothing else."""
+        return q, k, v
+
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """dq from this device's rows, zero elsewhere; dk and dv from those of all ranks of `comm`."""
         q, k, v = kept

@@ -49,6 +49,10 @@ class Ring:
         turn.forward(total, backends, lanes)
         return total.finish(q.dtype), (q, k, v)
 
+    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
+        """What the forward was given, and nothing else."""
+        return q, k, v
+
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """Once around with the keys, and their gradients home."""
         q, k, v = kept

@@ -37,6 +37,9 @@ class Schedule(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """The state of this rank's queries, and what the backward wants to find again."""
 
+    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
+        """What the forward kept, from what it was given and what it returned: a compiled graph keeps no more."""
+
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """The sums of the gradients of q, k and v; None where they are not `needed`."""
 

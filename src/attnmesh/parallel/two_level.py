@@ -41,6 +41,10 @@ class TwoLevelRing:
             travelling.wait()
         return total.finish(q.dtype), (q, k, v)
 
+    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
+        """What the forward was given, and nothing else."""
+        return q, k, v
+
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """The same rings; what a node found for visiting keys travels on with them, and home at the end."""
         q, k, v = kept

@@ -58,6 +58,20 @@ class Ulysses:
             lse = lse.squeeze(-1)
         return State(out, lse), tuple(kept)
 
+    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
+        """Traded again."""
+        shares = _Shares.of(q, k, self.keys.comm)
+        arriving_q = self.queries.to_heads([q, state.out], shares.q)
+        arriving_lse = self.queries.to_heads([state.lse.unsqueeze(-1)], shares.q)
+        arriving_kv = self.keys.to_heads([k, v], shares.kv)
+        (q_all, out), (lse,), (k_all, v_all) = arriving_q.wait(), arriving_lse.wait(), arriving_kv.wait()
+        kept = [torch.empty_like(x[:, :, :0]) for x in (q, k)]
+        for heads, kv in shares.segments:
+            part = State(_heads(out, heads), _heads(lse.squeeze(-1), heads))
+            more = self.between.kept_again(_heads(q_all, heads), _heads(k_all, kv), _heads(v_all, kv), part)
+            kept += (*part, *more)
+        return tuple(kept)
+
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """The gradients make the same two trades."""
         q, k, *by_segment = kept

@@ -1,0 +1,338 @@
+"""`torch.compile`: a layer with attention over ranks is one graph, and says what it says uncompiled."""
+
+import gc
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from attending import MASKS, assert_right, differentiated, drawn, mask_named
+from attnmesh import (
+    Causal,
+    Comm,
+    ContextParallel,
+    Contiguous,
+    Documents,
+    Full,
+    Layout,
+    Mask,
+    SlidingWindow,
+    Striped,
+    Zigzag,
+    run_virtual,
+)
+from attnmesh.balanced import Balanced
+from attnmesh.comm import SoloComm
+from attnmesh.joint import Joint
+from attnmesh.parallel import operator
+from attnmesh.parallel.in_numbers import _FIELDS, from_numbers, in_numbers
+from attnmesh.plan.load import SCHEDULES
+from processes import run_processes
+
+WIDTH, HEADS, KV_HEADS = 32, 4, 2
+
+
+class Layer(nn.Module):
+    """A transformer layer, grouped-query heads and all; with `lse` it has a say in the output, and so a gradient."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        super().__init__()
+        self.cp = cp
+        self.norm = nn.RMSNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, WIDTH * (HEADS + 2 * KV_HEADS) // HEADS, bias=False)
+        self.gather = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(
+        self, x: Tensor, mask: Mask, length: int | None = None, scale: float | None = None, lse: bool = True
+    ) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+        q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        if lse:
+            out, weight = self.cp.attention(q, k, v, mask=mask, length=length, scale=scale, return_lse=True)
+            out = out * weight.unsqueeze(-1).sigmoid()
+        else:
+            out = self.cp.attention(q, k, v, mask=mask, length=length, scale=scale)
+        x = x + self.gather(out.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+def layer(cp: ContextParallel) -> Layer:
+    torch.manual_seed(0)
+    return Layer(cp)
+
+
+def results(layer: Layer, run: Callable[..., Tensor], x: Tensor, *call: object) -> dict[str, Tensor]:
+    """The output and every gradient of `run`, which is the layer or the layer compiled."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y = run(x, *call)
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in layer.named_parameters()}}
+
+
+def assert_same(layer: Layer, compiled: Callable[..., Tensor], x: Tensor, *call: object) -> None:
+    expected, found = results(layer, layer, x, *call), results(layer, compiled, x, *call)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "documents", "all three"])
+def test_a_layer_is_one_graph_and_says_the_same(name):
+    one = layer(ContextParallel())
+    compiled = torch.compile(one, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 24, WIDTH)
+    assert_same(one, compiled, x, mask_named(name, 24))
+    assert_same(one, compiled, x, mask_named(name, 24), 24, 0.7)
+
+
+def test_another_mask_is_never_mistaken_for_the_first():
+    one, x = layer(ContextParallel()), torch.randn(1, 20, WIDTH)
+    compiled = torch.compile(one, backend="aot_eager", fullgraph=True)
+    masks = [Causal(), Full(), SlidingWindow(3), SlidingWindow(5), SlidingWindow(3, 5), Causal() & SlidingWindow(3)]
+    masks += [Documents([8, 12]), Documents([12, 8]), Documents([4, 4, 12]), Causal() & Documents([12, 8])]
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=len(masks)):
+        for mask in [*masks, *masks]:
+            torch.testing.assert_close(compiled(x, mask), one(x, mask))
+
+
+def test_masks_may_be_made_and_joined_inside_the_graph():
+    cp = ContextParallel()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        mask = Causal() & SlidingWindow(4) & Documents([q.shape[2] - 3, 3])
+        return cp.attention(q, k, v, mask=mask, return_lse=True)
+
+    inputs = drawn(19)
+    found = differentiated(torch.compile(attend, backend="aot_eager", fullgraph=True), inputs)
+    assert_right(found, inputs, Causal() & SlidingWindow(4) & Documents([16, 3]))
+
+
+def test_an_equal_mask_or_another_context_compiles_nothing_anew():
+    counter = CompileCounterWithBackend("aot_eager")
+    one, x = layer(ContextParallel()), torch.randn(1, 20, WIDTH)
+    compiled = torch.compile(one, backend=counter, fullgraph=True)
+    for _ in range(3):
+        assert_same(one, compiled, x, Causal() & Documents([8, 12]))
+        one.cp = ContextParallel(layout=Striped())
+    assert counter.frame_count == 1
+
+
+def test_the_graph_for_many_windows_and_lengths_is_the_same():
+    counter = CompileCounterWithBackend("aot_eager")
+    one = layer(ContextParallel())
+    compiled = torch.compile(one, backend=counter, fullgraph=True)
+    for n in (20, 23, 29, 31, 37):
+        assert_same(one, compiled, torch.randn(1, n, WIDTH), SlidingWindow(n // 3), n)
+    assert counter.frame_count == 2  # one for the first numbers, one for any
+
+
+def test_dynamic_shapes():
+    counter = CompileCounterWithBackend("aot_eager")
+    one = layer(ContextParallel())
+    compiled = torch.compile(one, backend=counter, fullgraph=True, dynamic=True)
+    for n in (16, 21, 40):
+        assert_same(one, compiled, torch.randn(2, n, WIDTH), Causal())
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (False,) * 3])
+def test_only_the_gradients_that_are_asked_for(needed):
+    cp, inputs = ContextParallel(), drawn(18)
+    whole = differentiated(lambda q, k, v: cp.attention(q, k, v, return_lse=True), inputs)
+    compiled = torch.compile(lambda q, k, v: cp.attention(q, k, v), backend="aot_eager", fullgraph=True)
+    q, k, v = (x.clone().requires_grad_(need) for x, need in zip(inputs, needed, strict=False))
+    out = compiled(q, k, v)
+    torch.testing.assert_close(out.detach(), whole[0])
+    assert out.requires_grad == any(needed)
+    if any(needed):
+        expected = torch.autograd.grad(
+            cp.attention(q, k, v), [x for x in (q, k, v) if x.requires_grad], inputs[3], materialize_grads=True
+        )
+        out.backward(inputs[3])
+        found = [x.grad for x in (q, k, v)]
+        assert [x is not None for x in found] == list(needed)
+        for x, y in zip((x for x in found if x is not None), expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_what_is_wrong_is_said_when_the_graph_runs():
+    cp = ContextParallel()
+    compiled = torch.compile(cp.attention, backend="aot_eager", fullgraph=True)
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(ValueError, match=r"under Zigzag.* holds 9 of 9 positions, but its shard has 8"):
+        compiled(q, q, q, length=9)
+    with pytest.raises(ValueError, match="add up to the sequence length 8"):
+        compiled(q, q, q, mask=Documents([3]))
+
+
+def test_cross_attention():
+    cp = ContextParallel()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return cp.attention(q, k, v, mask=Full(), key_length=29, key_layout=Striped(), return_lse=True)
+
+    inputs = drawn(18, 29)
+    assert_right(differentiated(torch.compile(attend, backend="aot_eager", fullgraph=True), inputs), inputs, Full())
+
+
+# Masks and layouts in numbers.
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_survives_being_told_in_numbers(name):
+    assert from_numbers(in_numbers(mask_named(name, 40))) == mask_named(name, 40)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(Contiguous(), Striped(), Zigzag(), Zigzag(3), Zigzag((2, 0, 1))),
+        *(Balanced(Causal() & Documents([3, 9])), Joint((8, Contiguous()), (4, Zigzag(2)))),
+    ],
+)
+def test_a_layout_survives_being_told_in_numbers(layout):
+    assert from_numbers(in_numbers(layout)) == layout
+
+
+def test_every_mask_and_layout_can_be_told():
+    known = {kind for kind in (*subclasses(Mask), *subclasses(Layout)) if kind.__module__.startswith("attnmesh")}
+    assert known == set(_FIELDS)
+    for kind in known:
+        assert _FIELDS[kind] == tuple(field.name for field in fields(kind))
+
+
+def subclasses(kind: type) -> list[type]:
+    return [below for one in kind.__subclasses__() for below in (one, *subclasses(one))]
+
+
+class Everything(Causal):
+    """Looks like a mask that is known."""
+
+
+def test_a_mask_of_ones_own_is_refused_not_guessed():
+    with pytest.raises(ValueError, match="the masks and layouts of attnmesh as they are, not a Everything"):
+        in_numbers(Everything())
+
+
+# The operators themselves.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operators_keep_what_their_fakes_promise(dtype):
+    cp, inputs = ContextParallel(), drawn(18, dtype=dtype)
+    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    call = (cp._number, in_numbers(Causal()), 0.3, 18, None, None, True)
+    # A kernel may add up in another order when it runs again.
+    close = {"atol": 1e-5, "rtol": 1e-5 if dtype != torch.bfloat16 else 2e-2}
+    torch.library.opcheck(torch.ops.attnmesh.context_attention, (q, k, v, *call, [True] * 3), **close)
+    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.attnmesh.context_attention, (*strided, *call, [False] * 3), **close)
+
+    out, lse = cp.attention(*strided, return_lse=True)
+    every, one = [True, True, True], [False, True, False]
+    torch.library.opcheck(torch.ops.attnmesh.context_attention, (*strided, *call[:-1], False, [False] * 3), **close)
+    for *grads, needed in ((*inputs[3:], every), (inputs[3], None, one), (None, inputs[4], every)):
+        arguments = (*strided, out, lse, *grads, *call, needed)
+        torch.library.opcheck(torch.ops.attnmesh.context_attention_backward, arguments, **close)
+
+
+def test_a_backward_keeps_its_context_and_nobody_else_does():
+    def attend(cp: ContextParallel, q: Tensor) -> Tensor:
+        return cp.attention(q, q, q)
+
+    gc.collect()
+    before = len(operator._contexts)
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    out = torch.compile(attend, backend="aot_eager", fullgraph=True)(ContextParallel(), q)
+    gc.collect()
+    assert len(operator._contexts) == before + 1
+    (found,) = torch.autograd.grad(out.sum(), q)
+    (expected,) = torch.autograd.grad(attend(ContextParallel(), q).sum(), q)
+    torch.testing.assert_close(found, expected)
+    del out
+    gc.collect()
+    assert len(operator._contexts) == before
+
+
+def test_a_context_that_is_gone_is_missed():
+    number = int(ContextParallel()._number)
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the ContextParallel of a compiled attention is gone"):
+        operator._context(torch.tensor(number))
+
+
+# More ranks than one.
+
+
+def compiled_on(comm: Comm, mask: str, contexts: Sequence[dict[str, object]], *, lse: bool) -> int:
+    """A layer over ranks whose shards differ in length, compiled, against the same layer on one rank, uncompiled.
+
+    Every one of the contexts is served by the same graph. Returns how many graphs were compiled on the way.
+    """
+    length = 27
+    counter = CompileCounterWithBackend("aot_eager")
+    shared, alone = layer(ContextParallel(comm)), layer(ContextParallel(SoloComm()))
+    compiled = torch.compile(shared, backend=counter, fullgraph=True)
+    whole = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1))
+    weight = torch.linspace(-1, 1, whole.numel()).view_as(whole)
+    due = whole.clone().requires_grad_()
+    call = mask_named(mask, length), length, 0.4, lse
+    expected = alone(due, *call)
+    (expected * weight).sum().backward()
+    for options in contexts:
+        cp = shared.cp = ContextParallel(comm, **options)
+        x = cp.shard(whole, 1).clone().requires_grad_()
+        shared.zero_grad()
+        y = compiled(x, *call)
+        (y * cp.shard(weight, 1)).sum().backward()
+        torch.testing.assert_close(cp.unshard(y, 1, length), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(x.grad, cp.shard(due.grad, 1), rtol=1e-4, atol=1e-5)
+        for found, known in zip(shared.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(comm.all_reduce(found.grad), known.grad, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(cp.unshard(compiled(x, *call), 1, length), expected, rtol=1e-4, atol=1e-5)
+    return counter.frame_count
+
+
+def test_every_schedule_on_virtual_ranks():
+    def rank(comm: Comm) -> int:
+        contexts = [{"schedule": schedule, "layout": Contiguous(), "inner": 2} for schedule in SCHEDULES]
+        zigzag = {"schedule": "ring", "layout": Zigzag()}
+        return compiled_on(comm, "causal & documents", [zigzag, *contexts, {"schedule": "ulysses"}], lse=False)
+
+    assert run_virtual(4, rank) == [2] * 4  # one with gradients and one without
+
+
+def on_processes(comm: Comm) -> None:
+    """In one run: a new process spends seconds importing what compiles."""
+    compiled_on(comm, "all three", [{}, {"layout": Striped(), "schedule": "ulysses"}], lse=True)
+    ranks_that_want_different_gradients_are_told(comm)
+
+
+def ranks_that_want_different_gradients_are_told(comm: Comm) -> None:
+    q, k = torch.randn(1, 2, 8, 16, requires_grad=comm.rank == 0), torch.randn(1, 2, 8, 16)
+    with pytest.raises(ValueError, match="ranks disagree: gradient of q is True on rank 0 but False on rank 1"):
+        torch.compile(ContextParallel(comm).attention, backend="aot_eager", fullgraph=True)(q, k, k)
+
+
+def test_a_layer_on_two_processes():
+    run_processes(2, on_processes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
+def test_a_layer_through_inductor():
+    one = layer(ContextParallel())
+    compiled = torch.compile(one, fullgraph=True)
+    assert_same(one, compiled, torch.randn(2, 24, WIDTH), Causal(), None, 1 / math.sqrt(3))
