@@ -102,6 +102,7 @@ WRONG_ALONE = {
         {"mask": SlidingWindow(3)},
         r"mask is Causal\(\) on ranks 0, 2 but SlidingWindow\(left=3, right=0\)",
     ),
+    "another return_lse": ({"return_lse": True}, "return_lse is False on ranks 0, 2 but True on rank 1"),
     "another scale": ({"scale": 0.5}, "scale is 0.25 on ranks 0, 2 but 0.5 on rank 1"),
     "another key_length": (
         {n: shape(1, 2, 2, 16) for n in "kv"} | {"key_length": 6},
