@@ -113,7 +113,7 @@ def test_two_runs_give_the_same_bits(mask, layout):
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_world_of_one_gives_the_bits_of_attention(mask, layout):
     sight = mask_named(mask, 67)
-    cp = ContextParallel(layout=LAYOUTS[layout])
+    cp = ContextParallel(layout=LAYOUTS[layout], schedule="ring")
     for dtype in DTYPES:
         inputs = drawn(67, dtype=dtype)
         alone = differentiated(lambda q, k, v: attention(q, k, v, mask=sight, return_lse=True), inputs)
@@ -148,7 +148,7 @@ def test_gradients_go_to_those_who_want_them(wanted):
     expected = dict(zip("qkv", ring_results(world, inputs, Causal(), layout)[2:], strict=True))
 
     def rank(comm: Comm) -> list[Tensor | None]:
-        cp = ContextParallel(comm, layout=layout)
+        cp = ContextParallel(comm, layout=layout, schedule="ring")
         shards = [cp.shard(x, 2).clone() for x in inputs]
         for name, x in zip("qkv", shards, strict=False):
             x.requires_grad_(name in wanted)
@@ -173,7 +173,7 @@ def test_a_loss_of_out_alone_or_of_lse_alone(heard):
     inputs[4 - at].zero_()
 
     def rank(comm: Comm) -> list[Tensor]:
-        cp = ContextParallel(comm)
+        cp = ContextParallel(comm, schedule="ring")
         shards = [cp.shard(x, 2) for x in inputs]
         leaves = [x.clone().requires_grad_() for x in shards[:3]]
         results = cp.attention(*leaves, length=23, return_lse=True)
@@ -187,7 +187,7 @@ def test_without_return_lse_only_out_comes_back():
     inputs = drawn(24)
 
     def rank(comm: Comm) -> Tensor:
-        cp = ContextParallel(comm)
+        cp = ContextParallel(comm, schedule="ring")
         return cp.attention(*(cp.shard(x, 2) for x in inputs[:3]))
 
     out = Zigzag().unshard(run_virtual(3, rank), 2)
@@ -206,7 +206,7 @@ def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):
     sight, layout = mask_named(mask, length), LAYOUTS[layout]
 
     def rank(comm: Comm) -> list[tuple[int, int]]:
-        cp = ContextParallel(comm, layout=layout)
+        cp = ContextParallel(comm, layout=layout, schedule="ring")
         shards = [cp.shard(x, 2) for x in inputs]
         leaves = [x.clone().requires_grad_() for x in shards[:3]]
         results = cp.attention(*leaves, mask=sight, length=length, return_lse=True)
@@ -232,7 +232,7 @@ def test_nothing_travels_that_nobody_needs():
 
     def sent(mask, wanted: str) -> tuple[int, int]:
         def rank(comm: Comm) -> tuple[int, int]:
-            cp = ContextParallel(comm, layout=Contiguous())
+            cp = ContextParallel(comm, layout=Contiguous(), schedule="ring")
             q, k, v = (
                 cp.shard(x, 2).clone().requires_grad_(n in wanted) for n, x in zip("qkv", drawn(64), strict=False)
             )
@@ -288,6 +288,9 @@ class Noting:
         self.events.append("compute")
         self.inner.forward(*args)
 
+    def prepare(self, *args) -> None:
+        self.inner.prepare(*args)
+
     def backward(self, *args) -> None:
         self.events.append("compute")
         self.inner.backward(*args)
@@ -303,7 +306,7 @@ def spied(world: int, mask, monkeypatch) -> list[tuple[list[str], list[str], lis
 
     def rank(comm: Comm):
         spy = Spy(comm)
-        cp = ContextParallel(spy, layout=Contiguous())
+        cp = ContextParallel(spy, layout=Contiguous(), schedule="ring")
         shards = [cp.shard(x, 2) for x in inputs]
         leaves = [x.clone().requires_grad_() for x in shards[:3]]
         events_of[leaves[0].data_ptr()] = spy.events
@@ -377,7 +380,7 @@ def test_activation_checkpointing_changes_nothing(reentrant):
     plain = ring_results(world, inputs, Causal(), Zigzag())
 
     def rank(comm: Comm) -> list[Tensor]:
-        cp = ContextParallel(comm)
+        cp = ContextParallel(comm, schedule="ring")
         again = 0
 
         def attend(q, k, v):
@@ -408,7 +411,7 @@ def test_several_layers_in_one_graph():
         return x, lse
 
     def rank(comm: Comm) -> list[Tensor]:
-        cp = ContextParallel(comm, layout=Striped())
+        cp = ContextParallel(comm, layout=Striped(), schedule="ring")
 
         def attend(q, k, v, mask):
             return cp.attention(q, k, v, mask=mask, return_lse=True)
@@ -428,7 +431,7 @@ def test_shards_may_be_views():
     inputs, world, layout = drawn(26), 3, Striped()
 
     def rank(comm: Comm) -> list[Tensor]:
-        cp = ContextParallel(comm, layout=layout)
+        cp = ContextParallel(comm, layout=layout, schedule="ring")
 
         def attend(q, k, v):
             return cp.attention(q, k, v, length=26, return_lse=True)
@@ -452,7 +455,7 @@ def test_unshard_gives_the_whole_and_gradients_are_summed_over_ranks(dim, layout
     whole, weights = torch.randn(2, 11, 3), torch.randn(3, 2, 11, 3)
 
     def rank(comm: Comm) -> Tensor:
-        cp = ContextParallel(comm, layout=layout)
+        cp = ContextParallel(comm, layout=layout, schedule="ring")
         shard = cp.shard(whole, dim).clone().requires_grad_()
         again = cp.unshard(shard, dim, 11)
         assert torch.equal(again, whole)
@@ -465,7 +468,7 @@ def test_unshard_gives_the_whole_and_gradients_are_summed_over_ranks(dim, layout
 
 def test_positions_are_those_of_the_shard():
     def rank(comm: Comm) -> None:
-        cp = ContextParallel(comm)
+        cp = ContextParallel(comm, schedule="ring")
         assert (cp.rank, cp.world) == (comm.rank, 3)
         assert torch.equal(cp.positions(17), cp.shard(torch.arange(17), 0))
 

@@ -43,7 +43,6 @@ class _Kind:
     shape: Shape
     dtype: torch.dtype
     device: str
-    backward: bool
     lse: bool
 
 
@@ -187,15 +186,13 @@ class ContextParallel:
         batch: int = 1,
         mask: Mask = Causal(),  # noqa: B008  (immutable)
         dtype: torch.dtype = torch.bfloat16,
-        backward: bool = True,
         key_length: int | None = None,
         key_layout: Layout | None = None,
         device: str = "cuda",
     ) -> Explanation:
         """The plan of such a call: who computes what, operations and bytes a rank, imbalance, why this schedule.
 
-        Computes and sends nothing; print it. `backward` says whether gradients count in the choice, `device` on what
-        kind of machine.
+        Computes and sends nothing; print it. `device` is the kind of machine to choose for.
         """
         _check_lengths(mask, length, key_length)
         _check_layout("key_layout", key_layout)
@@ -203,7 +200,7 @@ class ContextParallel:
         shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
         case = Case(self._spread(mask, length, key_length, key_layout), shape, self._ranks.inner)
         machine = hardware.machine(device)
-        choice = self._choice(case, machine, backward)
+        choice = self._choice(case, machine)
         if choice is None:
             why = refusal(self.schedule, case.spread, case.inner)
             if why is not None:
@@ -212,7 +209,7 @@ class ContextParallel:
 
     def _kind(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> _Kind:
         """What this call is; ValueError for what this rank can see to be wrong."""
-        mask, scale, length, key_length, key_layout, lse, needed = ask
+        mask, scale, length, key_length, key_layout, lse, _ = ask
         problem = problem_with(q, k, v, scale)
         if problem is not None:
             raise ValueError(problem)
@@ -225,7 +222,7 @@ class ContextParallel:
         return _Kind(
             mask, scale_for(q, scale), length, key_length, key_layout,
             _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype), q.dtype, q.device.type,
-            any(needed), lse,
+            lse,
         )  # fmt: skip
 
     def _schedule(self, kind: _Kind, q: Tensor, k: Tensor, v: Tensor) -> Schedule:
@@ -233,7 +230,7 @@ class ContextParallel:
         if kind not in self._schedules:
             positions = self._spread(kind.mask, kind.length, kind.key_length, kind.key_layout)
             case = Case(positions, kind.shape, self._ranks.inner, kind.lse)
-            choice = self._choice(case, hardware.machine(kind.device), kind.backward)
+            choice = self._choice(case, hardware.machine(kind.device))
             builder = Builder(case.spread, kind.scale, self.backend, self._ranks, kind.lse)
             schedule = builder.build(self.schedule if choice is None else choice.schedule)
             for call in schedule.calls(q, k, v):
@@ -243,9 +240,9 @@ class ContextParallel:
             self._schedules[kind] = schedule
         return self._schedules[kind]
 
-    def _choice(self, case: Case, machine: hardware.Machine, backward: bool) -> Choice | None:
+    def _choice(self, case: Case, machine: hardware.Machine) -> Choice | None:
         """What "auto" picks; None where a schedule was asked for by name."""
-        return choose_schedule(case, machine, backward=backward) if self.schedule == "auto" else None
+        return choose_schedule(case, machine) if self.schedule == "auto" else None
 
     def _spread(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Spread:
         return spread(mask, self.layout, length, self.world, key_layout, key_length)

@@ -23,16 +23,19 @@ class Choice:
 
 
 @lru_cache(maxsize=256)
-def choose_schedule(case: Case, machine: Machine, *, backward: bool) -> Choice:
-    """The fastest schedule by estimate; the simplest of those that tie. Estimates rank, they do not predict."""
+def choose_schedule(case: Case, machine: Machine) -> Choice:
+    """The fastest schedule by estimate; the simplest of those that tie. Estimates rank, they do not predict.
+
+    Forward and backward count, also where no gradient is asked for: the bits of a forward must not depend on that, or
+    what activation checkpointing computes again would not be what it was.
+    """
     seconds, refusals = {}, {}
     for schedule in SCHEDULES:
         why = refusal(schedule, case.spread, case.inner) or _unwise(schedule, case)
         if why is not None:
             refusals[schedule] = why
             continue
-        both = [loads(schedule, case, backward=way) for way in ((False, True) if backward else (False,))]
-        seconds[schedule] = sum(slowest(ranks, machine) for ranks in both)
+        seconds[schedule] = sum(slowest(loads(schedule, case, backward=way), machine) for way in (False, True))
     return Choice(min(seconds, key=lambda name: seconds[name]), seconds, refusals)
 
 
