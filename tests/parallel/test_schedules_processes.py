@@ -1,0 +1,201 @@
+"""Every schedule between real processes over gloo, on meshes of one and two dimensions: the same answers, no hang."""
+
+import os
+import time
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from attending import assert_right, differentiated, drawn, shard_results, shards_of
+from attnmesh import Causal, Comm, CommError, ContextParallel, Contiguous, Documents, Full, Zigzag, run_virtual
+from attnmesh.plan.load import SCHEDULES
+from processes import Died, run_processes
+
+CASES = [
+    # mask, length, key length, heads, dtype
+    (Causal(), 21, 21, (4, 2), torch.float32),
+    (Full(), 13, 18, (3, 3), torch.bfloat16),
+    (Causal() & Documents([9, 2, 12]), 23, 23, (6, 1), torch.float32),
+]
+
+
+def assert_exact(cp: ContextParallel, case: tuple, seed: int = 0) -> None:
+    """out, lse, dq, dk and dv of the whole sequence are right on every rank."""
+    mask, length, key_length, heads, dtype = case
+    inputs = drawn(length, key_length, heads=heads, dtype=dtype, head_dim=8, seed=seed)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return cp.attention(q, k, v, mask=mask, length=length, key_length=key_length, return_lse=True)
+
+    found = differentiated(attend, shards_of(inputs, cp.comm, cp.layout))
+    lengths = [length] * 3 + [key_length] * 2
+    assert_right([cp.unshard(x, 2, n) for x, n in zip(found, lengths, strict=True)], inputs, mask)
+
+
+def every_schedule(comm: Comm, kind: str) -> tuple[int, int]:
+    if kind == "inner":
+        where, how = comm, {"inner": 2}
+    else:
+        names = ("node", "cp") if kind == "names" else None
+        where, how = init_device_mesh("cpu", (2, 2), mesh_dim_names=names), {}
+    for schedule in (*SCHEDULES, "auto"):
+        cp = ContextParallel(where, schedule=schedule, **how)
+        for case in CASES if kind == "inner" else CASES[:2]:
+            assert_exact(cp, case)
+    return cp.rank, cp.world
+
+
+@pytest.mark.parametrize("kind", ["inner", "no names", "names"])
+def test_schedules_between_four_processes_are_exact(kind):
+    assert run_processes(4, every_schedule, kind) == [(rank, 4) for rank in range(4)]
+
+
+def shards_and_traffic(comm: Comm) -> list[tuple[list[list[float]], int, int]]:
+    done = []
+    for schedule in SCHEDULES:
+        comm.traffic.reset()
+        shards = shard_results(comm, drawn(21, head_dim=8), Causal(), Zigzag(), schedule=schedule, inner=2)
+        done.append(([x.flatten().tolist() for x in shards], comm.traffic.messages, comm.traffic.bytes))
+    return done
+
+
+def test_processes_do_what_virtual_ranks_do_to_the_last_bit_and_byte():
+    assert run_processes(4, shards_and_traffic) == run_virtual(4, shards_and_traffic)
+
+
+# Meshes over some of the ranks, or in another order.
+
+
+def on_two_replicas(comm: Comm) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "node", "cp"))
+    replica, *_ = mesh.get_coordinate()
+    for schedule in ("ulysses+ring", "ring+ring"):
+        cp = ContextParallel(mesh["node", "cp"], schedule=schedule)
+        assert (cp.rank, cp.world) == (comm.rank % 4, 4)
+        assert_exact(cp, CASES[0], seed=replica)  # each replica has a sequence of its own
+
+
+def test_two_dimensions_of_a_mesh_of_three():
+    run_processes(8, on_two_replicas)
+
+
+def on_some_ranks(comm: Comm) -> str:
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("node", "cp"))
+    if comm.rank == 4:
+        return "has other things to do"
+    for schedule in ("ulysses+allgather", "ring+ring"):
+        assert_exact(ContextParallel(mesh, schedule=schedule), CASES[0])
+    return "right"
+
+
+def test_a_mesh_over_some_of_the_ranks():
+    assert run_processes(5, on_some_ranks) == [*["right"] * 4, "has other things to do"]
+
+
+def beside_a_mesh(comm: Comm) -> str:
+    mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]), mesh_dim_names=("node", "cp"))
+    try:
+        return f"rank {ContextParallel(mesh).rank}"
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_rank_beside_the_mesh_hears_that_it_is_no_member():
+    *members, other = run_processes(3, beside_a_mesh)
+    assert members == ["rank 0", "rank 1"]
+    assert "not a member" in other
+
+
+def on_a_mesh_in_another_order(comm: Comm) -> str:
+    """Nodes of ranks that are no neighbours."""
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("node", "cp"))
+    try:
+        for schedule in ("ulysses+ring", "ring+ring", "ring"):
+            assert_exact(ContextParallel(mesh, schedule=schedule), CASES[0])
+    except ValueError as error:
+        return f"refused: {error}"
+    return "right"
+
+
+def test_a_mesh_in_another_order_is_right_or_refused_on_every_rank():
+    (said,) = set(run_processes(4, on_a_mesh_in_another_order, timeout=30))
+    assert said == "right" or said.startswith("refused: ")
+
+
+# Errors.
+
+
+def refusals(comm: Comm) -> list[str]:
+    comm.timeout = 10
+    flat, mesh = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    deep = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    ways = [
+        (comm, {"schedule": "tree"}),
+        (flat, {"schedule": "ring+ring"}),
+        (comm, {"schedule": "ulysses+ring"}),
+        (comm, {"inner": 3}),
+        (mesh, {"inner": 4}),
+        (mesh, {"inner": 1}),
+        (deep, {}),
+        (DeviceMesh("cpu", torch.tensor([[1, 0], [3, 2]])), {}),
+    ]
+    heard = []
+    for where, how in ways:
+        try:
+            ContextParallel(where, **how).attention(*(torch.ones(1, 2, 3, 16),) * 3)
+            heard.append("nothing was raised")
+        except ValueError as error:
+            heard.append(str(error))
+    assert_exact(ContextParallel(mesh, schedule="ring+ring", inner=2), CASES[0])  # and all goes on
+    return heard
+
+
+def test_what_cannot_be_is_refused_on_every_rank():
+    words = [
+        "schedule must be one of auto, ring, allgather, ",
+        "schedule='ring+ring' cannot serve this: ring+ring wants a mesh of two dimensions",
+        "schedule='ulysses+ring' cannot serve this: ulysses+ring wants a mesh of two dimensions",
+        "inner must be an integer that divides the 4 ranks, got 3",
+        "inner=4 contradicts the mesh, whose second dimension has 2 ranks",
+        "inner=1 contradicts the mesh, whose second dimension has 2 ranks",
+        "the mesh must have one dimension, or two (nodes, ranks a node), got 3 of shape (2, 1, 2)",
+        "needs mesh_dim_names",
+    ]
+    for heard in run_processes(4, refusals):
+        for said, due in zip(heard, words, strict=True):
+            assert due in said
+
+
+def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
+    comm.timeout = 4
+    cp = ContextParallel(comm, layout=Contiguous(), schedule=schedule, inner=2)
+    q, k, v = (cp.shard(x, 2).clone().requires_grad_() for x in drawn(32)[:3])
+
+    def attend() -> Tensor:
+        return cp.attention(q, k, v, mask=Full())
+
+    attend().sum().backward()  # all is well
+    began = time.monotonic()
+    try:
+        if comm.rank == 1 and when == "forward":
+            comm.exchange = lambda *messages: os._exit(7)  # in the middle: agreed, and then gone
+        out = attend()
+        if comm.rank == 1:
+            comm.exchange = lambda *messages: os._exit(7)
+        out.sum().backward()
+    except CommError as error:
+        return str(error), time.monotonic() - began
+    return "nothing", time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("schedule", "when"), [("allgather", "backward"), ("ulysses+ring", "forward"), ("ring+ring", "backward")]
+)
+def test_a_rank_that_dies_in_the_middle_is_missed_in_time(schedule, when):
+    first, gone, *others = run_processes(4, one_dies, schedule, when, strict=False)
+    assert gone == Died(7)
+    for message, seconds in (first, *others):
+        assert "failed in exchange" in message
+        assert seconds < 10
