@@ -9,10 +9,10 @@ demo: $(READY)
 	$(VENV)/bin/attnmesh verify --ranks 4
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest -m "not slow"
+	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: $(READY)
-	$(VENV)/bin/python -m pytest -m slow
+	$(VENV)/bin/python -m pytest -m slow -n 2 --dist worksteal
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

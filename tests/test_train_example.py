@@ -29,8 +29,10 @@ def losses(folder: Path, *command: str, length: int, dtype: str) -> list[float]:
 
 
 # Odd lengths, so that the ranks' shards differ; short for bfloat16, over which some CPUs take long.
-# Seen: 2e-7 and 6e-4. Positions or labels of the wrong tokens are off by 2e-2 and more, in either precision.
-@pytest.mark.parametrize(("length", "dtype", "tolerance"), [(75, "fp32", 1e-5), (21, "bf16", 3e-3)])
+# Seen: 2e-7 and 1e-3. Positions or labels of the wrong tokens are off by 2e-2 and more, in either precision.
+@pytest.mark.parametrize(
+    ("length", "dtype", "tolerance"), [(75, "fp32", 1e-5), pytest.param(21, "bf16", 3e-3, marks=pytest.mark.slow)]
+)
 def test_two_ranks_learn_what_one_learns(tmp_path, length, dtype, tolerance):
     one, two = (losses(tmp_path, *command, length=length, dtype=dtype) for command in ((), TORCHRUN))
     assert len(one) == STEPS
