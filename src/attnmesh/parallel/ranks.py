@@ -48,6 +48,8 @@ def ranks_from(where: Comm | ProcessGroup | DeviceMesh | None, inner: int | None
             f"the mesh must have one dimension, or two (nodes, ranks a node), got {where.ndim} of shape "
             f"{tuple(where.shape)}: slice it by mesh_dim_names"
         )
+    if isinstance(where, DeviceMesh) and where.get_coordinate() is None:
+        raise ValueError(f"this rank is not a member of the mesh {where.mesh.tolist()}")
     if isinstance(where, DeviceMesh) and where.ndim == 2:
         if inner is not None and inner != where.shape[1]:
             raise ValueError(f"inner={inner} contradicts the mesh, whose second dimension has {where.shape[1]} ranks")
