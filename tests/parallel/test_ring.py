@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from attending import (
     HEADS,
@@ -164,23 +163,6 @@ def test_gradients_go_to_those_who_want_them(wanted):
             torch.testing.assert_close(layout.unshard(parts, 2), expected[name])
         else:
             assert parts == (None,) * world
-
-
-@pytest.mark.parametrize("heard", ["out", "lse"])
-def test_a_loss_of_out_alone_or_of_lse_alone(heard):
-    inputs = drawn(23)
-    at = NAMES.index(heard)
-    inputs[4 - at].zero_()
-
-    def rank(comm: Comm) -> list[Tensor]:
-        cp = ContextParallel(comm, schedule="ring")
-        shards = [cp.shard(x, 2) for x in inputs]
-        leaves = [x.clone().requires_grad_() for x in shards[:3]]
-        results = cp.attention(*leaves, length=23, return_lse=True)
-        return [*(x.detach() for x in results), *torch.autograd.grad(results[at], leaves, shards[3 + at])]
-
-    parts = run_virtual(3, rank)
-    assert_right([Zigzag().unshard(part, 2) for part in zip(*parts, strict=True)], inputs, Causal())
 
 
 def test_without_return_lse_only_out_comes_back():
@@ -372,31 +354,6 @@ def test_memory_does_not_grow_with_the_ranks(mask, layout):
 
 
 # In company.
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_changes_nothing(reentrant):
-    inputs, world = drawn(37), 3
-    plain = ring_results(world, inputs, Causal(), Zigzag())
-
-    def rank(comm: Comm) -> list[Tensor]:
-        cp = ContextParallel(comm, schedule="ring")
-        again = 0
-
-        def attend(q, k, v):
-            nonlocal again
-            again += 1
-            return cp.attention(q, k, v, length=37, return_lse=True)
-
-        leaves = [cp.shard(x, 2).clone().requires_grad_() for x in inputs[:3]]
-        results = checkpoint(attend, *leaves, use_reentrant=reentrant)
-        torch.autograd.backward(results, [cp.shard(x, 2) for x in inputs[3:]])
-        assert again == 2
-        return [*(x.detach() for x in results), *(x.grad for x in leaves)]
-
-    found = [Zigzag().unshard(parts, 2) for parts in zip(*run_virtual(world, rank), strict=True)]
-    for name, a, b in zip(NAMES, found, plain, strict=True):
-        assert torch.equal(a, b), name
 
 
 def test_several_layers_in_one_graph():

@@ -94,6 +94,13 @@ class StateSum:
 class GradSum:
     """The sum of partial gradients, each covering some of the rows, in the accumulation type. `parts` as above."""
 
+    @classmethod
+    def of(cls, whole: Tensor, dtype: torch.dtype) -> GradSum:
+        """A sum that is complete already, to be rounded to `dtype`."""
+        total = cls(whole.new_empty((), dtype=dtype).expand(whole.shape))  # a shape, no memory
+        total.add(whole)
+        return total
+
     def __init__(self, like: Tensor, lanes: Lanes = ONE_LANE, parts: int | None = None) -> None:
         self._like, self._lanes, self._due = like, lanes, parts
         self._total: Tensor | None = None

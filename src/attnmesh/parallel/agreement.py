@@ -28,3 +28,9 @@ def agreed(ranks: Agreeing, operation: str, examined: Callable[[], tuple[T, Fact
         raise
     ranks.agree(operation, facts)
     return found
+
+
+def check_count(name: str, n: object, least: int = 0) -> None:
+    """Raise ValueError unless `n` is an integer of at least `least`."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {n!r}")

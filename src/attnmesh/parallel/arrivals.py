@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, Pending
 from attnmesh.comm.base import Message
 from attnmesh.plan.pieces import Piece
 
@@ -14,12 +16,12 @@ class Arrivals:
 
     def __init__(self, buffer: Tensor, comm: Comm) -> None:
         self.messages: list[Message] = []
-        self._buffer, self._comm = buffer, comm
+        self.buffer, self._comm = buffer, comm
         self._moves: list[tuple[Tensor, Tensor]] = []
 
     def expect(self, piece: Piece, peer: int) -> None:
         """Make room for a piece that `peer` sends."""
-        place = place_of(piece, self._buffer)
+        place = place_of(piece, self.buffer)
         if piece.in_place:
             self.messages.append((place, peer))
             return
@@ -31,6 +33,20 @@ class Arrivals:
         """Move what could not arrive in place. Call it when the messages are there."""
         for place, landing in self._moves:
             place.copy_(landing)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A buffer that is being filled."""
+
+    pending: Pending
+    arrivals: Arrivals
+
+    def wait(self) -> Tensor:
+        """The buffer, every row in its place."""
+        self.pending.wait()
+        self.arrivals.settle()
+        return self.arrivals.buffer
 
 
 def place_of(piece: Piece, buffer: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from attnmesh.parallel.schedule import Schedule
 from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses
 from attnmesh.plan.gather import gather_plan
-from attnmesh.plan.load import refusal
+from attnmesh.plan.load import check_served
 from attnmesh.plan.ring import ring_plan
 from attnmesh.plan.spread import Spread, between_nodes
 from attnmesh.plan.two_level import two_level_plan
@@ -32,9 +32,7 @@ class Builder:
 
     def build(self, schedule: str) -> Schedule:
         """The schedule of that name; ValueError where it cannot serve."""
-        why = refusal(schedule, self.spread, self.ranks.inner)
-        if why is not None:
-            raise ValueError(f"schedule={schedule!r} cannot serve this: {why}")
+        check_served(schedule, self.spread, self.ranks.inner)
         everyone = self.ranks.everyone
         if schedule == "ring":
             return Ring(ring_plan(self.spread), self.scale, self.backend, everyone)

@@ -15,7 +15,7 @@ from attnmesh.layout import Layout, Zigzag, dimension
 from attnmesh.mask import Causal, Mask
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import choose_fused
-from attnmesh.parallel.agreement import Facts, agreed
+from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.build import Builder
 from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, number_of
 from attnmesh.parallel.ranks import ranks_from
@@ -24,7 +24,7 @@ from attnmesh.parallel.unshard import unshard
 from attnmesh.plan import hardware
 from attnmesh.plan.choose import Choice, choose_schedule
 from attnmesh.plan.explain import Explanation, explained
-from attnmesh.plan.load import SCHEDULES, Case, Shape, refusal
+from attnmesh.plan.load import SCHEDULES, Case, Shape, check_served
 from attnmesh.plan.spread import Spread, spread
 from attnmesh.state import accumulation_dtype
 
@@ -201,11 +201,9 @@ class ContextParallel:
         case = Case(self._spread(mask, length, key_length, key_layout), shape, self._ranks.inner)
         machine = hardware.machine(device)
         choice = self._choice(case, machine)
-        if choice is None:
-            why = refusal(self.schedule, case.spread, case.inner)
-            if why is not None:
-                raise ValueError(f"schedule={self.schedule!r} cannot serve this: {why}")
-        return explained(self.schedule if choice is None else choice.schedule, case, machine, choice)
+        schedule = self.schedule if choice is None else choice.schedule
+        check_served(schedule, case.spread, case.inner)
+        return explained(schedule, case, machine, choice)
 
     def _kind(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> _Kind:
         """What this call is; ValueError for what this rank can see to be wrong."""
@@ -249,8 +247,7 @@ class ContextParallel:
 
     def _check_shard(self, rows: int, length: int, layout: Layout | None = None, what: str = "positions") -> None:
         layout = layout or self.layout
-        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-            raise ValueError(f"length must be an integer >= 0, got {length!r}")
+        check_count("length", length)
         due = layout.local_length(length, self.world, self.rank)
         if rows != due:
             raise ValueError(
@@ -276,9 +273,8 @@ class ContextParallel:
 def _check_lengths(mask: Mask, length: int, key_length: int | None) -> None:
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be an attnmesh mask (Full(), Causal(), ...), got {mask!r}")
-    for name, n in (("length", length), ("key_length", length if key_length is None else key_length)):
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ValueError(f"{name} must be an integer >= 0, got {n!r}")
+    check_count("length", length)
+    check_count("key_length", length if key_length is None else key_length)
     mask.check(length if key_length is None else key_length)
 
 
@@ -290,8 +286,7 @@ def _check_layout(name: str, layout: Layout | None) -> None:
 def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
     for name, n in sizes.items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {n!r}")
+        check_count(name, n, least=1)
     if q_heads % kv_heads:
         raise ValueError(f"the {kv_heads} kv heads must divide the {q_heads} query heads")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -17,14 +17,15 @@ from attnmesh.comm import Comm, Pending
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
-from attnmesh.parallel.arrivals import Arrivals, other_ranks, place_of, rows_in
+from attnmesh.parallel.arrivals import Arrivals, Arriving, other_ranks, place_of, rows_in
 from attnmesh.parallel.message import message_row, sides
+from attnmesh.parallel.schedule import KeepsInputs
 from attnmesh.plan.gather import GatherPlan, groups_that_fill, head_groups
 from attnmesh.state import State, accumulation_dtype
 
 
 @dataclass(frozen=True)
-class AllGather:
+class AllGather(KeepsInputs):
     """The schedule that gathers keys."""
 
     plan: GatherPlan
@@ -47,10 +48,6 @@ class AllGather:
             return states[0], (q, k, v)
         return State(*(torch.cat(parts, 1) for parts in zip(*states, strict=True))), (q, k, v)
 
-    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
-        """What the forward was given, and nothing else."""
-        return q, k, v
-
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """Gather again; gradients of keys go home in float32 while the next group is computed."""
         q, k, v = kept
@@ -71,10 +68,9 @@ class AllGather:
                 homing.send(grads, kv_heads)
         dq = dk = dv = None
         if needed[0]:
-            dq = GradSum(q)
-            dq.add(torch.cat(found, 1) if len(found) > 1 else found[0])
+            dq = GradSum.of(torch.cat(found, 1) if len(found) > 1 else found[0], q.dtype)
         if homing is not None:
-            dk, dv = (total if need else None for total, need in zip(homing.totals(k), needed[1:], strict=True))
+            dk, dv = (total if need else None for total, need in zip(homing.totals(k.dtype), needed[1:], strict=True))
         return Grads(dq, dk, dv)
 
     def _groups(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Call, slice, slice]]:
@@ -88,7 +84,7 @@ class AllGather:
         gathering = _Gathering(k, v, max(map(len, groups)), self.plan, self.comm)
         arriving = gathering.start(0, groups[0])
         for at, heads in enumerate(groups):
-            keys = arriving.wait()
+            keys = sides(arriving.wait())
             if at + 1 < len(groups):
                 arriving = gathering.start(at + 1, groups[at + 1])
             q_heads = slice(heads.start * readers, heads.stop * readers)
@@ -107,7 +103,7 @@ class _Gathering:
 
         self._gathered, self._outgoing = pair_of(plan.rows(comm.rank)), pair_of(k.shape[2])
 
-    def start(self, turn: int, heads: range) -> _Arriving:
+    def start(self, turn: int, heads: range) -> Arriving:
         """Send this rank's keys of some heads to all who see them, and receive what it sees itself."""
         me, others = self._comm.rank, other_ranks(self._comm)
         gathered, outgoing = (_for_heads(two[turn % 2], len(heads)) for two in (self._gathered, self._outgoing))
@@ -124,20 +120,7 @@ class _Gathering:
             for piece in self._plan.pieces(source, me):
                 arrivals.expect(piece, source)
         sends = [(rows_in(piece, outgoing), to) for to in others for piece in self._plan.pieces(me, to)]
-        return _Arriving(self._comm.exchange(sends, arrivals.messages), arrivals, gathered)
-
-
-@dataclass(frozen=True)
-class _Arriving:
-    pending: Pending
-    arrivals: Arrivals
-    gathered: Tensor
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """K and V, [B, heads, rows, D]."""
-        self.pending.wait()
-        self.arrivals.settle()
-        return sides(self.gathered)
+        return Arriving(self._comm.exchange(sends, arrivals.messages), arrivals)
 
 
 class _Homing:
@@ -184,15 +167,10 @@ class _Homing:
                 total += came
             self._travelling = None
 
-    def totals(self, k: Tensor) -> list[GradSum]:
-        """The sums of dk and dv."""
+    def totals(self, dtype: torch.dtype) -> list[GradSum]:
+        """The sums of dk and dv, to be rounded to `dtype`."""
         self.wait()
-        totals = []
-        for side in sides(self._total):
-            total = GradSum(k)
-            total.add(side)
-            totals.append(total)
-        return totals
+        return [GradSum.of(side, dtype) for side in sides(self._total)]
 
     def _buffer(self, rows: int, row: tuple[int, ...]) -> Tensor:
         return self._comm.buffer((rows, *row), dtype=self._dtype, device=self._total.device)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm, Pending
-from attnmesh.parallel.arrivals import Arrivals, other_ranks, place_of, rows_in
+from attnmesh.comm import Comm
+from attnmesh.parallel.arrivals import Arrivals, Arriving, other_ranks, place_of, rows_in
+from attnmesh.parallel.message import heads_first, rows_first
 from attnmesh.plan.pieces import pieces
 from attnmesh.spans import Spans, size
 
@@ -25,7 +26,7 @@ class HeadExchange:
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[range]) -> Arriving:
         """Start to bring all rows of this rank's heads here, from shards [B,H,n,D] of equal shape. `heads` is by rank.
 
-        What arrives are [B,h,rows,D] views of memory with rows first.
+        What arrives is a message: `heads_first` has its tensors, [B,h,rows,D].
         """
         me, others = self.comm.rank, other_ranks(self.comm)
         arrived = self._message(size(self.whole), len(heads[me]), tensors)
@@ -36,13 +37,13 @@ class HeadExchange:
         mine = pieces(self.held[me], self.whole)
         sends = []
         for target in others:
-            packed = _rows_first([x[:, heads[target].start : heads[target].stop] for x in tensors])
+            packed = rows_first([x[:, heads[target].start : heads[target].stop] for x in tensors])
             sends += [(rows_in(piece, packed), target) for piece in mine]
         travelling = self.comm.exchange(sends, arrivals.messages)
         for piece in mine:
-            for place, x in zip(_heads_first(place_of(piece, arrived)), tensors, strict=True):
+            for place, x in zip(heads_first(place_of(piece, arrived)), tensors, strict=True):
                 place.copy_(x[:, heads[me].start : heads[me].stop, piece.rows.start : piece.rows.stop])
-        return Arriving(travelling, arrivals, arrived)
+        return Arriving(travelling, arrivals)
 
     def to_rows(self, tensors: Sequence[Tensor], heads: Sequence[range], all_heads: int) -> list[Tensor]:
         """This rank's rows of all heads, [B,H,n,D], from all rows of this rank's heads [B,h,rows,D].
@@ -50,7 +51,7 @@ class HeadExchange:
         Heads that several ranks have are summed, in rank order; others are copied.
         """
         me, others = self.comm.rank, other_ranks(self.comm)
-        whole = _rows_first(tensors)
+        whole = rows_first(tensors)
         mine = pieces(self.held[me], self.whole)
         sends = [
             (place_of(piece, whole).contiguous(), target)
@@ -71,7 +72,7 @@ class HeadExchange:
         done = 0  # heads below have a value already
         for of, shard in zip(heads, shards, strict=True):
             again = max(0, min(of.stop, done) - of.start)
-            for whole_heads, part in zip(found, _heads_first(shard), strict=True):
+            for whole_heads, part in zip(found, heads_first(shard), strict=True):
                 whole_heads[:, of.start : of.start + again] += part[:, :again]
                 whole_heads[:, of.start + again : of.stop] = part[:, again:]
             done = max(done, of.stop)
@@ -81,28 +82,3 @@ class HeadExchange:
         batch, _, _, head_dim = like[0].shape
         shape = (rows, len(like), batch, heads, head_dim)
         return self.comm.buffer(shape, dtype=like[0].dtype, device=like[0].device)
-
-
-@dataclass(frozen=True)
-class Arriving:
-    """Heads on their way here."""
-
-    pending: Pending
-    arrivals: Arrivals
-    message: Tensor
-
-    def wait(self) -> list[Tensor]:
-        """The tensors, [B,h,rows,D]."""
-        self.pending.wait()
-        self.arrivals.settle()
-        return _heads_first(self.message)
-
-
-def _rows_first(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors [B,h,n,D] as one message [n, how many, B, h, D]."""
-    return torch.stack([x.permute(2, 0, 1, 3) for x in tensors], 1)
-
-
-def _heads_first(message: Tensor) -> list[Tensor]:
-    """The tensors of a message, as views [B,h,n,D]."""
-    return list(message.permute(1, 2, 3, 0, 4))

@@ -6,6 +6,8 @@ received, never a copy. Kernels read the same memory as strided `[B, Hkv, rows, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from attnmesh.comm import Comm
 
 
 def two_buffers(comm: Comm, rows: int, k: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """One is computed on and sent from while the other is received into. None where nothing travels."""
+    """One is computed on and sent from while the other is received into. No buffers where nothing travels."""
     return [comm.buffer((rows, *message_row(k)), dtype=dtype, device=k.device) for _ in range(2 if rows else 0)]
 
 
@@ -24,8 +26,18 @@ def message_row(k: Tensor) -> tuple[int, int, int, int]:
 
 def sides(message: Tensor) -> tuple[Tensor, Tensor]:
     """K and V (or their gradients) of a message, as views [B, Hkv, rows, D]."""
-    k, v = message.permute(1, 2, 3, 0, 4)
+    k, v = heads_first(message)
     return k, v
+
+
+def heads_first(message: Tensor) -> list[Tensor]:
+    """The tensors of a message, as views [B, H, rows, D]."""
+    return list(message.permute(1, 2, 3, 0, 4))
+
+
+def rows_first(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors [B, H, rows, D] of one shape as a message [rows, how many, B, H, D]."""
+    return torch.stack([x.permute(2, 0, 1, 3) for x in tensors], 1)
 
 
 def rows_of(message: Tensor, holds: range, rows: range) -> Tensor:

@@ -34,8 +34,8 @@ from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import choose_fused
-from attnmesh.parallel.agreement import Facts, agreed
-from attnmesh.parallel.schedule import BACKENDS, attend
+from attnmesh.parallel.agreement import Facts, agreed, check_count
+from attnmesh.parallel.schedule import BACKENDS, KeepsInputs, attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.blocks import Patch
 from attnmesh.spans import Spans
@@ -52,7 +52,7 @@ def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[in
 
     `pairs` folds finer, or gives uneven devices uneven shares, as in `Zigzag`: 2 x pairs chunks, in ascending order.
     """
-    _check_length(length)
+    check_count("length", length)
     _check_ring(ring_size, ring_id)
     return Zigzag(pairs).pieces(length, ring_size, ring_id)
 
@@ -145,7 +145,7 @@ def gather_ring_outputs(
 
     def examined() -> tuple[Zigzag, Facts]:
         layout = Zigzag(pairs)
-        _check_length(length)
+        check_count("length", length)
         if not isinstance(local_out, Tensor) or local_out.ndim < 3:
             got = f"shape {tuple(local_out.shape)}" if isinstance(local_out, Tensor) else type(local_out).__name__
             raise ValueError(f"local_out must be a tensor [batch, heads, rows, ...], got {got}")
@@ -166,7 +166,7 @@ def gather_ring_outputs(
 
 
 @dataclass(frozen=True)
-class _Share:
+class _Share(KeepsInputs):
     """The schedule of one device's share of the queries. `comm` is the ranks among which dk and dv are summed."""
 
     chunks: Spans
@@ -192,10 +192,6 @@ class _Share:
             return State(nothing, nothing[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
         return blockwise.forward(calls, self.backend, lanes_allowed=not self.comm.shares_stream), (q, k, v)
 
-    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
-        """What the forward was given, and nothing else."""
-        return q, k, v
-
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """dq from this device's rows, zero elsewhere; dk and dv from those of all ranks of `comm`."""
         q, k, v = kept
@@ -214,9 +210,7 @@ class _Share:
         """A gradient of keys from the queries of all ranks: summed as it was accumulated, not rounded yet."""
         if grad is None or self.comm.world == 1:
             return grad
-        total = GradSum(x)
-        total.add(self.comm.all_reduce(grad.total()))
-        return total
+        return GradSum.of(self.comm.all_reduce(grad.total()), x.dtype)
 
 
 @lru_cache(maxsize=128)
@@ -233,17 +227,7 @@ def _in_group(comm: Comm, ring_size: int | None, ring_id: int | None) -> tuple[i
     return comm.world if ring_size is None else ring_size, comm.rank if ring_id is None else ring_id
 
 
-def _check_length(length: int) -> None:
-    if not _is_integer(length) or length < 0:
-        raise ValueError(f"length must be an integer >= 0, got {length!r}")
-
-
 def _check_ring(ring_size: int, ring_id: int) -> None:
-    if not _is_integer(ring_size) or ring_size < 1:
-        raise ValueError(f"ring_size must be an integer >= 1, got {ring_size!r}")
-    if not _is_integer(ring_id) or not 0 <= ring_id < ring_size:
+    check_count("ring_size", ring_size, least=1)
+    if isinstance(ring_id, bool) or not isinstance(ring_id, int) or not 0 <= ring_id < ring_size:
         raise ValueError(f"ring_id must be an integer in 0..{ring_size - 1}, got {ring_id!r}")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -18,12 +18,13 @@ from attnmesh.ops.dense.call import Backend, Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
 from attnmesh.ops.lanes import ONE_LANE, Lanes
 from attnmesh.parallel.journey import Homing, Journey
+from attnmesh.parallel.schedule import KeepsInputs
 from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.state import State, accumulation_dtype
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ring(KeepsInputs):
     """The schedule of one ring. `plan` is the forward's."""
 
     plan: RingPlan
@@ -48,10 +49,6 @@ class Ring:
         total = StateSum(q, lanes, parts)
         turn.forward(total, backends, lanes)
         return total.finish(q.dtype), (q, k, v)
-
-    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
-        """What the forward was given, and nothing else."""
-        return q, k, v
 
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """Once around with the keys, and their gradients home."""

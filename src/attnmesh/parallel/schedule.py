@@ -44,6 +44,14 @@ class Schedule(Protocol):
         """The sums of the gradients of q, k and v; None where they are not `needed`."""
 
 
+class KeepsInputs:
+    """A schedule whose backward wants q, k and v as the forward had them, and nothing else."""
+
+    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
+        """What the forward kept."""
+        return q, k, v
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> State:
     """The state of this rank's queries over the keys of all ranks, differentiable."""
     out, lse = _Attend.apply(q, k, v, schedule)  # type: ignore[no-untyped-call]

@@ -12,13 +12,14 @@ from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
 from attnmesh.parallel.journey import Homing, Journey
 from attnmesh.parallel.ranks import Ranks
 from attnmesh.parallel.ring import Ring
+from attnmesh.parallel.schedule import KeepsInputs
 from attnmesh.plan.ring import RingPlan
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
 from attnmesh.state import State, accumulation_dtype
 
 
 @dataclass(frozen=True)
-class TwoLevelRing:
+class TwoLevelRing(KeepsInputs):
     """The schedule of a ring of rings. `plan` is the forward's."""
 
     plan: TwoLevelPlan
@@ -40,10 +41,6 @@ class TwoLevelRing:
             ring.forward_into(q, *journey.seen(at), total)
             travelling.wait()
         return total.finish(q.dtype), (q, k, v)
-
-    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
-        """What the forward was given, and nothing else."""
-        return q, k, v
 
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """The same rings; what a node found for visiting keys travels on with them, and home at the end."""

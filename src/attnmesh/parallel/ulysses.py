@@ -18,6 +18,7 @@ from attnmesh.comm import Comm
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.parallel.heads import HeadExchange
+from attnmesh.parallel.message import heads_first
 from attnmesh.parallel.ranks import Ranks
 from attnmesh.parallel.schedule import Schedule
 from attnmesh.plan.heads import Segment, head_share, replicated
@@ -42,7 +43,7 @@ class Ulysses:
         """There, attend, and back. What was traded is kept: the backward need not trade it again."""
         shares = _Shares.of(q, k, self.keys.comm)
         arriving_q, arriving_kv = self.queries.to_heads([q], shares.q), self.keys.to_heads([k, v], shares.kv)
-        (q_all,), (k_all, v_all) = arriving_q.wait(), arriving_kv.wait()
+        (q_all,), (k_all, v_all) = (heads_first(arriving.wait()) for arriving in (arriving_q, arriving_kv))
         kept = [torch.empty_like(x[:, :, :0]) for x in (q, k)]  # for their shapes
         outs = [q_all[:, :0]]
         lses = [torch.empty(q_all[:, :0].shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)]
@@ -64,7 +65,8 @@ class Ulysses:
         arriving_q = self.queries.to_heads([q, state.out], shares.q)
         arriving_lse = self.queries.to_heads([state.lse.unsqueeze(-1)], shares.q)
         arriving_kv = self.keys.to_heads([k, v], shares.kv)
-        (q_all, out), (lse,), (k_all, v_all) = arriving_q.wait(), arriving_lse.wait(), arriving_kv.wait()
+        (q_all, out), (lse,) = heads_first(arriving_q.wait()), heads_first(arriving_lse.wait())
+        k_all, v_all = heads_first(arriving_kv.wait())
         kept = [torch.empty_like(x[:, :, :0]) for x in (q, k)]
         for heads, kv in shares.segments:
             part = State(_heads(out, heads), _heads(lse.squeeze(-1), heads))
@@ -76,11 +78,11 @@ class Ulysses:
         """The gradients make the same two trades."""
         q, k, *by_segment = kept
         shares = _Shares.of(q, k, self.keys.comm)
-        (grad_out,) = self.queries.to_heads([result.grad_out], shares.q).wait()
+        (grad_out,) = heads_first(self.queries.to_heads([result.grad_out], shares.q).wait())
         grad_lse = None
         if self.lse:  # also where nothing depends on it here: elsewhere something may
             mine = torch.zeros_like(result.lse) if result.grad_lse is None else result.grad_lse
-            (grad_lse,) = self.queries.to_heads([mine.unsqueeze(-1)], shares.q).wait()
+            (grad_lse,) = heads_first(self.queries.to_heads([mine.unsqueeze(-1)], shares.q).wait())
             grad_lse = grad_lse.squeeze(-1)
         found = []
         for at, (heads, _) in enumerate(shares.segments):
@@ -92,7 +94,7 @@ class Ulysses:
         if needed[0]:
             parts = [grads.q.finish() for grads in found if grads.q is not None]
             (rows,) = self.queries.to_rows([self._joined(self.queries, parts, q, q.dtype)], shares.q, q.shape[1])
-            dq = _sum_of(rows, q.dtype)
+            dq = GradSum.of(rows, q.dtype)
         if needed[1] or needed[2]:
             dk, dv = self._key_grads(found, k, shares)
         return Grads(dq, dk if needed[1] else None, dv if needed[2] else None)
@@ -101,7 +103,6 @@ class Ulysses:
         """dk and dv of this rank's rows; zeros for the one nobody asked for."""
         # Where several ranks read a kv head, parts of its gradient travel: in float32, rounded once they are summed.
         dtype = accumulation_dtype(k.dtype) if shares.replicated else k.dtype
-
         rows = spans.size(self.keys.whole)
 
         def finished(grad: GradSum | None, heads: range) -> Tensor:
@@ -113,7 +114,7 @@ class Ulysses:
             parts = [finished(getattr(grads, name), kv) for grads, (_, kv) in zip(found, shares.segments, strict=True)]
             return self._joined(self.keys, parts, k, dtype)
 
-        return [_sum_of(rows, k.dtype) for rows in self.keys.to_rows([side("k"), side("v")], shares.kv, k.shape[1])]
+        return [GradSum.of(rows, k.dtype) for rows in self.keys.to_rows([side("k"), side("v")], shares.kv, k.shape[1])]
 
     def _joined(self, trade: HeadExchange, parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
         """The segments' results as one, [B, this rank's heads, all rows, D]; no heads at all is fine."""
@@ -140,10 +141,3 @@ class _Shares:
 
 def _heads(x: Tensor, heads: range) -> Tensor:
     return x[:, heads.start : heads.stop]
-
-
-def _sum_of(grad: Tensor, dtype: torch.dtype) -> GradSum:
-    """A finished gradient as the sum it is."""
-    total = GradSum(grad.to(dtype))
-    total.add(grad)
-    return total

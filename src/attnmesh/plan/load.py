@@ -102,6 +102,13 @@ def refusal(schedule: str, spread: Spread, inner: int) -> str | None:
     return None
 
 
+def check_served(schedule: str, spread: Spread, inner: int) -> None:
+    """Raise ValueError if the schedule cannot serve."""
+    why = refusal(schedule, spread, inner)
+    if why is not None:
+        raise ValueError(f"schedule={schedule!r} cannot serve this: {why}")
+
+
 def _ring(case: Case, rank: int, backward: bool) -> Load:
     shape = case.shape
     plan = ring_plan(case.spread, grad_weight=shape.grad_weight if backward else 0.0)
