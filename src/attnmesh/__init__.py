@@ -5,7 +5,9 @@ from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.joint import Joint
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow, Verdict
+from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.dense.api import attention, explain_attention
+from attnmesh.ops.storage import Quantised, quantise
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.queries import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.parallel.sdpa import attention_context_parallel
@@ -25,6 +27,7 @@ __all__ = [
     "Joint",
     "Layout",
     "Mask",
+    "Quantised",
     "SlidingWindow",
     "State",
     "Striped",
@@ -33,9 +36,12 @@ __all__ = [
     "attention",
     "attention_context_parallel",
     "comm_from",
+    "decode_attention",
     "explain_attention",
     "gather_ring_outputs",
     "merge",
+    "paged_decode_attention",
+    "quantise",
     "ring_chunks",
     "ring_distributed_attention",
     "run_virtual",

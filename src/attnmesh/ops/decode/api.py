@@ -1,0 +1,128 @@
+"""`decode_attention` and `paged_decode_attention`: validate, then dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+from torch import Tensor
+
+from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.check import checked
+from attnmesh.ops.decode.choose import choose
+from attnmesh.ops.decode.faults import check_now
+from attnmesh.ops.storage import Stored
+
+Positions = Sequence[int] | Tensor
+
+
+@overload
+def decode_attention(
+    q: Tensor, k_cache: Stored, v_cache: Stored, *, cur_pos: Positions | None = ..., mask: Tensor | None = ...,
+    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
+    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
+    return_lse: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def decode_attention(
+    q: Tensor, k_cache: Stored, v_cache: Stored, *, cur_pos: Positions | None = ..., mask: Tensor | None = ...,
+    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
+    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
+    return_lse: Literal[True], backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def decode_attention(
+    q: Tensor,
+    k_cache: Stored,
+    v_cache: Stored,
+    *,
+    cur_pos: Positions | None = None,
+    mask: Tensor | None = None,
+    tree: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    share_cache: bool = False,
+    max_splits: int | None = None,
+    split_size: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The attention of a few new tokens over a long cache: q [B,Hq,T,D], T = 1..8, to out [B,Hq,T,Dv].
+
+    `k_cache` [B,Hkv,L,D] and `v_cache` [B,Hkv,L,Dv] hold the new tokens already; `Quantised` ones are dequantised in
+    the kernel. `cur_pos[b]`, a list or a tensor on q's device, is the position of the last of the T tokens (all of L by
+    default). Token t sees the keys up to its own position; keys past cur_pos are not read. -1 skips a sequence: out 0,
+    lse -inf. A device tensor is never read on the host.
+
+    `mask`, boolean or added to the scores, [B or 1, Hq or 1, T or 1, up to L], replaces causality among the keys up to
+    cur_pos; `tree` [T,T] or [B,T,T] replaces it among the T new tokens only. `window` keeps the last so many keys up to
+    a token's own position, itself among them. `sinks` [Hq] are scores of keys without a value. `share_cache`: the
+    caches have a batch of 1, which all sequences read.
+
+    By default the keys are split to fill the device, at most into `max_splits` parts a sequence and head. `split_size`
+    fixes the length of a split instead: then a sequence's bits depend on nothing but the sequence.
+    `return_lse` adds the float32 lse [B,Hq,T], natural log. There is no backward.
+    `backend` is "auto", "triton", "cpu" or "reference"; one that cannot serve the call raises ValueError.
+    """
+    call = checked(
+        q, k_cache, v_cache, None, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
+        share_cache=share_cache, max_splits=max_splits, split_size=split_size,
+    )  # fmt: skip
+    return _run(call, backend, return_lse)
+
+
+@overload
+def paged_decode_attention(
+    q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Positions, mask: Tensor | None = ...,
+    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
+    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
+    return_lse: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def paged_decode_attention(
+    q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Positions, mask: Tensor | None = ...,
+    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
+    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
+    return_lse: Literal[True], backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def paged_decode_attention(
+    q: Tensor,
+    k_pool: Stored,
+    v_pool: Stored,
+    block_table: Tensor,
+    *,
+    cur_pos: Positions,
+    mask: Tensor | None = None,
+    tree: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    share_cache: bool = False,
+    max_splits: int | None = None,
+    split_size: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`decode_attention` over a pool of blocks: k_pool [num_blocks, block_len, Hkv, D], v_pool [..., Dv].
+
+    Position p of sequence b lies in block `block_table[b, p // block_len]` at `p % block_len`. The table is int32
+    [B, slots], padded with -1, blocks in any order and shared at will; slots past cur_pos are not read, nor are those
+    that a window has left behind. With `share_cache` the table has one row, which all sequences read.
+
+    A table entry outside the pool, or a position past the table, is never followed. On the CPU it raises ValueError.
+    On a GPU the sequence's out and lse are NaN, and the ValueError, which names sequence, slot and value, comes from
+    the next decode call that finds the report, or at once from `check_decode_faults()`.
+    """
+    call = checked(
+        q, k_pool, v_pool, block_table, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
+        share_cache=share_cache, max_splits=max_splits, split_size=split_size,
+    )  # fmt: skip
+    return _run(call, backend, return_lse)
+
+
+def _run(call: DecodeCall, backend: str, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    chosen = choose(call, backend)
+    if call.q.device.type == "cpu" or chosen.name == "reference":
+        check_now(call)
+    state = chosen.run(call)
+    return (state.out, state.lse) if return_lse else state.out
