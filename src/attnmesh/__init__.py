@@ -1,6 +1,8 @@
 """Exact attention over a mesh of devices."""
 
 from attnmesh.balanced import Balanced
+from attnmesh.cache.cache import BlockCache
+from attnmesh.cache.stats import CacheFull
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.joint import Joint
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
@@ -17,6 +19,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Balanced",
+    "BlockCache",
+    "CacheFull",
     "Causal",
     "Comm",
     "CommError",

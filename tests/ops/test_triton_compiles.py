@@ -29,6 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from attnmesh.cache.cache import BlockCache
+from attnmesh.cache.triton_write import write_tokens
 from attnmesh.ops.dense.triton_backward import backward, delta
 from attnmesh.ops.dense.triton_forward import forward
 from attnmesh.ops.triton_accumulate import accumulate, add
@@ -97,9 +99,18 @@ def memory_bound(head_dim, dtype, parts):
     accumulate(None, [(part, 0)] * parts, x.dtype, x.shape)
 
 
+def cache_write(head_dim, dtype, storage, heads, tokens):
+    cache = BlockCache(
+        layers=1, num_blocks=4, block_len=16, kv_heads=heads, head_dim=head_dim, storage=storage, device="cpu",
+        max_sequences=1, max_length=16,
+    )
+    k = torch.empty(2, heads, tokens, head_dim, dtype=getattr(torch, dtype))
+    write_tokens(cache.keys(0), cache.values(0), torch.zeros(2, tokens, dtype=torch.int64), k, k)
+
+
 for case in json.loads(sys.argv[1]):
     compiled.clear()
-    (memory_bound if len(case) == 3 else dense)(*case)
+    {3: memory_bound, 4: dense, 5: cache_write}[len(case)](*case)
     for name, binary in compiled:
         print(json.dumps({"case": case, "kernel": name} | resources(binary)), flush=True)
 '''
@@ -144,6 +155,15 @@ def test_every_dense_kernel_compiles():
 @pytest.mark.timeout(600)
 def test_the_memory_bound_kernels_compile():
     assert_compiles_for_hopper([(128, dtype, parts) for dtype in DTYPES for parts in (1, 4)])
+
+
+@pytest.mark.timeout(600)
+def test_the_kernel_that_writes_the_cache_compiles():
+    assert_compiles_for_hopper([
+        (head_dim, dtype, storage, heads, tokens)
+        for storage in ("bf16", "fp32", "fp8", "int8", "bfp8")
+        for head_dim, dtype, heads, tokens in ((128, "bfloat16", 8, 1), (80, "float32", 2, 256))
+    ])  # fmt: skip
 
 
 @pytest.mark.slow

@@ -118,8 +118,11 @@ def quantise(x: Tensor, storage: str, *, scale: Tensor | None = None, head_axis:
         values = (wide / _along(scale, x.ndim, head_axis)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
         return Quantised(values, scale)
     if storage == "int8":
-        scales = wide.abs().amax(-1) / INT8_MAX
-        return Quantised((wide / torch.where(scales > 0, scales, 1.0)[..., None]).round().to(torch.int8), scales)
+        # Divided by a tensor: by a number, CUDA multiplies with its reciprocal, and its bits would not be the CPU's.
+        scales = wide.abs().amax(-1) / wide.new_full((), INT8_MAX)
+        steps = (wide / torch.where(scales > 0, scales, 1.0)[..., None]).round()
+        # Clamped: a scale near the smallest float32 is coarse, and a quotient may pass 127.
+        return Quantised(steps.clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales)
     grouped = wide.unflatten(-1, (-1, BFP_GROUP))
     # frexp gives a mantissa in [0.5, 1): the leading one is worth 2 ** (exponent - 1).
     exponent = (torch.frexp(grouped.abs().amax(-1)).exponent - 1).clamp(-120, 127) - BFP_BITS

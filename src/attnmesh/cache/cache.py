@@ -1,0 +1,200 @@
+"""`BlockCache`: keys and values of many sequences in one pool of blocks, prefixes shared and found again."""
+
+from __future__ import annotations
+
+from collections import abc
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache import check
+from attnmesh.cache.blocks import Blocks, root_digest
+from attnmesh.cache.ledger import Ledger
+from attnmesh.cache.pools import fp8_scale, make_pools
+from attnmesh.cache.sequence import NewTokens, Sequence
+from attnmesh.cache.stats import CacheStats
+from attnmesh.cache.tables import Tables
+from attnmesh.cache.write import write_tokens
+from attnmesh.ops.storage import Stored, check_storage
+
+_MOST_BLOCK_LEN = 256  # what paged decode reads
+
+
+class BlockCache:
+    """A paged KV cache for `paged_decode_attention`: `keys(layer)`, `values(layer)`, `block_table` and `cur_pos`.
+
+    The tables are int32 [max_sequences, blocks of max_length] and [max_sequences], -1 where there is nothing. They stay
+    where they are for the life of the cache, so CUDA graphs over them see every later change. No operation reads the
+    device, and one that raises has changed nothing.
+
+    A sequence lives from `allocate` (or `fork`) to `free`. Its tokens get slots by `append`, and `write` fills them
+    layer by layer. A full block whose ids are known is found again by later prompts once all its layers are written.
+
+    `storage` is bf16, fp16, fp32, fp8, int8 or bfp8. `k_scale` and `v_scale`, a number, [] or [kv_heads], are fp8's:
+    values up to 448 times the scale are kept, larger ones become the largest. They are 1 by default.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        num_blocks: int,
+        block_len: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        storage: str = "bf16",
+        device: torch.device | str | None = None,
+        max_sequences: int,
+        max_length: int,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+    ) -> None:
+        value_dim = head_dim if value_dim is None else value_dim
+        check.check_sizes(
+            layers=layers, num_blocks=num_blocks, block_len=block_len, kv_heads=kv_heads, head_dim=head_dim,
+            value_dim=value_dim, max_sequences=max_sequences, max_length=max_length,
+        )  # fmt: skip
+        if block_len > _MOST_BLOCK_LEN:
+            raise ValueError(f"block_len must be 1 to {_MOST_BLOCK_LEN}, got {block_len}")
+        check_storage(storage, head_dim)
+        check_storage(storage, value_dim)
+        self._layers, self._max_length = layers, max_length
+        self._heads, self._dim, self._value_dim = kv_heads, head_dim, value_dim
+        self._tables = Tables(max_sequences, -(-max_length // block_len), device)
+        self.block_table, self.cur_pos = self._tables.block_table, self._tables.cur_pos
+        device = self.cur_pos.device
+        shape = (layers, num_blocks, block_len, kv_heads)
+        k_scale = fp8_scale("k_scale", k_scale, storage, kv_heads, device)
+        v_scale = fp8_scale("v_scale", v_scale, storage, kv_heads, device)
+        self._keys = make_pools((*shape, head_dim), storage, k_scale, device)
+        self._values = make_pools((*shape, value_dim), storage, v_scale, device)
+        self._blocks = Blocks(num_blocks)
+        self._ledger = Ledger(self, self._blocks, self._tables, block_len, max_sequences)
+        self._lookups = self._hits = 0
+
+    def keys(self, layer: int) -> Stored:
+        """The pool of a layer's keys, [num_blocks, block_len, kv_heads, head_dim]."""
+        self._check_layer(layer)
+        return self._keys.layers[layer]
+
+    def values(self, layer: int) -> Stored:
+        """The pool of a layer's values, [num_blocks, block_len, kv_heads, value_dim]."""
+        self._check_layer(layer)
+        return self._values.layers[layer]
+
+    def stats(self) -> CacheStats:
+        """The cache in numbers."""
+        blocks = self._blocks
+        return CacheStats(
+            total=blocks.total, free=blocks.free, used=blocks.total - blocks.free - blocks.cached,
+            cached=blocks.cached, lookups=self._lookups, hits=self._hits, evictions=blocks.evictions,
+        )  # fmt: skip
+
+    def allocate(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> Sequence:
+        """A sequence for a prompt, with room for all of it: appending the prompt cannot fail.
+
+        It begins with the full blocks that are cached already, `length == cached` tokens of the prompt. The last token
+        is never among them: it has to be computed, to say what comes next. The rest, `prompt[cached:]`, is to be
+        appended, in one or more chunks. A prompt given as a count reserves room, and neither finds nor is found.
+        Prompts find only what was written under the same `cache_key`.
+        """
+        count, ids = check.prompt_ids(prompt)
+        check.check_length("prompt", count, self._max_length)
+        if not isinstance(cache_key, str):
+            raise ValueError(f"cache_key must be a string, got {cache_key!r}")
+        sequence = self._ledger.begin(count, ids, root_digest(cache_key))
+        self._tables.upload()
+        self._lookups += len(ids)
+        self._hits += sequence.cached
+        return sequence
+
+    def append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> NewTokens:
+        """Slots for T more tokens on each of n sequences: on all of them or, with CacheFull, on none.
+
+        `tokens` are lists of ids, or their number T. Where a prompt is outstanding, T stands for its next ids, and
+        given ids must be those. After tokens whose ids were not given, a sequence's blocks are not found again.
+        The tables count the new tokens at once: write a layer before it is read. A last block that is shared is
+        copied first, in all layers.
+        """
+        sequences = self._own_each(sequences)
+        count, given = check.new_ids(tokens, len(sequences))
+        longest = max(sequences, key=lambda sequence: sequence.length)
+        check.check_length(longest, longest.length + count, self._max_length)
+        if given is not None:
+            for sequence, ids in zip(sequences, given, strict=True):
+                check.check_prompt_kept(sequence, ids)
+        slots, sources, targets = self._ledger.grow(sequences, count, given)
+        uploaded = self._tables.upload([*slots, *sources, *targets])
+        if sources:
+            source, target = uploaded[len(slots) :].chunk(2)
+            self._keys.copy_blocks(source, target)
+            self._values.copy_blocks(source, target)
+        places = uploaded[: len(slots)].view(len(sequences), count)
+        new = NewTokens(places, sequences, set(range(self._layers)), self)
+        for sequence in sequences:
+            sequence.pending[new] = sequence.length - count
+        return new
+
+    def write(self, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        """Fill one layer of new tokens: k [n, kv_heads, T, head_dim] and v [n, kv_heads, T, value_dim], any strides.
+
+        Each layer once. With the last one, full blocks become findable.
+        """
+        self._check_layer(layer)
+        if not isinstance(new, NewTokens) or new.owner is not self:
+            raise ValueError(f"new must be what append of this cache returned, got {new!r}")
+        if layer not in new.missing:
+            raise ValueError(f"layer {layer} of these tokens is written already; missing are {sorted(new.missing)}")
+        check.check_new(new.slots, k, v, self._heads, self._dim, self._value_dim)
+        write_tokens(self.keys(layer), self.values(layer), new.slots, k, v)
+        new.missing.discard(layer)
+        if not new.missing:
+            for sequence in new.sequences:
+                if sequence.pending.pop(new, None) is not None:
+                    self._ledger.register(sequence)
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second sequence with the same tokens in the same blocks; whoever appends first copies the last one.
+
+        What remains of a prompt that is outstanding stays with the first.
+        """
+        self._own(sequence)
+        if sequence.pending:
+            raise ValueError(f"{sequence} has tokens from {sequence.written} on that are not written in every layer")
+        twin = self._ledger.fork(sequence)
+        self._tables.upload()
+        return twin
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Keep the first `length` tokens, as after rejected drafts. Room that a prompt had reserved goes back, too."""
+        self._own(sequence)
+        if not isinstance(length, int) or not 0 <= length <= sequence.length:
+            raise ValueError(f"length must be 0 to {sequence.length}, the length of {sequence}, got {length!r}")
+        self._ledger.truncate(sequence, length)
+        self._tables.upload()
+
+    def free(self, sequence: Sequence) -> None:
+        """End a sequence. Its blocks go back; those that can be found again stay as long as there is room."""
+        self._own(sequence)
+        self._ledger.end(sequence)
+        self._tables.upload()
+
+    def _check_layer(self, layer: int) -> None:
+        if not isinstance(layer, int) or not 0 <= layer < self._layers:
+            raise ValueError(f"layer must be 0 to {self._layers - 1}, got {layer!r}")
+
+    def _own(self, sequence: Sequence) -> None:
+        if not isinstance(sequence, Sequence):
+            raise ValueError(f"sequence must be what allocate or fork returned, got {type(sequence).__name__}")
+        if sequence.owner is not self:
+            raise ValueError(f"{sequence} {'was freed' if sequence.owner is None else 'belongs to another cache'}")
+
+    def _own_each(self, sequences: abc.Sequence[Sequence]) -> tuple[Sequence, ...]:
+        if not isinstance(sequences, abc.Sequence) or not sequences:
+            raise ValueError(f"sequences must be a list of at least one sequence, got {sequences!r}")
+        for sequence in sequences:
+            self._own(sequence)
+        if len(set(sequences)) < len(sequences):
+            raise ValueError(f"sequences must be different ones, got {list(sequences)}")
+        return tuple(sequences)
