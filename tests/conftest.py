@@ -1,6 +1,11 @@
 """What every test shares: the kernels' interpreter, few threads, a device."""
 
+import importlib.util
 import os
+
+# One thread for each of pytest's processes: more would wait for one another. torch reads this when it is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -8,6 +13,29 @@ import torch
 # Without a GPU the kernels run in Triton's interpreter. Triton reads this when it is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _interpret_faster() -> None:
+    """Calls among device functions patch Triton's language anew each time, half of the interpreter's work.
+
+    A launch patches it already, for our modules; Triton's own need it once, since nothing takes it back there.
+    """
+    from triton.runtime import interpreter
+
+    seen = set()
+
+    def call(function, *args, **kwargs):
+        home = function.fn.__globals__["__name__"]
+        if home.startswith("triton.") and home not in seen:
+            interpreter._patch_lang(function.fn)
+            seen.add(home)
+        return function.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    _interpret_faster()
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from attnmesh.joint import Joint
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow, Verdict
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
+from attnmesh.ops.decode.faults import check_decode_faults
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.ops.storage import Quantised, quantise
 from attnmesh.parallel.context import ContextParallel
@@ -39,6 +40,7 @@ __all__ = [
     "Zigzag",
     "attention",
     "attention_context_parallel",
+    "check_decode_faults",
     "comm_from",
     "decode_attention",
     "explain_attention",

@@ -46,6 +46,8 @@ class Quantised:
             wanted = scales.shape == values.shape[:-1]
             shape = f"float32 {list(values.shape[:-1])}, one a token and head"
         elif values.dtype == torch.int8:
+            if scales.dtype == torch.int8:
+                check_storage("bfp8", values.shape[-1])
             wanted = scales.dtype == torch.int8 and scales.shape == _bfp_shape(values)
             shape = f"float32 {list(values.shape[:-1])} (int8) or int8 {list(_bfp_shape(values))} (bfp8)"
         else:

@@ -75,10 +75,9 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> Non
             raise ValueError(f"{name} must be {shape}, got shape {tuple(whole.shape)}")
         if whole.device != q.device:
             raise ValueError(f"q, k and v must be on one device, got {name} on {whole.device} and q on {q.device}")
-        if torch.is_grad_enabled() and whole.requires_grad:
-            raise ValueError(
-                f"decode has no backward, and {name} requires a gradient: use attention(), or torch.no_grad()"
-            )
+        _refuse_gradient(name, whole)
+        if isinstance(x, Quantised):
+            _refuse_gradient(f"the scales of {name}", x.scales)
     if not q.dtype.is_floating_point:
         raise ValueError(f"q must be floating point, got {q.dtype}")
     if not 1 <= q.shape[2] <= MOST_TOKENS:
@@ -175,6 +174,7 @@ def _checked_mask(mask: Tensor | None, q: Tensor, capacity: int) -> Tensor | Non
         raise ValueError(f"mask is {mask.shape[3]} keys wide, but the cache holds {capacity}")
     if mask.device != q.device:
         raise ValueError(f"mask must be on the device of q, {q.device}, got {mask.device}")
+    _refuse_gradient("mask", mask)
     return mask
 
 
@@ -204,7 +204,13 @@ def _checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
         raise ValueError(f"sinks must be floating point [{q.shape[1]}], one a query head, got {_described(sinks)}")
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
+    _refuse_gradient("sinks", sinks)
     return sinks
+
+
+def _refuse_gradient(name: str, x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"decode has no backward, and {name} requires a gradient: use attention(), or torch.no_grad()")
 
 
 def _described(x: object) -> str:

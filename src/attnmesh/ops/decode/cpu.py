@@ -1,10 +1,28 @@
-"""Decode on the CPU."""
+"""Decode on the CPU: torch's flash kernel over the rows of a kv head, a few equal parts of the keys at a time.
+
+The query heads of one kv head and their T tokens are rows of one product, so a key is read once for all of them. A
+float32 cache is read where it lies; blocks of a pool and narrower numbers are first gathered and widened, as many keys
+at a time as stay in the cores' caches. Each sequence costs the keys it sees.
+"""
 
 from __future__ import annotations
 
-from attnmesh.ops.decode import reference
+from collections.abc import Iterator
+from itertools import groupby
+from math import gcd
+
+import torch
+from torch import Tensor
+
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.state import State
+from attnmesh.ops.decode.cpu_flash import ROWS_A_TASK, attend, merged, one_by_one
+from attnmesh.ops.decode.cpu_keys import KeysAndValues
+from attnmesh.ops.decode.cpu_sight import Piece, Sight, pieces
+from attnmesh.state import State, accumulation_dtype
+
+_MOST_PARTS = 64  # states that wait to be merged: memory stays small beside the cache however short the splits are
+_LEAST_PART = 256  # keys that are worth a task of their own
+_REUSED_PART = 512  # keys of a head that stay in a core's cache while its few rows come by one after the other
 
 
 class Cpu:
@@ -17,5 +35,103 @@ class Cpu:
         return None if call.q.device.type == "cpu" else f"it computes on the CPU, q is on {call.q.device}"
 
     def run(self, call: DecodeCall) -> State:
-        """Out and lse."""
-        return reference.run(call)
+        """Out and lse; sequences that are skipped cost nothing."""
+        batch, heads, tokens, _ = call.q.shape
+        whole = State(
+            call.q.new_zeros(batch, heads, tokens, call.value_dim),
+            call.q.new_full((batch, heads, tokens), -torch.inf, dtype=accumulation_dtype(call.q.dtype)),
+        )
+        keys = KeysAndValues(call)
+        q = keys.query(call.q, call.scale)
+        for sequences, last in _together(call, keys):
+            part = _attention(call, keys, q, sequences, last)
+            whole.out[sequences.start : sequences.stop] = part.out
+            whole.lse[sequences.start : sequences.stop] = part.lse
+        return whole
+
+
+def _together(call: DecodeCall, keys: KeysAndValues) -> Iterator[tuple[range, int]]:
+    """Sequences that are computed together, and the last position they have in common."""
+    at = 0
+    for last, members in groupby(call.cur_pos.tolist()):
+        sequences = range(at, at := at + len(list(members)))
+        if last < 0:
+            continue
+        if _alone(call, keys, len(sequences)):
+            yield from ((range(one, one + 1), last) for one in sequences)
+        else:
+            yield sequences, last
+
+
+def _alone(call: DecodeCall, keys: KeysAndValues, count: int) -> bool:
+    if call.splits.size is not None:
+        return True  # what else is in the batch may not show in a sequence's bits
+    if call.shared:
+        return False  # more rows of the same product
+    if not keys.in_place or call.mask is not None or call.tree is not None or one_by_one(call.group * call.q.shape[2]):
+        return True
+    tasks, threads = count * call.kv_heads, torch.get_num_threads()
+    return tasks % threads != 0 and tasks < 4 * threads  # split, the keys of each keep all threads busy
+
+
+def _attention(call: DecodeCall, keys: KeysAndValues, q: Tensor, sequences: range, last: int) -> State:
+    """The state of sequences with one last position: out [n, Hq, T, Dv], lse [n, Hq, T]."""
+    sight = Sight(call, sequences, last)
+    rows = sight.as_rows(q[sequences.start : sequences.stop])
+    states: list[State] = []
+    waiting = 0
+    for piece in pieces(sight.span, sight.plain, *_cut(call, keys, sight, rows)):
+        states.append(_piece_state(keys, sight, rows, piece))
+        waiting += piece.parts
+        if waiting >= _MOST_PARTS:
+            states, waiting = [merged(states, len(sight.owners))], 1
+    if not states:  # a mask ends before the window begins
+        states = [State.identity(rows.shape, dtype=rows.dtype)]
+    out, lse = merged(states, len(sight.owners))
+    out = keys.scaled_out(out[..., : call.value_dim] if keys.padded else out)
+    return _with_sinks(call, State(sight.from_rows(out), sight.from_rows(lse.unsqueeze(-1)).squeeze(-1)))
+
+
+def _piece_state(keys: KeysAndValues, sight: Sight, q: Tensor, piece: Piece) -> State:
+    """The states of a piece's equal parts, [parts, Hkv, R, ...], or of one part of several sequences, [n, ...]."""
+    k, v = keys.read(sight.owners, piece.first, piece.end)
+    if piece.plain:
+        return attend(q, k, v, piece.parts)
+    bias = sight.bias(piece.first, piece.end, q.dtype)  # [n, Hkv or 1, R, N]
+    seen = bias > -torch.inf
+    if sight.may_have_gaps:
+        used = seen.flatten(0, 2).any(0)
+        if not used.all():  # what nobody sees may hold anything, NaN too, and the kernel would add -inf to it
+            chosen = used.nonzero().squeeze(1)
+            if not len(chosen):
+                return State.identity(q.shape, dtype=q.dtype)
+            k, v, bias = k.index_select(2, chosen), v.index_select(2, chosen), bias.index_select(3, chosen)
+    out, lse = attend(q, k, v, 1, bias)
+    blind = ~seen.any(-1)  # the kernel gives such a row an lse of 0
+    return State(out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf))
+
+
+def _cut(call: DecodeCall, keys: KeysAndValues, sight: Sight, q: Tensor) -> tuple[int, int, int]:
+    """How many keys a part has, the position that parts are counted from, and how many go into one call."""
+    if call.splits.size is not None:  # nothing here depends on the batch or on the threads
+        size = min(call.splits.size, keys.chunk)
+        return size, 0, _MOST_PARTS if keys.in_place else keys.chunk // size
+    threads, tasks = torch.get_num_threads(), q.shape[0] * q.shape[1] * -(-q.shape[2] // ROWS_A_TASK)
+    parts = 1 if q.shape[0] > 1 else threads // gcd(tasks, threads)
+    length = len(sight.plain) if keys.in_place and sight.plain else keys.chunk
+    parts = max(1, min(parts, length // _LEAST_PART))
+    if one_by_one(q.shape[2]):
+        parts = max(parts, length // _REUSED_PART)
+    parts = min(parts, call.splits.most or parts)
+    if keys.in_place and sight.plain:
+        return length // parts, sight.plain.start, _MOST_PARTS
+    return length // parts, 0, parts
+
+
+def _with_sinks(call: DecodeCall, state: State) -> State:
+    """A sink is one more key whose value is 0."""
+    if call.sinks is None:
+        return state
+    lse = torch.logaddexp(state.lse, call.sinks.to(state.lse.dtype)[:, None])
+    share = torch.exp(state.lse - torch.where(lse == -torch.inf, 0.0, lse))
+    return State(state.out * share.unsqueeze(-1), lse)

@@ -1,18 +1,29 @@
-"""Positions past a cache and table entries outside a pool: found before anything is read, named in the error."""
+"""Positions past a cache and table entries outside a pool: never followed, and named in the error.
+
+On the CPU they are looked for before a call. On a GPU the kernels find them: the sequence's rows become NaN, and word
+is left in memory of the host, which later calls (or `check_decode_faults`) turn into the error.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.storage import values_of
+
+MOST_SEQUENCES = 65536  # whose faults there is room to report
+
+_records: dict[torch.device, Tensor] = {}
 
 
 def check_now(call: DecodeCall) -> None:
     """Raise ValueError for the first fault. Reads the table and the positions: on the CPU, or for a reference."""
     last = call.cur_pos.long()
     for sequence in (last >= call.capacity).nonzero():
-        raise ValueError(position_fault(int(sequence), int(last[sequence]), call.capacity))
+        raise ValueError(
+            f"cur_pos[{int(sequence)}] is {int(last[sequence])}, but the cache holds positions 0 to {call.capacity - 1}"
+        )
     if call.table is None or not call.table.numel():
         return
     tokens, blocks = call.q.shape[2], values_of(call.k).shape[0]
@@ -22,14 +33,47 @@ def check_now(call: DecodeCall) -> None:
     wrong = read & ((call.table < 0) | (call.table >= blocks))
     for sequence, slot in wrong.nonzero():
         value = call.table.expand(last.shape[0], -1)[sequence, slot]
-        raise ValueError(table_fault(int(sequence), int(slot), int(value), blocks))
+        raise ValueError(
+            f"block_table[{int(sequence)}, {int(slot)}] is {int(value)}, but the pool has blocks 0 to {blocks - 1}"
+        )
 
 
-def table_fault(sequence: int, slot: int, value: int, blocks: int) -> str:
-    """What is wrong with a table entry that a sequence reads."""
-    return f"block_table[{sequence}, {slot}] is {value}, but the pool has blocks 0 to {blocks - 1}"
+def fault_record(device: torch.device) -> Tensor:
+    """Where kernels on a device leave word of a fault: a flag, then a word for each sequence.
+
+    Pinned memory of the host: kernels can write it, and the host can read it without waiting for them. It is made once
+    and never moves, so captured graphs may hold it.
+    """
+    if device not in _records:
+        _records[device] = torch.zeros(1 + MOST_SEQUENCES, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return _records[device]
 
 
-def position_fault(sequence: int, value: int, capacity: int) -> str:
-    """What is wrong with a position past the cache."""
-    return f"cur_pos[{sequence}] is {value}, but the cache holds positions 0 to {capacity - 1}"
+def raise_fault(device: torch.device) -> None:
+    """Raise ValueError if word of a fault has come from a device. Does not wait for it."""
+    record = _records.get(device)
+    if record is None or not int(record[0]):
+        return
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the flag may come before the words
+    sequence = int(record[1:].nonzero()[0])
+    word = int(record[1 + sequence])
+    record.zero_()
+    slot, value = (word >> 32) - 2, word & 0xFFFFFFFF
+    value -= (value >> 31) << 32  # it is signed
+    what = f"cur_pos[{sequence}]" if slot < 0 else f"block_table[{sequence}, {slot}]"
+    where = "past the cache" if slot < 0 else "outside the pool"
+    raise ValueError(
+        f"{what} is {value}, {where} (of an earlier decode call on {device}, whose out and lse are NaN there)"
+    )
+
+
+def check_decode_faults() -> None:
+    """Wait for the GPUs and raise ValueError if a decode call met a fault: the sequence, the slot and the value.
+
+    A fault is reported once. Later decode calls report it, too, but do not wait: this is for the end of a run.
+    """
+    for device in list(_records):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        raise_fault(device)

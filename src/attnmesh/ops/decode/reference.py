@@ -81,7 +81,8 @@ def _gathered(call: DecodeCall, stored: Stored, dtype: torch.dtype) -> Tensor:
     rows = call.table.long().clamp(0, values_of(stored).shape[0] - 1)  # nobody sees what other entries name
 
     def ordered(pool: Tensor) -> Tensor:
-        return pool[rows].flatten(1, 2).transpose(1, 2)
+        pool = pool if pool.shape[0] else pool.new_zeros(1, *pool.shape[1:])  # for tables that name nothing
+        return pool[rows.clamp(0)].flatten(1, 2).transpose(1, 2)
 
     if isinstance(stored, Tensor):
         return ordered(stored).to(dtype)

@@ -1,9 +1,33 @@
-"""Decode in Triton."""
+"""Decode in Triton: one launch over the keys, one over the rows."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.extras import installed, require
 from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.faults import MOST_SEQUENCES, fault_record, raise_fault
+from attnmesh.ops.decode.triton_tiles import (
+    Tiles,
+    count_shares,
+    paired,
+    pick_merge_tile,
+    pick_tiles,
+    power_of_two,
+)
+from attnmesh.ops.storage import Stored, values_of
 from attnmesh.state import State
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_WIDEST = 1024
+_LOG2_E = 1.4426950408889634
+_WHOLE = 2**30  # a split longer than any sequence
+_AT_ONCE = 1024  # sequences a launch: every program looks at all their lengths
 
 
 class Triton:
@@ -13,8 +37,174 @@ class Triton:
 
     def refusal(self, call: DecodeCall) -> str | None:
         """Why it cannot serve this call; None if it can."""
-        return "not yet"
+        width = max(call.q.shape[3], call.value_dim)
+        if call.q.dtype not in _DTYPES:
+            return f"its kernels take queries in fp16, bf16 and fp32, not {call.q.dtype}"
+        if width > _WIDEST:
+            return f"its kernels take head_dim up to {_WIDEST}, not {width}"
+        if values_of(call.k).stride(-1) != 1 or values_of(call.v).stride(-1) != 1:
+            return "its kernels take caches whose last dimension is contiguous"
+        if call.q.shape[0] > MOST_SEQUENCES:
+            return f"its kernels take up to {MOST_SEQUENCES} sequences, not {call.q.shape[0]}"
+        if not installed("triton"):
+            return "triton is not installed (pip install 'attnmesh[triton]')"
+        if not call.q.is_cuda and not _interpreted():
+            return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
+        return None
 
-    def run(self, call: DecodeCall) -> State:
-        """Out and lse."""
-        raise NotImplementedError
+    def run(self, call: DecodeCall, tiles: Tiles | None = None) -> State:
+        """Out and lse, by two launches for each 1024 sequences. Raises what faults earlier calls have met."""
+        raise_fault(call.q.device)
+        batch, heads, tokens, _ = call.q.shape
+        state = State(
+            torch.empty(batch, heads, tokens, call.value_dim, dtype=call.q.dtype, device=call.q.device),
+            torch.empty(batch, heads, tokens, dtype=torch.float32, device=call.q.device),
+        )
+        if state.out.numel():
+            for first in range(0, batch, _AT_ONCE):
+                some = slice(first, first + _AT_ONCE)
+                part = call if batch <= _AT_ONCE else _sequences(call, some)
+                _launch(part, State(state.out[some], state.lse[some]), tiles or pick_tiles(call), first)
+        return state
+
+
+def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -> None:
+    q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
+    batch, _, tokens, head_dim = q.shape
+    # Sequences that share a cache are rows of one tile, and read it once. Not with fixed splits, whose tiles may not
+    # depend on the batch, nor with a window: what lies between two windows may be anything.
+    shared = call.shared and call.splits.size is None and call.window is None
+    rows = call.group * tokens * (batch if shared else 1)
+    row_tile = min(max(8, power_of_two(rows)), tiles.rows)
+    heads = call.kv_heads * -(-rows // row_tile)
+    lines = 1 if shared else batch
+
+    fixed = call.splits.size is not None or call.splits.most == 1
+    unit = (call.splits.size or _WHOLE) if fixed else tiles.keys
+    units = lines * -(-call.capacity // unit)
+    shares = max(1, min(units, count_shares(lines, heads, tiles.resident * _multiprocessors(q.device))))
+    most = None if fixed else call.splits.most
+    pieces = heads * (units if fixed else 2 * shares)
+    part_out = torch.empty(pieces, row_tile, call.value_dim, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(pieces, row_tile, dtype=torch.float32, device=q.device)
+
+    words = paired(call)
+    k, *k_parts = _parts(call, call.k, words)
+    v, *v_parts = _parts(call, call.v, words)
+    mask, tree = (_as_bytes(x) for x in (call.mask, call.tree))
+    main = max(16, 1 << (head_dim.bit_length() - 1))
+    tail = max(16, power_of_two(head_dim - main)) if head_dim > main else 0
+    block_len = call.block_len if call.paged else 0
+    compiled = not _interpreted()
+    table: tuple[Tensor | None, int] = (None, 0)
+    if call.table is not None:
+        slots = call.table if call.table.stride(1) == 1 else call.table.contiguous()
+        table = (slots, 0 if slots.shape[0] == 1 else slots.stride(0))
+    written = (state.out, state.out.stride()[:3], state.lse, state.lse.stride())
+    numbers = (batch, call.kv_heads, k.shape[0], call.capacity, call.window, shares, most)
+    common: dict[str, Any] = {
+        "TOKENS": tokens, "GROUP": call.group, "ROWS": row_tile, "DV": call.value_dim, "BLOCK_LEN": block_len,
+        "UNIT": unit, "FIXED": fixed, "SHARED": shared, "BATCH": power_of_two(batch), "COMPILED": compiled,
+    }  # fmt: skip
+    with torch.cuda.device_of(q):
+        _kernel("split")[(shares * heads,)](
+            q, q.stride()[:3], k, v, *k_parts, *v_parts, *table, call.cur_pos,
+            mask, _broadcast_strides(mask, 4), 0 if mask is None else mask.shape[3],
+            tree, _broadcast_strides(tree, 3), call.sinks, *written, part_out, part_lse, *numbers, call.scale * _LOG2_E,
+            **common, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail, BLOCK_DV=max(16, power_of_two(call.value_dim)),
+            STORAGE="plain" if isinstance(call.k, Tensor) else call.k.storage, PAIRED=words, V_IN_K=_v_in_k(call, main),
+            ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_len, 1) == 0 or block_len % tiles.keys == 0),
+            WIDE=max(_span(k), _span(v)) >= 2**31, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        part = pick_merge_tile(shares // lines + 2, row_tile, call.value_dim, fixed)
+        _kernel("merge")[(lines * heads, row_tile // part.rows, -(-call.value_dim // part.columns))](
+            part_out, part_lse, *table, call.cur_pos, call.sinks, *written,
+            fault_record(q.device), first_sequence, *numbers,
+            **common, PIECES=part.pieces, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=4,
+            **({"launch_pdl": True} if compiled else {}),
+        )  # fmt: skip
+
+
+def _sequences(call: DecodeCall, some: slice) -> DecodeCall:
+    """The call for some of its sequences."""
+
+    def part(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.shape[0] == 1 else x[some]
+
+    return replace(
+        call, q=call.q[some], cur_pos=call.cur_pos[some], table=part(call.table), mask=part(call.mask),
+        tree=part(call.tree), k=_rows(call, call.k, some), v=_rows(call, call.v, some),
+    )  # fmt: skip
+
+
+def _rows(call: DecodeCall, cache: Stored, some: slice) -> Stored:
+    """Some sequences of a contiguous cache; all of a pool, and of a cache that is everybody's."""
+    if call.paged or values_of(cache).shape[0] == 1:
+        return cache
+    if isinstance(cache, Tensor):
+        return cache[some]
+    return replace(
+        cache, values=cache.values[some], scales=cache.scales if cache.storage == "fp8" else cache.scales[some]
+    )
+
+
+def _kernel(name: str) -> Any:
+    return getattr(require(f"attnmesh.ops.decode.triton_{name}", extra="triton"), f"{name}_kernel")
+
+
+def _parts(
+    call: DecodeCall, stored: Stored, words: bool
+) -> tuple[Tensor, tuple[int, ...], Tensor | None, tuple[int, ...]]:
+    """Values and scales, each with its strides by (block or sequence, token, head)."""
+    values = values_of(stored)
+    values = values.view(torch.int16) if words else values
+
+    def strides(x: Tensor) -> tuple[int, ...]:
+        if call.paged:
+            return x.stride()[:3]
+        return (0 if x.shape[0] == 1 else x.stride(0), x.stride(2), x.stride(1))  # a cache of one is everybody's
+
+    if isinstance(stored, Tensor):
+        return values, strides(values), None, (0, 0, 0, 0)
+    scales = stored.scales
+    if stored.storage == "fp8":
+        return values, strides(values), scales, (scales.stride(0) if scales.ndim else 0, 0, 0, 0)
+    return values, strides(values), scales, (*strides(scales), scales.stride(3) if scales.ndim == 4 else 0)
+
+
+def _as_bytes(x: Tensor | None) -> Tensor | None:
+    return x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x
+
+
+def _broadcast_strides(x: Tensor | None, ndim: int) -> tuple[int, ...]:
+    if x is None:
+        return (0,) * ndim
+    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _v_in_k(call: DecodeCall, main: int) -> bool:
+    """Whether the values are the keys' first columns (MLA): they are then read once."""
+    k, v = call.k, call.v
+    return (
+        isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and k.data_ptr() == v.data_ptr()
+        and k.stride() == v.stride()
+        and v.shape[3] == main
+    )
+
+
+def _span(x: Tensor) -> int:
+    """How far apart the first and the last element of a tensor lie."""
+    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

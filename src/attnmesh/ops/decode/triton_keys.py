@@ -1,0 +1,173 @@
+"""Where the keys of a tile lie, and how they are read: from blocks or one after another, in any storage type.
+
+What a program does for each key it reads costs as much as the attention itself, so all that can be is left out of the
+loop: places within a block repeat from tile to tile when tiles and blocks divide one another, and offsets are 32 bits
+wide unless the pool needs more.
+"""
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def blocks_at(table_row, key, stop, BLOCK_LEN: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
+    """The blocks of the keys [key, key + KEYS): one for all where a block holds the tile, else one each.
+
+    From `stop` on nothing is looked up. A contiguous cache is one block.
+    """
+    if BLOCK_LEN == 0:
+        blocks = 0
+    elif ALIGNED and BLOCK_LEN >= KEYS:
+        blocks = tl.load(table_row + key // BLOCK_LEN, mask=key < stop, other=0)
+    elif ALIGNED:
+        near = tl.arange(0, KEYS)
+        blocks = tl.load(table_row + key // BLOCK_LEN + near // BLOCK_LEN, mask=key + near < stop, other=0)
+    else:
+        keys = key + tl.arange(0, KEYS)
+        blocks = tl.load(table_row + keys // BLOCK_LEN, mask=keys < stop, other=0)
+    return blocks
+
+
+@triton.jit
+def places_at(key, BLOCK_LEN: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
+    """Where in their blocks the keys [key, key + KEYS) lie."""
+    near = tl.arange(0, KEYS)
+    if BLOCK_LEN == 0:
+        places = key + near
+    elif ALIGNED and BLOCK_LEN >= KEYS:
+        places = key % BLOCK_LEN + near
+    elif ALIGNED:
+        places = near % BLOCK_LEN  # the same in every tile
+    else:
+        places = (key + near) % BLOCK_LEN
+    return places
+
+
+@triton.jit
+def readable(blocks, keys, first, stop, num_blocks, WINDOW: tl.constexpr, BLOCK_LEN: tl.constexpr):
+    """Which keys are the sequence's own and lie in the pool: no other memory is touched."""
+    there = keys < stop
+    if WINDOW:
+        there = there & (keys >= first)
+    if BLOCK_LEN > 0:
+        there = there & (tl.cast(blocks, tl.uint32, bitcast=True) < tl.cast(num_blocks, tl.uint32, bitcast=True))
+    return there
+
+
+@triton.jit
+def offsets_at(blocks, places, strides, WIDE: tl.constexpr):
+    """How far from the beginning of its head each key lies."""
+    if WIDE:
+        blocks = tl.cast(blocks, tl.int64)
+        places = places.to(tl.int64)
+    return blocks * strides[0] + places * strides[1]
+
+
+@triton.jit
+def load_rows(head, offsets, there, COLUMN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns [COLUMN, COLUMN + WIDTH) of some keys, [keys, WIDTH]."""
+    columns = COLUMN + tl.arange(0, WIDTH)
+    pointers = head + (offsets[:, None] + columns[None, :])
+    if COLUMN + WIDTH > D:
+        tile = tl.load(pointers, mask=there[:, None] & (columns < D)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=there[:, None], other=0.0)
+    return tile
+
+
+@triton.jit
+def load_across(head, offsets, there, D: tl.constexpr, WIDTH: tl.constexpr):
+    """The same rows as columns, [WIDTH, keys]. (Loading and then transposing would not be pipelined.)"""
+    columns = tl.arange(0, WIDTH)
+    pointers = head + (offsets[None, :] + columns[:, None])
+    if WIDTH > D:
+        tile = tl.load(pointers, mask=there[None, :] & (columns < D)[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=there[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def powers_of_rows(
+    scales, strides, offsets, there, COLUMN: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The shared powers of two of a bfp8 tile, one for each of its values, [keys, WIDTH]."""
+    groups = COLUMN // 16 + tl.arange(0, WIDTH // 16)
+    inside = there[:, None] & (groups < D // 16)[None, :]
+    powers = tl.load(scales + (offsets[:, None] + groups[None, :] * strides[3]), mask=inside, other=0).to(tl.int32)
+    steps = ((powers + 127) << 23).to(tl.float32, bitcast=True)  # 2 ** power, exactly
+    return tl.broadcast_to(steps[:, :, None], (KEYS, WIDTH // 16, 16)).reshape(KEYS, WIDTH)
+
+
+@triton.jit
+def halves(words, STORAGE: tl.constexpr, COMPILED: tl.constexpr):
+    """The lower and the upper value in each 16-bit word of an fp8 or int8 tile, in fp16, which holds them all.
+
+    Words go from shared memory to the matrix units' registers as fp16 numbers do; bytes would go one by one.
+    """
+    if not COMPILED:  # the interpreter knows no machine code
+        low, high = (words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8)
+        if STORAGE == "fp8":
+            low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+        else:
+            low, high = low.to(tl.int8, bitcast=True), high.to(tl.int8, bitcast=True)
+        low, high = low.to(tl.float16), high.to(tl.float16)
+    elif STORAGE == "fp8":
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:  # an int8 with its sign flipped is the last byte of 1024 + 128 + itself in fp16
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 flipped, low, high, offset;
+            mov.b32 offset, 0x64806480;
+            xor.b32 flipped, $2, 0x80808080;
+            prmt.b32 low, flipped, 0x64646464, 0x4240;
+            prmt.b32 high, flipped, 0x64646464, 0x4341;
+            sub.rn.f16x2 $0, low, offset;
+            sub.rn.f16x2 $1, high, offset;
+            }""",
+            "=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return low, high
+
+
+@triton.jit
+def in_fp16(q):
+    """Queries [D, rows] in fp16, each row by a power of two that brings its largest to 1..2, and those powers."""
+    wide = q.to(tl.float32)
+    exponent = tl.max(tl.abs(wide), 0).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)  # of rows that are zero, tiny or not finite
+    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (wide * down[None, :]).to(tl.float16), (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_pairs(tile, PAIRS: tl.constexpr, ROWS: tl.constexpr):
+    """[2 * PAIRS, ROWS] as its even and its odd rows."""
+    return tl.split(tl.permute(tl.reshape(tile, (PAIRS, 2, ROWS)), (0, 2, 1)))
+
+
+@triton.jit
+def join_pairs(even, odd, PAIRS: tl.constexpr, ROWS: tl.constexpr):
+    """The inverse of `split_pairs`."""
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (2 * PAIRS, ROWS))

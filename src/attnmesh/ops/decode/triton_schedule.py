@@ -1,0 +1,77 @@
+"""Which program attends over which keys: decided on the device, from the sequences' own lengths.
+
+The keys of a sequence are cut into units: tiles, or splits of a fixed size. All sequences' units stand in one line,
+
+    sequence 0: u0 u1 u2 u3 | sequence 1: u0 | sequence 2: u0 u1 | ...
+
+which is cut into equal shares, whatever the lengths. Each share has one program for every head, so that programs side
+by side read the same tokens at the same time: in a pool, their heads lie side by side. Where a share ends in the middle
+of a sequence its programs leave a piece, a partial state, for the merge; a sequence within one share needs none. With
+splits of a fixed size every unit is a piece, so that no result depends on where the shares happen to end.
+
+A "head" here is one tile of rows: as many of a kv head's query heads and tokens as fit one tile.
+"""
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+import triton
+import triton.language as tl
+
+# Not specialised: they change from step to step, and each kind of value would compile anew.
+NUMBERS = ["batch", "num_blocks", "capacity", "window", "shares", "most", "fault_base", "mask_width"]
+
+
+@triton.jit
+def key_range(last, window, TOKENS: tl.constexpr):
+    """The keys [first, end) that some token of a sequence sees, where `last` is the position of the newest."""
+    first = tl.zeros_like(last)
+    if window is not None:
+        first = tl.maximum(last - (TOKENS - 1) - (window - 1), 0)
+    return first, last + 1
+
+
+@triton.jit
+def line_of(cur_pos, batch, window, capacity, unit, TOKENS: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr):
+    """Of every sequence in the line: its first key, the end of its keys, its first unit and how many it has.
+
+    Positions past the capacity are cut off here; they are reported elsewhere.
+    Sequences that share a cache (and have no window) are one.
+    """
+    index = tl.arange(0, BATCH)
+    last = tl.load(cur_pos + index, mask=index < batch, other=-1).to(tl.int32)
+    last = tl.minimum(last, capacity - 1)
+    first, end = key_range(last, window, TOKENS)
+    end = tl.maximum(end, 0)
+    if SHARED:
+        index = tl.arange(0, 1)
+        first, end = tl.zeros_like(index), tl.max(end, 0) + tl.zeros_like(index)
+    first_unit = first // unit
+    count = tl.where(end > 0, tl.cdiv(end, unit) - first_unit, 0)
+    return index, first, end, first_unit, count
+
+
+@triton.jit
+def cut(count, shares, most):
+    """How long the line is, and in how many shares it is cut so that no sequence has over `most` pieces.
+
+    Share s is [s * total // shares, (s + 1) * total // shares). None is empty: the merge counts them.
+    """
+    total = tl.sum(count, 0).to(tl.int64)
+    least = 1
+    if most is not None:
+        # A sequence that begins anywhere in a share of n units has at most 1 + ceil((units - 1) / n) pieces.
+        least = tl.maximum(tl.cdiv(tl.max(count, 0) - 1, most - 1), 1)
+    return total, tl.minimum(shares, tl.maximum(total // least, 1))
+
+
+@triton.jit
+def picked(vector, index, wanted):
+    """One element of a vector."""
+    return tl.sum(tl.where(index == wanted, vector, 0), 0)
+
+
+@triton.jit
+def before(count, index, wanted):
+    """Where in the line a sequence begins."""
+    return tl.sum(tl.where(index < wanted, count, 0), 0).to(tl.int64)

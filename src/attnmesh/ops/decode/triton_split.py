@@ -1,0 +1,248 @@
+"""The first kernel of decode: every program attends over its share of the keys.
+
+The query heads of one kv head and their T tokens are the columns of one tile, so that a key is read once for all of
+them. Keys are the rows: a matrix unit then pads the few queries to 8, not to 16, and wastes half as much.
+"""
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from attnmesh.ops.decode.triton_keys import (
+    blocks_at,
+    halves,
+    in_fp16,
+    join_pairs,
+    load_across,
+    load_rows,
+    offsets_at,
+    places_at,
+    powers_of_rows,
+    readable,
+    split_pairs,
+)
+from attnmesh.ops.decode.triton_merge import finished
+from attnmesh.ops.decode.triton_schedule import NUMBERS, before, cut, line_of, picked
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def split_kernel(
+    q, q_strides, k, v, k_strides, k_scales, k_scale_strides, v_strides, v_scales, v_scale_strides,
+    table, table_stride, cur_pos, mask, mask_strides, mask_width, tree, tree_strides, sinks,
+    out, out_strides, lse, lse_strides, part_out, part_lse,
+    batch, kv_heads, num_blocks, capacity, window, shares, most, scale_log2,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STORAGE: tl.constexpr, BLOCK_LEN: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    FIXED: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr, V_IN_K: tl.constexpr, PAIRED: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Attend over this program's share of the line; write whole heads to out, and pieces of heads aside."""
+    if COMPILED:  # not interpreted
+        gdc_launch_dependents()  # the merge may get ready: it waits for the end of this kernel by itself
+    index, firsts, ends, first_units, counts = line_of(cur_pos, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH)
+    row_count = GROUP * TOKENS
+    if SHARED:
+        row_count *= batch
+    tiles = tl.cdiv(row_count, ROWS)
+    heads = kv_heads * tiles
+    head_tile = tl.program_id(0) % heads
+    head = head_tile // tiles
+    share = (tl.program_id(0) // heads).to(tl.int64)
+    total, shares = cut(counts, shares, most)
+    at = share * total // shares
+    stop = tl.minimum((share + 1) * total // shares, total)
+
+    while at < stop:
+        # Which sequence this unit is of, and how far that lies in this share.
+        sequence = tl.sum((tl.cumsum(counts, 0) <= at).to(tl.int32), 0)
+        units = picked(counts, index, sequence)
+        from_unit = (at - before(counts, index, sequence)).to(tl.int32)
+        until = from_unit + 1
+        if not FIXED:
+            until = tl.minimum(units, from_unit + (stop - at)).to(tl.int32)
+        first_unit = picked(first_units, index, sequence)
+        key_begin = (first_unit + from_unit) * UNIT
+        key_stop = tl.minimum((first_unit + until) * UNIT, picked(ends, index, sequence))
+        first = key_begin
+        if window is not None:  # it begins in the middle of a unit: the tiles before it are not visited
+            first = tl.maximum(picked(firsts, index, sequence), key_begin)
+            key_begin += (first - key_begin) // KEYS * KEYS
+
+        # The rows of this tile: (sequence if they share a cache,) query head within the group, token.
+        rows = head_tile % tiles * ROWS + tl.arange(0, ROWS)
+        real = rows < row_count
+        row_sequence = tl.zeros_like(rows) + sequence
+        if SHARED:
+            row_sequence = tl.where(real, rows // (GROUP * TOKENS), 0)
+        row_head = head * GROUP + rows // TOKENS % GROUP
+        row_token = rows % TOKENS
+        row_last = tl.load(cur_pos + row_sequence, mask=real, other=-1).to(tl.int32)
+        row_last = tl.minimum(row_last, capacity - 1)
+        # The last key that a row sees; none for rows that are not there.
+        own = tl.where(row_last >= 0, row_last - (TOKENS - 1) + row_token, -1)
+
+        q_rows = q + row_sequence.to(tl.int64) * q_strides[0] + row_head * q_strides[1] + row_token * q_strides[2]
+        main = tl.arange(0, MAIN)
+        q_main = tl.load(q_rows[None, :] + main[:, None], mask=real[None, :] & (main < D)[:, None], other=0.0)
+        q_tail = q_main
+        if TAIL > 0:
+            tail = MAIN + tl.arange(0, TAIL)
+            q_tail = tl.load(q_rows[None, :] + tail[:, None], mask=real[None, :] & (tail < D)[:, None], other=0.0)
+
+        score_scale = scale_log2
+        value_scale = 1.0
+        if STORAGE == "fp8":
+            score_scale *= tl.load(k_scales + head * k_scale_strides[0])
+            value_scale = tl.load(v_scales + head * v_scale_strides[0])
+
+        if PAIRED:
+            q_main, row_scale = in_fp16(q_main)
+            q_main, q_odd = split_pairs(q_main, MAIN // 2, ROWS)
+            score_scale *= row_scale[None, :]
+        # The carry: `acc / sum of whole` is the output so far, `peak + log2(that sum)` its log-sum-exp in base 2.
+        acc = tl.zeros((BLOCK_DV // 2 if PAIRED else BLOCK_DV, ROWS), tl.float32)
+        acc_odd = acc
+        whole = tl.zeros((KEYS, ROWS), tl.float32)  # summed over the keys at the end only
+        peak = tl.full((ROWS,), float("-inf"), tl.float32)
+
+        table_row = table
+        k_head = k + head.to(tl.int64) * k_strides[2]
+        v_head = v + head.to(tl.int64) * v_strides[2]
+        k_scale_head = k_scales
+        v_scale_head = v_scales
+        if (STORAGE == "int8") | (STORAGE == "bfp8"):
+            k_scale_head += head.to(tl.int64) * k_scale_strides[2]
+            v_scale_head += head.to(tl.int64) * v_scale_strides[2]
+        if not SHARED:
+            if BLOCK_LEN > 0:
+                table_row += sequence.to(tl.int64) * table_stride
+            else:
+                k_head += sequence.to(tl.int64) * k_strides[0]
+                v_head += sequence.to(tl.int64) * v_strides[0]
+                if (STORAGE == "int8") | (STORAGE == "bfp8"):
+                    k_scale_head += sequence.to(tl.int64) * k_scale_strides[0]
+                    v_scale_head += sequence.to(tl.int64) * v_scale_strides[0]
+
+        blocks = blocks_at(table_row, key_begin, key_stop, BLOCK_LEN, ALIGNED, KEYS)
+        for key in range(key_begin, key_stop, KEYS):
+            keys = key + tl.arange(0, KEYS)
+            places = places_at(key, BLOCK_LEN, ALIGNED, KEYS)
+            there = readable(blocks, keys, first, key_stop, num_blocks, window is not None, BLOCK_LEN)
+            k_offsets = offsets_at(blocks, places, k_strides, WIDE)
+            v_offsets = offsets_at(blocks, places, v_strides, WIDE)
+            if PAIRED:
+                k_main, k_odd = halves(load_rows(k_head, k_offsets, there, 0, D // 2, MAIN // 2), STORAGE, COMPILED)
+            else:
+                k_main = load_rows(k_head, k_offsets, there, 0, D, MAIN)
+            if STORAGE == "bfp8":
+                k_powers = offsets_at(blocks, places, k_scale_strides, WIDE)
+                steps = powers_of_rows(k_scale_head, k_scale_strides, k_powers, there, 0, D, KEYS, MAIN)
+                k_main = k_main.to(tl.float32) * steps
+            k_main = k_main.to(q_main.dtype)
+            scores = tl.dot(k_main, q_main, input_precision="ieee")
+            if PAIRED:
+                scores = tl.dot(k_odd, q_odd, scores)
+            if TAIL > 0:
+                k_tail = load_rows(k_head, k_offsets, there, MAIN, D, TAIL)
+                if STORAGE == "bfp8":
+                    steps = powers_of_rows(k_scale_head, k_scale_strides, k_powers, there, MAIN, D, KEYS, TAIL)
+                    k_tail = k_tail.to(tl.float32) * steps
+                scores = tl.dot(k_tail.to(q_main.dtype), q_tail, scores, input_precision="ieee")
+            scores *= score_scale
+            if STORAGE == "int8":
+                at_scale = offsets_at(blocks, places, k_scale_strides, WIDE)
+                scores *= tl.load(k_scale_head + at_scale, mask=there, other=0.0)[:, None]
+
+            # Who sees whom.
+            if mask is not None:
+                visible = (keys < mask_width)[:, None] & (keys[:, None] <= row_last[None, :])
+                mask_rows = row_sequence.to(tl.int64) * mask_strides[0] + row_head * mask_strides[1]
+                mask_rows += row_token * mask_strides[2]
+                mask_at = mask + mask_rows[None, :] + keys.to(tl.int64)[:, None] * mask_strides[3]
+                if mask.dtype.element_ty == tl.uint8:
+                    visible = visible & (tl.load(mask_at, mask=visible, other=0) != 0)
+                else:
+                    bias = tl.load(mask_at, mask=visible, other=float("-inf")).to(tl.float32)
+                    visible = visible & (bias != float("-inf"))
+                    scores += bias * _LOG2_E
+            elif tree is not None:
+                new = keys[:, None] - (row_last - (TOKENS - 1))[None, :]  # which of the new tokens a key is
+                among = (new >= 0) & (new < TOKENS) & (row_last >= 0)[None, :]
+                tree_rows = row_sequence.to(tl.int64) * tree_strides[0] + row_token * tree_strides[1]
+                named = tl.load(tree + tree_rows[None, :] + new * tree_strides[2], mask=among, other=0) != 0
+                visible = (row_last >= 0)[None, :] & ((new < 0) | (among & named))
+            else:
+                visible = keys[:, None] <= own[None, :]
+            if window is not None:
+                visible = visible & (keys[:, None] > (own - window)[None, :])
+            if UNIT % KEYS != 0:  # a split may end in the middle of a tile
+                visible = visible & (keys < key_stop)[:, None]
+            scores = tl.where(visible, scores, float("-inf"))
+
+            # A value's own scale joins its weight. The running peak counts the scale's exponent, too, so that the
+            # weight can leave fp16 neither way.
+            peaks = scores
+            if STORAGE == "int8":
+                at_scale = offsets_at(blocks, places, v_scale_strides, WIDE)
+                token_scale = tl.load(v_scale_head + at_scale, mask=there, other=0.0)
+                peaks += ((token_scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)[:, None]
+            top = tl.maximum(peak, tl.max(peaks, 0))
+            shift = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
+            weights = tl.exp2(scores - shift[None, :])
+            decay = tl.exp2(peak - shift)
+            whole = whole * decay[None, :] + weights
+            if STORAGE == "int8":
+                weights *= token_scale[:, None]
+            weights = weights.to(q_main.dtype)
+            if V_IN_K:
+                v_tile = tl.trans(k_main)
+            elif PAIRED:
+                v_tile, v_odd = halves(load_across(v_head, v_offsets, there, DV // 2, BLOCK_DV // 2), STORAGE, COMPILED)
+                acc_odd = tl.dot(v_odd, weights, acc_odd * decay[None, :])
+            else:
+                v_tile = load_across(v_head, v_offsets, there, DV, BLOCK_DV)
+                if STORAGE == "bfp8":
+                    v_powers = offsets_at(blocks, places, v_scale_strides, WIDE)
+                    steps = powers_of_rows(v_scale_head, v_scale_strides, v_powers, there, 0, DV, KEYS, BLOCK_DV)
+                    v_tile = v_tile.to(tl.float32) * tl.trans(steps)
+                v_tile = v_tile.to(q_main.dtype)
+            acc = tl.dot(v_tile, weights, acc * decay[None, :], input_precision="ieee")
+            peak = top
+            # Read one tile ahead: no key waits for its address.
+            blocks = blocks_at(table_row, key + KEYS, key_stop, BLOCK_LEN, ALIGNED, KEYS)
+
+        if PAIRED:
+            acc = join_pairs(acc, acc_odd, BLOCK_DV // 2, ROWS)
+        acc *= value_scale
+        sums = tl.sum(whole, 0)
+        columns = tl.arange(0, BLOCK_DV)
+        writes = real[None, :] & (columns < DV)[:, None]
+        if (from_unit == 0) & (until == units):
+            sink = tl.full((ROWS,), float("-inf"), tl.float32)
+            if sinks is not None:
+                sink = tl.load(sinks + row_head, mask=real & (row_last >= 0), other=float("-inf")).to(tl.float32)
+                sink *= _LOG2_E
+            result, natural = finished(acc, sums, peak, sink)
+            out_rows = (
+                row_sequence.to(tl.int64) * out_strides[0] + row_head * out_strides[1] + row_token * out_strides[2]
+            )
+            tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=writes)
+            lse_rows = (
+                row_sequence.to(tl.int64) * lse_strides[0] + row_head * lse_strides[1] + row_token * lse_strides[2]
+            )
+            tl.store(lse + lse_rows, natural, mask=real)
+        else:
+            slot = at
+            if not FIXED:
+                slot = 2 * share + (from_unit == 0)
+            pieces = (slot * heads + head_tile) * ROWS + tl.arange(0, ROWS)
+            normal = acc / tl.where(sums == 0.0, 1.0, sums)[None, :]
+            tl.store(part_out + pieces[None, :] * DV + columns[:, None], normal, mask=writes)
+            tl.store(part_lse + pieces, peak + tl.log2(sums), mask=real)
+        at += until - from_unit

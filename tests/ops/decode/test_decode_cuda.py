@@ -1,0 +1,272 @@
+"""Decode on a GPU: faults that only the kernel can see, steps captured in a graph, real sizes."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attnmesh
+from attnmesh.ops.storage import Quantised, Stored
+from decoding import CUDA, STORAGES, Problem, assert_right, check, drawn
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def no_fault_left_over():
+    if CUDA:
+        attnmesh.check_decode_faults()
+    yield
+    if CUDA:
+        attnmesh.check_decode_faults()
+
+
+def made(positions: list[int], **how: object) -> Problem:
+    return drawn(positions, **{"device": "cuda", "dtype": torch.bfloat16, "at": "int32"} | how)
+
+
+# Faults.
+
+
+def assert_only(problem: Problem, broken: Problem, wrong: list[int], said: str, **more: object) -> None:
+    """The wrong sequences are NaN, the others what they were, and the report names the first."""
+    found = broken.run("triton", **more)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        attnmesh.check_decode_faults()
+    attnmesh.check_decode_faults()  # the record is cleared
+    assert found.out[wrong].isnan().all()
+    assert found.lse[wrong].isnan().all()
+    others = [row for row in range(problem.q.shape[0]) if row not in wrong]
+    expected = problem.run("triton", **more)
+    assert_right(expected, problem.but(**more))
+    assert torch.equal(found.out[others], expected.out[others])
+    assert torch.equal(found.lse[others], expected.lse[others])
+
+
+@pytest.mark.parametrize("value", [-1, -2, -(2**31), "blocks", 2**31 - 1])
+@pytest.mark.parametrize("slot", [0, 1, 2])
+@pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"max_splits": 1}], ids=str)
+def test_an_entry_outside_the_pool_makes_its_sequence_nan_and_is_named(how, slot, value):
+    problem = made([20, 40, -1, 33], tokens=2, block_len=BLOCK, split_size=how.get("split_size"), sinks=True)
+    problem = problem.but(**{"split_size": None, "max_splits": None} | how)
+    blocks = problem.k.shape[0]
+    table = problem.table.clone()
+    table[1, slot] = blocks if value == "blocks" else value
+    said = f"block_table[1, {slot}] is {int(table[1, slot])}, but the pool has blocks 0 to {blocks - 1}"
+    assert_only(problem, replace(problem, table=table), [1], said)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_faults_in_pools_of_every_storage(storage):
+    problem = made([20, 40], tokens=2, block_len=BLOCK, storage=storage)
+    table = problem.table.clone()
+    table[0, 1] = 9999
+    assert_only(problem, replace(problem, table=table), [0], "block_table[0, 1] is 9999")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("block_len", [None, BLOCK])
+@pytest.mark.parametrize("past", [48, 49, 1000, 2**31 - 1])
+def test_a_position_past_the_cache_in_a_device_tensor(past, block_len, dtype):
+    problem = made([20, 40], tokens=2, capacity=48, block_len=block_len)
+    cur_pos = torch.tensor([past, 40], dtype=dtype, device="cuda")
+    said = f"cur_pos[0] is {past}, but the cache holds positions 0 to 47"
+    assert_only(problem, problem.but(cur_pos=cur_pos), [0], said)
+
+
+def test_a_list_is_checked_at_once():
+    problem = made([20, 40], block_len=BLOCK)
+    with pytest.raises(ValueError, match=re.escape("cur_pos[1] is 48")):
+        problem.run("triton", cur_pos=[20, 48])
+
+
+def test_a_later_call_reports_too():
+    """A server that never asks hears of it all the same, from one of the next calls."""
+    problem = made([20, 40], block_len=BLOCK)
+    table = problem.table.clone()
+    table[1, 0] = -1
+    replace(problem, table=table).run("triton")
+    torch.cuda.synchronize()
+
+    def serve() -> None:
+        for _ in range(100):
+            problem.run("triton")
+            torch.cuda.synchronize()
+
+    with pytest.raises(ValueError, match=re.escape("block_table[1, 0] is -1")):
+        serve()
+    check(problem, "triton")
+
+
+def test_entries_that_are_not_read_are_no_fault():
+    """The factory puts garbage into them: past the end, behind a window, of skipped sequences."""
+    for how in ({}, {"window": 5}, {"split_size": 16}):
+        check(made([20, 40, -1, 90], tokens=3, block_len=BLOCK, capacity=160, **how), "triton")
+        attnmesh.check_decode_faults()
+
+
+def test_cur_pos_is_never_read_on_the_host():
+    """Nothing waits for the device: a call is made while the device is busy."""
+    problem = made([20, 40], block_len=BLOCK)
+    problem.run("triton")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        problem.run("triton")
+        problem.run("triton", split_size=16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Graphs.
+
+
+def overwrite(old: Stored, new: Stored) -> None:
+    for x, y in zip(*([c.values, c.scales] if isinstance(c, Quantised) else [c] for c in (old, new)), strict=True):
+        if x.itemsize == 1:
+            x, y = x.view(torch.uint8), y.view(torch.uint8)
+        x.copy_(y)
+
+
+@pytest.mark.parametrize("how", [{}, {"split_size": 32}, {"max_splits": 4}, {"window": 20}], ids=str)
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("storage", ["plain", "int8", "fp8 heads"])
+@pytest.mark.parametrize("block_len", [BLOCK, None])
+def test_a_captured_step_replays_with_new_positions_tables_and_contents(block_len, storage, tokens, how):
+    shape = {"tokens": tokens, "capacity": 320, "block_len": block_len, "storage": storage, "sinks": True, **how}
+    # One pool size for all steps: the last sequence uses up what the others leave.
+    steps = [[3, 17, 40], [310, 0, 5], [-1, 100, 250], [60, 60, 60]]
+    drawings = [made(step, seed=2 * seed, **shape) for seed, step in enumerate(steps)]
+    held = made([319, 319, 319], seed=8, **shape)  # the largest: the memory that is captured
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        held.run("triton")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = held.run("triton")
+    for problem in drawings:
+        held.q.copy_(problem.q)
+        held.options["cur_pos"].copy_(problem.options["cur_pos"])
+        held.options["sinks"].copy_(problem.options["sinks"])
+        if block_len:
+            held.table.copy_(problem.table)
+            blocks = (problem.k if storage == "plain" else problem.k.values).shape[0]
+            for old, new in ((held.k, problem.k), (held.v, problem.v)):
+                overwrite(first_blocks(old, blocks), new)
+        else:
+            overwrite(held.k, problem.k)
+            overwrite(held.v, problem.v)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_right(attnmesh.State(out, lse), problem)
+        if "split_size" in how:  # and to the bit what a call by itself gives
+            expected = problem.run("triton")
+            assert torch.equal(out, expected.out)
+            assert torch.equal(lse, expected.lse)
+
+
+def first_blocks(stored: Stored, blocks: int) -> Stored:
+    if isinstance(stored, Quantised):
+        return Quantised(stored.values[:blocks], stored.scales if stored.storage == "fp8" else stored.scales[:blocks])
+    return stored[:blocks]
+
+
+def test_a_captured_step_reports_faults():
+    problem = made([20, 40], block_len=BLOCK)
+    problem.run("triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = problem.run("triton")
+    right = problem.table.clone()
+    problem.table[1, 2] = -9
+    graph.replay()
+    with pytest.raises(ValueError, match=re.escape("block_table[1, 2] is -9")):
+        attnmesh.check_decode_faults()
+    assert out[1].isnan().all()
+    problem.table.copy_(right)
+    graph.replay()
+    attnmesh.check_decode_faults()
+    assert_right(attnmesh.State(out, lse), problem)
+
+
+# Real sizes.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize(
+    "how", [{}, {"block_len": 64}, {"block_len": 16, "split_size": 512}, {"window": 1000}], ids=str
+)
+def test_long_caches(how, tokens, dtype):
+    positions = [9000, 0, 4095, 4096, -1, 777]
+    check(made(positions, tokens=tokens, group=4, kv_heads=4, dims=(128, 128), dtype=dtype, **how), "triton")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("block_len", [None, 64])
+@pytest.mark.parametrize("shape", [(8, 2, (128, 128)), (16, 1, (576, 512)), (64, 1, (64, 64)), (1, 8, (256, 256))])
+def test_long_caches_of_every_storage_and_shape(shape, block_len, storage):
+    group, kv_heads, dims = shape
+    how = {"group": group, "kv_heads": kv_heads, "dims": dims, "v_in_k": dims[0] == 576}
+    check(made([3000, 1023, 1024], tokens=2, storage=storage, block_len=block_len, **how), "triton")
+
+
+@pytest.mark.parametrize("block_len", [None, BLOCK])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_bits_at_real_sizes(tokens, block_len):
+    """One sequence among 1, 8 and 64, with splits of a fixed size."""
+    lengths = [5000, *range(10, 6300, 100)]
+    problem = made(lengths, tokens=tokens, dims=(128, 128), block_len=block_len, split_size=512)
+    alone = None
+    for count in (1, 8, 64):
+        part = replace(problem, q=problem.q[:count]).but(cur_pos=problem.options["cur_pos"][:count])
+        if block_len:
+            part = replace(part, table=problem.table[:count])
+        else:
+            part = replace(part, k=problem.k[:count], v=problem.v[:count])
+        found = part.run("triton")
+        alone = found if alone is None else alone
+        assert torch.equal(found.out[0], alone.out[0])
+        assert torch.equal(found.lse[0], alone.lse[0])
+
+
+def test_a_pool_of_more_than_two_gigabytes():
+    """Offsets into it do not fit 32 bits: the blocks in use are its last ones."""
+    small = made([40, 17], block_len=BLOCK, kv_heads=8, dims=(128, 128))
+    blocks = small.k.shape[0]
+    many = 2**31 // (BLOCK * 8 * 128) + 1000
+    k, v = (torch.full((many, *x.shape[1:]), torch.nan, dtype=x.dtype, device=x.device) for x in (small.k, small.v))
+    k[-blocks:], v[-blocks:] = small.k, small.v
+    live = (small.table >= 0) & (small.table < blocks)
+    table = torch.where(live, small.table.clamp(0, blocks) + many - blocks, -1).int()
+    check(replace(small, k=k, v=v, table=table), "triton")
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_caches_whose_strides_are_more_than_two_gigabytes(dim):
+    """The last sequence, head or key lies beyond what 32 bits reach."""
+    problem = made([40, 17], kv_heads=2, dims=(64, 64))
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        stride = list(x.contiguous().stride())
+        stride[dim] = 2**31 // (x.shape[dim] - 1) + 64
+        size = 1 + sum((n - 1) * s for n, s in zip(x.shape, stride, strict=True))
+        room = torch.full((size,), torch.nan, dtype=x.dtype, device=x.device)
+        return room.as_strided(x.shape, stride).copy_(x)
+
+    check(replace(problem, k=far(problem.k), v=far(problem.v)), "triton")
+
+
+def test_backends_are_chosen_by_device():
+    problem = made([20, 40], block_len=BLOCK)
+    with pytest.raises(ValueError, match="computes on the CPU"):
+        problem.run("cpu")
+    auto, triton = problem.run("auto"), problem.run("triton")
+    assert torch.equal(auto.out, triton.out)
+    check(problem, "reference")

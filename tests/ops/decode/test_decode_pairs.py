@@ -1,0 +1,182 @@
+"""Everything a decode call may be, crossed with everything else: every two of the values below meet in some case."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from decoding import (
+    BACKENDS,
+    STORAGES,
+    Problem,
+    assert_right,
+    by_loops,
+    check,
+    covering,
+    drawn,
+    home,
+    pairs_of,
+    slow,
+    spoken,
+)
+
+CONTIGUOUS = ("own", "token major")
+PAGED = (1, 3, 16, 64, 256)
+FACTORS = {
+    "cache": (*CONTIGUOUS, *PAGED),
+    "sight": ("causal", "tree", "trees", "bool bht", "bool t short", "added h", "added bt short"),
+    "storage": STORAGES,
+    "dims": ((16, 16), (48, 32), (32, 64), (40, 24), "v in k"),
+    "group": (1, 3, 7, 8, 64),
+    "tokens": (1, 2, 3, 5, 8),
+    "splits": (None, {"max_splits": 1}, {"max_splits": 3}, {"split_size": 16}, {"split_size": 13}),
+    "window": (None, 1, 5, 17, 1000),
+    "dtype": (torch.float32, torch.float16, torch.bfloat16),
+    "at": ("list", "int32", "int64", None),
+    "share": (None, "cache", "blocks"),
+    "sinks": (False, True),
+    "q_memory": ("own", "transposed", "fused"),
+    "scale": (None, -0.3),
+}
+FACTORS["splits"] = tuple(None if how is None else tuple(how.items()) for how in FACTORS["splits"])
+# cur_pos has a default in a cache only; only tables can name blocks twice; bfp8 has groups of 16.
+FORBIDDEN = {
+    *((("cache", cache), ("at", None)) for cache in PAGED),
+    *((("cache", cache), ("share", "blocks")) for cache in CONTIGUOUS),
+    (("storage", "bfp8"), ("dims", (40, 24))),
+    # Follows from the first two: the default position means a cache, whose sequences share no blocks.
+    (("at", None), ("share", "blocks")),
+}
+CASES = covering(FACTORS, FORBIDDEN)
+
+
+def named(case: dict) -> str:
+    return "-".join(str(value).replace("torch.", "").replace(" ", "") for value in case.values())
+
+
+def positions(case: dict, seed: int) -> list[int]:
+    """One sequence across a few blocks, at their edges as often as not; one skipped; one younger than its tokens."""
+    step = case["cache"] if case["cache"] in PAGED else 16
+    long = [2 * step - 1, 2 * step, 2 * step + 1, 41, 64, 75][seed % 6] if step < 64 else step + [-1, 0, 1][seed % 3]
+    young = [0, max(case["tokens"] - 2, 0), case["tokens"] - 1][seed % 3]
+    found = [max(long, 20), young, -1]
+    return found[seed % 3 :] + found[: seed % 3]
+
+
+def problem_of(case: dict, seed: int, *, backend: str = "cpu", dtype: torch.dtype | None = None) -> Problem:
+    case = dict(case)
+    where = positions(case, seed)
+    cache, dims = case.pop("cache"), case.pop("dims")
+    scale, splits, dtype = case.pop("scale"), case.pop("splits"), case.pop("dtype") if dtype is None else dtype
+    case.pop("dtype", None)
+    length = max(where) + 1
+    if case["at"] is None:
+        where = [length - 1] * 3
+    return drawn(
+        where,
+        dims=(64, 32) if dims == "v in k" else dims,
+        v_in_k=dims == "v in k",
+        block_len=cache if cache in PAGED else None,
+        capacity=length if case["at"] is None else length + [0, 5, 40][seed % 3],
+        memory=cache if cache in CONTIGUOUS else ("own", "layer", "layer inside")[seed % 3],
+        dtype=spoken(backend, dtype),
+        device=home(backend),
+        seed=seed,
+        **case,
+        **({} if scale is None else {"scale": scale}),
+        **dict(splits or ()),
+    )
+
+
+def test_every_allowed_pair_meets():
+    met = {pair for case in CASES for pair in pairs_of({name: [value] for name, value in case.items()})}
+    every = set(pairs_of(FACTORS))
+    for name, values in FACTORS.items():
+        assert len(set(values)) == len(values), name
+    assert met <= every
+    barred = {pair for pair in every if pair in FORBIDDEN or pair[::-1] in FORBIDDEN}
+    assert every - met == barred
+    assert len(barred) == len(FORBIDDEN)  # nothing misspelt
+    assert len(CASES) < 100
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(len(CASES)), ids=lambda seed: named(CASES[seed]))
+def test_every_pair_is_right(seed, backend):
+    check(problem_of(CASES[seed], seed, backend=backend), backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_every_pair_is_right_at_other_positions(seed, backend):
+    for case in range(0, len(CASES), 4 if slow(backend) else 1):
+        check(problem_of(CASES[case], case + seed, backend=backend), backend)
+
+
+@pytest.mark.parametrize("seed", range(len(CASES)), ids=lambda seed: named(CASES[seed]))
+def test_the_reference_is_what_loops_over_the_keys_give(seed):
+    case = CASES[seed] | {"group": min(CASES[seed]["group"], 3)}
+    problem = problem_of(case, seed, dtype=torch.float64)
+    found, exact, loops = problem.run("reference"), problem.exact(), by_loops(problem)
+    for state in (found, exact):
+        torch.testing.assert_close(state.lse, loops.lse, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state.out, loops.out, rtol=1e-12, atol=1e-12)
+
+
+@st.composite
+def problems(draw, backend: str, most: int):
+    """A call of any shape."""
+    tokens = draw(st.integers(1, 8))
+    batch = draw(st.integers(1, 3))
+    paged = draw(st.booleans())
+    storage = draw(st.sampled_from(STORAGES))
+    width = st.integers(1, 3).map(lambda n: 16 * n) if storage == "bfp8" else st.integers(16, 50)
+    v_in_k = draw(st.booleans())
+    dims = sorted([draw(width), draw(width)], reverse=True) if v_in_k else [draw(width), draw(width)]
+    where = draw(st.lists(st.integers(-1, most), min_size=batch, max_size=batch))
+    split = draw(st.sampled_from([None, "max_splits", "split_size"]))
+    return drawn(
+        where,
+        tokens=tokens,
+        group=draw(st.integers(1, 9)),
+        kv_heads=draw(st.integers(1, 3)),
+        dims=tuple(dims),
+        v_in_k=v_in_k,
+        block_len=draw(st.integers(1, 40)) if paged else None,
+        capacity=max(where) + 1 + draw(st.integers(0, 30)) or 1,
+        storage=storage,
+        dtype=spoken(backend, draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))),
+        share=draw(st.sampled_from([None, "cache", "blocks"] if paged else [None, "cache"])),
+        memory=draw(st.sampled_from(["own", "layer", "layer inside"] + ["token major"] * (not paged))),
+        sight=draw(st.sampled_from(["causal", *FACTORS["sight"]])),
+        window=draw(st.none() | st.integers(1, most)),
+        sinks=draw(st.booleans()),
+        at=draw(st.sampled_from(["list", "int32", "int64"])),
+        device=home(backend),
+        seed=draw(st.integers(0, 2**16)),
+        **({} if split is None else {split: draw(st.integers(1, 50))}),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_shape_is_right(backend):
+    phases = [Phase.generate] if slow(backend) else list(Phase)  # no time for smaller examples of a failure
+    most = 15 if slow(backend) else 80
+
+    @settings(max_examples=most, deadline=None, derandomize=True, phases=phases)
+    @given(problems(backend, 60))
+    def right(problem):
+        check(problem, backend)
+
+    right()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(problems("reference", 20))
+def test_the_reference_is_what_loops_give_for_any_shape(problem):
+    found = problem.exact()
+    loops = by_loops(problem)
+    torch.testing.assert_close(found.lse, loops.lse, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.out, loops.out, rtol=1e-12, atol=1e-12)
+    assert_right(problem.run("reference"), problem)

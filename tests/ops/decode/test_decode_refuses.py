@@ -1,0 +1,224 @@
+"""What decode refuses, and that it says why with names and values."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmesh import decode_attention
+from attnmesh.ops.storage import Quantised
+from decoding import BACKENDS, STORAGES, Problem, drawn, serving
+
+META = torch.device("meta")
+
+
+def cached(**how: object) -> Problem:
+    """Two sequences of 20, 4 query heads, 2 kv heads."""
+    return drawn([19, 7], tokens=3, capacity=20, **how)
+
+
+def pooled(**how: object) -> Problem:
+    """The same in blocks of 8: 3 slots, 7 blocks."""
+    return drawn([19, 7], tokens=3, capacity=24, block_len=8, **how)
+
+
+def having(problem: Problem, **parts: object) -> Problem:
+    return replace(problem, **parts)
+
+
+def on_meta(stored: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
+    if isinstance(stored, Quantised):
+        return Quantised(stored.values.to(META), stored.scales.to(META))
+    return stored.to(META)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def quantised(values: list[int], scales: list[int], dtype: torch.dtype) -> Quantised:
+    kind = torch.float8_e4m3fn if dtype == "fp8" else torch.int8
+    return Quantised(torch.zeros(values).to(kind), torch.zeros(scales).to(torch.float32 if dtype == "fp8" else dtype))
+
+
+OPTIONS = {  # what is said: an option of the call, in a cache and in a pool alike
+    "cur_pos[0] is 24, but the cache holds positions 0 to": {"cur_pos": [24, 1]},
+    "cur_pos[1] is 99, but the cache holds positions 0 to": {"cur_pos": torch.tensor([1, 99])},
+    "cur_pos[1] is -2, but the cache holds positions 0 to": {"cur_pos": [1, -2]},
+    "cur_pos[0] is -7,": {"cur_pos": torch.tensor([-7, 1], dtype=torch.int32)},
+    "cur_pos must have one position a sequence, 2, got 3": {"cur_pos": [1, 2, 3]},
+    "cur_pos must have one position a sequence, 2, got 1": {"cur_pos": torch.tensor([1])},
+    "cur_pos must be integers, got [1.0, 2.0]": {"cur_pos": [1.0, 2.0]},
+    "cur_pos must be int32 or int64 [batch], got torch.float32 (2,)": {"cur_pos": torch.ones(2)},
+    "cur_pos must be int32 or int64 [batch], got torch.int16 (2,)": {"cur_pos": torch.ones(2, dtype=torch.int16)},
+    "cur_pos must be int32 or int64 [batch], got torch.int64 (2, 1)": {"cur_pos": torch.ones(2, 1).long()},
+    "cur_pos must be a list or on the device of q, cpu, got meta": {"cur_pos": torch.ones(2, device=META).long()},
+    "window must be a positive integer or None, got 0": {"window": 0},
+    "window must be a positive integer or None, got -3": {"window": -3},
+    "window must be a positive integer or None, got 2.5": {"window": 2.5},
+    "max_splits must be a positive integer or None, got 0": {"max_splits": 0},
+    "split_size must be a positive integer or None, got -16": {"split_size": -16},
+    "(got max_splits=4, split_size=16)": {"max_splits": 4, "split_size": 16},
+    "scale must be a finite number, got nan": {"scale": float("nan")},
+    "scale must be a finite number, got inf": {"scale": float("inf")},
+    "scale must be a finite number, got '1'": {"scale": "1"},
+    "mask says everything about who sees whom": {"mask": zeros(1, 1, 1, 4), "tree": zeros(3, 3, dtype=torch.bool)},
+    "mask must be [2 or 1, 4 or 1, 3 or 1, up to": {"mask": zeros(3, 1, 1, 4)},
+    "got shape (1, 2, 1, 4)": {"mask": zeros(1, 2, 1, 4)},
+    "got shape (1, 1, 2, 4)": {"mask": zeros(1, 1, 2, 4)},
+    "got shape (3, 4)": {"mask": zeros(3, 4)},
+    "mask is 25 keys wide, but the cache holds": {"mask": zeros(1, 1, 1, 25)},
+    "mask must be a boolean or floating point tensor [2 or 1, 4 or 1, 3 or 1, up to": {
+        "mask": zeros(1, 1, 1, 4, dtype=torch.int32)
+    },
+    "got list": {"mask": [[[[True]]]]},
+    "mask must be on the device of q, cpu, got meta": {"mask": zeros(1, 1, 1, 4).to(META)},
+    "tree must be a boolean tensor [3, 3] or [2, ...], got torch.float32 (3, 3)": {"tree": zeros(3, 3)},
+    "tree must be [3, 3] or [2, 3, 3], got shape (1, 2, 2)": {"tree": zeros(2, 2, dtype=torch.bool)},
+    "tree must be [3, 3] or [2, 3, 3], got shape (3, 3, 3)": {"tree": zeros(3, 3, 3, dtype=torch.bool)},
+    "tree must be [3, 3] or [2, 3, 3], got shape (3,)": {"tree": zeros(3, dtype=torch.bool)},
+    "tree must be on the device of q, cpu, got meta": {"tree": zeros(3, 3, dtype=torch.bool).to(META)},
+    "sinks must be floating point [4], one a query head, got torch.float32 (2,)": {"sinks": zeros(2)},
+    "sinks must be floating point [4], one a query head, got torch.int64 (4,)": {"sinks": zeros(4).long()},
+    "sinks must be floating point [4], one a query head, got float": {"sinks": 1.0},
+    "sinks must be on the device of q, cpu, got meta": {"sinks": zeros(4).to(META)},
+    "(q has 2, share_cache=True), got 2": {"share_cache": True},
+    "backend must be one of auto, cpu, triton, reference, got 'cuda'": {"backend": "cuda"},
+}
+
+
+@pytest.mark.parametrize("make", [cached, pooled])
+@pytest.mark.parametrize("said", OPTIONS)
+def test_options(said, make):
+    problem = make()
+    options = {"backend": "auto"} | OPTIONS[said]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        problem.attend(**options)
+
+
+# The tensors themselves: what is said, and the call that is wrong.
+TENSORS = {
+    "q must be [batch, heads, tokens, head_dim], got shape (4, 3, 32)": lambda p: having(p, q=p.q[0]),
+    "q has 0 tokens a sequence; decode takes 1 to 8": lambda p: having(p, q=p.q[:, :, :0]),
+    "q has 9 tokens a sequence; decode takes 1 to 8": lambda p: having(p, q=p.q.repeat(1, 1, 3, 1)),
+    "q must be floating point, got torch.int64": lambda p: having(p, q=p.q.long()),
+    "q must be a tensor, got list": lambda p: having(p, q=[]),
+    "k must be a tensor or Quantised, got NoneType": lambda p: having(p, k=None),
+    "v must be a tensor or Quantised, got tuple": lambda p: having(p, v=(p.v, p.v)),
+    "the 2 kv heads must divide the 3 query heads": lambda p: having(p, q=p.q[:, :3]),
+    "the 2 kv heads must divide the 0 query heads": lambda p: having(p, q=p.q[:, :0]),
+    "q and k must have one head_dim, got 16 and 32": lambda p: having(p, q=p.q[..., :16]),
+    "head_dim must be at least 1, got 0": lambda p: having(p, q=p.q[..., :0], k=p.k[..., :0]),
+    "the head_dim of v must be at least 1, got 0": lambda p: having(p, v=p.v[..., :0]),
+    "q, k and v must be on one device, got k on meta and q on cpu": lambda p: having(p, k=on_meta(p.k)),
+    "q, k and v must be on one device, got v on meta and q on cpu": lambda p: having(p, v=on_meta(p.v)),
+    "got torch.float16 and k in torch.float32": lambda p: having(p, q=p.q.half()),
+    "got torch.float64 and k in torch.float32": lambda p: having(p, q=p.q.double()),
+    "k and v must be stored alike, got fp32 and fp16": lambda p: having(p, v=p.v.half()),
+    "k and v must be stored alike, got int8 and fp32": lambda p: having(
+        p, k=quantised([*p.k.shape], [*p.k.shape[:3]], torch.float32)
+    ),
+    "k and v must be stored alike, got int8 and bfp8": lambda p: having(
+        p,
+        k=quantised([*p.k.shape], [*p.k.shape[:3]], torch.float32),
+        v=quantised([*p.v.shape], [*p.v.shape[:3], 2], torch.int8),
+    ),
+    "a tensor of torch.int8 is none of them": lambda p: having(p, k=p.k.to(torch.int8), v=p.v.to(torch.int8)),
+    "a tensor of torch.float8_e5m2 is none of them": lambda p: having(
+        p, k=p.k.to(torch.float8_e5m2), v=p.v.to(torch.float8_e5m2)
+    ),
+    "k has 3 fp8 scales for 2 kv heads": lambda p: having(
+        p, k=quantised([*p.k.shape], [3], "fp8"), v=quantised([*p.v.shape], [2], "fp8")
+    ),
+    "v has 1 fp8 scales for 2 kv heads": lambda p: having(
+        p, k=quantised([*p.k.shape], [2], "fp8"), v=quantised([*p.v.shape], [1], "fp8")
+    ),
+    "decode has no backward, and q requires a gradient": lambda p: having(p, q=p.q.clone().requires_grad_()),
+    "decode has no backward, and k requires a gradient": lambda p: having(p, k=p.k.clone().requires_grad_()),
+    "decode has no backward, and v requires a gradient": lambda p: having(p, v=p.v.clone().requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("make", [cached, pooled])
+@pytest.mark.parametrize("said", TENSORS)
+def test_tensors(said, make):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        TENSORS[said](make()).attend("auto")
+
+
+@pytest.mark.parametrize(
+    ("said", "make", "wrong"),
+    [
+        ("k must be [batch, kv heads, length, head_dim], got shape (2, 20, 32)", cached, {"k": lambda p: p.k[:, 0]}),
+        ("v must be [batch, kv heads, length, head_dim], got shape (2, 20, 32)", cached, {"v": lambda p: p.v[:, 0]}),
+        ("got (2, 2, 19, 32) and (2, 2, 20, 32)", cached, {"k": lambda p: p.k[:, :, 1:]}),
+        ("got (2, 2, 20, 32) and (2, 1, 20, 32)", cached, {"v": lambda p: p.v[:, 1:]}),
+        ("k_cache must have a batch of 2 (q has 2, share_cache=False), got 1", cached,
+         {"k": lambda p: p.k[1:], "v": lambda p: p.v[1:]}),
+        ("k_cache must have a batch of 1 (q has 1, share_cache=False), got 2", cached, {"q": lambda p: p.q[1:]}),
+        ("k must be [num_blocks, block_len, kv heads, head_dim], got shape (8, 2, 32)", pooled,
+         {"k": lambda p: p.k[0]}),
+        ("v must be [num_blocks, block_len, kv heads, head_dim], got shape (8, 2, 32)", pooled,
+         {"v": lambda p: p.v[0]}),
+        ("k and v must agree in all but head_dim, got (7, 8, 2, 32) and (6, 8, 2, 32)", pooled,
+         {"v": lambda p: p.v[1:]}),
+        ("block_len must be 1 to 256, got 0", pooled, {"k": lambda p: p.k[:, :0], "v": lambda p: p.v[:, :0]}),
+        ("block_len must be 1 to 256, got 264", pooled,
+         {"k": lambda p: p.k.repeat(1, 33, 1, 1), "v": lambda p: p.v.repeat(1, 33, 1, 1)}),
+        ("block_table must be int32 [batch, slots], got torch.int64 (2, 3)", pooled,
+         {"table": lambda p: p.table.long()}),
+        ("block_table must be int32 [batch, slots], got torch.int32 (3,)", pooled, {"table": lambda p: p.table[0]}),
+        ("block_table must be int32 [batch, slots], got list", pooled, {"table": lambda p: p.table.tolist()}),
+        ("block_table must be on the device of q, cpu, got meta", pooled, {"table": lambda p: p.table.to(META)}),
+        ("block_table must have a batch of 2 (q has 2, share_cache=False), got 1", pooled,
+         {"table": lambda p: p.table[:1]}),
+        ("block_table must have a batch of 1 (q has 1, share_cache=False), got 2", pooled, {"q": lambda p: p.q[:1]}),
+        ("cur_pos[0] is 19, but the cache holds positions 0 to 15", pooled, {"table": lambda p: p.table[:, :2]}),
+        ("cur_pos[0] is 19, but the cache holds positions 0 to 17", cached,
+         {"k": lambda p: p.k[:, :, :18], "v": lambda p: p.v[:, :, :18]}),
+    ],
+)  # fmt: skip
+def test_caches_and_pools(said, make, wrong):
+    problem = make()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        having(problem, **{name: change(problem) for name, change in wrong.items()}).attend("auto")
+
+
+@pytest.mark.parametrize("make", [cached, pooled])
+@pytest.mark.parametrize("storage", STORAGES[1:])
+def test_quantised_caches_on_another_device(storage, make):
+    problem = make(storage=storage)
+    with pytest.raises(ValueError, match="got v on meta and q on cpu"):
+        having(problem, v=on_meta(problem.v)).attend("auto")
+
+
+@pytest.mark.parametrize("name", ["sinks", "mask"])
+def test_a_gradient_that_nobody_would_compute(name):
+    """A learned sink, or bias: its gradient would be missing in silence."""
+    option = {"sinks": zeros(4), "mask": zeros(1, 1, 1, 4)}[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"decode has no backward, and {name} requires a gradient"):
+        cached().attend("auto", **{name: option})
+    with torch.no_grad():
+        cached().attend("auto", **{name: option})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_refuses_what_it_cannot_serve_and_says_so(backend):
+    problem = drawn([3], dtype=torch.float64)
+    serving(backend)
+    if backend == "cpu":
+        problem = having(problem, q=problem.q.to(META), k=problem.k.to(META), v=problem.v.to(META)).but(cur_pos=None)
+    with pytest.raises(ValueError, match=f"backend='{backend}' cannot serve this call: "):
+        problem.attend(backend)
+
+
+def test_nothing_is_refused_that_is_right():
+    """The cases above are each one mistake away from these."""
+    for make in (cached, pooled):
+        for storage in STORAGES:
+            make(storage=storage).attend("auto")
+    problem = cached()
+    with torch.no_grad():
+        having(problem, q=problem.q.clone().requires_grad_()).attend("auto")
+    decode_attention(problem.q, problem.k, problem.v)
