@@ -15,6 +15,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from attnmesh import launch, report, verify
 from attnmesh.bench import main
+from attnmesh.bench.decode.parts import ON_CPU, Part
 from attnmesh.comm import Comm, run_virtual
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
@@ -117,6 +118,32 @@ def bench_queries(
     """Query-distributed causal attention on one GPU: speed-up, balance, memory."""
     _check_device(Device.CUDA)
     main.queries(lengths or (32768, 131072), rings or (4, 8), json)
+
+
+@bench_app.command("decode")
+def bench_decode(
+    device: DeviceOption = None,
+    parts: Annotated[
+        list[Part] | None, typer.Option("--part", help="What to measure; repeat it. All by default.")
+    ] = None,
+    json: JsonOption = None,
+    plots: Annotated[Path | None, typer.Option(help="Also draw pictures into this folder.")] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", exists=True, dir_okay=False, help="Measure nothing: draw from a --json file."),
+    ] = None,
+) -> None:
+    """A new token a sequence over long caches: speed, peers, storage types, splits, accuracy."""
+    if source is not None:
+        if plots is None or json is not None or parts or device:
+            raise typer.BadParameter("draws what was measured: give --plots and nothing else", param_hint="--from")
+        main.plot_saved_decode(source, plots)
+        return
+    chosen = _chosen(device)
+    there = tuple(Part) if chosen == Device.CUDA else ON_CPU
+    if missing := [part for part in parts or () if part not in there]:
+        raise typer.BadParameter(f"{', '.join(missing)}: measured on a GPU only", param_hint="--part")
+    main.decode(chosen, parts or there, json, plots)
 
 
 @bench_app.command("accuracy")

@@ -14,6 +14,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+Rows = list[dict[str, object]]
+
 
 def machine(device: str) -> dict[str, str]:
     """The processor and the versions that a figure was seen on."""

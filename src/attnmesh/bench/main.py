@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from json import loads
 from pathlib import Path
 
 from attnmesh import report
 from attnmesh.bench.accuracy import measure_accuracy
+from attnmesh.bench.decode.parts import Part, measure_decode
+from attnmesh.bench.decode.plot import plot_decode
 from attnmesh.bench.plot import plot_efficiency
 from attnmesh.bench.prefill import measure_prefill
 from attnmesh.bench.queries import measure_queries, measure_queries_memory
 from attnmesh.bench.ring import measure_cuda, measure_memory
 from attnmesh.bench.ring_cpu import measure_cpu
+from attnmesh.extras import require
+from attnmesh.report import Rows
 
 
 def ring(device: str, json: Path | None) -> None:
@@ -25,7 +30,7 @@ def ring(device: str, json: Path | None) -> None:
         }
     else:
         sections = {"efficiency of 2 processes x 1 thread against 1 x 2 (gloo, causal, zigzag)": measure_cpu(8192, 2)}
-    _publish("ring", device, sections, json)
+    _publish("ring", device, sections.items(), json)
 
 
 def prefill(lengths: Sequence[int], worlds: Sequence[int], rounds: int, json: Path | None, plot: Path | None) -> None:
@@ -34,7 +39,7 @@ def prefill(lengths: Sequence[int], worlds: Sequence[int], rounds: int, json: Pa
     title = (
         "prefill and training: every schedule against one device with cuDNN (bf16, causal, zigzag, 32/8 heads, D=128)"
     )
-    _publish("prefill", "cuda", {title: lines}, json)
+    _publish("prefill", "cuda", [(title, lines)], json)
     if plot is not None:
         plot_efficiency(lines, plot)
 
@@ -47,21 +52,39 @@ def queries(lengths: Sequence[int], rings: Sequence[int], json: Path | None) -> 
         ),
         "peak memory that a forward adds to replicated q, k and v": measure_queries_memory(max(lengths), rings),
     }
-    _publish("queries", "cuda", sections, json)
+    _publish("queries", "cuda", sections.items(), json)
 
 
 def accuracy(device: str, json: Path | None) -> None:
     """Error against the number of ranks."""
     backends = ("triton", "aten") if device == "cuda" else ("aten",)
     title = "relative RMS error against float64 (bf16, causal, zigzag, S=4096, 4/2 heads, D=128)"
-    _publish("accuracy", device, {title: measure_accuracy(device, backends, (1, 2, 4, 8, 16, 32))}, json)
+    _publish("accuracy", device, [(title, measure_accuracy(device, backends, (1, 2, 4, 8, 16, 32)))], json)
 
 
-def _publish(name: str, device: str, sections: dict[str, list[dict[str, object]]], json: Path | None) -> None:
+def decode(device: str, parts: Collection[Part], json: Path | None, plots: Path | None) -> None:
+    """One token a sequence over long caches."""
+    if plots is not None:
+        require("matplotlib.pyplot", extra="plot")  # before minutes are spent
+    sections = _publish("decode", device, measure_decode(device, parts), json)
+    if plots is not None:
+        plot_decode(sections, plots)
+
+
+def plot_saved_decode(source: Path, plots: Path) -> None:
+    """The pictures of a run whose figures were saved."""
+    plot_decode(loads(source.read_text())["sections"], plots)
+
+
+def _publish(name: str, device: str, sections: Iterable[tuple[str, Rows]], json: Path | None) -> dict[str, Rows]:
+    """Show and save each section as it comes: what was measured before something fails is not lost."""
     console = report.console()
     machine = report.machine(device)
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    for title, rows in sections.items():
+    measured: dict[str, Rows] = {}
+    for title, rows in sections:
+        measured[title] = rows
         report.show(console, title, rows)
-    if json is not None:
-        report.save(json, {"benchmark": name, "machine": machine, "sections": sections})
+        if json is not None:
+            report.save(json, {"benchmark": name, "machine": machine, "sections": measured})
+    return measured

@@ -1,9 +1,11 @@
-"""Times on a GPU, compared in one run: programs as graphs, replayed in turns under load."""
+"""Times compared in one run: on a GPU programs as graphs, replayed in turns, warm or cold; on the host by the wall."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -16,6 +18,8 @@ Run = Callable[[], Tensor]
 _ROUNDS = 5
 _SLICE_MS = 100.0
 _BUSY = 40_000_000  # device cycles, about 20 ms
+_COLD_ROUNDS = 15
+_FLUSH = 256 * 2**20  # bytes, several times any L2
 
 
 def interleaved(runs: Mapping[Name, Run], rounds: int = _ROUNDS) -> dict[Name, float]:
@@ -31,6 +35,79 @@ def interleaved(runs: Mapping[Name, Run], rounds: int = _ROUNDS) -> dict[Name, f
             warm = _replayed(graph, 1)
             samples[name].append(_replayed(graph, max(1, round(_SLICE_MS / warm))))
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def cold(
+    runs: Mapping[Name, Run], *, rounds: int = _COLD_ROUNDS, failures: dict[Name, str] | None = None
+) -> dict[Name, float]:
+    """Median microseconds of every run when nothing it reads is in the L2.
+
+    For programs that read memory once, like a step of decoding: a real step finds its cache cold, since the layers
+    before it have read theirs. Before each replay a large buffer is summed, which fills the L2 with other data. It is
+    read, not written: lines that were written have to be stored before they can go, and the program would pay for
+    that, some 8 to 10 us. Runs take turns, round by round, so that all see the same clocks. Nothing waits for the
+    host, which is ahead of the device by a head start. The time between two events with an empty graph between them is
+    in every figure (see `measured_floor`).
+
+    A run that cannot be captured is left out, and `failures` says why; without `failures` its error is raised.
+    """
+    graphs: dict[Name, torch.cuda.CUDAGraph] = {}
+    stream = torch.cuda.current_stream()
+    for name, run in runs.items():
+        try:
+            graphs[name] = _captured(name, run)
+        except Exception as error:
+            if failures is None:
+                raise
+            failures[name] = reason(error)
+            torch.cuda.set_stream(stream)  # a capture that broke off may have left another
+    marks: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
+    buffer = _buffer()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY // 10)
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            buffer.sum()
+            start.record()
+            graph.replay()
+            stop.record()
+            marks[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: 1e3 * statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in marks.items()}
+
+
+def measured_floor() -> dict[str, float]:
+    """What `cold` reads when there is nothing to do, and the bandwidth it reads for a plain sum over 1 GiB."""
+    nothing = torch.zeros((), device="cuda")
+    numbers = torch.ones(2**28, device="cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a graph without a node
+        times = cold({"empty": lambda: nothing, "read": numbers.sum})
+    return {"empty_graph_us": times["empty"], "read_tb_per_s": numbers.nbytes / times["read"] / 1e6}
+
+
+def wall(runs: Mapping[Name, Callable[[], object]], rounds: int = 7) -> dict[Name, float]:
+    """Median seconds of every run on the host, in turns, after one run that does not count."""
+    samples: dict[Name, list[float]] = {name: [] for name in runs}
+    for counts in [False] + [True] * rounds:
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if counts:
+                samples[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def reason(error: BaseException) -> str:
+    """An error in the space of a table's cell."""
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0]}"[:100] if said else type(error).__name__
+
+
+@functools.cache
+def _buffer() -> Tensor:
+    return torch.ones(_FLUSH // 4, device="cuda")
 
 
 def _captured(name: object, run: Run) -> torch.cuda.CUDAGraph:

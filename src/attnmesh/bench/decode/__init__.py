@@ -1,0 +1,1 @@
+"""Decode measured: shapes, peers, storage types, tokens, splits."""
