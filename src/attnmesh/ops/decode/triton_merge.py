@@ -80,7 +80,7 @@ def merge_kernel(
         slot = _bad_slot(
             table_row, picked(firsts, index, sequence), picked(ends, index, sequence), num_blocks, BLOCK_LEN
         )
-        if slot != _NOWHERE:
+        if (slot != _NOWHERE) & (whose < 0):  # a position past the cache has no slots to speak of
             _report(faults, fault_base + sequence, slot, tl.load(table_row + slot))
         fault = fault | (slot != _NOWHERE)
 
