@@ -1,7 +1,7 @@
 """How the decode kernels cut their work: tiles, shares, and what the merge holds at a time.
 
 Fixed rules rather than autotuning: the order of the sums, and so the result, must not depend on a timing. Measured on
-an H200 (docs/benchmarks.md); tests/ops/decode/test_decode_compiles.py keeps every choice from spilling on sm_90.
+an H200 (docs/benchmarks.md); tests/ops/test_triton_compiles.py keeps every choice from spilling on sm_90.
 """
 
 from __future__ import annotations
