@@ -58,10 +58,13 @@ def cut(count, shares, most):
     Share s is [s * total // shares, (s + 1) * total // shares). None is empty: the merge counts them.
     """
     total = tl.sum(count, 0).to(tl.int64)
-    least = 1
+    least = 1  # units a share
     if most is not None:
-        # A sequence that begins anywhere in a share of n units has at most 1 + ceil((units - 1) / n) pieces.
-        least = tl.maximum(tl.cdiv(tl.max(count, 0) - 1, most - 1), 1)
+        longest = tl.max(count, 0)
+        if longest == total:  # alone in the line: each share is a piece
+            least = tl.maximum(tl.cdiv(longest, most), 1)
+        else:  # one that begins anywhere in a share of n units has at most 1 + ceil((units - 1) / n) pieces
+            least = tl.maximum(tl.cdiv(longest - 1, most - 1), 1)
     return total, tl.minimum(shares, tl.maximum(total // least, 1))
 
 

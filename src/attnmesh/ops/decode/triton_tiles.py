@@ -52,7 +52,8 @@ def pick_tiles(call: DecodeCall) -> Tiles:
     if call.q.dtype == torch.float32:
         table = _FLOAT32
     else:
-        table = _SIXTEEN_BITS if isinstance(call.k, Tensor) else _EIGHT_BITS
+        # bfp8 multiplies each value by its power of two, for which 16 bits' tiles leave more registers.
+        table = _SIXTEEN_BITS if isinstance(call.k, Tensor) or call.k.storage == "bfp8" else _EIGHT_BITS
     width = max(call.q.shape[3], call.value_dim)
     return next(tiles for limit, tiles in table.items() if width <= limit)
 
@@ -74,11 +75,16 @@ def paired(call: DecodeCall) -> bool:
 def count_shares(sequences: int, heads: int, places: int) -> int:
     """How many shares, of `heads` programs each, fill the chip's places.
 
-    Where the sequences are many, a number that divides theirs: if they are equally long (the host does not know), none
-    is cut and nothing is left to merge, which saves more than the places it leaves empty.
+    If the sequences are equally long (the host does not know), a number that divides theirs cuts none of them and leaves
+    nothing to merge, and a multiple of theirs begins no share in the middle of one. Either saves more than the few
+    places it leaves empty.
     """
+    fill = max(1, places // heads)
     whole = [n for n in range(1, sequences + 1) if sequences % n == 0 and _filled(n * heads, places) >= 0.9]
-    return min(whole, default=max(1, places // heads))
+    if whole:
+        return min(whole)
+    even = fill - fill % sequences
+    return even if even >= 0.9 * fill else fill
 
 
 def _filled(programs: int, places: int) -> float:

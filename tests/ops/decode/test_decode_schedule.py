@@ -1,0 +1,79 @@
+"""The line of units and its shares, against brute force: every unit in one share, none empty, pieces counted right."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from attnmesh.ops.decode.triton_schedule import before, cut, picked  # noqa: E402
+from attnmesh.ops.decode.triton_tiles import count_shares, pick_merge_tile  # noqa: E402
+
+
+@triton.jit
+def shares_kernel(counts, out, shares, most, N: tl.constexpr):
+    index = tl.arange(N)
+    count = tl.load(counts + index)
+    total, shares = cut(count, shares, most)
+    tl.store(out, total)
+    tl.store(out + 1, shares)
+    for sequence in range(N):
+        # As the merge does it.
+        units = picked(count, index, sequence)
+        begin = before(count, index, sequence)
+        safe = tl.maximum(total, 1)
+        first = ((begin + 1) * shares - 1) // safe
+        tl.store(out + 2 + 2 * sequence, first)
+        tl.store(out + 3 + 2 * sequence, ((begin + units) * shares - 1) // safe - first + 1)
+
+
+@pytest.mark.parametrize("most", [None, 2, 3, 7, 64])
+@pytest.mark.parametrize("shares", [1, 5, 33])
+@pytest.mark.parametrize(
+    "counts", [[1, 0, 0, 0], [0, 0, 7, 0], [64, 0, 0, 0], [5, 1, 0, 30], [9, 9, 9, 9], [0, 100, 3, 1], [0, 0, 0, 0]]
+)
+def test_shares_and_pieces(counts, shares, most, device):
+    out = torch.zeros(2 + 2 * len(counts), dtype=torch.int64, device=device)
+    shares_kernel[(1,)](torch.tensor(counts, dtype=torch.int32, device=device), out, shares, most, N=len(counts))
+    total, cuts, *pieces = out.tolist()
+    assert total == sum(counts)
+    assert 1 <= cuts <= shares
+    line = [sequence for sequence, count in enumerate(counts) for _ in range(count)]
+    parts = [line[s * total // cuts : (s + 1) * total // cuts] for s in range(cuts)]
+    assert [unit for part in parts for unit in part] == line
+    assert all(parts) or not line
+    for sequence, count in enumerate(counts):
+        if count:
+            holders = [s for s, part in enumerate(parts) if sequence in part]
+            assert pieces[2 * sequence] == holders[0]
+            assert pieces[2 * sequence + 1] == len(holders) <= (most or shares)
+
+
+def test_a_sequence_alone_gets_as_many_splits_as_it_may(device):
+    out = torch.zeros(4, dtype=torch.int64, device=device)
+    shares_kernel[(1,)](torch.tensor([2048], dtype=torch.int32, device=device), out, 264, 2, N=1)
+    assert out[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "places", "shares"),
+    [
+        (1, 8, 264, 33),
+        (16, 8, 264, 32),
+        (64, 8, 264, 32),
+        (128, 8, 264, 32),
+        (8, 1, 396, 396),
+        (7, 300, 264, 7),
+        (5, 8, 264, 30),
+        (40, 8, 264, 33),
+    ],
+)
+def test_equal_sequences_are_not_cut_where_that_fills_the_chip(sequences, heads, places, shares):
+    assert count_shares(sequences, heads, places) == shares
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 33, 1000])
+def test_the_merge_of_fixed_splits_does_not_know_how_many_there_are(pieces):
+    assert pick_merge_tile(pieces, 8, 128, fixed=True) == pick_merge_tile(7, 8, 128, fixed=True)
+    tile = pick_merge_tile(pieces, 8, 128, fixed=False)
+    assert tile.pieces * tile.rows * tile.columns <= 4096
