@@ -17,7 +17,7 @@ def shares_kernel(counts, out, shares, most, N: tl.constexpr):
     total, shares = cut(count, shares, most)
     tl.store(out, total)
     tl.store(out + 1, shares)
-    for sequence in range(N):
+    for sequence in range(0, N):  # noqa: PIE808  (the interpreter wants both)
         # As the merge does it.
         units = picked(count, index, sequence)
         begin = before(count, index, sequence)
@@ -62,7 +62,7 @@ def test_a_sequence_alone_gets_as_many_splits_as_it_may(device):
         (16, 8, 264, 32),
         (64, 8, 264, 32),
         (128, 8, 264, 32),
-        (8, 1, 396, 396),
+        (8, 1, 396, 392),
         (7, 300, 264, 7),
         (5, 8, 264, 30),
         (40, 8, 264, 33),

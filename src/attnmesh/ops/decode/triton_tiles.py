@@ -75,9 +75,9 @@ def paired(call: DecodeCall) -> bool:
 def count_shares(sequences: int, heads: int, places: int) -> int:
     """How many shares, of `heads` programs each, fill the chip's places.
 
-    If the sequences are equally long (the host does not know), a number that divides theirs cuts none of them and leaves
-    nothing to merge, and a multiple of theirs begins no share in the middle of one. Either saves more than the few
-    places it leaves empty.
+    If the sequences are equally long (the host does not know), a number that divides theirs cuts none of them and
+    leaves nothing to merge, and with a multiple of theirs no program meets two. Either saves more than the few places
+    it leaves empty.
     """
     fill = max(1, places // heads)
     whole = [n for n in range(1, sequences + 1) if sequences % n == 0 and _filled(n * heads, places) >= 0.9]
