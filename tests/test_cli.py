@@ -9,9 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attnmesh import ContextParallel, report, verify
+from attnmesh import ContextParallel, State, report, verify
+from attnmesh.cache.ledger import Ledger
+from attnmesh.cache.pools import Pools
 from attnmesh.cli import app
 from attnmesh.ops.accumulate import GradSum
+from attnmesh.ops.decode.cpu import Cpu
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,11 @@ def test_verify_on_virtual_ranks_finds_everything_right():
         "attention auto documents",
         "ring auto zigzag causal+documents",
         "ring aten striped window",
+        "decode auto paged T=4",
+        "decode cpu contiguous additive mask",
+        "decode cpu paged split_size same bits",
+        "cache fp8 append fork truncate",
+        "cache int8 prefix same bits",
     ):
         assert mode in ran.output
     passed, failed = counts(ran.output)
@@ -102,6 +110,51 @@ def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch
     assert ran.exit_code == 1
     assert len(re.findall(r"ring auto zigzag \w+ .*(dk|dv).*WRONG", ran.output)) == 4
     assert counts(ran.output) == (4, 4)
+
+
+@pytest.fixture
+def generation_modes(monkeypatch):
+    """Only the modes of token generation."""
+    some = re.compile(r"(decode|cache) ")
+    modes = verify.modes
+    monkeypatch.setattr(verify, "modes", lambda *args: [mode for mode in modes(*args) if some.match(mode.name)])
+
+
+def louder(run):
+    def faulty(self, call):
+        state = run(self, call)
+        return State(state.out * 1.0001, state.lse)
+
+    return faulty
+
+
+def by_the_batch(run):
+    """Right but for the last bit of a float32, which changes with the number of sequences."""
+
+    def faulty(self, call):
+        state = run(self, call)
+        return State(state.out, state.lse * (1 + torch.finfo(torch.float32).eps * (call.q.shape[0] > 1)))
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "wrong"),
+    [
+        (Cpu, "run", louder, r"(decode|cache).*fp32"),
+        (Cpu, "run", by_the_batch, r"decode.*split_size same bits"),
+        (Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork"),
+        (Ledger, "register", lambda register: lambda *args: None, r"│ cache "),
+    ],
+)
+def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, generation_modes, monkeypatch):
+    monkeypatch.setattr(place, name, fault(getattr(place, name)))
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    lines = [line for line in ran.output.splitlines() if re.search(r"decode|cache", line)]
+    assert len(lines) == sum(counts(ran.output)) >= 30
+    found = {line for line in lines if "WRONG" in line}
+    assert found == {line for line in lines if re.search(wrong, line)}
 
 
 def test_a_seed_repeats_a_test_and_another_does_not(few_modes):

@@ -21,7 +21,7 @@ FLOORS = [
     {"comm"},
     {"parallel"},
     {"models"},
-    {"verify", "report", "launch", "bench"},
+    {"verify", "verify_decode", "verify_cache", "report", "launch", "bench"},
     {"cli"},
     {"attnmesh"},  # the front door, attnmesh/__init__.py, opens on every room
 ]

@@ -1,7 +1,8 @@
 """Every mode that exists, on fresh random inputs, against float64: out, lse, dq, dk, dv and the gradient through lse.
 
 An error passes if it is at most twice that of the plain computation in the same precision (scores, softmax and products
-all in the inputs' dtype), plus a floor for what is zero but for rounding.
+all in the inputs' dtype), plus a floor for what is zero but for rounding. Token generation, which has no gradients, is
+in `verify_decode` and `verify_cache`, and is judged here by the same rule.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.queries import gather_ring_outputs, ring_distributed_attention
 from attnmesh.plan.load import SCHEDULES
 from attnmesh.state import State, merge
+from attnmesh.verify_cache import cache_modes
+from attnmesh.verify_decode import Compared, DecodeMode, decode_modes
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 _NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -61,7 +64,7 @@ class Mode:
 class Outcome:
     """How a mode did: the result nearest to its bound, its relative error, and that bound."""
 
-    mode: Mode
+    mode: Mode | DecodeMode
     worst: str
     error: float
     bound: float
@@ -72,16 +75,21 @@ class Outcome:
         return self.error <= self.bound
 
 
-def modes(comm: Comm, device: str) -> list[Mode]:
+def modes(comm: Comm, device: str) -> list[Mode | DecodeMode]:
     """Every mode that exists on this device, the same list on every rank."""
     fused = "aten" if device == "cpu" else "triton"
     rings = [mode for backend in ("auto", fused) for mode in _rings(comm, backend)]
-    return [*_merges(), *_backends(device), *rings, *_schedules(comm), *_crossings(comm), *_queries(comm)]
+    meshes = [*rings, *_schedules(comm), *_crossings(comm), *_queries(comm)]
+    return [*_merges(), *_backends(device), *meshes, *decode_modes(device), *cache_modes()]
 
 
 def run(comm: Comm, device: str, seed: int) -> Iterator[Outcome]:
     """Run all modes on all ranks; rank 0 judges, and gets the outcomes as they come."""
     for number, mode in enumerate(modes(comm, device)):
+        if isinstance(mode, DecodeMode):  # one device's: the other ranks have nothing to do
+            if comm.rank == 0:
+                yield _worst(mode, mode.compared(seed + number, device))
+            continue
         inputs = _drawn(mode, seed + number, device)
         if mode.together or comm.rank == 0:
             found = mode.found(inputs)
@@ -192,11 +200,16 @@ def _placed(layout: Layout) -> str:
 def _judged(mode: Mode, inputs: list[Tensor], found: list[Tensor]) -> Outcome:
     exact = _differentiated(_reference, mode.mask, [x.double() for x in inputs])
     plain = _differentiated(_plain, mode.mask, inputs)
+    return _worst(mode, [Compared(*each) for each in zip(_NAMES, found, exact, plain, strict=True)])
+
+
+def _worst(mode: Mode | DecodeMode, compared: list[Compared]) -> Outcome:
+    """The result nearest to its bound, or beyond it."""
     results = []
-    for name, a, b, e in zip(_NAMES, found, plain, exact, strict=True):
-        bound = 2 * _error(b, e) + 4 * torch.finfo(torch.float32).eps
-        results.append(Outcome(mode, name, _error(a, e), bound))
-    return max(results, key=lambda outcome: outcome.error / outcome.bound if outcome.passed else torch.inf)
+    for name, found, exact, plain in compared:
+        bound = 0.0 if plain is None else 2 * _error(plain, exact) + 4 * torch.finfo(torch.float32).eps
+        results.append(Outcome(mode, name, _error(found, exact), bound))
+    return max(results, key=lambda outcome: outcome.error / (outcome.bound or 1.0) if outcome.passed else torch.inf)
 
 
 def _drawn(mode: Mode, seed: int, device: str) -> list[Tensor]:
@@ -252,5 +265,5 @@ def _error(found: Tensor, exact: Tensor) -> float:
     finite = torch.isfinite(exact)
     if not torch.equal(finite, torch.isfinite(found)):
         return float("nan")
-    found, exact = found.double()[finite], exact[finite]
+    found, exact = found.double()[finite], exact.double()[finite]
     return float((found - exact).norm() / exact.norm().clamp(min=1e-30))

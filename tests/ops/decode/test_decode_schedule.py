@@ -12,12 +12,12 @@ from attnmesh.ops.decode.triton_tiles import count_shares, pick_merge_tile  # no
 
 @triton.jit
 def shares_kernel(counts, out, shares, most, N: tl.constexpr):
-    index = tl.arange(N)
+    index = tl.arange(0, N)
     count = tl.load(counts + index)
     total, shares = cut(count, shares, most)
     tl.store(out, total)
     tl.store(out + 1, shares)
-    for sequence in range(0, N):  # noqa: PIE808  (the interpreter wants both)
+    for sequence in range(N):
         # As the merge does it.
         units = picked(count, index, sequence)
         begin = before(count, index, sequence)

@@ -94,7 +94,7 @@ def merge_kernel(
         acc = tl.zeros((COLUMNS, SOME_ROWS), tl.float32)
         whole = tl.zeros((SOME_ROWS,), tl.float32)
         peak = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
-        if (units > 0) & (not faulty):
+        if units > 0:  # sequences without a fault share these rows with one that has it
             for at in range(0, pieces, PIECES):
                 piece = at + tl.arange(0, PIECES)
                 if FIXED:
