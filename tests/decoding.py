@@ -14,9 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -24,7 +22,6 @@ from attending import FLOOR
 from attnmesh import decode_attention, paged_decode_attention
 from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.check import checked
-from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Quantised, Stored, dequantise, quantise
 from attnmesh.state import State
 
@@ -36,18 +33,6 @@ GARBAGE = (-1, 2**31 - 1, -1, -(2**31))  # what table entries hold that nobody r
 # How a mask may be broadcast: the letters of the dimensions that it has in full.
 MASK_SHAPES = ("", "b", "h", "t", "bh", "bt", "ht", "bht")
 STORAGES = ("plain", "fp8", "fp8 heads", "int8", "bfp8")
-
-
-def serving(backend: str) -> str:
-    """The backend; a test of one that is not written yet is skipped."""
-    if backend == "triton" and _placeholder():
-        pytest.skip("the Triton backend is not written yet")
-    return backend
-
-
-@cache
-def _placeholder() -> bool:
-    return Triton().refusal(drawn([3], device=home("triton")).call()) == "not yet"
 
 
 def home(backend: str) -> torch.device:
@@ -88,7 +73,7 @@ class Problem:
         return State(*self.attend(backend, return_lse=True, **more))
 
     def attend(self, backend: str, **more: object) -> Tensor | tuple[Tensor, Tensor]:
-        how = {**self.options, **more, "backend": serving(backend)}
+        how = {**self.options, **more, "backend": backend}
         if self.table is None:
             return decode_attention(self.q, self.k, self.v, **how)
         return paged_decode_attention(self.q, self.k, self.v, self.table, **how)

@@ -8,14 +8,13 @@ import torch
 from attnmesh import check_decode_faults
 from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.triton import Triton
-from decoding import home, made, serving
+from decoding import home, made
 
 pytestmark = pytest.mark.usefixtures("no_fault_left_over")
 
 
 @pytest.fixture
 def no_fault_left_over():
-    serving("triton")
     check_decode_faults()
     yield
     check_decode_faults()

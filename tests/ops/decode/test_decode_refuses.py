@@ -8,7 +8,7 @@ import torch
 
 from attnmesh import decode_attention
 from attnmesh.ops.storage import Quantised
-from decoding import BACKENDS, STORAGES, Problem, drawn, serving
+from decoding import BACKENDS, STORAGES, Problem, drawn
 
 META = torch.device("meta")
 
@@ -206,7 +206,6 @@ def test_a_gradient_that_nobody_would_compute(name):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_refuses_what_it_cannot_serve_and_says_so(backend):
     problem = drawn([3], dtype=torch.float64)
-    serving(backend)
     if backend == "cpu":
         problem = having(problem, q=problem.q.to(META), k=problem.k.to(META), v=problem.v.to(META)).but(cur_pos=None)
     with pytest.raises(ValueError, match=f"backend='{backend}' cannot serve this call: "):

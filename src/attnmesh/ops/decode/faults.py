@@ -55,17 +55,22 @@ def raise_fault(device: torch.device) -> None:
     if record is None or not int(record[0]):
         return
     if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return  # a capture may not wait; a later call reports
         torch.cuda.synchronize(device)  # the flag may come before the words
-    sequence = int(record[1:].nonzero()[0])
+    told = record[1:].nonzero()
+    if not len(told):  # another thread has raised it
+        return
+    sequence = int(told[0])
     word = int(record[1 + sequence])
     record.zero_()
-    slot, value = (word >> 32) - 2, word & 0xFFFFFFFF
-    value -= (value >> 31) << 32  # it is signed
-    what = f"cur_pos[{sequence}]" if slot < 0 else f"block_table[{sequence}, {slot}]"
-    where = "past the cache" if slot < 0 else "outside the pool"
-    raise ValueError(
-        f"{what} is {value}, {where} (of an earlier decode call on {device}, whose out and lse are NaN there)"
-    )
+    if word < 0:
+        what = f"cur_pos[{sequence}] is {-1 - word}, past the cache"
+    else:
+        slot, entry = (word >> 32) - 1, word & 0xFFFFFFFF
+        entry -= (entry >> 31) << 32  # it is signed
+        what = f"block_table[{sequence}, {slot}] is {entry}, outside the pool"
+    raise ValueError(f"{what} (of an earlier decode call on {device}, whose out and lse are NaN there)")
 
 
 def check_decode_faults() -> None:

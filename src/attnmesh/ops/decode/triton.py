@@ -20,13 +20,13 @@ from attnmesh.ops.decode.triton_tiles import (
     pick_tiles,
     power_of_two,
 )
-from attnmesh.ops.storage import Stored, values_of
+from attnmesh.ops.storage import Quantised, Stored, values_of
 from attnmesh.state import State
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 1024
 _LOG2_E = 1.4426950408889634
-_WHOLE = 2**30  # a split longer than any sequence
+_WHOLE = 2**30  # a split longer than any sequence; a sum of two still fits 32 bits
 _AT_ONCE = 1024  # sequences a launch: every program looks at all their lengths
 
 
@@ -50,6 +50,9 @@ class Triton:
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not call.q.is_cuda and not _interpreted():
             return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
+        fp8 = isinstance(call.k, Quantised) and call.k.storage == "fp8"
+        if call.q.is_cuda and fp8 and torch.cuda.get_device_capability(call.q.device) < (8, 9):
+            return "its kernels read fp8 caches from compute capability 8.9 on"
         return None
 
     def run(self, call: DecodeCall, tiles: Tiles | None = None) -> State:
@@ -70,6 +73,8 @@ class Triton:
 
 def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -> None:
     q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
+    cur_pos = call.cur_pos.contiguous()
+    sinks = None if call.sinks is None else call.sinks.contiguous()
     batch, _, tokens, head_dim = q.shape
     # Sequences that share a cache are rows of one tile, and read it once. Not with fixed splits, whose tiles may not
     # depend on the batch, nor with a window: what lies between two windows may be anything.
@@ -80,7 +85,7 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
     lines = 1 if shared else batch
 
     fixed = call.splits.size is not None or call.splits.most == 1
-    unit = (call.splits.size or _WHOLE) if fixed else tiles.keys
+    unit = min(call.splits.size or _WHOLE, _WHOLE) if fixed else tiles.keys
     units = lines * -(-call.capacity // unit)
     shares = max(1, min(units, count_shares(lines, heads, tiles.resident * _multiprocessors(q.device))))
     most = None if fixed else call.splits.most
@@ -95,33 +100,36 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
     main = max(16, 1 << (head_dim.bit_length() - 1))
     tail = max(16, power_of_two(head_dim - main)) if head_dim > main else 0
     block_len = call.block_len if call.paged else 0
-    compiled = not _interpreted()
+    with torch.cuda.device_of(q):
+        early = _starts_early(q.device)
     table: tuple[Tensor | None, int] = (None, 0)
     if call.table is not None:
         slots = call.table if call.table.stride(1) == 1 else call.table.contiguous()
         table = (slots, 0 if slots.shape[0] == 1 else slots.stride(0))
     written = (state.out, state.out.stride()[:3], state.lse, state.lse.stride())
-    numbers = (batch, call.kv_heads, k.shape[0], call.capacity, call.window, shares, most)
+    window = None if call.window is None else min(call.window, max(1, call.capacity))  # differences fit 32 bits
+    numbers = (batch, call.kv_heads, k.shape[0], call.capacity, window, shares, most)
     common: dict[str, Any] = {
         "TOKENS": tokens, "GROUP": call.group, "ROWS": row_tile, "DV": call.value_dim, "BLOCK_LEN": block_len,
-        "UNIT": unit, "FIXED": fixed, "SHARED": shared, "BATCH": power_of_two(batch), "COMPILED": compiled,
+        "UNIT": unit, "FIXED": fixed, "SHARED": shared, "BATCH": power_of_two(batch), "EARLY": early,
     }  # fmt: skip
     with torch.cuda.device_of(q):
         _kernel("split")[(shares * heads,)](
-            q, q.stride()[:3], k, v, *k_parts, *v_parts, *table, call.cur_pos,
+            q, q.stride()[:3], k, v, *k_parts, *v_parts, *table, cur_pos,
             mask, _broadcast_strides(mask, 4), 0 if mask is None else mask.shape[3],
-            tree, _broadcast_strides(tree, 3), call.sinks, *written, part_out, part_lse, *numbers, call.scale * _LOG2_E,
+            tree, _broadcast_strides(tree, 3), sinks, *written, part_out, part_lse, *numbers, call.scale * _LOG2_E,
             **common, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail, BLOCK_DV=max(16, power_of_two(call.value_dim)),
             STORAGE="plain" if isinstance(call.k, Tensor) else call.k.storage, PAIRED=words, V_IN_K=_v_in_k(call, main),
+            COMPILED=not _interpreted(),
             ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_len, 1) == 0 or block_len % tiles.keys == 0),
-            WIDE=max(_span(k), _span(v)) >= 2**31, num_warps=tiles.warps, num_stages=tiles.stages,
+            WIDE=max(_reach(call.k), _reach(call.v)) >= 2**31, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         part = pick_merge_tile(shares // lines + 2, row_tile, call.value_dim, fixed)
         _kernel("merge")[(lines * heads, row_tile // part.rows, -(-call.value_dim // part.columns))](
-            part_out, part_lse, *table, call.cur_pos, call.sinks, *written,
+            part_out, part_lse, *table, cur_pos, sinks, *written,
             fault_record(q.device), first_sequence, *numbers,
             **common, PIECES=part.pieces, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=4,
-            **({"launch_pdl": True} if compiled else {}),
+            **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
 
@@ -190,8 +198,14 @@ def _v_in_k(call: DecodeCall, main: int) -> bool:
         and isinstance(v, Tensor)
         and k.data_ptr() == v.data_ptr()
         and k.stride() == v.stride()
-        and v.shape[3] == main
+        and v.shape[3] == main <= k.shape[3]  # narrower keys are padded, not read
     )
+
+
+def _reach(stored: Stored) -> int:
+    """The farthest offset from the beginning of a cache, or of its scales."""
+    parts = (stored,) if isinstance(stored, Tensor) else (stored.values, stored.scales)
+    return max(_span(x) for x in parts)
 
 
 def _span(x: Tensor) -> int:
@@ -202,6 +216,17 @@ def _span(x: Tensor) -> int:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
+def _starts_early(device: torch.device) -> bool:
+    """Whether the merge may start while the first kernel runs: from Hopper on. Called where `device` is current."""
+    if _interpreted():
+        return False
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= 90)
 
 
 def _interpreted() -> bool:

@@ -36,7 +36,7 @@ def merge_kernel(
     TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
     PIECES: tl.constexpr, SOME_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_LEN: tl.constexpr, UNIT: tl.constexpr, FIXED: tl.constexpr, SHARED: tl.constexpr,
-    BATCH: tl.constexpr, COMPILED: tl.constexpr,
+    BATCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each head of each sequence (even a skipped one), and for some of its rows and columns."""
     index, firsts, ends, _, counts = line_of(cur_pos, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH)
@@ -72,7 +72,7 @@ def merge_kernel(
     fault = row_last >= capacity
     whose = tl.max(tl.where(fault, row_sequence, -1), 0)
     if whose >= 0:
-        _report(faults, fault_base + whose, -1, tl.load(cur_pos + whose))
+        _report(faults, fault_base + whose, -1 - tl.load(cur_pos + whose).to(tl.int64))
     if BLOCK_LEN > 0:
         table_row = table
         if not SHARED:
@@ -81,14 +81,16 @@ def merge_kernel(
             table_row, picked(firsts, index, sequence), picked(ends, index, sequence), num_blocks, BLOCK_LEN
         )
         if (slot != _NOWHERE) & (whose < 0):  # a position past the cache has no slots to speak of
-            _report(faults, fault_base + sequence, slot, tl.load(table_row + slot))
-        fault = fault | (slot != _NOWHERE)
+            entry = tl.load(table_row + slot).to(tl.int64) & 0xFFFFFFFF
+            _report(faults, fault_base + sequence, (tl.cast(slot + 1, tl.int64) << 32) | entry)
+        # Of sequences that share a table, those that reach the slot.
+        fault = fault | ((row_last >= 0) & (slot <= row_last // BLOCK_LEN))
 
     whole_head = (pieces == 1) & (units > 0)  # the first kernel has written it
     faulty = tl.max(fault.to(tl.int32), 0) > 0
     alone = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0)
     # Programs with nothing to merge leave without waiting; one waits always, or this kernel could end first.
-    if COMPILED and ((not whole_head) | faulty | alone):
+    if EARLY and ((not whole_head) | faulty | alone):
         gdc_wait()
     if (not whole_head) | faulty:
         acc = tl.zeros((COLUMNS, SOME_ROWS), tl.float32)
@@ -148,8 +150,7 @@ def _bad_slot(table_row, first, end, num_blocks, BLOCK_LEN: tl.constexpr):
 
 
 @triton.jit
-def _report(faults, sequence, slot, value):
-    """Tell the host: a word for the sequence, (slot + 2) << 32 | value (a slot of -1: the position), then the flag."""
-    word = (tl.cast(slot + 2, tl.int64) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
+def _report(faults, sequence, word):
+    """Tell the host: a word for the sequence, (slot + 1) << 32 | entry or -1 - position, then the flag."""
     tl.store(faults + 1 + sequence, word)
     tl.store(faults, tl.full((), 1, tl.int64))

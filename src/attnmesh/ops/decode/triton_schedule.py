@@ -32,15 +32,19 @@ def key_range(last, window, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def sound(position, capacity):
+    """A position in 32 bits. One past the capacity is as if skipped, -1: nothing is read for it; the merge reports."""
+    return tl.where(position < capacity, tl.maximum(position, -1), -1).to(tl.int32)
+
+
+@triton.jit
 def line_of(cur_pos, batch, window, capacity, unit, TOKENS: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr):
     """Of every sequence in the line: its first key, the end of its keys, its first unit and how many it has.
 
-    Positions past the capacity are cut off here; they are reported elsewhere.
     Sequences that share a cache (and have no window) are one.
     """
     index = tl.arange(0, BATCH)
-    last = tl.load(cur_pos + index, mask=index < batch, other=-1).to(tl.int32)
-    last = tl.minimum(last, capacity - 1)
+    last = sound(tl.load(cur_pos + index, mask=index < batch, other=-1), capacity)
     first, end = key_range(last, window, TOKENS)
     end = tl.maximum(end, 0)
     if SHARED:

@@ -25,7 +25,7 @@ from attnmesh.ops.decode.triton_keys import (
     split_pairs,
 )
 from attnmesh.ops.decode.triton_merge import finished
-from attnmesh.ops.decode.triton_schedule import NUMBERS, before, cut, line_of, picked
+from attnmesh.ops.decode.triton_schedule import NUMBERS, before, cut, line_of, picked, sound
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -40,10 +40,10 @@ def split_kernel(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     STORAGE: tl.constexpr, BLOCK_LEN: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     FIXED: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr, V_IN_K: tl.constexpr, PAIRED: tl.constexpr,
-    COMPILED: tl.constexpr,
+    COMPILED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend over this program's share of the line; write whole heads to out, and pieces of heads aside."""
-    if COMPILED:  # not interpreted
+    if EARLY:
         gdc_launch_dependents()  # the merge may get ready: it waits for the end of this kernel by itself
     index, firsts, ends, first_units, counts = line_of(cur_pos, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH)
     row_count = GROUP * TOKENS
@@ -82,8 +82,7 @@ def split_kernel(
             row_sequence = tl.where(real, rows // (GROUP * TOKENS), 0)
         row_head = head * GROUP + rows // TOKENS % GROUP
         row_token = rows % TOKENS
-        row_last = tl.load(cur_pos + row_sequence, mask=real, other=-1).to(tl.int32)
-        row_last = tl.minimum(row_last, capacity - 1)
+        row_last = sound(tl.load(cur_pos + row_sequence, mask=real, other=-1), capacity)
         # The last key that a row sees; none for rows that are not there.
         own = tl.where(row_last >= 0, row_last - (TOKENS - 1) + row_token, -1)
 
@@ -184,14 +183,19 @@ def split_kernel(
             if UNIT % KEYS != 0:  # a split may end in the middle of a tile
                 visible = visible & (keys < key_stop)[:, None]
             scores = tl.where(visible, scores, float("-inf"))
+            used = there
+            if (mask is not None) | (tree is not None):  # what nobody sees may hold anything, and 0 * NaN is NaN
+                used = used & (tl.max(visible.to(tl.int32), 1) > 0)
 
             # A value's own scale joins its weight. The running peak counts the scale's exponent, too, so that the
             # weight can leave fp16 neither way.
             peaks = scores
             if STORAGE == "int8":
                 at_scale = offsets_at(blocks, places, v_scale_strides, WIDE)
-                token_scale = tl.load(v_scale_head + at_scale, mask=there, other=0.0)
-                peaks += ((token_scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)[:, None]
+                token_scale = tl.load(v_scale_head + at_scale, mask=used, other=0.0)
+                exponent = ((token_scale.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+                # At least -100: of values that are 0, or nearly, even the sum of a billion weights is finite.
+                peaks += tl.maximum(exponent, -100).to(tl.float32)[:, None]
             top = tl.maximum(peak, tl.max(peaks, 0))
             shift = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
             weights = tl.exp2(scores - shift[None, :])
@@ -202,14 +206,16 @@ def split_kernel(
             weights = weights.to(q_main.dtype)
             if V_IN_K:
                 v_tile = tl.trans(k_main)
+                if (mask is not None) | (tree is not None):
+                    v_tile = tl.where(used[None, :], v_tile, 0.0)
             elif PAIRED:
-                v_tile, v_odd = halves(load_across(v_head, v_offsets, there, DV // 2, BLOCK_DV // 2), STORAGE, COMPILED)
+                v_tile, v_odd = halves(load_across(v_head, v_offsets, used, DV // 2, BLOCK_DV // 2), STORAGE, COMPILED)
                 acc_odd = tl.dot(v_odd, weights, acc_odd * decay[None, :])
             else:
-                v_tile = load_across(v_head, v_offsets, there, DV, BLOCK_DV)
+                v_tile = load_across(v_head, v_offsets, used, DV, BLOCK_DV)
                 if STORAGE == "bfp8":
                     v_powers = offsets_at(blocks, places, v_scale_strides, WIDE)
-                    steps = powers_of_rows(v_scale_head, v_scale_strides, v_powers, there, 0, DV, KEYS, BLOCK_DV)
+                    steps = powers_of_rows(v_scale_head, v_scale_strides, v_powers, used, 0, DV, KEYS, BLOCK_DV)
                     v_tile = v_tile.to(tl.float32) * tl.trans(steps)
                 v_tile = v_tile.to(q_main.dtype)
             acc = tl.dot(v_tile, weights, acc * decay[None, :], input_precision="ieee")

@@ -6,6 +6,7 @@ an H200 (docs/benchmarks.md); tests/ops/test_triton_compiles.py keeps every choi
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -59,19 +60,20 @@ def pick_tiles(call: DecodeCall) -> Tiles:
 
 
 def paired(call: DecodeCall) -> bool:
-    """Whether two neighbours of an 8-bit cache are read as one 16-bit word: faster, if widths and strides are even."""
+    """Whether two neighbours of an 8-bit cache are read as one 16-bit word: faster, if widths and places are even."""
     if isinstance(call.k, Tensor) or call.k.storage == "bfp8" or call.q.dtype == torch.float32:
         return False
-    strides = (stride for x in (call.k, call.v) for stride in values_of(x).stride()[:3])
+    values = [values_of(x) for x in (call.k, call.v)]
     head_dim, value_dim = call.q.shape[3], call.value_dim
     return (
         head_dim >= 32
         and power_of_two(head_dim) == head_dim
         and value_dim % 32 == 0
-        and all(stride % 2 == 0 for stride in strides)
+        and all(stride % 2 == 0 for x in values for stride in (*x.stride()[:3], x.storage_offset(), x.data_ptr()))
     )
 
 
+@functools.cache
 def count_shares(sequences: int, heads: int, places: int) -> int:
     """How many shares, of `heads` programs each, fill the chip's places.
 
