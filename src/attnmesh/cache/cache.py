@@ -92,7 +92,7 @@ class BlockCache:
         )  # fmt: skip
 
     def allocate(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> Sequence:
-        """A sequence for a prompt, with room for all of it: appending the prompt cannot fail (unless it is forked first).
+        """A sequence for a prompt, with room for all of it: appending that cannot fail (unless it is forked meanwhile).
 
         It begins with the full blocks that are cached already, `length == cached` tokens of the prompt. The last token
         is never among them: it has to be computed, to say what comes next. The rest, `prompt[cached:]`, is to be

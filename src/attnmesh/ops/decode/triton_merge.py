@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from attnmesh.ops.decode.triton_schedule import NUMBERS, before, cut, line_of, picked
+from attnmesh.ops.decode.triton_schedule import NUMBERS, at_rows, before, cut, line_of, picked, rows_of
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -60,12 +60,9 @@ def merge_kernel(
 
     place = tl.program_id(1) * SOME_ROWS + tl.arange(0, SOME_ROWS)
     rows = head_tile % tiles * ROWS + place
-    real = rows < row_count
-    row_sequence = tl.zeros_like(rows) + sequence
-    if SHARED:
-        row_sequence = tl.where(real, rows // (GROUP * TOKENS), 0)
-    row_head = head_tile // tiles * GROUP + rows // TOKENS % GROUP
-    row_token = rows % TOKENS
+    real, row_sequence, row_head, row_token = rows_of(
+        rows, row_count, head_tile // tiles, sequence, TOKENS, GROUP, SHARED
+    )
     row_last = tl.load(cur_pos + row_sequence, mask=real, other=-1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
 
@@ -126,13 +123,11 @@ def merge_kernel(
         natural = tl.where(fault, float("nan"), natural)
         # Of a head that was whole, only what is faulty is written anew.
         writes = real & (fault | (not whole_head))
-        out_rows = row_sequence.to(tl.int64) * out_strides[0] + row_head * out_strides[1] + row_token * out_strides[2]
+        out_rows = at_rows(out_strides, row_sequence, row_head, row_token)
         inside = writes[None, :] & (columns < DV)[:, None]
         tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=inside)
         if tl.program_id(2) == 0:
-            lse_rows = (
-                row_sequence.to(tl.int64) * lse_strides[0] + row_head * lse_strides[1] + row_token * lse_strides[2]
-            )
+            lse_rows = at_rows(lse_strides, row_sequence, row_head, row_token)
             tl.store(lse + lse_rows, natural, mask=writes)
 
 

@@ -82,3 +82,22 @@ def picked(vector, index, wanted):
 def before(count, index, wanted):
     """Where in the line a sequence begins."""
     return tl.sum(tl.where(index < wanted, count, 0), 0).to(tl.int64)
+
+
+@triton.jit
+def rows_of(rows, row_count, head, sequence, TOKENS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr):
+    """Of a kv head's rows: which are there, whose they are, and their query head and token.
+
+    A row is a query head of the group and a token; before these, a sequence if all share one cache.
+    """
+    real = rows < row_count
+    row_sequence = tl.zeros_like(rows) + sequence
+    if SHARED:
+        row_sequence = tl.where(real, rows // (GROUP * TOKENS), 0)
+    return real, row_sequence, head * GROUP + rows // TOKENS % GROUP, rows % TOKENS
+
+
+@triton.jit
+def at_rows(strides, row_sequence, row_head, row_token):
+    """Where rows lie in a tensor [sequences, query heads, tokens, ...]."""
+    return row_sequence.to(tl.int64) * strides[0] + row_head.to(tl.int64) * strides[1] + row_token * strides[2]

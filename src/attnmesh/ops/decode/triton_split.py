@@ -25,7 +25,7 @@ from attnmesh.ops.decode.triton_keys import (
     split_pairs,
 )
 from attnmesh.ops.decode.triton_merge import finished
-from attnmesh.ops.decode.triton_schedule import NUMBERS, before, cut, line_of, picked, sound
+from attnmesh.ops.decode.triton_schedule import NUMBERS, at_rows, before, cut, line_of, picked, rows_of, sound
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -74,19 +74,13 @@ def split_kernel(
             first = tl.maximum(picked(firsts, index, sequence), key_begin)
             key_begin += (first - key_begin) // KEYS * KEYS
 
-        # The rows of this tile: (sequence if they share a cache,) query head within the group, token.
         rows = head_tile % tiles * ROWS + tl.arange(0, ROWS)
-        real = rows < row_count
-        row_sequence = tl.zeros_like(rows) + sequence
-        if SHARED:
-            row_sequence = tl.where(real, rows // (GROUP * TOKENS), 0)
-        row_head = head * GROUP + rows // TOKENS % GROUP
-        row_token = rows % TOKENS
+        real, row_sequence, row_head, row_token = rows_of(rows, row_count, head, sequence, TOKENS, GROUP, SHARED)
         row_last = sound(tl.load(cur_pos + row_sequence, mask=real, other=-1), capacity)
         # The last key that a row sees; none for rows that are not there.
         own = tl.where(row_last >= 0, row_last - (TOKENS - 1) + row_token, -1)
 
-        q_rows = q + row_sequence.to(tl.int64) * q_strides[0] + row_head * q_strides[1] + row_token * q_strides[2]
+        q_rows = q + at_rows(q_strides, row_sequence, row_head, row_token)
         main = tl.arange(0, MAIN)
         q_main = tl.load(q_rows[None, :] + main[:, None], mask=real[None, :] & (main < D)[:, None], other=0.0)
         q_tail = q_main
@@ -161,8 +155,7 @@ def split_kernel(
             # Who sees whom.
             if mask is not None:
                 visible = (keys < mask_width)[:, None] & (keys[:, None] <= row_last[None, :])
-                mask_rows = row_sequence.to(tl.int64) * mask_strides[0] + row_head * mask_strides[1]
-                mask_rows += row_token * mask_strides[2]
+                mask_rows = at_rows(mask_strides, row_sequence, row_head, row_token)
                 mask_at = mask + mask_rows[None, :] + keys.to(tl.int64)[:, None] * mask_strides[3]
                 if mask.dtype.element_ty == tl.uint8:
                     visible = visible & (tl.load(mask_at, mask=visible, other=0) != 0)
@@ -235,13 +228,9 @@ def split_kernel(
                 sink = tl.load(sinks + row_head, mask=real & (row_last >= 0), other=float("-inf")).to(tl.float32)
                 sink *= _LOG2_E
             result, natural = finished(acc, sums, peak, sink)
-            out_rows = (
-                row_sequence.to(tl.int64) * out_strides[0] + row_head * out_strides[1] + row_token * out_strides[2]
-            )
+            out_rows = at_rows(out_strides, row_sequence, row_head, row_token)
             tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=writes)
-            lse_rows = (
-                row_sequence.to(tl.int64) * lse_strides[0] + row_head * lse_strides[1] + row_token * lse_strides[2]
-            )
+            lse_rows = at_rows(lse_strides, row_sequence, row_head, row_token)
             tl.store(lse + lse_rows, natural, mask=real)
         else:
             slot = at

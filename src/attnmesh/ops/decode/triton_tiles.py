@@ -41,7 +41,7 @@ _EIGHT_BITS = {
 }
 # float32 runs without tensor cores (tf32 would not be float32): a thread then holds much of both operands.
 _FLOAT32 = {
-    64: Tiles(16, 32, 4, 2, 2),
+    64: Tiles(16, 16, 4, 2, 2),
     128: Tiles(16, 16, 4, 2, 2),
     256: Tiles(16, 16, 8, 2, 1),
     1024: Tiles(8, 16, 8, 1, 1),
