@@ -11,6 +11,26 @@ wide unless the pool needs more.
 import triton
 import triton.language as tl
 
+# Two words in, their lower and their upper values out: four bytes, each to be an fp16.
+_FP8_HALVES = tl.constexpr("""{
+    .reg .b32 sorted;
+    .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+# An int8 with its sign flipped is the last byte of 1024 + 128 + itself in fp16.
+_INT8_HALVES = tl.constexpr("""{
+    .reg .b32 flipped, low, high, offset;
+    mov.b32 offset, 0x64806480;
+    xor.b32 flipped, $2, 0x80808080;
+    prmt.b32 low, flipped, 0x64646464, 0x4240;
+    prmt.b32 high, flipped, 0x64646464, 0x4341;
+    sub.rn.f16x2 $0, low, offset;
+    sub.rn.f16x2 $1, high, offset;
+}""")
+
 
 @triton.jit
 def blocks_at(table_row, key, stop, BLOCK_LEN: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
@@ -44,6 +64,15 @@ def places_at(key, BLOCK_LEN: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.cons
     else:
         places = (key + near) % BLOCK_LEN
     return places
+
+
+@triton.jit
+def head_of(base, strides, head, sequence, OWN: tl.constexpr):
+    """Where a head begins: in a pool or a cache for all, or, if each sequence has its OWN, in that of this one."""
+    start = base + head.to(tl.int64) * strides[2]
+    if OWN:
+        start += sequence.to(tl.int64) * strides[0]
+    return start
 
 
 @triton.jit
@@ -115,38 +144,10 @@ def halves(words, STORAGE: tl.constexpr, COMPILED: tl.constexpr):
         else:
             low, high = low.to(tl.int8, bitcast=True), high.to(tl.int8, bitcast=True)
         low, high = low.to(tl.float16), high.to(tl.float16)
-    elif STORAGE == "fp8":
+    else:
+        code: tl.constexpr = _FP8_HALVES if STORAGE == "fp8" else _INT8_HALVES
         low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 sorted;
-            .reg .b16 low, high;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {low, high}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }""",
-            "=r,=r,r",
-            [words],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:  # an int8 with its sign flipped is the last byte of 1024 + 128 + itself in fp16
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 flipped, low, high, offset;
-            mov.b32 offset, 0x64806480;
-            xor.b32 flipped, $2, 0x80808080;
-            prmt.b32 low, flipped, 0x64646464, 0x4240;
-            prmt.b32 high, flipped, 0x64646464, 0x4341;
-            sub.rn.f16x2 $0, low, offset;
-            sub.rn.f16x2 $1, high, offset;
-            }""",
-            "=r,=r,r",
-            [words],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
+            code, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     return low, high
 

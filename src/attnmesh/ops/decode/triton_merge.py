@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from attnmesh.ops.decode.triton_schedule import NUMBERS, at_rows, before, cut, line_of, picked, rows_of
+from attnmesh.ops.decode.triton_schedule import NUMBERS, at_rows, before, cut, line_of, picked, row_tiles, rows_of
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -40,10 +40,7 @@ def merge_kernel(
 ):  # fmt: skip
     """One program for each head of each sequence (even a skipped one), and for some of its rows and columns."""
     index, firsts, ends, _, counts = line_of(cur_pos, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH)
-    row_count = GROUP * TOKENS
-    if SHARED:
-        row_count *= batch
-    tiles = tl.cdiv(row_count, ROWS)
+    row_count, tiles = row_tiles(batch, TOKENS, GROUP, ROWS, SHARED)
     heads = kv_heads * tiles
     sequence = tl.program_id(0) // heads
     head_tile = tl.program_id(0) % heads

@@ -85,6 +85,15 @@ def before(count, index, wanted):
 
 
 @triton.jit
+def row_tiles(batch, TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr):
+    """How many rows a kv head has, and how many tiles they take."""
+    row_count = GROUP * TOKENS
+    if SHARED:
+        row_count *= batch
+    return row_count, tl.cdiv(row_count, ROWS)
+
+
+@triton.jit
 def rows_of(rows, row_count, head, sequence, TOKENS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr):
     """Of a kv head's rows: which are there, whose they are, and their query head and token.
 

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.ops.decode.triton_keys import (
     blocks_at,
     halves,
+    head_of,
     in_fp16,
     join_pairs,
     load_across,
@@ -25,7 +26,18 @@ from attnmesh.ops.decode.triton_keys import (
     split_pairs,
 )
 from attnmesh.ops.decode.triton_merge import finished
-from attnmesh.ops.decode.triton_schedule import NUMBERS, at_rows, before, cut, line_of, picked, rows_of, sound
+from attnmesh.ops.decode.triton_schedule import (
+    NUMBERS,
+    at_rows,
+    before,
+    cut,
+    line_of,
+    picked,
+    row_tiles,
+    rows_of,
+    sound,
+)
+from attnmesh.ops.decode.triton_sight import seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -46,10 +58,7 @@ def split_kernel(
     if EARLY:
         gdc_launch_dependents()  # the merge may get ready: it waits for the end of this kernel by itself
     index, firsts, ends, first_units, counts = line_of(cur_pos, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH)
-    row_count = GROUP * TOKENS
-    if SHARED:
-        row_count *= batch
-    tiles = tl.cdiv(row_count, ROWS)
+    row_count, tiles = row_tiles(batch, TOKENS, GROUP, ROWS, SHARED)
     heads = kv_heads * tiles
     head_tile = tl.program_id(0) % heads
     head = head_tile // tiles
@@ -105,22 +114,16 @@ def split_kernel(
         peak = tl.full((ROWS,), float("-inf"), tl.float32)
 
         table_row = table
-        k_head = k + head.to(tl.int64) * k_strides[2]
-        v_head = v + head.to(tl.int64) * v_strides[2]
+        if (BLOCK_LEN > 0) and (not SHARED):
+            table_row += sequence.to(tl.int64) * table_stride
+        OWN: tl.constexpr = (BLOCK_LEN == 0) and (not SHARED)
+        k_head = head_of(k, k_strides, head, sequence, OWN)
+        v_head = head_of(v, v_strides, head, sequence, OWN)
         k_scale_head = k_scales
         v_scale_head = v_scales
         if (STORAGE == "int8") | (STORAGE == "bfp8"):
-            k_scale_head += head.to(tl.int64) * k_scale_strides[2]
-            v_scale_head += head.to(tl.int64) * v_scale_strides[2]
-        if not SHARED:
-            if BLOCK_LEN > 0:
-                table_row += sequence.to(tl.int64) * table_stride
-            else:
-                k_head += sequence.to(tl.int64) * k_strides[0]
-                v_head += sequence.to(tl.int64) * v_strides[0]
-                if (STORAGE == "int8") | (STORAGE == "bfp8"):
-                    k_scale_head += sequence.to(tl.int64) * k_scale_strides[0]
-                    v_scale_head += sequence.to(tl.int64) * v_scale_strides[0]
+            k_scale_head = head_of(k_scales, k_scale_strides, head, sequence, OWN)
+            v_scale_head = head_of(v_scales, v_scale_strides, head, sequence, OWN)
 
         blocks = blocks_at(table_row, key_begin, key_stop, BLOCK_LEN, ALIGNED, KEYS)
         for key in range(key_begin, key_stop, KEYS):
@@ -152,27 +155,10 @@ def split_kernel(
                 at_scale = offsets_at(blocks, places, k_scale_strides, WIDE)
                 scores *= tl.load(k_scale_head + at_scale, mask=there, other=0.0)[:, None]
 
-            # Who sees whom.
-            if mask is not None:
-                visible = (keys < mask_width)[:, None] & (keys[:, None] <= row_last[None, :])
-                mask_rows = at_rows(mask_strides, row_sequence, row_head, row_token)
-                mask_at = mask + mask_rows[None, :] + keys.to(tl.int64)[:, None] * mask_strides[3]
-                if mask.dtype.element_ty == tl.uint8:
-                    visible = visible & (tl.load(mask_at, mask=visible, other=0) != 0)
-                else:
-                    bias = tl.load(mask_at, mask=visible, other=float("-inf")).to(tl.float32)
-                    visible = visible & (bias != float("-inf"))
-                    scores += bias * _LOG2_E
-            elif tree is not None:
-                new = keys[:, None] - (row_last - (TOKENS - 1))[None, :]  # which of the new tokens a key is
-                among = (new >= 0) & (new < TOKENS) & (row_last >= 0)[None, :]
-                tree_rows = row_sequence.to(tl.int64) * tree_strides[0] + row_token * tree_strides[1]
-                named = tl.load(tree + tree_rows[None, :] + new * tree_strides[2], mask=among, other=0) != 0
-                visible = (row_last >= 0)[None, :] & ((new < 0) | (among & named))
-            else:
-                visible = keys[:, None] <= own[None, :]
-            if window is not None:
-                visible = visible & (keys[:, None] > (own - window)[None, :])
+            scores, visible = seen(
+                scores, keys, row_last, own, row_sequence, row_head, row_token, window,
+                mask, mask_strides, mask_width, tree, tree_strides, TOKENS,
+            )  # fmt: skip
             if UNIT % KEYS != 0:  # a split may end in the middle of a tile
                 visible = visible & (keys < key_stop)[:, None]
             scores = tl.where(visible, scores, float("-inf"))
