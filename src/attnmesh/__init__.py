@@ -14,6 +14,7 @@ from attnmesh.ops.storage import Quantised, quantise
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.queries import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.parallel.sdpa import attention_context_parallel
+from attnmesh.plan.sharding import DecodeSharding
 from attnmesh.state import State, merge
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "CommError",
     "ContextParallel",
     "Contiguous",
+    "DecodeSharding",
     "Documents",
     "Full",
     "Joint",

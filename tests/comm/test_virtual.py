@@ -133,6 +133,35 @@ def test_all_to_all_of_unequal_shapes():
             assert torch.equal(part, torch.full((source, rank), 10.0 * source + rank))
 
 
+def test_collectives_come_to_lie_in_a_buffer():
+    def rank(comm):
+        room = torch.full((6 + 1,), -1.0)
+        got = comm.all_gather(torch.full((comm.rank + 1,), float(comm.rank)), [(1,), (2,), (3,)], into=room[:6])
+        traded = torch.empty(3, 2)
+        parts = [torch.full((2,), 10.0 * comm.rank + to) for to in range(3)]
+        mine = comm.all_to_all(parts, [(2,)] * 3, into=traded)
+        assert all(part.untyped_storage().data_ptr() == room.untyped_storage().data_ptr() for part in got)
+        assert all(part.untyped_storage().data_ptr() == traded.untyped_storage().data_ptr() for part in mine)
+        return room.tolist(), traded[:, 0].tolist()
+
+    for me, (room, traded) in enumerate(run_virtual(3, rank)):
+        assert room == [0, 1, 1, 2, 2, 2, -1]
+        assert traded == [me, 10 + me, 20 + me]
+
+
+def test_a_buffer_that_does_not_fit_is_refused():
+    for into in (torch.empty(3), torch.empty(4, dtype=torch.int64), torch.empty(2, 4).T[:2]):
+        with pytest.raises(ValueError, match=r"into must be contiguous, 4 elements of torch\.float32"):
+            run_virtual(2, lambda comm, into=into: comm.all_gather(torch.zeros(2), [(2,)] * 2, into=into))
+
+
+def test_reduce_scatter_gives_each_rank_the_sum_of_its_part():
+    inputs = [[torch.randn(to, 3) for to in range(4)] for _ in range(4)]
+    for me, share in enumerate(run_virtual(4, lambda comm: comm.reduce_scatter(inputs[comm.rank]))):
+        expected = inputs[0][me] + inputs[1][me] + inputs[2][me] + inputs[3][me]
+        assert torch.equal(share, expected)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (0, 4)])
 def test_all_reduce_sums_in_rank_order_with_the_same_bits_everywhere(shape):
     inputs = [torch.randn(shape) * 10.0**rank for rank in range(5)]

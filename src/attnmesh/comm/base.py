@@ -87,23 +87,34 @@ class Comm(ABC):
         self.traffic.add("exchange", len(sends), sum(tensor.nbytes for tensor, _ in sends))
         return self._exchange("exchange", sends, recvs)
 
-    def all_gather(self, x: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Everybody's `x`, in rank order. `shapes[i]` is the shape of rank i's; they may differ."""
+    def all_gather(self, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
+        """Everybody's `x`, in rank order. `shapes[i]` is the shape of rank i's; they may differ.
+
+        They come to lie one after the other in `into`, if given: a contiguous buffer for all of them, the own one too.
+        """
         self._check_count(shapes, "shapes")
         self._check_shape(x, shapes[self.rank], "x")
+        _check_room(x, shapes, into)
         self._count("all_gather", x.nbytes * (self.world - 1))
-        return self._all_gather("all_gather", x, shapes)
+        return self._all_gather("all_gather", x, shapes, into)
 
-    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """`parts[i]` goes to rank i; what comes from rank i has shape `shapes[i]`."""
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
+        """`parts[i]` goes to rank i; what comes from rank i has shape `shapes[i]`. `into` as for `all_gather`."""
         self._check_count(parts, "parts")
         self._check_count(shapes, "shapes")
         self._check_shape(parts[self.rank], shapes[self.rank], f"parts[{self.rank}]")
         kinds = {(part.dtype, part.device) for part in parts}
         if len(kinds) > 1:
             raise ValueError(f"parts must share one dtype and device, got {sorted(map(str, kinds))}")
+        _check_room(parts[self.rank], shapes, into)
         self._count("all_to_all", sum(part.nbytes for i, part in enumerate(parts) if i != self.rank))
-        return self._all_to_all("all_to_all", parts, shapes)
+        return self._all_to_all("all_to_all", parts, shapes, into)
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of everybody's `parts[rank]`, which is this rank's share; parts may differ in shape."""
+        self._check_count(parts, "parts")
+        self._count("reduce_scatter", sum(part.nbytes for i, part in enumerate(parts) if i != self.rank))
+        return self._reduce_scatter("reduce_scatter", parts)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of everybody's `x`, as a new tensor: the same bits on every rank."""
@@ -156,12 +167,18 @@ class Comm(ABC):
 
     # The collectives, made of `_exchange`. A transport that has something better overrides them.
 
-    def _all_gather(self, verb: str, x: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        return self._all_to_all(verb, [x] * self.world, shapes)
+    def _all_gather(self, verb: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
+        return self._all_to_all(verb, [x] * self.world, shapes, into)
 
-    def _all_to_all(self, verb: str, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+    def _all_to_all(
+        self, verb: str, parts: Sequence[Tensor], shapes: Sequence[Shape], into: Tensor | None = None
+    ) -> list[Tensor]:
         own = parts[self.rank].detach()
-        arrived = [own if i == self.rank else own.new_empty(shape) for i, shape in enumerate(shapes)]
+        if into is None:
+            arrived = [own if i == self.rank else own.new_empty(shape) for i, shape in enumerate(shapes)]
+        else:
+            arrived = parts_of(into, shapes)
+            arrived[self.rank].copy_(own)
         # Every rank starts with its right neighbour, so that no rank is everybody's first target.
         others = [(self.rank + step) % self.world for step in range(1, self.world)]
         sends = [(parts[i].detach().contiguous(), i) for i in others if parts[i].numel()]
@@ -173,14 +190,18 @@ class Comm(ABC):
     def _all_reduce(self, verb: str, x: Tensor) -> Tensor:
         """Each rank sums one slice, in rank order, and hands the sum around: bits depend on no timing."""
         slices = x.detach().contiguous().view(-1).tensor_split(self.world)
-        addends = self._all_to_all(verb, slices, [slices[self.rank].shape] * self.world)
+        sums = self._all_gather(verb, self._reduce_scatter(verb, slices), [part.shape for part in slices])
+        return torch.cat(sums).view(x.shape)
+
+    def _reduce_scatter(self, verb: str, parts: Sequence[Tensor]) -> Tensor:
+        own = parts[self.rank]
+        addends = self._all_to_all(verb, parts, [own.shape] * self.world)
         # 16-bit sums round once, at the end: the error must not grow with the number of ranks.
-        wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        wide = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
         total = addends[0].to(wide, copy=True)
         for addend in addends[1:]:
             total += addend
-        sums = self._all_gather(verb, total.to(x.dtype), [part.shape for part in slices])
-        return torch.cat(sums).view(x.shape)
+        return total.to(own.dtype)
 
     def _barrier(self, verb: str) -> None:
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -210,3 +231,18 @@ class Comm(ABC):
         """A collective is one message, and none in a world of one."""
         if self.world > 1:
             self.traffic.add(verb, 1, nbytes)
+
+
+def parts_of(buffer: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """A contiguous buffer's parts of these shapes, one after the other."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [part.view(tuple(shape)) for part, shape in zip(buffer.view(-1).split(sizes), shapes, strict=True)]
+
+
+def _check_room(like: Tensor, shapes: Sequence[Shape], into: Tensor | None) -> None:
+    size = sum(torch.Size(shape).numel() for shape in shapes)
+    if into is not None and (into.numel() != size or into.dtype != like.dtype or not into.is_contiguous()):
+        raise ValueError(
+            f"into must be contiguous, {size} elements of {like.dtype}, got {into.numel()} of {into.dtype} with "
+            f"strides {into.stride()}"
+        )

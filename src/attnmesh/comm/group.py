@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.agreement import Claim, complaint
-from attnmesh.comm.base import Comm, CommError, Message, Pending, Shape
+from attnmesh.comm.base import Comm, CommError, Message, Pending, Shape, parts_of
 from attnmesh.comm.board import Board
 from attnmesh.comm.parcel import Parcel, stage
 
@@ -146,12 +146,12 @@ class GroupComm(Comm):
 
     # What NCCL does better than a batch of messages.
 
-    def _all_gather(self, verb: str, x: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    def _all_gather(self, verb: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
         if self._carrier(x.device) != "nccl":
-            return super()._all_gather(verb, x, shapes)
-        return self._padded_all_gather(x, shapes)
+            return super()._all_gather(verb, x, shapes, into)
+        return self._padded_all_gather(x, shapes, into)
 
-    def _padded_all_gather(self, x: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    def _padded_all_gather(self, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
         """One native all-gather; parts of different sizes are padded to the largest."""
         self._check_in()
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -161,14 +161,21 @@ class GroupComm(Comm):
         mine = x.detach().contiguous().view(-1)
         if mine.numel() < largest:
             mine = torch.cat([mine, mine.new_zeros(largest - mine.numel())])
-        gathered = mine.new_empty(self.world * largest)
+        level = into is not None and len(set(sizes)) == 1
+        gathered = into.view(-1) if into is not None and level else mine.new_empty(self.world * largest)
         # The name that torch gives it since 2.13, and the one that it had before.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(gathered.view(torch.uint8), mine.view(torch.uint8), group=self.group)
-        return [
+        parts = [
             part[:size].view(shape)
             for part, size, shape in zip(gathered.view(self.world, largest), sizes, shapes, strict=True)
         ]
+        if into is None or level:
+            return parts
+        places = parts_of(into, shapes)
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part)
+        return places
 
     def _all_reduce(self, verb: str, x: Tensor) -> Tensor:
         if self._carrier(x.device) != "nccl":
@@ -176,6 +183,15 @@ class GroupComm(Comm):
         self._check_in()
         total = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
+        return total
+
+    def _reduce_scatter(self, verb: str, parts: Sequence[Tensor]) -> Tensor:
+        own = parts[self.rank]
+        if self._carrier(own.device) != "nccl" or len({part.shape for part in parts}) > 1:
+            return super()._reduce_scatter(verb, parts)
+        self._check_in()
+        total = torch.empty_like(own, memory_format=torch.contiguous_format)
+        dist.reduce_scatter(total, [part.detach().contiguous() for part in parts], group=self.group)
         return total
 
     def _barrier(self, verb: str) -> None:

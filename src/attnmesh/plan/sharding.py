@@ -5,8 +5,8 @@
 
 Tensor parallelism (TP) divides heads, KV data parallelism (KVDP) sequences, context parallelism (CP) positions. The
 weights are not divided this way: all `tp x kvdp x cp` ranks project a part of the query heads each, in the order of
-ranks, exactly as plain tensor parallelism over all ranks would. The `kvdp x cp` ranks of one TP rank share its kv heads;
-they trade queries before attention and results after it.
+ranks, exactly as plain tensor parallelism over all ranks would. The `kvdp x cp` ranks of one TP rank share its kv
+heads; they trade queries before attention and results after it.
 
     rank = (tp_rank x cp + cp_rank) x kvdp + kvdp_rank
 
@@ -33,8 +33,8 @@ class Place(NamedTuple):
 class DecodeSharding:
     """`tp` x `kvdp` x `cp` ranks; positions are dealt to the CP ranks `interleave` at a time.
 
-    `tp` divides the kv heads, or the kv heads divide it: then each is held by several TP ranks (plain tensor parallelism
-    beyond the number of kv heads). Batches and query heads that do not divide leave some ranks one more.
+    `tp` divides the kv heads, or the kv heads divide it: then each is held by several TP ranks (plain tensor
+    parallelism beyond the number of kv heads). Batches and query heads that do not divide leave some ranks one more.
     """
 
     tp: int = 1

@@ -1,0 +1,92 @@
+"""The ranks that share a KV cache: everyone, those that trade sequences for heads, those that share positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm import Comm, GroupComm, comm_from
+from attnmesh.comm.sub import SubComm
+from attnmesh.plan.sharding import DecodeSharding, Place
+
+_DIMENSIONS = ("tp", "cp", "kvdp")
+
+
+@dataclass(frozen=True)
+class DecodeRanks:
+    """`rank` is this one's number in the order of the sharding; the comms count their ranks by their own coordinate."""
+
+    rank: int
+    everyone: Comm
+    kvdp: Comm
+    cp: Comm
+
+    def fail(self, message: str) -> None:
+        """As `Comm.fail`, for all who may wait for this rank."""
+        for comm in {id(comm): comm for comm in (self.everyone, self.kvdp, self.cp)}.values():
+            comm.fail(message)
+
+    def agree(self, operation: str, facts: Mapping[str, object], error: str | None = None) -> None:
+        """As `Comm.agree`, among everyone."""
+        self.everyone.agree(operation, facts, error)
+        for part in (self.kvdp, self.cp):
+            if isinstance(part, GroupComm) and part is not self.everyone:
+                part.agree(operation, facts, error)  # NCCL wants a group's first call to be whole
+
+
+def decode_ranks(where: Comm | ProcessGroup | DeviceMesh | None, sharding: DecodeSharding) -> DecodeRanks:
+    """The ranks of a comm or group in the sharding's order; or of a mesh with dimensions named tp, cp and kvdp.
+
+    A mesh may have its dimensions in any order, and leave out those of size 1.
+    """
+    if isinstance(where, DeviceMesh) and (where.ndim > 1 or set(where.mesh_dim_names or ()) & set(_DIMENSIONS)):
+        return _on_mesh(where, sharding)
+    everyone = comm_from(where)
+    if everyone.world != sharding.ranks:
+        raise ValueError(
+            f"the sharding wants tp x kvdp x cp = {sharding.tp} x {sharding.kvdp} x {sharding.cp} = {sharding.ranks} "
+            f"ranks, the comm has {everyone.world}"
+        )
+    rank = everyone.rank
+    return DecodeRanks(
+        rank, everyone, _part(everyone, sharding.kvdp_peers(rank)), _part(everyone, sharding.cp_peers(rank))
+    )
+
+
+def _part(everyone: Comm, members: list[int]) -> Comm:
+    return everyone if len(members) == everyone.world else SubComm(everyone, members)
+
+
+def _on_mesh(mesh: DeviceMesh, sharding: DecodeSharding) -> DecodeRanks:
+    names = mesh.mesh_dim_names or ()
+    sizes = dict(zip(names, mesh.shape, strict=True)) if names else {}
+    wanted = {name: getattr(sharding, name) for name in _DIMENSIONS}
+    if set(sizes) - set(_DIMENSIONS) or any(sizes.get(name, 1) != size for name, size in wanted.items()):
+        raise ValueError(
+            f"the mesh must have dimensions named {', '.join(_DIMENSIONS)} of sizes {wanted}, got "
+            f"{sizes or tuple(mesh.shape)}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not a member of the mesh {mesh.mesh.tolist()}")
+    place = Place(**{name: mesh.get_local_rank(name) if name in sizes else 0 for name in _DIMENSIONS})
+    everyone = _flat(mesh)
+
+    def along(name: str) -> Comm:
+        comm = comm_from(mesh.get_group(name)) if name in sizes else SubComm(everyone, [everyone.rank])
+        if comm.rank != getattr(place, name):
+            raise ValueError(f"the mesh must have its ranks in ascending order along {name}, got {mesh.mesh.tolist()}")
+        return comm
+
+    return DecodeRanks(sharding.rank(place), everyone, along("kvdp"), along("cp"))
+
+
+def _flat(mesh: DeviceMesh) -> Comm:
+    """All ranks of the mesh, in any order: they only sum and agree."""
+    if prod(mesh.shape) == dist.get_world_size():
+        return comm_from(None)
+    return comm_from(mesh if mesh.ndim == 1 else mesh._flatten())
