@@ -2,8 +2,9 @@
 
 Every cache drawn here is written in the clear first, which is what float64 results are computed from. Then all that a
 kernel has no business with is poisoned: positions past a sequence's end (the tail of its last block among them), blocks
-that a window has left behind, blocks nobody owns, the memory around a view, the queries of a skipped sequence, an
-additive mask past the end. Table entries that nobody reads hold -1 or numbers far outside the pool.
+that a window has left behind, keys outside all tokens' intervals, blocks nobody owns, the memory around a view, the
+queries of a skipped sequence, an additive mask past the end. Table entries that nobody reads hold -1 or numbers far
+outside the pool.
 
 An answer's error against float64 is at most twice that of the plain computation in the dtype of q, and no row is more
 than four times as bad as the plain computation's worst; lse is right to a few units of float32.
@@ -92,6 +93,8 @@ class Problem:
 
     def _by_definition(self, dtype: torch.dtype, *, plain: bool = False) -> State:
         options = _FULL | self.options
+        if dtype == torch.float64:
+            options["out_dtype"] = None
         if options["cur_pos"] is None:
             options["cur_pos"] = [self.clear[0].shape[2] - 1] * self.q.shape[0]
         mask = options["mask"]
@@ -112,7 +115,7 @@ _FULL = dict.fromkeys(_NONE) | {"share_cache": False}
 def assert_right(found: State, problem: Problem) -> None:
     """The whole answer obeys the rule, and so does each of its rows."""
     exact, plain, q = problem.exact(), problem.plain(), problem.q
-    assert found.out.dtype == q.dtype
+    assert found.out.dtype == (problem.options.get("out_dtype") or q.dtype)
     assert found.lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
     assert found.out.shape == exact.out.shape
     assert found.lse.shape == exact.lse.shape
@@ -179,8 +182,9 @@ def drawn(
     `block_len` asks for pools; `capacity` is then in tokens all the same. `share`: "cache" is share_cache, "blocks"
     lets the sequences' tables name the same blocks at their beginning. `v_in_k`: v is the first columns of k's memory.
     `memory` is how caches lie: "own", "token major" (not of pools), "layer" or "layer inside" of a larger one.
-    `sight`: "causal", "tree", "trees" (one a sequence), or a mask: "bool bht", "added h", ... with " short" for one
-    that ends before the cache does. `at` is how cur_pos is given: "list", "int32", "int64", or None for the default.
+    `sight`: "causal", "tree", "trees" (one a sequence), "intervals", or a mask: "bool bht", "added h", ... with
+    " short" for one that ends before the cache does. `at` is how cur_pos is given: "list", "int32", "int64", or None
+    for the default.
     """
     dice = torch.Generator().manual_seed(seed)
     batch = len(positions)
@@ -193,6 +197,10 @@ def drawn(
     k = _normal(dice, owners, kv_heads, capacity, dims[0])
     v = k[..., : dims[1]] if v_in_k else _normal(dice, owners, kv_heads, capacity, dims[1])
     live = _live(positions, tokens, capacity, window, step)  # [B, capacity]
+    if sight == "intervals":
+        first, end = intervals(positions, tokens, seed)
+        live &= (torch.arange(capacity) >= first[:, :1]) & (torch.arange(capacity) < end[:, -1:])
+        options["sight"] = (first.to(device), end.long().to(device))
     if share == "cache":
         live = live.any(0, keepdim=True)
     common = 0
@@ -221,7 +229,8 @@ def drawn(
             q[sequence] = torch.nan
     q = _view(q.to(device), q_memory)
 
-    options |= _sight(sight, positions, q.shape, capacity, dtype, dice, device)
+    if sight != "intervals":
+        options |= _sight(sight, positions, q.shape, capacity, dtype, dice, device)
     if window is not None:
         options["window"] = window
     if sinks:
@@ -246,6 +255,18 @@ def _live(positions: Sequence[int], tokens: int, capacity: int, window: int | No
         first = (last - tokens + 1 - window + 1).clamp(min=0)
         live &= keys >= first // step * step
     return live
+
+
+def intervals(positions: Sequence[int], tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """First and end of what each token sees, [B, T], at random: some empty, some past either end, no gaps between."""
+    dice = torch.Generator().manual_seed(seed)
+    first, end = torch.zeros(2, len(positions), tokens, dtype=torch.int32)
+    for b, last in enumerate(positions):
+        one, other = torch.randint(-1, last + 3, (2, tokens), generator=dice).sort(1).values.tolist()
+        for t in range(tokens):
+            end[b, t] = other[t]
+            first[b, t] = one[t] if t == 0 else min(one[t], max(other[t - 1], one[0]))
+    return first, end
 
 
 def _stored(x: Tensor, storage: str, dtype: torch.dtype) -> Stored:
@@ -425,6 +446,9 @@ def by_loops(problem: Problem) -> State:
 def _bias(options: dict, b: int, h: int, t: int, key: int, first_new: int) -> float | None:
     """What is added to a score, or None where the row does not see the key."""
     own = first_new + t
+    if options.get("sight") is not None:
+        first, end = options["sight"]
+        return 0.0 if int(first[b, t]) <= key < int(end[b, t]) else None
     if options.get("window") is not None and key <= own - options["window"]:
         return None
     mask, tree = options.get("mask"), options.get("tree")

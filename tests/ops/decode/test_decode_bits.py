@@ -32,6 +32,8 @@ def batch_of(problem: Problem, order: list[int]) -> Problem:
     for name in ("mask", "tree"):
         if name in options and options[name].shape[0] == problem.q.shape[0] > 1:
             options[name] = options[name][rows]
+    if "sight" in options:
+        options["sight"] = tuple(x[rows] for x in options["sight"])
     clear = tuple(x[rows] for x in problem.clear)
     if problem.table is None:
         caches = {"k": only(problem.k, rows), "v": only(problem.v, rows), "table": None}
@@ -82,7 +84,15 @@ def test_of_any_storage(dtype, storage, backend):
 @ON_EACH
 @pytest.mark.parametrize(
     "how",
-    [{"window": 9}, {"sinks": True}, {"sight": "trees"}, {"sight": "added bt"}, {"group": 7}, {"group": 64}],
+    [
+        {"window": 9},
+        {"sinks": True},
+        {"sight": "trees"},
+        {"sight": "added bt"},
+        {"sight": "intervals", "seed": 1},
+        {"group": 7},
+        {"group": 64},
+    ],
     ids=str,
 )
 def test_under_any_option(how, backend):

@@ -270,3 +270,12 @@ def test_backends_are_chosen_by_device():
     auto, triton = problem.run("auto"), problem.run("triton")
     assert torch.equal(auto.out, triton.out)
     check(problem, "reference")
+
+
+@pytest.mark.parametrize("block_len", [None, BLOCK])
+@pytest.mark.parametrize("positions", [[70_000], [40_000, 1_000], [9_000] * 5])
+def test_one_kv_head_alone_on_the_chip(positions, block_len):
+    """As a rank of many holds it: every share of the keys is a piece of the same few heads."""
+    problem = made(positions, group=8, kv_heads=1, dims=(64, 64), block_len=block_len, sinks=True)
+    check(problem, "triton")
+    check(problem.but(max_splits=100), "triton")

@@ -25,7 +25,7 @@ CONTIGUOUS = ("own", "token major")
 PAGED = (1, 3, 16, 64, 256)
 FACTORS = {
     "cache": (*CONTIGUOUS, *PAGED),
-    "sight": ("causal", "tree", "trees", "bool bht", "bool t short", "added h", "added bt short"),
+    "sight": ("causal", "tree", "trees", "bool bht", "bool t short", "added h", "added bt short", "intervals"),
     "storage": STORAGES,
     "dims": ((16, 16), (48, 32), (32, 64), (40, 24), "v in k"),
     "group": (1, 3, 7, 8, 64),
@@ -40,11 +40,13 @@ FACTORS = {
     "scale": (None, -0.3),
 }
 FACTORS["splits"] = tuple(None if how is None else tuple(how.items()) for how in FACTORS["splits"])
-# cur_pos has a default in a cache only; only tables can name blocks twice; bfp8 has groups of 16.
+# cur_pos has a default in a cache only; only tables can name blocks twice; bfp8 has groups of 16; intervals say it all.
 FORBIDDEN = {
     *((("cache", cache), ("at", None)) for cache in PAGED),
     *((("cache", cache), ("share", "blocks")) for cache in CONTIGUOUS),
     (("storage", "bfp8"), ("dims", (40, 24))),
+    *((("sight", "intervals"), ("window", window)) for window in (1, 5, 17, 1000)),
+    (("sight", "intervals"), ("share", "cache")),
     # Follows from the first two: the default position means a cache, whose sequences share no blocks.
     (("at", None), ("share", "blocks")),
 }
@@ -137,6 +139,8 @@ def problems(draw, backend: str, most: int):
     dims = sorted([draw(width), draw(width)], reverse=True) if v_in_k else [draw(width), draw(width)]
     where = draw(st.lists(st.integers(-1, most), min_size=batch, max_size=batch))
     split = draw(st.sampled_from([None, "max_splits", "split_size"]))
+    sight = draw(st.sampled_from(["causal", *FACTORS["sight"]]))
+    alone = sight == "intervals"  # without a window or a cache for all
     return drawn(
         where,
         tokens=tokens,
@@ -148,10 +152,10 @@ def problems(draw, backend: str, most: int):
         capacity=max(where) + 1 + draw(st.integers(0, 30)) or 1,
         storage=storage,
         dtype=spoken(backend, draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))),
-        share=draw(st.sampled_from([None, "cache", "blocks"] if paged else [None, "cache"])),
+        share=draw(st.sampled_from([None] + ["cache"] * (not alone) + ["blocks"] * paged)),
         memory=draw(st.sampled_from(["own", "layer", "layer inside"] + ["token major"] * (not paged))),
-        sight=draw(st.sampled_from(["causal", *FACTORS["sight"]])),
-        window=draw(st.none() | st.integers(1, most)),
+        sight=sight,
+        window=None if alone else draw(st.none() | st.integers(1, most)),
         sinks=draw(st.booleans()),
         at=draw(st.sampled_from(["list", "int32", "int64"])),
         device=home(backend),

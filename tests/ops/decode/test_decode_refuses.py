@@ -8,6 +8,7 @@ import torch
 
 from attnmesh import decode_attention
 from attnmesh.ops.storage import Quantised
+from attnmesh.state import State
 from decoding import BACKENDS, STORAGES, Problem, drawn
 
 META = torch.device("meta")
@@ -42,6 +43,7 @@ def quantised(values: list[int], scales: list[int], dtype: torch.dtype) -> Quant
     return Quantised(torch.zeros(values).to(kind), torch.zeros(scales).to(torch.float32 if dtype == "fp8" else dtype))
 
 
+SIGHT = (zeros(2, 3).int(), zeros(2, 3).int() + 5)
 OPTIONS = {  # what is said: an option of the call, in a cache and in a pool alike
     "cur_pos[0] is 24, but the cache holds positions 0 to": {"cur_pos": [24, 1]},
     "cur_pos[1] is 99, but the cache holds positions 0 to": {"cur_pos": torch.tensor([1, 99])},
@@ -84,6 +86,25 @@ OPTIONS = {  # what is said: an option of the call, in a cache and in a pool ali
     "sinks must be floating point [4], one a query head, got float": {"sinks": 1.0},
     "sinks must be on the device of q, cpu, got meta": {"sinks": zeros(4).to(META)},
     "(q has 2, share_cache=True), got 2": {"share_cache": True},
+    "sight must be a tuple of two tensors, (first, end), got 1 of them": {"sight": (zeros(2, 3).int(),)},
+    "sight must be a tuple of two tensors, (first, end), got Tensor": {"sight": zeros(2, 2, 3).int()},
+    "sight's first must be int32 or int64 [2, 3], got torch.float32 (2, 3)": {"sight": (zeros(2, 3),) * 2},
+    "sight's end must be int32 or int64 [2, 3], got torch.int32 (2, 4)": {
+        "sight": (zeros(2, 3).int(), zeros(2, 4).int())
+    },
+    "sight's end must be int32 or int64 [2, 3], got NoneType": {"sight": (zeros(2, 3).int(), None)},
+    "sight's first must be on the device of q, cpu, got meta": {"sight": (zeros(2, 3).int().to(META),) * 2},
+    "sight's first must not decrease from token to token, got [0, 4, 3] for sequence 1 (at token 2)": {
+        "sight": (torch.tensor([[0, 4, 5], [0, 4, 3]]), torch.tensor([[6, 6, 6]] * 2))
+    },
+    "sight's end must not decrease from token to token, got [6, 5, 6] for sequence 0 (at token 1)": {
+        "sight": (zeros(2, 3).int(), torch.tensor([[6, 5, 6], [6, 6, 6]]))
+    },
+    "it goes without window, got both": {"sight": SIGHT, "window": 4},
+    "it goes without mask, got both": {"sight": SIGHT, "mask": zeros(1, 1, 1, 4)},
+    "it goes without tree, got both": {"sight": SIGHT, "tree": zeros(3, 3, dtype=torch.bool)},
+    "out_dtype must be None or torch.float32, got torch.float16": {"out_dtype": torch.float16},
+    "out_dtype must be None or torch.float32, got torch.float64": {"out_dtype": torch.float64},
     "backend must be one of auto, cpu, triton, reference, got 'cuda'": {"backend": "cuda"},
 }
 
@@ -95,6 +116,59 @@ def test_options(said, make):
     options = {"backend": "auto"} | OPTIONS[said]
     with pytest.raises(ValueError, match=re.escape(said)):
         problem.attend(**options)
+
+
+@pytest.mark.parametrize("block_len", [None, 8])
+def test_a_sight_of_a_cache_for_all(block_len):
+    problem = drawn([19, 7], tokens=3, block_len=block_len, share="cache")
+    with pytest.raises(ValueError, match="it goes without share_cache, got both"):
+        problem.attend("auto", sight=SIGHT)
+
+
+def test_out_of_float64_is_float64():
+    problem = cached(dtype=torch.float64)
+    assert problem.attend("auto", out_dtype=torch.float64).dtype == torch.float64
+    with pytest.raises(ValueError, match=r"out_dtype must be None or torch.float64, got torch.float32"):
+        problem.attend("auto", out_dtype=torch.float32)
+
+
+def room(*shape: int, dtype: torch.dtype = torch.float32) -> State:
+    return State(zeros(*shape, dtype=dtype), zeros(*shape[:3]))
+
+
+INTO = {  # what is said: where results should go
+    "into must be a State (out, lse) of two tensors, got Tensor": zeros(2, 4, 3, 32),
+    "into must be a State (out, lse) of two tensors, got tuple": (zeros(2, 4, 3, 32), None),
+    "into.out must have shape (2, 4, 3, 32), got (2, 4, 3, 31)": room(2, 4, 3, 31),
+    "into.lse must have shape (2, 4, 3), got (2, 3, 4)": State(zeros(2, 4, 3, 32), zeros(2, 3, 4)),
+    "into.out must be torch.float32, got torch.float64": room(2, 4, 3, 32, dtype=torch.float64),
+    "into.lse must be torch.float32, got torch.float16": State(zeros(2, 4, 3, 32), zeros(2, 4, 3).half()),
+    "into.out must be on the device of q, cpu, got meta": State(zeros(2, 4, 3, 32).to(META), zeros(2, 4, 3)),
+    "into.lse must be on the device of q, cpu, got meta": State(zeros(2, 4, 3, 32), zeros(2, 4, 3).to(META)),
+    "the last dimension of into.out must be contiguous, got strides (384, 96, 1, 3)": State(
+        zeros(2, 4, 32, 3).transpose(2, 3), zeros(2, 4, 3)
+    ),
+    "decode has no backward, and into.out requires a gradient": State(
+        zeros(2, 4, 3, 32).requires_grad_(), zeros(2, 4, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("said", INTO)
+def test_where_results_should_go(said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        pooled().attend("auto", into=INTO[said])
+
+
+def test_where_results_should_go_agrees_with_their_dtype():
+    problem = pooled(dtype=torch.float16)
+    for dtype, out_dtype in ((torch.float16, torch.float32), (torch.float32, torch.float16)):
+        said = f"into.out must be {out_dtype}, as out_dtype says, got {dtype}"
+        with pytest.raises(ValueError, match=re.escape(said)):
+            problem.attend("auto", into=room(2, 4, 3, 32, dtype=dtype), out_dtype=out_dtype)
+    said = "into.out must be torch.float16 or torch.float32, got torch.bfloat16"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        problem.attend("auto", into=room(2, 4, 3, 32, dtype=torch.bfloat16))
 
 
 # The tensors themselves: what is said, and the call that is wrong.

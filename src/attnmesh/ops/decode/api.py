@@ -5,30 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.check import checked
+from attnmesh.ops.decode.check import check_into, checked
 from attnmesh.ops.decode.choose import choose
 from attnmesh.ops.decode.faults import check_now
 from attnmesh.ops.storage import Stored
+from attnmesh.state import State
 
 Positions = Sequence[int] | Tensor
+Intervals = tuple[Tensor, Tensor]
 
 
 @overload
 def decode_attention(
     q: Tensor, k_cache: Stored, v_cache: Stored, *, cur_pos: Positions | None = ..., mask: Tensor | None = ...,
     tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
-    return_lse: Literal[False] = ..., backend: str = ...,
+    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ..., sight: Intervals | None = ...,
+    out_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
     q: Tensor, k_cache: Stored, v_cache: Stored, *, cur_pos: Positions | None = ..., mask: Tensor | None = ...,
     tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
-    return_lse: Literal[True], backend: str = ...,
+    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ..., sight: Intervals | None = ...,
+    out_dtype: torch.dtype | None = ..., return_lse: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def decode_attention(
     q: Tensor,
@@ -44,6 +47,8 @@ def decode_attention(
     share_cache: bool = False,
     max_splits: int | None = None,
     split_size: int | None = None,
+    sight: Intervals | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -59,14 +64,20 @@ def decode_attention(
     a token's own position, itself among them. `sinks` [Hq] are scores of keys without a value. `share_cache`: the
     caches have a batch of 1, which all sequences read.
 
+    `sight`, (first, end), int32 [B,T] each on q's device, replaces causality and `window`: token t of sequence b sees
+    the keys `first[b,t] <= k < end[b,t]` up to cur_pos, as it must where the cache holds only some of the sequence.
+    Neither may decrease from token to token; `[first[b,0], end[b,T-1])` is read, gaps and all, and nothing else. It
+    goes without `mask`, `tree`, `window` and `share_cache`. A token that sees nothing: out 0, lse -inf (or its sink).
+
     By default the keys are split to fill the device, at most into `max_splits` parts a sequence and head. `split_size`
     fixes the length of a split instead: then a sequence's bits depend on nothing but the sequence.
-    `return_lse` adds the float32 lse [B,Hq,T], natural log. There is no backward.
+    `return_lse` adds the float32 lse [B,Hq,T], natural log. `out_dtype` torch.float32 leaves out as it was summed,
+    for states that are yet to be merged; by default it is q's. There is no backward.
     `backend` is "auto", "triton", "cpu" or "reference"; one that cannot serve the call raises ValueError.
     """
     call = checked(
         q, k_cache, v_cache, None, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
-        share_cache=share_cache, max_splits=max_splits, split_size=split_size,
+        share_cache=share_cache, max_splits=max_splits, split_size=split_size, sight=sight, out_dtype=out_dtype,
     )  # fmt: skip
     return _run(call, backend, return_lse)
 
@@ -75,15 +86,15 @@ def decode_attention(
 def paged_decode_attention(
     q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Positions, mask: Tensor | None = ...,
     tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
-    return_lse: Literal[False] = ..., backend: str = ...,
+    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ..., sight: Intervals | None = ...,
+    out_dtype: torch.dtype | None = ..., into: State | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_decode_attention(
     q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Positions, mask: Tensor | None = ...,
     tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ...,
-    return_lse: Literal[True], backend: str = ...,
+    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ..., sight: Intervals | None = ...,
+    out_dtype: torch.dtype | None = ..., into: State | None = ..., return_lse: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_decode_attention(
     q: Tensor,
@@ -100,6 +111,9 @@ def paged_decode_attention(
     share_cache: bool = False,
     max_splits: int | None = None,
     split_size: int | None = None,
+    sight: Intervals | None = None,
+    out_dtype: torch.dtype | None = None,
+    into: State | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -107,7 +121,10 @@ def paged_decode_attention(
 
     Position p of sequence b lies in block `block_table[b, p // block_len]` at `p % block_len`. The table is int32
     [B, slots], padded with -1, blocks in any order and shared at will; slots past cur_pos are not read, nor are those
-    that a window has left behind. With `share_cache` the table has one row, which all sequences read.
+    that a window has left behind or a `sight` leaves out. With `share_cache` the table has one row, which all read.
+
+    `into` is where results are to lie, and what is returned: out [B,Hq,T,Dv] in q's dtype or float32, lse [B,Hq,T] in
+    float32, strided at will but for out's last dimension. So they may be parts of a message, for one.
 
     A table entry outside the pool, or a position past the table, is never followed. On the CPU it raises ValueError.
     On a GPU the sequence's out and lse are NaN, and the ValueError, which names sequence, slot and value, comes from
@@ -115,14 +132,16 @@ def paged_decode_attention(
     """
     call = checked(
         q, k_pool, v_pool, block_table, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
-        share_cache=share_cache, max_splits=max_splits, split_size=split_size,
+        share_cache=share_cache, max_splits=max_splits, split_size=split_size, sight=sight, out_dtype=out_dtype,
     )  # fmt: skip
-    return _run(call, backend, return_lse)
+    if into is not None:
+        call = check_into(into, call, out_dtype)
+    return _run(call, backend, return_lse, into)
 
 
-def _run(call: DecodeCall, backend: str, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+def _run(call: DecodeCall, backend: str, return_lse: bool, into: State | None = None) -> Tensor | tuple[Tensor, Tensor]:
     chosen = choose(call, backend)
     if call.q.device.type == "cpu" or chosen.name == "reference":
         check_now(call)
-    state = chosen.run(call)
+    state = chosen.run(call, into)
     return (state.out, state.lse) if return_lse else state.out

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from attnmesh.ops.storage import Stored, values_of
-from attnmesh.state import State
+from attnmesh.state import State, accumulation_dtype
 
 MOST_TOKENS = 8  # queries a sequence: more is prefill, which `attention` does
 
@@ -29,7 +30,9 @@ class DecodeCall:
     A query sees the keys up to its own position; with `tree` [B or 1, T, T] it sees those before the T new tokens
     and the new ones its row names; with `mask` [B or 1, Hq or 1, T or 1, width], the keys up to cur_pos that it names
     (True) or weighs (added to the score), and none from `width` on. `window` keeps the last so many keys up to a
-    query's position, itself among them. `sinks` [Hq] are scores of keys without a value. `cur_pos < 0` skips it.
+    query's position, itself among them. `sight` is two tensors [B, T], first and end: query t sees `first <= k < end`
+    of the keys up to cur_pos, whatever its own position. `sinks` [Hq] are scores of keys without a value.
+    `cur_pos < 0` skips it. `rounded`: out comes in the dtype of q, and not in that of its sums.
     """
 
     q: Tensor
@@ -41,8 +44,10 @@ class DecodeCall:
     tree: Tensor | None
     scale: float
     window: int | None
+    sight: tuple[Tensor, Tensor] | None
     sinks: Tensor | None
     splits: Splits
+    rounded: bool
 
     @property
     def paged(self) -> bool:
@@ -76,9 +81,22 @@ class DecodeCall:
         return values_of(self.v).shape[-1]
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of out."""
+        return self.q.dtype if self.rounded else accumulation_dtype(self.q.dtype)
+
+    @property
     def block_len(self) -> int:
         """Tokens a block; 1 in a contiguous cache."""
         return values_of(self.k).shape[1] if self.paged else 1
+
+    def room(self) -> State:
+        """Memory for out and lse."""
+        shape = (*self.q.shape[:3], self.value_dim)
+        return State(
+            self.q.new_empty(shape, dtype=self.out_dtype),
+            self.q.new_empty(shape[:3], dtype=accumulation_dtype(self.q.dtype)),
+        )
 
     @property
     def capacity(self) -> int:
@@ -94,5 +112,5 @@ class Backend(Protocol):
     def refusal(self, call: DecodeCall) -> str | None:
         """Why it cannot serve this call; None if it can."""
 
-    def run(self, call: DecodeCall) -> State:
-        """Out [B, Hq, T, Dv] in the dtype of q, and its lse [B, Hq, T]."""
+    def run(self, call: DecodeCall, into: State | None = None) -> State:
+        """Out [B, Hq, T, Dv] and its lse [B, Hq, T], written into `into` where that is given."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from attnmesh.ops.decode.call import MOST_TOKENS, DecodeCall, Splits
 from attnmesh.ops.storage import Quantised, Stored, storage_of, values_of
+from attnmesh.state import State, accumulation_dtype
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -29,6 +31,8 @@ def checked(
     share_cache: bool,
     max_splits: int | None,
     split_size: int | None,
+    sight: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> DecodeCall:
     """The call as a value, or ValueError with names and values. Nothing on a device is read."""
     _check_tensors(q, k, v, table)
@@ -48,6 +52,13 @@ def checked(
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     if mask is not None and tree is not None:
         raise ValueError("mask says everything about who sees whom, tree about the new tokens only: give one, not both")
+    if sight is not None:
+        others = {"mask": mask, "tree": tree, "window": window, "share_cache": share_cache or None}
+        for name, other in others.items():
+            if other is not None:
+                raise ValueError(f"sight says everything about who sees whom: it goes without {name}, got both")
+    if out_dtype is not None and out_dtype not in (q.dtype, accumulation_dtype(q.dtype)):
+        raise ValueError(f"out_dtype must be None or {_out_dtypes(q)}, got {out_dtype!r}")
     capacity = values_of(k).shape[2] if table is None else table.shape[1] * values_of(k).shape[1]
     return DecodeCall(
         q,
@@ -59,9 +70,35 @@ def checked(
         _checked_tree(tree, q),
         1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         window,
+        _checked_sight(sight, q),
         _checked_sinks(sinks, q),
         Splits(max_splits, split_size),
+        out_dtype in (None, q.dtype),
     )
+
+
+def check_into(into: State, call: DecodeCall, out_dtype: torch.dtype | None) -> DecodeCall:
+    """The call whose results go where they are wanted, in the dtype that they have there, or ValueError."""
+    q = call.q
+    if not isinstance(into, tuple) or len(into) != 2 or not all(isinstance(x, Tensor) for x in into):
+        raise ValueError(f"into must be a State (out, lse) of two tensors, got {type(into).__name__}")
+    out, lse = into
+    allowed = (q.dtype, accumulation_dtype(q.dtype)) if out_dtype is None else (out_dtype,)
+    if out.dtype not in allowed:
+        wanted = _out_dtypes(q) if out_dtype is None else f"{out_dtype}, as out_dtype says"
+        raise ValueError(f"into.out must be {wanted}, got {out.dtype}")
+    if lse.dtype != accumulation_dtype(q.dtype):
+        raise ValueError(f"into.lse must be {accumulation_dtype(q.dtype)}, got {lse.dtype}")
+    shape = (*q.shape[:3], call.value_dim)
+    for name, x, wanted_shape in (("out", out, shape), ("lse", lse, shape[:3])):
+        if x.shape != wanted_shape:
+            raise ValueError(f"into.{name} must have shape {wanted_shape}, got {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"into.{name} must be on the device of q, {q.device}, got {x.device}")
+        _refuse_gradient(f"into.{name}", x)
+    if out.stride(-1) != 1 and out.shape[-1] > 1:
+        raise ValueError(f"the last dimension of into.out must be contiguous, got strides {out.stride()}")
+    return replace(call, rounded=out.dtype == q.dtype)
 
 
 def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> None:
@@ -199,6 +236,27 @@ def _checked_tree(tree: Tensor | None, q: Tensor) -> Tensor | None:
     return tree
 
 
+def _checked_sight(sight: tuple[Tensor, Tensor] | None, q: Tensor) -> tuple[Tensor, Tensor] | None:
+    if sight is None:
+        return None
+    if not isinstance(sight, tuple) or len(sight) != 2:
+        said = f"{len(sight)} of them" if isinstance(sight, tuple) else type(sight).__name__
+        raise ValueError(f"sight must be a tuple of two tensors, (first, end), got {said}")
+    shape = (q.shape[0], q.shape[2])
+    for name, x in zip(("first", "end"), sight, strict=True):
+        if not isinstance(x, Tensor) or x.dtype not in _INTEGERS or x.shape != shape:
+            raise ValueError(f"sight's {name} must be int32 or int64 [{shape[0]}, {shape[1]}], got {_described(x)}")
+        if x.device != q.device:
+            raise ValueError(f"sight's {name} must be on the device of q, {q.device}, got {x.device}")
+        if x.device.type == "cpu":  # free to read
+            for sequence, token in (x[:, 1:] < x[:, :-1]).nonzero():
+                raise ValueError(
+                    f"sight's {name} must not decrease from token to token, got {x[sequence].tolist()} "
+                    f"for sequence {int(sequence)} (at token {int(token) + 1})"
+                )
+    return sight
+
+
 def _checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     if sinks is None:
         return None
@@ -208,6 +266,10 @@ def _checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
         raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
     _refuse_gradient("sinks", sinks)
     return sinks
+
+
+def _out_dtypes(q: Tensor) -> str:
+    return " or ".join(str(dtype) for dtype in dict.fromkeys((q.dtype, accumulation_dtype(q.dtype))))
 
 
 def _refuse_gradient(name: str, x: Tensor) -> None:

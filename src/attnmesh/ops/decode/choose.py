@@ -18,19 +18,25 @@ class Reference:
         """Serves everything."""
         return None
 
-    def run(self, call: DecodeCall) -> State:
+    def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Every score in memory."""
-        return reference.run(call)
+        state = reference.run(call)
+        return state if into is None else State(into.out.copy_(state.out), into.lse.copy_(state.lse))
 
 
 _BACKENDS: tuple[Backend, ...] = (Cpu(), Triton(), Reference())
 
 
-def choose(call: DecodeCall, backend: str) -> Backend:
-    """The backend for a call: by name, or the first that serves it. One that cannot raises ValueError."""
+def check_backend(backend: str) -> None:
+    """Raise ValueError unless there is a backend of this name."""
     names = ("auto", *(known.name for known in _BACKENDS))
     if backend not in names:
         raise ValueError(f"backend must be one of {', '.join(names)}, got {backend!r}")
+
+
+def choose(call: DecodeCall, backend: str) -> Backend:
+    """The backend for a call: by name, or the first that serves it. One that cannot raises ValueError."""
+    check_backend(backend)
     refusals = {}
     for known in _BACKENDS:
         refusals[known.name] = known.refusal(call)

@@ -18,7 +18,7 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.cpu_flash import ROWS_A_TASK, attend, merged, one_by_one
 from attnmesh.ops.decode.cpu_keys import KeysAndValues
 from attnmesh.ops.decode.cpu_sight import Piece, Sight, pieces
-from attnmesh.state import State, accumulation_dtype
+from attnmesh.state import State
 
 _MOST_PARTS = 64  # states that wait to be merged: memory stays small beside the cache however short the splits are
 _LEAST_PART = 256  # keys that are worth a task of their own
@@ -34,13 +34,11 @@ class Cpu:
         """Why it cannot serve this call; None if it can."""
         return None if call.q.device.type == "cpu" else f"it computes on the CPU, q is on {call.q.device}"
 
-    def run(self, call: DecodeCall) -> State:
+    def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Out and lse; sequences that are skipped cost nothing."""
-        batch, heads, tokens, _ = call.q.shape
-        whole = State(
-            call.q.new_zeros(batch, heads, tokens, call.value_dim),
-            call.q.new_full((batch, heads, tokens), -torch.inf, dtype=accumulation_dtype(call.q.dtype)),
-        )
+        whole = call.room() if into is None else into
+        whole.out.zero_()
+        whole.lse.fill_(-torch.inf)
         keys = KeysAndValues(call)
         q = keys.query(call.q, call.scale)
         for sequences, last in _together(call, keys):
@@ -51,9 +49,12 @@ class Cpu:
 
 
 def _together(call: DecodeCall, keys: KeysAndValues) -> Iterator[tuple[range, int]]:
-    """Sequences that are computed together, and the last position they have in common."""
+    """Sequences that are computed together, and the last position they have in common; they see the same keys."""
     at = 0
-    for last, members in groupby(call.cur_pos.tolist()):
+    ends = call.cur_pos.tolist()
+    seen = ends if call.sight is None else zip(ends, *(x.tolist() for x in call.sight), strict=True)
+    for _, members in groupby(seen):
+        last = ends[at]
         sequences = range(at, at := at + len(list(members)))
         if last < 0:
             continue
@@ -85,7 +86,7 @@ def _attention(call: DecodeCall, keys: KeysAndValues, q: Tensor, sequences: rang
         waiting += piece.parts
         if waiting >= _MOST_PARTS:
             states, waiting = [merged(states, len(sight.owners))], 1
-    if not states:  # a mask ends before the window begins
+    if not states:  # a mask ends before the window begins, or a sight is empty
         states = [State.identity(rows.shape, dtype=rows.dtype)]
     out, lse = merged(states, len(sight.owners))
     out = keys.scaled_out(out[..., : call.value_dim] if keys.padded else out)

@@ -35,17 +35,22 @@ def pieces(span: range, plain: range, size: int, origin: int, most: int) -> Iter
 
 
 class Sight:
-    """What some sequences see that have one last position, and one cache if they share it."""
+    """What some sequences see that have one last position (and one `sight`), and one cache if they share it."""
 
     def __init__(self, call: DecodeCall, sequences: range, last: int) -> None:
         tokens = call.q.shape[2]
         self._call, self._sequences = call, sequences
         self._own = last - tokens + 1  # position of the first token; below 0 it sees nothing
-        window = call.window or last + 1
-        end = last + 1 if call.mask is None else min(last + 1, call.mask.shape[3])
-        self.span = range(max(0, self._own - window + 1), end)
-        # The last row's window begins last; the first row ends first, before the new tokens if a tree speaks of them.
-        first, stop = max(0, last - window + 1), self._own + (call.tree is None)
+        if call.sight is None:
+            window = call.window or last + 1
+            self._firsts = [max(0, own - window + 1) for own in range(self._own, last + 1)]
+            self._ends = list(range(self._own + 1, last + 2))
+        else:
+            firsts, ends = (x[sequences.start].tolist() for x in call.sight)
+            self._firsts, self._ends = [max(0, first) for first in firsts], [min(end, last + 1) for end in ends]
+        self.span = range(self._firsts[0], self._ends[-1] if call.mask is None else min(last + 1, call.mask.shape[3]))
+        # The last row begins last; the first row ends first, before the new tokens if a tree speaks of them.
+        first, stop = self._firsts[-1], self._ends[0] - (call.tree is not None)
         self.plain = range(first, stop) if stop > first and call.mask is None else range(0)
         self.owners = range(1) if call.shared else sequences
         self._pooled = call.shared and len(sequences) > 1  # the rows of several sequences meet one cache
@@ -73,10 +78,7 @@ class Sight:
         """What is added to the scores of keys [first, end): [owners, Hkv or 1, rows, N], -inf where a row is blind."""
         call, tokens, n = self._call, self._call.q.shape[2], len(self._sequences)
         keys = torch.arange(first, end)
-        own = self._own + torch.arange(tokens)[:, None]
-        seen = torch.ones(tokens, end - first, dtype=torch.bool)
-        if call.window is not None:
-            seen = keys > own - call.window
+        seen = keys >= torch.tensor(self._firsts)[:, None]
         bias = torch.zeros((), dtype=dtype)
         if call.mask is not None:
             mask = self._of_sequences(call.mask)[..., first:end]
@@ -89,7 +91,7 @@ class Sight:
             named = self._of_sequences(call.tree)[:, :, column.clamp(0)]
             seen = (seen & ((column < 0) | named))[:, None]
         else:
-            seen = seen & (keys <= own)
+            seen = seen & (keys < torch.tensor(self._ends)[:, None])
         bias = bias.masked_fill(~seen, -torch.inf)
         bias = bias[(None,) * (4 - bias.ndim)]
         heads = call.group if bias.shape[1] == 1 else bias.shape[1]

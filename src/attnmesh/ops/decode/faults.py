@@ -26,8 +26,8 @@ def check_now(call: DecodeCall) -> None:
         )
     if call.table is None or not call.table.numel():
         return
-    tokens, blocks = call.q.shape[2], values_of(call.k).shape[0]
-    first = torch.zeros_like(last) if call.window is None else (last - tokens + 2 - call.window).clamp(0)
+    first, last = _positions_read(call)
+    blocks = values_of(call.k).shape[0]
     slots = torch.arange(call.table.shape[1], device=last.device)
     read = (slots >= first[:, None] // call.block_len) & (slots * call.block_len <= last[:, None])
     wrong = read & ((call.table < 0) | (call.table >= blocks))
@@ -36,6 +36,18 @@ def check_now(call: DecodeCall) -> None:
         raise ValueError(
             f"block_table[{int(sequence)}, {int(slot)}] is {int(value)}, but the pool has blocks 0 to {blocks - 1}"
         )
+
+
+def _positions_read(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """The first and the last position that each sequence reads; a last of -1 where it reads nothing."""
+    last = call.cur_pos.long()
+    if call.sight is not None:
+        first, end = call.sight[0][:, 0].long().clamp(0), call.sight[1][:, -1].long()
+        last = torch.minimum(last, end - 1)
+        return first, torch.where(first <= last, last, -1)
+    if call.window is not None:
+        return (last - call.q.shape[2] + 2 - call.window).clamp(0), last
+    return torch.zeros_like(last), last
 
 
 def fault_record(device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from attnmesh.state import State, accumulation_dtype
 
 
 def run(call: DecodeCall, *, plain: bool = False) -> State:
-    """The state of every row. `out` in the dtype of q; a skipped sequence, or a row that sees nothing, is `(0, -inf)`.
+    """The state of every row. A skipped sequence, or a row that sees nothing, is `(0, -inf)`.
 
     A sink is one more key whose value is 0: a row that sees nothing else has `(0, sink)`.
     `plain` rounds keys, scores and weights to the dtype of q on their way, as a computation in that dtype would: what
@@ -45,7 +45,7 @@ def run(call: DecodeCall, *, plain: bool = False) -> State:
     weight = held(weight / torch.where(seen, total, 1.0))[..., : visible.shape[-1]]
     out = torch.einsum("bhgtn,bhnd->bhgtd", weight.unflatten(1, (call.kv_heads, group)), v).flatten(1, 2)
     lse = torch.where(seen, top + torch.log(total), -torch.inf).squeeze(-1)
-    return State(out.to(q.dtype), lse)
+    return State(out.to(call.out_dtype), lse)
 
 
 def _visible(call: DecodeCall) -> Tensor:
@@ -55,7 +55,10 @@ def _visible(call: DecodeCall) -> Tensor:
     keys = torch.arange(call.capacity, device=device)
     last = call.cur_pos.long()[:, None, None]  # [B, 1, 1]
     own = last - (tokens - 1) + torch.arange(tokens, device=device)[:, None]  # [B, T, 1]
-    if call.mask is not None:
+    if call.sight is not None:
+        first, end = (x.long()[:, :, None] for x in call.sight)  # [B, T, 1]
+        seen = ((keys >= first) & (keys < end) & (keys <= last))[:, None]
+    elif call.mask is not None:
         seen = (keys <= last)[:, None].expand(-1, -1, tokens, -1)
         wide = torch.zeros(*call.mask.shape[:3], call.capacity, dtype=torch.bool, device=device)
         named = call.mask if call.mask.dtype == torch.bool else call.mask != -torch.inf

@@ -55,14 +55,11 @@ class Triton:
             return "its kernels read fp8 caches from compute capability 8.9 on"
         return None
 
-    def run(self, call: DecodeCall, tiles: Tiles | None = None) -> State:
+    def run(self, call: DecodeCall, into: State | None = None, tiles: Tiles | None = None) -> State:
         """Out and lse, by two launches for each 1024 sequences. Raises what faults earlier calls have met."""
         raise_fault(call.q.device)
-        batch, heads, tokens, _ = call.q.shape
-        state = State(
-            torch.empty(batch, heads, tokens, call.value_dim, dtype=call.q.dtype, device=call.q.device),
-            torch.empty(batch, heads, tokens, dtype=torch.float32, device=call.q.device),
-        )
+        batch = call.q.shape[0]
+        state = call.room() if into is None else into
         if state.out.numel():
             for first in range(0, batch, _AT_ONCE):
                 some = slice(first, first + _AT_ONCE)
@@ -75,6 +72,7 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
     q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
     cur_pos = call.cur_pos.contiguous()
     sinks = None if call.sinks is None else call.sinks.contiguous()
+    sight = (None, None) if call.sight is None else tuple(x.contiguous() for x in call.sight)
     batch, _, tokens, head_dim = q.shape
     # Sequences that share a cache are rows of one tile, and read it once. Not with fixed splits, whose tiles may not
     # depend on the batch, nor with a window: what lies between two windows may be anything.
@@ -115,7 +113,7 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
     }  # fmt: skip
     with torch.cuda.device_of(q):
         _kernel("split")[(shares * heads,)](
-            q, q.stride()[:3], k, v, *k_parts, *v_parts, *table, cur_pos,
+            q, q.stride()[:3], k, v, *k_parts, *v_parts, *table, cur_pos, *sight,
             mask, _broadcast_strides(mask, 4), 0 if mask is None else mask.shape[3],
             tree, _broadcast_strides(tree, 3), sinks, *written, part_out, part_lse, *numbers, call.scale * _LOG2_E,
             **common, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail, BLOCK_DV=max(16, power_of_two(call.value_dim)),
@@ -126,7 +124,7 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
         )  # fmt: skip
         part = pick_merge_tile(shares // lines + 2, row_tile, call.value_dim, fixed)
         _kernel("merge")[(lines * heads, row_tile // part.rows, -(-call.value_dim // part.columns))](
-            part_out, part_lse, *table, cur_pos, sinks, *written,
+            part_out, part_lse, *table, cur_pos, *sight, sinks, *written,
             fault_record(q.device), first_sequence, *numbers,
             **common, PIECES=part.pieces, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=4,
             **({"launch_pdl": True} if early else {}),
@@ -141,7 +139,8 @@ def _sequences(call: DecodeCall, some: slice) -> DecodeCall:
 
     return replace(
         call, q=call.q[some], cur_pos=call.cur_pos[some], table=part(call.table), mask=part(call.mask),
-        tree=part(call.tree), k=_rows(call, call.k, some), v=_rows(call, call.v, some),
+        tree=part(call.tree), sight=None if call.sight is None else (call.sight[0][some], call.sight[1][some]),
+        k=_rows(call, call.k, some), v=_rows(call, call.v, some),
     )  # fmt: skip
 
 

@@ -76,10 +76,10 @@ def head_of(base, strides, head, sequence, OWN: tl.constexpr):
 
 
 @triton.jit
-def readable(blocks, keys, first, stop, num_blocks, WINDOW: tl.constexpr, BLOCK_LEN: tl.constexpr):
+def readable(blocks, keys, first, stop, num_blocks, BOUNDED: tl.constexpr, BLOCK_LEN: tl.constexpr):
     """Which keys are the sequence's own and lie in the pool: no other memory is touched."""
     there = keys < stop
-    if WINDOW:
+    if BOUNDED:
         there = there & (keys >= first)
     if BLOCK_LEN > 0:
         there = there & (tl.cast(blocks, tl.uint32, bitcast=True) < tl.cast(num_blocks, tl.uint32, bitcast=True))

@@ -31,7 +31,8 @@ def finished(acc, total, peak, sink):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def merge_kernel(
-    part_out, part_lse, table, table_stride, cur_pos, sinks, out, out_strides, lse, lse_strides, faults, fault_base,
+    part_out, part_lse, table, table_stride, cur_pos, sight_first, sight_end, sinks,
+    out, out_strides, lse, lse_strides, faults, fault_base,
     batch, kv_heads, num_blocks, capacity, window, shares, most,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
     PIECES: tl.constexpr, SOME_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -39,7 +40,9 @@ def merge_kernel(
     BATCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each head of each sequence (even a skipped one), and for some of its rows and columns."""
-    index, firsts, ends, _, counts = line_of(cur_pos, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH)
+    index, firsts, ends, _, counts = line_of(
+        cur_pos, sight_first, sight_end, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH
+    )
     row_count, tiles = row_tiles(batch, TOKENS, GROUP, ROWS, SHARED)
     heads = kv_heads * tiles
     sequence = tl.program_id(0) // heads

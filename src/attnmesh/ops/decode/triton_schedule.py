@@ -32,20 +32,38 @@ def key_range(last, window, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def sighted_range(firsts, ends, index, batch, last, TOKENS: tl.constexpr):
+    """The same where tokens have an interval each: from the first token's first key to the end of the last token's.
+
+    No keys are (0, 0).
+    """
+    first = tl.maximum(tl.load(firsts + index * TOKENS, mask=index < batch, other=0), 0)
+    end = tl.minimum(tl.load(ends + index * TOKENS + (TOKENS - 1), mask=index < batch, other=0), last + 1)
+    some = first < end
+    return tl.where(some, first, 0).to(tl.int32), tl.where(some, end, 0).to(tl.int32)
+
+
+@triton.jit
 def sound(position, capacity):
     """A position in 32 bits. One past the capacity is as if skipped, -1: nothing is read for it; the merge reports."""
     return tl.where(position < capacity, tl.maximum(position, -1), -1).to(tl.int32)
 
 
 @triton.jit
-def line_of(cur_pos, batch, window, capacity, unit, TOKENS: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr):
+def line_of(
+    cur_pos, sight_first, sight_end, batch, window, capacity, unit,
+    TOKENS: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr,
+):  # fmt: skip
     """Of every sequence in the line: its first key, the end of its keys, its first unit and how many it has.
 
     Sequences that share a cache (and have no window) are one.
     """
     index = tl.arange(0, BATCH)
     last = sound(tl.load(cur_pos + index, mask=index < batch, other=-1), capacity)
-    first, end = key_range(last, window, TOKENS)
+    if sight_first is not None:
+        first, end = sighted_range(sight_first, sight_end, index, batch, last, TOKENS)
+    else:
+        first, end = key_range(last, window, TOKENS)
     end = tl.maximum(end, 0)
     if SHARED:
         index = tl.arange(0, 1)

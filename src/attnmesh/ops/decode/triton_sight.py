@@ -1,4 +1,7 @@
-"""Who sees whom in a tile of keys and rows: causal, by a mask, or by a tree among the new tokens; within a window."""
+"""Who sees whom in a tile of keys and rows: causal, by a mask, or by a tree among the new tokens; within a window.
+
+Or by an interval of keys for each token, which says it all.
+"""
 
 # Kernels are Triton's language, not Python's: its names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -12,13 +15,24 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def interval_of(sight_first, sight_end, row_sequence, row_token, row_last, TOKENS: tl.constexpr):
+    """The first and the last key of each row's interval, as far as it lies up to `row_last`, in 32 bits."""
+    at = row_sequence * TOKENS + row_token
+    end = tl.maximum(tl.load(sight_end + at, mask=row_last >= 0, other=0), 0)
+    end = tl.minimum(end, row_last + 1).to(tl.int32)
+    first = tl.maximum(tl.load(sight_first + at, mask=row_last >= 0, other=0), 0)
+    return tl.minimum(first, end).to(tl.int32), end - 1
+
+
+@triton.jit
 def seen(
-    scores, keys, row_last, own, row_sequence, row_head, row_token, window,
+    scores, keys, row_last, row_first, own, row_sequence, row_head, row_token, window,
     mask, mask_strides, mask_width, tree, tree_strides, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Which of `keys` each row sees, [keys, rows], and the scores (base 2) with what a mask adds to them.
 
-    `row_last` is the position of a row's newest token (-1: none), `own` that of the row itself.
+    `row_last` is the position of a row's newest token (-1: none), `own` that of the row itself, or the last key in its
+    interval, which `row_first` begins.
     """
     if mask is not None:
         visible = (keys < mask_width)[:, None] & (keys[:, None] <= row_last[None, :])
@@ -40,4 +54,6 @@ def seen(
         visible = keys[:, None] <= own[None, :]
     if window is not None:
         visible = visible & (keys[:, None] > (own - window)[None, :])
+    if row_first is not None:
+        visible = visible & (keys[:, None] >= row_first[None, :])
     return scores, visible

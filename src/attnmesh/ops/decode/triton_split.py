@@ -37,7 +37,7 @@ from attnmesh.ops.decode.triton_schedule import (
     rows_of,
     sound,
 )
-from attnmesh.ops.decode.triton_sight import seen
+from attnmesh.ops.decode.triton_sight import interval_of, seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -45,7 +45,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=NUMBERS)
 def split_kernel(
     q, q_strides, k, v, k_strides, k_scales, k_scale_strides, v_strides, v_scales, v_scale_strides,
-    table, table_stride, cur_pos, mask, mask_strides, mask_width, tree, tree_strides, sinks,
+    table, table_stride, cur_pos, sight_first, sight_end, mask, mask_strides, mask_width, tree, tree_strides, sinks,
     out, out_strides, lse, lse_strides, part_out, part_lse,
     batch, kv_heads, num_blocks, capacity, window, shares, most, scale_log2,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -57,7 +57,10 @@ def split_kernel(
     """Attend over this program's share of the line; write whole heads to out, and pieces of heads aside."""
     if EARLY:
         gdc_launch_dependents()  # the merge may get ready: it waits for the end of this kernel by itself
-    index, firsts, ends, first_units, counts = line_of(cur_pos, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH)
+    index, firsts, ends, first_units, counts = line_of(
+        cur_pos, sight_first, sight_end, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH
+    )
+    BOUNDED: tl.constexpr = (window is not None) or (sight_first is not None)  # keys may begin anywhere
     row_count, tiles = row_tiles(batch, TOKENS, GROUP, ROWS, SHARED)
     heads = kv_heads * tiles
     head_tile = tl.program_id(0) % heads
@@ -79,7 +82,7 @@ def split_kernel(
         key_begin = (first_unit + from_unit) * UNIT
         key_stop = tl.minimum((first_unit + until) * UNIT, picked(ends, index, sequence))
         first = key_begin
-        if window is not None:  # it begins in the middle of a unit: the tiles before it are not visited
+        if BOUNDED:  # they may begin in the middle of a unit: the tiles before are not visited
             first = tl.maximum(picked(firsts, index, sequence), key_begin)
             key_begin += (first - key_begin) // KEYS * KEYS
 
@@ -87,7 +90,11 @@ def split_kernel(
         real, row_sequence, row_head, row_token = rows_of(rows, row_count, head, sequence, TOKENS, GROUP, SHARED)
         row_last = sound(tl.load(cur_pos + row_sequence, mask=real, other=-1), capacity)
         # The last key that a row sees; none for rows that are not there.
-        own = tl.where(row_last >= 0, row_last - (TOKENS - 1) + row_token, -1)
+        row_first = sight_first
+        if sight_first is not None:
+            row_first, own = interval_of(sight_first, sight_end, row_sequence, row_token, row_last, TOKENS)
+        else:
+            own = tl.where(row_last >= 0, row_last - (TOKENS - 1) + row_token, -1)
 
         q_rows = q + at_rows(q_strides, row_sequence, row_head, row_token)
         main = tl.arange(0, MAIN)
@@ -129,7 +136,7 @@ def split_kernel(
         for key in range(key_begin, key_stop, KEYS):
             keys = key + tl.arange(0, KEYS)
             places = places_at(key, BLOCK_LEN, ALIGNED, KEYS)
-            there = readable(blocks, keys, first, key_stop, num_blocks, window is not None, BLOCK_LEN)
+            there = readable(blocks, keys, first, key_stop, num_blocks, BOUNDED, BLOCK_LEN)
             k_offsets = offsets_at(blocks, places, k_strides, WIDE)
             v_offsets = offsets_at(blocks, places, v_strides, WIDE)
             if PAIRED:
@@ -156,7 +163,7 @@ def split_kernel(
                 scores *= tl.load(k_scale_head + at_scale, mask=there, other=0.0)[:, None]
 
             scores, visible = seen(
-                scores, keys, row_last, own, row_sequence, row_head, row_token, window,
+                scores, keys, row_last, row_first, own, row_sequence, row_head, row_token, window,
                 mask, mask_strides, mask_width, tree, tree_strides, TOKENS,
             )  # fmt: skip
             if UNIT % KEYS != 0:  # a split may end in the middle of a tile

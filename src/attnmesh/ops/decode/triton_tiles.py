@@ -94,6 +94,9 @@ def _filled(programs: int, places: int) -> float:
     return programs / (-(-programs // places) * places)
 
 
+_MOST_PIECES = 512  # of one sequence and head, alone on the chip: in one go the loads do not wait for one another
+
+
 class MergeTile(NamedTuple):
     """What a program of the merge holds at a time."""
 
@@ -107,7 +110,7 @@ def pick_merge_tile(pieces: int, rows: int, value_dim: int, fixed: bool) -> Merg
 
     With fixed splits it may depend on nothing but the sequence: the order of the sums would change.
     """
-    pieces = 16 if fixed else min(max(4, power_of_two(pieces)), 64)
+    pieces = 16 if fixed else min(max(4, power_of_two(pieces)), _MOST_PIECES)
     cells = 4096 // pieces
     columns = min(max(16, power_of_two(value_dim)), cells)
     return MergeTile(pieces, max(1, min(rows, cells // columns)), columns)

@@ -1,0 +1,57 @@
+"""Results as they are wanted: in float32, and written where a message has them, with not a byte beside."""
+
+import pytest
+import torch
+
+from attnmesh.ops.decode import triton as triton_backend
+from attnmesh.state import State
+from decoding import BACKENDS, assert_right, check, made
+
+EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"sight": "intervals", "sinks": True, "seed": 2}], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_partial_states_in_a_packed_message(tokens, how, backend, monkeypatch):
+    """Heads first, as they are sent; each row is its out and, behind it, its lse."""
+    monkeypatch.setattr(triton_backend, "_AT_ONCE", 2)
+    problem = made(backend, [70, -1, 20], tokens=tokens, block_len=16, dims=(32, 24), **how)
+    batch, heads = problem.q.shape[:2]
+    message = torch.full((heads + 2, batch + 2, tokens, 24 + 1), torch.nan, device=problem.q.device)
+    mine = message[1:-1, 1:-1]
+    into = State(mine[..., :24].transpose(0, 1), mine[..., 24].transpose(0, 1))
+
+    found = problem.run(backend, into=into)
+    assert found.out is into.out
+    assert found.lse is into.lse
+    assert_right(found, problem.but(out_dtype=torch.float32))
+    expected = problem.run(backend, out_dtype=torch.float32)
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.lse, expected.lse)
+    assert not mine.isnan().any()
+    mine.fill_(torch.nan)
+    assert message.isnan().all(), "something beside the message was written"
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_results_in_the_dtype_of_queries(dtype, backend):
+    problem = made(backend, [30, 9], tokens=2, block_len=16, dtype=dtype, kv_heads=2)
+    tokens_first = torch.full((2, 2, 4, 32), torch.nan, dtype=dtype, device=problem.q.device)
+    into = State(tokens_first.transpose(1, 2), torch.full((2, 4, 2), torch.nan, device=problem.q.device))
+    out = problem.attend(backend, into=into, out_dtype=dtype)
+    assert out is into.out
+    assert_right(into, problem)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("how", [{"block_len": 16}, {"split_size": 16}], ids=str)
+def test_out_in_float32_is_what_is_rounded_by_default(how, backend):
+    problem = made(backend, [40, 20, -1], tokens=2, dtype=torch.float16, sinks=True, **how)
+    default, wide = problem.run(backend), check(problem, backend, out_dtype=torch.float32)
+    assert wide.out.dtype == torch.float32
+    assert default.out.dtype == torch.float16
+    assert torch.equal(wide.out.half(), default.out)
+    assert (wide.out != wide.out.half()).float().mean() > 0.5
+    assert problem.run(backend, out_dtype=torch.float16).out.dtype == torch.float16
