@@ -29,8 +29,7 @@ class Share:
         for name, n in (("ranks", self.ranks), ("run", self.run)):
             if isinstance(n, bool) or not isinstance(n, int) or n < 1:
                 raise ValueError(f"{name} must be a positive integer, got {n!r}")
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank must be 0 to {self.ranks - 1}, got {self.rank!r}")
+        self._checked(self.rank)
 
     def owner(self, position: N) -> N:
         """The rank that holds a position."""
@@ -42,12 +41,17 @@ class Share:
 
     def length(self, length: N, rank: int | None = None) -> N:
         """How many of the first `length` positions a rank (this one) holds. No rank holds more than rank 0."""
-        rank = self.rank if rank is None else rank
+        rank = self.rank if rank is None else self._checked(rank)
         rest = length % (self.ranks * self.run) - rank * self.run
         rest = rest.clamp(0, self.run) if isinstance(rest, Tensor) else min(max(rest, 0), self.run)
         return length // (self.ranks * self.run) * self.run + rest
 
     def position(self, index: N, rank: int | None = None) -> N:
         """The position that a rank (this one) holds at `index`."""
-        rank = self.rank if rank is None else rank
+        rank = self.rank if rank is None else self._checked(rank)
         return index // self.run * (self.ranks * self.run) + rank * self.run + index % self.run
+
+    def _checked(self, rank: int) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must be 0 to {self.ranks - 1}, got {rank!r}")
+        return rank

@@ -43,10 +43,7 @@ class DecodeSharding:
     interleave: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "kvdp", "cp", "interleave"):
-            n = getattr(self, name)
-            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-                raise ValueError(f"{name} must be a positive integer, got {n!r}")
+        check_positive(tp=self.tp, kvdp=self.kvdp, cp=self.cp, interleave=self.interleave)
 
     def __str__(self) -> str:
         parts = [f"{name.upper()}{n}" for name in ("tp", "kvdp", "cp") if (n := getattr(self, name)) > 1]
@@ -61,14 +58,20 @@ class DecodeSharding:
 
     def place(self, rank: int) -> Place:
         """The coordinates of a rank."""
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank must be 0 to {self.ranks - 1} under {self}, got {rank}")
+        self._check_rank(rank)
         rest, kvdp = divmod(rank, self.kvdp)
         return Place(*divmod(rest, self.cp), kvdp)
 
     def rank(self, place: Place) -> int:
         """The rank at these coordinates."""
+        for name, n, ranks in zip(place._fields, place, (self.tp, self.cp, self.kvdp), strict=True):
+            if not 0 <= n < ranks:
+                raise ValueError(f"{name} of a place must be 0 to {ranks - 1} under {self}, got {n}")
         return (place.tp * self.cp + place.cp) * self.kvdp + place.kvdp
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must be 0 to {self.ranks - 1} under {self}, got {rank}")
 
     def kvdp_peers(self, rank: int) -> list[int]:
         """Those with this rank's kv heads and positions, in the order of their sequences."""
@@ -106,15 +109,19 @@ class DecodeSharding:
 
     def q_heads(self, rank: int, q_heads: int) -> range:
         """The query heads that a rank projects, and whose part of the output projection it has."""
-        place = self.place(rank)
+        self._check_rank(rank)
+        return _part(q_heads, self.ranks, rank)
+
+    def replicated_q_heads(self, rank: int, q_heads: int) -> range:
+        """The query heads that a rank projects where CP ranks project the same ones, and need not gather them."""
         group = self.group_heads(rank, q_heads)
-        part = _part(len(group), self.kvdp * self.cp, place.cp * self.kvdp + place.kvdp)
+        part = _part(len(group), self.kvdp, self.place(rank).kvdp)
         return group[part.start : part.stop]
 
     def cp_heads(self, rank: int, q_heads: int) -> range:
         """The query heads of all KVDP peers of a rank: what CP ranks gather, and what they share out again."""
-        peers = [self.q_heads(peer, q_heads) for peer in self.kvdp_peers(rank)]
-        return range(peers[0].start, peers[-1].stop)
+        place = self.place(rank)
+        return _part(q_heads, self.tp * self.cp, place.tp * self.cp + place.cp)
 
     # Sequences.
 
@@ -144,6 +151,13 @@ class DecodeSharding:
         """A position's slot in its owner's pool of blocks, where the sequence has `blocks`."""
         index = self.local_index(position)
         return blocks[index // block_len] * block_len + index % block_len
+
+
+def check_positive(**counts: object) -> None:
+    """Raise ValueError unless all these are positive integers."""
+    for name, n in counts.items():
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"{name} must be a positive integer, got {n!r}")
 
 
 def _part(count: int, parts: int, part: int, least: int = 0) -> range:

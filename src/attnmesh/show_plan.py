@@ -1,0 +1,35 @@
+"""What `attnmesh plan` prints: the sharding to use, the others, and how ways to shard compare."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+from attnmesh import report
+from attnmesh.model_config import ModelConfig
+from attnmesh.ops.storage import bytes_per_token
+from attnmesh.plan.compare import compare_shardings
+from attnmesh.plan.recommend import readable_bytes, recommend_sharding
+
+
+def decode(
+    model: ModelConfig, batch: int, ranks: int, *, context: int | None, tokens: int = 1, storage: str = "bf16"
+) -> None:
+    """Print a sharding for token generation, its reasons and its alternatives."""
+    q_heads, kv_heads = model.q_heads, model.kv_heads
+    kv_bytes = round(2 * bytes_per_token(storage, model.head_dim) * model.layers)  # K and V
+    found = recommend_sharding(
+        batch, q_heads, kv_heads, ranks, context,
+        head_dim=model.head_dim, hidden=model.hidden, tokens=tokens, kv_bytes=kv_bytes,
+    )  # fmt: skip
+    console = report.console()
+    console.print(f"{found.choice.sharding} over {ranks} ranks", style="bold")
+    console.print(found.reason)
+    sent = ", ".join(f"{name} {readable_bytes(nbytes)}" for name, nbytes in found.choice.sent.items() if nbytes)
+    console.print(f"a rank sends in a step and layer, with 16-bit activations: {sent or 'nothing'}")
+    layers = "one layer" if model.layers == 1 else f"{model.layers} layers"
+    title = f"KV cache of {layers} in {storage}" + ("" if context is None else f", {context} positions a sequence")
+    report.show(console, title, [dict(option.row()) for option in (found.choice, *found.alternatives)])
+    names, *properties = zip(*map(astuple, compare_shardings(q_heads, kv_heads, ranks)), strict=True)
+    said = ("W_kv replication", "W_q replication", "W_out replication", "X input activation", "KV cache per rank")
+    rows = [[name, *cells] for name, cells in zip(said, properties, strict=True)]
+    console.print(report.table(f"{q_heads} query heads, {kv_heads} kv heads, side by side", ["", *names], rows))
