@@ -30,7 +30,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from attnmesh.cache.cache import BlockCache
+from attnmesh.cache.projected import ProjectedTokens
+from attnmesh.cache.triton_prepare import prepare
 from attnmesh.cache.triton_write import write_tokens
+from attnmesh.ops.block.config import AttentionConfig
+from attnmesh.ops.block.norm import Norm
+from attnmesh.ops.block.rope import Rope
+from attnmesh.ops.block.weights import AttentionWeights
 from attnmesh.ops.decode.check import checked
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.dense.triton_backward import backward, delta
@@ -111,6 +117,28 @@ def cache_write(head_dim, dtype, storage, heads, tokens):
     write_tokens(cache.keys(0), cache.values(0), torch.zeros(2, tokens, dtype=torch.int64), k, k)
 
 
+def prepared(head_dim, dtype, storage, q_heads, kv_heads, layout, normed):
+    dtype = getattr(torch, dtype)
+    norm, weight = (Norm(1e-6), torch.empty(head_dim, dtype=dtype)) if normed else (None, None)
+    rope = layout and Rope.plain(head_dim // 16 * 12, layout=layout)
+    config = AttentionConfig(
+        64, q_heads, kv_heads, head_dim, norm_before_rope=norm, norm_after_rope=norm, rope=rope,
+    )
+    weights = AttentionWeights(torch.empty(0), **dict.fromkeys(
+        ("q_norm_before_rope", "k_norm_before_rope", "q_norm_after_rope", "k_norm_after_rope"), weight
+    ))
+    new = None
+    if storage:
+        cache = BlockCache(
+            layers=1, num_blocks=4, block_len=16, kv_heads=kv_heads, head_dim=head_dim, storage=storage, device="cpu",
+            max_sequences=1, max_length=16,
+        )
+        kv = torch.empty(2, 1, 2 * kv_heads * head_dim, dtype=dtype)
+        new = ProjectedTokens(kv, range(2), torch.zeros(2, 1, dtype=torch.int64), cache.keys(0), cache.values(0))
+    q = torch.empty(2, 1, q_heads * head_dim, dtype=dtype)
+    prepare(q, torch.zeros(2, 1, dtype=torch.int32), new, config, weights, 2)
+
+
 def decode(storage, dtype, head_dim, value_dim, group, options):
     dtype = getattr(torch, dtype)
     options = dict(options)
@@ -126,12 +154,14 @@ def decode(storage, dtype, head_dim, value_dim, group, options):
     how = dict.fromkeys(("mask", "tree", "scale", "window", "sinks", "max_splits", "split_size")) | options
     table = torch.zeros(2, 4, dtype=torch.int32) if paged else None
     q = torch.empty(2, group, how.pop("tokens", 1), head_dim, dtype=dtype)
+    if how.pop("partial", False):  # one rank's part of a sequence that is spread
+        how |= {"sight": (torch.zeros(2, q.shape[2], dtype=torch.int32),) * 2, "out_dtype": torch.float32}
     Triton().run(checked(q, k, v, table, cur_pos=[5, 6], share_cache=False, **how))
 
 
 for case in json.loads(sys.argv[1]):
     compiled.clear()
-    {3: memory_bound, 4: dense, 5: cache_write, 6: decode}[len(case)](*case)
+    {3: memory_bound, 4: dense, 5: cache_write, 6: decode, 7: prepared}[len(case)](*case)
     for name, binary in compiled:
         print(json.dumps({"case": case, "kernel": name} | resources(binary)), flush=True)
 '''
@@ -187,6 +217,15 @@ def test_the_kernel_that_writes_the_cache_compiles():
     ])  # fmt: skip
 
 
+@pytest.mark.timeout(600)
+def test_the_kernel_between_projections_and_attention_compiles():
+    assert_compiles_for_hopper([
+        (128, "bfloat16", "bf16", 8, 2, "halves", True), (64, "bfloat16", "fp8", 64, 8, "halves", False),
+        (256, "bfloat16", "bfp8", 4, 4, "pairs", True), (80, "float32", "int8", 5, 1, "halves", True),
+        (128, "float16", None, 8, 2, "pairs", False), (576, "bfloat16", "bf16", 2, 1, None, True),
+    ])  # fmt: skip
+
+
 PAGED = {"block_len": 16}
 
 
@@ -202,7 +241,10 @@ def test_the_decode_kernels_compile():
         ("fp8", "bfloat16", 128, 128, 32, PAGED), ("int8", "bfloat16", 128, 128, 32, PAGED),
         ("bfp8", "bfloat16", 128, 128, 32, PAGED),
     ]  # fmt: skip
-    options = [{"mask": [2, 1, 4, 64], "tokens": 4}, {"tree": [4, 4], "tokens": 4}, {"window": 9, "split_size": 48}]
+    options = [
+        {"mask": [2, 1, 4, 64], "tokens": 4}, {"tree": [4, 4], "tokens": 4}, {"window": 9, "split_size": 48},
+        PAGED | {"partial": True, "tokens": 4},
+    ]  # fmt: skip
     assert_compiles_for_hopper([*tiles, *(("plain", "bfloat16", 128, 128, 4, how) for how in options)])
 
 
@@ -215,7 +257,7 @@ def test_all_decode_kernels_compile():
                                ("fp8", "float32"), ("int8", "float32"), ("plain", "float32"))
         for head_dim, value_dim in ((64, 64), (80, 96), (128, 128), (256, 256), (576, 512))
         for group in (1, 8, 16, 64)
-        for how in ({"block_len": 16}, {"block_len": 7}, {})
+        for how in ({"block_len": 16}, {"block_len": 7}, {}, {"block_len": 16, "partial": True})
     ])  # fmt: skip
 
 

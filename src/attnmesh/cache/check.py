@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import abc
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,12 +12,20 @@ from torch import Tensor
 from attnmesh.cache.sequence import Sequence
 from attnmesh.cache.write import DTYPES
 
+T = TypeVar("T")
+
 
 def check_sizes(**sizes: int) -> None:
     """Refuse a size below 1."""
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a positive integer, got {size!r}")
+
+
+def check_layer(layer: int, layers: int) -> None:
+    """Refuse a layer that is not there."""
+    if not isinstance(layer, int) or not 0 <= layer < layers:
+        raise ValueError(f"layer must be 0 to {layers - 1}, got {layer!r}")
 
 
 def token_ids(name: str, ids: object) -> array[int]:
@@ -54,6 +63,17 @@ def new_ids(tokens: object, sequences: int) -> tuple[int, list[array[int]] | Non
     if len(set(lengths)) > 1 or not lengths[0]:
         raise ValueError(f"every sequence must get equally many tokens, at least 1, got {lengths}")
     return lengths[0], each
+
+
+def each_once(sequences: object, check_one: abc.Callable[[T], None]) -> tuple[T, ...]:
+    """Different sequences, at least one, each of which passes a check."""
+    if not isinstance(sequences, abc.Sequence) or not sequences:
+        raise ValueError(f"sequences must be a list of at least one sequence, got {sequences!r}")
+    for sequence in sequences:
+        check_one(sequence)
+    if len(set(sequences)) < len(sequences):
+        raise ValueError(f"sequences must be different ones, got {list(sequences)}")
+    return tuple(sequences)
 
 
 def check_length(what: object, length: int, max_length: int) -> None:

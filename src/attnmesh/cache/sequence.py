@@ -35,10 +35,40 @@ class Sequence:
 
 
 @dataclass(eq=False, repr=False)
+class ShardedSequence:
+    """A sequence in a cache that is spread over ranks. `row` is its row in the batch; the rest is as of `Sequence`."""
+
+    row: int
+    bank: int  # which KVDP rank's sequences it is among
+    held: Sequence  # as its bank knows it
+    owner: object  # its cache
+
+    @property
+    def length(self) -> int:
+        """Its tokens, whoever holds them."""
+        return self.held.length
+
+    @property
+    def cached(self) -> int:
+        """How many of them were there when it began."""
+        return self.held.cached
+
+    @property
+    def freed(self) -> bool:
+        """Whether it has ended."""
+        return self.held.owner is None
+
+    def __repr__(self) -> str:
+        state = ", freed" if self.freed else ""
+        return f"ShardedSequence(row={self.row}, length={self.length}, cached={self.cached}{state})"
+
+
+@dataclass(eq=False, repr=False)
 class NewTokens:
     """Slots for T new tokens of n sequences: `slots` int64 [n, T] on the device, block * block_len + offset.
 
-    A slot turns to -1, which `write` skips, if its token is truncated or its sequence freed before it was written.
+    The slot of a token that another rank of the share holds is -1, which `write` skips. So is that of a token truncated
+    or freed before it was written.
     """
 
     slots: Tensor
@@ -48,7 +78,8 @@ class NewTokens:
 
     def skip(self, sequence: Sequence, begin: int) -> None:
         """Give up a sequence's tokens from the `begin`th on: by now their slots may be someone else's."""
-        self.slots[self.sequences.index(sequence), begin:] = -1
+        if not self.slots.is_meta:
+            self.slots[self.sequences.index(sequence), begin:] = -1
 
     def __repr__(self) -> str:
         return f"NewTokens({list(self.slots.shape)} slots, missing layers {sorted(self.missing)})"

@@ -37,12 +37,12 @@ def write_tokens(keys: Stored, values: Stored, slots: Tensor, k: Tensor, v: Tens
     with torch.cuda.device_of(slots):
         _write_kernel[(sequences * tokens, triton.cdiv(heads, tile))](
             slots, slots.stride(), tokens, values_of(keys).shape[1], heads,
-            k, k.stride(), *_pointers(keys), v, v.stride(), *_pointers(values),
+            k, k.stride(), *pool_pointers(keys), v, v.stride(), *pool_pointers(values),
             STORAGE=storage, D=dim, BLOCK_D=block_d, DV=value_dim, BLOCK_DV=block_dv, HEADS=tile, num_warps=4,
         )  # fmt: skip
 
 
-def _pointers(pool: Stored) -> tuple[Tensor, tuple[int, ...], Tensor | None, tuple[int, ...]]:
+def pool_pointers(pool: Stored) -> tuple[Tensor, tuple[int, ...], Tensor | None, tuple[int, ...]]:
     """The values and scales of a pool and their strides; an fp8 scale by head, stride 0 where they share it."""
     if isinstance(pool, Tensor):
         return pool, pool.stride(), None, (0,)
@@ -66,18 +66,18 @@ def _write_kernel(
     if slot >= 0:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         block, offset = slot // block_len, slot % block_len
-        _write_heads(
+        write_heads(
             k + sequence * k_strides[0] + token * k_strides[2], k_strides[1], k_strides[3], keys, keys_strides,
             key_scales, key_scales_strides, block, offset, head, heads, STORAGE, D, BLOCK_D, HEADS,
         )  # fmt: skip
-        _write_heads(
+        write_heads(
             v + sequence * v_strides[0] + token * v_strides[2], v_strides[1], v_strides[3], values, values_strides,
             value_scales, value_scales_strides, block, offset, head, heads, STORAGE, DV, BLOCK_DV, HEADS,
         )  # fmt: skip
 
 
 @triton.jit
-def _write_heads(
+def write_heads(
     x, head_stride, dim_stride, pool, pool_strides, scales, scales_strides, block, offset, head, heads,
     STORAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -86,6 +86,20 @@ def _write_heads(
     column = tl.arange(0, BLOCK_D)
     mask = (head < heads)[:, None] & (column < D)[None, :]
     wide = tl.load(x + at[:, None] * head_stride + column[None, :] * dim_stride, mask=mask, other=0.0).to(tl.float32)
+    store_heads(
+        wide, pool, pool_strides, scales, scales_strides, block, offset, head, heads, STORAGE, D, BLOCK_D, HEADS
+    )
+
+
+@triton.jit
+def store_heads(
+    wide, pool, pool_strides, scales, scales_strides, block, offset, head, heads,
+    STORAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Heads that are in registers, float32 [HEADS, BLOCK_D] and 0 beyond D, quantised to where the block keeps them."""
+    at = head.to(tl.int64)
+    column = tl.arange(0, BLOCK_D)
+    mask = (head < heads)[:, None] & (column < D)[None, :]
     row = pool + block * pool_strides[0] + offset * pool_strides[1] + at * pool_strides[2]
     target = row[:, None] + column[None, :]
     if STORAGE == "fp8":

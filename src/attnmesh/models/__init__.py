@@ -1,0 +1,1 @@
+"""Attention modules of other libraries, taken apart into configurations and weights."""

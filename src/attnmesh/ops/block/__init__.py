@@ -1,0 +1,1 @@
+"""The small stages of an attention block that generates tokens: norms, rotary embedding, heads."""
