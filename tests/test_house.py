@@ -21,7 +21,17 @@ FLOORS = [
     {"comm"},
     {"parallel"},
     {"models"},
-    {"verify", "verify_decode", "verify_cache", "report", "launch", "bench"},
+    {
+        "verify",
+        "verify_decode",
+        "verify_cache",
+        "verify_generation",
+        "report",
+        "launch",
+        "bench",
+        "model_config",
+        "show_plan",
+    },
     {"cli"},
     {"attnmesh"},  # the front door, attnmesh/__init__.py, opens on every room
 ]

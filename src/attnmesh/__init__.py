@@ -2,24 +2,37 @@
 
 from attnmesh.balanced import Balanced
 from attnmesh.cache.cache import BlockCache
+from attnmesh.cache.sharded import ShardedCache
 from attnmesh.cache.stats import CacheFull
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.joint import Joint
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow, Verdict
+from attnmesh.models.attention import attention_from_transformers
+from attnmesh.ops.block.config import AttentionConfig
+from attnmesh.ops.block.norm import Norm
+from attnmesh.ops.block.rope import Rope
+from attnmesh.ops.block.weights import AttentionWeights
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.decode.faults import check_decode_faults
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.ops.storage import Quantised, quantise
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.parallel.generation.block import AttentionBlock
+from attnmesh.parallel.generation.exchange import Exchange
+from attnmesh.parallel.generation.ranks import decode_rank
 from attnmesh.parallel.queries import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.parallel.sdpa import attention_context_parallel
+from attnmesh.plan.recommend import recommend_sharding
 from attnmesh.plan.sharding import DecodeSharding
 from attnmesh.state import State, merge
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionBlock",
+    "AttentionConfig",
+    "AttentionWeights",
     "Balanced",
     "BlockCache",
     "CacheFull",
@@ -30,11 +43,15 @@ __all__ = [
     "Contiguous",
     "DecodeSharding",
     "Documents",
+    "Exchange",
     "Full",
     "Joint",
     "Layout",
     "Mask",
+    "Norm",
     "Quantised",
+    "Rope",
+    "ShardedCache",
     "SlidingWindow",
     "State",
     "Striped",
@@ -42,14 +59,17 @@ __all__ = [
     "Zigzag",
     "attention",
     "attention_context_parallel",
+    "attention_from_transformers",
     "check_decode_faults",
     "comm_from",
     "decode_attention",
+    "decode_rank",
     "explain_attention",
     "gather_ring_outputs",
     "merge",
     "paged_decode_attention",
     "quantise",
+    "recommend_sharding",
     "ring_chunks",
     "ring_distributed_attention",
     "run_virtual",

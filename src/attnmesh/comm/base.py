@@ -116,10 +116,10 @@ class Comm(ABC):
         self._count("reduce_scatter", sum(part.nbytes for i, part in enumerate(parts) if i != self.rank))
         return self._reduce_scatter("reduce_scatter", parts)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of everybody's `x`, as a new tensor: the same bits on every rank."""
+    def all_reduce(self, x: Tensor, *, reuse: bool = False) -> Tensor:
+        """The sum of everybody's `x`: the same bits on every rank. A new tensor, unless `x` may be reused for it."""
         self._count("all_reduce", round(2 * (self.world - 1) / self.world * x.nbytes))
-        return self._all_reduce("all_reduce", x)
+        return self._all_reduce("all_reduce", x, reuse)
 
     def barrier(self) -> None:
         """Return when every rank is here."""
@@ -127,17 +127,20 @@ class Comm(ABC):
         self._barrier("barrier")
 
     @final
-    def agree(self, operation: str, facts: Mapping[str, object], error: str | None = None) -> None:
+    def agree(
+        self, operation: str, facts: Mapping[str, object], error: str | None = None, *, anew: bool = False
+    ) -> None:
         """Make sure that all ranks are about to do the same, or raise ValueError on every one of them.
 
         `facts` must be equal everywhere (call a device `device`, without its index); `error` is what
         this rank finds wrong with its own arguments. What was agreed once is remembered and costs no
-        message afterwards. When one rank remembers and goes on while another comes with something new,
-        the two wait for each other in different places: that ends in a CommError within the timeout.
+        message afterwards, unless all ask `anew`. When one rank remembers and goes on while another comes
+        with something new, the two wait for each other in different places: that ends in a CommError
+        within the timeout.
         """
         self._operation = operation
         key = remembered_as(operation, facts)
-        if error is None and key in self._agreed:
+        if error is None and not anew and key in self._agreed:
             return
         claim = Claim.of(operation, facts, error)
         claims = self._compare(claim)
@@ -187,7 +190,7 @@ class Comm(ABC):
             self._exchange(verb, sends, recvs).wait()
         return arrived
 
-    def _all_reduce(self, verb: str, x: Tensor) -> Tensor:
+    def _all_reduce(self, verb: str, x: Tensor, reuse: bool = False) -> Tensor:
         """Each rank sums one slice, in rank order, and hands the sum around: bits depend on no timing."""
         slices = x.detach().contiguous().view(-1).tensor_split(self.world)
         sums = self._all_gather(verb, self._reduce_scatter(verb, slices), [part.shape for part in slices])

@@ -177,13 +177,18 @@ class GroupComm(Comm):
             place.copy_(part)
         return places
 
-    def _all_reduce(self, verb: str, x: Tensor) -> Tensor:
+    def _all_reduce(self, verb: str, x: Tensor, reuse: bool = False) -> Tensor:
         if self._carrier(x.device) != "nccl":
             return super()._all_reduce(verb, x)
         self._check_in()
-        total = x.detach().clone(memory_format=torch.contiguous_format)
+        if x.dtype in (torch.float16, torch.bfloat16):  # NCCL would round at every rank; here sums round once
+            total = x.detach().float().contiguous()
+        else:
+            total = (
+                x.detach() if reuse and x.is_contiguous() else x.detach().clone(memory_format=torch.contiguous_format)
+            )
         dist.all_reduce(total, group=self.group)
-        return total
+        return total.to(x.dtype)
 
     def _reduce_scatter(self, verb: str, parts: Sequence[Tensor]) -> Tensor:
         own = parts[self.rank]

@@ -48,9 +48,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Out [H, B, T, D] with one more key a head, whose score is the sink and whose value is 0."""
     if sinks is None:
         return out
-    whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
-    share = torch.exp(lse - torch.where(whole == -torch.inf, 0.0, whole))
-    return out * share.unsqueeze(-1)
+    # Not by logaddexp: on the CPU its last bit depends on where in the tensor a number stands, and so on the batch.
+    share = 1 / (1 + torch.exp(sinks.to(lse.dtype)[:, None, None] - lse))
+    return out * torch.where(lse == -torch.inf, 0.0, share).unsqueeze(-1)
 
 
 def _triton() -> Any:

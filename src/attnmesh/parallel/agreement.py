@@ -12,21 +12,24 @@ Facts = dict[str, object]
 class Agreeing(Protocol):
     """Ranks that can compare notes: a comm, or the ranks of a mesh."""
 
-    def agree(self, operation: str, facts: Mapping[str, object], error: str | None = None) -> None:
+    def agree(
+        self, operation: str, facts: Mapping[str, object], error: str | None = None, *, anew: bool = False
+    ) -> None:
         """As `Comm.agree`."""
 
 
-def agreed(ranks: Agreeing, operation: str, examined: Callable[[], tuple[T, Facts]]) -> T:
+def agreed(ranks: Agreeing, operation: str, examined: Callable[[], tuple[T, Facts]], *, anew: bool = False) -> T:
     """What this rank makes of its arguments, once all ranks agree: what is wrong on one is raised on every rank.
 
-    `examined` returns it together with the facts that must be equal everywhere, or raises ValueError.
+    `examined` returns it together with the facts that must be equal everywhere, or raises ValueError. What was agreed
+    before is not asked again, and then others do not hear of a mistake in time, unless it is asked `anew`.
     """
     try:
         found, facts = examined()
     except ValueError as wrong:
         ranks.agree(operation, {}, str(wrong))
         raise
-    ranks.agree(operation, facts)
+    ranks.agree(operation, facts, anew=anew)
     return found
 
 

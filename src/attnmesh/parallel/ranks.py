@@ -31,9 +31,11 @@ class Ranks:
         for comm in {id(comm): comm for comm in (self.everyone, self.inside, self.outside)}.values():
             comm.fail(message)
 
-    def agree(self, operation: str, facts: Mapping[str, object], error: str | None = None) -> None:
+    def agree(
+        self, operation: str, facts: Mapping[str, object], error: str | None = None, *, anew: bool = False
+    ) -> None:
         """As `Comm.agree`, among everyone."""
-        self.everyone.agree(operation, facts, error)
+        self.everyone.agree(operation, facts, error, anew=anew)
         for part in (self.inside, self.outside):
             if isinstance(part, GroupComm) and part is not self.everyone:
                 part.agree(

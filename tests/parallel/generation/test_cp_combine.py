@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attnmesh import State, merge, run_virtual
-from attnmesh.ops.packed import merge_packed, state_in
-from attnmesh.parallel.cp import Cp
+from attnmesh.ops.packed import merge_packed, state_in, with_sinks
+from attnmesh.parallel.generation.cp import Cp
 
 WAYS = ["all_to_all", "reduce_scatter", "all_reduce"]
 
@@ -81,6 +81,18 @@ def test_identities_do_not_change_a_bit():
     padded = torch.cat([nothing, packed[:2], nothing, nothing, packed[2:], nothing])
     assert torch.equal(merge_packed(padded, None, torch.float32), whole)
     assert not torch.equal(merge_packed(packed.flip(0), None, torch.float32), whole)  # the order does
+
+
+def test_sinks_are_one_more_key_without_a_value():
+    out, lse, sinks = torch.ones(2, 3, 1, 4), torch.tensor([0.0, 1000.0, -torch.inf]), torch.tensor([0.0, -torch.inf])
+    share = with_sinks(out, lse.view(1, 3, 1).expand(2, 3, 1), sinks)[..., 0, 0]
+    assert torch.equal(share, torch.tensor([[0.5, 1.0, 0.0], [1.0, 1.0, 0.0]]))
+
+
+def test_sinks_of_a_row_do_not_depend_on_the_others():
+    out, lse, sinks = torch.ones(3, 67, 1, 1), 3 * torch.randn(3, 67, 1), torch.randn(3)
+    alone = [with_sinks(out[:, row : row + 1], lse[:, row : row + 1], sinks) for row in range(67)]
+    assert torch.equal(with_sinks(out, lse, sinks), torch.cat(alone, 1))
 
 
 def test_a_state_is_written_where_it_is_sent_from():

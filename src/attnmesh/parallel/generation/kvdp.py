@@ -18,14 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.comm.base import parts_of
-
-KvdpExchange = Literal["all_to_all", "all_gather"]
+from attnmesh.plan.decode_load import Trade
 
 
 @dataclass(frozen=True)
@@ -35,19 +33,19 @@ class Kvdp:
     comm: Comm
     rows: tuple[int, ...]
     heads: tuple[int, ...]
-    exchange: KvdpExchange = "all_to_all"
+    way: Trade = "all_to_all"
 
     @property
     def parts(self) -> int:
         """In how many parts a message lies: one for each peer, unless everybody gets all of it."""
-        return len(self.rows) if self.exchange == "all_to_all" else 1
+        return len(self.rows) if self.way == "all_to_all" else 1
 
     def gather_heads(self, message: Tensor, tokens: int, dim: int) -> Tensor:
         """All heads of the own sequences, [H, B_own, S, D], from the own heads of all, in `parts` parts."""
         me = self.comm.rank
         if len(self.rows) == 1:
             return message.view(self.heads[me], self.rows[me], tokens, dim)
-        if self.exchange == "all_to_all":
+        if self.way == "all_to_all":
             sent = [(self.heads[me], rows, tokens, dim) for rows in self.rows]
             shapes = [(heads, self.rows[me], tokens, dim) for heads in self.heads]
             arrived = self._room(message, (sum(self.heads), self.rows[me], tokens, dim))
@@ -64,7 +62,7 @@ class Kvdp:
         if len(self.rows) == 1:
             return out.transpose(1, 2)
         _, _, tokens, dim = out.shape
-        if self.exchange == "all_to_all":
+        if self.way == "all_to_all":
             shapes = [(rows, tokens, self.heads[me], dim) for rows in self.rows]
             arrived = self._room(out, (sum(self.rows), tokens, self.heads[me], dim))
             self.comm.all_to_all(self._by_peer(out), shapes, into=arrived)
@@ -75,7 +73,7 @@ class Kvdp:
         return gathered[:, _slice(self.heads, me)].transpose(1, 2)
 
     def _by_peer(self, out: Tensor) -> list[Tensor]:
-        """A message [B_own, S, q_d, D] for each peer, by one copy where they are alike (by none where q_d is 1)."""
+        """A message [B_own, S, q_d, D] for each peer, by one copy where they are alike."""
         by_token = out.transpose(1, 2)
         if len(set(self.heads)) > 1:
             return [part.contiguous() for part in by_token.split(self.heads, dim=2)]

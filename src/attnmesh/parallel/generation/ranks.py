@@ -31,27 +31,45 @@ class DecodeRanks:
         for comm in {id(comm): comm for comm in (self.everyone, self.kvdp, self.cp)}.values():
             comm.fail(message)
 
-    def agree(self, operation: str, facts: Mapping[str, object], error: str | None = None) -> None:
+    def agree(
+        self, operation: str, facts: Mapping[str, object], error: str | None = None, *, anew: bool = False
+    ) -> None:
         """As `Comm.agree`, among everyone."""
-        self.everyone.agree(operation, facts, error)
+        self.everyone.agree(operation, facts, error, anew=anew)
         for part in (self.kvdp, self.cp):
             if isinstance(part, GroupComm) and part is not self.everyone:
                 part.agree(operation, facts, error)  # NCCL wants a group's first call to be whole
 
 
-def decode_ranks(where: Comm | ProcessGroup | DeviceMesh | None, sharding: DecodeSharding) -> DecodeRanks:
+def whole_comm(where: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+    """All ranks, in any order: they only sum and agree."""
+    if not isinstance(where, DeviceMesh) or where.ndim == 1:
+        return comm_from(where)
+    return comm_from(None if prod(where.shape) == dist.get_world_size() else where._flatten())
+
+
+def decode_rank(where: Comm | ProcessGroup | DeviceMesh | None, sharding: DecodeSharding) -> int:
+    """This process's rank in the order of a sharding: the one whose weights and cache it must have.
+
+    On a comm or a group it is the rank there; on a mesh it follows from the names of the dimensions.
+    """
+    return decode_ranks(where, whole_comm(where), sharding).rank
+
+
+def decode_ranks(
+    where: Comm | ProcessGroup | DeviceMesh | None, everyone: Comm, sharding: DecodeSharding
+) -> DecodeRanks:
     """The ranks of a comm or group in the sharding's order; or of a mesh with dimensions named tp, cp and kvdp.
 
-    A mesh may have its dimensions in any order, and leave out those of size 1.
+    A mesh may have its dimensions in any order, and leave out those of size 1. `everyone` is their `whole_comm`.
     """
-    if isinstance(where, DeviceMesh) and (where.ndim > 1 or set(where.mesh_dim_names or ()) & set(_DIMENSIONS)):
-        return _on_mesh(where, sharding)
-    everyone = comm_from(where)
     if everyone.world != sharding.ranks:
         raise ValueError(
             f"the sharding wants tp x kvdp x cp = {sharding.tp} x {sharding.kvdp} x {sharding.cp} = {sharding.ranks} "
-            f"ranks, the comm has {everyone.world}"
+            f"ranks, there are {everyone.world}"
         )
+    if isinstance(where, DeviceMesh) and (where.ndim > 1 or set(where.mesh_dim_names or ()) & set(_DIMENSIONS)):
+        return _on_mesh(where, everyone, sharding)
     rank = everyone.rank
     return DecodeRanks(
         rank, everyone, _part(everyone, sharding.kvdp_peers(rank)), _part(everyone, sharding.cp_peers(rank))
@@ -62,7 +80,7 @@ def _part(everyone: Comm, members: list[int]) -> Comm:
     return everyone if len(members) == everyone.world else SubComm(everyone, members)
 
 
-def _on_mesh(mesh: DeviceMesh, sharding: DecodeSharding) -> DecodeRanks:
+def _on_mesh(mesh: DeviceMesh, everyone: Comm, sharding: DecodeSharding) -> DecodeRanks:
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True)) if names else {}
     wanted = {name: getattr(sharding, name) for name in _DIMENSIONS}
@@ -74,7 +92,6 @@ def _on_mesh(mesh: DeviceMesh, sharding: DecodeSharding) -> DecodeRanks:
     if mesh.get_coordinate() is None:
         raise ValueError(f"this rank is not a member of the mesh {mesh.mesh.tolist()}")
     place = Place(**{name: mesh.get_local_rank(name) if name in sizes else 0 for name in _DIMENSIONS})
-    everyone = _flat(mesh)
 
     def along(name: str) -> Comm:
         comm = comm_from(mesh.get_group(name)) if name in sizes else SubComm(everyone, [everyone.rank])
@@ -83,10 +100,3 @@ def _on_mesh(mesh: DeviceMesh, sharding: DecodeSharding) -> DecodeRanks:
         return comm
 
     return DecodeRanks(sharding.rank(place), everyone, along("kvdp"), along("cp"))
-
-
-def _flat(mesh: DeviceMesh) -> Comm:
-    """All ranks of the mesh, in any order: they only sum and agree."""
-    if prod(mesh.shape) == dist.get_world_size():
-        return comm_from(None)
-    return comm_from(mesh if mesh.ndim == 1 else mesh._flatten())

@@ -17,15 +17,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.ops.packed import merge_packed, with_sinks
-
-CpExchange = Literal["all_to_all", "reduce_scatter", "all_reduce"]
+from attnmesh.plan.decode_load import Combine
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,9 @@ class Cp:
         self.comm.all_gather(q, shapes, into=gathered)
         return gathered
 
-    def combine(self, packed: Tensor, sinks: Tensor | None, dtype: torch.dtype, exchange: CpExchange) -> Tensor:
+    def combine(self, packed: Tensor, sinks: Tensor | None, dtype: torch.dtype, way: Combine) -> Tensor:
         """The out of the own heads over all positions, [B, h, S, D], from this rank's states [H, B, S, D + 1]."""
-        if exchange == "all_to_all":
+        if way == "all_to_all":
             return merge_packed(self.trade(packed), sinks, dtype)
         out, lse = packed[..., :-1], packed[..., -1].contiguous()
         lses = self._room((len(self.heads), *lse.shape), lse)
@@ -60,10 +58,10 @@ class Cp:
         total = torch.logsumexp(lses, 0)
         # A row that nobody saw has a total of -inf and an out of 0 everywhere.
         scaled = out * torch.exp(lse - torch.where(total == -torch.inf, 0.0, total)).unsqueeze(-1)
-        if exchange == "reduce_scatter":
+        if way == "reduce_scatter":
             mine = self.comm.reduce_scatter(scaled.split(self.heads))
         else:
-            mine = self.comm.all_reduce(scaled)[self.own]
+            mine = self.comm.all_reduce(scaled, reuse=True)[self.own]
         return with_sinks(mine, total[self.own], sinks).transpose(0, 1).to(dtype)
 
     def trade(self, packed: Tensor) -> Tensor:

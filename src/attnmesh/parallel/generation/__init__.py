@@ -1,0 +1,1 @@
+"""Token generation over many ranks: the KV cache is spread by heads, sequences and positions."""

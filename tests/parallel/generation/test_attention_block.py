@@ -1,0 +1,77 @@
+"""The sharded block against Transformers' own attention: every factorisation of up to 8 ranks, every position."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import attnmesh as am
+from generating import FAMILIES, block_of, factorisations, forward, generate, layer
+
+WORLDS = (1, 2, 4, 6, 8)
+
+
+def heads_for(world):
+    return (12, 6) if world % 3 == 0 else (16, 4)
+
+
+@cache
+def inputs(family, heads, prompts, steps):
+    """X [B, L, hidden], and what the module says in float64."""
+    module = layer(family, *heads)
+    shape = len(prompts), max(prompts) + steps, module.config.hidden_size
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return x, forward(layer(family, *heads, torch.float64), x.double())
+
+
+def assert_right(seen, truth, prompts, steps, bound=1e-5):
+    """Every position that was fed, against the largest of the true outputs."""
+    for row, length in enumerate(n + steps for n in prompts):
+        error = (seen[row, :length].double() - truth[row, :length]).abs().max() / truth.abs().max()
+        assert error <= bound, (row, error)  # NaN fails
+        assert seen[row, length:].isnan().all()
+
+
+def assert_matches(family, sharding, prompts, steps):
+    tp, kvdp, cp = sharding
+    heads = heads_for(tp * kvdp * cp)
+    x, truth = inputs(family, heads, prompts, steps)
+    interleave = (1, 2, 4, 8)[sum(map(ord, family)) % 4]  # by token, by half a block, by a block, by two
+    sharding = am.DecodeSharding(tp, kvdp, cp, interleave)
+
+    def rank(comm):
+        return generate(block_of(layer(family, *heads), sharding, comm), x, prompts, steps)
+
+    for seen in am.run_virtual(sharding.ranks, rank):
+        assert_right(seen, truth, prompts, steps)
+
+
+def case(family, sharding):
+    return pytest.param(family, sharding, id=f"{family}-{'x'.join(map(str, sharding))}")
+
+
+def rotated(world):
+    """All families in a small world; in a large one each factorisation with one of them, in turn."""
+    for at, sharding in enumerate(factorisations(world)):
+        for family in FAMILIES if world <= 2 else [FAMILIES[at % len(FAMILIES)]]:
+            yield case(family, sharding)
+
+
+ROTATED = [each for world in WORLDS for each in rotated(world)]
+EVERY = [case(family, sharding) for world in WORLDS for sharding in factorisations(world) for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "sharding"), ROTATED)
+def test_matches_the_module_in_every_factorisation(family, sharding):
+    assert_matches(family, sharding, prompts=(5, 31, 1), steps=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sharding"), EVERY)
+def test_matches_the_module_over_64_steps_in_every_factorisation(family, sharding):
+    assert_matches(family, sharding, prompts=(5, 11, 1), steps=64)
+
+
+def test_large_worlds_meet_every_family():
+    for world in (4, 6, 8):
+        assert {each.values[0] for each in rotated(world)} == set(FAMILIES)
