@@ -12,9 +12,12 @@ from typer.testing import CliRunner
 from attnmesh import ContextParallel, State, report, verify
 from attnmesh.cache.ledger import Ledger
 from attnmesh.cache.pools import Pools
+from attnmesh.cache.step import StepTensors
 from attnmesh.cli import app
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.decode.cpu import Cpu
+from attnmesh.parallel.generation.kvdp import Kvdp
+from attnmesh.share import Share
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +26,15 @@ def not_under_torchrun(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def leave_only(some: str, monkeypatch):
+    modes = verify.modes
+    monkeypatch.setattr(verify, "modes", lambda *args: [mode for mode in modes(*args) if re.match(some, mode.name)])
+
+
 @pytest.fixture
 def few_modes(monkeypatch):
     """Enough of what verify would do, in a tenth of the time."""
-    some = re.compile(r"(ring auto zigzag|attention auto) (causal|window)$")
-    modes = verify.modes
-    monkeypatch.setattr(verify, "modes", lambda *args: [mode for mode in modes(*args) if some.match(mode.name)])
+    leave_only(r"(ring auto zigzag|attention auto) (causal|window)$", monkeypatch)
 
 
 def run(*arguments: str):
@@ -57,6 +63,9 @@ def test_verify_on_virtual_ranks_finds_everything_right():
         "decode cpu paged split_size same bits",
         "cache fp8 append fork truncate",
         "cache int8 prefix same bits",
+        "generation CP2 reduce_scatter out",
+        "generation KVDP2 all_gather in and out",
+        "generation TP2 fp32",
     ):
         assert mode in ran.output
     passed, failed = counts(ran.output)
@@ -113,16 +122,14 @@ def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch
 
 
 @pytest.fixture
-def generation_modes(monkeypatch):
-    """Only the modes of token generation."""
-    some = re.compile(r"(decode|cache) ")
-    modes = verify.modes
-    monkeypatch.setattr(verify, "modes", lambda *args: [mode for mode in modes(*args) if some.match(mode.name)])
+def one_devices_modes(monkeypatch):
+    """Only the modes of token generation on one device."""
+    leave_only(r"(decode|cache) ", monkeypatch)
 
 
 def louder(run):
-    def faulty(self, call):
-        state = run(self, call)
+    def faulty(self, call, into=None):
+        state = run(self, call, into)
         return State(state.out * 1.0001, state.lse)
 
     return faulty
@@ -131,8 +138,8 @@ def louder(run):
 def by_the_batch(run):
     """Right but for the last bit of a float32, which changes with the number of sequences."""
 
-    def faulty(self, call):
-        state = run(self, call)
+    def faulty(self, call, into=None):
+        state = run(self, call, into)
         return State(state.out, state.lse * (1 + torch.finfo(torch.float32).eps * (call.q.shape[0] > 1)))
 
     return faulty
@@ -147,7 +154,7 @@ def by_the_batch(run):
         (Ledger, "register", lambda register: lambda *args: None, r"│ cache "),
     ],
 )
-def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, generation_modes, monkeypatch):
+def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, one_devices_modes, monkeypatch):
     monkeypatch.setattr(place, name, fault(getattr(place, name)))
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
@@ -155,6 +162,47 @@ def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, gene
     assert len(lines) == sum(counts(ran.output)) >= 30
     found = {line for line in lines if "WRONG" in line}
     assert found == {line for line in lines if re.search(wrong, line)}
+
+
+@pytest.fixture
+def generation_modes(monkeypatch):
+    """Only the modes of token generation over ranks."""
+    leave_only("generation ", monkeypatch)
+
+
+def as_the_first_rank(length):
+    """Every rank believes that it holds as many positions as the first one of its share, which has most."""
+    return lambda self, n, rank=None: length(self, n, 0 if isinstance(n, torch.Tensor) else rank)
+
+
+def without_a_window(sight):
+    return lambda self, window: sight(self, None)
+
+
+def louder_from_one_rank(scatter_heads):
+    def faulty(self, out):
+        return scatter_heads(self, out * (1 + 1e-4 * (self.comm.rank == 1)))
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "wrong"),
+    [
+        (Share, "length", as_the_first_rank, r" CP2 "),
+        (StepTensors, "sight", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
+        (Kvdp, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
+    ],
+)
+def test_verify_sees_a_fault_in_generation_over_ranks(place, name, fault, wrong, generation_modes, monkeypatch):
+    monkeypatch.setattr(place, name, fault(getattr(place, name)))
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    lines = [line for line in ran.output.splitlines() if "generation" in line]
+    assert len(lines) == sum(counts(ran.output)) >= 15
+    found = {line for line in lines if "WRONG" in line}
+    assert found == {line for line in lines if re.search(wrong, line)}
+    assert found
 
 
 def test_a_seed_repeats_a_test_and_another_does_not(few_modes):

@@ -1,10 +1,11 @@
-"""The command line: `attnmesh verify` and `attnmesh bench`."""
+"""The command line: `attnmesh verify`, `attnmesh plan` and `attnmesh bench`."""
 
 from __future__ import annotations
 
 import enum
 import secrets
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +14,17 @@ import typer
 from rich.progress import Progress
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from attnmesh import launch, report, verify
+from attnmesh import launch, report, show_plan, verify
 from attnmesh.bench import main
 from attnmesh.bench.decode.parts import ON_CPU, Part
 from attnmesh.comm import Comm, run_virtual
+from attnmesh.model_config import ModelConfig, read_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: ratios in one run, with the machine beside each figure.")
 app.add_typer(bench_app, name="bench")
+plan_app = typer.Typer(no_args_is_help=True, help="Say what ranks would do, before anything runs.")
+app.add_typer(plan_app, name="plan")
 
 
 class Device(enum.StrEnum):
@@ -51,7 +55,7 @@ def verify_command(
         return
     ranks = ranks or 4
     if virtual:
-        run_virtual(ranks, lambda comm: _verify(comm, device.value, seed))
+        run_virtual(ranks, lambda comm: _verify(comm, device.value, seed), timeout=3600)  # a GPU's kernels are compiled
         return
     try:
         launch.start(ranks, device, _verify, device.value, seed)
@@ -64,6 +68,8 @@ def _verify(comm: Comm, device: str, seed: int | None) -> None:
     if seed is None:  # rank 0 draws one for all
         drawn = torch.tensor([secrets.randbelow(2**31)], device=device)
         seed = int(comm.all_gather(drawn, [(1,)] * comm.world)[0])
+    # torch says so on CPUs without bf16 instructions, at length and on every rank, and then computes all the same.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     outcomes = []
     console = report.console(quiet=comm.rank > 0)
     total = len(verify.modes(comm, device))
@@ -81,6 +87,37 @@ def _verify(comm: Comm, device: str, seed: int | None) -> None:
     console.print(f"{len(outcomes) - failed} passed, {failed} failed")
     if failed:
         sys.exit(1)
+
+
+@plan_app.command("decode")
+def plan_decode(
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks to spread them over.")],
+    config: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A Transformers config.json; or give the heads.")
+    ] = None,
+    q_heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Of one head; 128 without it.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="The model's width; q-heads x head-dim without it.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Positions a sequence; for bytes of the cache.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens a sequence and step.")] = 1,
+    storage: Annotated[str, typer.Option(help="How keys and values are stored.")] = "bf16",
+) -> None:
+    """Which sharding to generate tokens with, what it costs a rank, and what else there is."""
+    try:
+        if config is not None:
+            if any((q_heads, kv_heads, head_dim, hidden)):
+                raise ValueError("heads and widths come from --config: leave them out")
+            model = read_config(config)
+        elif q_heads is None or kv_heads is None:
+            raise ValueError("give --config, or --q-heads and --kv-heads")
+        else:
+            head_dim = head_dim or 128
+            model = ModelConfig(q_heads, kv_heads, head_dim, hidden or q_heads * head_dim)
+        show_plan.decode(model, batch, ranks, context=context, tokens=tokens, storage=storage)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @bench_app.command("ring")
@@ -144,6 +181,19 @@ def bench_decode(
     if missing := [part for part in parts or () if part not in there]:
         raise typer.BadParameter(f"{', '.join(missing)}: measured on a GPU only", param_hint="--part")
     main.decode(chosen, parts or there, json, plots)
+
+
+@bench_app.command("sharding")
+def bench_sharding(
+    contexts: Annotated[
+        list[int] | None, typer.Option("--context", min=2, help="Tokens a sequence; repeat it.")
+    ] = None,
+    batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Sequences; repeat it.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Token generation over 64 ranks, one rank's step on one GPU: TP, KVDP, CP and mixed forms."""
+    _check_device(Device.CUDA)
+    main.sharding(contexts or (8192, 32768, 131072), batches or (1, 8, 64, 512), json)
 
 
 @bench_app.command("accuracy")

@@ -2,7 +2,7 @@
 
 An error passes if it is at most twice that of the plain computation in the same precision (scores, softmax and products
 all in the inputs' dtype), plus a floor for what is zero but for rounding. Token generation, which has no gradients, is
-in `verify_decode` and `verify_cache`, and is judged here by the same rule.
+in `verify_decode`, `verify_cache` and `verify_generation`, and is judged here by the same rule.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from attnmesh.plan.load import SCHEDULES
 from attnmesh.state import State, merge
 from attnmesh.verify_cache import cache_modes
 from attnmesh.verify_decode import Compared, DecodeMode, decode_modes
+from attnmesh.verify_generation import generation_modes
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 _NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -80,21 +81,22 @@ def modes(comm: Comm, device: str) -> list[Mode | DecodeMode]:
     fused = "aten" if device == "cpu" else "triton"
     rings = [mode for backend in ("auto", fused) for mode in _rings(comm, backend)]
     meshes = [*rings, *_schedules(comm), *_crossings(comm), *_queries(comm)]
-    return [*_merges(), *_backends(device), *meshes, *decode_modes(device), *cache_modes()]
+    return [*_merges(), *_backends(device), *meshes, *decode_modes(device), *cache_modes(), *generation_modes(comm)]
 
 
 def run(comm: Comm, device: str, seed: int) -> Iterator[Outcome]:
     """Run all modes on all ranks; rank 0 judges, and gets the outcomes as they come."""
     for number, mode in enumerate(modes(comm, device)):
-        if isinstance(mode, DecodeMode):  # one device's: the other ranks have nothing to do
-            if comm.rank == 0:
-                yield _worst(mode, mode.compared(seed + number, device))
+        if not mode.together and comm.rank > 0:  # one device's: the other ranks have nothing to do
             continue
-        inputs = _drawn(mode, seed + number, device)
-        if mode.together or comm.rank == 0:
+        if isinstance(mode, DecodeMode):
+            compared = mode.compared(seed + number, device)
+        else:
+            inputs = _drawn(mode, seed + number, device)
             found = mode.found(inputs)
+            compared = _beside(mode, inputs, found) if comm.rank == 0 else []
         if comm.rank == 0:
-            yield _judged(mode, inputs, found)
+            yield _worst(mode, compared)
 
 
 def _merges() -> Iterator[Mode]:
@@ -197,10 +199,11 @@ def _placed(layout: Layout) -> str:
     return type(layout).__name__.lower()
 
 
-def _judged(mode: Mode, inputs: list[Tensor], found: list[Tensor]) -> Outcome:
+def _beside(mode: Mode, inputs: list[Tensor], found: list[Tensor]) -> list[Compared]:
+    """What was found, float64 and the plain computation."""
     exact = _differentiated(_reference, mode.mask, [x.double() for x in inputs])
     plain = _differentiated(_plain, mode.mask, inputs)
-    return _worst(mode, [Compared(*each) for each in zip(_NAMES, found, exact, plain, strict=True)])
+    return [Compared(*each) for each in zip(_NAMES, found, exact, plain, strict=True)]
 
 
 def _worst(mode: Mode | DecodeMode, compared: list[Compared]) -> Outcome:

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnmesh.cache.cache import BlockCache
 from attnmesh.cache.sequence import Sequence
 from attnmesh.ops.decode import api
-from attnmesh.ops.storage import PLAIN, Quantised, Stored, dequantise, quantise
+from attnmesh.ops.storage import PLAIN, dequantise, quantise
 from attnmesh.state import State
 from attnmesh.verify_decode import (
     BLOCK_LEN,
@@ -27,8 +27,7 @@ from attnmesh.verify_decode import (
     Compared,
     DecodeMode,
     by_definition,
-    each,
-    poison,
+    fill_with_poison,
     shape_of,
 )
 
@@ -62,7 +61,7 @@ class _Story:
             device=device, max_sequences=_ROWS, max_length=_LENGTH, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         for layer, pool in product(range(_LAYERS), (self.cache.keys, self.cache.values)):
-            each(lambda x: x.fill_(poison(x.dtype)), _bytes(pool(layer)))
+            fill_with_poison(pool(layer))
         self.own: dict[Sequence, Tensor] = {}
 
     def drawn(self, count: int) -> Tensor:
@@ -165,10 +164,3 @@ def _found_again(storage: str, seed: int, device: str) -> list[Compared]:
 
 def _query_dtype(storage: str) -> torch.dtype:
     return PLAIN.get(storage, torch.bfloat16)
-
-
-def _bytes(pool: Stored) -> Stored:
-    """The same memory; fp8 as bytes, which can be filled on every device."""
-    if isinstance(pool, Quantised) and pool.storage == "fp8":
-        return pool.values.view(torch.int8)
-    return pool

@@ -43,7 +43,10 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeMode:
-    """One way to generate tokens: `compared` turns a seed and a device into results. Rank 0's alone."""
+    """One way to generate tokens: `compared` turns a seed and a device into results.
+
+    It is rank 0's alone; or all ranks run it `together`, and those but rank 0 have nothing to compare.
+    """
 
     name: str
     shape: str
@@ -251,6 +254,13 @@ def _placed(
 def poison(dtype: torch.dtype) -> float:
     """NaN; in a byte 127, which is fp8's NaN, the largest int8, and as a power of two beyond everything."""
     return 127 if dtype.itemsize == 1 else torch.nan
+
+
+def fill_with_poison(pool: Stored) -> None:
+    """What nobody writes will show if it is read."""
+    if isinstance(pool, Quantised) and pool.storage == "fp8":
+        pool = pool.values.view(torch.int8)  # as bytes, which can be filled on every device
+    each(lambda x: x.fill_(poison(x.dtype)), pool)
 
 
 def each(change: Callable[[Tensor], Tensor], cache: Stored) -> Stored:

@@ -15,6 +15,7 @@ from attnmesh.bench.prefill import measure_prefill
 from attnmesh.bench.queries import measure_queries, measure_queries_memory
 from attnmesh.bench.ring import measure_cuda, measure_memory
 from attnmesh.bench.ring_cpu import measure_cpu
+from attnmesh.bench.sharding import sections as sharding_sections
 from attnmesh.extras import require
 from attnmesh.report import Rows
 
@@ -69,6 +70,11 @@ def decode(device: str, parts: Collection[Part], json: Path | None, plots: Path 
     sections = _publish("decode", device, measure_decode(device, parts), json)
     if plots is not None:
         plot_decode(sections, plots)
+
+
+def sharding(contexts: Sequence[int], batches: Sequence[int], json: Path | None) -> None:
+    """One rank's step of token generation under every sharding."""
+    _publish("sharding", "cuda", sharding_sections(contexts, batches), json)
 
 
 def plot_saved_decode(source: Path, plots: Path) -> None:
