@@ -29,6 +29,7 @@ def test_four_virtual_ranks():
     assert output.count(" 48 of them there already") == 2  # the second prompt on either KVDP rank: twelve blocks of 4
 
 
+@pytest.mark.slow
 def test_one_sequence_on_uneven_ranks():
     output = said(str(EXAMPLE), "--ranks", "6", "--prompts", "1", "--tokens", "8")
     assert "TP2-CP3 over 6 ranks" in output

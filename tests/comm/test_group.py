@@ -160,12 +160,12 @@ def timed(action) -> tuple[str, float]:
 
 def late_in_exchange(comm: Comm) -> tuple[str, float] | None:
     """Rank 1 sleeps past the others' patience; rank 2, which waits for nobody, is not disturbed."""
-    comm = comm_from(dist.new_group(), timeout=0.5)
+    comm = comm_from(dist.new_group(), timeout=1)
     comm.agree("ring", {"n": 1})
     if comm.rank == 2:
         return None
     if comm.rank == 1:
-        time.sleep(1.2)
+        time.sleep(2.4)
     first = timed(lambda: comm.exchange([], [(torch.empty(3), 1 - comm.rank)]).wait())
     again, _ = timed(comm.barrier)
     assert again.startswith("this comm has failed before: rank")
@@ -173,14 +173,14 @@ def late_in_exchange(comm: Comm) -> tuple[str, float] | None:
 
 
 def late_to_agree(comm: Comm) -> tuple[str, float]:
-    comm = comm_from(dist.new_group(), timeout=0.5)
+    comm = comm_from(dist.new_group(), timeout=1)
     if comm.rank == 1:
-        time.sleep(1.2)
+        time.sleep(2.4)
     return timed(lambda: comm.agree("ring", {"n": 7}))
 
 
 def remembered_and_new(comm: Comm) -> tuple[str, float]:
-    comm = comm_from(dist.new_group(), timeout=1)
+    comm = comm_from(dist.new_group(), timeout=3)
     comm.agree("ring", {"n": 1})
 
     def go() -> None:
@@ -206,28 +206,28 @@ def all_that_fails(comm: Comm) -> dict[str, tuple[str, float] | None]:
 
 
 def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
-    ranks = run_processes(3, all_that_fails)
+    ranks = run_processes(3, all_that_fails, timeout=120)  # a busy machine takes its time
 
     message, seconds = ranks[0]["late_in_exchange"]
     assert message.startswith("rank 0 failed in exchange (ring) while receiving 12 bytes from rank 1: Timed out")
-    assert seconds < 2
+    assert seconds < 4
     assert "rank 0 failed in exchange (ring)" in ranks[1]["late_in_exchange"][0]
 
     for rank in (0, 2):
         message, seconds = ranks[rank]["late_to_agree"]
         assert message.startswith(f"rank {rank} was about to start ring(n=7), but")
-        assert "rank 1 did not come to agree within 0.5 s" in message
-        assert seconds < 2
+        assert "rank 1 did not come to agree within 1 s" in message
+        assert seconds < 4
     assert "failed: rank 0 was about to start ring(n=7)" in ranks[1]["late_to_agree"][0]
 
     for rank in (0, 2):
         message, seconds = ranks[rank]["remembered_and_new"]
         assert f"rank {rank} failed in barrier (ring) while" in message
-        assert seconds < 3
+        assert seconds < 7
     assert any("rank 1 wants to agree on ring(n=2)" in ranks[rank]["remembered_and_new"][0] for rank in (0, 2))
     message, seconds = ranks[1]["remembered_and_new"]
     assert message.startswith("rank 1 was about to start ring(n=2), but")
-    assert seconds < 3
+    assert seconds < 7
 
     for rank in (0, 2):
         message, seconds = ranks[rank]["fails_out_loud"]
