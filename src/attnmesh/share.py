@@ -14,6 +14,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from attnmesh.counts import check_positive
+
 N = TypeVar("N", int, Tensor)
 
 
@@ -26,9 +28,7 @@ class Share:
     run: int = 1
 
     def __post_init__(self) -> None:
-        for name, n in (("ranks", self.ranks), ("run", self.run)):
-            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-                raise ValueError(f"{name} must be a positive integer, got {n!r}")
+        check_positive(ranks=self.ranks, run=self.run)
         self._checked(self.rank)
 
     def owner(self, position: N) -> N:

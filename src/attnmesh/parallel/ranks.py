@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, GroupComm, comm_from
+from attnmesh.comm import Comm, comm_from
 from attnmesh.comm.sub import SubComm
+from attnmesh.parallel.together import Together
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Ranks(Together):
     """Rank `node x inner + i` is the i-th of its node. On a mesh of one dimension all ranks are one node."""
 
-    everyone: Comm
     inside: Comm
     outside: Comm
 
@@ -26,21 +25,10 @@ class Ranks:
         """Ranks a node."""
         return self.inside.world
 
-    def fail(self, message: str) -> None:
-        """As `Comm.fail`: those who wait within the node or for another node hear it too."""
-        for comm in {id(comm): comm for comm in (self.everyone, self.inside, self.outside)}.values():
-            comm.fail(message)
-
-    def agree(
-        self, operation: str, facts: Mapping[str, object], error: str | None = None, *, anew: bool = False
-    ) -> None:
-        """As `Comm.agree`, among everyone."""
-        self.everyone.agree(operation, facts, error, anew=anew)
-        for part in (self.inside, self.outside):
-            if isinstance(part, GroupComm) and part is not self.everyone:
-                part.agree(
-                    operation, facts, error
-                )  # all agree already; but NCCL wants a group's first call to be whole
+    @property
+    def parts(self) -> tuple[Comm, ...]:
+        """Those of this node, and those of other nodes."""
+        return self.inside, self.outside
 
 
 def ranks_from(where: Comm | ProcessGroup | DeviceMesh | None, inner: int | None) -> Ranks:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attnmesh.counts import check_positive
 from attnmesh.plan.decode_load import weight_copies
 from attnmesh.plan.recommend import tensor_parallel_size
-from attnmesh.plan.sharding import DecodeSharding, check_positive
+from attnmesh.plan.sharding import DecodeSharding
 
 
 @dataclass(frozen=True)

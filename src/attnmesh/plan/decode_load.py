@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from attnmesh.plan.sharding import DecodeSharding, check_positive
+from attnmesh.counts import check_positive
+from attnmesh.plan.sharding import DecodeSharding
 
 Trade = Literal["all_to_all", "all_gather"]
 """How KVDP ranks trade query heads for sequences and back: each its part, or all to all and slice."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from attnmesh.counts import check_positive
 from attnmesh.plan.decode_load import Copies, DecodeShape, bytes_sent, cache_bytes, weight_copies
-from attnmesh.plan.sharding import DecodeSharding, check_positive
+from attnmesh.plan.sharding import DecodeSharding
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from attnmesh.counts import check_positive
 from attnmesh.share import Share
 
 
@@ -151,13 +152,6 @@ class DecodeSharding:
         """A position's slot in its owner's pool of blocks, where the sequence has `blocks`."""
         index = self.local_index(position)
         return blocks[index // block_len] * block_len + index % block_len
-
-
-def check_positive(**counts: object) -> None:
-    """Raise ValueError unless all these are positive integers."""
-    for name, n in counts.items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{name} must be a positive integer, got {n!r}")
 
 
 def _part(count: int, parts: int, part: int, least: int = 0) -> range:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 
+from attnmesh.counts import check_positive
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope
 
@@ -31,8 +32,7 @@ class AttentionConfig:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "q_heads", "kv_heads", "head_dim"):
-            _check_positive(name, getattr(self, name))
+        check_positive(hidden=self.hidden, q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"q_heads must be a multiple of kv_heads, got q_heads={self.q_heads} and kv_heads={self.kv_heads}"
@@ -40,11 +40,6 @@ class AttentionConfig:
         if self.rope is not None and self.rope.dim > self.head_dim:
             raise ValueError(f"rope turns {self.rope.dim} numbers of a head, but head_dim is {self.head_dim}")
         if self.window is not None:
-            _check_positive("window", self.window)
+            check_positive(window=self.window)
         if self.scale is not None and not (isinstance(self.scale, float | int) and math.isfinite(self.scale)):
             raise ValueError(f"scale must be a finite number or None, got {self.scale!r}")
-
-
-def _check_positive(name: str, n: int) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"{name} must be a positive integer, got {n!r}")

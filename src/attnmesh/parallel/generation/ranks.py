@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -10,35 +9,26 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, GroupComm, comm_from
+from attnmesh.comm import Comm, comm_from
 from attnmesh.comm.sub import SubComm
+from attnmesh.parallel.together import Together
 from attnmesh.plan.sharding import DecodeSharding, Place
 
 _DIMENSIONS = ("tp", "cp", "kvdp")
 
 
 @dataclass(frozen=True)
-class DecodeRanks:
+class DecodeRanks(Together):
     """`rank` is this one's number in the order of the sharding; the comms count their ranks by their own coordinate."""
 
-    rank: int
-    everyone: Comm
     kvdp: Comm
     cp: Comm
+    rank: int
 
-    def fail(self, message: str) -> None:
-        """As `Comm.fail`, for all who may wait for this rank."""
-        for comm in {id(comm): comm for comm in (self.everyone, self.kvdp, self.cp)}.values():
-            comm.fail(message)
-
-    def agree(
-        self, operation: str, facts: Mapping[str, object], error: str | None = None, *, anew: bool = False
-    ) -> None:
-        """As `Comm.agree`, among everyone."""
-        self.everyone.agree(operation, facts, error, anew=anew)
-        for part in (self.kvdp, self.cp):
-            if isinstance(part, GroupComm) and part is not self.everyone:
-                part.agree(operation, facts, error)  # NCCL wants a group's first call to be whole
+    @property
+    def parts(self) -> tuple[Comm, ...]:
+        """Those that trade sequences for heads, and those that share positions."""
+        return self.kvdp, self.cp
 
 
 def whole_comm(where: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
@@ -72,7 +62,7 @@ def decode_ranks(
         return _on_mesh(where, everyone, sharding)
     rank = everyone.rank
     return DecodeRanks(
-        rank, everyone, _part(everyone, sharding.kvdp_peers(rank)), _part(everyone, sharding.cp_peers(rank))
+        everyone, _part(everyone, sharding.kvdp_peers(rank)), _part(everyone, sharding.cp_peers(rank)), rank
     )
 
 
@@ -99,4 +89,4 @@ def _on_mesh(mesh: DeviceMesh, everyone: Comm, sharding: DecodeSharding) -> Deco
             raise ValueError(f"the mesh must have its ranks in ascending order along {name}, got {mesh.mesh.tolist()}")
         return comm
 
-    return DecodeRanks(sharding.rank(place), everyone, along("kvdp"), along("cp"))
+    return DecodeRanks(everyone, along("kvdp"), along("cp"), sharding.rank(place))
