@@ -8,7 +8,7 @@ import torch
 import attnmesh as am
 from attnmesh.ops.storage import dequantise
 from feeding import Feeding, answer, block_with, cache_for, exact, inputs, made
-from generating import FAMILIES, block_of, forward, generate, layer
+from generating import FAMILIES, block_of, factorisations, forward, generate, layer
 
 LENGTH = 23
 SHARDINGS = [(2, 1, 1, 1), (1, 2, 2, 3), (1, 1, 4, 4), (2, 2, 1, 1)]
@@ -98,7 +98,21 @@ PROMPTS, STEPS = (5, 17, 1), 6
     ("family", "sharding"), zip(FAMILIES, [(2, 2, 2), (1, 1, 4), (1, 2, 2), (1, 4, 1), (4, 1, 2)], strict=True)
 )
 def test_bf16_is_at_most_twice_as_far_off_as_the_bf16_module(family, sharding):
-    heads, bf16 = (16, 4), torch.bfloat16
+    assert_bf16_is_right(family, (16, 4), sharding)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("world", [1, 2, 4, 6, 8])
+def test_bf16_in_every_factorisation(family, world):
+    for sharding in factorisations(world):
+        assert_bf16_is_right(family, (12, 6) if world == 6 else (16, 4), sharding)
+
+
+def assert_bf16_is_right(family, heads, sharding):
+    """At most twice as far off as the module in bf16, every sequence, on every rank."""
+    bf16 = torch.bfloat16
     module = layer(family, *heads, bf16)
     x = torch.randn(3, max(PROMPTS) + STEPS, module.config.hidden_size).to(bf16)
     truth = forward(as_doubles(module, family, heads), x.double())
