@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.05  # seconds between two looks at the board
 
+# Written over a claim. Deleting it would race with a peer that has seen the key and now asks for its value.
+_WITHDRAWN = ""
+
 
 class Board:
     """One rank's access to the notes of all ranks of a group.
@@ -36,7 +39,7 @@ class Board:
             claims = self._collect(claim, timeout)
         except CommError:
             with suppress(CommError):  # withdrawn, so that nobody who comes later takes it for an agreement
-                self._delete(self._claim_key(self._round, self._rank))
+                self._set(self._claim_key(self._round, self._rank), _WITHDRAWN)
             raise
         if len(claims) == self._world and self._round > 1:
             # Everybody is in this round, so nobody looks at the last one any more.
@@ -102,7 +105,8 @@ class Board:
 
     def _claims(self, round_: int, ranks: Iterable[int]) -> dict[int, Claim]:
         keys = {rank: self._claim_key(round_, rank) for rank in sorted(ranks)}
-        return {rank: Claim.from_json(self._get(key)) for rank, key in keys.items() if self._check(key)}
+        notes = {rank: self._get(key) for rank, key in keys.items() if self._check(key)}
+        return {rank: Claim.from_json(note) for rank, note in notes.items() if note != _WITHDRAWN}
 
     def _claim_key(self, round_: int, rank: int) -> str:
         return f"agree/{round_}/{rank}"
