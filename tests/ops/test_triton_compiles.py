@@ -1,33 +1,13 @@
-"""Every configuration the launchers can choose compiles for Hopper, fits its memory and does not spill.
+"""Every configuration the launchers can choose compiles for Hopper, fits its memory and does not spill."""
 
-No GPU is needed: a subprocess runs the launchers themselves with a driver that only says "sm_90", stops each
-launch after its compilation, and reads the resources from the machine code. (A subprocess, because this
-process interprets.)
-"""
-
-import json
-import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
+import torch
+
+from compiling import assert_fit, compiled_for_hopper
 
 pytest.importorskip("triton")
-
-SHARED_MEMORY = 227 * 1024  # of one program on sm_90
-HEAD_DIMS = [64, 80, 128, 256]
-DTYPES = ["bfloat16", "float32"]
-VISIBILITIES = ["full", "causal", "bounds"]
-
-COMPILE = '''
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
-
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from attnmesh.cache.cache import BlockCache
 from attnmesh.cache.projected import ProjectedTokens
@@ -45,35 +25,9 @@ from attnmesh.ops.storage import quantise
 from attnmesh.ops.triton_accumulate import accumulate, add
 from attnmesh.state import State
 
-
-class Hopper:
-    """Stands in for the GPU's driver, as far as compiling needs one."""
-
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-
-
-driver.set_active(Hopper())
-launch, compiled = JITFunction.run, []
-
-
-def compile_only(kernel, *args, warmup, **options):
-    compiled.append((kernel.fn.__name__, launch(kernel, *args, warmup=True, **options)))
-
-
-JITFunction.run = compile_only
-
-
-def resources(binary):
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        text = subprocess.check_output([tool, "--dump-resource-usage", file.name], text=True)
-    registers, stack, local = re.search(r"REG:(\\d+) STACK:(\\d+) .*LOCAL:(\\d+)", text).groups()
-    # Kernels have no arrays or calls of their own: whatever lies on the stack was spilled.
-    return {"registers": int(registers), "spilled": int(stack) + int(local), "shared": binary.metadata.shared}
+HEAD_DIMS = [64, 80, 128, 256]
+DTYPES = ["bfloat16", "float32"]
+VISIBILITIES = ["full", "causal", "bounds"]
 
 
 def dense(head_dim, dtype, visibility, steps):
@@ -110,8 +64,15 @@ def memory_bound(head_dim, dtype, parts):
 
 def cache_write(head_dim, dtype, storage, heads, tokens):
     cache = BlockCache(
-        layers=1, num_blocks=4, block_len=16, kv_heads=heads, head_dim=head_dim, storage=storage, device="cpu",
-        max_sequences=1, max_length=16,
+        layers=1,
+        num_blocks=4,
+        block_len=16,
+        kv_heads=heads,
+        head_dim=head_dim,
+        storage=storage,
+        device="cpu",
+        max_sequences=1,
+        max_length=16,
     )
     k = torch.empty(2, heads, tokens, head_dim, dtype=getattr(torch, dtype))
     write_tokens(cache.keys(0), cache.values(0), torch.zeros(2, tokens, dtype=torch.int64), k, k)
@@ -122,16 +83,30 @@ def prepared(head_dim, dtype, storage, q_heads, kv_heads, layout, normed):
     norm, weight = (Norm(1e-6), torch.empty(head_dim, dtype=dtype)) if normed else (None, None)
     rope = layout and Rope.plain(head_dim // 16 * 12, layout=layout)
     config = AttentionConfig(
-        64, q_heads, kv_heads, head_dim, norm_before_rope=norm, norm_after_rope=norm, rope=rope,
+        64,
+        q_heads,
+        kv_heads,
+        head_dim,
+        norm_before_rope=norm,
+        norm_after_rope=norm,
+        rope=rope,
     )
-    weights = AttentionWeights(torch.empty(0), **dict.fromkeys(
-        ("q_norm_before_rope", "k_norm_before_rope", "q_norm_after_rope", "k_norm_after_rope"), weight
-    ))
+    weights = AttentionWeights(
+        torch.empty(0),
+        **dict.fromkeys(("q_norm_before_rope", "k_norm_before_rope", "q_norm_after_rope", "k_norm_after_rope"), weight),
+    )
     new = None
     if storage:
         cache = BlockCache(
-            layers=1, num_blocks=4, block_len=16, kv_heads=kv_heads, head_dim=head_dim, storage=storage, device="cpu",
-            max_sequences=1, max_length=16,
+            layers=1,
+            num_blocks=4,
+            block_len=16,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            storage=storage,
+            device="cpu",
+            max_sequences=1,
+            max_length=16,
         )
         kv = torch.empty(2, 1, 2 * kv_heads * head_dim, dtype=dtype)
         new = ProjectedTokens(kv, range(2), torch.zeros(2, 1, dtype=torch.int64), cache.keys(0), cache.values(0))
@@ -159,45 +134,23 @@ def decode(storage, dtype, head_dim, value_dim, group, options):
     Triton().run(checked(q, k, v, table, cur_pos=[5, 6], share_cache=False, **how))
 
 
-for case in json.loads(sys.argv[1]):
-    compiled.clear()
-    {3: memory_bound, 4: dense, 5: cache_write, 6: decode, 7: prepared}[len(case)](*case)
-    for name, binary in compiled:
-        print(json.dumps({"case": case, "kernel": name} | resources(binary)), flush=True)
-'''
+LAUNCHERS = {
+    "dense": dense, "memory bound": memory_bound, "cache write": cache_write, "prepared": prepared, "decode": decode,
+}  # fmt: skip
 
 
-def assert_compiles_for_hopper(cases: list[tuple]) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    workers = min(2, len(cases))  # compiling is all that takes time, and a test machine has two cores
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", COMPILE, json.dumps(cases[worker::workers])],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for worker in range(workers)
-    ]  # fmt: skip
-    lines = []
-    for run in runs:
-        out, err = run.communicate()
-        assert run.returncode == 0, err
-        lines += out.splitlines()
-    kernels = [json.loads(line) for line in lines]
-    assert len(kernels) >= len(cases)
-    misfits = [str(kernel) for kernel in kernels if not fits(kernel)]
-    assert not misfits, "\n".join(misfits)
+def launch(what: str, *case) -> None:
+    """A case, in the process that compiles."""
+    LAUNCHERS[what](*case)
 
 
-def fits(kernel: dict) -> bool:
-    # Far from 255 registers the assembler may still push out a few values, to fit one more program on a processor:
-    # that is its choice. At the limit one address (8 bytes) is tolerated; more means the tiles are too large.
-    tolerated = 32 if kernel["registers"] <= 168 else 8
-    return kernel["spilled"] <= tolerated and kernel["shared"] <= SHARED_MEMORY
+def assert_compiles_for_hopper(what: str, cases: list[tuple]) -> None:
+    assert_fit(compiled_for_hopper(__file__, [(what, *case) for case in cases]))
 
 
 @pytest.mark.timeout(1200)
 def test_every_dense_kernel_compiles():
-    assert_compiles_for_hopper([
+    assert_compiles_for_hopper("dense", [
         (head_dim, dtype, visibility, ["forward", "continue", "backward"])
         for head_dim, dtype, visibility in product(HEAD_DIMS, DTYPES, VISIBILITIES)
     ])  # fmt: skip
@@ -205,12 +158,12 @@ def test_every_dense_kernel_compiles():
 
 @pytest.mark.timeout(600)
 def test_the_memory_bound_kernels_compile():
-    assert_compiles_for_hopper([(128, dtype, parts) for dtype in DTYPES for parts in (1, 4)])
+    assert_compiles_for_hopper("memory bound", [(128, dtype, parts) for dtype in DTYPES for parts in (1, 4)])
 
 
 @pytest.mark.timeout(600)
 def test_the_kernel_that_writes_the_cache_compiles():
-    assert_compiles_for_hopper([
+    assert_compiles_for_hopper("cache write", [
         (head_dim, dtype, storage, heads, tokens)
         for storage in ("bf16", "fp32", "fp8", "int8", "bfp8")
         for head_dim, dtype, heads, tokens in ((128, "bfloat16", 8, 1), (80, "float32", 2, 256))
@@ -219,7 +172,7 @@ def test_the_kernel_that_writes_the_cache_compiles():
 
 @pytest.mark.timeout(600)
 def test_the_kernel_between_projections_and_attention_compiles():
-    assert_compiles_for_hopper([
+    assert_compiles_for_hopper("prepared", [
         (128, "bfloat16", "bf16", 8, 2, "halves", True), (64, "bfloat16", "fp8", 64, 8, "halves", False),
         (256, "bfloat16", "bfp8", 4, 4, "pairs", True), (80, "float32", "int8", 5, 1, "halves", True),
         (128, "float16", None, 8, 2, "pairs", False), (576, "bfloat16", "bf16", 2, 1, None, True),
@@ -245,13 +198,13 @@ def test_the_decode_kernels_compile():
         {"mask": [2, 1, 4, 64], "tokens": 4}, {"tree": [4, 4], "tokens": 4}, {"window": 9, "split_size": 48},
         PAGED | {"partial": True, "tokens": 4},
     ]  # fmt: skip
-    assert_compiles_for_hopper([*tiles, *(("plain", "bfloat16", 128, 128, 4, how) for how in options)])
+    assert_compiles_for_hopper("decode", [*tiles, *(("plain", "bfloat16", 128, 128, 4, how) for how in options)])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_decode_kernels_compile():
-    assert_compiles_for_hopper([
+    assert_compiles_for_hopper("decode", [
         (storage, dtype, head_dim, value_dim, group, how)
         for storage, dtype in (("plain", "float16"), ("fp8", "float16"), ("int8", "float16"), ("bfp8", "bfloat16"),
                                ("fp8", "float32"), ("int8", "float32"), ("plain", "float32"))
@@ -264,7 +217,7 @@ def test_all_decode_kernels_compile():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_backwards_for_k_or_v_alone_compile():
-    assert_compiles_for_hopper([
+    assert_compiles_for_hopper("dense", [
         (head_dim, dtype, visibility, ["backward partly"])
         for head_dim, dtype, visibility in product(HEAD_DIMS, DTYPES, VISIBILITIES)
     ])  # fmt: skip
@@ -273,4 +226,4 @@ def test_backwards_for_k_or_v_alone_compile():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_memory_bound_kernels_compile():
-    assert_compiles_for_hopper(list(product(HEAD_DIMS, [*DTYPES, "float16"], [1, 2, 3, 4])))
+    assert_compiles_for_hopper("memory bound", list(product(HEAD_DIMS, [*DTYPES, "float16"], [1, 2, 3, 4])))

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from decoding import (
     BACKENDS,
-    CUDA,
     STORAGES,
     Problem,
     assert_right,
@@ -167,7 +166,8 @@ def problems(draw, backend: str, most: int):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_shape_is_right(backend):
     phases = [Phase.generate] if slow(backend) else list(Phase)  # no time for smaller examples of a failure
-    most = 15 if slow(backend) or (backend == "triton" and CUDA) else 80  # each shape is a kernel to compile there
+    # On a GPU each shape is a kernel to compile; interpreted, each takes seconds, and pairs are met above.
+    most = 5 if slow(backend) else 15 if backend == "triton" else 80
 
     @settings(max_examples=most, deadline=None, derandomize=True, phases=phases)
     @given(problems(backend, 60))

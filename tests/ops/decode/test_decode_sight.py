@@ -176,9 +176,11 @@ def test_shares_of_a_sequence_merge_to_all_of_it(ranks, run, window, storage):
         assert_shares_merge("cpu", ranks, run, window, storage, length, tokens, block_len, seed)
 
 
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("run", [1, 4])
-@pytest.mark.parametrize("case", [(1, 1, 4), (5, 8, 4), (37, 3, 7)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "run", "window"),
+    [((1, 1, 4), 1, None), ((5, 8, 4), 4, 6), ((37, 3, 7), 1, 6), ((37, 3, 7), 4, None)],
+    ids=str,
+)
 def test_shares_merge_in_triton(case, run, window):
     assert_shares_merge("triton", 3, run, window, "plain", *case, seed=1)
 

@@ -1,0 +1,1 @@
+"""Sparse attention: every query reads the keys that its indices name."""

@@ -1,0 +1,465 @@
+"""How much attention each chosen key gets, summed over heads: the kernel for Hopper's matrix units, in Gluon.
+
+One program serves all heads of a row, so that every key is gathered once: the gather, not the arithmetic, is what a
+kernel of this kind waits for. Its twelve warps have three parts to play (eight and two, up to 64 heads)::
+
+    producer     gathers 64 keys at a time into a ring of three slots, and writes out the finished sums
+    consumer 0   heads 0..63:    their queries stay in registers, scores = queries x keys, exponentials, sums
+    consumer 1   heads 64..127:  likewise, half a block behind, so that one multiplies while one exponentiates
+
+Queries come through the ring as keys do, in the order Q0 K0 Q1 K1 K2 ...: consumer 0 starts on K0 while Q1 is on its
+way. All of it is an *item*, and both consumers wait for every item and give it back, also where it is not theirs.
+
+Barriers, with what completes a phase; `item` and `block` are counted through all rows of a program, by all alike:
+
+    ready[item % 3]    128 threads of the producer, each when its copies have landed
+    free[item % 3]     each consumer, once its last read of the item is over
+    summed[block % 4]  each consumer, once its sums of the block lie in shared memory
+    turns[consumer]    the other consumer, when most of its product is under way: strict alternation. Two that ran in
+                       step would exponentiate at the same time, and nothing would ever bring them out of step
+
+A barrier tells only odd phases from even ones, so nobody may fall two phases behind. Nobody does: an item's slot is
+filled anew only after both consumers gave it back, and sums are overwritten (block b writes where b - 4 lay) only after
+the keys of block b are ready, which the producer says after it has read the sums of b - 4. And nobody waits for ever:
+what the producer waits for before it sends block b, an item three back and sums four back, needs only what it has sent.
+
+tests/gluon_emulation.py runs this file on the CPU under hostile schedules.
+"""
+
+# Kernels are Gluon's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# What a measurement may change.
+# Consumers -> registers of a thread of consumer 1, of the producer (the first consumer has the rest), and at launch.
+REGISTERS = {1: (None, 72, 240), 2: (216, 72, None)}
+WIDTHS = {128: (128, 0), 192: (128, 64), 256: (256, 0), 512: (512, 0), 576: (512, 64)}  # blocks are powers of two wide
+
+
+def handover(tiles: int) -> int:
+    """After how many tiles of its product a consumer lets the other begin.
+
+    Early enough to hide the signal behind the rest of the product, late enough to leave the other time to exponentiate.
+    """
+    return tiles - tiles // 4
+
+
+HEADS = 64  # of a consumer: the rows of one matrix instruction
+TILE = 64  # columns: 128 bytes, the widest swizzle
+LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, the hardware's own
+_HEADS = gl.constexpr(HEADS)
+_TILE = gl.constexpr(TILE)
+_LOG2_E = gl.constexpr(LOG2_E)
+_KEYS = gl.constexpr(64)  # of a block
+_SLOTS = gl.constexpr(3)  # as many as fit
+_SUMS = gl.constexpr(4)  # blocks whose sums wait to be written
+_UNSPECIALISED = [  # they vary, and each would compile anew
+    "q_stride", "q_head_stride", "k_stride", "indices_stride", "lse_stride", "lse_head_stride", "s_q", "h", "topk",
+    "k_offset",
+]  # fmt: skip
+# How the producer's threads share a tile, eight to the 128 bytes of a key; and the keys alone, as they share them.
+_GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_GATHERED = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
+# Where (warp, heads..., key) lies while a consumer adds up heads: the second axis in a register, so that a sum over it
+# is a thread's own. Each differs from what the last sum left by one bit of the place changing with one of the lane.
+_TRADE_4 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 8], [0, 0, 0, 16], [0, 1, 0, 0]],
+        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 0, 32]],
+        [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 2, 4, 64],
+    )
+)  # fmt: skip
+_TRADE_2 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 8], [0, 1, 0, 0]],
+        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 0, 16], [0, 0, 0, 32]],
+        [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 2, 2, 64],
+    )
+)  # fmt: skip
+_TRADE_1 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 1, 0]],
+        [[0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
+        [[1, 0, 0], [2, 0, 0]], [], [4, 2, 64],
+    )
+)  # fmt: skip
+
+
+def suits(q: Tensor, k: Tensor, *, head_group: int) -> bool:
+    """Whether the kernel can serve a call: on Hopper, up to 128 heads in one group or in groups of 64."""
+    h, d = q.shape[1:]
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.dtype == k.dtype
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and d in WIDTHS
+        and h <= 2 * HEADS
+        and (head_group >= h or head_group == HEADS)
+        # The copies move 16 bytes at a time.
+        and all(x.stride(-1) == 1 and x.data_ptr() % 16 == 0 for x in (q, k))
+        and all(stride % 8 == 0 for stride in (*q.stride()[:2], k.stride(0)))
+    )
+
+
+def distribution(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    slots: Tensor,
+    lse: Tensor,
+    *,
+    k_offset: int,
+    sm_scale: float,
+    head_group: int,
+) -> Tensor:
+    """Probabilities of q [s_q, h, d] over chosen rows of k [s_kv, d], summed over each group of heads.
+
+    Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
+    of k. Returns float32 [ceil(h / head_group), s_q, topk], where valid the sum over the group's heads of
+    exp(sm_scale q k - lse), else 0. A head whose lse [s_q, h] is infinite has no mass.
+    """
+    s_q, h, d = q.shape
+    topk = indices.shape[1]
+    consumers = 1 if h <= HEADS else 2
+    groups = 1 if head_group >= h else 2
+    out = torch.empty(groups, s_q, topk, dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out
+    main, tail = WIDTHS[d]
+    of_consumer, of_producer, cap = REGISTERS[consumers]
+    with torch.cuda.device_of(q):
+        _distribution_kernel[(processors(q.device),)](
+            q, q.stride(0) // 8, q.stride(1) // 8, k, k.stride(0) // 8, indices, indices.stride(0),
+            lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(0), lse.stride(1), out,
+            s_q, h, topk, k_offset, sm_scale * LOG2_E,
+            CONSUMERS=consumers, MAIN=main, TAIL=tail, GROUPS=groups, HANDOVER=handover(d // TILE),
+            CONSUMER_REGISTERS=of_consumer, PRODUCER_REGISTERS=of_producer, num_warps=4, maxnreg=cap,
+        )  # fmt: skip
+    return out
+
+
+def processors(device: torch.device) -> int:
+    """As many programs as run at once: each fills one processor's shared memory, and takes its share of the rows."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@gluon.jit
+def _unit(n, program, programs, s_q, blocks):
+    """The n-th piece of a program's work: a row, and its blocks [first, stop).
+
+    Whole rows first, every `programs`-th; the rows that are left over are cut, so that all programs end together.
+    """
+    whole = s_q // programs
+    rest = (s_q - whole * programs) * blocks
+    begin = program * rest // programs
+    end = (program + 1) * rest // programs
+    cut = begin // blocks + n - whole
+    row = gl.where(n < whole, n * programs + program, gl.minimum(whole * programs + cut, s_q - 1))
+    first = gl.where(n < whole, 0, gl.maximum(begin - cut * blocks, 0))
+    stop = gl.where(n < whole, blocks, gl.minimum(end - cut * blocks, blocks))
+    return row, first, stop
+
+
+@gluon.jit
+def _consume(
+    args, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, HANDOVER: gl.constexpr
+):
+    (lse, lse_stride, lse_head_stride, slots, main, tail, sums, ready, free, summed, turns,
+     s_q, h, topk, scale_log2) = args  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    heads = WHICH * _HEADS + gl.arange(0, _HEADS, gl.SliceLayout(1, layout))
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    blocks = gl.cdiv(topk, _KEYS)
+    item = 0  # of all that comes through the ring
+    block = 0  # of all blocks this program sees
+    row, first, end = _unit(0, program, programs, s_q, blocks)
+    row_slots = gl.load(slots + row)
+    for n in range(s_q // programs + 2):
+        # Of the next piece, long before it is needed.
+        next_row, next_first, next_end = _unit(n + 1, program, programs, s_q, blocks)
+        next_slots = gl.load(slots + next_row)
+        stop = gl.minimum(end, gl.cdiv(row_slots, _KEYS))
+        if first < stop:
+            of_heads = lse + row.to(gl.int64) * lse_stride + heads * lse_head_stride
+            given = gl.load(of_heads, mask=heads < h, other=float("inf"))
+            # Without mass, or no head at all: +inf makes every probability 0.
+            shift = gl.where(given == float("-inf"), float("inf"), given * _LOG2_E)
+            if WHICH == 1:
+                _pass_by(ready, free, item)
+            mine = item + 2 * WHICH
+            _wait_for(ready, mine)
+            q = _load_queries(main, tail, mine % _SLOTS, layout, MAIN, TAIL)
+            mbarrier.arrive(free.index(mine % _SLOTS), count=1)
+            at = item + 1
+            for i in range(stop - first):
+                scores = _multiply(q, main, tail, ready, turns, at, block, layout, WHICH, MAIN, TAIL, HANDOVER)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                mbarrier.arrive(free.index(at % _SLOTS), count=1)
+                _leave_sums(scores, shift, scale_log2, sums, summed, block, WHICH, CONSUMERS)
+                at += 1
+                block += 1
+                if CONSUMERS == 2 and i == 0:  # the queries of consumer 1 lie between
+                    if WHICH == 0:
+                        _pass_by(ready, free, at)
+                    at += 1
+            item += CONSUMERS + stop - first
+        row, first, end, row_slots = next_row, next_first, next_end, next_slots
+
+
+@gluon.jit
+def _wait_for(barriers, item):
+    mbarrier.wait(barriers.index(item % _SLOTS), (item // _SLOTS) & 1)
+
+
+@gluon.jit
+def _pass_by(ready, free, item):
+    """Gives back the other consumer's queries, once they have come.
+
+    If it did not, the slot could be filled anew, and again, before it looks: the barrier would say "not yet" for ever.
+    """
+    _wait_for(ready, item)
+    mbarrier.arrive(free.index(item % _SLOTS), count=1)
+
+
+@gluon.jit
+def _columns(main, tail, slot, t: gl.constexpr, MAIN: gl.constexpr):
+    """Columns [64 t, 64 t + 64) of an item."""
+    if t * _TILE < MAIN:
+        tile = main.index(slot).slice(t * _TILE, _TILE, dim=1)
+    else:
+        tile = tail.index(slot).slice(t * _TILE - MAIN, _TILE, dim=1)
+    return tile
+
+
+@gluon.jit
+def _load_queries(main, tail, slot, layout: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    q = ()
+    for t in gl.static_range((MAIN + TAIL) // _TILE):
+        q = q + (_columns(main, tail, slot, t, MAIN).load(operand),)  # type: ignore[assignment]  # noqa: RUF005
+    return q
+
+
+@gluon.jit
+def _multiply(
+    q, main, tail, ready, turns, item, block, layout: gl.constexpr,
+    WHICH: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, HANDOVER: gl.constexpr,
+):  # fmt: skip
+    """Starts scores = q x the keys of an item, once these are there and it is this consumer's turn."""
+    _wait_for(ready, item)
+    fence_async_shared()  # copies are written as by ordinary stores, and the matrix units read by a way of their own
+    if HANDOVER > 0:
+        mbarrier.wait(turns.index(WHICH), (block & 1) ^ (1 - WHICH))  # consumer 0 begins
+    scores = gl.zeros([_HEADS, _KEYS], gl.float32, layout)
+    for t in gl.static_range((MAIN + TAIL) // _TILE):
+        if HANDOVER > 0 and t == HANDOVER:
+            mbarrier.arrive(turns.index(1 - WHICH), count=1)
+        keys = _columns(main, tail, item % _SLOTS, t, MAIN).permute((1, 0))
+        scores = warpgroup_mma(q[t], keys, scores, use_acc=t > 0, is_async=True)
+    if HANDOVER == (MAIN + TAIL) // _TILE:
+        mbarrier.arrive(turns.index(1 - WHICH), count=1)
+    return scores
+
+
+@gluon.jit
+def _leave_sums(scores, shift, scale_log2, sums, summed, block, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
+    p = gl.exp2(scores * scale_log2 - shift[:, None])
+    # A thread holds two of every sixteen heads for sixteen keys, which seven other threads of its warp hold, too. Three
+    # times it trades half of its keys for another's heads of the other half, and adds: 14 exchanges in place of 48.
+    part = gl.sum(p.reshape([4, 2, 8, _KEYS]), axis=1)
+    part = gl.sum(gl.convert_layout(part.reshape([4, 2, 4, _KEYS]), _TRADE_4), axis=1)
+    part = gl.sum(gl.convert_layout(part.reshape([4, 2, 2, _KEYS]), _TRADE_2), axis=1)
+    part = gl.sum(gl.convert_layout(part, _TRADE_1), axis=1)
+    place = block % _SUMS
+    sums.index(place * CONSUMERS + WHICH).store(part)
+    mbarrier.arrive(summed.index(place), count=1)
+
+
+@gluon.jit
+def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, GROUPS: gl.constexpr):
+    (q, q_stride, q_head_stride, k, k_stride, indices, indices_stride, lo, hi, slots, out,
+     main, tail, sums, ready, free, summed, s_q, h, topk, k_offset) = args  # fmt: skip
+    rows = gl.arange(0, _KEYS, _GATHERED)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    blocks = gl.cdiv(topk, _KEYS)
+
+    item = 0
+    block = 0
+    # The last _SUMS blocks: where their output goes, newest first, and a bit for each key: was it valid?
+    waiting0 = -1
+    waiting1 = -1
+    waiting2 = -1
+    waiting3 = -1
+    seen = gl.zeros([_KEYS], gl.int32, _GATHERED)
+    row, first, end = _unit(0, program, programs, s_q, blocks)
+    row_slots, row_lo, row_hi = gl.load(slots + row), gl.load(lo + row), gl.load(hi + row)
+    chosen = _load_indices(indices, indices_stride, row, first, topk, rows)
+    for n in range(s_q // programs + 2):
+        next_row, next_first, next_end = _unit(n + 1, program, programs, s_q, blocks)
+        next_slots, next_lo, next_hi = gl.load(slots + next_row), gl.load(lo + next_row), gl.load(hi + next_row)
+        stop = gl.minimum(end, gl.cdiv(row_slots, _KEYS))
+        _write_zeros(out, row, gl.maximum(first, stop), end, s_q, topk, GROUPS)
+        if first < stop:
+            at = first
+            for i in range(CONSUMERS + stop - first):
+                slot = item % _SLOTS
+                is_query = (i == 0) | (i == 2 * (CONSUMERS - 1))
+                valid = rows + at * _KEYS < row_slots
+                valid = valid & (chosen >= row_lo) & (chosen < row_hi)
+                if is_query:
+                    head = rows + gl.where(i == 0, 0, _HEADS)
+                    sources = q + (row.to(gl.int64) * q_stride * 8 + head.to(gl.int64) * q_head_stride * 8)
+                    present = head < h
+                else:
+                    key = gl.where(valid, chosen - k_offset, 0)
+                    sources = k + key.to(gl.int64) * k_stride * 8
+                    present = valid
+                mbarrier.wait(free.index(slot), ((item // _SLOTS) & 1) ^ 1)  # at first, all are free
+                _copy(main.index(slot), sources, present, 0, MAIN)
+                if TAIL > 0:
+                    _copy(tail.index(slot), sources, present, MAIN, TAIL)
+                if not is_query:
+                    last = at + 1 == stop  # indices are fetched a block ahead, which may be the next row's first
+                    chosen = _load_indices(
+                        indices, indices_stride,
+                        gl.where(last, next_row, row), gl.where(last, next_first, at + 1), topk, rows,
+                    )  # fmt: skip
+                    if waiting3 >= 0:
+                        _write_sums(
+                            out, sums, summed, block - _SUMS, waiting3, seen, rows, s_q, topk, CONSUMERS, GROUPS
+                        )
+                    waiting3 = waiting2
+                    waiting2 = waiting1
+                    waiting1 = waiting0
+                    waiting0 = row * blocks + at
+                    seen = (seen << 1) | valid.to(gl.int32)
+                    at += 1
+                    block += 1
+                # Last of all: that an item is ready also says that the sums above were read.
+                async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+                item += 1
+        else:
+            chosen = _load_indices(indices, indices_stride, next_row, next_first, topk, rows)
+        row, first, end = next_row, next_first, next_end
+        row_slots, row_lo, row_hi = next_slots, next_lo, next_hi
+    for _ in range(_SUMS):
+        if waiting3 >= 0:
+            _write_sums(out, sums, summed, block - _SUMS, waiting3, seen, rows, s_q, topk, CONSUMERS, GROUPS)
+        waiting3 = waiting2
+        waiting2 = waiting1
+        waiting1 = waiting0
+        waiting0 = -1
+        seen = seen << 1
+        block += 1
+
+
+@gluon.jit
+def _copy(slot, sources, present, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
+    """Starts copying columns of 64 keys or heads; what is not present becomes 0."""
+    columns = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, _GATHER))
+    async_copy.async_copy_global_to_shared(slot, sources[:, None] + columns[None, :], mask=present[:, None])
+
+
+@gluon.jit
+def _load_indices(indices, stride, row, block, topk, rows):
+    places = block * _KEYS + rows
+    return gl.load(indices + row.to(gl.int64) * stride + places, mask=places < topk, other=-1)
+
+
+@gluon.jit
+def _write_sums(
+    out, sums, summed, block, where_to, seen, rows, s_q, topk, CONSUMERS: gl.constexpr, GROUPS: gl.constexpr
+):
+    """Adds up what the consumers' warps left for a block, and writes it where its keys were valid."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])  # its rows lie as the producer's do
+    place = block % _SUMS
+    mbarrier.wait(summed.index(place), (block // _SUMS) & 1)
+    valid = ((seen >> (_SUMS - 1)) & 1) == 1
+    blocks = gl.cdiv(topk, _KEYS)
+    row = where_to // blocks
+    places = (where_to - row * blocks) * _KEYS + rows
+    total = gl.zeros([_KEYS], gl.float32, _GATHERED)
+    for c in gl.static_range(CONSUMERS):
+        part = sums.index(place * CONSUMERS + c).permute((1, 0)).load(layout)
+        total += gl.convert_layout(gl.sum(part, axis=1), _GATHERED)
+        if GROUPS == 2 or c == CONSUMERS - 1:
+            offset = (row.to(gl.int64) + c * (GROUPS - 1) * s_q) * topk
+            gl.store(out + offset + places, gl.where(valid, total, 0.0), mask=places < topk)
+            total = gl.zeros([_KEYS], gl.float32, _GATHERED)
+
+
+@gluon.jit
+def _write_zeros(out, row, first, stop, s_q, topk, GROUPS: gl.constexpr):
+    """Blocks that no valid slot reaches."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    places = gl.arange(0, 512, layout)
+    end = gl.minimum(stop * _KEYS, topk)
+    for g in gl.static_range(GROUPS):
+        start = out + (row.to(gl.int64) + g * s_q) * topk
+        for place in range(first * _KEYS, end, 512):
+            gl.store(start + place + places, gl.zeros([512], gl.float32, layout), mask=place + places < end)
+
+
+@gluon.jit(do_not_specialize=_UNSPECIALISED)
+def _distribution_kernel(
+    q, q_stride, q_head_stride, k, k_stride, indices, indices_stride, lo, hi, slots,
+    lse, lse_stride, lse_head_stride, out, s_q, h, topk, k_offset, scale_log2,
+    CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, GROUPS: gl.constexpr, HANDOVER: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    main = gl.allocate_shared_memory(q.dtype.element_ty, [_SLOTS, _KEYS, MAIN], swizzled)
+    tail = main
+    if TAIL > 0:
+        tail = gl.allocate_shared_memory(q.dtype.element_ty, [_SLOTS, _KEYS, TAIL], swizzled)
+    sums = gl.allocate_shared_memory(gl.float32, [_SUMS * CONSUMERS, 4, _KEYS], plain)
+    ready = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    summed = gl.allocate_shared_memory(gl.int64, [_SUMS, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(_SLOTS):
+        mbarrier.init(ready.index(i), count=128)  # every thread of the producer, when its copies have come
+        mbarrier.init(free.index(i), count=CONSUMERS)
+    for i in gl.static_range(_SUMS):
+        mbarrier.init(summed.index(i), count=CONSUMERS)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+
+    consumer = (lse, lse_stride, lse_head_stride, slots, main, tail, sums, ready, free, summed, turns,
+                s_q, h, topk, scale_log2)  # fmt: skip
+    producer = (q, q_stride, q_head_stride, k, k_stride, indices, indices_stride, lo, hi, slots, out,
+                main, tail, sums, ready, free, summed, s_q, h, topk, k_offset)  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (consumer, 0, 2, MAIN, TAIL, HANDOVER)),
+                (_consume, (consumer, 1, 2, MAIN, TAIL, HANDOVER)),
+                (_produce, (producer, 2, MAIN, TAIL, GROUPS)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (consumer, 0, 1, MAIN, TAIL, 0)),
+                (_produce, (producer, 1, MAIN, TAIL, GROUPS)),
+            ],
+            [4],
+            [PRODUCER_REGISTERS],
+        )

@@ -1,0 +1,82 @@
+"""The specification: every score of every key in memory, in plain differentiable operations. For tests and reading.
+
+`times[i, j]` says how often row i names key j with a valid slot; that is all there is to sparsity.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnmesh.ops.sparse.mask import SparseMask
+from attnmesh.state import State
+
+
+def valid_slots(indices: Tensor, s_kv: int, mask: SparseMask) -> Tensor:
+    """Slot by slot, as the mask says it."""
+    valid = [[False] * indices.shape[1] for _ in range(indices.shape[0])]
+    length, positions, start, end = (
+        None if x is None else x.tolist() for x in (mask.topk_length, mask.q_positions, mask.k_start, mask.k_end)
+    )
+    for i, row in enumerate(indices.tolist()):
+        for slot, j in enumerate(row):
+            good = mask.k_offset <= j < mask.k_offset + s_kv
+            if length is not None:
+                good &= slot < length[i]
+            if mask.causal:
+                p = mask.q_start + i if positions is None else positions[i]
+                good &= p >= (j + 1) * mask.k_stride - 1
+            if start is not None:
+                good &= j >= start[i]
+            if end is not None:
+                good &= j < end[i]
+            valid[i][slot] = good
+    return torch.tensor(valid, dtype=torch.bool).view(indices.shape)
+
+
+def times_named(indices: Tensor, valid: Tensor, s_kv: int, k_offset: int = 0) -> Tensor:
+    """[s_q, s_kv]."""
+    times = torch.zeros(indices.shape[0], s_kv, dtype=torch.float64)
+    at = torch.where(valid, indices - k_offset, 0).long()
+    return times.scatter_add(1, at, valid.double()) if s_kv else times
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, times: Tensor, sm_scale: float, sink: Tensor | None = None) -> State:
+    """out [s_q, h, d_v] and lse [s_q, h]."""
+    scores = torch.einsum("ihd,jd->ihj", q, k) * sm_scale
+    weight = times[:, None] * torch.exp(scores)
+    total = weight.sum(-1)
+    if sink is not None:
+        total = total + torch.exp(sink)
+    seen = total > 0
+    out = torch.einsum("ihj,jv->ihv", weight, v) / torch.where(seen, total, 1.0)[..., None]
+    return State(out, torch.where(seen, torch.where(seen, total, 1.0).log(), -torch.inf))
+
+
+def distribution(q: Tensor, k: Tensor, lse: Tensor, sm_scale: float) -> Tensor:
+    """[h, s_q, s_kv]: the probability of every key, per head."""
+    scores = torch.einsum("ihd,jd->hij", q, k) * sm_scale
+    return torch.exp(scores - lse.T[..., None])
+
+
+def index_scores(iq: Tensor, ik: Tensor, w: Tensor, scale: float = 1.0, relu: bool = True) -> Tensor:
+    """[s_q, s_kv]."""
+    dots = torch.einsum("ihd,jd->ihj", iq, ik)
+    return scale * torch.einsum("ih,ihj->ij", w, dots.relu() if relu else dots)
+
+
+def best_keys(scores: Tensor, seen: Tensor, topk: int) -> list[list[int]]:
+    """For every row the best keys it sees, in ascending order; of equal scores the lowest key."""
+    best = []
+    for row, visible in zip(scores.tolist(), seen.tolist(), strict=True):
+        keys = [j for j, ok in enumerate(visible) if ok]
+        best.append(sorted(sorted(keys, key=lambda j: (-row[j], j))[:topk]))
+    return best
+
+
+def kl(p: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
+    """[s_q]: KL(p || softmax(scores over the keys seen)), p normalised here; a row without mass gives 0."""
+    mass = (p * seen).sum(-1, keepdim=True)
+    p = torch.where(seen, p / torch.where(mass > 0, mass, 1.0), 0.0)
+    log_q = scores - torch.logsumexp(scores.masked_fill(~seen, -torch.inf), -1, keepdim=True)
+    return torch.where(p > 0, p * (torch.where(p > 0, p, 1.0).log() - log_q), 0.0).sum(-1)

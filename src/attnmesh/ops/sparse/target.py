@@ -1,0 +1,34 @@
+"""Where attention looks, as a target for its indexer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.ops.sparse.backend import Backend
+from attnmesh.ops.sparse.mask import Rows
+from attnmesh.state import accumulation_dtype
+
+
+class AttentionTarget(NamedTuple):
+    """The distribution of attention over its heads, from its natural lse."""
+
+    q: Tensor
+    k: Tensor
+    lse: Tensor
+    sm_scale: float
+    backend: Backend
+
+    def over(self, keys: slice) -> AttentionTarget:
+        """The same, where only some of the keys are at hand."""
+        return self._replace(k=self.k[keys])
+
+    def at(self, indices: Tensor, rows: Rows) -> Tensor:
+        """The head-summed probabilities of these slots."""
+        lse = self.lse.to(accumulation_dtype(self.q.dtype))
+        with torch.no_grad():
+            return self.backend.distribution(
+                self.q, self.k, indices, rows, lse, sm_scale=self.sm_scale, head_group=self.q.shape[1]
+            )[0]

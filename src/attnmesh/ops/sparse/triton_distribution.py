@@ -1,0 +1,172 @@
+"""How much attention each chosen key gets, summed over heads: the general kernel, in plain Triton.
+
+A program takes some of a row's slots and one group of heads. Keys are the rows of its products and heads the columns:
+few heads then cost little, and the sum over heads stays within a few threads. A group of more heads than one product
+takes is summed in several passes over the keys, each of which adds to what the one before has written.
+"""
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, the hardware's own
+_LOG2_E = tl.constexpr(LOG2_E)
+_UNSPECIALISED = ["s_q", "h", "topk", "k_offset", "span", "indices_stride"]  # they vary, and each would compile anew
+
+
+class Tiles(NamedTuple):
+    """How one program cuts its work: keys x heads per product, and the warps and pipeline stages that run it."""
+
+    keys: int
+    heads: int
+    warps: int
+    stages: int
+
+    def shared_memory(self, width: int) -> int:
+        """Bytes of the queries, which stay, and of the keys of each stage, in a 16-bit type."""
+        return (self.heads + self.stages * self.keys) * width * 2
+
+
+# What a later measurement may change. 16-bit tiles: keys, at most so many heads, and stages; the first that fit.
+TILES = [(64, 64, 3), (64, 64, 2), (32, 64, 2), (64, 64, 1), (32, 32, 2), (32, 16, 2), (32, 16, 1)]
+MAX_HEADS = 64  # of one pass
+# float32 runs without matrix units, where a thread holds whole rows of both operands: small tiles, columns in steps.
+WIDE_TILES = Tiles(32, 16, 4, 2)
+STEPS = {4: 32}  # bytes of a value -> columns of a step; others take them all at once
+SHARED_MEMORY = 227 * 1024  # where no device says what it has: Hopper's
+RESERVED = 4096  # of it, for indices and for what the sums exchange
+PROGRAMS = 1024  # few rows are cut until there are about so many
+
+
+def distribution(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    slots: Tensor,
+    lse: Tensor,
+    *,
+    k_offset: int,
+    sm_scale: float,
+    head_group: int,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Probabilities of q [s_q, h, d] over chosen rows of k [s_kv, d], summed over each group of heads.
+
+    Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
+    of k. Returns float32 [ceil(h / head_group), s_q, topk], where valid the sum over the group's heads of
+    exp(sm_scale q k - lse), else 0. A head whose lse [s_q, h] is infinite has no mass.
+    """
+    s_q, h, d = q.shape
+    topk = indices.shape[1]
+    groups = triton.cdiv(h, head_group)
+    out = torch.empty(groups, s_q, topk, dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out
+    main = 1 << (d.bit_length() - 1)  # 576 is 512 and 64: padded to one power of two it would be nearly twice as wide
+    tail = max(16, triton.next_power_of_2(d - main)) if d > main else 0
+    group = min(head_group, h)
+    tiles = tiles or pick_tiles(q, group, main + tail)
+    # Few rows: each is cut among several programs.
+    blocks = triton.cdiv(topk, tiles.keys)
+    span = triton.cdiv(blocks, max(1, min(blocks, PROGRAMS // (s_q * groups)))) * tiles.keys
+    with torch.cuda.device_of(q):
+        _distribution_kernel[(s_q * groups * triton.cdiv(topk, span),)](
+            q, q.stride(), k, k.stride(), indices, indices.stride(0),
+            lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(), out,
+            s_q, h, topk, k_offset, sm_scale * LOG2_E, span, group,
+            D=d, MAIN=main, TAIL=tail, STEP=STEPS.get(q.element_size(), 0), HEADS=tiles.heads, KEYS=tiles.keys,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return out
+
+
+def pick_tiles(q: Tensor, group: int, width: int) -> Tiles:
+    """The first tiles whose keys and queries fit the device's shared memory."""
+    if q.element_size() == 4:
+        return WIDE_TILES
+    heads = min(max(16, triton.next_power_of_2(group)), MAX_HEADS)
+    warps = 8 if width > 256 else 4  # the addresses of wide rows fill the registers of few threads
+    choices = [Tiles(keys, min(heads, most), warps, stages) for keys, most, stages in TILES]
+    room = shared_memory(q.device.index) if q.is_cuda else SHARED_MEMORY
+    return next((tiles for tiles in choices if tiles.shared_memory(width) <= room - RESERVED), choices[-1])
+
+
+@cache
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program can have."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+@triton.jit(do_not_specialize=_UNSPECIALISED)
+def _distribution_kernel(
+    q, q_strides, k, k_strides, indices, indices_stride, lo, hi, slots, lse, lse_strides, out,
+    s_q, h, topk, k_offset, scale_log2, span, group,
+    D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    groups = tl.cdiv(h, group)
+    parts = tl.cdiv(topk, span)
+    which_group = tl.program_id(0) % groups
+    part = tl.program_id(0) // groups % parts
+    row = (tl.program_id(0) // (groups * parts)).to(tl.int64)
+    begin = part * span
+    end = tl.minimum(begin + span, topk)
+    first_head = which_group * group
+    end_head = tl.minimum(first_head + group, h)
+
+    row_slots = tl.load(slots + row)
+    row_lo = tl.load(lo + row)
+    row_hi = tl.load(hi + row)
+    stop = tl.maximum(tl.minimum(end, row_slots), begin)
+    out_row = out + (which_group.to(tl.int64) * s_q + row) * topk
+    near = tl.arange(0, KEYS)
+    for head in range(first_head, end_head, HEADS):
+        heads = (head + tl.arange(0, HEADS)).to(tl.int64)
+        there = heads < end_head
+        shift = tl.load(lse + row * lse_strides[0] + heads * lse_strides[1], mask=there, other=float("inf"))
+        # Without mass, or no head at all: +inf makes every probability 0.
+        shift = tl.where(shift == float("-inf"), float("inf"), shift * _LOG2_E)
+        queries = q + row * q_strides[0] + heads * q_strides[1]
+        if STEP == 0:
+            q_main = _load_columns(queries, there, 0, D, MAIN)
+            if TAIL > 0:
+                q_tail = _load_columns(queries, there, MAIN, D, TAIL)
+        for place in range(begin, stop, KEYS):
+            places = place + near
+            inside = places < stop
+            chosen = tl.load(indices + row * indices_stride + places, mask=inside, other=0)
+            valid = inside & (chosen >= row_lo) & (chosen < row_hi)
+            keys = k + tl.where(valid, chosen - k_offset, 0).to(tl.int64) * k_strides[0]
+            if STEP == 0:
+                scores = tl.dot(_load_columns(keys, valid, 0, D, MAIN), tl.trans(q_main))
+                if TAIL > 0:
+                    scores = tl.dot(_load_columns(keys, valid, MAIN, D, TAIL), tl.trans(q_tail), scores)
+            else:
+                scores = tl.zeros((KEYS, HEADS), tl.float32)
+                for column in range(0, D, STEP):
+                    q_step = _load_columns(queries, there, column, D, STEP)
+                    k_step = _load_columns(keys, valid, column, D, STEP)
+                    scores = tl.dot(k_step, tl.trans(q_step), scores, input_precision="ieee")
+            total = tl.sum(tl.exp2(scores * scale_log2 - shift[None, :]), 1)
+            total += tl.load(out_row + places, mask=inside & (head > first_head), other=0.0)
+            tl.store(out_row + places, tl.where(valid, total, 0.0), mask=inside)
+        if head + HEADS < end_head:
+            tl.debug_barrier()  # the next pass reads what this one wrote, perhaps by other threads
+    for place in range(stop, end, KEYS):
+        tl.store(out_row + place + near, tl.zeros((KEYS,), tl.float32), mask=place + near < end)
+
+
+@triton.jit
+def _load_columns(rows, there, column, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns [column, column + WIDTH) of some rows, [rows, WIDTH]; 0 where there are none."""
+    columns = column + tl.arange(0, WIDTH)
+    return tl.load(rows[:, None] + columns[None, :], mask=there[:, None] & (columns < D)[None, :], other=0.0)

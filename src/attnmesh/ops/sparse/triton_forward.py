@@ -1,0 +1,193 @@
+"""Sparse attention forward in plain Triton: any number of heads, any head dim up to 576, any dtype.
+
+A program takes the heads of one query row in tiles and walks the row's slots. A key is gathered once: where the value
+is the front of the key, the tile read for the scores is the tile that is averaged.
+"""
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
+NUMBERS = ["heads", "k_offset", "scale_log2", "topk"]
+
+
+class Tiles(NamedTuple):
+    """How one program cuts its work: heads and keys of a tile, warps, and how many tiles of keys are on their way."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_WIDE = {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)}
+_ROOM_FOR_SUMS = 1024
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    slots: Tensor,
+    *,
+    d_v: int,
+    k_offset: int,
+    sm_scale: float,
+    out_dtype: torch.dtype,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [s_q, h, d] over the keys that `indices` [s_q, topk] names: out [s_q, h, d_v] and lse [s_q, h].
+
+    Slot j of row i counts iff j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
+    of k [s_kv, d], its value that row of v, or the first d_v columns of the key if v is None. Rows that no slot
+    counts may hold anything. lse is natural, float32; a row without a key: out 0, lse -inf.
+    """
+    s_q, heads, d = q.shape
+    out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
+    lse = torch.empty(s_q, heads, dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    main, tail = split_width(d)
+    if v is None and 2 * d_v <= main:  # a narrow value is read on its own: less than averaging the whole key
+        v = k[:, :d_v]
+    value_main, value_tail = (main, tail if d_v > main else 0) if v is None else split_width(d_v)
+    if tiles is None:
+        width = main + tail + (0 if v is None else value_main + value_tail)
+        tiles = pick_tiles(heads, main, width, q.dtype, separate=v is not None, room=shared_memory(q))
+    with torch.cuda.device_of(q):
+        _forward_kernel[(s_q * triton.cdiv(heads, tiles.heads),)](
+            q, q.stride(0), q.stride(1), k, k.stride(0), v, 0 if v is None else v.stride(0),
+            indices, indices.stride(0), lo, hi, slots, out, lse,
+            heads, indices.shape[1], k_offset, sm_scale * LOG2_E,
+            D=d, MAIN=main, TAIL=tail, D_V=d_v, VALUE_MAIN=value_main, VALUE_TAIL=value_tail,
+            HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return out, lse
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """Widths of the two column tiles, powers of two (or 0): 576 is 512 and 64, never 1024."""
+    whole = triton.next_power_of_2(max(width, 16))
+    if width >= whole:
+        return whole, 0
+    rest = max(16, triton.next_power_of_2(width - whole // 2)) if width > whole // 2 >= 16 else whole
+    return (whole, 0) if rest >= whole // 2 else (whole // 2, rest)
+
+
+def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separate: bool, room: int) -> Tiles:
+    """The tile for this many heads and this main width that registers hold, cut until `room` bytes do too.
+
+    `width` is what one key takes in shared memory, in elements: itself, and its value if that is `separate`.
+    """
+    heads = min(64, max(16, triton.next_power_of_2(heads)))
+    if dtype == torch.float32:
+        tiles = Tiles(16, 16, 8, 2) if main > 64 else Tiles(16, 32, 4, 2)
+    elif main > 256:
+        # 64 keys a tile took three quarters of the time of 32 (H200, 16 and 128 heads).
+        tiles = Tiles(min(heads, 32), 32, 4 if heads == 16 else 8, 2) if separate else _WIDE[heads]
+    else:
+        tiles = Tiles(heads, 64, 8 if main == 256 and heads == 64 else 4, 2)
+    while (tiles.heads + tiles.stages * tiles.keys) * width * dtype.itemsize + _ROOM_FOR_SUMS > room:
+        if tiles.keys > 16:
+            tiles = tiles._replace(keys=tiles.keys // 2)
+        elif tiles.heads > 16:
+            tiles = tiles._replace(heads=tiles.heads // 2)
+        else:
+            break
+    return tiles
+
+
+def shared_memory(x: Tensor) -> int:
+    """Bytes that one program may have on the device of x."""
+    if not x.is_cuda:
+        return 227 * 1024
+    return int(getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 48 * 1024))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _forward_kernel(
+    q, q_row, q_head, k, k_row, v, v_row, indices, indices_row, lo, hi, slots, out, lse,
+    heads, topk, k_offset, scale_log2,
+    D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    D_V: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_TAIL: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One query row, one tile of its heads. Neighbouring programs share a row: its keys are in L2 for the second."""
+    head_tiles = tl.cdiv(heads, HEADS)
+    row = (tl.program_id(0) // head_tiles).to(tl.int64)
+    head = tl.program_id(0) % head_tiles * HEADS + tl.arange(0, HEADS)
+    real = (head < heads)[:, None]
+
+    main = tl.arange(0, MAIN)[None, :]
+    q_tile = q + row * q_row + head[:, None].to(tl.int64) * q_head
+    q_main = tl.load(q_tile + main, mask=real & (main < D), other=0.0)
+    if TAIL > 0:
+        tail = MAIN + tl.arange(0, TAIL)[None, :]
+        q_tail = tl.load(q_tile + tail, mask=real & (tail < D), other=0.0)
+
+    # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
+    acc = tl.zeros((HEADS, VALUE_MAIN), tl.float32)
+    if VALUE_TAIL > 0:
+        acc_tail = tl.zeros((HEADS, VALUE_TAIL), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+
+    first = tl.load(lo + row)
+    end = tl.load(hi + row)
+    slot_count = tl.minimum(tl.load(slots + row), topk)
+    row_indices = indices + row * indices_row
+    for slot_begin in range(0, slot_count, KEYS):
+        slot = slot_begin + tl.arange(0, KEYS)
+        # A slot past the end reads as the first key that does not count.
+        key = tl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
+        valid = (key >= first) & (key < end) & (slot < slot_count)
+        place = key.to(tl.int64) - k_offset
+        k_rows = k + place[:, None] * k_row
+        k_main = tl.load(k_rows + main, mask=valid[:, None] & (main < D), other=0.0)
+        scores = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
+        if TAIL > 0:
+            k_tail = tl.load(k_rows + tail, mask=valid[:, None] & (tail < D), other=0.0)
+            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # Nothing seen yet: subtract 0, since -inf - -inf would be NaN.
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weights, 1)
+        peak = new_peak
+        weights = weights.to(k.dtype.element_ty)
+        if v is None:
+            acc = tl.dot(weights, k_main, acc * decay[:, None], input_precision="ieee")
+            if VALUE_TAIL > 0:
+                acc_tail = tl.dot(weights, k_tail, acc_tail * decay[:, None], input_precision="ieee")
+        else:
+            v_rows = v + place[:, None] * v_row
+            column = tl.arange(0, VALUE_MAIN)[None, :]
+            v_main = tl.load(v_rows + column, mask=valid[:, None] & (column < D_V), other=0.0)
+            acc = tl.dot(weights, v_main, acc * decay[:, None], input_precision="ieee")
+            if VALUE_TAIL > 0:
+                column = VALUE_MAIN + tl.arange(0, VALUE_TAIL)[None, :]
+                v_tail = tl.load(v_rows + column, mask=valid[:, None] & (column < D_V), other=0.0)
+                acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
+
+    # A row that saw nothing has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_rows = out + (row * heads + head[:, None]) * D_V
+    column = tl.arange(0, VALUE_MAIN)[None, :]
+    tl.store(out_rows + column, (acc * share).to(out.dtype.element_ty), mask=real & (column < D_V))
+    if VALUE_TAIL > 0:
+        column = VALUE_MAIN + tl.arange(0, VALUE_TAIL)[None, :]
+        tl.store(out_rows + column, (acc_tail * share).to(out.dtype.element_ty), mask=real & (column < D_V))
+    tl.store(lse + row * heads + head, (peak + tl.log2(total)) / _LOG2_E, mask=head < heads)

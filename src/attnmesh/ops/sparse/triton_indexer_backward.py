@@ -1,0 +1,232 @@
+"""Gradients of the indexer's scores at given slots, in Triton: one program a row, which gathers its keys once.
+
+With g the upstream gradient times the scale, and s = iq[i, h] . ik[j]::
+
+    d_w[i, h] = sum_j g relu(s)     ds = g w [s > 0]     d_iq[i, h] = sum_j ds ik[j]     d_ik[j] += sum_h ds iq[i, h]
+
+Many rows add to one key: by atomics, or, to have the same bits in every run, each to a place of its own, from where
+they are summed in the order of rows and slots.
+"""
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnmesh.ops.sparse.triton_indexer_scores import gather_keys, valid_keys
+from attnmesh.ops.sparse.triton_indexer_tiles import (
+    MOST_GRAD_COLUMNS,
+    Tiles,
+    check_inputs,
+    grad_head_tile,
+    load_queries,
+    padded,
+    pick_grad_tiles,
+    products,
+)
+
+_WORKSPACE = 256 << 20  # bytes of parts of d_ik, if they are summed in a fixed order
+
+
+class Grads(NamedTuple):
+    """Gradients of iq (in its dtype, unless asked otherwise), ik and w (float32)."""
+
+    iq: Tensor
+    ik: Tensor
+    w: Tensor
+
+
+def scores_at_backward(
+    iq: Tensor,
+    ik: Tensor,
+    w: Tensor,
+    indices: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    slots: Tensor,
+    grad: Tensor,
+    *,
+    k_offset: int,
+    scale: float,
+    relu: bool,
+    deterministic: bool,
+    d_iq_dtype: torch.dtype | None = None,
+    tiles: Tiles | None = None,
+    workspace: int = _WORKSPACE,
+) -> Grads:
+    """Gradients of `scores_at`, whose arguments these are; `grad` float32 [s_q, topk] is not read where not valid.
+
+    If `deterministic`, the same bits in every run, whatever the `workspace` (in bytes).
+    """
+    check_inputs(iq, ik, w)
+    (s_q, _, width), topk, s_kv = iq.shape, indices.shape[1], ik.shape[0]
+    grads = Grads(
+        torch.empty(iq.shape, dtype=d_iq_dtype or iq.dtype, device=iq.device),
+        torch.zeros(ik.shape, dtype=torch.float32, device=iq.device),
+        torch.empty(w.shape, dtype=torch.float32, device=iq.device),
+    )
+    if s_q == 0:
+        return grads
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    tiles = tiles or pick_grad_tiles(iq)
+    at_once = max(1, min(s_q, workspace // (4 * max(1, topk) * width))) if deterministic else s_q
+    parts = torch.empty(at_once, topk, width, dtype=torch.float32, device=iq.device) if deterministic else None
+    for row in range(0, s_q, at_once):
+        rows = range(row, min(row + at_once, s_q))
+        launch_grads(
+            iq, ik, w, indices, lo, hi, slots, grad, grads.iq, grads.ik if parts is None else None, grads.w, parts,
+            rows=rows, topk=topk, k_offset=k_offset, scale=scale, relu=relu, tiles=tiles,
+        )  # fmt: skip
+        if parts is not None:
+            some = slice(rows.start, rows.stop)
+            _add_parts(grads.ik, parts, _keys_named(indices[some], lo[some], hi[some], slots[some], k_offset, s_kv))
+    return grads
+
+
+def launch_grads(
+    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None, lo: Tensor, hi: Tensor, slots: Tensor | None,
+    grad: Tensor, d_iq: Tensor, d_ik: Tensor | None, d_w: Tensor, parts: Tensor | None,
+    *, rows: range, topk: int, k_offset: int, scale: float, relu: bool, tiles: Tiles,
+) -> None:  # fmt: skip
+    """Writes d_iq and d_w of some rows; adds to d_ik, or writes to `parts`, or neither.
+
+    Without indices, slot j names key j.
+    """
+    _, heads, width = iq.shape
+    head_block, columns = grad_head_tile(heads), min(padded(width), MOST_GRAD_COLUMNS)
+    with torch.cuda.device_of(iq):
+        for head in range(0, heads, head_block):
+            _grad_kernel[(len(rows), triton.cdiv(padded(width), columns))](
+                iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(),
+                indices, 0 if indices is None else indices.stride(0), lo, hi, slots,
+                grad, grad.stride(0), d_iq, d_ik, d_w, parts, rows.start, topk, head, heads, k_offset, scale,
+                RELU=relu, KEYS=tiles.keys, HEADS=head_block, D=width, BLOCK_D=padded(width), COLUMNS=columns,
+                NARROW=iq.dtype == torch.float16, MORE=head > 0, num_warps=tiles.warps, num_stages=tiles.stages,
+            )  # fmt: skip
+
+
+def _keys_named(indices: Tensor, lo: Tensor, hi: Tensor, slots: Tensor, k_offset: int, s_kv: int) -> Tensor:
+    """The key of each slot; s_kv if it is not valid."""
+    valid = (indices >= lo[:, None]) & (indices < hi[:, None])
+    valid &= torch.arange(indices.shape[1], device=indices.device, dtype=torch.int32) < slots[:, None]
+    return torch.where(valid, indices - k_offset, s_kv)
+
+
+def _add_parts(d_ik: Tensor, parts: Tensor, keys: Tensor) -> None:
+    """Adds to each row of d_ik the parts of its key, in the order of rows and slots."""
+    s_kv, width = d_ik.shape
+    # A stable sort keeps that order among the parts of one key.
+    named, order = keys.flatten().sort(stable=True)
+    begins = torch.searchsorted(named, torch.arange(s_kv + 1, device=named.device, dtype=named.dtype), out_int32=True)
+    with torch.cuda.device_of(d_ik):
+        _add_parts_kernel[(s_kv,)](parts, order, begins, d_ik, D=width, BLOCK_D=padded(width), num_warps=1)
+
+
+@triton.jit
+def power_below(largest):
+    """The power of two below a number; one whose inverse is a normal number, too."""
+    bits = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.minimum(tl.maximum(bits, 1 << 23), 253 << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["row_begin", "topk", "first_head", "heads", "k_offset", "indices_stride", "grad_stride"])
+def _grad_kernel(
+    iq, iq_strides, ik, ik_stride, w, w_strides, indices, indices_stride, lo, hi, slots,
+    grad, grad_stride, d_iq, d_ik, d_w, parts,
+    row_begin, topk, first_head, heads, k_offset, scale,
+    RELU: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr, NARROW: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
+    row = row_begin + tl.program_id(0)
+    far = row.to(tl.int64)
+    row_lo, row_hi = tl.load(lo + row), tl.load(hi + row)
+    grad += far * grad_stride
+    if indices is None:
+        begin = row_lo // KEYS * KEYS
+        limit = tl.minimum(row_hi, topk)
+    else:
+        begin = 0
+        limit = tl.minimum(tl.load(slots + row), topk)
+        indices += far * indices_stride
+    if row_hi <= row_lo:
+        limit = begin
+    queries, weights = load_queries(
+        iq, iq_strides, w, w_strides, row, row + 1, first_head, heads, 0, 1, HEADS, D, BLOCK_D
+    )  # fmt: skip
+    first_dim = tl.program_id(1) * COLUMNS
+    dims = first_dim + tl.arange(0, COLUMNS)
+    my_queries = queries
+    if COLUMNS < BLOCK_D:
+        my_queries, _ = load_queries(
+            iq, iq_strides, w, w_strides, row, row + 1, first_head, heads, first_dim, 1, HEADS, D, COLUMNS
+        )  # fmt: skip
+
+    unit = 1.0 + tl.zeros((), tl.float32)
+    if NARROW:  # gradients may be far below what float16 holds: the largest of the row is brought to about 1
+        largest = tl.zeros((KEYS,), tl.float32)
+        for first in range(begin, limit, KEYS):
+            j = first + tl.arange(0, KEYS)
+            valid, _ = valid_keys(indices, j, limit, row_lo, row_hi, k_offset)
+            largest = tl.maximum(largest, tl.abs(tl.load(grad + j, mask=valid, other=0.0) * scale))
+        unit = power_below(tl.max(largest, 0))
+
+    d_queries = tl.zeros((HEADS, COLUMNS), tl.float32)
+    d_weights = tl.zeros((KEYS // 16, 8, HEADS), tl.float32)
+    for first in range(begin, limit, KEYS):
+        j = first + tl.arange(0, KEYS)
+        valid, keys = valid_keys(indices, j, limit, row_lo, row_hi, k_offset)
+        tile = gather_keys(ik, ik_stride, keys, valid, 0, D, BLOCK_D)
+        my_tile = tile
+        if COLUMNS < BLOCK_D:
+            my_tile = gather_keys(ik, ik_stride, keys, valid, first_dim, D, COLUMNS)
+        upstream = tl.load(grad + j, mask=valid, other=0.0) * scale / unit
+        dots = products(tile, queries)
+        # Chosen, not multiplied by zero: a row that sees nothing may hold anything.
+        flows = valid[:, None]
+        if RELU:
+            flows = flows & (dots > 0.0)
+        d_dots = tl.where(flows, upstream[:, None] * weights[None, :], 0.0)
+        d_weight = tl.where(flows, dots * upstream[:, None], 0.0)
+        # A thread holds rows that lie 8 apart: these are summed here, the others at the end.
+        d_weights += tl.sum(tl.reshape(d_weight, (KEYS // 16, 2, 8, HEADS)), 1)
+        d_dots = d_dots.to(tile.dtype)
+        d_queries = tl.dot(tl.trans(d_dots), my_tile, d_queries, input_precision="ieee")
+        inside = valid[:, None] & (dims < D)[None, :]
+        if d_ik is not None:
+            d_keys = tl.dot(d_dots, my_queries, input_precision="ieee") * unit
+            tl.atomic_add(d_ik + keys.to(tl.int64)[:, None] * D + dims[None, :], d_keys, mask=inside, sem="relaxed")
+        if parts is not None:
+            d_keys = tl.dot(d_dots, my_queries, input_precision="ieee") * unit
+            at = parts + (tl.program_id(0).to(tl.int64) * topk + j)[:, None] * D + dims[None, :]
+            if MORE:  # added to what earlier heads left here; nobody else adds, so the order is fixed
+                tl.atomic_add(at, d_keys, mask=inside, sem="relaxed")
+            else:
+                tl.store(at, d_keys, mask=inside)
+
+    head = first_head + tl.arange(0, HEADS)
+    at = far * heads + head
+    if first_dim == 0:
+        tl.store(d_w + at, tl.sum(tl.reshape(d_weights, (KEYS // 2, HEADS)), 0) * unit, mask=head < heads)
+    inside = (head < heads)[:, None] & (dims < D)[None, :]
+    tl.store(d_iq + at[:, None] * D + dims[None, :], (d_queries * unit).to(d_iq.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_parts_kernel(parts, order, begins, d_ik, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program a key. Its parts are added one by one: where a chunk of rows ended must leave no trace."""
+    key = tl.program_id(0)
+    dims = tl.arange(0, BLOCK_D)
+    begin, end = tl.load(begins + key), tl.load(begins + key + 1)
+    if begin < end:
+        at = d_ik + key.to(tl.int64) * D + dims
+        total = tl.load(at, mask=dims < D, other=0.0)
+        for first in range(begin, end, 8):
+            for i in tl.static_range(8):  # eight reads at a time
+                part = tl.load(order + first + i, mask=first + i < end, other=0)
+                total += tl.load(parts + part * D + dims, mask=(dims < D) & (first + i < end), other=0.0)
+        tl.store(at, total, mask=dims < D)

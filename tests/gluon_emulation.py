@@ -1,0 +1,334 @@
+"""Gluon kernels on the CPU: their own source, run by torch, each group of warps as a thread of its own.
+
+Triton's interpreter does not know Gluon. What such a kernel can get wrong that no compiler sees is its protocol: who
+waits for whom, in which phase, how often, and what lies in shared memory meanwhile. So one group runs at a time, and a
+seed decides which one goes on, wherever another could see what it does next: any may be held up while others run
+ahead. Copies land late, and what was there is gone at once. An error is: to wait for ever; to arrive more often than
+a barrier counts; to change what a matrix product reads before it is waited for; to use its result earlier; to let the
+matrix units read what no fence has shown them; to access memory outside of a tensor; to leave copies or products
+behind. What reads too early computes NaN. Layouts mean nothing here.
+"""
+
+import ast
+import random
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import Tensor
+
+THREADS = 128  # of a group of four warps, each of which reports its own copies
+
+
+def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None) -> ModuleType:
+    """The module once more, with kernels that run here, on a schedule of their own; `planted` replaces some source."""
+    source = Path(module.__file__).read_text()
+    if planted:
+        assert source.count(planted[0]) == 1
+        source = source.replace(*planted)
+    tree = ast.parse(source)
+    tree.body = [x for x in tree.body if not (isinstance(x, ast.ImportFrom) and x.module.startswith("triton"))]
+    again = ModuleType("emulated")
+    vars(again).update(Machine(seed).names())
+    exec(compile(tree, module.__file__, "exec"), vars(again))
+    return again
+
+
+class Pointer:
+    """Addresses of elements, as distances from the first of a tensor."""
+
+    def __init__(self, memory: Tensor, offset):
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    @classmethod
+    def to(cls, x: Tensor):
+        span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        return cls(x.as_strided((span if x.numel() else 0,), (1,)), torch.tensor(0))
+
+    def __add__(self, offset):
+        return Pointer(self.memory, self.offset + offset)
+
+    def __getitem__(self, index):
+        return Pointer(self.memory, self.offset[index])
+
+    def places(self, mask) -> tuple[Tensor, Tensor]:
+        offset, mask = torch.broadcast_tensors(self.offset, value(True if mask is None else mask))
+        assert ((offset >= 0) & (offset < len(self.memory)) | ~mask).all(), "an access outside of the tensor"
+        return torch.where(mask, offset, 0).long(), mask
+
+    def read(self, mask=None, other=0) -> Tensor:
+        offset, mask = self.places(mask)
+        return torch.where(mask, self.memory[offset], torch.as_tensor(other, dtype=self.memory.dtype))
+
+    def write(self, x: Tensor, mask=None) -> None:
+        offset, mask = self.places(mask)
+        self.memory[offset[mask]] = x.to(self.memory.dtype).broadcast_to(offset.shape)[mask]
+
+
+def value(x) -> Tensor:
+    """What the language makes of a Python number: 32 bits."""
+    return torch.as_tensor(x, dtype={int: torch.int32, float: torch.float32}.get(type(x)))
+
+
+class Shared:
+    """A view of shared memory, NaN until written. `hidden`: written, but not yet for the matrix units to see."""
+
+    def __init__(self, machine, x: Tensor, hidden: Tensor):
+        self.machine, self.x, self.hidden = machine, x, hidden
+        self.dtype = x.dtype
+
+    def view(self, change):
+        return Shared(self.machine, change(self.x), change(self.hidden))
+
+    def index(self, i):
+        assert 0 <= i < len(self.x)
+        return self.view(lambda x: x[int(i)])
+
+    def slice(self, start, length, dim=0):
+        return self.view(lambda x: x.narrow(dim, start, length))
+
+    def permute(self, order):
+        return self.view(lambda x: x.permute(*order))
+
+    def _reinterpret(self, dtype, shape, layout):
+        assert dtype.itemsize == self.dtype.itemsize
+        return Shared(self.machine, self.x.view(dtype).view(shape), self.hidden.view(shape))
+
+    def load(self, layout) -> Tensor:
+        self.machine.pause()
+        return self.x.clone()
+
+    def store(self, x: Tensor) -> None:
+        self.machine.pause()
+        assert (x.shape, x.dtype) == (self.x.shape, self.x.dtype)
+        self.fill(x)
+
+    def fill(self, x: Tensor) -> None:
+        self.x.copy_(x)
+        self.hidden.fill_(True)
+        self.machine.unfenced.append(self.hidden)
+
+
+class Barrier:
+    """Completes a phase after `count` arrivals, and tells odd phases from even ones only."""
+
+    def __init__(self):
+        self.count = self.pending = self.phase = 0
+
+    def init(self, count):
+        self.count = self.pending = count
+
+    def arrive(self, count):
+        self.pending -= count
+        assert self.pending >= 0, "more arrivals than the barrier counts"
+        if self.pending == 0:
+            self.pending, self.phase = self.count, self.phase + 1
+
+
+class Product:
+    """A matrix product on its way: what it reads of shared memory must stay as it is."""
+
+    def __init__(self, a, b, acc):
+        self.read = [(x.x, x.x.clone()) for x in (a, b) if isinstance(x, Shared)]
+        self.done = False
+        a, b = (x.x if isinstance(x, Shared) else x for x in (a, b))
+        self.result = a.float() @ b.float()
+        if acc is not None:
+            self.result += acc.result if isinstance(acc, Product) else acc
+
+    def finish(self):
+        for now, before in self.read:
+            assert torch.equal(now.nan_to_num(7.0), before.nan_to_num(7.0)), "an operand changed under a product"
+        self.done = True
+
+
+class Kernel:
+    """Called by another, or launched on a grid: one program after another."""
+
+    def __init__(self, machine, function):
+        self.machine, self.function = machine, function
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps, maxnreg=None, **constants):
+            args = [Pointer.to(x) if isinstance(x, Tensor) else x for x in args]
+            for program in range(grid[0]):
+                self.machine.program, self.machine.programs = program, grid[0]
+                self.function(*args, **constants)
+
+        return launch
+
+
+class Group:
+    """Some warps of a program, in a thread that runs only from `step` to its next pause."""
+
+    def __init__(self, kernel: Kernel, args: tuple):
+        self.name = kernel.function.__name__
+        self.copies, self.products = [], []  # that it started, and that nobody waits for yet
+        self.done = self.abandoned = False
+        self.failure, self.until = None, lambda: True
+        self.go, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self.thread = threading.Thread(target=self.run, args=(kernel, args), daemon=True)
+        self.thread.start()
+
+    def run(self, kernel, args):
+        self.go.acquire()
+        try:
+            if not self.abandoned:
+                kernel(*args)
+                assert not self.copies and not self.products, "copies or products are left behind"  # noqa: PT018
+        except BaseException as failure:
+            self.failure = failure
+        self.done = True
+        self.stopped.release()
+
+    def step(self):
+        self.go.release()
+        self.stopped.acquire()
+
+    def pause(self, until):
+        self.until = until
+        self.stopped.release()
+        self.go.acquire()
+        if self.abandoned:
+            raise SystemExit
+
+
+class Machine:
+    """What the kernels are given for Gluon."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.program = self.programs = 0
+        self.current: Group | None = None
+        self.unfenced: list[Tensor] = []
+
+    def warp_specialize(self, functions, warps, registers):
+        groups = [Group(*function) for function in functions]
+        self.landing: list[tuple] = []  # copies on their way, in order, and whom to tell
+        # Each group, and the memory, has its own pace: now one runs ahead, now another.
+        pace = {x: self.random.choice((0.02, 1.0, 1.0, 5.0)) for x in (*groups, self.land)}
+        while not any(group.failure for group in groups):
+            able = [group for group in groups if not group.done and group.until()] + [self.land] * bool(self.landing)
+            if not able:
+                break
+            chosen = self.random.choices(able, [pace[x] for x in able])[0]
+            if chosen == self.land:
+                self.land()
+            else:
+                self.current = chosen
+                chosen.step()
+        self.current = None
+        failures = [group.failure for group in groups if group.failure]
+        stuck = [group for group in groups if not group.done]
+        for group in stuck:
+            group.abandoned = True
+            group.step()
+        if failures:
+            raise failures[0]
+        assert not stuck, f"these wait for ever: {[group.name for group in stuck]}"
+
+    def pause(self, until=lambda: True):
+        """Where another group may go on: before all that others can see."""
+        if self.current:
+            self.current.pause(until)
+
+    def wait(self, barrier: Barrier, parity):
+        self.pause(lambda: barrier.phase % 2 != parity)
+
+    def arrive(self, barrier: Barrier, count=1):
+        self.pause()
+        barrier.arrive(count)
+
+    def copy(self, shared: Shared, pointer: Pointer, mask=None):
+        assert pointer.offset.shape == shared.x.shape
+        self.pause()
+        shared.x.fill_(torch.nan)
+        self.current.copies.append((shared, pointer, mask))
+
+    def arrive_when_copied(self, barrier: Barrier, increment_count=True):
+        assert not increment_count, "only arrivals that the barrier counts already are emulated"
+        self.pause()
+        self.landing.append((self.current.copies, barrier))
+        self.current.copies = []
+
+    def land(self):
+        copies, barrier = self.landing.pop(0)
+        for shared, pointer, mask in copies:
+            shared.fill(pointer.read(mask))
+        barrier.arrive(THREADS)
+
+    def fence(self):
+        """By whomever: a fence too few, or too early, shows where no other comes in between."""
+        self.pause()
+        for hidden in self.unfenced:
+            hidden.fill_(False)
+        self.unfenced = []
+
+    def multiply(self, a, b, acc, *, use_acc=True, is_async=False):
+        assert is_async
+        self.pause()
+        assert not any(x.hidden.any() for x in (a, b) if isinstance(x, Shared)), "no fence showed this to a product"
+        product = Product(a, b, acc if use_acc else None)
+        self.current.products.append(product)
+        return product
+
+    def wait_for_products(self, outstanding, deps):
+        self.pause()
+        while len(self.current.products) > outstanding:
+            self.current.products.pop(0).finish()
+        assert all(product.done for product in deps), "a product is used before it is done"
+        return deps[0].result if len(deps) == 1 else tuple(product.result for product in deps)
+
+    def allocate(self, dtype, shape, layout):
+        if layout == "barriers":
+            barriers = [Barrier() for _ in range(shape[0])]
+            return SimpleNamespace(index=lambda i: barriers[int(i)])
+        return Shared(self, torch.full(shape, torch.nan, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
+
+    def names(self) -> dict:
+        layouts = (
+            "Blocked", "DistributedLinear", "DotOperand", "NVMMADistributed", "NVMMAShared", "Slice", "SwizzledShared",
+        )  # fmt: skip
+        language = {
+            **{f"{name}Layout": lambda *_, **__: None for name in layouts},
+            **{name: getattr(torch, name) for name in ("float32", "int32", "int64", "exp2", "log2", "sum")},
+            "constexpr": lambda x: x,
+            "static_range": range,
+            "program_id": lambda axis: value(self.program),
+            "num_programs": lambda axis: value(self.programs),
+            "arange": lambda begin, end, layout: torch.arange(begin, end, dtype=torch.int32),
+            "full": lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype),
+            "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            "where": lambda mask, a, b: torch.where(value(mask), value(a), value(b)),
+            "maximum": lambda a, b: torch.maximum(value(a), value(b)),
+            "minimum": lambda a, b: torch.minimum(value(a), value(b)),
+            "max": torch.amax,
+            "cdiv": lambda a, b: (a + b - 1) // b,
+            "convert_layout": lambda x, layout: x,
+            "load": Pointer.read,
+            "store": Pointer.write,
+            "allocate_shared_memory": self.allocate,
+            "warp_specialize": self.warp_specialize,
+        }
+
+        def jit(function=None, **_):
+            return Kernel(self, function) if function else jit
+
+        return {
+            "gluon": SimpleNamespace(jit=jit),
+            "gl": SimpleNamespace(**language),
+            "mbarrier": SimpleNamespace(
+                MBarrierLayout=lambda: "barriers", init=Barrier.init, wait=self.wait, arrive=self.arrive
+            ),
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=self.copy, mbarrier_arrive=self.arrive_when_copied
+            ),
+            "fence_async_shared": self.fence,
+            "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": self.wait_for_products,
+        }

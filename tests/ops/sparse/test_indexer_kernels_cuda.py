@@ -1,0 +1,166 @@
+"""The indexer's kernels on a GPU: real sizes, bf16, the bits of scores, the memory that the top-k takes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from attnmesh.ops.sparse.triton_indexer_backward import scores_at_backward
+from attnmesh.ops.sparse.triton_indexer_dense_backward import scores_backward_dense
+from attnmesh.ops.sparse.triton_indexer_scores import scores_at
+from attnmesh.ops.sparse.triton_indexer_tiles import Tiles
+from attnmesh.ops.sparse.triton_indexer_topk import Best, topk
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+HOW = {"scale": (64 * 128) ** -0.5, "relu": True}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def drawn(s_q: int, s_kv: int, heads: int = 64, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    iq, ik = (torch.randn(*n, dim, device="cuda").to(dtype) for n in ((s_q, heads), (s_kv,)))
+    return [iq, ik, torch.randn(s_q, heads, device="cuda")]
+
+
+def seen(s_q: int, s_kv: int, causal: bool) -> tuple[Tensor, Tensor]:
+    lo = torch.zeros(s_q, dtype=torch.int32, device="cuda")
+    return lo, torch.arange(s_kv - s_q + 1, s_kv + 1, dtype=torch.int32, device="cuda") if causal else lo + s_kv
+
+
+def scores_of_all(iq: Tensor, ik: Tensor, w: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+    """The kernel's own scores of every key, by its other launcher."""
+    s_q, s_kv = iq.shape[0], ik.shape[0]
+    every = torch.arange(s_kv, dtype=torch.int32, device="cuda").expand(s_q, s_kv)
+    return scores_at(iq, ik, w, every, lo, hi, torch.full_like(lo, s_kv), k_offset=0, **HOW)
+
+
+def definition(scores: Tensor, k: int) -> Best:
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+    chosen = scores.gather(1, order) > -torch.inf
+    indices, back = order.masked_fill(~chosen, 2**31 - 1).sort(1)
+    chosen = chosen.gather(1, back)
+    return Best(indices.masked_fill(~chosen, -1).int(), scores.gather(1, order).gather(1, back), chosen.sum(1).int())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("s_q", "s_kv", "k", "causal", "weights"),
+    [(300, 32768, 2048, False, 1.0), (300, 20001, 2048, True, 1.0), (100, 131072, 2048, True, 1.0),
+     (200, 30000, 2048, True, 0.02), (3000, 3000, 2048, True, 1.0), (5, 9000, 100, True, 1.0)],
+)  # fmt: skip
+def test_the_topk_is_that_of_the_scores_bit_for_bit(dtype, s_q, s_kv, k, causal, weights):
+    if dtype == torch.float32:
+        s_q = min(s_q, 20) if s_kv > s_q else s_q
+    iq, ik, w = drawn(s_q, s_kv, dtype=dtype)
+    w *= torch.rand_like(w) < weights  # with few weights many scores are exactly zero
+    lo, hi = seen(s_q, s_kv, causal)
+    found = topk(iq, ik, w, k, lo, hi, **HOW)
+    some = torch.randperm(s_q, device="cuda")[:32]
+    scores = scores_of_all(iq[some], ik, w[some], lo[some], hi[some])
+    expected = definition(scores, k)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine[some], theirs)
+    again = topk(iq, ik, w, k, lo, hi, **HOW)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    exact = torch.stack([
+        ((iq[i].double() @ ik.double().T).relu() * w[i].double()[:, None]).sum(0) for i in some[:4].tolist()
+    ]) * HOW["scale"]  # fmt: skip
+    visible = scores[:4] > -torch.inf
+    assert (scores[:4].double() - exact)[visible].norm() < 1e-5 * exact[visible].norm()
+
+
+def test_no_cut_of_the_work_shows_in_the_bits():
+    iq, ik, w = drawn(500, 20000)
+    lo, hi = seen(500, 20000, True)
+    first = topk(iq, ik, w, 512, lo, hi, **HOW)
+    for how in (
+        {"tiles": Tiles(128, 2, 4, 2)}, {"tiles": Tiles(64, 1, 4, 3), "span": 512}, {"tiles": Tiles(128, 4, 8, 3)},
+        {"workspace": 1}, {"programs": 1}, {"programs": 40, "span": 256}, {"block": 512}, {"block": 8192},
+    ):  # fmt: skip
+        other = topk(iq, ik, w, 512, lo, hi, **HOW, **how)
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), how
+
+
+def test_a_key_has_the_same_scores_wherever_it_lies():
+    iq, ik, w = drawn(40, 5000)
+    lo, hi = seen(40, 5000, False)
+    scores = scores_of_all(iq, ik, w, lo, hi)
+    for shift in (1, 37, 64, 1000):
+        assert torch.equal(scores_of_all(iq, ik.roll(shift, 0), w, lo, hi), scores.roll(shift, 1))
+    assert torch.equal(scores_of_all(iq, ik[1234:], w, lo, hi - 1234), scores[:, 1234:])
+
+
+@pytest.mark.parametrize("s_kv", [32768, 131072])
+def test_the_topk_takes_a_tenth_of_its_inputs_and_outputs_at_most(s_kv):
+    iq, ik, w = drawn(4096, s_kv)
+    lo, hi = seen(4096, s_kv, False)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = topk(iq, ik, w, 2048, lo, hi, **HOW)
+    out = sum(x.numel() * x.element_size() for x in found)
+    extra = torch.cuda.max_memory_allocated() - before - out
+    assert extra <= 0.1 * (out + sum(x.numel() * x.element_size() for x in (iq, ik, w, lo, hi)))
+
+
+def test_the_topk_in_a_graph_and_beside_another():
+    """Two at a time on two streams: neither may wait for what the other keeps from running."""
+    problems = [(*drawn(600, 16384), *seen(600, 16384, True)) for _ in range(2)]
+    alone = [topk(iq, ik, w, 1024, lo, hi, **HOW) for iq, ik, w, lo, hi in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        beside = []
+        for (iq, ik, w, lo, hi), stream in zip(problems, streams, strict=True):
+            with torch.cuda.stream(stream):
+                beside.append(topk(iq, ik, w, 1024, lo, hi, **HOW))
+        torch.cuda.synchronize()
+        for a, b in zip(alone, beside, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    iq, ik, w, lo, hi = problems[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = topk(iq, ik, w, 1024, lo, hi, **HOW)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(captured, alone[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim"), [(64, 128), (8, 64), (64, 256), (130, 80)])
+def test_gradients_against_float64(dtype, heads, dim):
+    s_q, s_kv, k = 50, 3000, 200
+    iq, ik, w = drawn(s_q, s_kv, heads, dim, dtype)
+    indices = torch.rand(s_q, s_kv, device="cuda").topk(k, dim=1).indices.int()
+    grad = torch.randn(s_q, k, device="cuda")
+    lo, hi = seen(s_q, s_kv, False)
+    leaves = [x.double().requires_grad_() for x in (iq, ik, w)]
+    s = torch.einsum("qhd,qkd->qhk", leaves[0], leaves[1][indices.long()]).relu()
+    truth = torch.autograd.grad((s * leaves[2][..., None]).sum(1) * HOW["scale"], leaves, grad.double())
+    within = 1e-5 if dtype == torch.float32 else 1e-2
+    how = HOW | {"k_offset": 0, "d_iq_dtype": torch.float32}
+    found = []
+    for deterministic, workspace in ((False, 1), (True, 1 << 28), (True, 7 * 4 * k * dim)):
+        found.append(scores_at_backward(
+            iq, ik, w, indices, lo, hi, lo + k, grad, deterministic=deterministic, workspace=workspace, **how
+        ))  # fmt: skip
+        for mine, exact in zip(found[-1], truth, strict=True):
+            assert (mine.double() - exact).norm() < within * exact.norm()
+    assert all(torch.equal(a, b) for a, b in zip(found[1], found[2], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_a_stretch_are_those_at_its_slots(dtype):
+    s_q, n = 200, 700
+    iq, ik, w = drawn(s_q, n, dtype=dtype)
+    lo, hi = seen(s_q, n, True)
+    grad = torch.randn(s_q, n, device="cuda")
+    every = torch.arange(n, dtype=torch.int32, device="cuda").expand(s_q, n)
+    how = HOW | {"d_iq_dtype": torch.float32}
+    at_slots = scores_at_backward(iq, ik, w, every, lo, hi, lo + n, grad, k_offset=0, deterministic=True, **how)
+    dense = scores_backward_dense(iq, ik, w, 5000, lo + 5000, hi + 5000, grad, **how)
+    again = scores_backward_dense(iq, ik, w, 5000, lo + 5000, hi + 5000, grad, **how)
+    assert all(torch.equal(a, b) for a, b in zip(dense, again, strict=True))
+    for mine, theirs in zip(dense, at_slots, strict=True):
+        assert (mine - theirs).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * theirs.norm()

@@ -1,0 +1,443 @@
+"""indexer_kl_loss: KL(p || softmax(I)) of every row and its gradients, against float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attending import peak_bytes
+from attnmesh import SparseMask, indexer_kl_loss, indexer_scores_at, sparse_attention
+from attnmesh.ops.sparse import dense_kl, reference, torch_gather
+from sparse_cases import (
+    BACKENDS,
+    EVERY,
+    KEY_MASKS,
+    MASKS,
+    Attended,
+    Indexed,
+    amid,
+    assert_right,
+    drawn,
+    drawn_indexer,
+    home,
+    moved,
+    normal,
+)
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each = pytest.mark.parametrize(("backend", "dtype"), EVERY)
+each_mode = pytest.mark.parametrize("mode", ["sparse", "dense"])
+NAMES = ["loss", "d_iq", "d_ik", "d_w"]
+FAR = torch.float64
+
+
+def both(mask: str = "all", s_q: int = 13, s_kv: int = 23, **how) -> tuple[Attended, Indexed]:
+    """Attention and the indexer that is to learn from it."""
+    attention = drawn(s_q, s_kv, mask=mask, **how)
+    return attention, drawn_indexer(s_q, s_kv, mask=attention.mask, dtype=attention.q.dtype)
+
+
+def lse_of(attention: Attended, mode: str) -> Tensor:
+    """Over the slots; of dense attention, over all keys that the mask shows."""
+    if mode == "dense":
+        first = attention.mask.k_offset
+        every = torch.arange(first, first + attention.s_kv, dtype=torch.int32).expand(attention.q.shape[0], -1)
+        attention = replace(attention, indices=every)
+    return attention.exact()[1].to(torch.promote_types(attention.q.dtype, torch.float32))
+
+
+def row_grads(s_q: int) -> Tensor:
+    return normal(s_q, dtype=FAR, seed=55)
+
+
+def over(p: Tensor, indexer: Indexed, indices: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    """Loss of every row and gradients; p is [s_q, s_kv] over all keys, or has a number for each slot."""
+    leaves = [x.to(dtype).requires_grad_() for x in indexer.leaves]
+    scores, seen = indexer.scores(leaves), indexer.seen
+    if indices is not None:
+        seen = reference.valid_slots(indices, indexer.s_kv, indexer.mask)
+        scores = scores.gather(1, torch.where(seen, indices - indexer.mask.k_offset, 0).long())
+    rows = reference.kl(p.to(dtype), scores, seen)
+    grads = torch.autograd.grad(rows, leaves, row_grads(len(rows)).to(dtype))
+    return [rows.detach(), *grads]
+
+
+def by_definition(
+    attention: Attended, indexer: Indexed, mode: str, lse: Tensor, dtype: torch.dtype = FAR
+) -> list[Tensor]:
+    """In float64, or as simply as can be in another precision."""
+    lse = lse.to(dtype)
+    heads = reference.distribution(attention.q.to(dtype), attention.kv.to(dtype), lse, attention.sm_scale)
+    p = torch.where(lse.T[..., None].isinf(), 0.0, heads).sum(0)
+    if mode == "dense":
+        return over(p, indexer, None, dtype)
+    at = torch.where(attention.valid, attention.indices - attention.mask.k_offset, 0).long()
+    return over(p.gather(1, at), indexer, attention.indices, dtype)
+
+
+def found(
+    attention: Attended, indexer: Indexed, mode: str, lse: Tensor | None, backend: str, **how: object
+) -> list[Tensor]:
+    """Loss of every row and gradients where whatever nobody may look at is NaN; attention is left out without lse."""
+    device = home(backend)
+    if mode == "dense":
+        read, blind = indexer.seen.any(0), indexer.blind
+    else:
+        read, blind = (attention.times > 0).any(0), ~attention.valid.any(1)
+    poison = {
+        "iq": indexer.iq.masked_fill(blind[:, None, None], torch.nan),
+        "ik": indexer.ik.masked_fill(~read[:, None], torch.nan),
+        "w": indexer.w.masked_fill(blind[:, None], torch.nan),
+        "q": attention.q.masked_fill(blind[:, None, None], torch.nan),
+        "k": attention.kv.masked_fill(~read[:, None], torch.nan),
+    }
+    poison = {name: amid(x.to(device)).detach() for name, x in poison.items()}
+    leaves = [poison.pop(name).requires_grad_() for name in ("iq", "ik", "w")]
+    if lse is not None:
+        how = {"lse": lse.to(device), "sm_scale": attention.sm_scale, **poison} | how
+    rows = indexer_kl_loss(
+        *leaves, attention.indices.to(device) if mode == "sparse" else None, mode=mode,
+        mask=moved(indexer.mask, device), reduction="none", backend=backend, **indexer.how, **how,
+    )  # fmt: skip
+    assert rows.dtype == torch.promote_types(indexer.iq.dtype, torch.float32)
+    grads = torch.autograd.grad(rows, leaves, row_grads(len(rows)).to(rows))
+    return [x.detach().cpu() for x in (rows, *grads)]
+
+
+def check(attention: Attended, indexer: Indexed, mode: str, backend: str, lse: Tensor | None = None) -> None:
+    lse = lse_of(attention, mode) if lse is None else lse
+    exact = by_definition(attention, indexer, mode, lse)
+    plain = by_definition(attention, indexer, mode, lse, indexer.iq.dtype)
+    assert_right(NAMES, found(attention, indexer, mode, lse, backend), plain, exact)
+
+
+# Every row against float64.
+
+
+@each
+@pytest.mark.parametrize("name", MASKS)
+def test_sparse_with_every_mask_in_every_dtype(name, backend, dtype):
+    check(*both(name, dtype=dtype), "sparse", backend)
+
+
+@each
+@pytest.mark.parametrize("name", KEY_MASKS)
+def test_dense_with_every_mask_in_every_dtype(name, backend, dtype):
+    check(*both(name, dtype=dtype), "dense", backend)
+
+
+@each_backend
+@each_mode
+@pytest.mark.parametrize(
+    ("s_q", "s_kv", "topk", "d"), [(1, 1, 1, 16), (3, 9, 20, 64), (40, 200, 100, 24), (2, 5, 1, 8)]
+)
+def test_every_size(s_q, s_kv, topk, d, mode, backend):
+    attention = drawn(s_q, s_kv, topk=topk, d=d, mask="later", heads=5)
+    check(attention, drawn_indexer(s_q, s_kv, mask=attention.mask, heads=7, d=d), mode, backend)
+
+
+@each_backend
+@each_mode
+@pytest.mark.parametrize(("s_q", "s_kv"), [(0, 5), (4, 0), (0, 0)])
+def test_no_rows_and_no_keys(s_q, s_kv, mode, backend):
+    attention, indexer = both(s_q=s_q, s_kv=s_kv)
+    rows, *grads = found(attention, indexer, mode, torch.zeros(s_q, 4), backend)
+    assert rows.tolist() == [0.0] * s_q
+    assert all(x.eq(0).all() for x in grads)
+
+
+@each_backend
+@each_mode
+def test_an_lse_over_other_keys_than_these(mode, backend):
+    """With a window or a sink heads differ in mass, and a row is normalised over all of them together."""
+    attention, indexer = both("causal")
+    lse = lse_of(attention, mode) + torch.tensor([0.0, 1.0, 2.0, 5.0])
+    check(attention, indexer, mode, backend, lse)
+
+
+@each_backend
+@each_mode
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_a_head_without_mass_and_a_row_without_any(value, mode, backend):
+    attention, indexer = both()
+    lse = lse_of(attention, mode)
+    lse[2::3, 1] = value
+    lse[4] = value
+    check(attention, indexer, mode, backend, lse)
+    rows, d_iq, _, d_w = found(attention, indexer, mode, lse, backend)
+    for x in (rows, d_iq, d_w):
+        assert x[4].eq(0).all()
+        assert x[5].ne(0).any()
+
+
+@each_backend
+@each_mode
+def test_an_lse_in_base_two(mode, backend):
+    attention, indexer = both("causal")
+    lse = lse_of(attention, mode)
+    natural = found(attention, indexer, mode, lse, backend)
+    two = found(attention, indexer, mode, lse / math.log(2), backend, lse_base="2")
+    for a, b in zip(natural, two, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@each_mode
+def test_attention_may_have_another_dtype_than_the_indexer(mode):
+    attention, indexer = both("causal", dtype=torch.float64)
+    lse = lse_of(attention, mode)
+    exact = by_definition(attention, indexer, mode, lse)
+    narrow = replace(indexer, **{name: getattr(indexer, name).float() for name in ("iq", "ik", "w")})
+    for a, b in zip(found(attention, narrow, mode, lse, "torch"), exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4)
+
+
+# A target that is given.
+
+
+def given_target(attention: Attended, *, seed: int = 3) -> Tensor:
+    """Not normalised, with zeros; a row of zeros; something at slots that are not valid."""
+    target = 3 * normal(*attention.indices.shape, dtype=torch.float64, seed=seed).relu().float()
+    target[1] = 0.0
+    return target
+
+
+@each
+@pytest.mark.parametrize("name", MASKS)
+def test_a_given_target_need_not_be_normalised(name, backend, dtype):
+    attention, indexer = both(name, dtype=dtype)
+    target = given_target(attention)
+    assert target[attention.valid].eq(0).any()  # 0 log 0
+    exact, plain = (over(target, indexer, attention.indices, x) for x in (FAR, dtype))
+    result = found(attention, indexer, "sparse", None, backend, target=target.to(home(backend)))
+    assert_right(NAMES, result, plain, exact)
+    assert result[0][1] == 0
+    assert result[1][1].eq(0).all()
+
+
+@each_backend
+def test_the_loss_is_zero_and_still_where_the_indexer_is_right(backend):
+    attention, indexer = both("causal")
+    indices, device = attention.indices.to(home(backend)), home(backend)
+    leaves = [x.to(device).requires_grad_() for x in indexer.leaves]
+    how = {"mask": indexer.mask, "backend": backend, **indexer.how}
+    scores = indexer_scores_at(*leaves, indices, **how)
+    target = torch.where(scores.isneginf(), 0.0, 7 * scores.softmax(-1).nan_to_num(0.0))
+    rows = indexer_kl_loss(*leaves, indices, target, reduction="none", **how)
+    assert rows.abs().max() < 1e-6
+    for grad in torch.autograd.grad(rows.sum(), leaves):
+        assert grad.abs().max() < 1e-5
+    worse = indexer_kl_loss(*leaves, indices, target.roll(1, 1) + 0.1, reduction="none", **how)
+    assert worse[attention.valid.sum(1).to(device) > 2].gt(1e-3).all()
+
+
+@each_backend
+def test_what_there_is_to_match_is_a_constant(backend):
+    attention, indexer = both()
+    device = home(backend)
+    iq, ik, w, indices = (x.to(device) for x in (indexer.iq, indexer.ik, indexer.w, attention.indices))
+    q, k, target = (x.to(device).requires_grad_() for x in (attention.q, attention.kv, given_target(attention)))
+    lse = torch.zeros(13, 4, device=device, requires_grad=True)
+    how = {"backend": backend}
+    assert not indexer_kl_loss(iq, ik, w, indices, target, **how).requires_grad
+    assert not indexer_kl_loss(iq, ik, w, indices, q=q, k=k, lse=lse, sm_scale=0.3, **how).requires_grad
+    assert not indexer_kl_loss(iq, ik, w, q=q, k=k, lse=lse, sm_scale=0.3, mode="dense", **how).requires_grad
+    iq.requires_grad_()
+    indexer_kl_loss(iq, ik, w, indices, q=q, k=k, lse=lse, sm_scale=0.3, **how).backward()
+    indexer_kl_loss(iq, ik, w, q=q, k=k, lse=lse, sm_scale=0.3, mode="dense", **how).backward()
+    assert iq.grad is not None
+    assert q.grad is k.grad is lse.grad is None
+
+
+@each_backend
+def test_a_visible_score_that_is_nan_shows_in_the_loss(backend):
+    _, indexer = both(s_q=2, s_kv=3)
+    iq, ik, w = (x.to(home(backend)).clone() for x in (indexer.iq, indexer.ik, indexer.w))
+    ik[1] = torch.nan
+    indices = torch.tensor([[1], [2]], dtype=torch.int32, device=ik.device)
+    rows = indexer_kl_loss(iq, ik, w, indices, torch.ones(2, 1, device=ik.device), reduction="none", backend=backend)
+    assert rows.isnan().tolist() == [True, False]
+
+
+# Dense.
+
+
+@each_backend
+def test_dense_is_sparse_over_all_keys(backend):
+    attention, indexer = both("causal")
+    lse = lse_of(attention, "dense")
+    every = replace(attention, indices=torch.arange(23, dtype=torch.int32).repeat(13, 1))
+    dense, sparse = (found(every, indexer, mode, lse, backend) for mode in ("dense", "sparse"))
+    for a, b in zip(dense, sparse, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@each
+@pytest.mark.parametrize("name", ["causal", "documents", "stretch", "later strided"])
+def test_keys_come_in_stretches(name, backend, dtype, monkeypatch):
+    """One cast at the end, however many there are: low precision gets the float64 answer, rounded."""
+    monkeypatch.setattr(dense_kl, "_MOST_SLOTS", 1)  # 128 keys at a time
+    attention, indexer = both(name, s_q=13, s_kv=300, dtype=dtype)
+    if name == "causal":
+        mask = SparseMask(causal=True, q_positions=torch.arange(13) * 25)
+        attention, indexer = replace(attention, mask=mask), replace(indexer, mask=mask)
+    check(attention, indexer, "dense", backend)
+    if dtype in (torch.bfloat16, torch.float16):
+        lse = lse_of(attention, "dense")
+        d_iq = by_definition(attention, indexer, "dense", lse)[1].to(dtype)
+        equal = found(attention, indexer, "dense", lse, backend)[1] == d_iq
+        assert equal.float().mean() > 0.9
+
+
+def test_memory_on_a_cpu_stays_below_rows_times_keys(monkeypatch):
+    """[s_q, s_kv] is 2 MB here, and a naive loss holds one for each head, and more."""
+    monkeypatch.setattr(dense_kl, "_MOST_SLOTS", 1)
+    monkeypatch.setattr(torch_gather, "_MOST_ELEMENTS", 1 << 17)
+    s_q, s_kv = 128, 4096
+    q, k, iq, ik, w = (
+        torch.randn(*shape) for shape in ((s_q, 2, 8), (s_kv, 8), (s_q, 2, 8), (s_kv, 8), (s_q, 2))
+    )  # fmt: skip
+    leaves = [x.requires_grad_() for x in (iq, ik, w)]
+    how = {"q": q, "k": k, "lse": torch.full((s_q, 2), 8.0), "sm_scale": 0.3, "mode": "dense"}
+    assert peak_bytes(lambda: indexer_kl_loss(*leaves, **how).backward()) < 0.75 * s_q * s_kv * 4
+
+
+# Reductions.
+
+
+@each_backend
+@each_mode
+def test_reductions_count_the_rows_they_are_told(mode, backend):
+    attention, indexer = both("causal")
+    lse, counted = lse_of(attention, mode), torch.arange(13) % 3 != 1
+    rows = found(attention, indexer, mode, lse, backend)[0]
+    device = home(backend)
+    given_ = [x.to(device) for x in (indexer.iq, indexer.ik, indexer.w)]
+    indices = attention.indices.to(device) if mode == "sparse" else None
+    how = {
+        "q": attention.q.to(device), "k": attention.kv.to(device), "lse": lse.to(device),
+        "sm_scale": attention.sm_scale, "mask": indexer.mask, "mode": mode, "backend": backend, **indexer.how,
+    }  # fmt: skip
+
+    def loss(**more: object) -> Tensor:
+        return indexer_kl_loss(*given_, indices, **how, **more).cpu()
+
+    some = counted.to(device)
+    pairs = [
+        (loss(), rows.sum()),  # "sum" unless said
+        (loss(reduction="sum"), rows.sum()),
+        (loss(reduction="sum", row_mask=some), rows[counted].sum()),
+        (loss(reduction="mean_rows"), rows.sum() / 13),
+        (loss(reduction="mean_rows", row_mask=some), rows[counted].sum() / counted.sum()),
+        (loss(reduction="mean_rows", global_rows=40), rows.sum() / 40),
+        (loss(reduction="mean_rows", global_rows=torch.tensor(40, device=device)), rows.sum() / 40),
+        (loss(reduction="mean_rows", global_rows=40, row_mask=some), rows[counted].sum() / 40),
+        (loss(reduction="none", row_mask=some), torch.where(counted, rows, 0.0)),
+        (loss(reduction="mean_rows", row_mask=torch.zeros_like(some)), torch.tensor(0.0)),
+        (loss(reduction="mean_rows", global_rows=torch.tensor(0, device=device)), rows.sum()),
+    ]
+    for a, b in pairs:
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b)
+
+
+@each_backend
+@each_mode
+def test_rows_that_do_not_count_may_hold_anything(mode, backend):
+    """Padding rows: NaN in their queries, weights, lse and target reaches neither the loss nor any gradient."""
+    attention, indexer = both("causal")
+    counted, device = torch.arange(13) % 3 != 1, home(backend)
+    lse = lse_of(attention, mode)
+    expected = by_definition(attention, indexer, mode, lse)
+    weights = row_grads(13).masked_fill(~counted, 0.0)
+
+    def run(spoil: bool) -> list[Tensor]:
+        def side(x: Tensor) -> Tensor:
+            bad = ~counted.view(-1, *[1] * (x.ndim - 1))
+            return (x.masked_fill(bad, torch.nan) if spoil else x).to(device)
+
+        leaves = [x.detach().requires_grad_() for x in (side(indexer.iq), indexer.ik.to(device), side(indexer.w))]
+        rows = indexer_kl_loss(
+            *leaves, attention.indices.to(device) if mode == "sparse" else None, q=side(attention.q),
+            k=attention.kv.to(device), lse=side(lse), sm_scale=attention.sm_scale, mask=indexer.mask, mode=mode,
+            reduction="none", row_mask=counted.to(device), backend=backend, **indexer.how,
+        )  # fmt: skip
+        return [rows, *torch.autograd.grad((rows * weights.to(rows)).sum(), leaves)]
+
+    spoilt, clean = run(True), run(False)
+    for a, b in zip(spoilt, clean, strict=True):
+        torch.testing.assert_close(a, b)
+    assert spoilt[0][~counted].eq(0).all()
+    torch.testing.assert_close(spoilt[0][counted].cpu().double(), expected[0][counted], rtol=1e-4, atol=1e-5)
+    for x in (spoilt[1], spoilt[3]):
+        assert x[~counted].eq(0).all()
+
+
+@each_backend
+@each_mode
+def test_parts_of_the_rows_add_up_with_the_number_of_all(mode, backend):
+    attention, indexer = both()
+    lse, device = lse_of(attention, mode), home(backend)
+
+    def loss(some: slice) -> list[Tensor]:
+        leaves = [x.to(device).detach().requires_grad_() for x in (indexer.iq, indexer.ik, indexer.w)]
+        indices = attention.indices[some].to(device) if mode == "sparse" else None
+        value = indexer_kl_loss(
+            leaves[0][some], leaves[1], leaves[2][some], indices,
+            q=attention.q[some].to(device), k=attention.kv.to(device), lse=lse[some].to(device), sm_scale=0.25,
+            mode=mode, reduction="mean_rows", global_rows=13, backend=backend,
+        )  # fmt: skip
+        return [value, *torch.autograd.grad(value, leaves)]
+
+    for whole, *parts in zip(loss(slice(0, 13)), loss(slice(0, 4)), loss(slice(4, 13)), strict=True):
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-6)
+
+
+@each_backend
+@each_mode
+def test_autocast_changes_nothing(mode, backend):
+    attention, indexer = both("causal")
+    lse = lse_of(attention, mode)
+    plain = found(attention, indexer, mode, lse, backend)
+    with torch.autocast(home(backend).type, dtype=torch.bfloat16):
+        cast = found(attention, indexer, mode, lse, backend)
+    for a, b in zip(plain, cast, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@each_backend
+@each_mode
+def test_deterministic_gives_the_same_bits_twice(mode, backend):
+    attention, indexer = both(s_q=40, s_kv=7, topk=20)
+    lse = lse_of(attention, mode)
+    once, again = (found(attention, indexer, mode, lse, backend, deterministic=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_gradients_are_those_of_finite_differences():
+    attention, indexer = both("later", s_q=4, s_kv=6, dtype=torch.float64)
+    how = {
+        "q": attention.q, "k": attention.kv, "lse": lse_of(attention, "dense"), "sm_scale": attention.sm_scale,
+        "mask": attention.mask, "reduction": "none", **indexer.how,
+    }  # fmt: skip
+    assert torch.autograd.gradcheck(lambda *x: indexer_kl_loss(*x, mode="dense", **how), indexer.leaves)
+    assert torch.autograd.gradcheck(lambda *x: indexer_kl_loss(*x, attention.indices, **how), indexer.leaves)
+
+
+@each_backend
+def test_a_step_of_training_as_it_is_meant(backend):
+    """Attention's own lse, the default reduction, and a step downhill lowers the loss."""
+    attention, indexer = both("causal")
+    device = home(backend)
+    q, kv, indices = (x.to(device) for x in (attention.q, attention.kv, attention.indices))
+    how = {"sm_scale": attention.sm_scale, "mask": attention.mask, "backend": backend}
+    _, lse = sparse_attention(q, kv, indices, **how)
+    leaves = [x.to(device).requires_grad_() for x in indexer.leaves]
+    before = indexer_kl_loss(*leaves, indices, q=q, k=kv, lse=lse, **how)
+    grads = torch.autograd.grad(before, leaves)
+    after = indexer_kl_loss(
+        *(x - 1e-2 * g for x, g in zip(leaves, grads, strict=True)), indices, q=q, k=kv, lse=lse, **how
+    )
+    assert 0 < after < before

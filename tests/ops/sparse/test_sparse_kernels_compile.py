@@ -1,0 +1,170 @@
+"""The kernels of the sparse family compile for Hopper, fit its memory and do not spill.
+
+By default what a model of DeepSeek's kind launches: 128 heads, or 16 of them on one device, a latent key of 576 whose
+first 512 columns are the value, an indexer of 64 heads of 128.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+
+from compiling import assert_fit, compiled_for_hopper, count, tolerated_spills
+
+pytest.importorskip("triton")
+
+from attnmesh.ops.sparse import gluon_distribution, gluon_forward, triton_backward, triton_distribution, triton_forward
+from attnmesh.ops.sparse.triton_indexer_backward import scores_at_backward
+from attnmesh.ops.sparse.triton_indexer_dense_backward import scores_backward_dense
+from attnmesh.ops.sparse.triton_indexer_scores import scores_at
+from attnmesh.ops.sparse.triton_indexer_topk import topk
+
+ROWS, KEYS = 64, 2048
+NOTHING = torch.zeros(ROWS, dtype=torch.int32)  # bounds, and numbers of slots: no slot is valid
+HALF_OF_IT = (228 - 2) * 1024 // 2  # shared memory of one of two programs on a processor, each of which costs 1 KB more
+
+
+def rows(*of_each: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(ROWS, *of_each, dtype=dtype)
+
+
+def forward(what, dtype, heads, d, d_v, separate=False, out_dtype="bfloat16"):
+    v = torch.empty(KEYS, d_v, dtype=dtype) if separate else None
+    module = {"forward triton": triton_forward, "forward gluon": gluon_forward}[what]
+    module.forward(
+        rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), v, rows(128, dtype=torch.int32),
+        NOTHING, NOTHING, NOTHING, d_v=d_v, k_offset=0, sm_scale=0.1, out_dtype=getattr(torch, out_dtype),
+    )  # fmt: skip
+
+
+def distribution(what, dtype, heads, d, head_group):
+    module = {"distribution triton": triton_distribution, "distribution gluon": gluon_distribution}[what]
+    module.distribution(
+        rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), rows(256, dtype=torch.int32),
+        NOTHING, NOTHING, NOTHING, rows(heads), k_offset=0, sm_scale=0.1, head_group=head_group,
+    )  # fmt: skip
+
+
+def backward(_, dtype, heads, d, d_v, separate, deterministic):
+    dout = rows(heads, d_v, dtype=dtype)
+    triton_backward.row_delta(dout, dout)
+    triton_backward.backward(
+        rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype),
+        torch.empty(KEYS, d_v, dtype=dtype) if separate else None, rows(KEYS, dtype=torch.int32),
+        NOTHING, NOTHING, NOTHING, rows(heads), rows(heads), dout,
+        k_offset=0, sm_scale=0.1, d_v=d_v, deterministic=deterministic,
+    )  # fmt: skip
+
+
+def indexer(what, dtype, heads, dim, slots):
+    iq, ik, w, grad = rows(heads, dim, dtype=dtype), torch.empty(KEYS, dim, dtype=dtype), rows(heads), rows(slots)
+    indices = rows(slots, dtype=torch.int32)
+    seen, how = (NOTHING, NOTHING, NOTHING), {"scale": 0.1, "relu": True}
+    if what == "indexer topk":
+        topk(iq, ik, w, slots, NOTHING, NOTHING, **how)
+    if what == "indexer scores":
+        scores_at(iq, ik, w, indices, *seen, k_offset=0, **how)
+    if what in ("indexer atomic", "indexer deterministic"):
+        deterministic = what == "indexer deterministic"
+        scores_at_backward(iq, ik, w, indices, *seen, grad, k_offset=0, deterministic=deterministic, **how)
+    if what == "indexer dense":
+        scores_backward_dense(iq, ik[:slots], w, 0, NOTHING, NOTHING, grad, **how)
+
+
+LAUNCHERS = {"forward": forward, "distribution": distribution, "backward": backward, "indexer": indexer}
+
+
+def launch(what: str, dtype: str, heads: int, d: int, *how) -> None:
+    """A case, in the process that compiles."""
+    LAUNCHERS[what.split()[0]](what, getattr(torch, dtype), heads, d, *how)
+
+
+def spills(kernel: dict) -> int:
+    what = kernel["case"][0]
+    if "gluon" in what or "distribution" in what:
+        return 0
+    if what == "forward triton":
+        return 48  # six addresses in the widest tile: still the fastest
+    if kernel["kernel"] == "_topk_kernel":
+        return 256  # the products need all registers, and what is pushed out belongs to the selection, which is short
+    return tolerated_spills(kernel)
+
+
+def assert_sound(kernels: list[dict]) -> None:
+    assert_fit(kernels, spills)
+    for kernel in kernels:
+        what, dtype, heads, d, *_ = kernel["case"]
+        # Hopper's own matrix instructions, wherever a kernel counts on them.
+        if "gluon" in what or (kernel["kernel"] in ("scores_kernel", "grad_query_kernel") and heads >= 64):
+            assert kernel["wgmma"] or dtype == "float32", kernel
+        if what == "distribution gluon":
+            # Its products are all under way at once (a wait for each would be the compiler's way out).
+            consumers = 1 if heads <= 64 else 2
+            assert count(kernel, "HGMMA") == consumers * d // 16
+            assert count(kernel, "WARPGROUP.DEPBAR") == consumers
+            assert count(kernel, r"LDGSTS\..*128") == count(kernel, "LDGSTS") == 64 * d * 2 // 16 // 128
+
+
+INDEXER = [f"indexer {what}" for what in ("topk", "scores", "atomic", "deterministic", "dense")]
+
+
+@pytest.mark.timeout(600)
+def test_the_usual_kernels_compile():
+    kernels = compiled_for_hopper(__file__, [
+        ("forward gluon", "bfloat16", 128, 576, 512),
+        *((f"distribution {kind}", "bfloat16", h, 576, h) for kind in ("gluon", "triton") for h in (128, 16)),
+        *(("forward triton", "bfloat16", h, 576, 512) for h in (128, 16)),
+        ("backward", "bfloat16", 128, 576, 512, False, False), ("backward", "bfloat16", 16, 576, 512, False, True),
+        *((what, "bfloat16", 64, 128, 2048) for what in INDEXER),
+    ], processes=1)  # fmt: skip
+    assert_sound(kernels)
+    assert {kernel["kernel"] for kernel in kernels if kernel["case"][0] == "backward"} == {
+        "delta_kernel", "scores_kernel", "grad_query_kernel", "grad_key_kernel", "sum_kernel",
+    }  # fmt: skip
+    assert all(kernel["wgmma"] for kernel in kernels if kernel["case"][:3] == ("distribution triton", "bfloat16", 128))
+    of_indexer = [kernel for kernel in kernels if kernel["case"][0] in INDEXER]
+    assert all(kernel["wgmma"] for kernel in of_indexer if kernel["kernel"] != "_add_parts_kernel")
+    # The top-k counts on two programs a processor: while one sums over heads, the other multiplies.
+    best = next(kernel for kernel in of_indexer if kernel["kernel"] == "_topk_kernel")
+    assert best["shared"] <= HALF_OF_IT
+    assert best["warps"] == 4
+    assert best["spilled"] <= 8
+
+
+SWEEPS = {
+    "forward": [
+        *(("forward gluon", dtype, 64, d, 512, False, out)
+          for dtype, d, out in product(("bfloat16", "float16"), (512, 576), ("float16", "float32"))),
+        *(("forward triton", dtype, heads, d, d_v, separate, dtype)
+          for dtype, heads in (("bfloat16", 16), ("bfloat16", 32), ("bfloat16", 128), ("float32", 16))
+          for d, d_v in ((64, 64), (128, 128), (192, 128), (256, 256), (320, 256), (512, 512), (576, 512))
+          for separate in (False, True)),
+    ],
+    "distribution": [
+        *(case for d in gluon_distribution.WIDTHS
+          for case in (("distribution gluon", "float16", 100, d, 64), ("distribution triton", "bfloat16", 16, d, 16))),
+        ("distribution triton", "float32", 16, 128, 16),
+    ],
+    "backward": [
+        *(("backward", dtype, heads, d, d_v, separate, deterministic)
+          for dtype in ("bfloat16", "float32")
+          for heads, d, d_v in ((8, 64, 64), (64, 576, 512), (128, 512, 512), (200, 576, 512), (128, 192, 128),
+                                (32, 96, 80))
+          for separate, deterministic in ((False, False), (True, True))),
+        ("backward", "float32", 128, 576, 512, False, False), ("backward", "float16", 24, 192, 128, True, False),
+    ],
+    "indexer": [
+        (what, *shape) for what in INDEXER for shape in [
+            ("float16", 64, 128, 2048), ("bfloat16", 8, 64, 128), ("bfloat16", 128, 128, 2048),
+            ("bfloat16", 64, 256, 2048), ("bfloat16", 300, 80, 100), ("bfloat16", 64, 128, 4096),
+            ("float32", 64, 128, 2048), ("float32", 128, 256, 512), ("float32", 1, 16, 1),
+        ]
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", SWEEPS)
+def test_all_kernels_compile(family):
+    assert_sound(compiled_for_hopper(__file__, SWEEPS[family]))
