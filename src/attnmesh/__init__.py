@@ -16,6 +16,12 @@ from attnmesh.ops.block.weights import AttentionWeights
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.decode.faults import check_decode_faults
 from attnmesh.ops.dense.api import attention, explain_attention
+from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
+from attnmesh.ops.sparse.canonical import Slots, canonicalize
+from attnmesh.ops.sparse.indexer import indexer_scores_at, indexer_topk
+from attnmesh.ops.sparse.loss import indexer_kl_loss
+from attnmesh.ops.sparse.lse import convert_lse
+from attnmesh.ops.sparse.mask import SparseMask
 from attnmesh.ops.storage import Quantised, quantise
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.generation.block import AttentionBlock
@@ -23,6 +29,7 @@ from attnmesh.parallel.generation.exchange import Exchange
 from attnmesh.parallel.generation.ranks import decode_rank
 from attnmesh.parallel.queries import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.parallel.sdpa import attention_context_parallel
+from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.plan.recommend import recommend_sharding
 from attnmesh.plan.sharding import DecodeSharding
 from attnmesh.state import State, merge
@@ -53,19 +60,28 @@ __all__ = [
     "Rope",
     "ShardedCache",
     "SlidingWindow",
+    "Slots",
+    "SparseMask",
+    "SparseParallel",
     "State",
     "Striped",
     "Verdict",
     "Zigzag",
     "attention",
     "attention_context_parallel",
+    "attention_distribution",
     "attention_from_transformers",
+    "canonicalize",
     "check_decode_faults",
     "comm_from",
+    "convert_lse",
     "decode_attention",
     "decode_rank",
     "explain_attention",
     "gather_ring_outputs",
+    "indexer_kl_loss",
+    "indexer_scores_at",
+    "indexer_topk",
     "merge",
     "paged_decode_attention",
     "quantise",
@@ -73,4 +89,5 @@ __all__ = [
     "ring_chunks",
     "ring_distributed_attention",
     "run_virtual",
+    "sparse_attention",
 ]

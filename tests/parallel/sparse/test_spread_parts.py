@@ -1,0 +1,104 @@
+"""What the family over ranks is made of: the checksum of indices, slots by owner, and what a ring computes."""
+
+import itertools
+
+import pytest
+import torch
+
+import attnmesh as am
+from attnmesh.ops.sparse import choose
+from attnmesh.ops.sparse.mask import Rows, SparseMask
+from attnmesh.parallel.sparse import same_indices
+from attnmesh.parallel.sparse.ranks import Ranks
+from attnmesh.parallel.sparse.same_indices import checksum
+from attnmesh.parallel.sparse.slots import ByOwner
+from attnmesh.parallel.sparse.spread import Spread
+from spreading import LAYOUTS, SCALE, drawn, on_grid
+
+
+def rows_of(indices: torch.Tensor, s_kv: int = 1000, **mask) -> Rows:
+    return SparseMask(**mask).rows(indices.shape[0], s_kv, indices.shape[1], indices.device)
+
+
+def checksum_of(indices, **mask) -> int:
+    return checksum(indices, rows_of(indices, **mask)).item()
+
+
+def test_every_change_of_a_slot_and_every_exchange_of_two_changes_the_checksum():
+    indices = torch.randint(0, 1000, (4, 6), generator=torch.Generator().manual_seed(0)).int()
+    seen = {checksum_of(indices)}
+    changes = 0
+    for at in range(24):
+        for step in (1, -1, 7, 256):
+            other = indices.clone()
+            other.view(-1)[at] = (other.view(-1)[at] + step) % 1000
+            seen.add(checksum_of(other))
+            changes += 1
+    for a, b in itertools.combinations(range(24), 2):
+        other = indices.clone()
+        other.view(-1)[[a, b]] = other.view(-1)[[b, a]]
+        seen.add(checksum_of(other))
+        changes += 1
+    assert len(indices.unique()) == 24
+    assert len(seen) == changes + 1
+
+
+def test_slots_that_name_no_key_name_none_alike():
+    indices = torch.tensor([[1, 2, 3, -1]], dtype=torch.int32)
+    for other in ([1, 2, 3, 1000], [1, 2, 3, -7]):
+        assert checksum_of(torch.tensor([other]).int()) == checksum_of(indices)
+    assert checksum_of(indices, k_end=torch.tensor([3])) == checksum_of(torch.tensor([[1, 2, -1, -1]]).int())
+    assert checksum_of(indices, topk_length=torch.tensor([2])) != checksum_of(indices)
+
+
+def test_the_checksum_is_the_same_in_any_pieces(monkeypatch):
+    indices = torch.randint(-2, 1001, (37, 5), dtype=torch.int32)
+    whole = checksum_of(indices)
+    for most in (1, 12, 99):
+        monkeypatch.setattr(same_indices, "_MOST_ELEMENTS", most)
+        assert checksum_of(indices) == whole
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_valid_slot_belongs_to_one_owner_and_comes_back_to_its_place(layout):
+    problem = drawn(11, 13, causal=True)
+    for world in (2, 3, 20):
+        for at in range(world):
+            comm = type("Comm", (), {"world": world, "rank": at})
+            spread = Spread(Ranks(comm, comm), LAYOUTS[layout], True, 11, 13, torch.device("cpu"))
+            rows = rows_of(problem.indices, 13, causal=True)
+            slots, total = ByOwner(problem.indices, rows, spread), torch.full((11, 7), -1)
+            for owner in range(world):
+                here, held = slots.at(owner), LAYOUTS[layout].positions(13, world, owner)
+                valid = here.rows.valid(here.indices)
+                counts = valid.sum(1)
+                assert (valid == (torch.arange(valid.shape[1]) < counts[:, None])).all()  # first in their rows
+                assert here.indices.shape[1] == max(1, int(counts.max()))  # no wider than need be
+                keys = torch.full_like(here.indices, -5)
+                keys[valid] = held[here.indices[valid].long()].int()
+                assert (here.take(problem.indices)[valid] == keys[valid]).all()
+                assert (total[:, :-1].gather(1, here.slot.clamp(max=5))[valid] == -1).all()
+                here.put(total, keys.long())
+            assert (total[:, :-1] == torch.where(rows.valid(problem.indices), problem.indices, -1)).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_ring_computes_on_every_slot_once(layout, monkeypatch):
+    counted = []
+    plain = choose.Torch.forward
+
+    def counting(q, k, v, indices, rows, **kwargs):
+        counted.append(int(rows.valid(indices).sum()))
+        return plain(q, k, v, indices, rows, **kwargs)
+
+    monkeypatch.setattr(choose.Torch, "forward", staticmethod(counting))
+    problem = drawn(11, 13, dtype=torch.float32)
+
+    def program(place):
+        mine = problem.shard(place)
+        parallel = am.SparseParallel(cp=place.cp, length=11, key_length=13, layout=place.layout, keys="sharded")
+        parallel.sparse_attention(mine.q, mine.kv, mine.indices, sm_scale=SCALE)
+
+    on_grid(1, 4, LAYOUTS[layout], program)
+    assert len(counted) == 16
+    assert sum(counted) == int(rows_of(problem.indices, 13).valid(problem.indices).sum())
