@@ -17,6 +17,8 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from attnmesh import launch, report, show_plan, verify
 from attnmesh.bench import main
 from attnmesh.bench.decode.parts import ON_CPU, Part
+from attnmesh.bench.sparse.parts import Part as SparsePart
+from attnmesh.bench.sparse.plot import FORMATS
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.model_config import ModelConfig, read_config
 
@@ -194,6 +196,24 @@ def bench_sharding(
     """Token generation over 64 ranks, one rank's step on one GPU: TP, KVDP, CP and mixed forms."""
     _check_device(Device.CUDA)
     main.sharding(contexts or (8192, 32768, 131072), batches or (1, 8, 64, 512), json)
+
+
+@bench_app.command("sparse")
+def bench_sparse(
+    device: DeviceOption = None,
+    only: Annotated[
+        list[SparsePart] | None, typer.Option("--only", help="What to measure; repeat it. All by default.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small shapes, few rounds: to see that it runs.")] = False,
+    json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Also draw everything into this file.")] = None,
+) -> None:
+    """Sparse attention, its distribution, the indexer's top-k and loss, beside the roofline; 1 if a result is wrong."""
+    if plot is not None and plot.suffix not in FORMATS:
+        raise typer.BadParameter(f"must end in one of {', '.join(FORMATS)}, got {plot.name!r}", param_hint="--plot")
+    if not main.sparse(_chosen(device), only or tuple(SparsePart), quick, json, plot):
+        report.console().print("WRONG results: see the verdicts above")
+        raise typer.Exit(1)
 
 
 @bench_app.command("accuracy")

@@ -16,6 +16,9 @@ from attnmesh.bench.queries import measure_queries, measure_queries_memory
 from attnmesh.bench.ring import measure_cuda, measure_memory
 from attnmesh.bench.ring_cpu import measure_cpu
 from attnmesh.bench.sharding import sections as sharding_sections
+from attnmesh.bench.sparse.parts import Part as SparsePart
+from attnmesh.bench.sparse.parts import measure_sparse, wrong
+from attnmesh.bench.sparse.plot import plot_sparse
 from attnmesh.extras import require
 from attnmesh.report import Rows
 
@@ -75,6 +78,16 @@ def decode(device: str, parts: Collection[Part], json: Path | None, plots: Path 
 def sharding(contexts: Sequence[int], batches: Sequence[int], json: Path | None) -> None:
     """One rank's step of token generation under every sharding."""
     _publish("sharding", "cuda", sharding_sections(contexts, batches), json)
+
+
+def sparse(device: str, parts: Collection[SparsePart], quick: bool, json: Path | None, plot: Path | None) -> bool:
+    """Sparse attention, its distribution, the indexer and its loss; whether every result was right."""
+    if plot is not None:
+        require("matplotlib.pyplot", extra="plot")  # before minutes are spent
+    sections = _publish("sparse", device, measure_sparse(device, parts, quick=quick), json)
+    if plot is not None:
+        plot_sparse(sections, plot)
+    return not any(wrong(rows) for rows in sections.values())
 
 
 def plot_saved_decode(source: Path, plots: Path) -> None:

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
+from attnmesh.bench.memory import added_bytes
 from attnmesh.bench.peers import differentiated, inputs, one_device
 from attnmesh.bench.timing import Run, interleaved
 from attnmesh.mask import Causal
@@ -51,18 +51,9 @@ def measure_queries_memory(length: int, rings: Sequence[int]) -> list[dict[str, 
     """Peak bytes a forward adds to the replicated inputs: one device computing everything, and a device of a ring."""
     q, k, v, _ = inputs(length, False)
     rows: list[dict[str, object]] = [
-        {"length": length, "ring": 1, "peak_bytes": _peak(partial(one_device, "cuDNN", q, k, v, None))}
+        {"length": length, "ring": 1, "peak_bytes": added_bytes(partial(one_device, "cuDNN", q, k, v, None))}
     ]
     for ring in rings:
-        peaks = [_peak(partial(_device, ring, device, q, k, v, None)) for device in range(ring)]
+        peaks = [added_bytes(partial(_device, ring, device, q, k, v, None)) for device in range(ring)]
         rows.append({"length": length, "ring": ring, "peak_bytes": max(peaks)})
     return rows
-
-
-def _peak(run: Run) -> int:
-    run()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return torch.cuda.max_memory_allocated() - before

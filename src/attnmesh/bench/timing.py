@@ -1,4 +1,4 @@
-"""Times compared in one run: on a GPU programs as graphs, replayed in turns, warm or cold; on the host by the wall."""
+"""Times compared in one run, in turns: on a GPU graphs, warm or cold, or long programs; on the host by the wall."""
 
 from __future__ import annotations
 
@@ -32,8 +32,27 @@ def interleaved(runs: Mapping[Name, Run], rounds: int = _ROUNDS) -> dict[Name, f
     samples: dict[Name, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, graph in graphs.items():
-            warm = _replayed(graph, 1)
-            samples[name].append(_replayed(graph, max(1, round(_SLICE_MS / warm))))
+            warm = _between_events(graph.replay, 1)
+            samples[name].append(_between_events(graph.replay, max(1, round(_SLICE_MS / warm))))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def queued(runs: Mapping[Name, Callable[[], object]], rounds: int = _ROUNDS) -> dict[Name, float]:
+    """Median milliseconds of every run on the device, without a graph.
+
+    For programs that take the device longer than the host needs to queue the next: a graph would keep all they
+    allocate in a pool of its own. In turns and in slices of time, as `interleaved`; a run longer than a slice counts
+    as it is.
+    """
+    samples: dict[Name, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()  # compiles
+    for _ in range(rounds):
+        for name, run in runs.items():
+            ms = _between_events(run, 1)
+            if ms < _SLICE_MS:
+                ms = _between_events(run, round(_SLICE_MS / ms))
+            samples[name].append(ms)
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
@@ -124,12 +143,12 @@ def _captured(name: object, run: Run) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _replayed(graph: torch.cuda.CUDAGraph, times: int) -> float:
-    """Milliseconds of one replay among `times`."""
+def _between_events(run: Callable[[], object], times: int) -> float:
+    """Milliseconds of one run among `times`, queued one after another."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
-        graph.replay()
+        run()
     stop.record()
     stop.synchronize()
     return float(start.elapsed_time(stop)) / times
