@@ -16,7 +16,12 @@ from attnmesh.cache.step import StepTensors
 from attnmesh.cli import app
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.decode.cpu import Cpu
+from attnmesh.ops.sparse.mask import Rows
+from attnmesh.ops.sparse.torch_indexer import Best
 from attnmesh.parallel.generation.kvdp import Kvdp
+from attnmesh.parallel.sparse.row_share import RowShare
+from attnmesh.parallel.sparse.spread import Spread
+from attnmesh.parallel.sparse.visits import _FollowHome
 from attnmesh.share import Share
 
 
@@ -66,6 +71,12 @@ def test_verify_on_virtual_ranks_finds_everything_right():
         "generation CP2 reduce_scatter out",
         "generation KVDP2 all_gather in and out",
         "generation TP2 fp32",
+        "sparse attention documents",
+        "sparse dense loss causal strided",
+        "sparse top-k same bits",
+        "sparse attention CP2 sharded contiguous causal",
+        "sparse loss TP2 causal",
+        "sparse CP2 gathered zigzag same bits",
     ):
         assert mode in ran.output
     passed, failed = counts(ran.output)
@@ -203,6 +214,49 @@ def test_verify_sees_a_fault_in_generation_over_ranks(place, name, fault, wrong,
     found = {line for line in lines if "WRONG" in line}
     assert found == {line for line in lines if re.search(wrong, line)}
     assert found
+
+
+def without_counting_slots(valid):
+    def faulty(self, indices):
+        return valid(self._replace(slots=torch.full_like(self.slots, indices.shape[1])), indices)
+
+    return faulty
+
+
+def the_last_of_equals(meet):
+    """Of equal scores the highest key wins, as if keys came in descending order."""
+    return lambda self, some, scores, at: meet(self, some, scores.flip(1), at.flip(0))
+
+
+def of_own_heads(over_heads):
+    return lambda self, part: self.mine(part)
+
+
+def alone_at_home(home):
+    """What the others found for this rank's keys gets lost."""
+    return lambda self: home(self) and self._own
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "modes", "wrong"),
+    [
+        (Rows, "valid", without_counting_slots, ".*(no mask|strided)", r"sparse (?!top-k|dense).*strided"),
+        (Best, "meet", the_last_of_equals, "(top-k|loss)", r"sparse top-k"),
+        (RowShare, "over_heads", of_own_heads, ".* [TC]P2", r"(attention|distribution|loss) TP2"),
+        (_FollowHome, "home", alone_at_home, ".* CP2", r"(attention|loss) .*sharded"),
+        (Spread, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"),
+    ],
+)
+def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wrong, monkeypatch):
+    leave_only(f"sparse {modes}", monkeypatch)
+    monkeypatch.setattr(place, name, fault(getattr(place, name)))
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    lines = [line for line in ran.output.splitlines() if "│ sparse" in line]
+    assert len(lines) == sum(counts(ran.output)) >= 10
+    found = {line for line in lines if "WRONG" in line}
+    assert found == {line for line in lines if re.search(wrong, line)}
+    assert found != set(lines)
 
 
 def test_a_seed_repeats_a_test_and_another_does_not(few_modes):

@@ -2,7 +2,8 @@
 
 An error passes if it is at most twice that of the plain computation in the same precision (scores, softmax and products
 all in the inputs' dtype), plus a floor for what is zero but for rounding. Token generation, which has no gradients, is
-in `verify_decode`, `verify_cache` and `verify_generation`, and is judged here by the same rule.
+in `verify_decode`, `verify_cache` and `verify_generation`, sparse attention in `verify_sparse` and
+`verify_sparse_ranks`; they are judged here by the same rule.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from attnmesh.parallel.queries import gather_ring_outputs, ring_distributed_atte
 from attnmesh.plan.load import SCHEDULES
 from attnmesh.state import State, merge
 from attnmesh.verify_cache import cache_modes
-from attnmesh.verify_decode import Compared, DecodeMode, decode_modes
+from attnmesh.verify_decode import decode_modes
 from attnmesh.verify_generation import generation_modes
+from attnmesh.verify_mode import Compared, ComparedMode
+from attnmesh.verify_sparse import sparse_modes
+from attnmesh.verify_sparse_ranks import sparse_rank_modes
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 _NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -65,7 +69,7 @@ class Mode:
 class Outcome:
     """How a mode did: the result nearest to its bound, its relative error, and that bound."""
 
-    mode: Mode | DecodeMode
+    mode: Mode | ComparedMode
     worst: str
     error: float
     bound: float
@@ -76,12 +80,13 @@ class Outcome:
         return self.error <= self.bound
 
 
-def modes(comm: Comm, device: str) -> list[Mode | DecodeMode]:
+def modes(comm: Comm, device: str) -> list[Mode | ComparedMode]:
     """Every mode that exists on this device, the same list on every rank."""
     fused = "aten" if device == "cpu" else "triton"
     rings = [mode for backend in ("auto", fused) for mode in _rings(comm, backend)]
     meshes = [*rings, *_schedules(comm), *_crossings(comm), *_queries(comm)]
-    return [*_merges(), *_backends(device), *meshes, *decode_modes(device), *cache_modes(), *generation_modes(comm)]
+    generation = [*decode_modes(device), *cache_modes(), *generation_modes(comm)]
+    return [*_merges(), *_backends(device), *meshes, *generation, *sparse_modes(), *sparse_rank_modes(comm)]
 
 
 def run(comm: Comm, device: str, seed: int) -> Iterator[Outcome]:
@@ -89,7 +94,7 @@ def run(comm: Comm, device: str, seed: int) -> Iterator[Outcome]:
     for number, mode in enumerate(modes(comm, device)):
         if not mode.together and comm.rank > 0:  # one device's: the other ranks have nothing to do
             continue
-        if isinstance(mode, DecodeMode):
+        if isinstance(mode, ComparedMode):
             compared = mode.compared(seed + number, device)
         else:
             inputs = _drawn(mode, seed + number, device)
@@ -206,7 +211,7 @@ def _beside(mode: Mode, inputs: list[Tensor], found: list[Tensor]) -> list[Compa
     return [Compared(*each) for each in zip(_NAMES, found, exact, plain, strict=True)]
 
 
-def _worst(mode: Mode | DecodeMode, compared: list[Compared]) -> Outcome:
+def _worst(mode: Mode | ComparedMode, compared: list[Compared]) -> Outcome:
     """The result nearest to its bound, or beyond it."""
     results = []
     for name, found, exact, plain in compared:

@@ -24,12 +24,11 @@ from attnmesh.verify_decode import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
-    Compared,
-    DecodeMode,
     by_definition,
     fill_with_poison,
     shape_of,
 )
+from attnmesh.verify_mode import Compared, ComparedMode
 
 _LAYERS = 2
 _ROWS = 4  # of the tables
@@ -37,15 +36,15 @@ _LENGTH = 96  # the most tokens of a sequence
 _PROMPT = 75
 
 
-def cache_modes() -> Iterator[DecodeMode]:
+def cache_modes() -> Iterator[ComparedMode]:
     """Every mode of the cache, for its storage types."""
     shape = partial(shape_of, _ROWS, 1, _LENGTH, (HEAD_DIM, HEAD_DIM))
     for storage in ("fp32", "bf16", "fp8", "int8", "bfp8"):
         found = partial(_lived_in, storage)
-        yield DecodeMode(f"cache {storage} append fork truncate", shape(_query_dtype(storage)), found)
+        yield ComparedMode(f"cache {storage} append fork truncate", shape(_query_dtype(storage)), found)
     for storage in ("bf16", "int8"):
         found = partial(_found_again, storage)
-        yield DecodeMode(f"cache {storage} prefix same bits", shape(_query_dtype(storage)), found)
+        yield ComparedMode(f"cache {storage} prefix same bits", shape(_query_dtype(storage)), found)
 
 
 class _Story:

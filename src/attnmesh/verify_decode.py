@@ -20,6 +20,7 @@ from attnmesh.ops.decode import api, reference
 from attnmesh.ops.decode.check import checked
 from attnmesh.ops.storage import PLAIN, Quantised, Stored, dequantise, quantise
 from attnmesh.state import State
+from attnmesh.verify_mode import Compared, ComparedMode
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 BLOCK_LEN, CAPACITY = 16, 304
@@ -32,35 +33,13 @@ _OPTIONS: dict[str, Any] = dict.fromkeys(
 ) | {"share_cache": False}
 
 
-class Compared(NamedTuple):
-    """A result, what it should be, and what the plain computation makes of it; None: it must be the very same."""
-
-    name: str
-    found: Tensor
-    exact: Tensor
-    plain: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class DecodeMode:
-    """One way to generate tokens: `compared` turns a seed and a device into results.
-
-    It is rank 0's alone; or all ranks run it `together`, and those but rank 0 have nothing to compare.
-    """
-
-    name: str
-    shape: str
-    compared: Callable[[int, str], list[Compared]]
-    together: bool = False
-
-
-def decode_modes(device: str) -> list[DecodeMode]:
+def decode_modes(device: str) -> list[ComparedMode]:
     """Every mode of decode that exists on this device."""
     fused = "cpu" if device == "cpu" else "triton"
     cases = [*_plain_cases("auto", (4,)), *_plain_cases(fused, (1, 4)), *_option_cases(fused)]
-    calls = [DecodeMode(case.name, case.shape, partial(_decoded, case)) for case in cases]
+    calls = [ComparedMode(case.name, case.shape, partial(_decoded, case)) for case in cases]
     fixed = [_Case(fused, paged, torch.bfloat16, 1, "split_size same bits", split=SPLIT) for paged in (False, True)]
-    steady = [DecodeMode(case.name, case.shape, partial(_alone_and_together, case)) for case in fixed]
+    steady = [ComparedMode(case.name, case.shape, partial(_alone_and_together, case)) for case in fixed]
     return [*calls, *steady]
 
 

@@ -29,7 +29,8 @@ from attnmesh.ops.storage import PLAIN, dequantise, quantise
 from attnmesh.parallel.generation.block import AttentionBlock
 from attnmesh.parallel.generation.exchange import Exchange
 from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.verify_decode import Compared, DecodeMode, fill_with_poison
+from attnmesh.verify_decode import fill_with_poison
+from attnmesh.verify_mode import Compared, ComparedMode
 
 _HIDDEN, _HEAD_DIM, _BLOCK_LEN, _SPLIT = 48, 32, 4, 8
 _PROMPTS = (3, 13, 9)  # of each sequence; the first is shorter than a window, and fewer than some CP ranks
@@ -39,7 +40,7 @@ _EPS = Norm(1e-5)
 _ONE_RANK = DecodeSharding()
 
 
-def generation_modes(comm: Comm) -> Iterator[DecodeMode]:
+def generation_modes(comm: Comm) -> Iterator[ComparedMode]:
     """Every factorisation of the world, and every way on one that has ranks for it, each way on another."""
     shardings = _factorisations(comm.world)
     for tp_kvdp_cp, way in zip(shardings, cycle(_EVERYWHERE), strict=False):
@@ -98,13 +99,15 @@ def _factorisations(world: int) -> list[tuple[int, int, int]]:
     return [(tp, kvdp, world // tp // kvdp) for tp in sizes for kvdp in sizes if world // tp % kvdp == 0]
 
 
-def _mode(comm: Comm, sizes: tuple[int, int, int], way: _Way) -> DecodeMode:
+def _mode(comm: Comm, sizes: tuple[int, int, int], way: _Way) -> ComparedMode:
     sharding = DecodeSharding(*sizes, way.interleave)
     q_heads, kv_heads = way.heads(comm.world)
     dtype = "fp32" if way.storage == "fp32" else "bf16"
     shape = f"{len(_PROMPTS)}x{q_heads}/{kv_heads}x{way.tokens}:{max(_LENGTHS)}x{_HEAD_DIM} {dtype}"
     compared = _same_bits if way.name.endswith("same bits") else _generated
-    return DecodeMode(f"generation {sharding} {way.name}", shape, partial(compared, comm, sharding, way), together=True)
+    return ComparedMode(
+        f"generation {sharding} {way.name}", shape, partial(compared, comm, sharding, way), together=True
+    )
 
 
 class _Problem(NamedTuple):
