@@ -22,7 +22,11 @@ SIZES = [
 IDS = [f"{sizes['num_blocks']}x{sizes['block_len']}" for sizes in SIZES]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=IDS)
+# One of them every time, small enough to be full often; the others behind `slow`.
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, marks=pytest.mark.slow if at else (), id=IDS[at]) for at, sizes in enumerate(SIZES)],
+)
 def test_five_thousand_random_operations(sizes):
     done = drive(5000, seed=1, **sizes).done
     # The run was worth something: all of it happened, and often.
