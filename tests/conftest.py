@@ -5,7 +5,7 @@ import os
 
 # One thread for each of pytest's processes: more would wait for one another. torch reads this when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

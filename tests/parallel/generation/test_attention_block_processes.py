@@ -27,7 +27,7 @@ def problem(family):
 
 def assert_same_but_for_blas(seen, same):
     """Attention gives the same bits; a projection's last ones are BLAS's, which asks where its operands lie."""
-    torch.testing.assert_close(torch.from_numpy(seen), torch.from_numpy(same), rtol=0, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(torch.from_numpy(seen), torch.from_numpy(same), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def every_sharding(comm, problems):

@@ -46,7 +46,8 @@ class SparseParallel:
     queries unless said). Without `length` all ranks hold equally many.
 
     `keys` is how keys come to the queries of other cp ranks: "gathered" for each call, which gives the bits of one
-    device; or "sharded": blocks of them visit in a ring, and nothing holds the whole sequence.
+    device (on a CPU but for BLAS, which may go another way for fewer rows); or "sharded": blocks of them visit in a
+    ring, and nothing holds the whole sequence.
 
     Indices are the numbers of keys in the whole sequence. `mask` speaks of it, too: row i stands at `q_start` plus its
     place in the sequence, unless `q_positions` says where this rank's rows stand; what it says of each row is of this
