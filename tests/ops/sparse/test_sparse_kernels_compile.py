@@ -123,7 +123,7 @@ def test_the_usual_kernels_compile():
     }  # fmt: skip
     assert all(kernel["wgmma"] for kernel in kernels if kernel["case"][:3] == ("distribution triton", "bfloat16", 128))
     of_indexer = [kernel for kernel in kernels if kernel["case"][0] in INDEXER]
-    assert all(kernel["wgmma"] for kernel in of_indexer if kernel["kernel"] != "_add_parts_kernel")
+    assert all(kernel["wgmma"] for kernel in of_indexer if kernel["kernel"] != "sum_kernel")
     # The top-k counts on two programs a processor: while one sums over heads, the other multiplies.
     best = next(kernel for kernel in of_indexer if kernel["kernel"] == "_topk_kernel")
     assert best["shared"] <= HALF_OF_IT

@@ -24,13 +24,14 @@ import torch
 import triton
 from torch import Tensor
 
+from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.triton_backward_kernels import (
     delta_kernel,
     grad_key_kernel,
     grad_query_kernel,
     scores_kernel,
-    sum_kernel,
 )
+from attnmesh.ops.sparse.triton_by_key import ByKey, add_by_key, by_key
 
 _Factors = tuple[Tensor, Tensor]  # a workspace, and the q or dout that it is multiplied with
 
@@ -58,7 +59,6 @@ GRAD_KEY_MANY_HEADS = {2: Tiles(64, 64, 128, 8, 3), 4: Tiles(16, 32, 64, 4, 1)} 
 WORKSPACE = 1 << 29
 WORKSPACE_DETERMINISTIC = 1 << 30
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
-_SUM_COLUMNS = 1024  # of a key, per program of the ordered sum
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
@@ -146,10 +146,11 @@ def backward(
                 PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
                 num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
-            chunk = slice(begin, begin + count)
             order = None
             if deterministic:
-                order = _by_key(indices[chunk], lo[chunk], hi[chunk], slots[chunk], k_offset, k.shape[0])
+                order = by_key(
+                    indices[begin : begin + count], Rows(lo, hi, slots, k_offset).part(begin, begin + count), k.shape[0]
+                )
             for target, scale, product, second in sums:
                 _add_to_keys(target, scale, product, second, listed, where, count, plan, order)
     return dq, dk, dv
@@ -164,7 +165,7 @@ def _add_to_keys(
     where: tuple[int, int, int],
     count: int,
     plan: _Plan,
-    order: tuple[Tensor, Tensor] | None,
+    order: ByKey | None,
 ) -> None:
     """Adds `scale * left^T @ right`, and a second such product, of a chunk's rows to the keys they name."""
     width = target.shape[1]
@@ -183,22 +184,7 @@ def _add_to_keys(
         ATOMIC=order is None, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if order is not None:
-        columns = min(_SUM_COLUMNS, _power_of_two(width))
-        sum_kernel[(target.shape[0], triton.cdiv(width, columns))](
-            into, *order, target, target.stride(0), WIDTH=width, COLUMNS=columns, num_warps=4
-        )
-
-
-def _by_key(indices: Tensor, lo: Tensor, hi: Tensor, slots: Tensor, k_offset: int, keys: int) -> tuple[Tensor, Tensor]:
-    """A chunk's slots by the keys they name, those of a key in the order of rows and slots, and where each key's begin.
-
-    The slots are numbered row by row. Invalid ones come last, after those of the last key.
-    """
-    slot = torch.arange(indices.shape[1], dtype=torch.int32, device=indices.device)
-    valid = (slot < slots[:, None]) & (indices >= lo[:, None]) & (indices < hi[:, None])
-    named, order = torch.where(valid, indices - k_offset, keys).int().flatten().sort(stable=True)
-    starts = torch.searchsorted(named, torch.arange(keys + 1, dtype=torch.int32, device=indices.device))
-    return order, starts
+        add_by_key(target, into, order)
 
 
 class _Plan(NamedTuple):

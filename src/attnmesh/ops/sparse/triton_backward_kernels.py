@@ -13,7 +13,6 @@ import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NUMBERS = ["row_begin", "k_offset"]  # not specialised: each chunk has its own
-_IN_FLIGHT = tl.constexpr(8)  # contributions that `sum_kernel` reads before it adds the first
 
 
 @triton.jit
@@ -238,43 +237,6 @@ def grad_key_kernel(
         _put(target, target_rows * target_stride, valid, main, value, WIDTH, MAIN_WHOLE, ATOMIC)
         if EXTRA > 0:
             _put(target, target_rows * target_stride, valid, extra, value_extra, WIDTH, EXTRA_WHOLE, ATOMIC)
-
-
-@triton.jit
-def sum_kernel(
-    contributions, order, starts, target, target_stride,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Adds to one key's row all contributions to it, one after another, in the order given.
-
-    As they are added one by one onto what is there, the sum is the same to the bit however the rows were cut in chunks.
-    """
-    key = tl.program_id(0).to(tl.int64)
-    begin = tl.load(starts + key)
-    end = tl.load(starts + key + 1)
-    if begin < end:
-        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        pointers = target + key * target_stride + columns
-        acc = tl.load(pointers, mask=columns < WIDTH, other=0.0)
-        for at in range(begin, end, _IN_FLIGHT):
-            # Unrolled: all are on their way before the first is added. One that is not there adds 0, which changes
-            # nothing, as no partial sum is ever -0.
-            first = _contribution(contributions, order, at, end, columns, WIDTH)
-            second = _contribution(contributions, order, at + 1, end, columns, WIDTH)
-            third = _contribution(contributions, order, at + 2, end, columns, WIDTH)
-            fourth = _contribution(contributions, order, at + 3, end, columns, WIDTH)
-            fifth = _contribution(contributions, order, at + 4, end, columns, WIDTH)
-            sixth = _contribution(contributions, order, at + 5, end, columns, WIDTH)
-            seventh = _contribution(contributions, order, at + 6, end, columns, WIDTH)
-            eighth = _contribution(contributions, order, at + 7, end, columns, WIDTH)
-            acc = acc + first + second + third + fourth + fifth + sixth + seventh + eighth
-        tl.store(pointers, acc, mask=columns < WIDTH)
-
-
-@triton.jit
-def _contribution(contributions, order, at, end, columns, WIDTH: tl.constexpr):
-    row = tl.load(order + at, mask=at < end, other=0)
-    return tl.load(contributions + row * WIDTH + columns, mask=(at < end) & (columns < WIDTH), other=0.0)
 
 
 @triton.jit

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.sparse.mask import Rows
+from attnmesh.ops.sparse.triton_by_key import add_by_key, by_key
 from attnmesh.ops.sparse.triton_indexer_scores import gather_keys, valid_keys
 from attnmesh.ops.sparse.triton_indexer_tiles import (
     MOST_GRAD_COLUMNS,
@@ -83,8 +85,8 @@ def scores_at_backward(
             rows=rows, topk=topk, k_offset=k_offset, scale=scale, relu=relu, tiles=tiles,
         )  # fmt: skip
         if parts is not None:
-            some = slice(rows.start, rows.stop)
-            _add_parts(grads.ik, parts, _keys_named(indices[some], lo[some], hi[some], slots[some], k_offset, s_kv))
+            named = Rows(lo, hi, slots, k_offset).part(rows.start, rows.stop)
+            add_by_key(grads.ik, parts, by_key(indices[rows.start : rows.stop], named, s_kv))
     return grads
 
 
@@ -108,23 +110,6 @@ def launch_grads(
                 RELU=relu, KEYS=tiles.keys, HEADS=head_block, D=width, BLOCK_D=padded(width), COLUMNS=columns,
                 NARROW=iq.dtype == torch.float16, MORE=head > 0, num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
-
-
-def _keys_named(indices: Tensor, lo: Tensor, hi: Tensor, slots: Tensor, k_offset: int, s_kv: int) -> Tensor:
-    """The key of each slot; s_kv if it is not valid."""
-    valid = (indices >= lo[:, None]) & (indices < hi[:, None])
-    valid &= torch.arange(indices.shape[1], device=indices.device, dtype=torch.int32) < slots[:, None]
-    return torch.where(valid, indices - k_offset, s_kv)
-
-
-def _add_parts(d_ik: Tensor, parts: Tensor, keys: Tensor) -> None:
-    """Adds to each row of d_ik the parts of its key, in the order of rows and slots."""
-    s_kv, width = d_ik.shape
-    # A stable sort keeps that order among the parts of one key.
-    named, order = keys.flatten().sort(stable=True)
-    begins = torch.searchsorted(named, torch.arange(s_kv + 1, device=named.device, dtype=named.dtype), out_int32=True)
-    with torch.cuda.device_of(d_ik):
-        _add_parts_kernel[(s_kv,)](parts, order, begins, d_ik, D=width, BLOCK_D=padded(width), num_warps=1)
 
 
 @triton.jit
@@ -214,19 +199,3 @@ def _grad_kernel(
         tl.store(d_w + at, tl.sum(tl.reshape(d_weights, (KEYS // 2, HEADS)), 0) * unit, mask=head < heads)
     inside = (head < heads)[:, None] & (dims < D)[None, :]
     tl.store(d_iq + at[:, None] * D + dims[None, :], (d_queries * unit).to(d_iq.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _add_parts_kernel(parts, order, begins, d_ik, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program a key. Its parts are added one by one: where a chunk of rows ended must leave no trace."""
-    key = tl.program_id(0)
-    dims = tl.arange(0, BLOCK_D)
-    begin, end = tl.load(begins + key), tl.load(begins + key + 1)
-    if begin < end:
-        at = d_ik + key.to(tl.int64) * D + dims
-        total = tl.load(at, mask=dims < D, other=0.0)
-        for first in range(begin, end, 8):
-            for i in tl.static_range(8):  # eight reads at a time
-                part = tl.load(order + first + i, mask=first + i < end, other=0)
-                total += tl.load(parts + part * D + dims, mask=(dims < D) & (first + i < end), other=0.0)
-        tl.store(at, total, mask=dims < D)
