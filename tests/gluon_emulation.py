@@ -237,8 +237,8 @@ class Machine:
         if self.current:
             self.current.pause(until)
 
-    def wait(self, barrier: Barrier, parity):
-        self.pause(lambda: barrier.phase % 2 != parity)
+    def wait(self, barrier: Barrier, parity, pred=True):
+        self.pause(lambda: not pred or barrier.phase % 2 != parity)
 
     def arrive(self, barrier: Barrier, count=1):
         self.pause()
@@ -308,6 +308,7 @@ class Machine:
             "maximum": lambda a, b: torch.maximum(value(a), value(b)),
             "minimum": lambda a, b: torch.minimum(value(a), value(b)),
             "max": torch.amax,
+            "min": torch.amin,
             "cdiv": lambda a, b: (a + b - 1) // b,
             "convert_layout": lambda x, layout: x,
             "load": Pointer.read,
@@ -322,6 +323,7 @@ class Machine:
         return {
             "gluon": SimpleNamespace(jit=jit),
             "gl": SimpleNamespace(**language),
+            "range": lambda *bounds: map(value, range(*map(int, bounds))),
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=lambda: "barriers", init=Barrier.init, wait=self.wait, arrive=self.arrive
             ),

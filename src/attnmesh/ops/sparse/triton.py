@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.ops.sparse import (
+    gluon_distribution,
     gluon_forward,
     triton_backward,
     triton_distribution,
@@ -51,8 +52,9 @@ class Triton:
         self, q: Tensor, k: Tensor, indices: Tensor, rows: Rows, lse: Tensor, *, sm_scale: float, head_group: int
     ) -> Tensor:
         """[groups, s_q, topk]."""
-        # gluon_distribution is for this, too; it waits until it has run on a GPU.
-        return triton_distribution.distribution(
+        hopper = gluon_distribution.suits(q, k, head_group=head_group)
+        distribution = gluon_distribution.distribution if hopper else triton_distribution.distribution
+        return distribution(
             q, k, indices, rows.lo, rows.hi, rows.slots, lse, k_offset=rows.k_offset, sm_scale=sm_scale,
             head_group=head_group,
         )  # fmt: skip

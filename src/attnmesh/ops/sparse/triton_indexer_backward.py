@@ -147,7 +147,7 @@ def _grad_kernel(
     dims = first_dim + tl.arange(0, COLUMNS)
     my_queries = queries
     if COLUMNS < BLOCK_D:
-        my_queries, _ = load_queries(
+        my_queries, _same_weights = load_queries(
             iq, iq_strides, w, w_strides, row, row + 1, first_head, heads, first_dim, 1, HEADS, D, COLUMNS
         )  # fmt: skip
 
@@ -156,7 +156,7 @@ def _grad_kernel(
         largest = tl.zeros((KEYS,), tl.float32)
         for first in range(begin, limit, KEYS):
             j = first + tl.arange(0, KEYS)
-            valid, _ = valid_keys(indices, j, limit, row_lo, row_hi, k_offset)
+            valid, _keys = valid_keys(indices, j, limit, row_lo, row_hi, k_offset)
             largest = tl.maximum(largest, tl.abs(tl.load(grad + j, mask=valid, other=0.0) * scale))
         unit = power_below(tl.max(largest, 0))
 

@@ -128,7 +128,7 @@ def _grad_keys_kernel(
         )  # fmt: skip
         my_queries = queries
         if COLUMNS < BLOCK_D:
-            my_queries, _ = load_queries(
+            my_queries, _same_weights = load_queries(
                 iq, iq_strides, w, w_strides, row, rows, first_head, heads, first_dim, 1, HEADS, D, COLUMNS
             )  # fmt: skip
         upstream = _upstream(grad, grad_stride, row, keys, lo, hi, scale) / unit

@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
 SCORES = {2: Tiles(keys=64, rows=1, warps=4, stages=3), 4: Tiles(keys=16, rows=1, warps=8, stages=2)}
 TOPK = {2: Tiles(keys=64, rows=4, warps=4, stages=3), 4: Tiles(keys=16, rows=1, warps=8, stages=2)}
 # Gradients, at slots and of a stretch of keys; and of both where a head is wider than 128.
-GRADS = {2: Tiles(keys=64, rows=1, warps=8, stages=2), 4: Tiles(keys=16, rows=1, warps=8, stages=1)}
+GRADS = {2: Tiles(keys=64, rows=1, warps=4, stages=2), 4: Tiles(keys=16, rows=1, warps=8, stages=1)}
 DENSE_GRADS = {2: Tiles(keys=64, rows=1, warps=4, stages=3), 4: Tiles(keys=16, rows=1, warps=8, stages=1)}
 WIDE_GRADS = {2: Tiles(keys=64, rows=1, warps=8, stages=2), 4: Tiles(keys=16, rows=1, warps=16, stages=1)}
 
@@ -44,6 +44,7 @@ MOST_HEADS = 128  # of a product; more heads are summed block by block
 MOST_GRAD_HEADS = 64  # at a time: their gradients stay in registers
 MOST_GRAD_COLUMNS = 128  # of the gradients of queries and keys, for the same reason: wider ones take two programs
 DENSE_KEY_PROGRAMS = 256  # about as many as run at a time: fewer tiles of keys than these share out the rows
+LONG_ROW = 65536  # keys; few such rows fit into what the top-k's scores may take: selection must not wait for four
 SPAN = 1024  # keys that a program of the top-k scores at a time
 
 
@@ -75,11 +76,11 @@ def check_inputs(iq: Tensor, ik: Tensor, w: Tensor) -> None:
         raise ValueError(f"w has shape {tuple(w.shape)}; iq [{iq.shape[0]}, {iq.shape[1]}, ...] needs one a head")
 
 
-def pick_topk_tiles(iq: Tensor) -> Tiles:
+def pick_topk_tiles(iq: Tensor, s_kv: int) -> Tiles:
     """For the top-k: no more rows than fill a product, or than fit in memory beside the keys."""
     tiles, heads = TOPK[iq.element_size()], head_tile(iq.shape[1])
     rows = min(tiles.rows, MOST_COLUMNS // heads, max(1, 4 * 128 // padded(iq.shape[2])))
-    return tiles._replace(rows=rows if iq.shape[1] <= heads else 1)
+    return tiles._replace(rows=rows if iq.shape[1] <= heads and s_kv <= LONG_ROW else 1)
 
 
 def pick_grad_tiles(iq: Tensor) -> Tiles:

@@ -78,7 +78,7 @@ def topk(
     length = torch.empty(s_q, dtype=torch.int32, device=iq.device)
     if s_q == 0:
         return Best(indices, scores, length)
-    tiles = tiles or pick_topk_tiles(iq)
+    tiles = tiles or pick_topk_tiles(iq, s_kv)
     span = max(tiles.keys, span // tiles.keys * tiles.keys)
     block = block or min(_MOST_CANDIDATES, max(1024, 2 * int(triton.next_power_of_2(topk))))
     if workspace is None:
