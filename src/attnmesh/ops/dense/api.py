@@ -17,6 +17,7 @@ from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import Choice, choose, choose_fused, fused_for_backward
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of
+from attnmesh.state import State, accumulation_dtype
 
 # Each pair of runs is planned for: with more, row bounds alone are cheaper than a plan.
 _MOST_RUN_PAIRS = 256
@@ -67,6 +68,18 @@ def attention(
         back = work.order.argsort()
         out, lse = out[:, :, back], lse[:, :, back]
     return (out, lse) if return_lse else out
+
+
+@torch.no_grad()
+def attention_state(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, q_positions: Tensor, k_positions: Tensor,
+    backend: str = "auto",
+) -> State:  # fmt: skip
+    """`attention` as it was summed, in float32, for a state that is yet to be merged. Positions ascend."""
+    call = _prepared(q, k, v, mask, scale, q_positions, k_positions).call
+    total = StateSum(call.q)
+    choose_fused(call, backend).forward(call, total)
+    return total.finish(accumulation_dtype(q.dtype))
 
 
 def explain_attention(

@@ -1,0 +1,258 @@
+"""`Reader`: a Transformers model whose sequences, and their keys and values, are spread over ranks.
+
+Every rank has the whole model. A prompt is read in stretches, each spread over the ranks by a layout; new tokens are
+computed on every rank, and kept by one of them in turn. What was read stays, so that a later prompt that begins alike
+need not be read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh import spans
+from attnmesh.cache.cache import BlockCache
+from attnmesh.cache.sequence import NewTokens
+from attnmesh.cache.sequence import Sequence as Kept
+from attnmesh.comm import Comm, comm_from
+from attnmesh.layout import Layout, Zigzag
+from attnmesh.models.cache_pass import CachePass
+from attnmesh.models.held import Held
+from attnmesh.models.reading_pass import ReadingPass
+from attnmesh.models.stepping_pass import SteppingPass
+from attnmesh.models.transformers_attention import check_model
+from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.storage import PLAIN
+from attnmesh.parallel.context import ContextParallel
+from attnmesh.spans import Spans
+
+BLOCK_LEN = 32
+_BY_LAYOUT = 2  # tokens a rank: any layout then gives every rank some of a stretch
+
+
+@dataclass(eq=False)
+class Reading:
+    """A sequence that was read: its tokens, and what this rank holds of them."""
+
+    ids: list[int]
+    held: Held
+    kept: Kept
+    reused: int = 0  # tokens that need not have been read
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary], of the token to come
+    room: int = 0  # tokens it may grow to
+    busy: bool = True  # somebody still steps on from it
+
+
+@dataclass
+class Work:
+    """What a reader has done so far, in tokens."""
+
+    read: int = 0
+    reused: int = 0
+    steps: int = 0
+
+
+class Reader:
+    """Reads prompts and steps on from them. All ranks of `comm` make it, and call it, alike.
+
+    There is room for `tokens` tokens of at most `sequences` sequences at a time, over all ranks. `stretch` is how many
+    tokens are read in one pass, all of a prompt by default.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        comm: Comm | None = None,
+        *,
+        tokens: int,
+        sequences: int = 1,
+        layout: Layout = Zigzag(),  # noqa: B008  (immutable)
+        schedule: str = "auto",
+        stretch: int | None = None,
+    ) -> None:
+        check_model(model)
+        self.model, self.work = model, Work()
+        self.ranks = ContextParallel(comm_from(comm), layout=layout, schedule=schedule)
+        self.comm, world = self.ranks.comm, self.ranks.world
+        self.stretch = tokens if stretch is None else stretch
+        if self.stretch < _BY_LAYOUT * world:
+            raise ValueError(f"stretch must be {_BY_LAYOUT} tokens for each of {world} ranks or more, got {stretch}")
+        config, weight = model.config, model.get_input_embeddings().weight
+        self.tokens, self.sequences, self.device = tokens, sequences, weight.device
+        # No layout gives a rank more than two tokens above its even share of a stretch; steps give it at most one.
+        most = -(-tokens // world) + 2 * (tokens // self.stretch + 2)
+        plain = {dtype: name for name, dtype in PLAIN.items()}
+        if weight.dtype not in plain:
+            raise ValueError(f"the model must be of {', '.join(map(str, plain))}, got {weight.dtype}")
+        self.cache = BlockCache(
+            layers=config.num_hidden_layers, num_blocks=-(-most // BLOCK_LEN) + 4 * sequences, block_len=BLOCK_LEN,
+            kv_heads=config.num_key_value_heads, head_dim=_head_dim(config), storage=plain[weight.dtype],
+            device=weight.device, max_sequences=sequences, max_length=most,
+        )  # fmt: skip
+        self.readings: list[Reading] = []
+        heads, dim = config.num_key_value_heads, _head_dim(config)
+        self.token_bytes = 2 * config.num_hidden_layers * heads * dim * weight.element_size()
+        """What the keys and values of a token take, in all layers."""
+
+    def read(self, ids: Sequence[int], more: int = 0) -> Reading:
+        """A sequence that begins with these tokens, and may grow by `more`.
+
+        What an earlier one has in common with them is not read again: it is taken over, or shared while somebody still
+        steps on from it. Sequences that nobody uses make room, the oldest first.
+        """
+        ids = list(ids)
+        if not ids:
+            raise ValueError("a prompt must have at least one token")
+        alike, begin = self._alike(ids)
+        self._make_room(len(ids) + more, alike)
+        if alike is None:
+            reading = Reading([], Held(), self.cache.allocate(0))
+        elif alike.busy:
+            reading = Reading(list(alike.ids), alike.held, self.cache.fork(alike.kept))
+        else:
+            reading = alike
+            self.readings.remove(alike)
+        self.readings.append(reading)
+        self.truncate(reading, begin)
+        reading.busy, reading.reused, reading.room = True, begin, len(ids) + more
+        self.work.reused += begin
+        self.work.read += len(ids) - begin
+        while len(reading.ids) < len(ids):
+            rest = ids[len(reading.ids) : len(reading.ids) + self.stretch]
+            if len(rest) >= _BY_LAYOUT * self.comm.world:
+                reading.logits = self._read_stretch(reading, rest)
+            else:
+                reading.logits = self._forward([reading], [rest[:MOST_TOKENS]])[0, -1]
+        return reading
+
+    def step(self, readings: Sequence[Reading], ids: Sequence[Sequence[int]]) -> Tensor:
+        """T more tokens of each sequence, to logits [B, T, vocabulary] of what follows each; the same on every rank."""
+        self.work.steps += 1
+        logits = self._forward(readings, ids)
+        for reading, row in zip(readings, logits, strict=True):
+            reading.logits = row[-1]
+        return logits
+
+    def truncate(self, reading: Reading, length: int) -> None:
+        """Keep the first `length` tokens only."""
+        held = reading.held.truncated(length)
+        if len(held) < reading.kept.length:
+            self.cache.truncate(reading.kept, len(held))
+        reading.held, reading.ids = held, reading.ids[:length]
+
+    def rest(self, reading: Reading) -> None:
+        """Nobody steps on from a sequence any more: it is there to be found, until room is needed."""
+        reading.busy = False
+
+    def free(self, reading: Reading) -> None:
+        """Forget a sequence."""
+        self.cache.free(reading.kept)
+        self.readings.remove(reading)
+
+    def _alike(self, ids: list[int]) -> tuple[Reading | None, int]:
+        """The sequence that has most in common with these tokens, and how much. Not the last: it says what comes."""
+        common = [min(_in_common(reading.ids, ids), len(ids) - 1) for reading in self.readings]
+        most = max(common, default=0)
+        return (self.readings[common.index(most)], most) if most else (None, 0)
+
+    def _make_room(self, tokens: int, alike: Reading | None) -> None:
+        """For a sequence of so many tokens, which takes over what is like it unless that is busy.
+
+        Every rank decides the same: it goes by what all of them hold together.
+        """
+        staying = [reading for reading in self.readings if reading.busy or reading is not alike]
+
+        def fits() -> bool:
+            return sum(reading.room for reading in staying) + tokens <= self.tokens and len(staying) < self.sequences
+
+        for idle in [reading for reading in staying if not reading.busy]:
+            if fits():
+                break
+            staying.remove(idle)
+            self.free(idle)
+        if not fits():
+            raise ValueError(
+                f"{tokens} tokens do not fit beside {sum(reading.room for reading in staying)} of {len(staying)} "
+                f"sequences in use: there is room for {self.tokens} of {self.sequences}"
+            )
+
+    def _read_stretch(self, reading: Reading, ids: list[int]) -> Tensor:
+        """Every rank reads its part; the logits of the last token, from the rank that has it."""
+        begin, layout, world = len(reading.ids), self.ranks.layout, self.comm.world
+        parts = [_moved(layout.spans(len(ids), world, rank), begin) for rank in range(world)]
+        mine = parts[self.comm.rank]
+        new = self.cache.append([reading.kept], spans.size(mine))
+        reading.held.extend(mine)
+        blocks = torch.tensor(reading.kept.blocks, device=self.device)
+        how = ReadingPass(self.cache, new.slots, self.ranks, parts, begin, len(ids), reading.held.runs, blocks)
+        at = spans.as_tensor(mine)
+        tokens = torch.tensor(ids)[at - begin]
+        logits = self._call(how, tokens[None], at[None], keep=1)[0, -1]
+        self.cache.wrote(new)
+        reading.ids += ids
+        last = next(rank for rank, part in enumerate(parts) if part[-1][-1] == begin + len(ids) - 1)
+        return self._from(last, logits)
+
+    def _forward(self, readings: Sequence[Reading], ids: Sequence[Sequence[int]]) -> Tensor:
+        """A few tokens on every rank."""
+        count, world, rank = len(ids[0]), self.comm.world, self.comm.rank
+        positions = [range(len(reading.ids), len(reading.ids) + count) for reading in readings]
+        mine = [[t for t, position in enumerate(new) if position % world == rank] for new in positions]
+        slots = torch.full((len(readings), count), -1, dtype=torch.int64, device=self.device)
+        appended: list[NewTokens] = []
+        for n in sorted({len(own) for own in mine} - {0}):  # a cache appends equally many at a time
+            rows = [b for b, own in enumerate(mine) if len(own) == n]
+            new = self.cache.append([readings[b].kept for b in rows], n)
+            appended.append(new)
+            for b, at in zip(rows, new.slots, strict=True):
+                slots[b, mine[b]] = at
+        for reading, new_positions, own in zip(readings, positions, mine, strict=True):
+            reading.held.extend(tuple(range(new_positions[t], new_positions[t] + 1) for t in own))
+        rows_at = torch.tensor([reading.kept.row for reading in readings], device=self.device)
+        how = SteppingPass(
+            self.cache, slots, self.comm, self.cache.block_table[rows_at], self.cache.cur_pos[rows_at], positions,
+            [reading.held for reading in readings],
+        )  # fmt: skip
+        at = torch.tensor([list(new) for new in positions])
+        logits = self._call(how, torch.tensor([list(row) for row in ids]), at, keep=0)
+        for new in appended:
+            self.cache.wrote(new)
+        for reading, row in zip(readings, ids, strict=True):
+            reading.ids += row
+        return logits
+
+    @torch.no_grad()
+    def _call(self, how: CachePass, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
+        device = self.device
+        out = self.model(
+            input_ids=ids.to(device), position_ids=positions.to(device), past_key_values=how, mesh=how,
+            use_cache=True, logits_to_keep=keep,
+        )  # fmt: skip
+        logits: Tensor = out.logits
+        return logits
+
+    def _from(self, rank: int, x: Tensor) -> Tensor:
+        """One rank's tensor, on every rank."""
+        comm = self.comm
+        if comm.world == 1:
+            return x
+        shapes = [x.shape if i == rank else (0,) for i in range(comm.world)]
+        return comm.all_gather(x.contiguous() if comm.rank == rank else x.new_empty(0), shapes)[rank]
+
+
+def _head_dim(config: Any) -> int:
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dim
+
+
+def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _moved(runs: Spans, by: int) -> Spans:
+    return tuple(range(run.start + by, run.stop + by, run.step) for run in runs)
