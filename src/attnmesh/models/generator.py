@@ -1,7 +1,7 @@
 """`Generator`: prompts in, tokens out, over as many ranks as there are.
 
 Sequences are dealt to groups of ranks (KVDP), and the ranks of a group share the positions of each (CP). A group reads
-and steps on its own; after every round all groups tell one another their new tokens, so that every rank yields them all.
+and steps on its own; after every round the groups tell one another their new tokens, so that every rank yields all.
 """
 
 from __future__ import annotations

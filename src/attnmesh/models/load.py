@@ -15,6 +15,7 @@ from attnmesh.models.gguf_header import check_magic
 from attnmesh.models.memory import check_fits
 from attnmesh.models.problem import ModelProblem, explained, needed
 from attnmesh.models.quiet import quiet
+from attnmesh.models.transformers_attention import NAME, register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,6 +40,8 @@ def load_model(
     if not dtype.is_floating_point:
         raise ModelProblem(f"dtype must be a floating point type, got {dtype}")
     needed("transformers"), needed("accelerate")
+    if attn_implementation == NAME:
+        register()
     found = _find(where)
     return _load(found if found.is_dir() else converted(found), place, dtype, attn_implementation)
 

@@ -7,7 +7,7 @@ need not be read again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ from attnmesh.layout import Layout, Zigzag
 from attnmesh.models.cache_pass import CachePass
 from attnmesh.models.held import Held
 from attnmesh.models.reading_pass import ReadingPass
+from attnmesh.models.shared_work import SharedWork
+from attnmesh.models.step_graph import StepGraphs
 from attnmesh.models.stepping_pass import SteppingPass
 from attnmesh.models.transformers_attention import check_model
 from attnmesh.ops.decode.call import MOST_TOKENS
@@ -94,6 +96,10 @@ class Reader:
             device=weight.device, max_sequences=sequences, max_length=most,
         )  # fmt: skip
         self.readings: list[Reading] = []
+        self._shared = SharedWork(model, self.comm)
+        # Messages between ranks are not captured: graphs are for a rank that has none.
+        graphs = self.device.type == "cuda" and world == 1
+        self._step: Callable[[SteppingPass, Tensor, Tensor], Tensor] = StepGraphs(self._call) if graphs else self._call
         heads, dim = config.num_key_value_heads, _head_dim(config)
         self.token_bytes = 2 * config.num_hidden_layers * heads * dim * weight.element_size()
         """What the keys and values of a token take, in all layers."""
@@ -134,7 +140,7 @@ class Reader:
         self.work.steps += 1
         logits = self._forward(readings, ids)
         for reading, row in zip(readings, logits, strict=True):
-            reading.logits = row[-1]
+            reading.logits = row[-1].clone()  # of many tokens only the last, and no graph's own
         return logits
 
     def truncate(self, reading: Reading, length: int) -> None:
@@ -191,7 +197,8 @@ class Reader:
         how = ReadingPass(self.cache, new.slots, self.ranks, parts, begin, len(ids), reading.held.runs, blocks)
         at = spans.as_tensor(mine)
         tokens = torch.tensor(ids)[at - begin]
-        logits = self._call(how, tokens[None], at[None], keep=1)[0, -1]
+        device = self.device
+        logits = self._call(how, tokens[None].to(device), at[None].to(device), keep=1)[0, -1]
         self.cache.wrote(new)
         reading.ids += ids
         last = next(rank for rank, part in enumerate(parts) if part[-1][-1] == begin + len(ids) - 1)
@@ -218,7 +225,9 @@ class Reader:
             [reading.held for reading in readings],
         )  # fmt: skip
         at = torch.tensor([list(new) for new in positions])
-        logits = self._call(how, torch.tensor([list(row) for row in ids]), at, keep=0)
+        tokens = torch.tensor([list(row) for row in ids], device=self.device)
+        with self._shared.on():
+            logits = self._step(how, tokens, at.to(self.device))
         for new in appended:
             self.cache.wrote(new)
         for reading, row in zip(readings, ids, strict=True):
@@ -226,12 +235,10 @@ class Reader:
         return logits
 
     @torch.no_grad()
-    def _call(self, how: CachePass, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
-        device = self.device
+    def _call(self, how: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
         out = self.model(
-            input_ids=ids.to(device), position_ids=positions.to(device), past_key_values=how, mesh=how,
-            use_cache=True, logits_to_keep=keep,
-        )  # fmt: skip
+            input_ids=ids, position_ids=positions, past_key_values=how, mesh=how, use_cache=True, logits_to_keep=keep
+        )
         logits: Tensor = out.logits
         return logits
 
