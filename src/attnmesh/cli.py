@@ -216,6 +216,23 @@ def bench_sparse(
         raise typer.Exit(1)
 
 
+@bench_app.command("model")
+def bench_model(
+    device: DeviceOption = None,
+    prompts: Annotated[
+        list[int] | None,
+        typer.Option("--prompt", min=128, help="Tokens to read; repeat it. 2048; 32k and 128k on CUDA."),
+    ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option("--ranks", min=1, help="On the CPU; repeat it. 1, 2 and 4.")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """A language model across ranks: prefill, decode and KV cache a rank, beside Transformers' own attention."""
+    chosen = _chosen(device)
+    main.model(chosen, prompts or ([32768, 131072] if chosen == "cuda" else [2048]), ranks or [1, 2, 4], json)
+
+
 @bench_app.command("accuracy")
 def bench_accuracy(
     device: DeviceOption = None,

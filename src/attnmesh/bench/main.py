@@ -10,6 +10,8 @@ from attnmesh import report
 from attnmesh.bench.accuracy import measure_accuracy
 from attnmesh.bench.decode.parts import Part, measure_decode
 from attnmesh.bench.decode.plot import plot_decode
+from attnmesh.bench.model_cpu import measure_model_cpu
+from attnmesh.bench.model_cuda import measure_model_cuda
 from attnmesh.bench.plot import plot_efficiency
 from attnmesh.bench.prefill import measure_prefill
 from attnmesh.bench.queries import measure_queries, measure_queries_memory
@@ -88,6 +90,15 @@ def sparse(device: str, parts: Collection[SparsePart], quick: bool, json: Path |
     if plot is not None:
         plot_sparse(sections, plot)
     return not any(wrong(rows) for rows in sections.values())
+
+
+def model(device: str, prompts: Sequence[int], ranks: Sequence[int], json: Path | None) -> None:
+    """A language model across ranks, beside Transformers' own attention."""
+    if device == "cuda":
+        sections = measure_model_cuda(prompts)
+    else:
+        sections = (section for prompt in prompts for section in measure_model_cpu(prompt, ranks))
+    _publish("model", device, sections, json)
 
 
 def plot_saved_decode(source: Path, plots: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ class CachePass:
 
     cache: BlockCache
     slots: Tensor
+
+    is_compileable: ClassVar[bool] = False  # as Transformers asks
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Keep keys and values [B, Hkv, T, D]. Attention gets those of this pass, and knows where the others are."""

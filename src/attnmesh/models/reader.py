@@ -7,8 +7,9 @@ need not be read again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ class Reader:
         self._shared = SharedWork(model, self.comm)
         # Messages between ranks are not captured: graphs are for a rank that has none.
         graphs = self.device.type == "cuda" and world == 1
-        self._step: Callable[[SteppingPass, Tensor, Tensor], Tensor] = StepGraphs(self._call) if graphs else self._call
+        self._call = partial(_logits, model)
+        self._step = StepGraphs(self._call) if graphs else self._call
         heads, dim = config.num_key_value_heads, _head_dim(config)
         self.token_bytes = 2 * config.num_hidden_layers * heads * dim * weight.element_size()
         """What the keys and values of a token take, in all layers."""
@@ -234,14 +236,6 @@ class Reader:
             reading.ids += row
         return logits
 
-    @torch.no_grad()
-    def _call(self, how: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
-        out = self.model(
-            input_ids=ids, position_ids=positions, past_key_values=how, mesh=how, use_cache=True, logits_to_keep=keep
-        )
-        logits: Tensor = out.logits
-        return logits
-
     def _from(self, rank: int, x: Tensor) -> Tensor:
         """One rank's tensor, on every rank."""
         comm = self.comm
@@ -249,6 +243,16 @@ class Reader:
             return x
         shapes = [x.shape if i == rank else (0,) for i in range(comm.world)]
         return comm.all_gather(x.contiguous() if comm.rank == rank else x.new_empty(0), shapes)[rank]
+
+
+@torch.no_grad()
+def _logits(model: Any, how: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
+    """Those of the last `keep` tokens, or of all."""
+    out = model(
+        input_ids=ids, position_ids=positions, past_key_values=how, mesh=how, use_cache=True, logits_to_keep=keep
+    )
+    logits: Tensor = out.logits
+    return logits
 
 
 def _head_dim(config: Any) -> int:

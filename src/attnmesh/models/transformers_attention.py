@@ -20,8 +20,11 @@ NAME = "attnmesh"
 MODELS = ("llama", "qwen2", "qwen3", "mistral", "gpt_oss")
 """The `model_type`s that are tested; others are refused."""
 
-# What models hand to their attention, and what it must be for us to do without it.
-_HARMLESS = {"position_ids", "use_cache", "output_attentions", "cache_position", "is_causal", "num_items_in_batch", "shift_labels"}  # fmt: skip  # noqa: E501
+# What a model's call hands down to its attention, and what does not change it.
+_HARMLESS = {
+    "position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "shift_labels",
+}  # fmt: skip
 
 
 class Pass(Protocol):
