@@ -98,8 +98,8 @@ class Reader:
         )  # fmt: skip
         self.readings: list[Reading] = []
         self._shared = SharedWork(model, self.comm)
-        # Messages between ranks are not captured: graphs are for a rank that has none.
-        graphs = self.device.type == "cuda" and world == 1
+        # Neither messages between ranks nor experts, whose work the host deals out, can be captured.
+        graphs = self.device.type == "cuda" and world == 1 and not hasattr(config, "num_local_experts")
         self._call = partial(_logits, model)
         self._step = StepGraphs(self._call) if graphs else self._call
         heads, dim = config.num_key_value_heads, _head_dim(config)
