@@ -18,6 +18,7 @@ Message = tuple[Tensor, int]
 
 
 _MOST_REMEMBERED = 4096
+_ONE_ROUND = 1 << 16  # bytes that arrive at a rank: below it a message costs what its sending costs
 
 
 class CommError(RuntimeError):
@@ -191,7 +192,12 @@ class Comm(ABC):
         return arrived
 
     def _all_reduce(self, verb: str, x: Tensor, reuse: bool = False) -> Tensor:
-        """Each rank sums one slice, in rank order, and hands the sum around: bits depend on no timing."""
+        """Each rank sums one slice, in rank order, and hands the sum around: bits depend on no timing.
+
+        What is small takes one round instead of two: everybody gets everything, and sums it in the same order.
+        """
+        if x.nbytes * self.world <= _ONE_ROUND:
+            return _sum(self._all_gather(verb, x.detach().contiguous(), [x.shape] * self.world))
         slices = x.detach().contiguous().view(-1).tensor_split(self.world)
         sums = self._all_gather(verb, self._reduce_scatter(verb, slices), [part.shape for part in slices])
         return torch.cat(sums).view(x.shape)
@@ -199,12 +205,7 @@ class Comm(ABC):
     def _reduce_scatter(self, verb: str, parts: Sequence[Tensor]) -> Tensor:
         own = parts[self.rank]
         addends = self._all_to_all(verb, parts, [own.shape] * self.world)
-        # 16-bit sums round once, at the end: the error must not grow with the number of ranks.
-        wide = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
-        total = addends[0].to(wide, copy=True)
-        for addend in addends[1:]:
-            total += addend
-        return total.to(own.dtype)
+        return _sum(addends)
 
     def _barrier(self, verb: str) -> None:
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -234,6 +235,15 @@ class Comm(ABC):
         """A collective is one message, and none in a world of one."""
         if self.world > 1:
             self.traffic.add(verb, 1, nbytes)
+
+
+def _sum(addends: Sequence[Tensor]) -> Tensor:
+    """A new tensor. 16-bit sums round once, at the end: the error must not grow with the number of ranks."""
+    dtype = addends[0].dtype
+    total = addends[0].to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype, copy=True)
+    for addend in addends[1:]:
+        total += addend
+    return total.to(dtype)
 
 
 def parts_of(buffer: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
