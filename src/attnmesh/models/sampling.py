@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_ROW_BITS = 20  # a seed leaves room for so many rows of a batch
+_SEEDS = 1 << (63 - _ROW_BITS)
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -21,6 +24,8 @@ class Sampling:
             raise ValueError(f"temperature must be 0 or more, got {self.temperature!r}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < _SEEDS:
+            raise ValueError(f"seed must be an integer from 0 to {_SEEDS - 1}, got {self.seed!r}")
 
     @property
     def greedy(self) -> bool:
@@ -29,13 +34,15 @@ class Sampling:
 
     def dice(self, row: int) -> torch.Generator:
         """What a row of a batch is drawn with: the same however many ranks there are, and whatever the other rows."""
-        return torch.Generator().manual_seed((self.seed << 20) + row)
+        return torch.Generator().manual_seed((self.seed << _ROW_BITS) + row)
 
     def draw(self, logits: Tensor, dice: torch.Generator) -> int:
         """A token from logits [vocabulary]."""
         if self.greedy:
             return int(logits.argmax())
-        shares = torch.softmax(logits.double().cpu() / self.temperature, -1)
+        logits = logits.double().cpu()
+        # The likeliest stays 0 at any temperature: divided by a tiny one, it would be infinite.
+        shares = torch.softmax((logits - logits.max()) / self.temperature, -1)
         ordered, ids = shares.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # the likeliest has nothing before it, so one token is always left
         ordered = torch.where(before < self.top_p, ordered, 0.0)
