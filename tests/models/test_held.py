@@ -2,10 +2,10 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from modelling import LAYOUTS
 
 from attnmesh import spans
 from attnmesh.models.held import Held
+from modelling import LAYOUTS
 
 
 def moved(runs, by):
@@ -51,10 +51,10 @@ def test_it_holds_what_a_list_would(story):
 
 
 def test_tokens_that_come_one_by_one_are_one_run():
-    held = Held((range(0, 4), range(12, 16)))
+    held = Held((range(4), range(12, 16)))
     for position in range(17, 4017, 4):
         held.extend((range(position, position + 1),))
-    assert held.runs == (range(0, 4), range(12, 16), range(17, 4014, 4))
+    assert held.runs == (range(4), range(12, 16), range(17, 4014, 4))
     alone = Held()
     for position in range(100):
         alone.extend((range(position, position + 1),))

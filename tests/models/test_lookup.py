@@ -15,7 +15,9 @@ def searched(ids, most, longest=4):
     return []
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(1, 9), max_size=20), st.integers(1, 8))
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(1, 9), max_size=20), st.integers(1, 8)
+)
 def test_it_finds_what_a_search_does(ids, growths, most):
     lookup, length = Lookup(), min(len(ids), 5)
     while True:
@@ -34,6 +36,6 @@ def test_the_longest_match_wins_and_the_latest_of_its_places():
 
 
 def test_a_draft_may_be_as_long_as_the_text_has_it():
-    text = list(range(20)) + [0, 1]
+    text = [*range(20), 0, 1]
     assert Lookup().draft(text, 3) == [2, 3, 4]
     assert Lookup().draft(text, 100) == [*range(2, 20), 0, 1]

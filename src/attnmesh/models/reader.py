@@ -25,6 +25,7 @@ from attnmesh.models.cache_pass import CachePass
 from attnmesh.models.held import Held
 from attnmesh.models.reading_pass import ReadingPass
 from attnmesh.models.shared_work import SharedWork
+from attnmesh.models.shares import Shares, evened, grown, in_turn
 from attnmesh.models.step_graph import StepGraphs
 from attnmesh.models.stepping_pass import SteppingPass
 from attnmesh.models.transformers_attention import check_model
@@ -35,6 +36,7 @@ from attnmesh.spans import Spans
 
 BLOCK_LEN = 32
 _BY_LAYOUT = 2  # tokens a rank: any layout then gives every rank some of a stretch
+_SPARE = 4
 
 
 @dataclass(eq=False)
@@ -42,12 +44,18 @@ class Reading:
     """A sequence that was read: its tokens, and what this rank holds of them."""
 
     ids: list[int]
-    held: Held
+    shares: Shares
     kept: Kept
     reused: int = 0  # tokens that need not have been read
     logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary], of the token to come
     room: int = 0  # tokens it may grow to
+    room_of_ranks: list[int] = field(default_factory=list)  # how many of them each rank may come to hold
     busy: bool = True  # somebody still steps on from it
+
+    @property
+    def held(self) -> Held:
+        """What this rank holds of it."""
+        return self.shares.own
 
 
 @dataclass
@@ -86,15 +94,17 @@ class Reader:
             raise ValueError(f"stretch must be {_BY_LAYOUT} tokens for each of {world} ranks or more, got {stretch}")
         config, weight = model.config, model.get_input_embeddings().weight
         self.tokens, self.sequences, self.device = tokens, sequences, weight.device
-        # No layout gives a rank more than two tokens above its even share of a stretch; steps give it at most one.
-        most = -(-tokens // world) + 2 * (tokens // self.stretch + 2)
+        if not all(layout.spans(_BY_LAYOUT * world, world, rank) for rank in range(world)):
+            raise ValueError(f"layout must give every one of {world} ranks a part of the sequence, got {layout}")
+        # A shorter sequence may give a rank a token or two more than the longest does; steps give it at most one.
+        self._most = max(self._room_of_ranks([0] * world, 0, tokens, 0)) + _SPARE
         plain = {dtype: name for name, dtype in PLAIN.items()}
         if weight.dtype not in plain:
             raise ValueError(f"the model must be of {', '.join(map(str, plain))}, got {weight.dtype}")
         self.cache = BlockCache(
-            layers=config.num_hidden_layers, num_blocks=-(-most // BLOCK_LEN) + 4 * sequences, block_len=BLOCK_LEN,
+            layers=config.num_hidden_layers, num_blocks=_blocks(self._most) + 4 * sequences, block_len=BLOCK_LEN,
             kv_heads=config.num_key_value_heads, head_dim=_head_dim(config), storage=plain[weight.dtype],
-            device=weight.device, max_sequences=sequences, max_length=most,
+            device=weight.device, max_sequences=sequences, max_length=self._most,
         )  # fmt: skip
         self.readings: list[Reading] = []
         self._shared = SharedWork(model, self.comm)
@@ -116,17 +126,21 @@ class Reader:
         if not ids:
             raise ValueError("a prompt must have at least one token")
         alike, begin = self._alike(ids)
-        self._make_room(len(ids) + more, alike)
+        room = self._room_of_ranks(alike.shares.truncated(begin).counts, begin, len(ids), more) if alike else []
+        if alike is None or max(room) > self._most:  # too uneven to go on from: one rank has kept most of it
+            alike, begin = None, 0
+            room = self._room_of_ranks([0] * self.comm.world, 0, len(ids), more)
+        self._make_room(len(ids) + more, room, alike)
         if alike is None:
-            reading = Reading([], Held(), self.cache.allocate(0))
+            reading = Reading([], Shares.nothing(self.comm.world, self.comm.rank), self.cache.allocate(0))
         elif alike.busy:
-            reading = Reading(list(alike.ids), alike.held, self.cache.fork(alike.kept))
+            reading = Reading(list(alike.ids), alike.shares, self.cache.fork(alike.kept))
         else:
             reading = alike
             self.readings.remove(alike)
         self.readings.append(reading)
         self.truncate(reading, begin)
-        reading.busy, reading.reused, reading.room = True, begin, len(ids) + more
+        reading.busy, reading.reused, reading.room, reading.room_of_ranks = True, begin, len(ids) + more, room
         self.work.reused += begin
         self.work.read += len(ids) - begin
         while len(reading.ids) < len(ids):
@@ -147,10 +161,10 @@ class Reader:
 
     def truncate(self, reading: Reading, length: int) -> None:
         """Keep the first `length` tokens only."""
-        held = reading.held.truncated(length)
-        if len(held) < reading.kept.length:
-            self.cache.truncate(reading.kept, len(held))
-        reading.held, reading.ids = held, reading.ids[:length]
+        shares = reading.shares.truncated(length)
+        if len(shares.own) < reading.kept.length:
+            self.cache.truncate(reading.kept, len(shares.own))
+        reading.shares, reading.ids = shares, reading.ids[:length]
 
     def rest(self, reading: Reading) -> None:
         """Nobody steps on from a sequence any more: it is there to be found, until room is needed."""
@@ -167,34 +181,59 @@ class Reader:
         most = max(common, default=0)
         return (self.readings[common.index(most)], most) if most else (None, 0)
 
-    def _make_room(self, tokens: int, alike: Reading | None) -> None:
+    def _parts(self, counts: Sequence[int], new: range) -> list[Spans]:
+        """Which of some new positions each rank is to hold, if it holds so many of those before them."""
+        world = self.comm.world
+        if len(new) < _BY_LAYOUT * world:
+            return in_turn(new, world)
+        if new.start:  # every rank attends for all, over what it holds: that is to be even, whatever the layout
+            return evened(new, counts)
+        return [self.ranks.layout.spans(len(new), world, rank) for rank in range(world)]
+
+    def _room_of_ranks(self, counts: Sequence[int], begin: int, length: int, more: int) -> list[int]:
+        """How many tokens each rank comes to hold, from `counts` of `begin`, of `length` and `more` that are stepped."""
+        for at in range(begin, length, self.stretch):
+            counts = grown(counts, self._parts(counts, range(at, min(length, at + self.stretch))))
+        return [count + -(-more // self.comm.world) for count in counts]
+
+    def _make_room(self, tokens: int, of_ranks: list[int], alike: Reading | None) -> None:
         """For a sequence of so many tokens, which takes over what is like it unless that is busy.
 
-        Every rank decides the same: it goes by what all of them hold together.
+        Every rank decides the same: it goes by what all of them hold. Nothing is given up where that would not do.
         """
         staying = [reading for reading in self.readings if reading.busy or reading is not alike]
+        leaving: list[Reading] = []
 
         def fits() -> bool:
-            return sum(reading.room for reading in staying) + tokens <= self.tokens and len(staying) < self.sequences
+            each = [
+                [_blocks(n) for n in rooms] for rooms in (of_ranks, *(reading.room_of_ranks for reading in staying))
+            ]
+            return (
+                sum(reading.room for reading in staying) + tokens <= self.tokens
+                and len(staying) < self.sequences
+                and max(map(sum, zip(*each, strict=True))) <= self.cache.stats().total
+            )
 
         for idle in [reading for reading in staying if not reading.busy]:
             if fits():
                 break
             staying.remove(idle)
-            self.free(idle)
+            leaving.append(idle)
         if not fits():
             raise ValueError(
                 f"{tokens} tokens do not fit beside {sum(reading.room for reading in staying)} of {len(staying)} "
                 f"sequences in use: there is room for {self.tokens} of {self.sequences}"
             )
+        for reading in leaving:
+            self.free(reading)
 
     def _read_stretch(self, reading: Reading, ids: list[int]) -> Tensor:
         """Every rank reads its part; the logits of the last token, from the rank that has it."""
-        begin, layout, world = len(reading.ids), self.ranks.layout, self.comm.world
-        parts = [_moved(layout.spans(len(ids), world, rank), begin) for rank in range(world)]
+        begin = len(reading.ids)
+        parts = self._parts(reading.shares.counts, range(begin, begin + len(ids)))
         mine = parts[self.comm.rank]
         new = self.cache.append([reading.kept], spans.size(mine))
-        reading.held.extend(mine)
+        reading.shares.extend(parts)
         blocks = torch.tensor(reading.kept.blocks, device=self.device)
         how = ReadingPass(self.cache, new.slots, self.ranks, parts, begin, len(ids), reading.held.runs, blocks)
         at = spans.as_tensor(mine)
@@ -210,7 +249,11 @@ class Reader:
         """A few tokens on every rank."""
         count, world, rank = len(ids[0]), self.comm.world, self.comm.rank
         positions = [range(len(reading.ids), len(reading.ids) + count) for reading in readings]
-        mine = [[t for t, position in enumerate(new) if position % world == rank] for new in positions]
+        parts = [in_turn(new, world) for new in positions]
+        mine = [
+            [position - new.start for run in part[rank] for position in run]
+            for new, part in zip(positions, parts, strict=True)
+        ]
         slots = torch.full((len(readings), count), -1, dtype=torch.int64, device=self.device)
         appended: list[NewTokens] = []
         for n in sorted({len(own) for own in mine} - {0}):  # a cache appends equally many at a time
@@ -219,8 +262,8 @@ class Reader:
             appended.append(new)
             for b, at in zip(rows, new.slots, strict=True):
                 slots[b, mine[b]] = at
-        for reading, new_positions, own in zip(readings, positions, mine, strict=True):
-            reading.held.extend(tuple(range(new_positions[t], new_positions[t] + 1) for t in own))
+        for reading, part in zip(readings, parts, strict=True):
+            reading.shares.extend(part)
         rows_at = torch.tensor([reading.kept.row for reading in readings], device=self.device)
         how = SteppingPass(
             self.cache, slots, self.comm, self.cache.block_table[rows_at], self.cache.cur_pos[rows_at], positions,
@@ -265,5 +308,5 @@ def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _moved(runs: Spans, by: int) -> Spans:
-    return tuple(range(run.start + by, run.stop + by, run.step) for run in runs)
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_LEN)
