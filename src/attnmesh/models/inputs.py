@@ -46,9 +46,12 @@ def spread_inputs(ranks: ContextParallel, input_ids: Tensor, labels: Tensor | No
     if length < ranks.world:
         raise ValueError(f"input_ids must have a token for each of {ranks.world} ranks, got {list(input_ids.shape)}")
     positions = ranks.positions(length).to(input_ids.device)
+    mine = ranks.shard(input_ids, 1)
     part: dict[str, Any] = {
-        "input_ids": ranks.shard(input_ids, 1),
+        "input_ids": mine,
         "position_ids": positions[None].expand(input_ids.shape[0], -1),
+        # Every token counts. Without this, Transformers would take positions that jump for packed sequences.
+        "attention_mask": torch.ones_like(mine, dtype=torch.bool),
         "use_cache": False,
         "mesh": SpreadPass(ranks, length),
     }
@@ -57,8 +60,8 @@ def spread_inputs(ranks: ContextParallel, input_ids: Tensor, labels: Tensor | No
         if labels.shape != input_ids.shape:
             raise ValueError(f"labels must be like input_ids, {list(input_ids.shape)}, got {list(labels.shape)}")
         following = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
-        mine = ranks.shard(following, 1).contiguous()
-        part |= {"labels": mine, "shift_labels": mine, "num_items_in_batch": (following != _IGNORED).sum()}
+        expected = ranks.shard(following, 1).contiguous()
+        part |= {"labels": expected, "shift_labels": expected, "num_items_in_batch": (following != _IGNORED).sum()}
     return part
 
 

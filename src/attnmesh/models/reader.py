@@ -191,7 +191,7 @@ class Reader:
         return [self.ranks.layout.spans(len(new), world, rank) for rank in range(world)]
 
     def _room_of_ranks(self, counts: Sequence[int], begin: int, length: int, more: int) -> list[int]:
-        """How many tokens each rank comes to hold, from `counts` of `begin`, of `length` and `more` that are stepped."""
+        """How many tokens each rank comes to hold: from `counts` of `begin` on, of `length` and `more` steps."""
         for at in range(begin, length, self.stretch):
             counts = grown(counts, self._parts(counts, range(at, min(length, at + self.stretch))))
         return [count + -(-more // self.comm.world) for count in counts]

@@ -97,12 +97,31 @@ def _alone(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: 
     return out if sinks is None else discount_sinks(out, lse, sinks)
 
 
-def _no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
-    """Positions are enough, as long as every token counts."""
+def _no_mask(
+    *_: object,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **__: object,
+) -> None:
+    """Positions are enough, as long as every token counts and they follow one another."""
     if attention_mask is not None and not attention_mask.all():
         raise ValueError(
             "attention_mask hides tokens, which attnmesh does not: leave out the padding (attnmesh.generate takes "
             "prompts of different lengths)"
+        )
+    if kv_offset + kv_length != q_offset + q_length:
+        raise ValueError(
+            f"the last of {kv_length} keys must be the last token's, as in a DynamicCache: attnmesh does not know "
+            "which keys of a static cache are still to come"
+        )
+    if not allow_is_causal_skip:
+        raise ValueError(
+            "attnmesh.models has no mask but a causal one: position_ids must go up by one (no packed sequences), and "
+            "there can be no mask function of one's own"
         )
 
 
