@@ -24,6 +24,7 @@ from attnmesh.models.reader import Reader, Reading
 from attnmesh.models.sampling import Sampling
 from attnmesh.models.text import NewText
 from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.parallel.agreement import Facts, agreed
 from attnmesh.plan.recommend import recommend_sharding
 from attnmesh.plan.sharding import DecodeSharding
 
@@ -124,14 +125,18 @@ class Generator:
         generation config calls eos, or after `max_new_tokens`. With `speculative` tokens are drafted from the text
         itself and verified several at a time: fewer steps, the same tokens; `effort` says how many drafts were right.
         """
-        rows = [self._ids(prompt) for prompt in prompts]
-        self._check(rows, max_new_tokens, sampling, speculative)
         stops = self._stops() if stop is None else set(stop)
-        said = sha256(repr((rows, sorted(stops))).encode()).hexdigest()
-        self.comm.agree(
-            "generate", {"prompts and stops": said, "max_new_tokens": max_new_tokens, "sampling": sampling,
-                         "speculative": speculative, "sharding": self.sharding}, anew=True,
-        )  # fmt: skip
+
+        def examined() -> tuple[list[list[int]], Facts]:
+            rows = [_ids(self.tokenizer, prompt) for prompt in prompts]
+            self._check(rows, max_new_tokens, sampling, speculative)
+            said = sha256(repr((rows, sorted(stops))).encode()).hexdigest()
+            return rows, {
+                "prompts and stops": said, "max_new_tokens": max_new_tokens, "sampling": sampling,
+                "speculative": speculative, "sharding": self.sharding,
+            }  # fmt: skip
+
+        rows = agreed(self.comm, "generate", examined, anew=True)
         return self._generate(rows, max_new_tokens, sampling, stops, speculative)
 
     def _generate(
@@ -185,13 +190,13 @@ class Generator:
             drawn = [[sampling.draw(x[0], row.dice)] for x, row in zip(logits, active, strict=True)]
             fresh = self._agreed(drawn)
         for row, begin, draft, new in zip(active, begins, drafts, fresh, strict=True):
-            self.effort.drafted += len(draft)
-            self.effort.accepted += len(new) - 1
             if len(row.reading.ids) > begin + len(new):
                 self.reader.truncate(row.reading, begin + len(new))
             del new[most - len(row.new) :]
             stopped = next((i for i, token in enumerate(new) if token in stops), len(new))
             del new[stopped + 1 :]
+            self.effort.drafted += len(draft)
+            self.effort.accepted += len(new) - 1
         return fresh
 
     def _draft(self, row: _Row, most: int) -> list[int]:
@@ -227,14 +232,6 @@ class Generator:
         ]
         return [(number, new) for number, new in sorted(told) if new]
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
-        if self.tokenizer is None:
-            raise ValueError("prompts must be tokens, since there is no tokenizer; got text")
-        ids: list[int] = self.tokenizer(prompt)["input_ids"]
-        return ids
-
     def _stops(self) -> set[int]:
         eos = getattr(self.model.generation_config, "eos_token_id", None)
         return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
@@ -263,6 +260,9 @@ class Generator:
                 raise ValueError(
                     f"prompt {number} must hold tokens 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}"
                 )
+        # Of this group's rows: what one group has no room for, all ranks hear of before any of them reads.
+        mine = [rows[number] for number in self.sharding.sequences(self.comm.rank, len(rows))]
+        self.reader.check_room([len(ids) + most + MOST_TOKENS for ids in mine])
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -299,14 +299,23 @@ def generate(
 
     All ranks call it alike. Nothing is kept for later prompts: for that, make a `Generator`.
     """
-    lengths = [len(prompt if not isinstance(prompt, str) else tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    lengths = [len(_ids(tokenizer, prompt)) for prompt in prompts]
     generator = Generator(
         model, tokenizer, comm, tokens=max(1, sum(lengths) + len(lengths) * (max_new_tokens + MOST_TOKENS)),
         sequences=max(1, len(lengths)), sharding=sharding, layout=layout, stretch=stretch,
     )  # fmt: skip
-    yield from generator.generate(
+    return generator.generate(
         prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, speculative=speculative
     )
+
+
+def _ids(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return [int(token) for token in prompt]
+    if tokenizer is None:
+        raise ValueError("prompts must be tokens, since there is no tokenizer; got text")
+    ids: list[int] = tokenizer(prompt)["input_ids"]
+    return ids
 
 
 def _verified(draft: list[int], likeliest: list[int]) -> list[int]:

@@ -175,6 +175,15 @@ class Reader:
         self.cache.free(reading.kept)
         self.readings.remove(reading)
 
+    def check_room(self, tokens: Sequence[int]) -> None:
+        """Raise ValueError unless new sequences of so many tokens fit beside those in use."""
+        busy = [reading.room for reading in self.readings if reading.busy]
+        if sum(busy) + sum(tokens) > self.tokens or len(busy) + len(tokens) > self.sequences:
+            raise ValueError(
+                f"{sum(tokens)} tokens of {len(tokens)} sequences do not fit beside {sum(busy)} of {len(busy)} in use: "
+                f"there is room for {self.tokens} of {self.sequences}"
+            )
+
     def _alike(self, ids: list[int]) -> tuple[Reading | None, int]:
         """The sequence that has most in common with these tokens, and how much. Not the last: it says what comes."""
         common = [min(_in_common(reading.ids, ids), len(ids) - 1) for reading in self.readings]
