@@ -3,6 +3,7 @@
 import copy
 import itertools
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -278,13 +279,11 @@ def test_a_row_ends_with_a_stop_token_and_the_others_go_on():
 def test_stops_are_the_model_s_own_unless_given():
     generator = Generator(meshed("llama"), None, tokens=200)
     assert generator._stops() == {STOP}
-    for prompt in (drawn_ids(12, seed) for seed in range(40)):
-        row = continued("llama", prompt, 40)
-        if row[-1] == STOP:
-            break
-    assert rows_of(generator, [prompt], max_new_tokens=40) == [row]
-    further = rows_of(generator, [prompt], max_new_tokens=40, stop=())[0]
-    assert (further[: len(row)], len(further)) == (row, 40)
+    prompt = next(ids for ids in map(partial(drawn_ids, 12), range(40)) if continued("llama", ids, 20)[-1] == STOP)
+    row = continued("llama", prompt, 20)
+    assert rows_of(generator, [prompt], max_new_tokens=20) == [row]
+    further = rows_of(generator, [prompt], max_new_tokens=20, stop=())[0]
+    assert (further[: len(row)], len(further)) == (row, 20)
 
 
 def test_one_token_is_enough():
