@@ -3,7 +3,6 @@
 import copy
 import itertools
 from contextlib import suppress
-from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -279,8 +278,9 @@ def test_a_row_ends_with_a_stop_token_and_the_others_go_on():
 def test_stops_are_the_model_s_own_unless_given():
     generator = Generator(meshed("llama"), None, tokens=200)
     assert generator._stops() == {STOP}
-    prompt = next(ids for ids in map(partial(drawn_ids, 12), range(40)) if continued("llama", ids, 20)[-1] == STOP)
+    prompt = drawn_ids(12, seed=10)
     row = continued("llama", prompt, 20)
+    assert (len(row), row[-1]) == (5, STOP)
     assert rows_of(generator, [prompt], max_new_tokens=20) == [row]
     further = rows_of(generator, [prompt], max_new_tokens=20, stop=())[0]
     assert (further[: len(row)], len(further)) == (row, 20)
