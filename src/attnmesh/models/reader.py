@@ -63,7 +63,8 @@ class Reader:
     """Reads prompts and steps on from them. All ranks of `comm` make it, and call it, alike.
 
     There is room for `tokens` tokens of at most `sequences` sequences at a time, over all ranks. `stretch` is how many
-    tokens are read in one pass, all of a prompt by default.
+    tokens are read in one pass, all of a prompt by default. `on_read` is called after every pass over a prompt, with how
+    many of its tokens are there and how many it has.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Reader:
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
         stretch: int | None = None,
+        on_read: Callable[[int, int], None] | None = None,
     ) -> None:
         check_model(model)
-        self.model, self.work = model, Work()
+        self.model, self.work, self._on_read = model, Work(), on_read
         self.ranks = ContextParallel(comm_from(comm), layout=layout, schedule=schedule)
         self.comm, world = self.ranks.comm, self.ranks.world
         self.stretch = tokens if stretch is None else stretch
@@ -135,6 +137,8 @@ class Reader:
                 reading.logits = self._read_stretch(reading, rest)
             else:
                 reading.logits = self._forward([reading], [rest[:MOST_TOKENS]])[0, -1]
+            if self._on_read is not None:
+                self._on_read(len(reading.ids), len(ids))
         return reading
 
     def step(self, readings: Sequence[Reading], ids: Sequence[Sequence[int]]) -> Tensor:
