@@ -47,8 +47,6 @@ def load_model(
 def model_folder(where: Path | None = None) -> Path:
     """The folder that `load_model` loads from; a GGUF file is converted now, if it was not before."""
     needed("transformers"), needed("accelerate")
-    if attn_implementation == NAME:
-        register()
     found = _find(where)
     return found if found.is_dir() else converted(found)
 

@@ -63,8 +63,8 @@ class Reader:
     """Reads prompts and steps on from them. All ranks of `comm` make it, and call it, alike.
 
     There is room for `tokens` tokens of at most `sequences` sequences at a time, over all ranks. `stretch` is how many
-    tokens are read in one pass, all of a prompt by default. `on_read` is called after every pass over a prompt, with how
-    many of its tokens are there and how many it has.
+    tokens are read in one pass, all of a prompt by default. `on_read` is called after every pass over a prompt with
+    how many of its tokens are there, and how many it has.
     """
 
     def __init__(
