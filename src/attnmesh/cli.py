@@ -132,7 +132,9 @@ def generate_command(
     speculative: Annotated[bool, typer.Option("--speculative", help="Guess from the text, verify many.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Ask one plain process, too, and compare.")] = False,
     layout: Annotated[LayoutName, typer.Option(help="Which rank reads which tokens.")] = LayoutName.ZIGZAG,
-    stretch: Annotated[int, typer.Option(min=1, help="Tokens that are read in one pass.")] = 2048,
+    stretch: Annotated[
+        int | None, typer.Option(min=1, help="Tokens read in one pass; 512 a rank on a CPU, 8192 on a GPU without it.")
+    ] = None,
     virtual: Annotated[bool, typer.Option("--virtual", help="Ranks as threads of this process.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until ranks give up on one another.")] = launch.TIMEOUT,
 ) -> None:

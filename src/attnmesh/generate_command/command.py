@@ -28,6 +28,8 @@ from attnmesh.models.transformers_attention import check_config
 
 LAYOUTS: dict[str, Layout] = {"zigzag": Zigzag(), "striped": Striped(), "contiguous": Contiguous()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STRETCH = {"cpu": 512, "cuda": 8192}
+"""Tokens a rank that are read in one pass: enough to keep its device busy."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Asked:
     speculative: bool
     check: bool
     layout: str
-    stretch: int
+    stretch: int | None
     virtual: bool
     timeout: float
 
@@ -63,7 +65,7 @@ def generate(asked: Asked) -> bool:
     job = Job(
         folder, asked.device, DTYPES[asked.dtype], tuple(map(tuple, prompts_of(tokenizer, document, asked.questions))),
         tuple(asked.questions), asked.max_new_tokens, sampling, asked.speculative, LAYOUTS[asked.layout],
-        asked.stretch, asked.check,
+        asked.stretch or world * STRETCH[asked.device], asked.check,
     )  # fmt: skip
     check_job(job, config, world)
     check_memory(job, config, world, copies)
@@ -134,9 +136,13 @@ def _kind(asked: Asked) -> str:
 
 
 def _run(asked: Asked, job: Job, world: int) -> Outcome | None:
-    if launch.under_torchrun():
-        return start.joined(job, asked.timeout)
-    return (start.threads if asked.virtual else start.processes)(world, job, asked.timeout)
+    try:
+        if launch.under_torchrun():
+            return start.joined(job, asked.timeout)
+        return (start.threads if asked.virtual else start.processes)(world, job, asked.timeout)
+    except BaseException:
+        report.console().show_cursor()  # a bar hides it, and a rank that is ended does not bring it back
+        raise
 
 
 def _compare(job: Job, outcome: Outcome, screen: Screen) -> list[Comparison]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from attnmesh import launch
 from attnmesh.comm import Comm, CommError, run_virtual
+from attnmesh.extras import require
 from attnmesh.generate_command.answering import answer
 from attnmesh.generate_command.bad_input import BadInput
 from attnmesh.generate_command.job import Job
@@ -28,6 +31,7 @@ class RanksLost(RuntimeError):  # noqa: N818 - said of ranks, as the others say 
 
 def processes(ranks: int, job: Job, timeout: float) -> Outcome:
     """Processes of our own. One that dies or gives up ends the others."""
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # what it warns of, RanksLost says
     with tempfile.TemporaryDirectory() as folder:
         try:
             launch.start(ranks, job.device, _process, job, Path(folder), timeout=timeout)
@@ -63,6 +67,8 @@ def _one_of_torchruns(comm: Comm, job: Job) -> Outcome | None:
 
 def _process(comm: Comm, job: Job, folder: Path) -> None:
     """What went wrong is left in the folder, for the parent to say once."""
+    # Transformers' bars, which nobody sees, have a lock among processes: Python complains of it if the rank is killed.
+    require("tqdm", extra="hf").tqdm.set_lock(threading.RLock())
     try:
         outcome = answer(comm, job)
     except (ModelProblem, torch.OutOfMemoryError) as error:
