@@ -3,9 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo verify test test-slow lint bench clean
 
 demo: $(READY)
+	@cat docs/guide.md README.md | tail -n 190 > $(VENV)/demo.txt
+	@echo "What you will see: a language model (SmolLM2, 135M parameters) reads this project's own documentation, a bit"
+	@echo "over 4,000 tokens, on 4 processes. Each reads a quarter of it and keeps that quarter's keys and values, and"
+	@echo "together they answer two questions. What the first question had read is not read again for the second. Then"
+	@echo "one plain process answers the same questions on its own, to compare. It takes two to three minutes."
+	@echo
+	$(VENV)/bin/attnmesh generate --ranks 4 --prompt-file $(VENV)/demo.txt --max-new-tokens 24 --check \
+	  --question "What does the error not grow with?" --question "Where are tables and speed?"
+	@echo
+	@echo "What was shown: no process held more than about a quarter of the keys and values, the document was read once"
+	@echo "for both questions, and every token is the one that a single process says. The model is a tiny one: what"
+	@echo "counts is that its answers do not change. Ask your own: $(VENV)/bin/attnmesh generate --help"
+
+verify: $(READY)
 	$(VENV)/bin/attnmesh verify --ranks 4
 
 test: $(READY)

@@ -34,6 +34,7 @@ FLOORS = [
         "bench",
         "model_config",
         "show_plan",
+        "generate_command",
     },
     {"cli"},
     {"attnmesh"},  # the front door, attnmesh/__init__.py, opens on every room

@@ -1,8 +1,9 @@
-"""The command line: `attnmesh verify`, `attnmesh plan` and `attnmesh bench`."""
+"""The command line: `attnmesh generate`, `attnmesh verify`, `attnmesh plan` and `attnmesh bench`."""
 
 from __future__ import annotations
 
 import enum
+import os
 import secrets
 import sys
 import warnings
@@ -20,7 +21,11 @@ from attnmesh.bench.decode.parts import ON_CPU, Part
 from attnmesh.bench.sparse.parts import Part as SparsePart
 from attnmesh.bench.sparse.plot import FORMATS
 from attnmesh.comm import Comm, run_virtual
+from attnmesh.generate_command.bad_input import BadInput
+from attnmesh.generate_command.command import Asked, generate
+from attnmesh.generate_command.ranks import RanksLost
 from attnmesh.model_config import ModelConfig, read_config
+from attnmesh.models.problem import ModelProblem
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: ratios in one run, with the machine beside each figure.")
@@ -34,6 +39,22 @@ class Device(enum.StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class LayoutName(enum.StrEnum):
+    """Which rank has which tokens."""
+
+    ZIGZAG = "zigzag"
+    STRIPED = "striped"
+    CONTIGUOUS = "contiguous"
+
+
+class Precision(enum.StrEnum):
+    """What is computed in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
 
 
 LengthsOption = Annotated[list[int] | None, typer.Option("--length", min=1, help="Of the whole sequence; repeat it.")]
@@ -89,6 +110,53 @@ def _verify(comm: Comm, device: str, seed: int | None) -> None:
     console.print(f"{len(outcomes) - failed} passed, {failed} failed")
     if failed:
         sys.exit(1)
+
+
+@app.command("generate")
+def generate_command(
+    model: Annotated[
+        Path | None, typer.Option(help="A folder as save_pretrained writes it, or a GGUF file; else the default model.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many ranks to start; 4 without it.")] = None,
+    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.CPU,
+    dtype: Annotated[Precision, typer.Option(help="In what precision.")] = Precision.FP32,
+    prompt: Annotated[str | None, typer.Option(help="The text to read.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with the text to read.")] = None,
+    questions: Annotated[
+        list[str] | None, typer.Option("--question", help="About the text; repeat it. Without, the text is continued.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens that make up so much.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    speculative: Annotated[bool, typer.Option("--speculative", help="Guess from the text, verify many.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Ask one plain process, too, and compare.")] = False,
+    layout: Annotated[LayoutName, typer.Option(help="Which rank reads which tokens.")] = LayoutName.ZIGZAG,
+    stretch: Annotated[
+        int | None, typer.Option(min=1, help="Tokens read in one pass; 512 a rank on a CPU, 8192 on a GPU without it.")
+    ] = None,
+    virtual: Annotated[bool, typer.Option("--virtual", help="Ranks as threads of this process.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until ranks give up on one another.")] = launch.TIMEOUT,
+) -> None:
+    """Read a text with a language model over ranks, and answer questions about it.
+
+    Exits with 1 if --check finds another token or a rank is lost, with 2 if something asked for cannot be done.
+    """
+    _check_device(device)
+    asked = Asked(
+        model, ranks, device.value, dtype.value, prompt, prompt_file, questions or (), max_new_tokens, temperature,
+        top_p, seed, speculative, check, layout.value, stretch, virtual, timeout,
+    )  # fmt: skip
+    try:
+        if not generate(asked):
+            raise typer.Exit(1)
+    except (BadInput, ModelProblem) as problem:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of torchrun's would say the same
+            typer.echo(f"attnmesh generate: {problem}", err=True)
+        raise typer.Exit(2) from None
+    except RanksLost as lost:
+        typer.echo(f"attnmesh generate: {lost}", err=True)
+        raise typer.Exit(1) from None
 
 
 @plan_app.command("decode")

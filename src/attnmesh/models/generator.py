@@ -7,7 +7,7 @@ and steps on its own; after every round the groups tell one another their new to
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -76,7 +76,10 @@ class Generator:
 
     There is room for `tokens` tokens, prompts and answers together, of at most `sequences` sequences. `sharding` says
     how many ranks share a sequence (cp) and how many groups there are (kvdp); by default it is what
-    `recommend_sharding` says for so many sequences. `layout`, `schedule` and `stretch` are a `Reader`'s.
+    `recommend_sharding` says for so many sequences. `layout`, `schedule`, `stretch` and `on_read` are a `Reader`'s.
+
+    `on_logits` is called with a row and the logits [vocabulary] of every token of it that comes, on the ranks that
+    have them: those of the row's group.
     """
 
     def __init__(
@@ -91,8 +94,11 @@ class Generator:
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
         stretch: int | None = None,
+        on_read: Callable[[int, int], None] | None = None,
+        on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.comm = model, tokenizer, comm_from(comm)
+        self._on_logits = on_logits
         if sharding is None:
             # Every rank has whole weights, so no kv heads are divided: as if there were one.
             world = self.comm.world
@@ -106,8 +112,9 @@ class Generator:
         per_group = -(-sequences // sharding.kvdp)
         self.sequences = sequences
         self.reader = Reader(
-            model, self._group, tokens=tokens, sequences=per_group, layout=layout, schedule=schedule, stretch=stretch
-        )
+            model, self._group, tokens=tokens, sequences=per_group, layout=layout, schedule=schedule, stretch=stretch,
+            on_read=on_read,
+        )  # fmt: skip
         self.effort = Effort(rank)
 
     def generate(
@@ -152,6 +159,7 @@ class Generator:
                     reading = self.reader.read(rows[number], more=most + MOST_TOKENS)
                     mine.append(_Row(number, reading, sampling.dice(number)))
                 fresh = self._agreed([[sampling.draw(row.reading.logits, row.dice)] for row in mine])
+                self._show_logits(mine, [row.reading.logits[None] for row in mine], fresh)
             active, left = mine, dict.fromkeys(range(batch), most)
             while True:
                 for row, new in zip(active, fresh, strict=True):
@@ -197,7 +205,14 @@ class Generator:
             del new[stopped + 1 :]
             self.effort.drafted += len(draft)
             self.effort.accepted += len(new) - 1
+        self._show_logits(active, logits, fresh)
         return fresh
+
+    def _show_logits(self, rows: list[_Row], logits: Sequence[Tensor] | Tensor, fresh: list[list[int]]) -> None:
+        if self._on_logits is not None:
+            for row, theirs, new in zip(rows, logits, fresh, strict=True):
+                for of_one in theirs[: len(new)]:
+                    self._on_logits(row.number, of_one)
 
     def _draft(self, row: _Row, most: int) -> list[int]:
         """What may come next; no more than may be generated, or than a step can verify."""
@@ -209,7 +224,7 @@ class Generator:
         group = self._group
         if group.world == 1 or not tokens:
             return tokens
-        x = torch.tensor(tokens, dtype=torch.int64)
+        x = torch.tensor(tokens, dtype=torch.int64, device=self.reader.device)  # NCCL carries nothing else
         first: Tensor = group.all_gather(x, [x.shape] * group.world)[0]
         agreed: list[list[int]] = first.tolist()
         return agreed
@@ -224,7 +239,7 @@ class Generator:
         x = torch.full((len(own), MOST_TOKENS), _NONE, dtype=torch.int64)
         for number, new in by_row.items():
             x[number - own.start, : len(new)] = torch.tensor(new, dtype=torch.int64)
-        everybodys = self._others.all_gather(x, [(len(r), MOST_TOKENS) for r in rows])
+        everybodys = self._others.all_gather(x.to(self.reader.device), [(len(r), MOST_TOKENS) for r in rows])
         told = [
             (number, [token for token in new if token != _NONE])
             for numbers, part in zip(rows, everybodys, strict=True)

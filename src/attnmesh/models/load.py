@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _CONFIG = "config.json"
+# Code that comes with a model is not run, and Transformers does not ask at the terminal whether it should be.
+_ONLY_HERE = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_model(
@@ -39,11 +41,26 @@ def load_model(
     place = _device(device)
     if not dtype.is_floating_point:
         raise ModelProblem(f"dtype must be a floating point type, got {dtype}")
+    return _load(model_folder(where), place, dtype, attn_implementation)
+
+
+def model_folder(where: Path | None = None) -> Path:
+    """The folder that `load_model` loads from; a GGUF file is converted now, if it was not before."""
     needed("transformers"), needed("accelerate")
-    if attn_implementation == NAME:
-        register()
     found = _find(where)
-    return _load(found if found.is_dir() else converted(found), place, dtype, attn_implementation)
+    return found if found.is_dir() else converted(found)
+
+
+def config_and_tokenizer(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
+    """All of a model but its weights: enough to know whether it can be asked what it is to be asked."""
+    transformers = needed("transformers")
+    with quiet():
+        with explained(f"{folder / _CONFIG} cannot be read"):
+            config = transformers.AutoConfig.from_pretrained(folder, **_ONLY_HERE)
+        check_causal(config, folder)
+        with explained(f"the tokenizer in {folder} cannot be loaded"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_ONLY_HERE)
+    return config, tokenizer
 
 
 def needs_conversion(where: Path | None = None) -> bool:
@@ -69,26 +86,21 @@ def _load(
     folder: Path, device: torch.device, dtype: torch.dtype, attn_implementation: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     transformers = needed("transformers")
-    # Code that comes with a model is not run, and Transformers does not ask at the terminal whether it should be.
-    only_here = {"local_files_only": True, "trust_remote_code": False}
-    with quiet():
-        with explained(f"{folder / _CONFIG} cannot be read"):
-            config = transformers.AutoConfig.from_pretrained(folder, **only_here)
-        check_causal(config, folder)
-        check_fits(weight_bytes(folder, dtype), device, folder)
-        with explained(f"the tokenizer in {folder} cannot be loaded"):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **only_here)
-        with explained(f"the model in {folder} cannot be loaded"):
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                device_map={"": device},  # straight to the device, without a copy in the host's memory
-                use_safetensors=True,  # pickles can run anything
-                output_loading_info=True,
-                **only_here,
-            )
+    if attn_implementation == NAME:
+        register()
+    config, tokenizer = config_and_tokenizer(folder)
+    check_fits(weight_bytes(folder, dtype), device, folder)
+    with quiet(), explained(f"the model in {folder} cannot be loaded"):
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            device_map={"": device},  # straight to the device, without a copy in the host's memory
+            use_safetensors=True,  # pickles can run anything
+            output_loading_info=True,
+            **_ONLY_HERE,
+        )
     if missing := sorted(report["missing_keys"]):  # Transformers makes them up
         raise ModelProblem(f"{folder} lacks {len(missing)} of the model's weights, {missing[0]} among them")
     return model, tokenizer

@@ -71,7 +71,8 @@ class Reader:
     """Reads prompts and steps on from them. All ranks of `comm` make it, and call it, alike.
 
     There is room for `tokens` tokens of at most `sequences` sequences at a time, over all ranks. `stretch` is how many
-    tokens are read in one pass, all of a prompt by default.
+    tokens are read in one pass, all of a prompt by default. `on_read` is called after every pass over a prompt with
+    how many of its tokens are there, and how many it has.
     """
 
     def __init__(
@@ -84,13 +85,14 @@ class Reader:
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
         stretch: int | None = None,
+        on_read: Callable[[int, int], None] | None = None,
     ) -> None:
         check_model(model)
-        self.model, self.work = model, Work()
+        self.model, self.work, self._on_read = model, Work(), on_read
         self.ranks = ContextParallel(comm_from(comm), layout=layout, schedule=schedule)
         self.comm, world = self.ranks.comm, self.ranks.world
         self.stretch = tokens if stretch is None else stretch
-        if self.stretch < _BY_LAYOUT * world:
+        if self.stretch < least_stretch(world):
             raise ValueError(f"stretch must be {_BY_LAYOUT} tokens for each of {world} ranks or more, got {stretch}")
         config, weight = model.config, model.get_input_embeddings().weight
         self.tokens, self.sequences, self.device = tokens, sequences, weight.device
@@ -112,9 +114,7 @@ class Reader:
         graphs = self.device.type == "cuda" and world == 1 and not hasattr(config, "num_local_experts")
         self._call = partial(_logits, model)
         self._step = StepGraphs(self._call) if graphs else self._call
-        heads, dim = config.num_key_value_heads, _head_dim(config)
-        self.token_bytes = 2 * config.num_hidden_layers * heads * dim * weight.element_size()
-        """What the keys and values of a token take, in all layers."""
+        self.token_bytes = token_bytes(config, weight.dtype)
 
     def read(self, ids: Sequence[int], more: int = 0) -> Reading:
         """A sequence that begins with these tokens, and may grow by `more`.
@@ -145,10 +145,12 @@ class Reader:
         self.work.read += len(ids) - begin
         while len(reading.ids) < len(ids):
             rest = ids[len(reading.ids) : len(reading.ids) + self.stretch]
-            if len(rest) >= _BY_LAYOUT * self.comm.world:
+            if len(rest) >= least_stretch(self.comm.world):
                 reading.logits = self._read_stretch(reading, rest)
             else:
                 reading.logits = self._forward([reading], [rest[:MOST_TOKENS]])[0, -1]
+            if self._on_read is not None:
+                self._on_read(len(reading.ids), len(ids))
         return reading
 
     def step(self, readings: Sequence[Reading], ids: Sequence[Sequence[int]]) -> Tensor:
@@ -295,6 +297,16 @@ class Reader:
             return x
         shapes = [x.shape if i == rank else (0,) for i in range(comm.world)]
         return comm.all_gather(x.contiguous() if comm.rank == rank else x.new_empty(0), shapes)[rank]
+
+
+def least_stretch(world: int) -> int:
+    """The fewest tokens that any layout can spread over so many ranks."""
+    return _BY_LAYOUT * world
+
+
+def token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """What the keys and values of a token take, in all layers of a model."""
+    return 2 * int(config.num_hidden_layers) * int(config.num_key_value_heads) * _head_dim(config) * dtype.itemsize
 
 
 @torch.no_grad()

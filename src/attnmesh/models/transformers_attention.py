@@ -44,14 +44,19 @@ def register() -> None:
     masks.register(NAME, _no_mask)
 
 
-def check_model(model: Any) -> None:
-    """Refuse a model whose attention may need what we do not have, or that does not ask us."""
-    kind = getattr(model.config, "model_type", None)
+def check_config(config: Any, name: str) -> None:
+    """Refuse the configuration of a model, called `name`, whose attention may need what we do not have."""
+    kind = getattr(config, "model_type", None)
     if kind not in MODELS:
         raise ValueError(
-            f"model_type must be one of {', '.join(MODELS)}, got {kind!r} ({type(model).__name__}): its attention may "
+            f"model_type must be one of {', '.join(MODELS)}, got {kind!r} ({name}): its attention may "
             "need something that attnmesh does not have"
         )
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model whose attention may need what we do not have, or that does not ask us."""
+    check_config(model.config, type(model).__name__)
     asked = model.config._attn_implementation
     if asked != NAME:
         raise ValueError(

@@ -1,0 +1,68 @@
+"""What a job took and came to, for people: a line a rank, what was saved, and whether one process says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from attnmesh import report
+from attnmesh.generate_command.job import Job
+from attnmesh.generate_command.outcome import Outcome
+from attnmesh.generate_command.plain import Comparison
+from attnmesh.models.generator import Effort
+
+_MIB = 2**20
+
+
+def rank_table(job: Job, outcome: Outcome) -> Table:
+    """A line a rank."""
+    columns = ["rank", "tokens held", "KV MiB", "sent MiB", "prefill s", "decode s", "tokens/s"]
+    if job.speculative:
+        columns += ["steps", "drafted", "accepted"]
+    rows = [_row(job, effort) for effort in outcome.efforts]
+    return report.table(f"attnmesh generate: {len(rows)} ranks, {job.device}", columns, rows)
+
+
+def _row(job: Job, effort: Effort) -> list[object]:
+    # The first token of an answer comes with reading.
+    decoded = effort.generated - len(job.prompts)
+    speed = decoded / effort.decode_seconds if effort.decode_seconds else 0.0
+    row: list[object] = [
+        effort.rank, effort.tokens_held, effort.kv_bytes / _MIB, effort.bytes_sent / _MIB, effort.prefill_seconds,
+        effort.decode_seconds, speed,
+    ]  # fmt: skip
+    return [*row, effort.steps, effort.drafted, effort.accepted] if job.speculative else row
+
+
+def summary(job: Job, outcome: Outcome) -> list[str]:
+    """What the ranks had to hold, read and draft, in a sentence each."""
+    first, most = outcome.efforts[0], max(effort.kv_bytes for effort in outcome.efforts)
+    lines = [
+        f"Keys and values: {most / _MIB:.1f} MiB on a rank at most; one device would have needed "
+        f"{first.kv_bytes_alone / _MIB:.1f} MiB."
+    ]
+    if len(job.prompts) > 1:
+        lines.append(
+            f"Prompts: {first.read + first.reused:,} tokens, of which {first.read:,} were read and {first.reused:,} "
+            "were still there from an earlier question."
+        )
+    if job.speculative:
+        lines.append(
+            f"Drafts: {first.accepted} of {first.drafted} tokens guessed from the text were right: "
+            f"{first.generated} tokens in {first.steps + len(job.prompts)} passes."
+        )
+    return lines
+
+
+def verdict(comparisons: Sequence[Comparison], texts: Sequence[tuple[str, str]]) -> list[str]:
+    """Whether one process says the same; `texts` are, for each answer, what the two say where they first differ."""
+    lines = []
+    for number, (one, (ours, theirs)) in enumerate(zip(comparisons, texts, strict=True), 1):
+        said = (
+            f"all {len(one.ours)} tokens are those of one process"
+            if one.equal
+            else f"DIFFERENT from one process at token {one.alike + 1}: {ours!r} where it says {theirs!r}"
+        )
+        lines.append(f"Check of answer {number}: {said}; logits are at most {one.apart:.1e} of the largest apart.")
+    return lines
