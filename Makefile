@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 .PHONY: demo verify test test-slow lint bench clean
 
 demo: $(READY)
-	@cat docs/guide.md README.md | tail -n 190 > $(VENV)/demo.txt
+	@cat docs/language-models.md README.md | tail -n 190 > $(VENV)/demo.txt
 	@echo "What you will see: a language model (SmolLM2, 135M parameters) reads this project's own documentation, a bit"
 	@echo "over 4,000 tokens, on 4 processes. Each reads a quarter of it and keeps that quarter's keys and values, and"
 	@echo "together they answer two questions. What the first question had read is not read again for the second. Then"

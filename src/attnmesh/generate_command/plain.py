@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ def compare(job: Job, outcome: Outcome) -> Iterator[Comparison]:
     """Each answer beside that of one process, as they come."""
     transformers = require("transformers", extra="hf")
     config, _ = config_and_tokenizer(job.folder)
+    gc.collect()  # a model that ranks shared with this process is a circle of objects, and may be in the way
     how = "eager" if config.model_type in _NEEDS_EAGER else "sdpa"
     model: Any = load_model(job.folder, device=job.device, dtype=job.dtype, attn_implementation=how)[0]
     eos = model.generation_config.eos_token_id
