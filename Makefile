@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: demo verify test test-slow lint bench clean
+.PHONY: demo verify test test-all test-slow lint bench clean
 
 demo: $(READY)
 	@cat docs/language-models.md README.md | tail -n 190 > $(VENV)/demo.txt
@@ -24,6 +24,9 @@ verify: $(READY)
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist worksteal
+
+test-all: $(READY)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(READY)
 	$(VENV)/bin/python -m pytest -m slow -n 2 --dist worksteal

@@ -11,7 +11,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.models.generator import Generator
-from attnmesh.models.transformers_attention import register
+from attnmesh.models.transformers_attention import register_attention
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "gpt_oss")
 LAYOUTS = {"zigzag": am.Zigzag(), "striped": am.Striped(), "contiguous": am.Contiguous()}
@@ -54,7 +54,7 @@ def plain(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 @cache
 def meshed(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """The same model, which asks attnmesh for its attention."""
-    register()
+    register_attention()
     model = copy.deepcopy(plain(kind, dtype))
     model.set_attn_implementation("attnmesh")
     return model

@@ -9,6 +9,12 @@ from attnmesh.joint import Joint
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow, Verdict
 from attnmesh.models.attention import attention_from_transformers
+from attnmesh.models.generator import Effort, Generator, Token, generate
+from attnmesh.models.inputs import spread_inputs
+from attnmesh.models.load import load_model
+from attnmesh.models.problem import ModelProblem
+from attnmesh.models.sampling import Sampling
+from attnmesh.models.transformers_attention import register_attention
 from attnmesh.ops.block.config import AttentionConfig
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope
@@ -50,14 +56,18 @@ __all__ = [
     "Contiguous",
     "DecodeSharding",
     "Documents",
+    "Effort",
     "Exchange",
     "Full",
+    "Generator",
     "Joint",
     "Layout",
     "Mask",
+    "ModelProblem",
     "Norm",
     "Quantised",
     "Rope",
+    "Sampling",
     "ShardedCache",
     "SlidingWindow",
     "Slots",
@@ -65,6 +75,7 @@ __all__ = [
     "SparseParallel",
     "State",
     "Striped",
+    "Token",
     "Verdict",
     "Zigzag",
     "attention",
@@ -79,15 +90,19 @@ __all__ = [
     "decode_rank",
     "explain_attention",
     "gather_ring_outputs",
+    "generate",
     "indexer_kl_loss",
     "indexer_scores_at",
     "indexer_topk",
+    "load_model",
     "merge",
     "paged_decode_attention",
     "quantise",
     "recommend_sharding",
+    "register_attention",
     "ring_chunks",
     "ring_distributed_attention",
     "run_virtual",
     "sparse_attention",
+    "spread_inputs",
 ]

@@ -11,7 +11,7 @@ import transformers
 
 from attnmesh import Striped, Zigzag, run_virtual
 from attnmesh.models.reader import Reader
-from attnmesh.models.transformers_attention import register
+from attnmesh.models.transformers_attention import register_attention
 
 pytestmark = [
     pytest.mark.cuda,
@@ -33,7 +33,7 @@ EXTRA = {
 
 
 def model_of(kind: str) -> torch.nn.Module:
-    register()
+    register_attention()
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SIZES, **EXTRA[kind])
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()

@@ -5,7 +5,12 @@ import copy
 import pytest
 import torch
 
-from attnmesh.models.transformers_attention import check_model, discount_sinks, register, transformers_attention
+from attnmesh.models.transformers_attention import (
+    check_model,
+    discount_sinks,
+    register_attention,
+    transformers_attention,
+)
 from modelling import KINDS, continued, drawn_ids, logits_of, meshed, plain
 
 IDS = drawn_ids(40, seed=4)
@@ -57,8 +62,8 @@ def test_registering_twice_does_no_harm():
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    register()
-    register()
+    register_attention()
+    register_attention()
     assert AttentionInterface()["attnmesh"] is transformers_attention
     assert "attnmesh" in AttentionMaskInterface()
 
@@ -69,7 +74,7 @@ def test_registering_twice_does_no_harm():
 def another(kind, **sizes):
     from transformers import AutoConfig, AutoModel
 
-    register()
+    register_attention()
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50} | sizes
     sizes |= {} if kind == "bert" else {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 16}
     return AutoModel.from_config(AutoConfig.for_model(kind, **sizes), attn_implementation="attnmesh")

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnmesh.bench.model_prompt import PEER, STEPS, prompt_ids
 from attnmesh.extras import require
 from attnmesh.models.reader import Reader
-from attnmesh.models.transformers_attention import NAME, register
+from attnmesh.models.transformers_attention import NAME, register_attention
 from attnmesh.report import Rows
 
 _LLAMA_8B = {
@@ -47,7 +47,7 @@ def measure_model_cuda(prompts: Sequence[int]) -> Iterator[tuple[str, Rows]]:
 
 
 def _random_llama() -> Any:
-    register()
+    register_attention()
     transformers = require("transformers", extra="hf")
     config = transformers.LlamaConfig(**_LLAMA_8B)
     with torch.device("cuda"):

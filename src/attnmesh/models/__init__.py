@@ -1,1 +1,1 @@
-"""Attention modules of other libraries, taken apart into configurations and weights."""
+"""Models of Transformers: attention over ranks, prompts read and tokens generated, weights found and loaded."""

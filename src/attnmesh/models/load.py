@@ -15,7 +15,7 @@ from attnmesh.models.gguf_header import check_magic
 from attnmesh.models.memory import check_fits
 from attnmesh.models.problem import ModelProblem, explained, needed
 from attnmesh.models.quiet import quiet
-from attnmesh.models.transformers_attention import NAME, register
+from attnmesh.models.transformers_attention import NAME, register_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -87,7 +87,7 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     transformers = needed("transformers")
     if attn_implementation == NAME:
-        register()
+        register_attention()
     config, tokenizer = config_and_tokenizer(folder)
     check_fits(weight_bytes(folder, dtype), device, folder)
     with quiet(), explained(f"the model in {folder} cannot be loaded"):

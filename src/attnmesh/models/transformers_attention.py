@@ -36,7 +36,7 @@ class Pass(Protocol):
         """Out [B, Hq, n, D] of this rank's queries, from its queries, keys and values."""
 
 
-def register() -> None:
+def register_attention() -> None:
     """Let Transformers know `attn_implementation="attnmesh"`. Twice does no harm."""
     functions = require("transformers.modeling_utils", extra="hf").AttentionInterface
     masks = require("transformers.masking_utils", extra="hf").AttentionMaskInterface
