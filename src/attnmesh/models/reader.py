@@ -170,7 +170,7 @@ class Reader:
 
     def rest(self, reading: Reading) -> None:
         """Nobody steps on from a sequence any more: it is there to be found, until room is needed."""
-        reading.busy = False
+        reading.busy, reading.room = False, len(reading.ids)
 
     def free(self, reading: Reading) -> None:
         """Forget a sequence."""
