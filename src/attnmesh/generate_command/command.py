@@ -78,12 +78,7 @@ def generate(asked: Asked) -> bool:
     console.print(rank_table(job, outcome))
     for line in summary(job, outcome):
         console.print(line, highlight=False, soft_wrap=True)
-    if not asked.check:
-        return True
-    comparisons = _compare(job, outcome, screen)
-    for line in verdict(comparisons, [_where_different(one, tokenizer) for one in comparisons]):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return all(one.equal for one in comparisons)
+    return not asked.check or _check(job, outcome, tokenizer, screen)
 
 
 def _places(asked: Asked) -> tuple[int, int]:
@@ -139,19 +134,22 @@ def _run(asked: Asked, job: Job, world: int) -> Outcome | None:
     try:
         if launch.under_torchrun():
             return start.joined(job, asked.timeout)
-        return (start.threads if asked.virtual else start.processes)(world, job, asked.timeout)
+        return start.threads(world, job) if asked.virtual else start.processes(world, job, asked.timeout)
     except BaseException:
         report.console().show_cursor()  # a bar hides it, and a rank that is ended does not bring it back
         raise
 
 
-def _compare(job: Job, outcome: Outcome, screen: Screen) -> list[Comparison]:
-    answers = compare(job, outcome)
-    comparisons = []
+def _check(job: Job, outcome: Outcome, tokenizer: Any, screen: Screen) -> bool:
+    """Ask one process, and show what it says to each answer; whether it always says the same."""
+    console, comparisons, equal = report.console(), compare(job, outcome), True
     for number in range(1, len(job.prompts) + 1):
         with screen.busy(f"one process answers alone, {number} of {len(job.prompts)}"):
-            comparisons.append(next(answers))
-    return comparisons
+            one = next(comparisons)
+        line = verdict(number, one, *_where_different(one, tokenizer))
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        equal = equal and one.equal
+    return equal
 
 
 def _where_different(one: Comparison, tokenizer: Any) -> tuple[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.table import Table
 
 from attnmesh import report
@@ -55,14 +53,11 @@ def summary(job: Job, outcome: Outcome) -> list[str]:
     return lines
 
 
-def verdict(comparisons: Sequence[Comparison], texts: Sequence[tuple[str, str]]) -> list[str]:
-    """Whether one process says the same; `texts` are, for each answer, what the two say where they first differ."""
-    lines = []
-    for number, (one, (ours, theirs)) in enumerate(zip(comparisons, texts, strict=True), 1):
-        said = (
-            f"all {len(one.ours)} tokens are those of one process"
-            if one.equal
-            else f"DIFFERENT from one process at token {one.alike + 1}: {ours!r} where it says {theirs!r}"
-        )
-        lines.append(f"Check of answer {number}: {said}; logits are at most {one.apart:.1e} of the largest apart.")
-    return lines
+def verdict(number: int, one: Comparison, ours: str, theirs: str) -> str:
+    """Whether one process says the same; `ours` and `theirs` are what is said where the two first differ."""
+    said = (
+        f"all {len(one.ours)} tokens are those of one process"
+        if one.equal
+        else f"DIFFERENT from one process at token {one.alike + 1}: {ours!r} where it says {theirs!r}"
+    )
+    return f"Check of answer {number}: {said}; logits are at most {one.apart:.1e} of the largest apart."
