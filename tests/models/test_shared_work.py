@@ -43,7 +43,7 @@ def test_together_they_make_the_same(world, bias):
         shared = SharedWork(mine, comm)
         assert torch.equal(mine(x), expected)
         before = comm.traffic.bytes
-        with torch.no_grad(), shared.on():
+        with torch.no_grad(), shared:
             together = mine(x)
         assert (comm.traffic.bytes > before) == (world > 1)
         assert torch.equal(mine(x), expected)  # as if nothing had been
@@ -61,7 +61,7 @@ def test_one_model_serves_ranks_of_many_worlds():
 
         def rank(comm):
             shared = SharedWork(model, comm)
-            with torch.no_grad(), shared.on():
+            with torch.no_grad(), shared:
                 return model(x)
 
         for found in on_ranks(world, rank):
@@ -72,7 +72,7 @@ def test_an_error_within_leaves_nobody_at_work():
     def rank(comm):
         model = Model()
         shared = SharedWork(model, comm)
-        with pytest.raises(OSError, match="gone"), shared.on():
+        with pytest.raises(OSError, match="gone"), shared:
             raise OSError("gone")
         before = comm.traffic.bytes
         model(torch.randn(1, 6))
@@ -92,7 +92,7 @@ def test_maps_of_another_make_are_left_alone():
 
     def rank(comm):
         shared = SharedWork(model, comm)
-        with torch.no_grad(), shared.on():
+        with torch.no_grad(), shared:
             return model(x), comm.traffic.bytes
 
     for found, sent in on_ranks(2, rank):

@@ -8,14 +8,12 @@ each scores some tokens, and the ranks gather the scores.
     down_proj             own part -> [.., hidden], summed over ranks
     lm_head               [.., hidden] -> own part of [.., vocabulary], gathered
 
-A model is the same as before, except within `SharedWork.on`: its maps ask who works on them in this thread.
+A model is the same as before, except within `with SharedWork(...)`: its maps ask who works on them in this thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +36,10 @@ _workers = _Workers()
 
 
 class SharedWork:
-    """The maps of a model that can be shared. Models whose MLP is built otherwise share what they can."""
+    """The maps of a model that can be shared: ranks that are in its `with` together share the work.
+
+    Models whose MLP is built otherwise share what they can.
+    """
 
     def __init__(self, model: Any, comm: Comm) -> None:
         self._comm = comm
@@ -53,14 +54,11 @@ class SharedWork:
         if _is_plain(head):
             _share(head, _SCORES)
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Ranks that are in here together share the work."""
+    def __enter__(self) -> None:
         _workers.comm = self._comm if self._comm.world > 1 else None
-        try:
-            yield
-        finally:
-            _workers.comm = None
+
+    def __exit__(self, *_: object) -> None:
+        _workers.comm = None
 
 
 class _SharedLinear:
