@@ -271,6 +271,7 @@ def test_processes_answer_as_one_does(model):
     assert ran.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_ranks_of_torchrun_are_joined_and_one_of_them_speaks(model):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     ran = subprocess.run(

@@ -33,6 +33,7 @@ def trained_and_generated(comm):
     return [out.loss.detach(), ranks.unshard(out.logits.detach(), 1, 37), *gradients], rows
 
 
+@pytest.mark.slow
 def test_processes_do_what_virtual_ranks_do():
     expected = [continued("llama", prompt, MOST) for prompt in PROMPTS]
     virtual = on_ranks(2, trained_and_generated)

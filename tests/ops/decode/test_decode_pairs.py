@@ -102,8 +102,21 @@ def test_every_allowed_pair_meets():
     assert len(CASES) < 100
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(len(CASES)), ids=lambda seed: named(CASES[seed]))
+def in_short_pieces(seed: int, backend: str) -> bool:
+    """Whether an interpreter has so many pieces to go through that it takes ten seconds."""
+    return slow(backend) and CASES[seed]["splits"] == (("split_size", 13),)
+
+
+@pytest.mark.parametrize(
+    ("seed", "backend"),
+    [
+        pytest.param(
+            seed, backend, id=f"{named(case)}-{backend}",
+            marks=[pytest.mark.slow] if in_short_pieces(seed, backend) else [],
+        )
+        for seed, case in enumerate(CASES) for backend in BACKENDS
+    ],
+)  # fmt: skip
 def test_every_pair_is_right(seed, backend):
     check(problem_of(CASES[seed], seed, backend=backend), backend)
 
