@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.mask import Mask
-from attnmesh.models.transformers_attention import discount_sinks
+from attnmesh.models.spread_pass import SpreadPass
 from attnmesh.parallel.context import ContextParallel
 
 _IGNORED = -100  # what Transformers' losses skip
-
-
-@dataclass(frozen=True)
-class SpreadPass:
-    """Attention over a sequence of `length` positions, of which this rank has its layout's."""
-
-    ranks: ContextParallel
-    length: int
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
-    ) -> Tensor:
-        """Out of this rank's queries over the keys of all ranks."""
-        if sinks is None:
-            return self.ranks.attention(q, k, v, mask=mask, scale=scale, length=self.length)
-        out, lse = self.ranks.attention(q, k, v, mask=mask, scale=scale, length=self.length, return_lse=True)
-        return discount_sinks(out, lse, sinks)
 
 
 def spread_inputs(ranks: ContextParallel, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:

@@ -65,7 +65,6 @@ class Work:
 
     read: int = 0
     reused: int = 0
-    steps: int = 0
 
 
 class Reader:
@@ -97,7 +96,7 @@ class Reader:
             raise ValueError(f"stretch must be {_BY_LAYOUT} tokens for each of {world} ranks or more, got {stretch}")
         config, weight = model.config, model.get_input_embeddings().weight
         self.tokens, self.sequences, self.device = tokens, sequences, weight.device
-        if not all(layout.spans(_BY_LAYOUT * world, world, rank) for rank in range(world)):
+        if not all(layout.spans(least_stretch(world), world, rank) for rank in range(world)):
             raise ValueError(f"layout must give every one of {world} ranks a part of the sequence, got {layout}")
         # A shorter sequence may give a rank a token or two more than the longest does; steps give it at most one.
         self._most = max(self._room_of_ranks([0] * world, 0, tokens, 0)) + _SPARE
@@ -157,7 +156,6 @@ class Reader:
 
     def step(self, readings: Sequence[Reading], ids: Sequence[Sequence[int]]) -> Tensor:
         """T more tokens of each sequence, to logits [B, T, vocabulary] of what follows each; the same on every rank."""
-        self.work.steps += 1
         logits = self._forward(readings, ids)
         for reading, row in zip(readings, logits, strict=True):
             reading.logits = row[-1].clone()  # of many tokens only the last, and no graph's own
@@ -197,7 +195,7 @@ class Reader:
     def _parts(self, counts: Sequence[int], new: range) -> list[Spans]:
         """Which of some new positions each rank is to hold, if it holds so many of those before them."""
         world = self.comm.world
-        if len(new) < _BY_LAYOUT * world:
+        if len(new) < least_stretch(world):
             return in_turn(new, world)
         if new.start:  # every rank attends for all, over what it holds: that is to be even, whatever the layout
             return evened(new, counts)

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnmesh import spans
 from attnmesh.mask import Mask
 from attnmesh.models.cache_pass import CachePass
-from attnmesh.models.transformers_attention import discount_sinks
+from attnmesh.models.spread_pass import SpreadPass
 from attnmesh.ops.dense.api import attention_state
 from attnmesh.ops.packed import merge_packed
 from attnmesh.parallel.context import ContextParallel
@@ -43,8 +43,8 @@ class ReadingPass(CachePass):
     ) -> Tensor:
         """Out of this rank's queries over all that was read, this stretch included."""
         if self.begin == 0:
-            out, lse = self.ranks.attention(q, k, v, mask=mask, scale=scale, length=self.length, return_lse=True)
-            return out if sinks is None else discount_sinks(out, lse, sinks)
+            spread = SpreadPass(self.ranks, self.length)
+            return spread.attend(layer, q, k, v, mask=mask, scale=scale, sinks=sinks)
         comm, (_, heads, _, dim) = self.ranks.comm, q.shape
         rows = [spans.size(part) for part in self.parts]
         queries = comm.all_gather(q.contiguous(), [(1, heads, n, dim) for n in rows])

@@ -1,8 +1,9 @@
 """`attn_implementation="attnmesh"`: attention functions of Transformers that ask a pass over ranks for the answer.
 
 Transformers hands keyword arguments of a model's call down to its attention. One of them, `mesh`, says how the
-attention of this call is computed: over a sequence that is spread (`inputs.py`), or over a cache that is (`reader.py`).
-Without it the attention is that of one device. No mask is ever made: positions say who sees whom.
+attention of this call is computed: over a sequence that is spread (`spread_pass`), or over a cache that is
+(`reading_pass`, `stepping_pass`). Without it the attention is that of one device. No mask is ever made: positions say
+who sees whom.
 """
 
 from __future__ import annotations
