@@ -314,13 +314,13 @@ def generate(
 
     All ranks call it alike. Nothing is kept for later prompts: for that, make a `Generator`.
     """
-    lengths = [len(_ids(tokenizer, prompt)) for prompt in prompts]
+    rows = [_ids(tokenizer, prompt) for prompt in prompts]
     generator = Generator(
-        model, tokenizer, comm, tokens=max(1, sum(lengths) + len(lengths) * (max_new_tokens + MOST_TOKENS)),
-        sequences=max(1, len(lengths)), sharding=sharding, layout=layout, stretch=stretch,
+        model, tokenizer, comm, tokens=max(1, sum(map(len, rows)) + len(rows) * (max_new_tokens + MOST_TOKENS)),
+        sequences=max(1, len(rows)), sharding=sharding, layout=layout, stretch=stretch,
     )  # fmt: skip
     return generator.generate(
-        prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, speculative=speculative
+        rows, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, speculative=speculative
     )
 
 
