@@ -14,7 +14,7 @@ SOURCE = Path(attnmesh.__file__).parent
 
 # Floors, lowest first. A room may import its own floor and any below; `MAY_IMPORT` says where it is fewer than that.
 FLOORS = [
-    {"state", "mask", "layout", "share", "counts", "spans", "balanced", "joint", "extras"},
+    {"state", "mask", "layout", "share", "counts", "spans", "balanced", "joint", "extras", "timeline"},
     {"plan"},
     {"ops"},
     {"cache"},

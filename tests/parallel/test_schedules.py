@@ -43,10 +43,10 @@ from attnmesh.comm.base import Finished, Pending
 from attnmesh.joint import Joint
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.plan import hardware
+from attnmesh.plan import rates
 from attnmesh.plan.choose import choose_schedule
-from attnmesh.plan.hardware import Machine
 from attnmesh.plan.load import SCHEDULES, Case, Shape, loads
+from attnmesh.plan.rates import Machine
 from attnmesh.plan.spread import spread
 from attnmesh.state import accumulation_dtype
 
@@ -759,7 +759,7 @@ def test_an_all_gather_holds_the_keys_of_two_groups_of_heads_at_most():
 # Whichever is best.
 
 MACHINES = [
-    hardware.CPU,
+    rates.CPU,
     Machine("slow links between nodes", flops=1e12, near=1e12, far=1e6, step=0.0),
     Machine("work counts", flops=1e6, near=1e15, far=1e15, step=0.0),
     Machine("stages count", flops=1e15, near=1e15, far=1e15, step=1.0),
@@ -784,7 +784,7 @@ def told_best(machine: Machine, mesh: Mesh, mask: Mask, layout: Layout) -> str:
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 @pytest.mark.parametrize("mesh", [(3, None), (4, 2)])
 def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(machine, mesh, monkeypatch):
-    monkeypatch.setattr(hardware, "CPU", machine)
+    monkeypatch.setattr(rates, "CPU", machine)
     inputs, (world, inner) = drawn(24, heads=(4, 2), head_dim=8), mesh
     for mask, layout in ((Causal(), Contiguous()), (Full(), Zigzag()), (SlidingWindow(3), Contiguous())):
         name = told_best(machine, mesh, mask, layout)
@@ -799,7 +799,7 @@ def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(mach
 def test_machines_differ_in_what_is_best(monkeypatch):
     best = set()
     for machine in MACHINES:
-        monkeypatch.setattr(hardware, "CPU", machine)
+        monkeypatch.setattr(rates, "CPU", machine)
         best.add(told_best(machine, (4, 2), Causal(), Contiguous()))
     assert len(best) >= 3
 

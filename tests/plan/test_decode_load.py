@@ -7,7 +7,7 @@ import pytest
 
 from attnmesh.plan.combine import combine_seconds, pick_combine
 from attnmesh.plan.decode_load import COMBINES, TRADES, Copies, DecodeShape, bytes_sent, cache_bytes, weight_copies
-from attnmesh.plan.hardware import CPU_LINK, GPU_LINK, Link, link
+from attnmesh.plan.rates import CPU_LINK, GPU_LINK, Link, link
 from attnmesh.plan.sharding import DecodeSharding
 
 T, D, HIDDEN = 2, 5, 24

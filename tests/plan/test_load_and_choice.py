@@ -14,11 +14,11 @@ from attnmesh import ContextParallel, run_virtual
 from attnmesh.balanced import Balanced
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan import hardware
+from attnmesh.plan import rates
 from attnmesh.plan.choose import choose_schedule, slowest
 from attnmesh.plan.explain import Explanation
-from attnmesh.plan.hardware import Machine
 from attnmesh.plan.load import SCHEDULES, Case, Load, Shape, loads, refusal
+from attnmesh.plan.rates import Machine
 from attnmesh.plan.spread import spread
 from truth import truth
 
@@ -160,7 +160,7 @@ def test_shards_that_interleave_are_refused_where_a_node_takes_them_together():
 
 
 def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
-    for machine in (hardware.GPU, hardware.CPU):
+    for machine in (rates.GPU, rates.CPU):
         for mask in (Full(), Causal(), SlidingWindow(100)):
             case = case_of(mask, Zigzag(), 4096, 8, inner=4)
             choice = choose_schedule(case, machine)
@@ -191,7 +191,7 @@ def test_where_ranks_wait_for_the_one_with_the_most_keys_heads_are_divided():
 
 def test_a_short_window_is_not_paid_for_with_all_to_alls():
     case = case_of(SlidingWindow(128), Contiguous(), 65536, 8, shape=USUAL)
-    choice = choose_schedule(case, hardware.GPU)
+    choice = choose_schedule(case, rates.GPU)
     assert choice.schedule in ("ring", "allgather")
     assert choice.seconds["ulysses"] > choice.seconds[choice.schedule]
 
@@ -206,14 +206,14 @@ def test_slow_links_between_nodes_call_for_two_levels():
 
 
 def test_shards_of_many_runs_keep_rings_out_of_the_choice_and_it_says_so():
-    choice = choose_schedule(case_of(Causal(), Zigzag(3), 240, 4, inner=2), hardware.GPU)
+    choice = choose_schedule(case_of(Causal(), Zigzag(3), 240, 4, inner=2), rates.GPU)
     assert set(choice.refusals) == {"ring", "ulysses+ring", "ring+ring"}
     assert choice.refusals["ring"] == "shards of 6 runs would cut a ring's blocks small"
     assert set(choice.seconds) == {"allgather", "ulysses", "ulysses+allgather"}
 
 
 def test_what_cannot_serve_is_refused_and_never_chosen():
-    choice = choose_schedule(case_of(Causal(), Striped(), 64, 4), hardware.CPU)
+    choice = choose_schedule(case_of(Causal(), Striped(), 64, 4), rates.CPU)
     assert set(choice.refusals) == set(HYBRIDS)
     assert choice.schedule not in HYBRIDS
 
@@ -223,7 +223,7 @@ def test_what_cannot_serve_is_refused_and_never_chosen():
 @pytest.mark.timeout(30)
 def test_what_a_rank_pays_for_a_choice_over_131072_tokens_and_32_ranks_is_small(layout, mask):
     start = time.process_time()
-    choice = choose_schedule(case_of(mask, layout, LONG, WIDE, inner=8, shape=USUAL), hardware.GPU)
+    choice = choose_schedule(case_of(mask, layout, LONG, WIDE, inner=8, shape=USUAL), rates.GPU)
     seconds = time.process_time() - start
     assert choice.schedule in SCHEDULES
     assert seconds < 4

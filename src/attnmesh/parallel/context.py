@@ -21,7 +21,7 @@ from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, numbe
 from attnmesh.parallel.ranks import ranks_from
 from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
-from attnmesh.plan import hardware
+from attnmesh.plan import rates
 from attnmesh.plan.choose import Choice, choose_schedule
 from attnmesh.plan.explain import Explanation, explained
 from attnmesh.plan.load import SCHEDULES, Case, Shape, check_served
@@ -199,7 +199,7 @@ class ContextParallel:
         _check_shape(batch, q_heads, kv_heads, head_dim, dtype)
         shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
         case = Case(self._spread(mask, length, key_length, key_layout), shape, self._ranks.inner)
-        machine = hardware.machine(device)
+        machine = rates.machine(device)
         choice = self._choice(case, machine)
         schedule = self.schedule if choice is None else choice.schedule
         check_served(schedule, case.spread, case.inner)
@@ -228,7 +228,7 @@ class ContextParallel:
         if kind not in self._schedules:
             positions = self._spread(kind.mask, kind.length, kind.key_length, kind.key_layout)
             case = Case(positions, kind.shape, self._ranks.inner, kind.lse)
-            choice = self._choice(case, hardware.machine(kind.device))
+            choice = self._choice(case, rates.machine(kind.device))
             builder = Builder(case.spread, kind.scale, self.backend, self._ranks, kind.lse)
             schedule = builder.build(self.schedule if choice is None else choice.schedule)
             for call in schedule.calls(q, k, v):
@@ -238,7 +238,7 @@ class ContextParallel:
             self._schedules[kind] = schedule
         return self._schedules[kind]
 
-    def _choice(self, case: Case, machine: hardware.Machine) -> Choice | None:
+    def _choice(self, case: Case, machine: rates.Machine) -> Choice | None:
         """What "auto" picks; None where a schedule was asked for by name."""
         return choose_schedule(case, machine) if self.schedule == "auto" else None
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from attnmesh.plan.hardware import Machine
 from attnmesh.plan.load import SCHEDULES, Case, Load, loads, refusal
+from attnmesh.plan.rates import Machine
 
 # A ring meets every shard run by run; with more runs than these (packed documents) its blocks become crumbs.
 _MOST_RUNS_OF_A_RING = 4

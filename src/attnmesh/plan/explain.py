@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from attnmesh import spans
 from attnmesh.plan.choose import Choice
 from attnmesh.plan.gather import gather_plan
-from attnmesh.plan.hardware import Machine
 from attnmesh.plan.load import Case, Load, loads
+from attnmesh.plan.rates import Machine
 from attnmesh.spans import Spans
 
 

@@ -1,46 +1,109 @@
-"""What a machine can do, in round numbers: enough to rank schedules, not to predict a time."""
+"""What machines can do: how long kernels of a size take, how fast links are, and how nodes are wired.
+
+A device is a handful of curves, seconds by size. Measured ones have a sample for each size that was timed; published
+ones have a single sample, the rate that its maker states times what good kernels make of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, get_args
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+Kind = Literal["attention", "attention backward", "matmul", "copy", "decode", "sparse", "sparse backward", "indexer"]
+"""What a kernel does. Its size is in operations, but for `copy` and `decode`: bytes read and written."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+OF_BYTES: frozenset[Kind] = frozenset({"copy", "decode"})
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Rates of one rank."""
+class Curve:
+    """Seconds of one call by its size: samples (size, seconds), ascending in size.
+
+    Between samples lies a straight line in logarithms. Beyond them a call runs at the rate of the nearest sample.
+    """
+
+    samples: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.samples]
+        if not sizes or min(map(min, self.samples)) <= 0 or any(b <= a for a, b in pairwise(sizes)):
+            raise ValueError(f"a curve wants samples (size, seconds) above 0, ascending in size, got {self.samples}")
+
+    def seconds(self, size: Floats | float) -> Floats:
+        """Seconds of a call of each size; none for size 0."""
+        size = np.asarray(size, dtype=np.float64)
+        logs = self._logs
+        # A line through log (seconds / size): beyond the ends interp stays level, which is a constant rate.
+        with np.errstate(divide="ignore"):
+            at = np.log(size)
+        return np.where(size > 0, size * np.exp(np.interp(at, logs[0], logs[1])), 0.0)
+
+    @cached_property
+    def _logs(self) -> tuple[Floats, Floats]:
+        sizes, seconds = np.log(np.array(self.samples, dtype=np.float64)).T
+        return sizes, seconds - sizes
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with."""
 
     name: str
-    flops: float  # a second, in attention kernels
-    near: float  # bytes a second to ranks of the same node
-    far: float  # bytes a second to ranks of other nodes
-    step: float  # seconds that one more stage costs: launches, a last wave that does not fill the device, a merge
-    launch: float = 3e-6  # seconds that one more small operation costs
+    source: str  # where the figures are from: measured, and on what, or published
+    memory: float  # bytes
+    launch: float  # seconds that a call takes at least
+    curves: tuple[tuple[Kind, Curve], ...]
+    cores: int | None = None  # how many ranks of a node compute at full speed at once; None: each has its own device
 
+    def seconds(self, kind: Kind, size: Floats | float, calls: Floats | float = 1) -> Floats:
+        """Seconds of `calls` calls of `size` in all, evenly divided."""
+        size, calls = np.asarray(size, dtype=np.float64), np.asarray(calls, dtype=np.float64)
+        each = size / np.maximum(calls, 1)
+        return np.where(size > 0, np.maximum(calls, 1) * np.maximum(self.curve(kind).seconds(each), self.launch), 0.0)
 
-GPU = Machine("a GPU of the H200's kind", flops=5e14, near=3e11, far=4e10, step=3e-5)
-CPU = Machine("a CPU process", flops=5e10, near=4e9, far=1e9, step=2e-4, launch=1e-5)
-
-
-def machine(device: str) -> Machine:
-    """The machine to plan for, by the type of torch device: anything but a CPU is taken for a GPU."""
-    return CPU if torch.device(device).type == "cpu" else GPU
+    def curve(self, kind: Kind) -> Curve:
+        """The curve of a kind of kernel."""
+        found = dict(self.curves).get(kind)
+        if found is None:
+            raise ValueError(f"{self.name} has no figures for {kind!r}; it has {', '.join(k for k, _ in self.curves)}")
+        return found
 
 
 @dataclass(frozen=True)
 class Link:
-    """What small messages cost."""
+    """What messages cost. Every rank has a port of its own, both ways, unless ranks share one."""
 
+    name: str
+    source: str
     latency: float  # seconds until a message is there, however small
-    message: float  # seconds until a rank has started one and can start the next
-    bandwidth: float  # bytes a second that a rank sends
+    bandwidth: float  # bytes a second and port, each way
+    message: float = 5e-7  # seconds until a rank has started one and can start the next
+    shared: bool = False  # whether all ranks of a node share one port
 
 
-GPU_LINK = Link(latency=5e-6, message=5e-7, bandwidth=GPU.near)
-CPU_LINK = Link(latency=5e-5, message=2e-5, bandwidth=CPU.near)
+@dataclass(frozen=True)
+class Cluster:
+    """Devices and how they are wired: nodes of some ranks that share out the node's network ports (rails)."""
 
+    device: Device
+    near: Link  # within a node
+    far: Link  # between nodes
+    node: int  # ranks a node
+    rails: int  # network ports a node; its i-th rank uses port i % rails
 
-def link(device: str) -> Link:
-    """The link to plan for, by the type of torch device."""
-    return CPU_LINK if machine(device) is CPU else GPU_LINK
+    def __post_init__(self) -> None:
+        for name in ("node", "rails"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def with_node(self, node: int) -> Cluster:
+        """The same with other nodes; a port for every rank if there was one before."""
+        return replace(self, node=node, rails=node if self.rails >= self.node else min(self.rails, node))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from attnmesh.plan.hardware import Machine
+from attnmesh.plan.rates import Machine
 
 KvRows = Literal["auto", "all", "own"]
 

@@ -42,8 +42,8 @@ from attnmesh.parallel.generation.kvdp import Kvdp
 from attnmesh.parallel.generation.ranks import DecodeRanks, decode_ranks, whole_comm
 from attnmesh.parallel.schedule import telling_the_others
 from attnmesh.plan.decode_load import DecodeShape
-from attnmesh.plan.hardware import machine
 from attnmesh.plan.kv_rows import KvRows, own_rows_pay
+from attnmesh.plan.rates import machine
 from attnmesh.plan.sharding import DecodeSharding
 
 _BY_DEFAULT = Exchange()

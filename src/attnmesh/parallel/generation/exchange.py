@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from attnmesh.plan.combine import pick_combine
 from attnmesh.plan.decode_load import Combine, DecodeShape, Trade
-from attnmesh.plan.hardware import link
+from attnmesh.plan.rates import link
 from attnmesh.plan.sharding import DecodeSharding
 
 

@@ -1,0 +1,73 @@
+"""What ranks do, round by round, as arrays over ranks: the form in which a plan is costed and simulated.
+
+In every round a rank starts some exchanges, computes, and then waits for some exchanges that it takes part in (of this
+round or of earlier ones) before it goes on to the next round. That is how executors are written:
+
+    ring            round s   starts: the next keys     computes on these keys   waits: the next keys
+    all-gather      round g   starts: group g's keys    computes on group g-1    waits: group g's keys
+
+Rounds are made as they are asked for: thousands of ranks have thousands of rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnmesh.plan.hardware import Floats, Kind
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The messages of one exchange: the i-th goes from rank `source[i]` to rank `target[i]`. None is empty."""
+
+    source: Ints
+    target: Ints
+    nbytes: Ints
+
+    @staticmethod
+    def of(messages: Iterable[tuple[int, int, int]]) -> Messages:
+        """From (source, target, bytes); empty ones are left out, as they are not sent."""
+        kept = [message for message in messages if message[2]]
+        columns = np.array(kept, dtype=np.int64).reshape(-1, 3).T
+        return Messages(*columns)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What every rank computes with one kind of kernel: entry r is rank r's."""
+
+    kind: Kind
+    size: Floats  # of all calls together, in the unit of the kind
+    calls: Floats
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of all ranks."""
+
+    name: str
+    starts: Mapping[str, Messages] = field(default_factory=dict)  # by the name of the exchange, unique in a program
+    work: tuple[Kernels, ...] = ()  # one after the other
+    waits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """What `world` ranks do. `rounds()` makes the rounds anew each time."""
+
+    name: str
+    world: int
+    make: Callable[[], Iterator[Round]]
+
+    def rounds(self) -> Iterator[Round]:
+        """The rounds, in order."""
+        return self.make()
