@@ -42,6 +42,21 @@ class Messages:
 
 
 @dataclass(frozen=True)
+class Bundle:
+    """An exchange of so many messages that only their sums are kept: entry r is rank r's.
+
+    Ranks of one `group` all wait for one another, as in a collective: nobody has everything before the last one came.
+    """
+
+    group: Ints
+    near_out: Ints  # bytes to ranks of the same node
+    near_in: Ints
+    far_out: Ints  # bytes to other nodes
+    far_in: Ints
+    sends: Ints  # messages
+
+
+@dataclass(frozen=True)
 class Kernels:
     """What every rank computes with one kind of kernel: entry r is rank r's."""
 
@@ -55,7 +70,7 @@ class Round:
     """One round of all ranks."""
 
     name: str
-    starts: Mapping[str, Messages] = field(default_factory=dict)  # by the name of the exchange, unique in a program
+    starts: Mapping[str, Messages | Bundle] = field(default_factory=dict)  # by name, unique in a program
     work: tuple[Kernels, ...] = ()  # one after the other
     waits: tuple[str, ...] = ()
 
