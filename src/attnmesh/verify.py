@@ -26,7 +26,7 @@ from attnmesh.ops.dense.api import attention
 from attnmesh.ops.dense.check import scale_for
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.queries import gather_ring_outputs, ring_distributed_attention
-from attnmesh.plan.load import SCHEDULES
+from attnmesh.plan.programs import SCHEDULES
 from attnmesh.state import State, merge
 from attnmesh.verify_cache import cache_modes
 from attnmesh.verify_decode import decode_modes

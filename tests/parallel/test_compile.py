@@ -31,7 +31,7 @@ from attnmesh.comm import SoloComm
 from attnmesh.joint import Joint
 from attnmesh.parallel import operator
 from attnmesh.parallel.in_numbers import _FIELDS, from_numbers, in_numbers
-from attnmesh.plan.load import SCHEDULES
+from attnmesh.plan.programs import SCHEDULES
 from processes import run_processes
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2

@@ -44,8 +44,10 @@ from attnmesh.joint import Joint
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.plan import rates
+from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.choose import choose_schedule
-from attnmesh.plan.load import SCHEDULES, Case, Shape, loads
+from attnmesh.plan.load import loads
+from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.rates import Machine
 from attnmesh.plan.spread import spread
 from attnmesh.state import accumulation_dtype

@@ -15,9 +15,11 @@ from attnmesh.balanced import Balanced
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan import rates
+from attnmesh.plan.case import Case, Shape, refusal
 from attnmesh.plan.choose import choose_schedule, slowest
 from attnmesh.plan.explain import Explanation
-from attnmesh.plan.load import SCHEDULES, Case, Load, Shape, loads, refusal
+from attnmesh.plan.load import Load, loads
+from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.rates import Machine
 from attnmesh.plan.spread import spread
 from truth import truth

@@ -21,7 +21,7 @@ from attnmesh.bench.ring import run_rank
 from attnmesh.bench.timing import Run, interleaved
 from attnmesh.layout import Zigzag
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.load import SCHEDULES
+from attnmesh.plan.programs import SCHEDULES
 
 _INNER = 2
 

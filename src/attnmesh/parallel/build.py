@@ -12,8 +12,8 @@ from attnmesh.parallel.ring import Ring
 from attnmesh.parallel.schedule import Schedule
 from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses
+from attnmesh.plan.case import check_served
 from attnmesh.plan.gather import gather_plan
-from attnmesh.plan.load import check_served
 from attnmesh.plan.ring import ring_plan
 from attnmesh.plan.spread import Spread, between_nodes
 from attnmesh.plan.two_level import two_level_plan

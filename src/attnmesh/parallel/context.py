@@ -22,9 +22,10 @@ from attnmesh.parallel.ranks import ranks_from
 from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan import rates
+from attnmesh.plan.case import Case, Shape, check_served
 from attnmesh.plan.choose import Choice, choose_schedule
 from attnmesh.plan.explain import Explanation, explained
-from attnmesh.plan.load import SCHEDULES, Case, Shape, check_served
+from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.spread import Spread, spread
 from attnmesh.state import accumulation_dtype
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from attnmesh.plan.load import SCHEDULES, Case, Load, loads, refusal
+from attnmesh.plan.case import Case, refusal
+from attnmesh.plan.load import Load, loads
+from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.rates import Machine
 
 # A ring meets every shard run by run; with more runs than these (packed documents) its blocks become crumbs.

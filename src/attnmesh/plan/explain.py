@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnmesh import spans
+from attnmesh.plan.case import Case
 from attnmesh.plan.choose import Choice
 from attnmesh.plan.gather import gather_plan
-from attnmesh.plan.load import Case, Load, loads
+from attnmesh.plan.load import Load, loads
 from attnmesh.plan.rates import Machine
 from attnmesh.spans import Spans
 

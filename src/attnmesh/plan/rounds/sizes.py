@@ -1,0 +1,85 @@
+"""What a pair costs and a row weighs on every rank: ranks with fewer heads have less of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from attnmesh.plan.case import Shape
+from attnmesh.plan.hardware import Floats, Kind
+from attnmesh.plan.program import Ints, Kernels
+
+_FORWARD: tuple[int, Kind] = (2, "attention")  # products of a pair
+_BACKWARD: tuple[int, Kind] = (5, "attention backward")
+_WAIT_FIRST, _WAIT_BESIDE = 4, 2  # parts that join the total in one pass: as ops/accumulate.py has it
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Entry r is rank r's."""
+
+    pair: Floats  # operations of a (query, key) pair, a product
+    key_row: Ints  # bytes of K and V of a position
+    key_grad_row: Ints
+    query_row: Ints  # bytes of Q or out of a position
+    query_sum_row: Ints  # the same while it is summed
+    lse_row: Ints
+    rows: Ints  # query rows
+    segments: Ints  # calls that a block takes: heads that do not divide need more than one
+
+    @staticmethod
+    def of(shapes: Sequence[Shape], rows: Sequence[int], segments: Sequence[int] | None = None) -> Sizes:
+        """From the shape of the tensors that each rank computes with, and the rows it has."""
+
+        def each(name: str) -> Ints:
+            return np.array([getattr(shape, name) for shape in shapes], dtype=np.int64)
+
+        elements = each("batch") * each("q_heads") * each("head_dim")
+        return Sizes(
+            pair=2.0 * elements.astype(np.float64),
+            key_row=each("key_row"),
+            key_grad_row=each("key_grad_row"),
+            query_row=each("query_row"),
+            query_sum_row=elements * each("sum_itemsize"),
+            lse_row=each("lse_row"),
+            rows=np.array(rows, dtype=np.int64),
+            segments=np.array(segments or [1] * len(shapes), dtype=np.int64),
+        )
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    def attention(self, pairs: Ints, calls: Ints, *, backward: bool) -> Kernels:
+        """The kernels over so many pairs: two products forward, five backward."""
+        products, kind = _BACKWARD if backward else _FORWARD
+        return Kernels(kind, products * self.pair * pairs, (calls * self.segments).astype(np.float64))
+
+    def merging(self, before: Ints, after: Ints, *, last: bool = False) -> Kernels:
+        """Partial results that join the total of a rank's rows, when `before` had come and now `after` have.
+
+        Four wait before there is a total, two beside it; a pass reads them and the total and writes it. The `last` pass
+        rounds.
+        """
+        parts = after - before
+        passes = _passes(after) - _passes(before)
+        moved = parts * self.query_row + 2 * passes * self.query_sum_row
+        if last:
+            several = after > 1
+            passes = passes + several
+            moved = moved + several * (self.query_sum_row + self.query_row)
+        return Kernels("copy", (self.rows * moved * (after > 1)).astype(np.float64), passes.astype(np.float64))
+
+
+def copying(nbytes: ArrayLike, calls: int = 1) -> Kernels:
+    """Bytes that are moved within the device: each is read and written."""
+    each = np.asarray(nbytes, dtype=np.float64)
+    return Kernels("copy", 2 * each, np.where(each > 0, float(calls), 0.0))
+
+
+def _passes(parts: Ints) -> Ints:
+    return np.where(parts < _WAIT_FIRST, 0, 1 + (parts - _WAIT_FIRST) // _WAIT_BESIDE).astype(np.int64)

@@ -1,0 +1,108 @@
+"""Rounds of Ulysses: rows traded for heads, what follows between those with the same heads, and the trade back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnmesh import spans
+from attnmesh.plan.case import Case, Shape
+from attnmesh.plan.heads import HeadShare, head_share, replicated
+from attnmesh.plan.program import Bundle, Ints, Messages, Round
+from attnmesh.plan.rounds.sizes import copying
+from attnmesh.plan.rounds.travel import MOST_MESSAGES, Travel, TravelSums
+
+
+@dataclass(frozen=True)
+class Trade:
+    """Ranks that trade, `ranks` neighbours at a time, and what one rank's part of a row weighs on every rank."""
+
+    case: Case
+    ranks: int
+
+    @property
+    def shares(self) -> list[HeadShare]:
+        """The heads of the i-th rank of every group."""
+        shape = self.case.shape
+        return [head_share(shape.q_heads, shape.kv_heads, self.ranks, i) for i in range(self.ranks)]
+
+    def shapes(self) -> list[Shape]:
+        """What every rank computes with, after the trade."""
+        mine = [self.case.shape.of(share) for share in self.shares]
+        return mine * (self.case.spread.world // self.ranks)
+
+    def there_and_back(self, *, backward: bool) -> tuple[Messages | Bundle, Messages | Bundle]:
+        """Forward: q, k and v there, out (and lse) back. Backward: the gradient of out there, those of q, k, v back."""
+        case, shapes = self.case, self.shapes()
+        rows = np.array([spans.size(held) for held in case.spread.queries], dtype=np.int64)
+        keys = np.array([spans.size(held) for held in case.spread.keys], dtype=np.int64)
+        query = np.array([shape.query_row for shape in shapes], dtype=np.int64)
+        key = np.array([shape.key_row for shape in shapes], dtype=np.int64)
+        lse = np.array([shape.lse_row if case.lse else 0 for shape in shapes], dtype=np.int64)
+        if not backward:
+            return self._traded([(rows, query), (keys, key)], back=False), self._traded(
+                [(rows, query + lse)], back=True
+            )
+        if replicated(case.shape.q_heads, case.shape.kv_heads, self.ranks):
+            key = np.array([shape.key_grad_row for shape in shapes], dtype=np.int64)
+        return self._traded([(rows, query + lse)], back=False), self._traded([(rows, query), (keys, key)], back=True)
+
+    def copies(self, *, backward: bool) -> tuple[Ints, Ints]:
+        """Bytes that every rank packs on the way there, and on the way back."""
+        there, back = self.there_and_back(backward=backward)
+        world = self.case.spread.world
+        return _leaving(there, world), _leaving(back, world) * 2  # packed, and put among the heads
+
+    def _traded(self, parts: list[tuple[Ints, Ints]], *, back: bool) -> Messages | Bundle:
+        """Each part: rows of one rank, and what a row of the other's heads weighs."""
+        world = self.case.spread.world
+        if world * (self.ranks - 1) <= MOST_MESSAGES:
+            group = np.arange(world, dtype=np.int64) // self.ranks
+            source = np.repeat(np.arange(world, dtype=np.int64), self.ranks)
+            target = np.repeat(group * self.ranks, self.ranks) + np.tile(np.arange(self.ranks), world)
+            kept = source != target
+            source, target = source[kept], target[kept]
+            nbytes = sum((rows[source] * weight[target] for rows, weight in parts), np.zeros(len(source), np.int64))
+            return (Travel(target, source, nbytes) if back else Travel(source, target, nbytes)).weighing(
+                np.ones(world, dtype=np.int64)
+            )
+        return self._summed(parts, back=back)
+
+    def _summed(self, parts: list[tuple[Ints, Ints]], *, back: bool) -> Bundle:
+        world, inner = self.case.spread.world, self.case.inner
+        ranks = np.arange(world)
+        group, node = ranks // self.ranks, ranks // inner
+
+        def others(values: Ints, by: Ints) -> Ints:
+            return np.bincount(by, values)[by].astype(np.int64) - values
+
+        # Ranks of a node are neighbours, so a node lies within a group or the other way around.
+        near = node if inner < self.ranks else group
+        out_near = sum((rows * others(weight, near) for rows, weight in parts), np.zeros(world, np.int64))
+        out_all = sum((rows * others(weight, group) for rows, weight in parts), np.zeros(world, np.int64))
+        in_near = sum((weight * others(rows, near) for rows, weight in parts), np.zeros(world, np.int64))
+        in_all = sum((weight * others(rows, group) for rows, weight in parts), np.zeros(world, np.int64))
+        sums = TravelSums(
+            group, out_near, in_near, out_all - out_near, in_all - in_near, np.full(world, self.ranks - 1, np.int64)
+        )
+        ones = np.ones(world, dtype=np.int64)
+        return sums.back_weighing(ones) if back else sums.weighing(ones)
+
+
+def traded(trade: Trade, between: Iterator[Round], *, backward: bool) -> Iterator[Round]:
+    """The trade there, the rounds between, and the trade back."""
+    there, back = trade.there_and_back(backward=backward)
+    packed, unpacked = trade.copies(backward=backward)
+    yield Round("trade rows for heads", {"there": there}, (copying(packed, calls=3),), ("there",))
+    yield from between
+    yield Round("pack", work=(copying(unpacked / 2, calls=2),))
+    yield Round("trade heads for rows", {"back": back}, (), ("back",))
+    yield Round("unpack", work=(copying(unpacked / 2, calls=2),))
+
+
+def _leaving(moved: Messages | Bundle, world: int) -> Ints:
+    if isinstance(moved, Bundle):
+        return moved.near_out + moved.far_out
+    return np.bincount(moved.source, moved.nbytes, world).astype(np.int64)

@@ -1,0 +1,92 @@
+"""Plans by arrays: the figures of plans patch by patch, to the row."""
+
+from itertools import zip_longest
+
+import numpy as np
+import pytest
+
+from attnmesh.layout import Contiguous, Striped, Zigzag
+from attnmesh.mask import Causal, Documents, Full, SlidingWindow
+from attnmesh.plan import programs
+from attnmesh.plan.case import Case, Shape
+from attnmesh.plan.program import Bundle
+from attnmesh.plan.programs import SCHEDULES, program
+from attnmesh.plan.rounds import travel
+from attnmesh.plan.spread import spread
+from attnmesh.plan.wide.schedules import WideSpread
+
+SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
+MASKS = [Full(), Causal(), SlidingWindow(7), SlidingWindow(3, 5), Causal() & SlidingWindow(20, 4)]
+
+
+def rounds(monkeypatch, most, schedule, case, backward):
+    monkeypatch.setattr(programs, "MOST_BY_PATCH", most)
+    return list(program(schedule, case, backward=backward).rounds())
+
+
+def moved(messages):
+    order = np.lexsort((messages.target, messages.source))
+    return [messages.source[order].tolist(), messages.target[order].tolist(), messages.nbytes[order].tolist()]
+
+
+def assert_same(plain, wide):
+    for a, b in zip_longest(plain, wide):
+        assert a.name == b.name
+        assert a.waits == b.waits
+        assert list(a.starts) == list(b.starts)
+        for name in a.starts:
+            assert moved(a.starts[name]) == moved(b.starts[name]), name
+        for one, other in zip_longest(a.work, b.work):
+            assert one.kind == other.kind
+            if one.kind != "copy":  # how often partial results are merged is estimated
+                np.testing.assert_array_equal(one.size, other.size)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Zigzag(2)], ids=str)
+def test_rings_and_gatherings_by_arrays_are_those_by_patches(layout, mask, backward, monkeypatch):
+    for length in (96, 53, 9):
+        case = Case(spread(mask, layout, length, 6), SHAPE, 6)
+        for schedule in ("ring", "allgather", "ulysses"):
+            assert_same(*(rounds(monkeypatch, most, schedule, case, backward) for most in (64, 0)))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize(("nodes", "inner"), [(2, 3), (4, 2), (3, 3), (5, 2)])
+def test_two_levels_by_arrays_are_those_by_patches(nodes, inner, mask, backward, monkeypatch):
+    for layout, length in ((Zigzag(), 240), (Contiguous(), 240), (Zigzag(), 101)):
+        case = Case(spread(mask, layout, length, nodes * inner), SHAPE, inner)
+        for schedule in ("ring+ring", "ulysses+ring", "ulysses+allgather"):
+            assert_same(*(rounds(monkeypatch, most, schedule, case, backward) for most in (64, 0)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_by_the_million_are_kept_as_their_sums(schedule, monkeypatch):
+    case = Case(spread(Causal(), Zigzag(), 128, 8), SHAPE, 4)
+    plain = rounds(monkeypatch, 64, schedule, case, True)
+    for module in ("gather", "schedules"):
+        monkeypatch.setattr(f"attnmesh.plan.wide.{module}.MOST_MESSAGES", 0, raising=False)
+    monkeypatch.setattr("attnmesh.plan.rounds.ulysses.MOST_MESSAGES", 0)
+    folded = rounds(monkeypatch, 0, schedule, case, True)
+    for a, b in zip_longest(plain, folded):
+        for name, messages in a.starts.items():
+            sums = b.starts[name]
+            if not isinstance(sums, Bundle):
+                assert moved(messages) == moved(sums)
+                continue
+            near = messages.source // 4 == messages.target // 4
+            for side, ranks, kept in (
+                ("near_out", messages.source, near), ("near_in", messages.target, near),
+                ("far_out", messages.source, ~near), ("far_in", messages.target, ~near),
+            ):  # fmt: skip
+                expected = np.bincount(ranks[kept], messages.nbytes[kept], 8)
+                np.testing.assert_array_equal(getattr(sums, side), expected)
+
+
+def test_what_arrays_cannot_hold_stays_with_patches():
+    assert WideSpread.of(spread(Causal(), Striped(), 64, 4)) is None
+    assert WideSpread.of(spread(Documents([40, 24]), Zigzag(), 64, 4)) is None
+    assert WideSpread.of(spread(Causal(), Zigzag(5), 640, 4)) is None
+    assert travel.MOST_MESSAGES > 0
