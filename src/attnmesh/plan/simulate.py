@@ -1,0 +1,85 @@
+"""How long a program takes on a cluster and where the time goes: event by event, or a round at a time if it is long."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnmesh.plan.events import run_events
+from attnmesh.plan.hardware import Cluster, Floats
+from attnmesh.plan.network import Network, Slow
+from attnmesh.plan.program import Bundle, Program
+from attnmesh.plan.record import Record
+from attnmesh.plan.waves import run_waves
+from attnmesh.timeline import Span
+
+FEW_MESSAGES = 50_000  # followed one by one within seconds
+FEW_MEETINGS = 1_000_000  # of two messages on a port: each changes the share of the other
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a run took, in seconds: `finish`, `computed` and `waited` are by rank."""
+
+    finish: Floats  # when the rank was through, with all of its messages
+    computed: Floats
+    waited: Floats  # with nothing to compute, for messages: transfer that is not hidden, and ranks that are late
+    spans: list[Span]  # of the ranks that were asked for, in the order of their beginnings
+    method: str  # in words
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest rank."""
+        return float(self.finish.max(initial=0.0))
+
+
+def simulate(
+    program: Program,
+    cluster: Cluster,
+    *,
+    slow: Slow | None = None,
+    keep: Collection[int] = (),
+    exact: bool | None = None,
+) -> Simulated:
+    """Run a program on a cluster of `program.world` ranks, with the spans of the ranks in `keep`.
+
+    `exact`: whether to follow every message event by event; by default if there are few, see `Simulated.method`.
+    """
+    slow = Slow() if slow is None else slow
+    if program.world < 1:
+        raise ValueError(f"a program must have at least 1 rank, got {program.world}")
+    why = "as asked for" if exact is False else None
+    if exact is None:
+        why = _too_much(program, cluster)
+    if why is None:
+        return _simulated(run_events(program, cluster, slow, keep), "event by event")
+    method = f"a round at a time: {why}; a message keeps the share of its ports that it had when its round began"
+    return _simulated(run_waves(program, cluster, slow, keep), method)
+
+
+def _simulated(record: Record, method: str) -> Simulated:
+    spans = sorted(record.spans, key=lambda span: (span.begin, span.rank))
+    return Simulated(record.finish, record.computed, record.waited, spans, method)
+
+
+def _too_much(program: Program, cluster: Cluster) -> str | None:
+    """Why a program is not followed event by event, or None. Reads no more rounds than it takes to tell."""
+    network = Network(cluster, program.world, Slow())
+    messages, meetings = 0, 0
+    for rounds, round_ in enumerate(program.rounds(), 1):
+        for name, exchange in round_.starts.items():
+            if isinstance(exchange, Bundle):
+                return f"the messages of {name!r} are known as sums by rank only"
+            messages += len(exchange)
+            routes = network.routes(exchange)
+            for ports in (routes.out, routes.into[routes.into != network.none]):
+                meetings += int(np.square(np.bincount(ports)).sum())
+        if messages > FEW_MESSAGES:
+            return f"more than {FEW_MESSAGES:,} messages"
+        if meetings > FEW_MEETINGS:
+            return f"messages that meet on a port more than {FEW_MEETINGS:,} times"
+        if rounds * program.world > FEW_MESSAGES * 4:
+            return f"more than {FEW_MESSAGES * 4:,} rounds of all ranks together"
+    return None
