@@ -10,7 +10,7 @@ _WRITTEN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kKmM]?)", re.ASCII)
 
 
 def positions(text: str) -> int:
-    """How many positions a text says: `100000`, `128k`, `1.5M`; k is 1024 and M is 1024 x 1024, as contexts are named."""
+    """How many positions a text says: `100000`, `128k`, `1.5M`; k is 1024, M is 1024 x 1024, as contexts are named."""
     found = _WRITTEN.fullmatch(text.strip())
     if found is not None:
         count = Fraction(found[1]) * _SUFFIX[found[2].lower()]

@@ -64,7 +64,7 @@ def weight_bytes(model: ModelConfig) -> int:
 
 
 def cached_numbers(model: ModelConfig) -> int:
-    """Numbers that a layer keeps of a position: keys and values of all heads, or what latent attention makes them of."""
+    """Numbers that a layer keeps of a position: all heads' keys and values, or what latent attention makes them of."""
     return model.latent.cached if model.latent else 2 * model.kv_heads * model.head_dim
 
 

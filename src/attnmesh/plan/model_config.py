@@ -136,7 +136,7 @@ def _experts(fields: _Fields, layers: int) -> Experts | None:
         return None
     chosen = fields.first("num_experts_per_tok", "experts_per_token")
     if chosen is None or chosen > count:
-        raise ValueError(f"num_experts_per_tok in {fields.path} must be 1 to {count}, the number of experts, got {chosen}")
+        raise ValueError(f"num_experts_per_tok in {fields.path} must be 1 to {count}, the experts, got {chosen}")
     # Where experts have no width of their own (Mixtral, GPT-OSS), every MLP is one.
     width = fields.first("moe_intermediate_size") or fields.size("intermediate_size")
     shared = (fields.optional("n_shared_experts", at_least=0) or 0) * width

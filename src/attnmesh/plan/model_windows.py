@@ -43,8 +43,8 @@ def _sliding(fields: Mapping[str, object], layers: int, path: Path) -> list[bool
 
 def _by_kind(kinds: object, layers: int, path: Path) -> list[bool]:
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types in {path} must be a list with one kind for each of {layers} layers, got {kinds!r}")
-    strange = sorted({str(kind) for kind in kinds if kind not in _KINDS})
+        raise ValueError(f"layer_types in {path} must list one kind for each of {layers} layers, got {kinds!r}")
+    strange = sorted({str(kind) for kind in kinds} - set(_KINDS))
     if strange:
         raise ValueError(f"layer_types in {path} must be {' or '.join(_KINDS)}, got {', '.join(strange)}")
-    return [_KINDS[kind] for kind in kinds]
+    return [_KINDS[str(kind)] for kind in kinds]
