@@ -14,7 +14,7 @@ SOURCE = Path(attnmesh.__file__).parent
 
 # Floors, lowest first. A room may import its own floor and any below; `MAY_IMPORT` says where it is fewer than that.
 FLOORS = [
-    {"state", "mask", "layout", "share", "counts", "spans", "balanced", "joint", "extras", "timeline"},
+    {"state", "mask", "layout", "share", "counts", "spans", "balanced", "joint", "extras", "timeline", "quantity"},
     {"plan"},
     {"ops"},
     {"cache"},
@@ -32,7 +32,6 @@ FLOORS = [
         "report",
         "launch",
         "bench",
-        "model_config",
         "show_plan",
         "generate_command",
     },

@@ -24,8 +24,9 @@ from attnmesh.comm import Comm, run_virtual
 from attnmesh.generate_command.bad_input import BadInput
 from attnmesh.generate_command.command import Asked, generate
 from attnmesh.generate_command.ranks import RanksLost
-from attnmesh.model_config import ModelConfig, read_config
 from attnmesh.models.problem import ModelProblem
+from attnmesh.plan.model import ModelConfig
+from attnmesh.plan.model_config import read_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: ratios in one run, with the machine beside each figure.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import astuple
 
 from attnmesh import report
-from attnmesh.model_config import ModelConfig
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.plan.compare import compare_shardings
+from attnmesh.plan.model import ModelConfig
 from attnmesh.plan.recommend import readable_bytes, recommend_sharding
 
 
