@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import planning
 from attending import (
     MASKS,
     NAMES,
@@ -43,12 +44,12 @@ from attnmesh.comm.base import Finished, Pending
 from attnmesh.joint import Joint
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.plan import rates
 from attnmesh.plan.case import Case, Shape
+from attnmesh.plan.catalog import usual_cluster
 from attnmesh.plan.choose import choose_schedule
+from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import loads
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.rates import Machine
 from attnmesh.plan.spread import spread
 from attnmesh.state import accumulation_dtype
 
@@ -761,32 +762,32 @@ def test_an_all_gather_holds_the_keys_of_two_groups_of_heads_at_most():
 # Whichever is best.
 
 MACHINES = [
-    rates.CPU,
-    Machine("slow links between nodes", flops=1e12, near=1e12, far=1e6, step=0.0),
-    Machine("work counts", flops=1e6, near=1e15, far=1e15, step=0.0),
-    Machine("stages count", flops=1e15, near=1e15, far=1e15, step=1.0),
+    usual_cluster("cpu"),
+    planning.cluster(flops=1e12, near=1e12, far=1e6),  # slow links between nodes
+    planning.cluster(flops=1e6, near=1e15, far=1e15),  # work counts
+    planning.cluster(flops=1e15, near=1e15, far=1e15, launch=1.0),  # calls count
 ]
 
 
 SMALL = {"length": 24, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "batch": 2, "dtype": torch.float32}
 
 
-def told_best(machine: Machine, mesh: Mesh, mask: Mask, layout: Layout) -> str:
+def told_best(machine: Cluster, mesh: Mesh, mask: Mask, layout: Layout) -> str:
     """The schedule that `explain` names on every rank, of a call as small as can be."""
 
     def rank(comm: Comm) -> str:
         told = ContextParallel(comm, layout=layout, inner=mesh[1]).explain(mask=mask, device="cpu", **SMALL)
-        assert told.machine == machine
+        assert told.cluster == machine
         return told.schedule
 
     (name,) = set(run_virtual(mesh[0], rank))
     return name
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("machine", MACHINES, ids=["cpu", "slow links between nodes", "work counts", "calls count"])
 @pytest.mark.parametrize("mesh", [(3, None), (4, 2)])
 def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(machine, mesh, monkeypatch):
-    monkeypatch.setattr(rates, "CPU", machine)
+    monkeypatch.setattr("attnmesh.parallel.context.usual_cluster", lambda device: machine)
     inputs, (world, inner) = drawn(24, heads=(4, 2), head_dim=8), mesh
     for mask, layout in ((Causal(), Contiguous()), (Full(), Zigzag()), (SlidingWindow(3), Contiguous())):
         name = told_best(machine, mesh, mask, layout)
@@ -801,7 +802,7 @@ def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(mach
 def test_machines_differ_in_what_is_best(monkeypatch):
     best = set()
     for machine in MACHINES:
-        monkeypatch.setattr(rates, "CPU", machine)
+        monkeypatch.setattr("attnmesh.parallel.context.usual_cluster", lambda device, machine=machine: machine)
         best.add(told_best(machine, (4, 2), Causal(), Contiguous()))
     assert len(best) >= 3
 

@@ -5,10 +5,11 @@ from itertools import product
 
 import pytest
 
+from attnmesh.plan.catalog import usual_cluster
 from attnmesh.plan.combine import combine_seconds, pick_combine
 from attnmesh.plan.decode_load import COMBINES, TRADES, Copies, DecodeShape, bytes_sent, cache_bytes, weight_copies
-from attnmesh.plan.rates import CPU_LINK, GPU_LINK, Link, link
 from attnmesh.plan.sharding import DecodeSharding
+from planning import link
 
 T, D, HIDDEN = 2, 5, 24
 CASES = [
@@ -178,7 +179,8 @@ def test_queries_projected_by_all_cp_peers_cost_copies_of_their_weight():
 # Which combine.
 
 USUAL = DecodeShape(8, 1, 64, 8, head_dim=128, hidden=8192)
-SLOW_TO_START = Link(latency=1e-6, message=1e-3, bandwidth=1e9)
+GPU_LINK, CPU_LINK = (usual_cluster(device).near for device in ("cuda", "cpu"))
+SLOW_TO_START = link(latency=1e-6, message=1e-3, bandwidth=1e9)
 
 
 def test_one_message_each_is_best_on_usual_links():
@@ -197,7 +199,7 @@ def test_many_ranks_with_little_to_send_halve_and_double_where_messages_are_slow
 def test_seconds_are_rounds_and_messages_and_bytes():
     """CP4 of 8 heads, one sequence, D=16: 6 heads of other ranks, 4 bytes an element."""
     shape = DecodeShape(1, 1, 8, 8, head_dim=16, hidden=128)
-    seconds = combine_seconds(DecodeSharding(1, 1, 4), shape, Link(latency=1000.0, message=10.0, bandwidth=4.0))
+    seconds = combine_seconds(DecodeSharding(1, 1, 4), shape, link(latency=1000.0, message=10.0, bandwidth=4.0))
     assert seconds["all_to_all"] == 1000 + 3 * 10 + 6 * 17
     assert seconds["reduce_scatter"] == 4 * 1000 + 4 * 10 + 3 * 8 + 6 * 16
     assert seconds["all_reduce"] == 6 * 1000 + 6 * 10 + 3 * 8 + 2 * 3 / 4 * 8 * 16
@@ -210,7 +212,7 @@ def test_nothing_to_combine_costs_nothing():
 @each_case
 def test_the_largest_rank_counts(sharding, heads, batch):
     shape = shape_of(heads, batch)
-    bytes_only = Link(latency=0.0, message=0.0, bandwidth=1.0)
+    bytes_only = link(latency=0.0, message=0.0, bandwidth=1.0)
     for combine, seconds in combine_seconds(sharding, shape, bytes_only).items():
         loads = [bytes_sent(sharding, shape, rank, combine=combine) for rank in range(sharding.ranks)]
         assert seconds == max(load["cp lse"] + load["cp out"] for load in loads)
@@ -222,10 +224,6 @@ def test_an_all_reduce_costs_more_than_a_reduce_scatter_on_every_link():
             seconds = combine_seconds(sharding, shape_of(heads, batch), other)
             assert seconds["all_reduce"] >= seconds["reduce_scatter"]
     assert set(seconds) == set(COMBINES)
-
-
-def test_links_go_by_the_device():
-    assert (link("cpu"), link("cuda:1")) == (CPU_LINK, GPU_LINK)
 
 
 # What is refused.

@@ -1,9 +1,9 @@
 """When a KVDP rank projects keys and values for its own sequences only."""
 
 from attnmesh.plan.kv_rows import own_rows_pay
-from attnmesh.plan.rates import Machine
+from planning import device
 
-ROUND = Machine("round", flops=1e6, near=1.0, far=1.0, step=0.0, launch=1e-3)  # a launch is worth 1000 operations
+ROUND = device(flops=1e6, launch=1e-3)  # a launch is worth 1000 operations
 
 
 def test_own_rows_pay_when_they_spare_more_than_a_launch():

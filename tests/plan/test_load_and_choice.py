@@ -1,6 +1,5 @@
 """What schedules ask of ranks, which one is chosen and what `explain` says: figures held against brute force."""
 
-import math
 import re
 import time
 from dataclasses import replace
@@ -14,20 +13,21 @@ from attnmesh import ContextParallel, run_virtual
 from attnmesh.balanced import Balanced
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan import rates
 from attnmesh.plan.case import Case, Shape, refusal
-from attnmesh.plan.choose import choose_schedule, slowest
+from attnmesh.plan.catalog import usual_cluster
+from attnmesh.plan.choose import choose_schedule
+from attnmesh.plan.cost import schedule_cost
 from attnmesh.plan.explain import Explanation
 from attnmesh.plan.load import Load, loads
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.rates import Machine
 from attnmesh.plan.spread import spread
+from planning import cluster
 from truth import truth
 
 HYBRIDS = [name for name in SCHEDULES if "+" in name]
 SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, itemsize=2, sum_itemsize=4)
 USUAL = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)
-FREE_TRAVEL = Machine("links that cost nothing", flops=1.0, near=math.inf, far=math.inf, step=0.0)
+FREE_TRAVEL = cluster()  # links cost nothing
 
 
 def case_of(
@@ -131,11 +131,6 @@ def test_an_lse_that_is_asked_for_travels_under_ulysses_and_so_does_its_gradient
         assert with_it - without == traded.get(name, 0) * 2 * 4
 
 
-def test_loads_add_up():
-    one, two = Load(1, 2, 3, 4.0, 5.0, 6), Load(10, 20, 30, 40.0, 50.0, 60)
-    assert one + two == Load(11, 22, 33, 44.0, 55.0, 66)
-
-
 # Refusals.
 
 
@@ -162,24 +157,16 @@ def test_shards_that_interleave_are_refused_where_a_node_takes_them_together():
 
 
 def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
-    for machine in (rates.GPU, rates.CPU):
+    for machine in (usual_cluster("cuda"), usual_cluster("cpu")):
         for mask in (Full(), Causal(), SlidingWindow(100)):
             case = case_of(mask, Zigzag(), 4096, 8, inner=4)
             choice = choose_schedule(case, machine)
             assert choice.seconds == {
-                name: sum(slowest(loads(name, case, backward=way), machine) for way in (False, True))
+                name: sum(schedule_cost(name, case, machine, backward=way).seconds for way in (False, True))
                 for name in SCHEDULES
             }
             assert choice.seconds[choice.schedule] == min(choice.seconds.values())
             assert choice.refusals == {}
-
-
-def test_the_slowest_rank_counts_exposed_bytes_then_the_longer_of_work_and_travel():
-    machine = Machine("round", flops=10.0, near=4.0, far=2.0, step=1.0)
-    busy, talking = Load(flops=100, near=8, far=4, stages=3), Load(flops=10, far=40, exposed_far=8.0, stages=1)
-    assert slowest([busy], machine) == 10 + 3
-    assert slowest([talking], machine) == 4 + 16 + 1
-    assert slowest([busy, talking], machine) == 21
 
 
 def test_where_links_cost_nothing_the_simplest_of_those_that_tie_is_chosen():
@@ -193,13 +180,13 @@ def test_where_ranks_wait_for_the_one_with_the_most_keys_heads_are_divided():
 
 def test_a_short_window_is_not_paid_for_with_all_to_alls():
     case = case_of(SlidingWindow(128), Contiguous(), 65536, 8, shape=USUAL)
-    choice = choose_schedule(case, rates.GPU)
+    choice = choose_schedule(case, usual_cluster("cuda"))
     assert choice.schedule in ("ring", "allgather")
     assert choice.seconds["ulysses"] > choice.seconds[choice.schedule]
 
 
 def test_slow_links_between_nodes_call_for_two_levels():
-    slow = Machine("two nodes far apart", flops=5e14, near=3e11, far=1e9, step=0.0)
+    slow = cluster(flops=5e14, near=3e11, far=1e9)  # two nodes far apart
     for mask in (Full(), Causal()):
         choice = choose_schedule(case_of(mask, Zigzag(), 65536, 8, inner=4, shape=USUAL), slow)
         assert choice.schedule in HYBRIDS
@@ -208,14 +195,14 @@ def test_slow_links_between_nodes_call_for_two_levels():
 
 
 def test_shards_of_many_runs_keep_rings_out_of_the_choice_and_it_says_so():
-    choice = choose_schedule(case_of(Causal(), Zigzag(3), 240, 4, inner=2), rates.GPU)
+    choice = choose_schedule(case_of(Causal(), Zigzag(3), 240, 4, inner=2), usual_cluster("cuda"))
     assert set(choice.refusals) == {"ring", "ulysses+ring", "ring+ring"}
     assert choice.refusals["ring"] == "shards of 6 runs would cut a ring's blocks small"
     assert set(choice.seconds) == {"allgather", "ulysses", "ulysses+allgather"}
 
 
 def test_what_cannot_serve_is_refused_and_never_chosen():
-    choice = choose_schedule(case_of(Causal(), Striped(), 64, 4), rates.CPU)
+    choice = choose_schedule(case_of(Causal(), Striped(), 64, 4), usual_cluster("cpu"))
     assert set(choice.refusals) == set(HYBRIDS)
     assert choice.schedule not in HYBRIDS
 
@@ -225,7 +212,7 @@ def test_what_cannot_serve_is_refused_and_never_chosen():
 @pytest.mark.timeout(30)
 def test_what_a_rank_pays_for_a_choice_over_131072_tokens_and_32_ranks_is_small(layout, mask):
     start = time.process_time()
-    choice = choose_schedule(case_of(mask, layout, LONG, WIDE, inner=8, shape=USUAL), rates.GPU)
+    choice = choose_schedule(case_of(mask, layout, LONG, WIDE, inner=8, shape=USUAL), usual_cluster("cuda"))
     seconds = time.process_time() - start
     assert choice.schedule in SCHEDULES
     assert seconds < 4
@@ -314,8 +301,8 @@ def test_the_text_says_what_goes_between_nodes():
 def test_the_text_of_a_choice_ranks_the_others_and_says_why_some_cannot_serve():
     told = explained(4, length=4096, device="cpu")
     said = str(told).splitlines()
-    assert "chosen: the slowest rank is done first, by estimates for a CPU process" in said
-    at = said.index("chosen: the slowest rank is done first, by estimates for a CPU process")
+    assert "chosen: the slowest rank is done first, by estimates for cpu" in said
+    at = said.index("chosen: the slowest rank is done first, by estimates for cpu")
     ranked = [re.fullmatch(r"  (\S+): ([\d.]+) ms", line) for line in said[at + 1 : at + 1 + len(told.choice.seconds)]]
     assert ranked[0][1] == told.schedule == told.choice.schedule
     assert {match[1]: float(match[2]) for match in ranked} == pytest.approx(
@@ -325,7 +312,7 @@ def test_the_text_of_a_choice_ranks_the_others_and_says_why_some_cannot_serve():
     assert times == sorted(times)
     for name in HYBRIDS:
         assert f"  {name}: {told.choice.refusals[name]}" in said
-    assert "estimates for a GPU" in str(explained(4, length=4096))
+    assert "estimates for h200" in str(explained(4, length=4096))
 
 
 def test_ranks_with_stripes_with_many_runs_and_with_nothing_are_described_briefly():

@@ -21,8 +21,8 @@ from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, numbe
 from attnmesh.parallel.ranks import ranks_from
 from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
-from attnmesh.plan import rates
 from attnmesh.plan.case import Case, Shape, check_served
+from attnmesh.plan.catalog import usual_cluster
 from attnmesh.plan.choose import Choice, choose_schedule
 from attnmesh.plan.explain import Explanation, explained
 from attnmesh.plan.programs import SCHEDULES
@@ -199,12 +199,12 @@ class ContextParallel:
         _check_layout("key_layout", key_layout)
         _check_shape(batch, q_heads, kv_heads, head_dim, dtype)
         shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
-        case = Case(self._spread(mask, length, key_length, key_layout), shape, self._ranks.inner)
-        machine = rates.machine(device)
-        choice = self._choice(case, machine)
+        positions = self._spread(mask, length, key_length, key_layout)
+        case = Case(positions, shape, self._ranks.inner, device=torch.device(device).type)
+        choice = self._choice(case)
         schedule = self.schedule if choice is None else choice.schedule
         check_served(schedule, case.spread, case.inner)
-        return explained(schedule, case, machine, choice)
+        return explained(schedule, case, usual_cluster(device), choice)
 
     def _kind(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> _Kind:
         """What this call is; ValueError for what this rank can see to be wrong."""
@@ -228,8 +228,8 @@ class ContextParallel:
         """The schedule for calls of a kind; made once. ValueError where it, or its backend, cannot serve."""
         if kind not in self._schedules:
             positions = self._spread(kind.mask, kind.length, kind.key_length, kind.key_layout)
-            case = Case(positions, kind.shape, self._ranks.inner, kind.lse)
-            choice = self._choice(case, rates.machine(kind.device))
+            case = Case(positions, kind.shape, self._ranks.inner, kind.lse, kind.device)
+            choice = self._choice(case)
             builder = Builder(case.spread, kind.scale, self.backend, self._ranks, kind.lse)
             schedule = builder.build(self.schedule if choice is None else choice.schedule)
             for call in schedule.calls(q, k, v):
@@ -239,9 +239,9 @@ class ContextParallel:
             self._schedules[kind] = schedule
         return self._schedules[kind]
 
-    def _choice(self, case: Case, machine: rates.Machine) -> Choice | None:
+    def _choice(self, case: Case) -> Choice | None:
         """What "auto" picks; None where a schedule was asked for by name."""
-        return choose_schedule(case, machine) if self.schedule == "auto" else None
+        return choose_schedule(case, usual_cluster(case.device)) if self.schedule == "auto" else None
 
     def _spread(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Spread:
         return spread(mask, self.layout, length, self.world, key_layout, key_length)

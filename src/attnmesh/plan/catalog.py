@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from attnmesh.plan.catalog_file import FIELD_OF, Table, Tables, read_tables
 from attnmesh.plan.hardware import KINDS, OF_BYTES, Cluster, Curve, Device, Kind, Link
 from attnmesh.plan.names import unknown
@@ -86,6 +88,12 @@ def cluster(
 ) -> Cluster:  # fmt: skip
     """A cluster by the names of its parts; `extra` is a file that changes or adds some."""
     return catalog(extra).cluster(device, node=node, near=near, far=far, rails=rails)
+
+
+@cache
+def usual_cluster(device: str) -> Cluster:
+    """What to plan for on a kind of torch device if nobody says more: anything but a CPU is taken for an H200."""
+    return cluster("cpu" if torch.device(device).type == "cpu" else "h200")
 
 
 @cache

@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from attnmesh.plan.decode_load import COMBINES, Combine, DecodeShape, bytes_sent
-from attnmesh.plan.rates import Link
+from attnmesh.plan.hardware import Link
 from attnmesh.plan.sharding import DecodeSharding
 
 

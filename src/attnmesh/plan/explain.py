@@ -8,8 +8,8 @@ from attnmesh import spans
 from attnmesh.plan.case import Case
 from attnmesh.plan.choose import Choice
 from attnmesh.plan.gather import gather_plan
+from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import Load, loads
-from attnmesh.plan.rates import Machine
 from attnmesh.spans import Spans
 
 
@@ -21,7 +21,7 @@ class Explanation:
     case: Case
     forward: list[Load]  # by rank
     backward: list[Load]
-    machine: Machine
+    cluster: Cluster
     choice: Choice | None  # None: the schedule was asked for by name
 
     @property
@@ -50,13 +50,13 @@ class Explanation:
             return ["asked for by name"]
         said = [f"  {name}: {1e3 * t:.3f} ms" for name, t in sorted(self.choice.seconds.items(), key=lambda x: x[1])]
         said += [f"  {name}: {why}" for name, why in self.choice.refusals.items()]
-        return [f"chosen: the slowest rank is done first, by estimates for {self.machine.name}", *said]
+        return [f"chosen: the slowest rank is done first, by estimates for {self.cluster.device.name}", *said]
 
 
-def explained(schedule: str, case: Case, machine: Machine, choice: Choice | None) -> Explanation:
+def explained(schedule: str, case: Case, cluster: Cluster, choice: Choice | None) -> Explanation:
     """The explanation of a schedule that can serve the case."""
     forward, backward = (loads(schedule, case, backward=way) for way in (False, True))
-    return Explanation(schedule, case, forward, backward, machine, choice)
+    return Explanation(schedule, case, forward, backward, cluster, choice)
 
 
 def _sent(load: Load) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
-from attnmesh.plan.rates import Machine
+from attnmesh.plan.hardware import Device
 
 KvRows = Literal["auto", "all", "own"]
 
 
-def own_rows_pay(spared: int, weights: int, machine: Machine) -> bool:
+@lru_cache(maxsize=1024)
+def own_rows_pay(spared: int, weights: int, device: Device) -> bool:
     """Whether `spared` rows less through `weights` numbers of W_k and W_v are worth one more operation.
 
     Fused with the queries' projection, keys and values of all sequences cost no launch, and the weights are read either
     way: with few rows nothing is to be won.
     """
-    return 2 * spared * weights / machine.flops > machine.launch
+    return float(device.curve("matmul").seconds(2.0 * spared * weights)) > device.launch

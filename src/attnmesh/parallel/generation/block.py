@@ -41,9 +41,9 @@ from attnmesh.parallel.generation.exchange import Exchange
 from attnmesh.parallel.generation.kvdp import Kvdp
 from attnmesh.parallel.generation.ranks import DecodeRanks, decode_ranks, whole_comm
 from attnmesh.parallel.schedule import telling_the_others
+from attnmesh.plan.catalog import usual_cluster
 from attnmesh.plan.decode_load import DecodeShape
 from attnmesh.plan.kv_rows import KvRows, own_rows_pay
-from attnmesh.plan.rates import machine
 from attnmesh.plan.sharding import DecodeSharding
 
 _BY_DEFAULT = Exchange()
@@ -183,7 +183,8 @@ class AttentionBlock:
         kv_rows = self._settings.kv_rows
         if kv_rows == "auto":
             spared = (len(x) - len(own)) * x.shape[1]
-            pays = own_rows_pay(spared, (len(weight) - width) * weight.shape[1], machine(x.device.type))
+            device = usual_cluster(x.device.type).device
+            pays = own_rows_pay(spared, (len(weight) - width) * weight.shape[1], device)
             kv_rows = "own" if pays else "all"
         if kv_rows == "all":
             q, kv = F.linear(x, weight, bias).tensor_split([width], -1)

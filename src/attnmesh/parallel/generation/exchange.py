@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from attnmesh.plan.catalog import usual_cluster
 from attnmesh.plan.combine import pick_combine
 from attnmesh.plan.decode_load import Combine, DecodeShape, Trade
-from attnmesh.plan.rates import link
 from attnmesh.plan.sharding import DecodeSharding
 
 
@@ -33,4 +33,4 @@ class Exchange:
 
     def combine(self, sharding: DecodeSharding, shape: DecodeShape, device: str) -> Combine:
         """How CP ranks combine their states of such a step: on every rank the same."""
-        return pick_combine(sharding, shape, link(device)) if self.cp == "auto" else self.cp
+        return pick_combine(sharding, shape, usual_cluster(device).near) if self.cp == "auto" else self.cp
