@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 Track = Literal["compute", "send", "receive", "wait"]
@@ -18,3 +20,27 @@ class Span:
     begin: float
     end: float
     facts: dict[str, object] = field(default_factory=dict)  # such as bytes, peer, operations
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a trace file; ValueError if it is none."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        names = {
+            (event["name"], event["pid"], event.get("tid")): event["args"]["name"]
+            for event in events
+            if event["ph"] == "M" and event["name"] in ("process_name", "thread_name")
+        }
+        ranks = {pid: int(said.split()[-1]) for (kind, pid, _), said in names.items() if kind == "process_name"}
+        return [
+            Span(
+                ranks[event["pid"]], names["thread_name", event["pid"], event["tid"]], event["name"],
+                event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}),
+            )  # fmt: skip
+            for event in events
+            if event["ph"] == "X"
+        ]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise ValueError(f"{path} is no trace of ranks, as attnmesh writes them") from None
