@@ -35,6 +35,7 @@ FLOORS = [
         "model_config",
         "show_plan",
         "generate_command",
+        "report_page",
     },
     {"cli"},
     {"attnmesh"},  # the front door, attnmesh/__init__.py, opens on every room

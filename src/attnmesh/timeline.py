@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast, get_args
 
 Track = Literal["compute", "send", "receive", "wait"]
 
@@ -32,15 +32,17 @@ def read_trace(path: Path) -> list[Span]:
             if event["ph"] == "M" and event["name"] in ("process_name", "thread_name")
         }
         ranks = {pid: int(said.split()[-1]) for (kind, pid, _), said in names.items() if kind == "process_name"}
-        return [
-            Span(
-                ranks[event["pid"]], names["thread_name", event["pid"], event["tid"]], event["name"],
-                event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}),
-            )  # fmt: skip
-            for event in events
-            if event["ph"] == "X"
-        ]
+        tracks = {(pid, tid): said for (kind, pid, tid), said in names.items() if kind == "thread_name"}
+        return [_read(event, ranks, tracks) for event in events if event["ph"] == "X"]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise ValueError(f"{path} is no trace of ranks, as attnmesh writes them") from None
+
+
+def _read(event: dict[str, Any], ranks: dict[int, int], tracks: dict[tuple[int, int], str]) -> Span:
+    track = tracks[event["pid"], event["tid"]]
+    if track not in get_args(Track):
+        raise ValueError(f"no track is called {track!r}")
+    begin, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    return Span(ranks[event["pid"]], cast(Track, track), event["name"], begin, end, event.get("args", {}))

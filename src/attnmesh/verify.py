@@ -101,9 +101,7 @@ def schedule_modes(comm: Comm, layout: Layout, mask: Mask, inner: int, length: i
     return modes
 
 
-def run(
-    comm: Comm, device: str, seed: int, chosen: Sequence[Mode | ComparedMode] | None = None
-) -> Iterator[Outcome]:
+def run(comm: Comm, device: str, seed: int, chosen: Sequence[Mode | ComparedMode] | None = None) -> Iterator[Outcome]:
     """Run all modes (or those chosen) on all ranks; rank 0 judges, and gets the outcomes as they come."""
     for number, mode in enumerate(modes(comm, device) if chosen is None else chosen):
         if not mode.together and comm.rank > 0:  # one device's: the other ranks have nothing to do

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from attnmesh import spans
 from attnmesh.layout import Layout
-from attnmesh.mask import Mask
+from attnmesh.mask import And, Documents, Mask, SlidingWindow
 from attnmesh.plan import rates
 from attnmesh.plan.choose import Choice, choose_schedule
 from attnmesh.plan.load import SCHEDULES, Case, Load, Shape, loads, refusal
@@ -92,7 +92,8 @@ def make_report(
         case=case,
         length=length,
         facts={
-            "ranks": _ranks(world, case.inner), "length": f"{length:,} tokens", "layout": layout, "mask": mask,
+            "ranks": _ranks(world, case.inner), "length": f"{length:,} tokens", "layout": in_words(layout),
+            "mask": in_words(mask),
             "schedule": f"{choice.schedule} (the fastest by estimate)",
             "heads": f"{shape.q_heads} query, {shape.kv_heads} key/value, of {shape.head_dim}",
             "batch": shape.batch, **(facts or {}),
@@ -112,6 +113,18 @@ def default_node(world: int) -> int:
     """How many ranks a node has unless it is said: the middle divisor, so that both levels have something to do."""
     divisors = [n for n in range(2, world) if world % n == 0]
     return divisors[len(divisors) // 2] if divisors else world
+
+
+def in_words(what: Layout | Mask) -> str:
+    """A layout or a mask as people say it."""
+    match what:
+        case And(parts=parts):
+            return " and ".join(map(in_words, parts))
+        case SlidingWindow(left=left, right=right):
+            return f"window of {left:,} before" + (f" and {right:,} after" if right else "")
+        case Documents(lengths=lengths):
+            return f"{len(lengths):,} documents"
+    return repr(what).removesuffix("()").lower()
 
 
 def runs_of(held: spans.Spans) -> list[list[int]]:

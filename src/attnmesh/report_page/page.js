@@ -96,7 +96,7 @@
         wholeBar.append(made);
       }
     });
-    const rows = [element("div", { class: "strip whole" }, element("span", { class: "name" }, "sequence"), wholeBar,
+    const rows = [element("div", { class: "strip whole" }, element("span", { class: "name" }, "all"), wholeBar,
       element("span", { class: "count" }, whole(data.length)))];
     rows.push(element("div", { class: "axis" }, element("span", {}, "token 0"), element("span", {}, whole(data.strip - 1))));
     ranks.forEach((rank) => {
@@ -345,6 +345,7 @@
     at("timelines").replaceChildren(...data.timelines.map((told, number) => timeline(told, number)));
   };
   const timeline = (told, number) => {
+    if (!told.spans.length) return element("p", { class: "none" }, `Nothing happened in ${told.name}.`);
     const width = Math.max(280, at("timelines").clientWidth);
     const rows = [...new Set(told.spans.map((span) => span[0]))].sort((a, b) => a - b);
     const [lane, left, top] = [rows.length > 16 ? 4 : 8, 44, 4];

@@ -42,10 +42,15 @@ def as_script(data: object) -> str:
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, marked: int | None = None) -> str:
     """An HTML table; numbers to the right. The `marked`-th row stands out."""
     rows = list(rows)
-    head = "".join(f'<th scope="col">{_escaped(column)}</th>' for column in columns)
+    head = "".join(_head(column, [row[at] for row in rows]) for at, column in enumerate(columns))
     opened = ['<tr class="marked">' if at == marked else "<tr>" for at in range(len(rows))]
     body = "".join(f"{tr}{''.join(map(_cell, row))}</tr>" for tr, row in zip(opened, rows, strict=True))
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _head(name: str, cells: list[object]) -> str:
+    kind = ' class="number"' if cells and all(map(_is_number, cells)) else ""
+    return f'<th scope="col"{kind}>{_escaped(name)}</th>'
 
 
 def _facts(facts: Mapping[str, object]) -> str:
@@ -93,11 +98,15 @@ def _why(seconds: float, best: float) -> str:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        said = _escaped(value)
-        kind = {"exact": ' class="good"', "WRONG": ' class="bad"'}.get(said, "")
-        return f"<td{kind}>{said}</td>"
-    return f'<td class="number">{_number(value)}</td>'
+    if isinstance(value, (int, float)) and _is_number(value):
+        return f'<td class="number">{_number(value)}</td>'
+    said = _escaped(value)
+    kind = {"exact": ' class="good"', "WRONG": ' class="bad"'}.get(said, "")
+    return f"<td{kind}>{said}</td>"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _number(value: float) -> str:

@@ -58,7 +58,7 @@ def _ring(case: Case) -> Steps:
     stages = [(rank, s, stage) for rank in ranks for s, stage in enumerate(plan.stages(rank))]
     heads = range(case.shape.q_heads)
     visits = [Visit(r, s, heads, _one(r), _one(stage.block), stage.patch.pairs) for r, s, stage in stages]
-    return Steps([_distance(offset) for offset in plan.offsets], visits, list(_keys_passed_on(plan, case)))
+    return Steps([_distance(offset, plan.world) for offset in plan.offsets], visits, list(_keys_passed_on(plan, case)))
 
 
 def _allgather(case: Case) -> Steps:
@@ -92,7 +92,7 @@ def _ring_of_rings(case: Case) -> Steps:
                 for s, stage in enumerate(ring.stages(i)):
                     block = _one(theirs + stage.block)
                     visits.append(Visit(rank, first + s, heads, _one(rank), block, stage.patch.pairs))
-            messages += _keys_passed_on(ring, case, first, lambda i, node=node: node * plan.inner + i)  # type: ignore[misc]
+            messages += _keys_passed_on(ring, case, first, mine.start)
         for i in range(plan.inner):
             for node in range(plan.nodes):
                 stage = plan.outer(i).stages(node)[turn]
@@ -100,8 +100,8 @@ def _ring_of_rings(case: Case) -> Steps:
                 target = stage.next_rank * plan.inner + i
                 messages.append(Message(first, node * plan.inner + i, target, nbytes, "keys between nodes"))
         longest = max(rings, key=lambda ring: len(ring.offsets))
-        whose = "of this node" if offset == 0 else f"of the node {offset} before"
-        names += [f"keys {whose}, turn {s + 1} within the node" for s in range(len(longest.offsets))]
+        whose = _distance(offset, plan.nodes, "node")
+        names += [f"{whose}, turn {s + 1} within the node" for s in range(len(longest.offsets))]
     return Steps(names, visits, messages)
 
 
@@ -148,8 +148,8 @@ def _traded(case: Case, ranks: int, then: Callable[[Case], Steps]) -> Steps:
         for other in (other for other in range(ranks) if other != me):
             target = node * ranks + other
             there, back = shape.of(shares[other]), shape.of(shares[me])
-            rows, keys = spans.size(case.spread.queries[rank]), spans.size(case.spread.keys[rank])
-            given = rows * there.query_row + keys * there.key_row
+            rows, key_rows = spans.size(case.spread.queries[rank]), spans.size(case.spread.keys[rank])
+            given = rows * there.query_row + key_rows * there.key_row
             returned = spans.size(case.spread.queries[target]) * back.query_row
             messages += [
                 Message(0, rank, target, given, "queries, keys and values"),
@@ -169,14 +169,12 @@ _STEPS: dict[str, Callable[[Case], Steps]] = {
 }
 
 
-def _keys_passed_on(
-    plan: RingPlan, case: Case, first: int = 0, rank_of: Callable[[int], int] = lambda i: i
-) -> Iterator[Message]:
-    """The keys that ranks of a ring send on; its first stage is the step `first`."""
+def _keys_passed_on(plan: RingPlan, case: Case, step: int = 0, rank: int = 0) -> Iterator[Message]:
+    """The keys that ranks of a ring send on; its first stage is the step `step`, its first rank the rank `rank`."""
     for i in range(plan.world):
         for s, stage in enumerate(plan.stages(i)):
             nbytes = len(stage.next_keys) * case.shape.key_row
-            yield Message(first + s, rank_of(i), rank_of(stage.next_rank), nbytes, "keys")
+            yield Message(step + s, rank + i, rank + stage.next_rank, nbytes, "keys")
 
 
 def _one(rank: int) -> range:
@@ -188,8 +186,12 @@ def _all(nodes: range, ranks: int) -> range:
     return range(nodes.start * ranks, nodes.stop * ranks)
 
 
-def _distance(offset: int) -> str:
-    return "own keys" if offset == 0 else f"keys of the rank {offset} before"
+def _distance(offset: int, world: int, what: str = "rank") -> str:
+    """Whose keys these are, counted from the rank (or node) that has them now, by the shorter way round."""
+    if offset == 0:
+        return f"keys of this {what}"
+    steps, way = (offset, "before") if 2 * offset <= world else (world - offset, "after")
+    return f"keys of the {what} {steps} {'place' if steps == 1 else 'places'} {way} it"
 
 
 def _said(heads: range) -> str:

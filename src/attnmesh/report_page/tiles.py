@@ -7,6 +7,7 @@ and every schedule computes all of them at once: the same tiles serve every sche
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -59,5 +60,5 @@ def _rows_before(k: range, position: torch.Tensor) -> torch.Tensor:
 
 def _cut(run: range, parts: int) -> list[range]:
     edges = [len(run) * at // parts for at in range(parts + 1)]
-    cut = [run[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    cut = [run[a:b] for a, b in pairwise(edges)]
     return [part for part in cut if part]
