@@ -209,7 +209,7 @@
 
   const positions = ([, first, last]) => (first === last ? whole(first) : `${whole(first)} to ${whole(last)}`);
   const sayTile = () => {
-    if (!chosen.tile) { at("tile-says").textContent = "Rows of tiles are queries, columns are keys; the edges show who holds them."; return; }
+    if (!chosen.tile) { at("tile-says").textContent = `Rows of tiles are queries, columns are keys; the edges show who holds them.${data.in_turn ? " Both are put together by rank." : ""}`; return; }
     const { qBand, kBand, pairs, full, visit } = tileAt(...chosen.tile);
     const where = `Queries ${positions(qBand)} (of rank ${qBand[0]}) and keys ${positions(kBand)} (of rank ${kBand[0]})`;
     const turn = data.in_turn ? `, every ${data.world}th` : "";
@@ -465,7 +465,8 @@
   document.querySelectorAll("input[name=order]").forEach((input) => input.addEventListener("change", () => {
     chosen.order = input.value; chosen.tile = null; layTiles(); drawTiles(); sayTile();
   }));
-  at("orders").hidden = data.in_turn;
+  const ascends = data.bands.every((band, i) => !i || data.bands[i - 1][1] < band[1]);
+  at("orders").hidden = data.in_turn || ascends;  // nothing to choose
 
   const pick = (row, column) => {
     const n = geometry.n;
