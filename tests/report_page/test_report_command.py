@@ -28,7 +28,9 @@ def test_a_report_of_files_is_written(tmp_path):
     trace, figures, out = tmp_path / "measured.json", tmp_path / "generate.json", tmp_path / "report.html"
     trace.write_text(json.dumps({"traceEvents": [*META, EVENT]}))
     figures.write_text(json.dumps({"rows": [{"rank": 0, "tokens": 1024}]}))
-    ran = run("--out", out, "--ranks", 4, "--length", 300, "--trace", trace, "--figures", figures, "--mask", "window:20")
+    ran = run(
+        "--out", out, "--ranks", 4, "--length", 300, "--trace", trace, "--figures", figures, "--mask", "window:20"
+    )
     assert ran.exit_code == 0, ran.output
     text = out.read_text(encoding="utf-8")
     assert "causal and window of 19 before" in text

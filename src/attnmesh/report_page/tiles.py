@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from attnmesh import spans
 from attnmesh.mask import Mask, Verdict
 from attnmesh.plan.spread import Spread
 from attnmesh.spans import Spans
@@ -32,8 +33,13 @@ def bands(shards: tuple[Spans, ...]) -> list[Band]:
     runs = sum(map(len, shards))
     if runs > _MOST_BANDS:
         raise ValueError(f"a report shows at most {_MOST_BANDS} runs of positions, and these shards have {runs}")
-    parts = max(1, _BANDS // max(1, runs))
-    return [Band(rank, part) for rank, shard in enumerate(shards) for run in shard for part in _cut(run, parts)]
+    each = sum(map(spans.size, shards)) / _BANDS  # positions of a band, where runs allow it
+    return [
+        Band(rank, part)
+        for rank, shard in enumerate(shards)
+        for run in shard
+        for part in _cut(run, max(1, min(len(run), round(len(run) / each))))
+    ]
 
 
 def pair_counts(spread: Spread, queries: list[Band], keys: list[Band]) -> list[list[int]]:
@@ -60,5 +66,4 @@ def _rows_before(k: range, position: torch.Tensor) -> torch.Tensor:
 
 def _cut(run: range, parts: int) -> list[range]:
     edges = [len(run) * at // parts for at in range(parts + 1)]
-    cut = [run[a:b] for a, b in pairwise(edges)]
-    return [part for part in cut if part]
+    return [run[a:b] for a, b in pairwise(edges)]
