@@ -4,6 +4,10 @@
   const at = (id) => document.getElementById(id);
   const root = document.documentElement;
 
+  // Light or dark: as the system has it until someone says otherwise.
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
+
   // What is chosen. Rank and step -1: all of them.
   const chosen = { schedule: data.chosen, rank: -1, step: -1, colour: "rank", order: "sequence", heads: 0, tile: null };
 
@@ -12,13 +16,16 @@
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8f7ae5", "#b8a800",
     "#004d7a", "#f3c46b", "#00634a", "#8e4468", "#9fd4f5", "#8a3b00", "#5a43b5", "#ded26a",
   ];
-  const RAMP = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"];
+  // Steps run from dark to light, or on dark paper from pale violet to yellow: both ends stand off the paper.
+  const ON_LIGHT = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b"];
+  const ON_DARK = ["#8a63d2", "#7079dc", "#5590d6", "#43a5c8", "#36b7ae", "#4fc68b", "#86d268", "#bfdb4d", "#fde725"];
   const rankColour = (rank) => (rank < PALETTE.length ? PALETTE[rank] : `hsl(${(rank * 137.5) % 360} 50% 50%)`);
   const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
   const stepColour = (step, steps) => {
-    const place = steps > 1 ? (step / (steps - 1)) * (RAMP.length - 1) : RAMP.length / 2;
-    const low = Math.min(RAMP.length - 2, Math.floor(place));
-    const [a, b] = [channels(RAMP[low]), channels(RAMP[low + 1])];
+    const ramp = isDark() ? ON_DARK : ON_LIGHT;
+    const place = steps > 1 ? (step / (steps - 1)) * (ramp.length - 1) : ramp.length / 2;
+    const low = Math.min(ramp.length - 2, Math.floor(place));
+    const [a, b] = [channels(ramp[low]), channels(ramp[low + 1])];
     return `rgb(${a.map((x, i) => Math.round(x + (b[i] - x) * (place - low))).join(" ")})`;
   };
   const inkOn = (colour) => {
@@ -490,9 +497,6 @@
     pick(row + move[0], column + move[1]);
   });
 
-  // Light or dark: as the system has it until someone says otherwise.
-  const system = window.matchMedia("(prefers-color-scheme: dark)");
-  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
   const sayTheme = () => {
     at("theme").textContent = isDark() ? "Light" : "Dark";
     at("theme").setAttribute("aria-label", isDark() ? "Switch to light colours" : "Switch to dark colours");
