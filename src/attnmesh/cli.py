@@ -203,7 +203,9 @@ def report_page(
     kv_heads: Annotated[int, typer.Option(min=1, help="Heads of keys and values.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Of one head.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    node: Annotated[int | None, typer.Option(min=1, help="Ranks a node; about half of them without it.")] = None,
+    node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks a node; a divisor of --ranks is taken without it.")
+    ] = None,
     device: Annotated[Device, typer.Option(help="The kind of machine to rank schedules for.")] = Device.CUDA,
     traces: Annotated[list[Path] | None, typer.Option("--trace", help="A trace to show; repeat it.")] = None,
     figures: Annotated[Path | None, typer.Option(help="A JSON file of figures to show.")] = None,
