@@ -34,6 +34,7 @@ FLOORS = [
         "bench",
         "show_plan",
         "generate_command",
+        "report_page",
     },
     {"cli"},
     {"attnmesh"},  # the front door, attnmesh/__init__.py, opens on every room
