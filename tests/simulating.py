@@ -10,7 +10,9 @@ from attnmesh.plan.program import Kernels, Messages, Program, Round
 
 def device(cores: int | None = None) -> Device:
     """An operation a second, so that sizes of work are seconds."""
-    return Device("toy", "made up", 1e9, 0.0, (("attention", Curve(((1.0, 1.0),))), ("copy", Curve(((1.0, 2.0),)))), cores)
+    return Device(
+        "toy", "made up", 1e9, 0.0, (("attention", Curve(((1.0, 1.0),))), ("copy", Curve(((1.0, 2.0),)))), cores
+    )
 
 
 def cluster(
@@ -61,7 +63,9 @@ def long_ring(world: int, rounds: int, nbytes: int = 10_000_000) -> Program:
         for s in range(rounds):
             keys = Messages(ranks, (ranks + 1) % world, np.full(world, nbytes))
             seconds = 1e-4 * (1 + ((ranks * 7 + s * 3) % 11) / 10)
-            yield Round(f"round {s}", {f"keys {s}": keys}, (Kernels("attention", seconds, np.ones(world)),), (f"keys {s}",))
+            yield Round(
+                f"round {s}", {f"keys {s}": keys}, (Kernels("attention", seconds, np.ones(world)),), (f"keys {s}",)
+            )
 
     return Program("ring", world, make)
 
