@@ -73,11 +73,11 @@ def _too_much(program: Program, cluster: Cluster) -> str | None:
             if isinstance(exchange, Bundle):
                 return f"the messages of {name!r} are known as sums by rank only"
             messages += len(exchange)
+            if messages > FEW_MESSAGES:
+                return f"more than {FEW_MESSAGES:,} messages"
             routes = network.routes(exchange)
             for ports in (routes.out, routes.into[routes.into != network.none]):
                 meetings += int(np.square(np.bincount(ports)).sum())
-        if messages > FEW_MESSAGES:
-            return f"more than {FEW_MESSAGES:,} messages"
         if meetings > FEW_MEETINGS:
             return f"messages that meet on a port more than {FEW_MEETINGS:,} times"
         if rounds * program.world > FEW_MESSAGES * 4:
