@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from attnmesh.plan.network import Slow
-from attnmesh.plan.program import Bundle, Round
+from attnmesh.plan.program import Bundle, Program, Round
 from attnmesh.plan.simulate import FEW_MESSAGES, simulate
 from simulating import all_to_all, cluster, long_ring, program, ring, work
 
@@ -31,7 +31,7 @@ def test_few_messages_are_followed_one_by_one():
 
 def test_many_messages_are_not():
     found = simulate(long_ring(1024, FEW_MESSAGES // 1024 + 1), WIRED)
-    assert found.method.startswith("a round at a time: more than 50,000 messages; a message keeps the share")
+    assert found.method.startswith("a round at a time: more than 50,000 messages; what a message gets")
 
 
 def test_messages_that_crowd_a_port_are_not():
@@ -60,6 +60,20 @@ def test_either_way_by_argument_and_the_same(exact):
     assert found.method.startswith("a round at a time: as asked for" if exact is False else "event by event")
     assert found.seconds == pytest.approx(simulate(long_ring(16, 20), WIRED, slow=Slow({3: 2.0})).seconds)
     assert found.seconds > simulate(long_ring(16, 20), WIRED, exact=exact).seconds
+
+
+@pytest.mark.parametrize("rounds", [3, FEW_MESSAGES // 1024 + 5])
+def test_rounds_are_made_once(rounds):
+    made = []
+
+    def make():
+        for round_ in long_ring(1024, rounds).rounds():
+            made.append(round_.name)
+            yield round_
+
+    found = simulate(Program("ring", 1024, make), WIRED)
+    assert made == [f"round {s}" for s in range(rounds)]
+    assert found.seconds == pytest.approx(simulate(long_ring(1024, rounds), WIRED, exact=False).seconds)
 
 
 def test_a_program_without_rounds_takes_no_time():
