@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnmesh.plan.blocks import Patch
 from attnmesh.plan.program import Ints
 from attnmesh.plan.ring import RingPlan
+
+_FEW = 8  # stretches of queries
 
 
 class Stages(NamedTuple):
@@ -30,13 +33,18 @@ def stages_of(plan: RingPlan, ranks: Sequence[int], *, computes: bool = True) ->
     for at in range(len(plan.offsets)):
         rows = [
             (
-                ranks[i], mine[at].patch.pairs if computes else 0, len(mine[at].patch.blocks) if computes else 0,
+                ranks[i], mine[at].patch.pairs if computes else 0, _calls(mine[at].patch) if computes else 0,
                 len(mine[at].seen),
                 ranks[mine[at].next_rank], len(mine[at].next_keys), len(mine[at].grads_out),
             )
             for i, mine in enumerate(stages)
         ]  # fmt: skip
         yield Stages(*np.array(rows, dtype=np.int64).reshape(-1, len(Stages._fields)).T)
+
+
+def _calls(patch: Patch) -> int:
+    """Blocks that a patch is computed in; of many documents, about as many."""
+    return len(patch.blocks) if patch.stretches <= _FEW else min(patch.stretches, patch.pairs)
 
 
 def side_by_side(rings: Iterable[Iterator[Stages]]) -> Iterator[Stages]:
