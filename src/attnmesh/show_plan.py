@@ -8,7 +8,8 @@ from attnmesh import report
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.plan.compare import compare_shardings
 from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.recommend import readable_bytes, recommend_sharding
+from attnmesh.plan.recommend import recommend_sharding
+from attnmesh.plan.words import readable_bytes
 
 
 def decode(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmesh.plan.hardware import Floats, Kind
+from attnmesh.plan.hardware import Device, Floats, Kind
 
 Ints = NDArray[np.int64]
 
@@ -63,6 +63,14 @@ class Kernels:
     kind: Kind
     size: Floats  # of all calls together, in the unit of the kind
     calls: Floats
+    reads: Floats | None = None  # bytes that have to be read meanwhile, such as weights: the longer of both counts
+
+    def seconds(self, device: Device) -> Floats:
+        """What every rank takes for it."""
+        computed = device.seconds(self.kind, self.size, self.calls)
+        return (
+            computed if self.reads is None else np.maximum(computed, device.seconds("decode", self.reads, self.calls))
+        )
 
 
 @dataclass(frozen=True)

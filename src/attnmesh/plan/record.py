@@ -22,7 +22,7 @@ class Timed:
 
 def timed(work: Sequence[Kernels], cluster: Cluster, slower: Floats) -> list[Timed]:
     """What every rank takes for a round's work; `slower` is the factor of each."""
-    return [Timed(k, cluster.device.seconds(k.kind, k.size, k.calls) * slower) for k in work]
+    return [Timed(k, k.seconds(cluster.device) * slower) for k in work]
 
 
 class Record:
