@@ -14,7 +14,22 @@ SOURCE = Path(attnmesh.__file__).parent
 
 # Floors, lowest first. A room may import its own floor and any below; `MAY_IMPORT` says where it is fewer than that.
 FLOORS = [
-    {"state", "mask", "layout", "share", "counts", "spans", "balanced", "joint", "extras", "timeline", "quantity"},
+    {
+        "state",
+        "mask",
+        "layout",
+        "share",
+        "counts",
+        "spans",
+        "balanced",
+        "joint",
+        "extras",
+        "timeline",
+        "quantity",
+        "recorder",
+        "busy",
+        "met",
+    },
     {"plan"},
     {"ops"},
     {"cache"},
@@ -33,6 +48,7 @@ FLOORS = [
         "launch",
         "bench",
         "show_plan",
+        "trace_run",
         "generate_command",
         "report_page",
     },

@@ -1,4 +1,4 @@
-"""The command line: `attnmesh generate`, `attnmesh verify`, `attnmesh plan`, `attnmesh report` and `attnmesh bench`."""
+"""The command line: `attnmesh generate`, `verify`, `plan`, `trace`, `report` and `bench`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from rich.progress import Progress
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from attnmesh import launch, report, show_plan, verify
+from attnmesh import launch, report, show_plan, trace_run, verify
 from attnmesh.bench import main
 from attnmesh.bench.decode.parts import ON_CPU, Part
 from attnmesh.bench.sparse.parts import Part as SparsePart
@@ -113,6 +113,47 @@ def _verify(comm: Comm, device: str, seed: int | None) -> None:
     console.print(f"{len(outcomes) - failed} passed, {failed} failed")
     if failed:
         sys.exit(1)
+
+
+@app.command("trace")
+def trace_command(
+    out: Annotated[Path, typer.Option(help="The file to write, in a folder that exists.")],
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many ranks to start; 4 without it.")] = None,
+    schedule: Annotated[str, typer.Option(help="How ranks work together, as in ContextParallel.")] = "ring",
+    length: Annotated[int, typer.Option(min=1, help="Of the whole sequence.")] = 8192,
+    layout: Annotated[LayoutName, typer.Option(help="Which rank has which tokens.")] = LayoutName.ZIGZAG,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of keys and values.")] = 2,
+    head_dim: Annotated[int, typer.Option(min=1, help="Of one head.")] = 64,
+    backward: Annotated[bool, typer.Option("--backward", help="Gradients as well.")] = False,
+    inner: Annotated[int | None, typer.Option(min=1, help="Ranks a node, for schedules of two levels.")] = None,
+    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.CPU,
+    dtype: Annotated[Precision | None, typer.Option(help="In what; fp32 on a CPU, bf16 on a GPU without it.")] = None,
+    virtual: Annotated[bool, typer.Option("--virtual", help="Ranks as threads of this process.")] = False,
+) -> None:
+    """Run attention over ranks and write when every rank computed, sent, received and waited, for a trace viewer."""
+    _check_device(device)
+    precision = dtype or (Precision.BF16 if device is Device.CUDA else Precision.FP32)
+    asked = trace_run.Attending(
+        out, schedule, length, layout.value, heads, kv_heads, head_dim, backward, inner, device.value, precision.value
+    )
+    joined = launch.under_torchrun()
+    if joined and (virtual or ranks is not None):
+        raise typer.BadParameter("torchrun says how many ranks there are", param_hint="--ranks, --virtual")
+    ranks = int(os.environ["WORLD_SIZE"]) if joined else ranks or 4
+    try:
+        asked.check(ranks)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if joined:
+        launch.join(device, trace_run.run, asked)
+    elif virtual:
+        run_virtual(ranks, lambda comm: trace_run.run(comm, asked, virtual=True))
+    else:
+        try:
+            launch.start(ranks, device, trace_run.run, asked)
+        except ProcessExitedException as ended:
+            raise typer.Exit(ended.exit_code) from None
 
 
 @app.command("generate")
