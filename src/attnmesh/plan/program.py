@@ -68,9 +68,9 @@ class Kernels:
     def seconds(self, device: Device) -> Floats:
         """What every rank takes for it."""
         computed = device.seconds(self.kind, self.size, self.calls)
-        return (
-            computed if self.reads is None else np.maximum(computed, device.seconds("decode", self.reads, self.calls))
-        )
+        if self.reads is None:
+            return computed
+        return np.maximum(computed, device.seconds("decode", self.reads, self.calls))
 
 
 @dataclass(frozen=True)
