@@ -47,7 +47,7 @@ FLOORS = [
         "report",
         "launch",
         "bench",
-        "show_plan",
+        "plan_command",
         "trace_run",
         "generate_command",
         "report_page",

@@ -15,7 +15,7 @@ import typer
 from rich.progress import Progress
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from attnmesh import launch, report, show_plan, trace_run, verify
+from attnmesh import launch, report, trace_run, verify
 from attnmesh.bench import main
 from attnmesh.bench.decode.parts import ON_CPU, Part
 from attnmesh.bench.sparse.parts import Part as SparsePart
@@ -25,16 +25,13 @@ from attnmesh.generate_command.bad_input import BadInput
 from attnmesh.generate_command.command import Asked, generate
 from attnmesh.generate_command.ranks import RanksLost
 from attnmesh.models.problem import ModelProblem
-from attnmesh.plan.case import Shape
-from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.model_config import read_config
-from attnmesh.report_page import command as report_command
+from attnmesh.plan_command.app import LayoutName, plan_app, simulate_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: ratios in one run, with the machine beside each figure.")
 app.add_typer(bench_app, name="bench")
-plan_app = typer.Typer(no_args_is_help=True, help="Say what ranks would do, before anything runs.")
 app.add_typer(plan_app, name="plan")
+app.command("simulate")(simulate_command)
 
 
 class Device(enum.StrEnum):
@@ -42,14 +39,6 @@ class Device(enum.StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
-
-
-class LayoutName(enum.StrEnum):
-    """Which rank has which tokens."""
-
-    ZIGZAG = "zigzag"
-    STRIPED = "striped"
-    CONTIGUOUS = "contiguous"
 
 
 class Precision(enum.StrEnum):
@@ -201,69 +190,6 @@ def generate_command(
     except RanksLost as lost:
         typer.echo(f"attnmesh generate: {lost}", err=True)
         raise typer.Exit(1) from None
-
-
-@plan_app.command("decode")
-def plan_decode(
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks to spread them over.")],
-    config: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A Transformers config.json; or give the heads.")
-    ] = None,
-    q_heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Of one head; 128 without it.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="The model's width; q-heads x head-dim without it.")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Positions a sequence; for bytes of the cache.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens a sequence and step.")] = 1,
-    storage: Annotated[str, typer.Option(help="How keys and values are stored.")] = "bf16",
-) -> None:
-    """Which sharding to generate tokens with, what it costs a rank, and what else there is."""
-    try:
-        if config is not None:
-            if any((q_heads, kv_heads, head_dim, hidden)):
-                raise ValueError("heads and widths come from --config: leave them out")
-            model = read_config(config)
-        elif q_heads is None or kv_heads is None:
-            raise ValueError("give --config, or --q-heads and --kv-heads")
-        else:
-            head_dim = head_dim or 128
-            model = ModelConfig(q_heads, kv_heads, head_dim, hidden or q_heads * head_dim)
-        show_plan.decode(model, batch, ranks, context=context, tokens=tokens, storage=storage)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-@app.command("report")
-def report_page(
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
-    ranks: Annotated[int, typer.Option(min=1, help="Over how many ranks.")] = 8,
-    length: Annotated[int, typer.Option(min=1, help="Of the whole sequence.")] = 4096,
-    layout: Annotated[LayoutName, typer.Option(help="Which rank has which tokens.")] = LayoutName.ZIGZAG,
-    mask: Annotated[str, typer.Option(help="causal, full, or window:N for the last N keys.")] = "causal",
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of keys and values.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Of one head.")] = 128,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks a node; a divisor of --ranks is taken without it.")
-    ] = None,
-    device: Annotated[Device, typer.Option(help="The kind of machine to rank schedules for.")] = Device.CUDA,
-    traces: Annotated[list[Path] | None, typer.Option("--trace", help="A trace to show; repeat it.")] = None,
-    figures: Annotated[Path | None, typer.Option(help="A JSON file of figures to show.")] = None,
-    check: Annotated[bool, typer.Option(help="Compute a small case, too, and compare with float64.")] = True,
-) -> None:
-    """Write a page on who holds, computes and sends what, and why; any browser opens it."""
-    shape = Shape(batch, heads, kv_heads, head_dim, itemsize=2, sum_itemsize=4)  # bf16, summed in float32
-    asked = report_command.Asked(
-        out, ranks, length, layout.value, mask, shape, node, device.value, traces or (), figures, check
-    )
-    try:
-        report_command.write(asked)
-    except (ValueError, OSError) as error:
-        typer.echo(f"attnmesh report: {error}", err=True)
-        raise typer.Exit(2) from None
-    report.console().print(f"Written: {out}", soft_wrap=True)
 
 
 @bench_app.command("ring")

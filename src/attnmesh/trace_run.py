@@ -15,9 +15,9 @@ from torch import Tensor
 from attnmesh import report
 from attnmesh.busy import busy
 from attnmesh.comm import Comm, recording
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal
 from attnmesh.met import met
+from attnmesh.named import LAYOUTS
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.case import check_served
 from attnmesh.plan.programs import SCHEDULES
@@ -25,7 +25,6 @@ from attnmesh.plan.spread import spread
 from attnmesh.recorder import Recorder
 from attnmesh.timeline import Span, write_trace
 
-LAYOUTS: dict[str, Layout] = {"zigzag": Zigzag(), "striped": Striped(), "contiguous": Contiguous()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

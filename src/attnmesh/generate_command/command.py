@@ -20,13 +20,12 @@ from attnmesh.generate_command.plain import Comparison, compare
 from attnmesh.generate_command.prompts import prompts_of
 from attnmesh.generate_command.screen import Screen
 from attnmesh.generate_command.show import rank_table, summary, verdict
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.models.load import config_and_tokenizer, model_folder, needs_conversion
 from attnmesh.models.problem import ModelProblem
 from attnmesh.models.sampling import Sampling
 from attnmesh.models.transformers_attention import check_config
+from attnmesh.named import LAYOUTS
 
-LAYOUTS: dict[str, Layout] = {"zigzag": Zigzag(), "striped": Striped(), "contiguous": Contiguous()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STRETCH = {"cpu": 512, "cuda": 8192}
 """Tokens a rank that are read in one pass: enough to keep its device busy."""

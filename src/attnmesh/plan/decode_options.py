@@ -38,15 +38,14 @@ class Decode:
 
 def decode_ranking(asked: Decode) -> Ranking:
     """Every way, the fastest that fits first."""
-    options, refused = [], {}
-    for replicas, sharding in _ways(asked):
-        name = f"{replicas} x {sharding}" if replicas > 1 else str(sharding)
-        try:
-            sharding.check_heads(asked.model.q_heads, _kv_heads(asked.model))
-        except ValueError as error:
-            refused[name] = str(error)
-            continue
-        options.append(_option(asked, replicas, sharding, name))
+    options = [
+        _option(asked, replicas, sharding, f"{replicas} x {sharding}" if replicas > 1 else str(sharding))
+        for replicas, sharding in shardings(asked)
+    ]
+    refused = {}
+    if not options:
+        heads = f"{asked.model.q_heads} query heads and a batch of {asked.batch}"
+        refused["every way"] = f"{heads} leave some of {asked.devices} devices without anything to do"
     return ranked(options, asked.cluster.device.memory, refused)
 
 
@@ -62,13 +61,13 @@ def decode_layers(asked: Decode, sequences: int) -> dict[DecodeLayer, int]:
     }
 
 
-def _ways(asked: Decode) -> Iterator[tuple[int, DecodeSharding]]:
-    """Replicas that take some of the sequences each, and all shardings of one."""
+def shardings(asked: Decode) -> Iterator[tuple[int, DecodeSharding]]:
+    """Replicas that take some of the sequences each, and all shardings of one that leave no rank without a head."""
     kv_heads = _kv_heads(asked.model)
     for replicas in (n for n in range(1, asked.batch + 1) if asked.devices % n == 0 and asked.batch % n == 0):
         ranks, sequences = asked.devices // replicas, asked.batch // replicas
         for tp in _divisors(ranks):
-            if kv_heads % tp and tp % kv_heads:
+            if (kv_heads % tp and tp % kv_heads) or ranks > asked.model.q_heads:
                 continue
             for kvdp in _divisors(ranks // tp):
                 if kvdp <= sequences:

@@ -62,7 +62,7 @@ class Division:
 def prefill_ranking(asked: Prefill) -> Ranking:
     """Every way, the fastest that fits first."""
     options, refused = [], {}
-    for division in _divisions(asked):
+    for division in divisions(asked):
         if division.cp > MOST_CP:
             refused[str(division)] = f"more than {MOST_CP} CP ranks are left to `attnmesh simulate`"
             continue
@@ -135,7 +135,8 @@ def _schedules(asked: Prefill, division: Division) -> dict[str, str | None]:
     return flat
 
 
-def _divisions(asked: Prefill) -> Iterator[Division]:
+def divisions(asked: Prefill) -> Iterator[Division]:
+    """All ways to divide the devices that divide the heads evenly."""
     model, node = asked.model, asked.cluster.node
     for dp in (dp for dp in range(1, asked.batch + 1) if asked.batch % dp == 0 and asked.devices % dp == 0):
         replica = asked.devices // dp

@@ -64,7 +64,7 @@ class Ranking:
         if option == best:
             return f"the fastest that fits; most of the time goes to {option.bottleneck}"
         times = option.seconds / best.seconds if best.seconds else 1.0
-        return f"{times:.3g} times as slow: {_loses_by(option, best)}"
+        return f"{times:.2f} times as slow: {_loses_by(option, best)}"
 
 
 def ranked(options: list[Option], room: float, refused: dict[str, str]) -> Ranking:

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from attnmesh import report, verify
 from attnmesh.comm import Comm, run_virtual
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
-from attnmesh.mask import Causal, Full, Mask, SlidingWindow
+from attnmesh.layout import Layout
+from attnmesh.mask import Mask
+from attnmesh.named import LAYOUTS, mask_named
 from attnmesh.plan.case import Shape
 from attnmesh.report_page.data import default_node, make_report
 from attnmesh.report_page.figures import read_figures
 from attnmesh.report_page.page import write_report
 from attnmesh.timeline import read_trace
-
-LAYOUTS: dict[str, Layout] = {"zigzag": Zigzag(), "striped": Striped(), "contiguous": Contiguous()}
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,3 @@ def checked(ranks: int, layout: Layout, mask: Mask, node: int | None = None, see
         return list(verify.run(comm, "cpu", seed, verify.schedule_modes(comm, layout, mask, inner)))
 
     return run_virtual(ranks, run)[0]
-
-
-def mask_named(name: str) -> Mask:
-    """The mask that `causal`, `full` or `window:N` means."""
-    kind, _, width = name.partition(":")
-    if kind == "window" and width.isascii() and width.isdigit() and int(width):
-        return Causal() & SlidingWindow(int(width) - 1)
-    if name not in ("causal", "full"):
-        raise ValueError(f"mask must be causal, full or window:N (the last N keys, N at least 1), got {name!r}")
-    return Causal() if name == "causal" else Full()
