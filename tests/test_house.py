@@ -25,6 +25,7 @@ FLOORS = [
         "joint",
         "extras",
         "timeline",
+        "named",
         "quantity",
         "recorder",
         "busy",

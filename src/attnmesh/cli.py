@@ -25,7 +25,9 @@ from attnmesh.generate_command.bad_input import BadInput
 from attnmesh.generate_command.command import Asked, generate
 from attnmesh.generate_command.ranks import RanksLost
 from attnmesh.models.problem import ModelProblem
+from attnmesh.plan.case import Shape
 from attnmesh.plan_command.app import LayoutName, plan_app, simulate_command
+from attnmesh.report_page import command as report_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: ratios in one run, with the machine beside each figure.")
@@ -170,6 +172,9 @@ def generate_command(
     ] = None,
     virtual: Annotated[bool, typer.Option("--virtual", help="Ranks as threads of this process.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until ranks give up on one another.")] = launch.TIMEOUT,
+    report_to: Annotated[
+        Path | None, typer.Option("--report", help="Also write a page about the run: who held, computed and sent what.")
+    ] = None,
 ) -> None:
     """Read a text with a language model over ranks, and answer questions about it.
 
@@ -178,7 +183,7 @@ def generate_command(
     _check_device(device)
     asked = Asked(
         model, ranks, device.value, dtype.value, prompt, prompt_file, questions or (), max_new_tokens, temperature,
-        top_p, seed, speculative, check, layout.value, stretch, virtual, timeout,
+        top_p, seed, speculative, check, layout.value, stretch, virtual, timeout, report_to,
     )  # fmt: skip
     try:
         if not generate(asked):
@@ -190,6 +195,38 @@ def generate_command(
     except RanksLost as lost:
         typer.echo(f"attnmesh generate: {lost}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command("report")
+def report_page(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    ranks: Annotated[int, typer.Option(min=1, help="Over how many ranks.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Of the whole sequence.")] = 131072,
+    layout: Annotated[LayoutName, typer.Option(help="Which rank has which tokens.")] = LayoutName.ZIGZAG,
+    mask: Annotated[str, typer.Option(help="causal, full, or window:N for the last N keys.")] = "causal",
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of keys and values.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Of one head.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks a node; a divisor of --ranks is taken without it.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="The kind of machine to rank schedules for.")] = Device.CUDA,
+    traces: Annotated[list[Path] | None, typer.Option("--trace", help="A trace to show; repeat it.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="A JSON file of figures to show.")] = None,
+    check: Annotated[bool, typer.Option(help="Compute a small case, too, and compare with float64.")] = True,
+) -> None:
+    """Write a page on who holds, computes and sends what, and why; any browser opens it."""
+    shape = Shape(batch, heads, kv_heads, head_dim, itemsize=2, sum_itemsize=4)  # bf16, summed in float32
+    asked = report_command.Asked(
+        out, ranks, length, layout.value, mask, shape, node, device.value, traces or (), figures, check
+    )
+    try:
+        report_command.write(asked)
+    except (ValueError, OSError) as error:
+        typer.echo(f"attnmesh report: {error}", err=True)
+        raise typer.Exit(2) from None
+    report.console().print(f"Written: {out}", soft_wrap=True)
 
 
 @bench_app.command("ring")
