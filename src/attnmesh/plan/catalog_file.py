@@ -20,6 +20,7 @@ Value = str | bool | int | float | Curve
 Table = Mapping[str, Value]
 
 FIELD_OF: dict[Kind, str] = {kind: kind.replace(" ", "_") for kind in KINDS}
+SQUARES_OF: dict[Kind, str] = {kind: f"causal_{FIELD_OF[kind]}" for kind in ("attention", "attention backward")}
 
 # Decimal places between the units of files and seconds, bytes, operations.
 GIGA, MILLI, MICRO = 9, -3, -6
@@ -166,6 +167,7 @@ _DEVICE: dict[str, _Field] = {
     "rails": _Field("a whole number above 0", _whole),
     "cores": _Field("a whole number above 0", _whole),
     **{FIELD_OF[kind]: _curve(kind) for kind in KINDS},
+    **{name: _curve(kind) for kind, name in SQUARES_OF.items()},
 }
 _LINK: dict[str, _Field] = {
     "source": _Field("text", _text),

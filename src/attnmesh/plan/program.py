@@ -12,7 +12,7 @@ Rounds are made as they are asked for: thousands of ranks have thousands of roun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,12 @@ class Kernels:
     kind: Kind
     size: Floats  # of all calls together, in the unit of the kind
     calls: Floats
+    squares: tuple[Floats, Floats] | None = None  # size and calls of the causal squares among them, where known
+
+    def times(self, share: float) -> Kernels:
+        """As many calls of another size."""
+        squares = None if self.squares is None else (self.squares[0] * share, self.squares[1])
+        return replace(self, size=self.size * share, squares=squares)
 
 
 @dataclass(frozen=True)

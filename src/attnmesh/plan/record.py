@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.hardware import OF_BYTES, Cluster, Floats
+from attnmesh.plan.hardware import OF_BYTES, Cluster, Device, Floats
 from attnmesh.plan.program import Bundle, Kernels
 from attnmesh.timeline import Span
 
@@ -22,7 +22,16 @@ class Timed:
 
 def timed(work: Sequence[Kernels], cluster: Cluster, slower: Floats) -> list[Timed]:
     """What every rank takes for a round's work; `slower` is the factor of each."""
-    return [Timed(k, cluster.device.seconds(k.kind, k.size, k.calls) * slower) for k in work]
+    return [Timed(kernels, kernel_seconds(kernels, cluster.device) * slower) for kernels in work]
+
+
+def kernel_seconds(kernels: Kernels, device: Device) -> Floats:
+    """What every rank takes for these on a device of its own."""
+    if kernels.squares is None:
+        return device.seconds(kernels.kind, kernels.size, kernels.calls)
+    size, calls = kernels.squares
+    rest = device.seconds(kernels.kind, kernels.size - size, kernels.calls - calls)
+    return rest + device.seconds(kernels.kind, size, calls, squares=True)
 
 
 class Record:

@@ -36,7 +36,8 @@ class WideSpread:
         rings = WideRings(self.band, _one(self.queries), _one(self.keys), places[None], grad_weight)
         ranks = np.array(lanes, dtype=np.int64)
         for stage in rings.rounds():
-            tiled = {name: np.tile(column, len(lanes)) for name, column in stage._asdict().items()}
+            known = {name: column for name, column in stage._asdict().items() if column is not None}
+            tiled = {name: np.tile(column, len(lanes)) for name, column in known.items()}
             tiled["rank"], tiled["next_rank"] = (ranks[:, at].reshape(-1) for at in (stage.rank, stage.next_rank))
             yield Stages(**tiled)
 
