@@ -7,10 +7,12 @@ import os
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 
 from attnmesh import launch
+from attnmesh.calibrate.host import round_seconds, time_short_runs
 from attnmesh.calibrate.kernels import Run, empty_call, samples
 from attnmesh.calibrate.links import LinkFigures, time_exchanges
 from attnmesh.calibrate.sample import curves_of
@@ -35,9 +37,11 @@ def measure_cpu(name: str, source: str, *, quick: bool) -> tuple[Device, Link]:
         curves_of(timed, seconds[:-1], square=False), cores, curves_of(timed, seconds[:-1], square=True),
     )  # fmt: skip
     exchanges = {tuple(case): time for case, time in ranks[0]["exchanges"]}
-    link = LinkFigures.of(exchanges)
+    figures = LinkFigures.of(exchanges)
     between = f"{source}; two processes that both send, over gloo"
-    return device, Link(f"{name}-processes", between, link.latency, link.bandwidth, link.message, shared=True)
+    link = Link(f"{name}-processes", between, figures.latency, figures.bandwidth, figures.message, shared=True)
+    short = [statistics.mean(times) for times in zip(*(rank["short_runs"] for rank in ranks), strict=True)]
+    return replace(device, round=round_seconds(device, link, short, len(ranks))), link
 
 
 def _rank(comm: Comm, folder: str, busy: int, quick: bool) -> None:
@@ -55,7 +59,10 @@ def _rank(comm: Comm, folder: str, busy: int, quick: bool) -> None:
     if comm.rank < busy:
         kernels.append(_median(empty_call("cpu"), budget))
     exchanges = time_exchanges(comm, "cpu", quick=quick)
-    found = {"kernels": kernels, "exchanges": [[list(case), time] for case, time in exchanges.items()]}
+    found = {
+        "kernels": kernels, "exchanges": [[list(case), time] for case, time in exchanges.items()],
+        "short_runs": time_short_runs(comm, quick=quick),
+    }  # fmt: skip
     Path(folder, f"{comm.rank:04}").write_text(json.dumps(found))
 
 

@@ -149,6 +149,7 @@ def _device(table: Mapping[str, Any], efficiency: Table, path: Path) -> Device:
     return Device(
         table["name"], table["source"], table["memory_gb"], table["launch_us"], curves, cores=table.get("cores"),
         squares=tuple((kind, table[name]) for kind, name in SQUARES_OF.items() if name in table),
+        round=table.get("round_us", 0.0),
     )  # fmt: skip
 
 

@@ -159,6 +159,7 @@ _DEVICE: dict[str, _Field] = {
     "source": _Field("text", _text),
     "memory_gb": _above_0(GIGA),
     "launch_us": _above_0(MICRO),
+    "round_us": _at_least_0(MICRO),
     "peak_tflops": _above_0(12),
     "peak_gbs": _above_0(GIGA),
     "near": _Field("the name of a link", _text),

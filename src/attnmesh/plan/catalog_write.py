@@ -25,6 +25,8 @@ def as_toml(device: Device, links: Iterable[Link] = (), wiring: Wiring | None = 
     ]
     if device.cores is not None:
         lines.append(f"cores = {device.cores}")
+    if device.round:
+        lines.append(f"round_us = {_moved(device.round, -MICRO)}")
     for name, value in vars(wiring or Wiring()).items():
         if value is not None:
             lines.append(f"{name} = {_quoted(value) if isinstance(value, str) else value}")

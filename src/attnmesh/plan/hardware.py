@@ -63,6 +63,7 @@ class Device:
     curves: tuple[tuple[Kind, Curve], ...]
     cores: int | None = None  # how many ranks of a node compute at full speed at once; None: each has its own device
     squares: tuple[tuple[Kind, Curve], ...] = ()  # of causal squares, where they have a pace of their own
+    round: float = 0.0  # seconds of a round besides its kernels, where ranks compute on cores
 
     def seconds(
         self, kind: Kind, size: Floats | float, calls: Floats | float = 1, *, squares: bool = False
