@@ -32,6 +32,7 @@ FLOORS = [
         "report",
         "launch",
         "bench",
+        "calibrate",
         "show_plan",
         "generate_command",
     },

@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-
 from attnmesh import launch
 from attnmesh.calibrate.host import round_seconds, time_short_runs
 from attnmesh.calibrate.kernels import Run, empty_call, samples

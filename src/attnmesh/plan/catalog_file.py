@@ -20,7 +20,10 @@ Value = str | bool | int | float | Curve
 Table = Mapping[str, Value]
 
 FIELD_OF: dict[Kind, str] = {kind: kind.replace(" ", "_") for kind in KINDS}
-SQUARES_OF: dict[Kind, str] = {kind: f"causal_{FIELD_OF[kind]}" for kind in ("attention", "attention backward")}
+SQUARES_OF: dict[Kind, str] = {
+    "attention": "causal_attention",
+    "attention backward": "causal_attention_backward",
+}
 
 # Decimal places between the units of files and seconds, bytes, operations.
 GIGA, MILLI, MICRO = 9, -3, -6

@@ -65,9 +65,7 @@ class Device:
     squares: tuple[tuple[Kind, Curve], ...] = ()  # of causal squares, where they have a pace of their own
     round: float = 0.0  # seconds of a round besides its kernels, where ranks compute on cores
 
-    def seconds(
-        self, kind: Kind, size: Floats | float, calls: Floats | float = 1, *, squares: bool = False
-    ) -> Floats:
+    def seconds(self, kind: Kind, size: Floats | float, calls: Floats | float = 1, *, squares: bool = False) -> Floats:
         """Seconds of `calls` calls of `size` in all, evenly divided; of causal `squares`, or of anything else."""
         size, calls = np.asarray(size, dtype=np.float64), np.asarray(calls, dtype=np.float64)
         each = self.curve(kind, squares=squares).seconds(size / np.maximum(calls, 1))

@@ -40,8 +40,9 @@ def beside_kernels(round_: Round, seconds: Floats, cluster: Cluster) -> Floats:
             nbytes = exchange.near_out + exchange.near_in + exchange.far_out + exchange.far_in
             taken = taken + exchange.sends * link.message + nbytes / link.bandwidth
         else:
-            nbytes = sum(np.bincount(ends, exchange.nbytes, world) for ends in (exchange.source, exchange.target))
-            taken = taken + np.bincount(exchange.source, minlength=world) * link.message + nbytes / link.bandwidth
+            taken = taken + np.bincount(exchange.source, minlength=world) * link.message
+            for ends in (exchange.source, exchange.target):
+                taken = taken + np.bincount(ends, exchange.nbytes, world) / link.bandwidth
     return taken
 
 

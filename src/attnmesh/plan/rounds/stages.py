@@ -47,7 +47,8 @@ def side_by_side(rings: Iterable[Iterator[Stages]]) -> Iterator[Stages]:
     """The stages of several rings of different ranks; those with fewer are done earlier."""
     for stages in zip_longest(*rings):
         there = [stage for stage in stages if stage is not None]
-        yield Stages(*(None if column[0] is None else np.concatenate(column) for column in zip(*there, strict=True)))
+        known = [[column for column in stage if column is not None] for stage in there]
+        yield Stages(*map(np.concatenate, zip(*known, strict=True)))
 
 
 def causal_squares(patch: Patch) -> tuple[int, int]:
