@@ -50,6 +50,7 @@ FLOORS = [
         "bench",
         "plan_command",
         "trace_run",
+        "calibrate",
         "generate_command",
         "report_page",
     },

@@ -13,13 +13,14 @@ from typing import Annotated
 import torch
 import typer
 from rich.progress import Progress
-from torch.multiprocessing.spawn import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from attnmesh import launch, report, trace_run, verify
 from attnmesh.bench import main
 from attnmesh.bench.decode.parts import ON_CPU, Part
 from attnmesh.bench.sparse.parts import Part as SparsePart
 from attnmesh.bench.sparse.plot import FORMATS
+from attnmesh.calibrate import command as calibrate
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.generate_command.bad_input import BadInput
 from attnmesh.generate_command.command import Asked, generate
@@ -227,6 +228,47 @@ def report_page(
         typer.echo(f"attnmesh report: {error}", err=True)
         raise typer.Exit(2) from None
     report.console().print(f"Written: {out}", soft_wrap=True)
+
+
+@app.command("calibrate")
+def calibrate_command(
+    device: DeviceOption = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("hardware.toml"),
+    name: Annotated[str, typer.Option(help="What the device is called in it.")] = "this-machine",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds; less exact.")] = False,
+) -> None:
+    """Measure this machine, kernels and messages, and write what was found as a file for --hardware-file."""
+    chosen = _chosen(device)
+    try:
+        calibrate.check_name(name)
+        calibrate.check_out(out)
+        out.write_text(calibrate.calibrate(chosen, name, quick=quick), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        typer.echo(f"attnmesh calibrate: {error}", err=True)
+        raise typer.Exit(2) from None
+    except (ProcessExitedException, ProcessRaisedException) as ended:
+        typer.echo(f"attnmesh calibrate: the processes that measure did not come through: {ended}", err=True)
+        raise typer.Exit(1) from None
+    report.console().print(f"Written: {out} (device {name})", soft_wrap=True)
+
+
+@bench_app.command("predicted")
+def bench_predicted(
+    hardware_file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="What `attnmesh calibrate` wrote; it runs first without."),
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="The name of the device in it.")] = "this-machine",
+    device: DeviceOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths and rounds.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Predicted against measured: processes over gloo on the CPU, a rank's program by itself on a GPU."""
+    try:
+        main.predicted(_chosen(device), hardware_file, hardware, quick, json)
+    except ValueError as error:
+        typer.echo(f"attnmesh bench predicted: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @bench_app.command("ring")

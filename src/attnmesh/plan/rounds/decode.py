@@ -98,7 +98,7 @@ def _cached(sharding: DecodeSharding, layer: DecodeLayer) -> Floats:
 
 def _product(used: Floats, read: Floats, rows: int, nbytes: float, calls: int = 1) -> Kernels:
     """Rows times parameters: two operations each, and every parameter is read once."""
-    return Kernels("matmul", 2.0 * rows * used, np.full(len(used), float(calls)), read * nbytes)
+    return Kernels("matmul", 2.0 * rows * used, np.full(len(used), float(calls)), reads=read * nbytes)
 
 
 def _summed(name: str, shape: DecodeShape, ranks: int) -> Iterator[Round]:
