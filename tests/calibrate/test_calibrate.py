@@ -99,7 +99,10 @@ def test_curves_are_by_kind_and_by_form():
 def test_a_link_is_told_from_its_exchanges():
     latency, message, bandwidth = 1e-4, 1e-5, 2e9
     sizes = (2**16, 2**20, 2**22)
-    seconds = {(1, n): latency + 2 * n / bandwidth for n in sizes} | {(1, 64): latency, (17, 64): latency + 16 * message}
+    seconds = {(1, n): latency + 2 * n / bandwidth for n in sizes} | {
+        (1, 64): latency,
+        (17, 64): latency + 16 * message,
+    }
     figures = LinkFigures.of(seconds)
     assert figures.latency == pytest.approx(latency)
     assert figures.message == pytest.approx(message)
