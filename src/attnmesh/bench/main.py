@@ -120,7 +120,7 @@ def predicted(device: str, hardware_file: Path | None, hardware: str, quick: boo
         rows = measure_predicted_cuda(cluster, (16384, 65536) if quick else CUDA_LENGTHS)
     else:
         title = "measured over predicted time of real processes (gloo, float32, causal, zigzag, 4/2 heads, D=64)"
-        lengths, rounds = ((512,), 5) if quick else (LENGTHS, 15)
+        lengths, rounds = ((512,), 5) if quick else (LENGTHS, 9)
         rows = measure_predicted_cpu(cluster, runs_of(lengths), rounds=rounds)
     _publish("predicted", device, [(title, rows)], json)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attnmesh import launch
+from attnmesh.bench.others import Others
 from attnmesh.calibrate.runs import Run, made_by
 from attnmesh.comm import Comm
 from attnmesh.plan.hardware import Cluster
@@ -20,10 +21,16 @@ LENGTHS = (1024, 4096)
 def measure_predicted_cpu(
     cluster: Cluster, runs: Sequence[Run], worlds: Sequence[int] = (2, 4), *, rounds: int = 9
 ) -> list[dict[str, object]]:
-    """Measured over predicted seconds of every run, on every number of processes."""
+    """Measured over predicted seconds of every run, on every number of processes.
+
+    Beside it the share of the cores that others had meanwhile: where that is more than little, the figure is theirs.
+    """
     rows: list[dict[str, object]] = []
     for world in worlds:
-        for run, seconds in zip(runs, measured(runs, world, rounds), strict=True):
+        others = Others()
+        times = measured(runs, world, rounds)
+        busy = others.share()
+        for run, seconds in zip(runs, times, strict=True):
             parts = run.simulated(world, cluster)
             predicted = sum(part.seconds for part in parts)
             rows.append(
@@ -32,6 +39,7 @@ def measure_predicted_cpu(
                     "direction": "forward+backward" if run.backward else "forward",
                     "measured_over_predicted": seconds / predicted,
                     "predicted_share_waiting": sum(float(part.waited.max()) for part in parts) / predicted,
+                    "share_of_others": "unknown" if busy is None else round(busy, 3),
                 }
             )  # fmt: skip
     return rows

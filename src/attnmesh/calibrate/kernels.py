@@ -50,7 +50,7 @@ _CPU_QUICK = Sizes(
     sparse_rows=(8,), sparse_keys=512, sparse=(8, 192, 128, 128), indexer=(8, 64, 128),
 )  # fmt: skip
 _CUDA = Sizes(
-    torch.bfloat16, 32, 8, 128, sides=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+    torch.bfloat16, 32, 8, 128, sides=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
     matmuls=(512, 1024, 2048, 4096, 8192), copies=(64, 1024, 8192, 65536, 524288), caches=(1024, 8192, 65536, 524288),
     sparse_rows=(256, 1024, 4096), sparse_keys=32768, sparse=(128, 576, 512, 2048), indexer=(64, 128, 2048),
 )  # fmt: skip
@@ -70,7 +70,7 @@ def samples(device: str, *, quick: bool) -> list[Sample]:
 def empty_call(device: str) -> Run:
     """A call that does next to nothing: what any call takes."""
     one = torch.zeros(1, device=device)
-    return lambda: one.copy_(one)
+    return lambda: one.add_(1)
 
 
 def _attention(sizes: Sizes, device: str) -> Iterator[Sample]:

@@ -65,11 +65,17 @@ class Device:
     squares: tuple[tuple[Kind, Curve], ...] = ()  # of causal squares, where they have a pace of their own
     round: float = 0.0  # seconds of a round besides its kernels, where ranks compute on cores
 
-    def seconds(self, kind: Kind, size: Floats | float, calls: Floats | float = 1, *, squares: bool = False) -> Floats:
-        """Seconds of `calls` calls of `size` in all, evenly divided; of causal `squares`, or of anything else."""
+    def seconds(
+        self, kind: Kind, size: Floats | float, calls: Floats | float = 1, *, squares: bool = False, lanes: int = 1
+    ) -> Floats:
+        """Seconds of `calls` calls of `size` in all, evenly divided; of causal `squares`, or of anything else.
+
+        Calls that take `lanes` in turn fill the device as larger ones do.
+        """
         size, calls = np.asarray(size, dtype=np.float64), np.asarray(calls, dtype=np.float64)
-        each = self.curve(kind, squares=squares).seconds(size / np.maximum(calls, 1))
-        return np.where(size > 0, np.maximum(calls, 1) * np.maximum(each, self.launch), 0.0)
+        number = np.maximum(calls, 1)
+        each = self.curve(kind, squares=squares).seconds(lanes * size / number) / lanes
+        return np.where(size > 0, number * np.maximum(each, self.launch), 0.0)
 
     def curve(self, kind: Kind, *, squares: bool = False) -> Curve:
         """The curve of a kind of kernel."""

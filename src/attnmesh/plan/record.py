@@ -21,8 +21,17 @@ class Timed:
 
 
 def timed(work: Sequence[Kernels], cluster: Cluster, slower: Floats) -> list[Timed]:
-    """What every rank takes for a round's work; `slower` is the factor of each."""
-    return [Timed(k, k.seconds(cluster.device) * slower) for k in work]
+    """What every rank takes for a round's work; `slower` is the factor of each.
+
+    On a GPU, what runs beside the rest takes no time of its own unless there is more of it than of the rest.
+    """
+    each = [k.seconds(cluster.device) * slower for k in work]
+    if cluster.device.cores is None and any(k.beside for k in work):
+        beside: Floats = sum((s for k, s in zip(work, each, strict=True) if k.beside), np.zeros(1))
+        rest: Floats = sum((s for k, s in zip(work, each, strict=True) if not k.beside), np.zeros(1))
+        exposed = np.maximum(beside - rest, 0.0) / np.where(beside > 0, beside, 1.0)
+        each = [s * exposed if k.beside else s for k, s in zip(work, each, strict=True)]
+    return [Timed(k, s) for k, s in zip(work, each, strict=True)]
 
 
 def beside_kernels(round_: Round, seconds: Floats, cluster: Cluster) -> Floats:

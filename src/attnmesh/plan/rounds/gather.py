@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -85,5 +85,5 @@ def _attention(gathered: Gathered, sizes: Sizes, heads: int, of: int, *, backwar
         after = copying(gathered.rows * sizes.key_grad_row * share, calls=2)  # into the message that goes home
     else:
         after = sizes.merging(np.zeros_like(gathered.calls), gathered.calls, last=True)
-        after = after.times(share)
+        after = replace(after.times(share), beside=True)  # runs of queries finish on lanes of their own
     return [kernels.times(share), after]

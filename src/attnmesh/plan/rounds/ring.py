@@ -26,7 +26,7 @@ def ring_forward(
         pairs, calls = _spread(stage.rank, stage.pairs, sizes), _spread(stage.rank, stage.calls, sizes)
         before = merged.parts
         merged.parts = before + calls
-        attention = sizes.attention(pairs, calls, backward=False, squares=_squares(stage, sizes))
+        attention = sizes.attention(pairs, calls, backward=False, squares=_squares(stage, sizes), alone=last and not at)
         work = [attention, sizes.merging(before, merged.parts, last=ends and last)]
         if at == 0:
             work.insert(0, copying(_spread(stage.rank, stage.next_rows, sizes) * sizes.key_row))
@@ -43,12 +43,12 @@ def ring_backward(
         pairs, calls = _spread(stage.rank, stage.pairs, sizes), _spread(stage.rank, stage.calls, sizes)
         before = merged.parts
         merged.parts = before + calls
-        attention = sizes.attention(pairs, calls, backward=True, squares=_squares(stage, sizes))
+        attention = sizes.attention(pairs, calls, backward=True, squares=_squares(stage, sizes), alone=last and not at)
         work = [attention, sizes.merging(before, merged.parts, last=ends and last)]
         if at == 0:
             work.insert(0, copying(_spread(stage.rank, stage.next_rows, sizes) * sizes.key_row))
         else:  # gradients of visiting keys join those that came along
-            work.append(copying(_spread(stage.rank, stage.grad_rows, sizes) * sizes.key_grad_row, calls=2))
+            work.append(copying(_spread(stage.rank, stage.grad_rows, sizes) * sizes.key_grad_row, calls=2, beside=True))
         posted = {f"{name} {at + 1}": keys_of(stage, sizes)} | homing
         yield Round(f"{name} {at}", posted, tuple(work), tuple(posted))
         homing = {f"{name} gradients {at}": grads_of(stage, sizes)} if at else {}
