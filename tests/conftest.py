@@ -7,8 +7,13 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import pytest
 import torch
+
+# On a busy machine an example may take long; what hangs is ended by the timeout of the whole test.
+hypothesis.settings.register_profile("attnmesh", deadline=None)
+hypothesis.settings.load_profile("attnmesh")
 
 # Without a GPU the kernels run in Triton's interpreter. Triton reads this when it is first imported.
 if not torch.cuda.is_available():

@@ -14,7 +14,23 @@ SOURCE = Path(attnmesh.__file__).parent
 
 # Floors, lowest first. A room may import its own floor and any below; `MAY_IMPORT` says where it is fewer than that.
 FLOORS = [
-    {"state", "mask", "layout", "share", "counts", "spans", "balanced", "joint", "extras", "timeline", "quantity"},
+    {
+        "state",
+        "mask",
+        "layout",
+        "share",
+        "counts",
+        "spans",
+        "balanced",
+        "joint",
+        "extras",
+        "timeline",
+        "named",
+        "quantity",
+        "recorder",
+        "busy",
+        "met",
+    },
     {"plan"},
     {"ops"},
     {"cache"},
@@ -32,9 +48,11 @@ FLOORS = [
         "report",
         "launch",
         "bench",
+        "plan_command",
+        "trace_run",
         "calibrate",
-        "show_plan",
         "generate_command",
+        "report_page",
     },
     {"cli"},
     {"attnmesh"},  # the front door, attnmesh/__init__.py, opens on every room

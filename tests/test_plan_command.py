@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from attnmesh import recommend_sharding
 from attnmesh.cli import app
 from attnmesh.plan.compare import compare_shardings
-from attnmesh.plan.recommend import readable_bytes
+from attnmesh.plan.words import readable_bytes
 
 HEADS = ("--q-heads", "64", "--kv-heads", "8")
 

@@ -1,4 +1,4 @@
-"""The command line: `attnmesh generate`, `attnmesh verify`, `attnmesh plan` and `attnmesh bench`."""
+"""The command line: `attnmesh generate`, `verify`, `plan`, `trace`, `report` and `bench`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from rich.progress import Progress
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from attnmesh import launch, report, show_plan, verify
+from attnmesh import launch, report, trace_run, verify
 from attnmesh.bench import main
 from attnmesh.bench.decode.parts import ON_CPU, Part
 from attnmesh.bench.sparse.parts import Part as SparsePart
@@ -26,14 +26,15 @@ from attnmesh.generate_command.bad_input import BadInput
 from attnmesh.generate_command.command import Asked, generate
 from attnmesh.generate_command.ranks import RanksLost
 from attnmesh.models.problem import ModelProblem
-from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.model_config import read_config
+from attnmesh.plan.case import Shape
+from attnmesh.plan_command.app import LayoutName, plan_app, simulate_command
+from attnmesh.report_page import command as report_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: ratios in one run, with the machine beside each figure.")
 app.add_typer(bench_app, name="bench")
-plan_app = typer.Typer(no_args_is_help=True, help="Say what ranks would do, before anything runs.")
 app.add_typer(plan_app, name="plan")
+app.command("simulate")(simulate_command)
 
 
 class Device(enum.StrEnum):
@@ -41,14 +42,6 @@ class Device(enum.StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
-
-
-class LayoutName(enum.StrEnum):
-    """Which rank has which tokens."""
-
-    ZIGZAG = "zigzag"
-    STRIPED = "striped"
-    CONTIGUOUS = "contiguous"
 
 
 class Precision(enum.StrEnum):
@@ -114,6 +107,47 @@ def _verify(comm: Comm, device: str, seed: int | None) -> None:
         sys.exit(1)
 
 
+@app.command("trace")
+def trace_command(
+    out: Annotated[Path, typer.Option(help="The file to write, in a folder that exists.")],
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many ranks to start; 4 without it.")] = None,
+    schedule: Annotated[str, typer.Option(help="How ranks work together, as in ContextParallel.")] = "ring",
+    length: Annotated[int, typer.Option(min=1, help="Of the whole sequence.")] = 8192,
+    layout: Annotated[LayoutName, typer.Option(help="Which rank has which tokens.")] = LayoutName.ZIGZAG,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of keys and values.")] = 2,
+    head_dim: Annotated[int, typer.Option(min=1, help="Of one head.")] = 64,
+    backward: Annotated[bool, typer.Option("--backward", help="Gradients as well.")] = False,
+    inner: Annotated[int | None, typer.Option(min=1, help="Ranks a node, for schedules of two levels.")] = None,
+    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.CPU,
+    dtype: Annotated[Precision | None, typer.Option(help="In what; fp32 on a CPU, bf16 on a GPU without it.")] = None,
+    virtual: Annotated[bool, typer.Option("--virtual", help="Ranks as threads of this process.")] = False,
+) -> None:
+    """Run attention over ranks and write when every rank computed, sent, received and waited, for a trace viewer."""
+    _check_device(device)
+    precision = dtype or (Precision.BF16 if device is Device.CUDA else Precision.FP32)
+    asked = trace_run.Attending(
+        out, schedule, length, layout.value, heads, kv_heads, head_dim, backward, inner, device.value, precision.value
+    )
+    joined = launch.under_torchrun()
+    if joined and (virtual or ranks is not None):
+        raise typer.BadParameter("torchrun says how many ranks there are", param_hint="--ranks, --virtual")
+    ranks = int(os.environ["WORLD_SIZE"]) if joined else ranks or 4
+    try:
+        asked.check(ranks)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if joined:
+        launch.join(device, trace_run.run, asked)
+    elif virtual:
+        run_virtual(ranks, lambda comm: trace_run.run(comm, asked, virtual=True))
+    else:
+        try:
+            launch.start(ranks, device, trace_run.run, asked)
+        except ProcessExitedException as ended:
+            raise typer.Exit(ended.exit_code) from None
+
+
 @app.command("generate")
 def generate_command(
     model: Annotated[
@@ -139,6 +173,9 @@ def generate_command(
     ] = None,
     virtual: Annotated[bool, typer.Option("--virtual", help="Ranks as threads of this process.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until ranks give up on one another.")] = launch.TIMEOUT,
+    report_to: Annotated[
+        Path | None, typer.Option("--report", help="Also write a page about the run: who held, computed and sent what.")
+    ] = None,
 ) -> None:
     """Read a text with a language model over ranks, and answer questions about it.
 
@@ -147,7 +184,7 @@ def generate_command(
     _check_device(device)
     asked = Asked(
         model, ranks, device.value, dtype.value, prompt, prompt_file, questions or (), max_new_tokens, temperature,
-        top_p, seed, speculative, check, layout.value, stretch, virtual, timeout,
+        top_p, seed, speculative, check, layout.value, stretch, virtual, timeout, report_to,
     )  # fmt: skip
     try:
         if not generate(asked):
@@ -161,35 +198,36 @@ def generate_command(
         raise typer.Exit(1) from None
 
 
-@plan_app.command("decode")
-def plan_decode(
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks to spread them over.")],
-    config: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A Transformers config.json; or give the heads.")
+@app.command("report")
+def report_page(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    ranks: Annotated[int, typer.Option(min=1, help="Over how many ranks.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Of the whole sequence.")] = 131072,
+    layout: Annotated[LayoutName, typer.Option(help="Which rank has which tokens.")] = LayoutName.ZIGZAG,
+    mask: Annotated[str, typer.Option(help="causal, full, or window:N for the last N keys.")] = "causal",
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of keys and values.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Of one head.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks a node; a divisor of --ranks is taken without it.")
     ] = None,
-    q_heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Of one head; 128 without it.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="The model's width; q-heads x head-dim without it.")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Positions a sequence; for bytes of the cache.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens a sequence and step.")] = 1,
-    storage: Annotated[str, typer.Option(help="How keys and values are stored.")] = "bf16",
+    device: Annotated[Device, typer.Option(help="The kind of machine to rank schedules for.")] = Device.CUDA,
+    traces: Annotated[list[Path] | None, typer.Option("--trace", help="A trace to show; repeat it.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="A JSON file of figures to show.")] = None,
+    check: Annotated[bool, typer.Option(help="Compute a small case, too, and compare with float64.")] = True,
 ) -> None:
-    """Which sharding to generate tokens with, what it costs a rank, and what else there is."""
+    """Write a page on who holds, computes and sends what, and why; any browser opens it."""
+    shape = Shape(batch, heads, kv_heads, head_dim, itemsize=2, sum_itemsize=4)  # bf16, summed in float32
+    asked = report_command.Asked(
+        out, ranks, length, layout.value, mask, shape, node, device.value, traces or (), figures, check
+    )
     try:
-        if config is not None:
-            if any((q_heads, kv_heads, head_dim, hidden)):
-                raise ValueError("heads and widths come from --config: leave them out")
-            model = read_config(config)
-        elif q_heads is None or kv_heads is None:
-            raise ValueError("give --config, or --q-heads and --kv-heads")
-        else:
-            head_dim = head_dim or 128
-            model = ModelConfig(q_heads, kv_heads, head_dim, hidden or q_heads * head_dim)
-        show_plan.decode(model, batch, ranks, context=context, tokens=tokens, storage=storage)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        report_command.write(asked)
+    except (ValueError, OSError) as error:
+        typer.echo(f"attnmesh report: {error}", err=True)
+        raise typer.Exit(2) from None
+    report.console().print(f"Written: {out}", soft_wrap=True)
 
 
 @app.command("calibrate")

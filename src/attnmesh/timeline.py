@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Track = Literal["compute", "send", "receive", "wait"]
 TRACKS: tuple[Track, ...] = get_args(Track)
@@ -88,17 +88,18 @@ def _plain(value: object) -> object:
 
 
 def read_trace(path: Path | str) -> list[Span]:
-    """The spans of a trace that `write_trace` wrote, by rank, track and beginning."""
-    events = json.loads(Path(path).read_text())["traceEvents"]
-    return [
-        Span(
-            event["pid"],
-            event["cat"],
-            event["name"],
-            event["ts"] / 1e6,
-            (event["ts"] + event["dur"]) / 1e6,
-            event["args"],
-        )
-        for event in events
-        if event["ph"] == "X"
-    ]
+    """The spans of a trace that `write_trace` wrote, by rank, track and beginning; ValueError if it is none."""
+    try:
+        events = json.loads(Path(path).read_text())["traceEvents"]
+        return [_span(event) for event in events if event["ph"] == "X"]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is no trace of ranks, as attnmesh writes them") from None
+
+
+def _span(event: dict[str, Any]) -> Span:
+    if event["cat"] not in TRACKS:
+        raise ValueError(f"no track is called {event['cat']!r}")
+    begin, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    return Span(int(event["pid"]), event["cat"], event["name"], begin, end, event["args"])

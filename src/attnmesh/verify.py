@@ -8,7 +8,7 @@ in `verify_decode`, `verify_cache` and `verify_generation`, sparse attention in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, product
@@ -26,7 +26,9 @@ from attnmesh.ops.dense.api import attention
 from attnmesh.ops.dense.check import scale_for
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.queries import gather_ring_outputs, ring_distributed_attention
+from attnmesh.plan.case import refusal
 from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.spread import spread
 from attnmesh.state import State, merge
 from attnmesh.verify_cache import cache_modes
 from attnmesh.verify_decode import decode_modes
@@ -89,9 +91,20 @@ def modes(comm: Comm, device: str) -> list[Mode | ComparedMode]:
     return [*_merges(), *_backends(device), *meshes, *generation, *sparse_modes(), *sparse_rank_modes(comm)]
 
 
-def run(comm: Comm, device: str, seed: int) -> Iterator[Outcome]:
-    """Run all modes on all ranks; rank 0 judges, and gets the outcomes as they come."""
-    for number, mode in enumerate(modes(comm, device)):
+def schedule_modes(comm: Comm, layout: Layout, mask: Mask, inner: int, length: int = 263) -> list[Mode | ComparedMode]:
+    """Every schedule that serves this layout and mask, with `inner` ranks a node, in float32."""
+    served = [name for name in SCHEDULES if refusal(name, spread(mask, layout, length, comm.world), inner) is None]
+    modes: list[Mode | ComparedMode] = []
+    for name in served:
+        cp = ContextParallel(comm, layout=layout, schedule=name, inner=inner if "+" in name else None)
+        said = f"{name} {_placed(layout)} {_named(mask)}"
+        modes.append(Mode(said, partial(_spread, cp, mask), mask, torch.float32, length, together=True))
+    return modes
+
+
+def run(comm: Comm, device: str, seed: int, chosen: Sequence[Mode | ComparedMode] | None = None) -> Iterator[Outcome]:
+    """Run all modes (or those chosen) on all ranks; rank 0 judges, and gets the outcomes as they come."""
+    for number, mode in enumerate(modes(comm, device) if chosen is None else chosen):
         if not mode.together and comm.rank > 0:  # one device's: the other ranks have nothing to do
             continue
         if isinstance(mode, ComparedMode):

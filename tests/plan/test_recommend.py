@@ -9,8 +9,9 @@ import pytest
 import attnmesh as am
 from attnmesh.plan.compare import Compared, compare_shardings
 from attnmesh.plan.decode_load import Copies, DecodeShape, bytes_sent, cache_bytes
-from attnmesh.plan.recommend import readable_bytes, recommend_sharding
+from attnmesh.plan.recommend import recommend_sharding
 from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.words import readable_bytes
 
 
 def names(options) -> list[str]:

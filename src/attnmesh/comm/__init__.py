@@ -2,6 +2,7 @@
 
 from attnmesh.comm.base import Comm, CommError, Pending
 from attnmesh.comm.group import GroupComm
+from attnmesh.comm.recording import recording
 from attnmesh.comm.resolve import comm_from
 from attnmesh.comm.solo import SoloComm
 from attnmesh.comm.traffic import Traffic
@@ -16,5 +17,6 @@ __all__ = [
     "Traffic",
     "VirtualComm",
     "comm_from",
+    "recording",
     "run_virtual",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import Claim, complaint, remembered_as
 from attnmesh.comm.traffic import Traffic
+from attnmesh.recorder import Recorder
 
 Shape = Sequence[int]
 Message = tuple[Tensor, int]
@@ -61,11 +62,21 @@ class Comm(ABC):
             raise ValueError(f"timeout must be positive seconds, got {timeout}")
         self.rank, self.world, self.timeout = rank, world, timeout
         self.traffic = Traffic()
+        self._recorder: Recorder | None = None
         self._agreed: set[object] = set()
         self._operation = "nothing agreed yet"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world={self.world})"
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who notes what this rank does, while somebody watches; see `recording`."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
 
     def buffer(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory to receive into, contents undefined. A transport with a better kind than plain memory overrides it."""

@@ -17,6 +17,9 @@ from attnmesh.comm.agreement import Claim, complaint
 from attnmesh.comm.base import Comm, CommError, Message, Pending, Shape, parts_of
 from attnmesh.comm.board import Board
 from attnmesh.comm.parcel import Parcel, stage
+from attnmesh.comm.recording import NotedPending
+from attnmesh.comm.watch import Waitable, watch_on_stream, watched
+from attnmesh.recorder import Recorder
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -99,8 +102,24 @@ class GroupComm(Comm):
         parcels += [Parcel(tensor.detach(), peer, send=False) for tensor, peer in recvs]
         if carrier != "nccl":
             stage(parcels)
+        if self.recorder is not None:
+            return self._recorded_exchange(verb, parcels, self.recorder, blocking=carrier != "nccl")
+        return _Batch(self, verb, parcels, self._posted(verb, parcels), blocking=carrier != "nccl")
+
+    def _recorded_exchange(self, verb: str, parcels: list[Parcel], recorder: Recorder, *, blocking: bool) -> Pending:
+        """The same, and notes when every message was done and how long this rank waited."""
+        device = None if blocking else parcels[0].tensor.device
+        posted = recorder.now(device)
+        works: Sequence[Waitable] = self._posted(verb, parcels)
+        if blocking:
+            works = watched(works, parcels, verb, recorder, self.timeout, posted)
+        else:
+            watch_on_stream(works, parcels, verb, recorder, posted)
+        return NotedPending(_Batch(self, verb, parcels, works, blocking=blocking), verb, recorder, device)
+
+    def _posted(self, verb: str, parcels: Sequence[Parcel]) -> list[dist.Work]:
         try:
-            return _Batch(self, verb, parcels, self._post(parcels), blocking=carrier != "nccl")
+            return self._post(parcels)
         except RuntimeError as error:
             raise self.lost(verb, parcels, error) from error
 
@@ -209,7 +228,7 @@ class GroupComm(Comm):
 
 class _Batch(Pending):
     def __init__(
-        self, comm: GroupComm, verb: str, parcels: list[Parcel], works: list[dist.Work], *, blocking: bool
+        self, comm: GroupComm, verb: str, parcels: list[Parcel], works: Sequence[Waitable], *, blocking: bool
     ) -> None:
         self._comm, self._verb, self._parcels, self._works = comm, verb, parcels, works
         self._blocking = blocking

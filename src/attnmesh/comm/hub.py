@@ -10,6 +10,9 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import Claim
 from attnmesh.comm.scheduler import Scheduler
+from attnmesh.recorder import Message as NotedMessage
+from attnmesh.recorder import Recorder
+from attnmesh.timeline import Track
 
 
 class Hub:
@@ -21,16 +24,14 @@ class Hub:
         self.claims: defaultdict[int, dict[int, Claim]] = defaultdict(dict)
         self._posted: defaultdict[tuple[int, int], deque[Letter]] = defaultdict(deque)
 
-    def post(self, verb: str, source: int, target: int, tensor: Tensor, *, send: bool) -> Letter:
+    def post(self, letter: Letter) -> None:
         """Post one end of a message. Whoever comes second copies, straight from buffer to buffer."""
-        letter = Letter(verb, source, target, tensor.detach(), send)
-        queue = self._posted[source, target]
-        if queue and queue[0].send != send:
+        queue = self._posted[letter.source, letter.target]
+        if queue and queue[0].send != letter.send:
             other = queue.popleft()
-            _deliver(*((letter, other) if send else (other, letter)))
+            _deliver(*((letter, other) if letter.send else (other, letter)))
         else:
             queue.append(letter)
-        return letter
 
 
 @dataclass(eq=False)
@@ -45,6 +46,15 @@ class Letter:
     delivered: bool = False
     misfit: str | None = None
     """Why the two ends do not fit, once they have met and do not."""
+
+    note: NotedMessage | None = None
+    """What is noted of it, while its rank is recorded."""
+
+    def noted_by(self, recorder: Recorder) -> None:
+        """Let a recorder of this end's rank note when it travels."""
+        track: Track
+        track, peer = ("send", self.target) if self.send else ("receive", self.source)
+        self.note = recorder.message(track, self.verb, peer, self.tensor.nbytes)
 
     def __str__(self) -> str:
         whom = f"rank {self.target} to receive" if self.send else f"rank {self.source} to send"
@@ -63,5 +73,9 @@ def _deliver(sent: Letter, wanted: Letter) -> None:
             f"but rank {sent.target} receives {wanted.content()} ({wanted.verb})"
         )
         return
+    notes = [letter.note for letter in (sent, wanted) if letter.note is not None]
+    begin = notes[0].recorder.now(wanted.tensor.device) if notes else 0.0
     with torch.no_grad():
         wanted.tensor.copy_(sent.tensor.view(wanted.tensor.shape))
+    for note in notes:
+        note.done(begin, note.recorder.now(wanted.tensor.device))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import Claim
 from attnmesh.comm.base import Comm, Message, Pending, Shape
+from attnmesh.recorder import Recorder
 
 
 class SubComm(Comm):
@@ -24,6 +25,15 @@ class SubComm(Comm):
         super().__init__(members.index(parent.rank), len(members), parent.timeout)
         self._parent, self._members = parent, tuple(members)
         self.shares_stream = parent.shares_stream
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The parent's: a rank is watched as a whole."""
+        return self._parent.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._parent.recorder = recorder
 
     def buffer(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory of the parent's kind."""

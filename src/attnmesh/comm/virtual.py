@@ -10,6 +10,7 @@ from typing import TypeVar
 from attnmesh.comm.agreement import Claim, complaint, in_words
 from attnmesh.comm.base import Comm, CommError, Message, Pending
 from attnmesh.comm.hub import Hub, Letter
+from attnmesh.comm.recording import NotedPending
 from attnmesh.comm.surroundings import Surroundings
 
 T = TypeVar("T")
@@ -92,9 +93,16 @@ class VirtualComm(Comm):
 
     def _exchange(self, verb: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         self._check_in()
-        letters = [self._hub.post(verb, self.rank, peer, tensor, send=True) for tensor, peer in sends]
-        letters += [self._hub.post(verb, peer, self.rank, tensor, send=False) for tensor, peer in recvs]
-        return _Letters(self, letters)
+        letters = [Letter(verb, self.rank, peer, tensor.detach(), send=True) for tensor, peer in sends]
+        letters += [Letter(verb, peer, self.rank, tensor.detach(), send=False) for tensor, peer in recvs]
+        pending: Pending = _Letters(self, letters)
+        if self.recorder is not None:
+            for letter in letters:
+                letter.noted_by(self.recorder)
+            pending = NotedPending(pending, verb, self.recorder, letters[0].tensor.device)
+        for letter in letters:
+            self._hub.post(letter)
+        return pending
 
     def _compare(self, claim: Claim) -> Mapping[int, Claim]:
         self._check_in()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnmesh.comm import SoloComm
+from attnmesh.comm.sub import SubComm
 from attnmesh.parallel.gather import AllGather
 from attnmesh.parallel.heads import HeadExchange
 from attnmesh.parallel.ranks import Ranks
@@ -50,8 +50,10 @@ class Builder:
         between = between_nodes(self.spread, ranks)
         assert between is not None, "see refusal"
         alone = ranks == self.ranks.everyone.world
-        inside, outside = (self.ranks.everyone, SoloComm()) if alone else (self.ranks.inside, self.ranks.outside)
-        first = self.ranks.everyone.rank // ranks * ranks
+        everyone = self.ranks.everyone
+        nobody_else = SubComm(everyone, [everyone.rank])
+        inside, outside = (everyone, nobody_else) if alone else (self.ranks.inside, self.ranks.outside)
+        first = everyone.rank // ranks * ranks
 
         def trade(held: tuple[Spans, ...], whole: tuple[Spans, ...]) -> HeadExchange:
             return HeadExchange(held[first : first + ranks], whole[outside.rank], inside)

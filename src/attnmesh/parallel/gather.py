@@ -41,7 +41,9 @@ class AllGather(KeepsInputs):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """Gather and attend, group by group."""
         states = [
-            blockwise.forward([call], self.backend, lanes_allowed=not self.comm.shares_stream)
+            blockwise.forward(
+                [call], self.backend, lanes_allowed=not self.comm.shares_stream, recorder=self.comm.recorder
+            )
             for call, _, _ in self._groups(q, k, v)
         ]
         if len(states) == 1:
@@ -60,8 +62,9 @@ class AllGather(KeepsInputs):
             )  # fmt: skip
             wanted = [x if need else None for x, need in zip((call.q, call.k, call.v), needed, strict=True)]
             (query,), grads = blockwise.backward(
-                [call], part, self.backend, wanted, lanes_allowed=not self.comm.shares_stream
-            )
+                [call], part, self.backend, wanted, lanes_allowed=not self.comm.shares_stream,
+                recorder=self.comm.recorder,
+            )  # fmt: skip
             if needed[0]:
                 found.append(query.finish())
             if homing is not None:

@@ -190,15 +190,19 @@ class _Share(KeepsInputs):
         if not calls:
             nothing = torch.empty_like(q[:, :, :0])
             return State(nothing, nothing[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
-        return blockwise.forward(calls, self.backend, lanes_allowed=not self.comm.shares_stream), (q, k, v)
+        state = blockwise.forward(
+            calls, self.backend, lanes_allowed=not self.comm.shares_stream, recorder=self.comm.recorder
+        )
+        return state, (q, k, v)
 
     def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
         """dq from this device's rows, zero elsewhere; dk and dv from those of all ranks of `comm`."""
         q, k, v = kept
         wanted = [x if need else None for x, need in zip(kept, needed, strict=True)]
         queries, keys = blockwise.backward(
-            self.calls(q, k, v), result, self.backend, wanted, lanes_allowed=not self.comm.shares_stream
-        )
+            self.calls(q, k, v), result, self.backend, wanted, lanes_allowed=not self.comm.shares_stream,
+            recorder=self.comm.recorder,
+        )  # fmt: skip
         dq = None
         if needed[0]:
             dq = GradSum(q)

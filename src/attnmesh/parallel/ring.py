@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.ops.accumulate import GradSum, StateSum
+from attnmesh.ops.dense import recorded
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
@@ -98,18 +99,19 @@ class _Turn:
         return [serving(call) if call else None for call in self.calls]
 
     def forward(self, total: StateSum, backends: Sequence[Backend | None], lanes: Lanes) -> None:
+        recorder = self._ring.comm.recorder
         for at, (call, backend) in enumerate(zip(self.calls, backends, strict=True)):
             lanes.wait_for_last_block()  # it reads the buffer that the next keys go to
             travelling = self._journey.send_on(at)  # the next keys travel while these are computed
             if call and backend:
                 with lanes.lane():
-                    backend.forward(call, total)
+                    recorded.forward(backend, call, total, recorder)
             travelling.wait()
             lanes.arrived()
         lanes.join()
 
     def backward(self, result: Result, grads: Grads, backends: Sequence[Backend | None], lanes: Lanes) -> None:
-        own = grads.k, grads.v
+        own, recorder = (grads.k, grads.v), self._ring.comm.recorder
         homing = Homing(self._own[0], self._plan, self._ring.comm) if any(grad is not None for grad in own) else None
         for at, (call, backend) in enumerate(zip(self.calls, backends, strict=True)):
             lanes.wait_for_last_block()
@@ -119,7 +121,7 @@ class _Turn:
                 if at > 0:  # those of visiting keys travel on with them
                     mine = tuple(None if grad is None else GradSum(call.k) for grad in own)
                 with lanes.lane():
-                    backend.backward(call, result, replace(grads, k=mine[0], v=mine[1]))
+                    recorded.backward(backend, call, result, replace(grads, k=mine[0], v=mine[1]), recorder)
             travelling.wait()
             lanes.arrived()
             if homing is not None and at > 0:

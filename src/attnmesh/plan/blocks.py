@@ -105,7 +105,16 @@ class Patch:
     @cached_property
     def pairs(self) -> int:
         """How many (query, key) pairs are visible: the work of this patch."""
-        return sum(self._pairs(block) for block in self.blocks)
+        if self.stretches <= _MANY or "blocks" in self.__dict__:
+            return sum(self._pairs(block) for block in self.blocks)
+        # A hundred documents are counted row by row sooner than they are cut into blocks.
+        first, end = bounds_of(self.mask, spans.as_tensor(self.q), spans.as_tensor(self.k))
+        return int((end - first).sum())
+
+    @cached_property
+    def stretches(self) -> int:
+        """How many stretches of queries the mask and the runs make: about as many blocks there are."""
+        return sum(1 + len(self.mask.cuts(run)) for run in self.q)
 
     def _pairs(self, block: Block) -> int:
         if block.kind is Kind.FULL:

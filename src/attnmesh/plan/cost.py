@@ -6,15 +6,16 @@ computes and what it waits for, whoever is late. Nothing is assumed to be hidden
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from attnmesh.plan.case import Case
 from attnmesh.plan.hardware import Cluster
-from attnmesh.plan.load import Load, loads_of
+from attnmesh.plan.load import Load, Tally
 from attnmesh.plan.network import Slow
-from attnmesh.plan.program import Program
+from attnmesh.plan.program import Program, Round
 from attnmesh.plan.programs import program
 from attnmesh.plan.waves import run_waves
 
@@ -59,13 +60,18 @@ def schedule_cost(schedule: str, case: Case, cluster: Cluster, *, backward: bool
 
 def cost(whole: Program, cluster: Cluster) -> Cost:
     """The cost of a program."""
-    ran = run_waves(whole, cluster, Slow())
-    each = loads_of(whole, cluster.node)
+    tally = Tally(whole.world, cluster.node)
+
+    def counted() -> Iterator[Round]:  # rounds of thousands of ranks are not made twice
+        for part in whole.rounds():
+            tally.add(part)
+            yield part
+
+    ran = run_waves(Program(whole.name, whole.world, counted), cluster, Slow())
+    most = tally.most()
     seconds, computed = float(ran.finish.max(initial=0.0)), float(ran.computed.max(initial=0.0))
-    most = Load(*(max((getattr(load, name) for load in each), default=0) for name in ("flops", "near", "far")))
-    rounds = sum(1 for _ in whole.rounds())
     why = _bottleneck(seconds, float(np.median(ran.computed)), most, cluster)
-    return Cost(seconds, computed, most.flops, most.near, most.far, rounds, why)
+    return Cost(seconds, computed, most.flops, most.near, most.far, tally.rounds, why)
 
 
 def _bottleneck(seconds: float, computed: float, most: Load, cluster: Cluster) -> str:

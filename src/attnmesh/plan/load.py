@@ -8,7 +8,7 @@ import numpy as np
 
 from attnmesh.plan.case import Case
 from attnmesh.plan.hardware import OF_BYTES
-from attnmesh.plan.program import Bundle, Program
+from attnmesh.plan.program import Bundle, Program, Round
 from attnmesh.plan.programs import program
 
 
@@ -33,18 +33,40 @@ def loads(schedule: str, case: Case, *, backward: bool) -> list[Load]:
 
 def loads_of(whole: Program, node: int) -> list[Load]:
     """The sums of a program, by rank, where nodes have so many ranks."""
-    flops = np.zeros(whole.world)
-    near, far = np.zeros(whole.world, dtype=np.int64), np.zeros(whole.world, dtype=np.int64)
+    tally = Tally(whole.world, node)
     for part in whole.rounds():
+        tally.add(part)
+    return tally.loads()
+
+
+class Tally:
+    """Sums of rounds as they pass."""
+
+    def __init__(self, world: int, node: int) -> None:
+        self.node, self.rounds = node, 0
+        self.flops = np.zeros(world)
+        self.near, self.far = np.zeros(world, dtype=np.int64), np.zeros(world, dtype=np.int64)
+
+    def add(self, part: Round) -> None:
+        """Count one round."""
+        self.rounds += 1
         for kernels in part.work:
             if kernels.kind not in OF_BYTES:
-                flops += kernels.size
+                self.flops += kernels.size
         for messages in part.starts.values():
             if isinstance(messages, Bundle):
-                near += messages.near_out
-                far += messages.far_out
+                self.near += messages.near_out
+                self.far += messages.far_out
                 continue
-            within = messages.source // node == messages.target // node
-            np.add.at(near, messages.source[within], messages.nbytes[within])
-            np.add.at(far, messages.source[~within], messages.nbytes[~within])
-    return [Load(round(work), int(n), int(f)) for work, n, f in zip(flops, near, far, strict=True)]
+            within = messages.source // self.node == messages.target // self.node
+            np.add.at(self.near, messages.source[within], messages.nbytes[within])
+            np.add.at(self.far, messages.source[~within], messages.nbytes[~within])
+
+    def loads(self) -> list[Load]:
+        """What every rank does in all of them."""
+        columns = zip(self.flops, self.near, self.far, strict=True)
+        return [Load(round(work), int(near), int(far)) for work, near, far in columns]
+
+    def most(self) -> Load:
+        """The most that one rank does, of each."""
+        return Load(*(int(column.max(initial=0)) for column in (self.flops, self.near, self.far)))

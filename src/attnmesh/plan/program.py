@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmesh.plan.hardware import Floats, Kind
+from attnmesh.plan.hardware import Device, Floats, Kind
 
 Ints = NDArray[np.int64]
 
@@ -64,6 +64,19 @@ class Kernels:
     size: Floats  # of all calls together, in the unit of the kind
     calls: Floats
     squares: tuple[Floats, Floats] | None = None  # size and calls of the causal squares among them, where known
+    reads: Floats | None = None  # bytes that have to be read meanwhile, such as weights: the longer of both counts
+
+    def seconds(self, device: Device) -> Floats:
+        """What every rank takes for it on a device of its own."""
+        if self.squares is None:
+            computed = device.seconds(self.kind, self.size, self.calls)
+        else:
+            size, calls = self.squares
+            rest = device.seconds(self.kind, self.size - size, self.calls - calls)
+            computed = rest + device.seconds(self.kind, size, calls, squares=True)
+        if self.reads is None:
+            return computed
+        return np.maximum(computed, device.seconds("decode", self.reads, self.calls))
 
     def times(self, share: float) -> Kernels:
         """As many calls of another size."""

@@ -18,7 +18,7 @@ from attnmesh.plan.rounds.ulysses import Trade, traded
 from attnmesh.plan.spread import Spread, between_nodes
 from attnmesh.plan.wide.schedules import WideSpread
 
-MOST_BY_PATCH = 64
+MOST_BY_PATCH = 16
 """Ranks up to which every patch is looked at by itself."""
 
 Lanes = list[list[int]]

@@ -14,6 +14,7 @@ from math import gcd
 from attnmesh.counts import check_positive
 from attnmesh.plan.decode_load import Copies, DecodeShape, bytes_sent, cache_bytes, weight_copies
 from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.words import readable_bytes
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,6 @@ def recommend_sharding(
 def tensor_parallel_size(kv_heads: int, ranks: int) -> int:
     """The most TP ranks that divide the kv heads, so that none is held twice, and leave no rank over."""
     return gcd(kv_heads, ranks)
-
-
-def readable_bytes(nbytes: float) -> str:
-    """Bytes as people write them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"
 
 
 def _chosen(shape: DecodeShape, ranks: int) -> DecodeSharding:

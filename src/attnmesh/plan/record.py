@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.hardware import OF_BYTES, Cluster, Device, Floats
+from attnmesh.plan.hardware import OF_BYTES, Cluster, Floats
 from attnmesh.plan.program import Bundle, Kernels, Round
 from attnmesh.timeline import Span
 
@@ -22,7 +22,7 @@ class Timed:
 
 def timed(work: Sequence[Kernels], cluster: Cluster, slower: Floats) -> list[Timed]:
     """What every rank takes for a round's work; `slower` is the factor of each."""
-    return [Timed(kernels, kernel_seconds(kernels, cluster.device) * slower) for kernels in work]
+    return [Timed(k, k.seconds(cluster.device) * slower) for k in work]
 
 
 def beside_kernels(round_: Round, seconds: Floats, cluster: Cluster) -> Floats:
@@ -44,15 +44,6 @@ def beside_kernels(round_: Round, seconds: Floats, cluster: Cluster) -> Floats:
             for ends in (exchange.source, exchange.target):
                 taken = taken + np.bincount(ends, exchange.nbytes, world) / link.bandwidth
     return taken
-
-
-def kernel_seconds(kernels: Kernels, device: Device) -> Floats:
-    """What every rank takes for these on a device of its own."""
-    if kernels.squares is None:
-        return device.seconds(kernels.kind, kernels.size, kernels.calls)
-    size, calls = kernels.squares
-    rest = device.seconds(kernels.kind, kernels.size - size, kernels.calls - calls)
-    return rest + device.seconds(kernels.kind, size, calls, squares=True)
 
 
 class Record:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
 from attnmesh.plan.events import run_events
 from attnmesh.plan.hardware import Cluster, Floats
 from attnmesh.plan.network import Network, Slow
-from attnmesh.plan.program import Bundle, Program
+from attnmesh.plan.program import Bundle, Program, Round
 from attnmesh.plan.record import Record
 from attnmesh.plan.waves import run_waves
 from attnmesh.timeline import Span
@@ -52,10 +53,12 @@ def simulate(
         raise ValueError(f"a program must have at least 1 rank, got {program.world}")
     why = "as asked for" if exact is False else None
     if exact is None:
-        why = _too_much(program, cluster)
+        rounds, made = program.rounds(), list[Round]()
+        why = _too_much(rounds, made, program.world, cluster)
+        program = replace(program, make=lambda: chain(made, rounds))  # the first rounds may have taken long to make
     if why is None:
         return _simulated(run_events(program, cluster, slow, keep), "event by event")
-    method = f"a round at a time: {why}; a message keeps the share of its ports that it had when its round began"
+    method = f"a round at a time: {why}; what a message gets of its ports is estimated when its round begins"
     return _simulated(run_waves(program, cluster, slow, keep), method)
 
 
@@ -64,22 +67,23 @@ def _simulated(record: Record, method: str) -> Simulated:
     return Simulated(record.finish, record.computed, record.waited, spans, method)
 
 
-def _too_much(program: Program, cluster: Cluster) -> str | None:
-    """Why a program is not followed event by event, or None. Reads no more rounds than it takes to tell."""
-    network = Network(cluster, program.world, Slow())
+def _too_much(rounds: Iterator[Round], made: list[Round], world: int, cluster: Cluster) -> str | None:
+    """Why a program is not followed event by event, or None. Takes no more rounds than that wants, into `made`."""
+    network = Network(cluster, world, Slow())
     messages, meetings = 0, 0
-    for rounds, round_ in enumerate(program.rounds(), 1):
+    for round_ in rounds:
+        made.append(round_)
         for name, exchange in round_.starts.items():
             if isinstance(exchange, Bundle):
                 return f"the messages of {name!r} are known as sums by rank only"
             messages += len(exchange)
+            if messages > FEW_MESSAGES:
+                return f"more than {FEW_MESSAGES:,} messages"
             routes = network.routes(exchange)
             for ports in (routes.out, routes.into[routes.into != network.none]):
                 meetings += int(np.square(np.bincount(ports)).sum())
-        if messages > FEW_MESSAGES:
-            return f"more than {FEW_MESSAGES:,} messages"
         if meetings > FEW_MEETINGS:
             return f"messages that meet on a port more than {FEW_MEETINGS:,} times"
-        if rounds * program.world > FEW_MESSAGES * 4:
+        if len(made) * world > FEW_MESSAGES * 4:
             return f"more than {FEW_MESSAGES * 4:,} rounds of all ranks together"
     return None

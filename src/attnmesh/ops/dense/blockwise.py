@@ -18,15 +18,17 @@ from torch import Tensor
 
 from attnmesh import spans
 from attnmesh.ops.accumulate import GradSum, StateSum
+from attnmesh.ops.dense import recorded
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result
 from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
 from attnmesh.ops.lanes import ONE_LANE, Lanes
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
+from attnmesh.recorder import Recorder
 from attnmesh.state import State, accumulation_dtype
 
 
-def forward(calls: Sequence[Call], backend: str, *, lanes_allowed: bool) -> State:
+def forward(calls: Sequence[Call], backend: str, *, lanes_allowed: bool, recorder: Recorder | None = None) -> State:
     """The states of the calls' rows, one call after another. Lanes are for a stream that no other rank uses."""
     served = [(call, choose_fused(call, backend)) for call in calls]
     on_lanes = lanes_allowed and _gain_by_lanes(served)
@@ -37,7 +39,7 @@ def forward(calls: Sequence[Call], backend: str, *, lanes_allowed: bool) -> Stat
     if len(served) == 1:
         call, serving = served[0]
         total = StateSum(call.q)
-        serving.forward(call, total)
+        recorded.forward(serving, call, total, recorder)
         return total.finish(call.q.dtype)
     lanes = Lanes(enabled=True) if on_lanes else ONE_LANE
     whole = _room_for([call.q for call, _ in served])
@@ -47,14 +49,20 @@ def forward(calls: Sequence[Call], backend: str, *, lanes_allowed: bool) -> Stat
         rows = slice(end - call.q.shape[2], end)
         with lanes.lane():
             total = StateSum(call.q, parts=len(call.sight.blocks) if on_lanes else None)
-            serving.forward(call, total)
+            recorded.forward(serving, call, total, recorder)
             total.finish_into(State(whole.out[:, :, rows], whole.lse[:, :, rows]))
     lanes.join()
     return whole
 
 
 def backward(
-    calls: Sequence[Call], result: Result, backend: str, wanted: Sequence[Tensor | None], *, lanes_allowed: bool
+    calls: Sequence[Call],
+    result: Result,
+    backend: str,
+    wanted: Sequence[Tensor | None],
+    *,
+    lanes_allowed: bool,
+    recorder: Recorder | None = None,
 ) -> tuple[list[GradSum], Grads]:
     """The sums of every call's dq, and those of dk and dv over all calls; complete on the caller's stream.
 
@@ -79,7 +87,7 @@ def backward(
         work += [(block, part, serving, grads) for block in (_blocks(call) if on_lanes else [call])]
     for call, part, serving, grads in sorted(work, key=lambda item: _work(item[0]), reverse=True):
         with lanes.lane():
-            serving.backward(call, part, grads)
+            recorded.backward(serving, call, part, grads, recorder)
     lanes.join()
     return queries, Grads(None, *keys)
 

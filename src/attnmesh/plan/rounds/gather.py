@@ -24,7 +24,7 @@ class Gathered:
     rows: Ints  # that it gathers, its own among them
     own: Ints  # rows of keys that it holds
     travel: Travel | TravelSums
-    squares: tuple[Ints, Ints] | None = None  # pairs and calls of the causal squares among them, where known
+    squares: tuple[Ints, Ints]  # pairs and calls of the causal squares among them
 
 
 def gathered_of(plan: GatherPlan, lanes: Sequence[Sequence[int]], world: int) -> Gathered:

@@ -70,9 +70,7 @@ def _messages(stage: Stages, nbytes: Ints) -> Messages:
     return Messages(stage.rank[sent], stage.next_rank[sent], nbytes[sent])
 
 
-def _squares(stage: Stages, sizes: Sizes) -> tuple[Ints, Ints] | None:
-    if stage.square_pairs is None or stage.square_calls is None:
-        return None
+def _squares(stage: Stages, sizes: Sizes) -> tuple[Ints, Ints]:
     return _spread(stage.rank, stage.square_pairs, sizes), _spread(stage.rank, stage.square_calls, sizes)
 
 

@@ -54,16 +54,14 @@ class Sizes:
         """How many ranks there are."""
         return len(self.rows)
 
-    def attention(
-        self, pairs: Ints, calls: Ints, *, backward: bool, squares: tuple[Ints, Ints] | None = None
-    ) -> Kernels:
+    def attention(self, pairs: Ints, calls: Ints, *, backward: bool, squares: tuple[Ints, Ints]) -> Kernels:
         """The kernels over so many pairs: two products forward, five backward. `squares`: pairs and calls of them."""
         products, kind = _BACKWARD if backward else _FORWARD
 
         def sized(pairs: Ints, calls: Ints) -> tuple[Floats, Floats]:
             return products * self.pair * pairs, (calls * self.segments).astype(np.float64)
 
-        return Kernels(kind, *sized(pairs, calls), squares=None if squares is None else sized(*squares))
+        return Kernels(kind, *sized(pairs, calls), squares=sized(*squares))
 
     def merging(self, before: Ints, after: Ints, *, last: bool = False) -> Kernels:
         """Partial results that join the total of a rank's rows, when `before` had come and now `after` have.

@@ -12,6 +12,8 @@ from attnmesh.plan.blocks import Kind, Patch
 from attnmesh.plan.program import Ints
 from attnmesh.plan.ring import RingPlan
 
+_FEW = 8  # stretches of queries
+
 
 class Stages(NamedTuple):
     """One stage of all ranks of some rings; entry i is of rank `rank[i]`."""
@@ -23,8 +25,8 @@ class Stages(NamedTuple):
     next_rank: Ints  # where keys and gradients go on to
     next_rows: Ints  # rows of keys that go there
     grad_rows: Ints  # rows of gradients that go there
-    square_pairs: Ints | None = None  # of the pairs, those in causal squares; None: nobody looked
-    square_calls: Ints | None = None
+    square_pairs: Ints  # of the pairs, those in causal squares
+    square_calls: Ints
 
 
 def stages_of(plan: RingPlan, ranks: Sequence[int], *, computes: bool = True) -> Iterator[Stages]:
@@ -33,7 +35,7 @@ def stages_of(plan: RingPlan, ranks: Sequence[int], *, computes: bool = True) ->
     for at in range(len(plan.offsets)):
         rows = [
             (
-                ranks[i], mine[at].patch.pairs if computes else 0, len(mine[at].patch.blocks) if computes else 0,
+                ranks[i], mine[at].patch.pairs if computes else 0, _calls(mine[at].patch) if computes else 0,
                 len(mine[at].seen),
                 ranks[mine[at].next_rank], len(mine[at].next_keys), len(mine[at].grads_out),
                 *(causal_squares(mine[at].patch) if computes else (0, 0)),
@@ -43,15 +45,21 @@ def stages_of(plan: RingPlan, ranks: Sequence[int], *, computes: bool = True) ->
         yield Stages(*np.array(rows, dtype=np.int64).reshape(-1, len(Stages._fields)).T)
 
 
+def _calls(patch: Patch) -> int:
+    """Blocks that a patch is computed in; of many documents, about as many."""
+    return len(patch.blocks) if patch.stretches <= _FEW else min(patch.stretches, patch.pairs)
+
+
 def side_by_side(rings: Iterable[Iterator[Stages]]) -> Iterator[Stages]:
     """The stages of several rings of different ranks; those with fewer are done earlier."""
     for stages in zip_longest(*rings):
         there = [stage for stage in stages if stage is not None]
-        known = [[column for column in stage if column is not None] for stage in there]
-        yield Stages(*map(np.concatenate, zip(*known, strict=True)))
+        yield Stages(*map(np.concatenate, zip(*there, strict=True)))
 
 
 def causal_squares(patch: Patch) -> tuple[int, int]:
     """Pairs in the causal squares among a patch's blocks, and how many squares: kernels have their own pace there."""
+    if patch.stretches > _FEW:
+        return 0, 0
     sides = [len(block.q) for block in patch.blocks if block.kind is Kind.CAUSAL]
     return sum(side * (side + 1) // 2 for side in sides), len(sides)

@@ -36,8 +36,7 @@ class WideSpread:
         rings = WideRings(self.band, _one(self.queries), _one(self.keys), places[None], grad_weight)
         ranks = np.array(lanes, dtype=np.int64)
         for stage in rings.rounds():
-            known = {name: column for name, column in stage._asdict().items() if column is not None}
-            tiled = {name: np.tile(column, len(lanes)) for name, column in known.items()}
+            tiled = {name: np.tile(column, len(lanes)) for name, column in stage._asdict().items()}
             tiled["rank"], tiled["next_rank"] = (ranks[:, at].reshape(-1) for at in (stage.rank, stage.next_rank))
             yield Stages(**tiled)
 
@@ -54,7 +53,7 @@ class WideSpread:
             block, start, stop = outer.seen(stage)
             there = by_place.at((np.arange(inner)[:, None], block)).rows(start, stop)
             visiting = Runs(*(side.swapaxes(0, 1) for side in there))
-            return WideRings(self.band, queries, visiting, ranks, grad_weight).rounds()
+            return WideRings(self.band, queries, visiting, ranks, grad_weight, home=stage == 0).rounds()
 
         return outer.rounds(), turn
 

@@ -1,4 +1,4 @@
-"""What `attnmesh plan` prints: the sharding to use, the others, and how ways to shard compare."""
+"""What `attnmesh plan decode` says of heads alone: the sharding to use, the others, and how ways to shard compare."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from attnmesh import report
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.plan.compare import compare_shardings
 from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.recommend import readable_bytes, recommend_sharding
+from attnmesh.plan.recommend import recommend_sharding
+from attnmesh.plan.words import readable_bytes
+from attnmesh.quantity import positions
 
 
 def decode(
-    model: ModelConfig, batch: int, ranks: int, *, context: int | None, tokens: int = 1, storage: str = "bf16"
+    model: ModelConfig, batch: int, ranks: int, *, context: str | None, tokens: int = 1, storage: str = "bf16"
 ) -> None:
     """Print a sharding for token generation, its reasons and its alternatives."""
     q_heads, kv_heads = model.q_heads, model.kv_heads
+    length = None if context is None else positions(context)
     kv_bytes = round(2 * bytes_per_token(storage, model.head_dim) * model.layers)  # K and V
     found = recommend_sharding(
-        batch, q_heads, kv_heads, ranks, context,
+        batch, q_heads, kv_heads, ranks, length,
         head_dim=model.head_dim, hidden=model.hidden, tokens=tokens, kv_bytes=kv_bytes,
     )  # fmt: skip
     console = report.console()
@@ -27,7 +30,7 @@ def decode(
     sent = ", ".join(f"{name} {readable_bytes(nbytes)}" for name, nbytes in found.choice.sent.items() if nbytes)
     console.print(f"a rank sends in a step and layer, with 16-bit activations: {sent or 'nothing'}")
     layers = "one layer" if model.layers == 1 else f"{model.layers} layers"
-    title = f"KV cache of {layers} in {storage}" + ("" if context is None else f", {context} positions a sequence")
+    title = f"KV cache of {layers} in {storage}" + ("" if length is None else f", {length} positions a sequence")
     report.show(console, title, [dict(option.row()) for option in (found.choice, *found.alternatives)])
     names, *properties = zip(*map(astuple, compare_shardings(q_heads, kv_heads, ranks)), strict=True)
     said = ("W_kv replication", "W_q replication", "W_out replication", "X input activation", "KV cache per rank")

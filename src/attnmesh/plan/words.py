@@ -1,0 +1,20 @@
+"""Figures as people write them."""
+
+from __future__ import annotations
+
+
+def readable_bytes(nbytes: float) -> str:
+    """Bytes: `9.664 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Seconds: `12.5 ms`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

@@ -1,0 +1,1 @@
+"""`attnmesh plan` and `attnmesh simulate`: from what a person asked to what they read."""
