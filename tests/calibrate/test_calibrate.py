@@ -1,4 +1,4 @@
-"""A machine is measured, what was found is a file of the catalogue, and what it predicts is not far from the truth."""
+"""A machine is measured, the catalogue reads what was found, and what it predicts is about what happens."""
 
 import os
 import statistics
@@ -61,17 +61,14 @@ def test_larger_calls_take_longer(written):
 
 
 def test_what_is_predicted_for_two_processes_is_about_what_they_take(written):
-    # What else runs on the machine only ever adds: the best of some tries counts.
+    # What else runs on the machine only ever adds: short runs, the best of many, and what others had taken off.
     cluster = load(written).cluster("here")
-    of = [runs.Run("ring", 512, True), runs.Run("allgather", 512, False)]
-    best = [float("inf")] * len(of)
-    for _ in range(3):
-        rows = predicted.measure_predicted_cpu(cluster, of, (2,), rounds=7)
-        best = [min(a, row["measured_over_predicted"]) for a, row in zip(best, rows, strict=True)]
-        if max(best) < 2.5:
-            break
-    assert max(best) < 2.5
-    assert min(best) > 1 / 2.5
+    of = [runs.Run("ring", 256, True), runs.Run("allgather", 256, False), runs.Run("ulysses", 256, False)]
+    rows = predicted.measure_predicted_cpu(cluster, of, (2,), rounds=40, best=True)
+    for row in rows:
+        others = row["share_of_others"] if isinstance(row["share_of_others"], float) else 0.0
+        ours = 1 - min(others, 0.8)
+        assert ours / 2.5 < row["measured_over_predicted"] < 2.5 / ours, row
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -13,7 +13,7 @@ from attnmesh.plan.hardware import Cluster, Curve
 from attnmesh.plan.network import Slow
 from attnmesh.plan.program import Bundle, Kernels, Messages, Round
 from attnmesh.plan.programs import program as schedule_program
-from attnmesh.plan.record import beside_kernels, kernel_seconds
+from attnmesh.plan.record import beside_kernels
 from attnmesh.plan.spread import spread
 from attnmesh.plan.waves import run_waves
 from simulating import cluster, device, program, work
@@ -28,9 +28,9 @@ def floats(*values: float) -> np.ndarray:
 
 def test_squares_run_at_their_own_pace_and_the_rest_at_the_usual_one():
     kernels = Kernels("attention", floats(10, 10, 4), floats(4, 4, 1), squares=(floats(0, 4, 4), floats(0, 2, 1)))
-    assert kernel_seconds(kernels, SLOW_SQUARES) == pytest.approx([10, 6 + 3 * 4, 3 * 4])
-    assert kernel_seconds(kernels, device()) == pytest.approx([10, 10, 4])  # no pace of their own
-    assert kernel_seconds(replace(kernels, squares=None), SLOW_SQUARES) == pytest.approx([10, 10, 4])  # nobody looked
+    assert kernels.seconds(SLOW_SQUARES) == pytest.approx([10, 6 + 3 * 4, 3 * 4])
+    assert kernels.seconds(device()) == pytest.approx([10, 10, 4])  # no pace of their own
+    assert replace(kernels, squares=None).seconds(SLOW_SQUARES) == pytest.approx([10, 10, 4])  # nobody looked
 
 
 def test_squares_shrink_with_their_kernels():
@@ -77,6 +77,11 @@ def test_messages_take_time_of_cores_at_both_ends():
     assert found.tolist() == [3 + 2 * 0.5, 2 + 0.5, 3]
     sums = Bundle(*(np.array(column) for column in ([0, 0], [100, 0], [0, 100], [0, 0], [0, 0], [1, 0])))
     assert beside_kernels(Round("a", {"rows": sums}), np.zeros(2), on_cores(0.0)).tolist() == [1.5, 1.0]
+
+
+def test_a_link_with_ports_of_its_own_takes_no_time_of_cores():
+    there = cluster(message=0.5, cores=8)
+    assert beside_kernels(Round("a", {"rows": Messages.of([(0, 1, 100)])}), floats(3, 3), there).tolist() == [0, 0]
 
 
 def test_rounds_take_time_of_ranks_that_have_work_in_them():
