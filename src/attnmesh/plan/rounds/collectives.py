@@ -42,16 +42,16 @@ class Groups:
         """Every rank r gets `due[r]` bytes from each other one."""
         return self._everywhere(np.zeros_like(due), due)
 
-    def summed(self, nbytes: int) -> list[Exchange]:
-        """A tensor of `nbytes` bytes becomes its sum over the group: slices to who sums them, and sums to everybody.
+    def summed(self, nbytes: Ints) -> list[Exchange]:
+        """Tensors of `nbytes[r]` bytes, equal in a group, are summed: slices go to who sums them, sums to everybody.
 
         A rank sends twice all but its share, rounded as comm counts it. What is small goes to everybody at once.
         """
-        if self.size == 1 or not nbytes:
+        if self.size == 1 or not nbytes.any():
             return []
-        sent = round(2 * (self.size - 1) / self.size * nbytes)
-        halves = [sent] if nbytes * self.size <= ONE_ROUND else [sent - sent // 2, sent // 2]
-        return [self._evenly(half) for half in halves]
+        sent = np.rint(2 * (self.size - 1) / self.size * nbytes).astype(np.int64)
+        second = np.where(nbytes * self.size <= ONE_ROUND, 0, sent // 2)
+        return [self._evenly(half) for half in (sent - second, second) if half.any()]
 
     def shifted(self, nbytes: Ints) -> Messages:
         """Every rank r sends `nbytes[r]` bytes to its right neighbour."""
@@ -59,23 +59,23 @@ class Groups:
         sent = (nbytes[source] > 0) & (source != target)
         return Messages(source[sent], target[sent], nbytes[source[sent]])
 
-    def _evenly(self, sent: int) -> Exchange:
-        """`sent` bytes of every rank go to the others; what does not divide goes to the right neighbour."""
-        each, rest = divmod(sent, self.size - 1)
-        whole = np.full(self.world, each, dtype=np.int64)
-        return self._everywhere(whole, np.zeros_like(whole), rest)
+    def _evenly(self, sent: Ints) -> Exchange:
+        """`sent[r]` bytes of rank r go to the others; what does not divide goes to the right neighbour."""
+        each, rest = np.divmod(sent, self.size - 1)
+        return self._everywhere(each, np.zeros_like(each), rest)
 
-    def _everywhere(self, by_source: Ints, by_target: Ints, to_right: int = 0) -> Exchange:
+    def _everywhere(self, by_source: Ints, by_target: Ints, to_right: Ints | None = None) -> Exchange:
         """From everybody to everybody: what the sender says, what the receiver says, and more for a neighbour."""
+        to_right = np.zeros_like(by_source) if to_right is None else to_right
         if self.world * (self.size - 1) > MOST_MESSAGES:
             return self._sums(by_source, by_target, to_right)
         source = np.repeat(self.ranks.reshape(-1), self.size)
         target = np.repeat(self.ranks, self.size, axis=0).reshape(-1)
-        nbytes = by_source[source] + by_target[target] + to_right * (self._beside(-1)[source] == target)
+        nbytes = by_source[source] + by_target[target] + to_right[source] * (self._beside(-1)[source] == target)
         sent = (source != target) & (nbytes > 0)
         return Messages(source[sent], target[sent], nbytes[sent])
 
-    def _sums(self, by_source: Ints, by_target: Ints, to_right: int) -> Bundle:
+    def _sums(self, by_source: Ints, by_target: Ints, to_right: Ints) -> Bundle:
         rank, group = np.arange(self.world), np.zeros(self.world, dtype=np.int64)
         group[self.ranks] = np.arange(len(self.ranks))[:, None]
         node = rank // self.node
@@ -86,10 +86,11 @@ class Groups:
             return sums
 
         others, near = np.full(self.world, self.size - 1), np.bincount(both)[both] - 1
-        near_out = near * by_source + of_others(by_target, both) + to_right * (node[self._beside(-1)] == node)
-        near_in = near * by_target + of_others(by_source, both) + to_right * (node[self._beside(1)] == node)
+        right, left = self._beside(-1), self._beside(1)
+        near_out = near * by_source + of_others(by_target, both) + to_right * (node[right] == node)
+        near_in = near * by_target + of_others(by_source, both) + to_right[left] * (node[left] == node)
         out = others * by_source + of_others(by_target, group) + to_right
-        into = others * by_target + of_others(by_source, group) + to_right
+        into = others * by_target + of_others(by_source, group) + to_right[left]
         return Bundle(group, near_out, near_in, out - near_out, into - near_in, others)
 
     def _beside(self, shift: int) -> Ints:
@@ -111,14 +112,14 @@ def exchanged(name: str, *exchanges: Exchange) -> Iterator[Round]:
         yield Round(name, started, (), tuple(started))
 
 
-def summed(name: str, nbytes: int, groups: Groups) -> Iterator[Round]:
-    """A tensor of `nbytes` bytes on every rank becomes the sum over its group."""
+def summed(name: str, nbytes: Ints, groups: Groups) -> Iterator[Round]:
+    """A tensor of `nbytes[r]` bytes on every rank r becomes the sum over its group."""
     steps = groups.summed(nbytes)
     for at, exchange in enumerate(steps):
         yield from exchanged(f"{name} {at}" if at else name, exchange)
         if at == 0:  # all of one slice, or of everything
             read = nbytes * (groups.size if len(steps) == 1 else 1)
-            yield Round(f"{name}, added", work=(copying(np.full(groups.world, read)),))
+            yield Round(f"{name}, added", work=(copying(read),))
 
 
 def _any(moved: Exchange) -> bool:

@@ -45,10 +45,10 @@ def queries_forward(answered: Answered, sizes: Sizes, groups: Groups, *, gather:
 def queries_backward(answered: Answered, sizes: Sizes, groups: Groups, length: int, *, gather: bool) -> Iterator[Round]:
     """`gather`: what each rank found for the whole of out is summed before anything else."""
     if gather:
-        yield from summed("sum of d_out", length * int(sizes.query_row[0]), groups)
-    whole_dq = copying(np.full(sizes.world, length * int(sizes.query_sum_row[0])))  # zeros, but for the own rows
+        yield from summed("sum of d_out", length * sizes.query_row, groups)
+    whole_dq = copying(length * sizes.query_sum_row)  # zeros, but for the own rows
     yield Round("answer", work=(sizes.attention(answered.pairs, answered.calls, backward=True), whole_dq))
-    side = length * int(sizes.key_grad_row[0]) // 2
+    side = length * sizes.key_grad_row // 2
     for name in ("dk", "dv"):
         yield from summed(f"sum of {name}", side, groups)
-        yield Round(f"round {name}", work=(copying(np.full(sizes.world, side)),))
+        yield Round(f"round {name}", work=(copying(side),))
