@@ -14,7 +14,8 @@ from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.model import ModelConfig
 from attnmesh.plan.model_bytes import Parameters, cached_numbers, parameters, weight_bytes
 from attnmesh.plan.ranking import Memory, Option, Ranking, ranked
-from attnmesh.plan.rounds.decode import DecodeLayer, Linear, decode_program
+from attnmesh.plan.rounds.decode import decode_program
+from attnmesh.plan.rounds.decode_layer import DecodeLayer, Linear
 from attnmesh.plan.sharding import DecodeSharding
 
 _ACTIVATION = 2  # bytes
