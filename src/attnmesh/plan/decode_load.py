@@ -91,8 +91,8 @@ def messages_sent(
     lse = 0 if combine == "all_to_all" else len(sharding.group_heads(rank, shape.q_heads)) * lse_row
     return {
         "kvdp in": {peer: projected * _row(sharding, shape, peer) for peer in kvdp},
-        "cp in": {peer: gathered * mine for peer in cp},
-        "cp lse": {peer: lse for peer in cp},
+        "cp in": dict.fromkeys(cp, gathered * mine),
+        "cp lse": dict.fromkeys(cp, lse),
         "cp out": {peer: _cp_heads(sharding, shape, peer) * result_row for peer in cp},
         "kvdp out": {peer: len(sharding.q_heads(peer, shape.q_heads)) * mine for peer in kvdp},
     }

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from attnmesh.plan.combine import pick_combine
 from attnmesh.plan.decode_load import DecodeShape, messages_sent
 from attnmesh.plan.hardware import Link
 from attnmesh.plan.program import Messages, Program, Round
 from attnmesh.plan.rounds.decode_layer import AROUND_ATTENTION, AROUND_MLP, EXCHANGE, MERGE, DecodeLayer
+from attnmesh.plan.rounds.summing import summed
 from attnmesh.plan.sharding import DecodeSharding
 
 
 def decode_program(sharding: DecodeSharding, layer: DecodeLayer, link: Link) -> Program:
-    """One layer's step on all ranks. `link` is what CP ranks choose their way of merging by."""
+    """One layer's step on all ranks. `link` is what ways to merge and to sum are chosen by."""
     sharding.check_heads(layer.shape.q_heads, layer.shape.kv_heads)
     return Program(f"decode {sharding}", sharding.ranks, lambda: _rounds(sharding, layer, link))
 
 
 def _rounds(sharding: DecodeSharding, layer: DecodeLayer, link: Link) -> Iterator[Round]:
     exchanges = _exchanges(sharding, layer.shape, link)
+    nbytes = layer.rows * layer.shape.hidden * layer.shape.itemsize
 
     def trade(name: str, launches: int = EXCHANGE) -> Iterator[Round]:
         """An exchange, if there is anything to send, and the kernels that it wants afterwards."""
@@ -43,10 +43,10 @@ def _rounds(sharding: DecodeSharding, layer: DecodeLayer, link: Link) -> Iterato
     yield from trade("cp out", EXCHANGE + MERGE)
     yield from trade("kvdp out")
     yield Round("project out", work=(layer.projected_out(sharding),))
-    yield from _summed("sum of projections", layer.shape, sharding.ranks)
+    yield from summed("sum of projections", nbytes, sharding.ranks, link)
     if layer.linear.mlp:
         yield Round("mlp", work=(layer.small(sharding, AROUND_MLP), layer.mlp(sharding)))
-        yield from _summed("sum of MLPs", layer.shape, sharding.ranks)
+        yield from summed("sum of MLPs", nbytes, sharding.ranks, link)
 
 
 def _exchanges(sharding: DecodeSharding, shape: DecodeShape, link: Link) -> dict[str, Messages]:
@@ -58,17 +58,3 @@ def _exchanges(sharding: DecodeSharding, shape: DecodeShape, link: Link) -> dict
         for name, parts in messages_sent(sharding, shape, rank, combine=combine).items():
             found.setdefault(name, []).extend((rank, peer, nbytes) for peer, nbytes in parts.items())
     return {name: Messages.of(messages) for name, messages in found.items()}
-
-
-def _summed(name: str, shape: DecodeShape, ranks: int) -> Iterator[Round]:
-    """An all-reduce: everybody's slice to the rank that sums it, and the sums to everybody."""
-    if ranks == 1:
-        return
-    nbytes = shape.batch * shape.tokens * shape.hidden * shape.itemsize
-    slices = np.diff(nbytes * np.arange(ranks + 1, dtype=np.int64) // ranks)
-    source = np.repeat(np.arange(ranks, dtype=np.int64), ranks)
-    target = np.tile(np.arange(ranks, dtype=np.int64), ranks)
-    for half, owner in (("scatter", target), ("gather", source)):
-        sent = (source != target) & (slices[owner] > 0)
-        messages = Messages(source[sent], target[sent], slices[owner[sent]])
-        yield Round(f"{name}, {half}", {f"{name}, {half}": messages}, (), (f"{name}, {half}",))
