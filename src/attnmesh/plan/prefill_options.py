@@ -100,13 +100,13 @@ def _option(asked: Prefill, division: Division, schedule: str, name: str, memory
     summing = on_a_port * summed / cluster.near.bandwidth + 2 * cluster.near.latency if division.tp > 1 else 0.0
     parts = {
         "attention": attention.computed,
-        "waiting for keys": attention.seconds - attention.computed,
+        "keys on their way": attention.seconds - attention.computed,
         "linear layers": linear,
         "sums over TP": sums * summing,
     }
     seconds = sum(parts.values())
     longest = max(parts, key=lambda part: parts[part])
-    why = attention.bottleneck if longest == "waiting for keys" else longest
+    why = attention.bottleneck if longest == "keys on their way" else longest
     return Option(name, seconds, memory, attention.sent + sums * summed, why, parts)
 
 

@@ -59,6 +59,10 @@ def run(asked: Asked) -> None:
     """Simulate, print, and write the trace; ValueError for what cannot be done."""
     if asked.trace is not None and not asked.trace.parent.is_dir():
         raise ValueError(f"the folder {asked.trace.parent} does not exist")
+    if asked.trace is not None and asked.trace.is_dir():
+        raise ValueError(f"--trace wants a file, and {asked.trace} is a folder")
+    if asked.traced is not None and asked.trace is None:
+        raise ValueError("--trace-ranks are of a trace: give --trace, too")
     found = asked.machines.cluster()
     case = _case(asked, found)
     schedule = _schedule(asked, case, found)
@@ -92,10 +96,9 @@ def _simulated(schedule: str, case: Case, found: Cluster, backward: bool, slow: 
 
 def _case(asked: Asked, found: Cluster) -> Case:
     positions_held = spread(mask_named(asked.mask), LAYOUTS[asked.layout], positions(asked.length), asked.ranks)
-    inner = found.node if found.node < asked.ranks and asked.ranks % found.node == 0 else asked.ranks
     if found.node < asked.ranks and asked.ranks % found.node:
         raise ValueError(f"{asked.ranks} ranks must be whole nodes of {found.node}: give --node")
-    return Case(positions_held, asked.shape, inner)
+    return Case(positions_held, asked.shape, min(found.node, asked.ranks))
 
 
 def _schedule(asked: Asked, case: Case, found: Cluster) -> str:
@@ -113,14 +116,14 @@ def _show(asked: Asked, found: Cluster, schedule: str, runs: Sequence[_Run]) -> 
     rows = []
     for one in runs:
         ran = one.simulated
-        hidden = 1 - float((ran.waited / ran.finish).max()) if ran.seconds else 1.0
+        waited = ran.waited[ran.finish > 0] / ran.finish[ran.finish > 0]  # ranks without a position are done at once
         rows.append(
             {
                 "run": one.schedule,
                 "slowest rank": readable_seconds(ran.seconds),
                 "computes": readable_seconds(float(ran.computed.max())),
                 "waits, most": readable_seconds(float(ran.waited.max())),
-                "busy, least": f"{100 * hidden:.1f}%",
+                "busy, least": f"{100 * (1 - waited.max(initial=0.0)):.1f}%",
                 "sends, most": readable_bytes(one.busiest.sent),
                 "between nodes": readable_bytes(one.busiest.far),
                 "TFLOP a rank": f"{one.busiest.flops / 1e12:.4g}",

@@ -28,11 +28,11 @@ def summed(name: str, nbytes: int, ranks: int, link: Link) -> Iterator[Round]:
         steps = list(_at_once(np.diff(ends)))
     for half, order in (("scatter", steps), ("gather", steps[::-1])):
         for i, (source, target, moved) in enumerate(order):
-            # What a rank gave its peer to sum is what comes back as sums.
-            ends_of = (source, target) if half == "scatter" else (target, source)
+            if half == "gather":  # what a rank gave its peer to sum is what comes back as sums
+                source, target = target, source
             there = moved > 0
             exchange = f"{name}, {half} {i + 1} of {len(order)}" if len(order) > 1 else f"{name}, {half}"
-            messages = Messages(*(end[there] for end in ends_of), moved[there])
+            messages = Messages(source[there], target[there], moved[there])
             yield Round(exchange, {exchange: messages}, (), (exchange,))
 
 
@@ -45,9 +45,11 @@ def _at_once(slices: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
 
 
 def _in_pairs(ends: Ints, halvings: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Step by step to the peer whose number differs in one bit, the lowest first: the half that the peer's side owns."""
+    """The half that a peer's side owns, to the peer: its number differs in one bit, in the lowest one first."""
     ranks = np.arange(1 << halvings, dtype=np.int64)
-    place = sum((ranks >> bit & 1) << (halvings - 1 - bit) for bit in range(halvings))  # which slice a rank owns
+    place = np.zeros_like(ranks)  # which slice a rank owns
+    for bit in range(halvings):
+        place |= (ranks >> bit & 1) << (halvings - 1 - bit)
     for bit in range(halvings):
         peer = ranks ^ (1 << bit)
         width = 1 << (halvings - 1 - bit)  # slices that a side owns
