@@ -17,7 +17,9 @@ def advice(ranking: Ranking, devices: int, leanest: Leanest, stored: float) -> s
     """In words: what is too large, how many devices would do, and whether smaller numbers in the cache would."""
     now = leanest(devices)
     if now is None:
-        return f"Nothing can be divided over {devices} devices: {'; '.join(list(ranking.refused.values())[:1])}."
+        most = next((n for n in range(devices - 1, 0, -1) if leanest(n) is not None), 0)
+        why = next(iter(ranking.refused.values()), "no division is even")
+        return f"Nothing can be divided over {devices} devices: {why}. {most} can be kept busy."
     parts = {"weights": now.weights, "KV cache": now.cache, "activations": now.working}
     largest = max(parts, key=lambda part: parts[part])
     said = [

@@ -38,7 +38,9 @@ HardwareOption = Annotated[
 FileOption = Annotated[
     Path | None, typer.Option("--hardware-file", help="A TOML file, as `attnmesh calibrate` writes it.")
 ]
-LinksOption = Annotated[str | None, typer.Option(help="Within nodes and between: nvlink4,infiniband.")]
+LinksOption = Annotated[
+    str | None, typer.Option(help="Within nodes, between: nvlink4,infiniband. One name is both.")
+]
 NodeOption = Annotated[int | None, typer.Option(min=1, help="Devices a node.")]
 RailsOption = Annotated[int | None, typer.Option(min=1, help="Network ports a node.")]
 StorageOption = Annotated[str, typer.Option(help="How keys and values are stored.")]
@@ -117,6 +119,8 @@ def plan_decode(
             return
         heads = _heads(config, q_heads, kv_heads, head_dim, hidden)
         known = any(part is not None for part in (hardware, links, node, rails, hardware_file))
+        if known and context is None:
+            raise ValueError("--context is missing: times on machines are those of some context")
         show_sharding.decode(
             heads, batch, gpus, context=context, tokens=tokens, storage=storage,
             cluster=machines.cluster() if known else None, as_json=json,

@@ -66,8 +66,9 @@ def run(asked: Asked) -> None:
     found = asked.machines.cluster()
     case = _case(asked, found)
     schedule = _schedule(asked, case, found)
-    slow = Slow(_factors(asked.slow_ranks, "--slow-rank"), _factors(asked.slow_links, "--slow-link"))
-    slow.check(asked.ranks)
+    slow = Slow(
+        _factors(asked.slow_ranks, "--slow-rank", asked.ranks), _factors(asked.slow_links, "--slow-link", asked.ranks)
+    )
     keep = _ranks(asked) if asked.trace is not None else ()
     ways = (False, True) if asked.backward else (False,)
     runs = [_simulated(schedule, case, found.with_node(case.inner), way, slow, keep) for way in ways]
@@ -164,14 +165,16 @@ def _write(asked: Asked, path: Path, runs: Sequence[_Run]) -> None:
     write_trace(path, spans, title=f"simulated {runs[0].schedule}", facts={"ranks": asked.ranks})
 
 
-def _factors(given: Sequence[str], option: str) -> dict[int, float]:
-    found = {}
+def _factors(given: Sequence[str], option: str, ranks: int) -> dict[int, float]:
+    found: dict[int, float] = {}
     for text in given:
         rank, _, factor = text.partition(":")
         try:
             found[int(rank)] = float(factor)
         except ValueError:
             raise ValueError(f"{option} wants RANK:FACTOR, such as 3:1.5, got {text!r}") from None
+        if not 0 <= int(rank) < ranks:
+            raise ValueError(f"{option} must be of a rank within 0..{ranks - 1}, got {text!r}")
     return found
 
 
