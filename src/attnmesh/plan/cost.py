@@ -80,8 +80,9 @@ def _bottleneck(seconds: float, computed: float, most: Load, cluster: Cluster) -
         return "nothing to do"
     if computed >= (1 - _LITTLE) * seconds:
         return "computing"
-    sharing = max(1, cluster.node // cluster.rails)
     near = most.near * (cluster.node if cluster.near.shared else 1) / cluster.near.bandwidth
+    ports = 1 if cluster.far.shared else cluster.rails
+    sharing = -(-cluster.node // ports)  # ranks on the port that most of them use
     taken = {
         "computing": computed,
         f"{cluster.near.name} within nodes": near,

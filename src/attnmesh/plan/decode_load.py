@@ -77,6 +77,27 @@ def bytes_sent(
     }
 
 
+def messages_sent(
+    sharding: DecodeSharding, shape: DecodeShape, rank: int, *, combine: Literal["all_to_all", "reduce_scatter"]
+) -> dict[str, dict[int, int]]:
+    """Bytes of each message between peers, by collective and by whom it goes to, where KVDP ranks trade all-to-all.
+
+    They add up to `bytes_sent`. The projection is left out: an all-reduce goes to nobody in particular.
+    """
+    kvdp, cp = ([peer for peer in peers(rank) if peer != rank] for peers in (sharding.kvdp_peers, sharding.cp_peers))
+    mine, lse_row = _row(sharding, shape, rank), _lse_row(sharding, shape, rank)
+    projected, gathered = len(sharding.q_heads(rank, shape.q_heads)), _cp_heads(sharding, shape, rank)
+    result_row = lse_row * (shape.head_dim + 1) if combine == "all_to_all" else lse_row * shape.head_dim
+    lse = 0 if combine == "all_to_all" else len(sharding.group_heads(rank, shape.q_heads)) * lse_row
+    return {
+        "kvdp in": {peer: projected * _row(sharding, shape, peer) for peer in kvdp},
+        "cp in": dict.fromkeys(cp, gathered * mine),
+        "cp lse": dict.fromkeys(cp, lse),
+        "cp out": {peer: _cp_heads(sharding, shape, peer) * result_row for peer in cp},
+        "kvdp out": {peer: len(sharding.q_heads(peer, shape.q_heads)) * mine for peer in kvdp},
+    }
+
+
 def cache_bytes(sharding: DecodeSharding, shape: DecodeShape, rank: int, context: int, kv_bytes: int) -> int:
     """Bytes of keys and values that a rank keeps of `context` positions a sequence.
 
@@ -111,7 +132,7 @@ def _traded(
 
 def _combined(sharding: DecodeSharding, shape: DecodeShape, rank: int, combine: Combine) -> tuple[int, int]:
     """Between CP peers: the lse on its own, and out (with the lse, where one message holds both)."""
-    lse_row = len(sharding.sequences(rank, shape.batch)) * shape.tokens * _STATE_ITEMSIZE  # of one head
+    lse_row = _lse_row(sharding, shape, rank)
     out_row = lse_row * shape.head_dim
     heads = len(sharding.group_heads(rank, shape.q_heads))
     theirs = heads - _cp_heads(sharding, shape, rank)
@@ -124,6 +145,11 @@ def _combined(sharding: DecodeSharding, shape: DecodeShape, rank: int, combine: 
 def _row(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:
     """Bytes of one query head of all sequences that a rank holds."""
     return len(sharding.sequences(rank, shape.batch)) * shape.tokens * shape.head_dim * shape.itemsize
+
+
+def _lse_row(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:
+    """Bytes of the lse of one query head of all sequences that a rank holds."""
+    return len(sharding.sequences(rank, shape.batch)) * shape.tokens * _STATE_ITEMSIZE
 
 
 def _cp_heads(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:

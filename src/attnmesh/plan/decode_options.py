@@ -13,8 +13,10 @@ from attnmesh.plan.decode_load import DecodeShape
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.model import ModelConfig
 from attnmesh.plan.model_bytes import Parameters, cached_numbers, parameters, weight_bytes
+from attnmesh.plan.model_work import experts_read
 from attnmesh.plan.ranking import Memory, Option, Ranking, ranked
-from attnmesh.plan.rounds.decode import DecodeLayer, Linear, decode_program
+from attnmesh.plan.rounds.decode import decode_program
+from attnmesh.plan.rounds.decode_layer import DecodeLayer, Linear
 from attnmesh.plan.sharding import DecodeSharding
 
 _ACTIVATION = 2  # bytes
@@ -121,7 +123,7 @@ def _linear(model: ModelConfig, rows: int) -> Linear:
     if model.vocabulary is None:
         return Linear()
     count, attention = parameters(model), _attention_parameters(model)
-    chosen = _share_of_experts(model, rows)
+    chosen = experts_read(model, rows)
     mlp = (count.mlp + count.routers + count.experts * chosen) / model.layers
     bits = count.mlp * model.stored.projections + count.experts * chosen * model.stored.experts
     read = count.mlp + count.experts * chosen
@@ -130,13 +132,6 @@ def _linear(model: ModelConfig, rows: int) -> Linear:
         divided=attention.divided, by_kv_head=attention.by_kv_head, out=attention.out, mlp=round(mlp), mlp_used=used,
         nbytes=model.stored.projections / 8, mlp_nbytes=bits / 8 / read if read else 2.0,
     )  # fmt: skip
-
-
-def _share_of_experts(model: ModelConfig, rows: int) -> float:
-    """The share of experts that some row chose, if each chooses at random."""
-    if model.experts is None:
-        return 0.0
-    return float(1 - (1 - model.experts.chosen / model.experts.count) ** rows)
 
 
 def _attention_parameters(model: ModelConfig) -> Linear:

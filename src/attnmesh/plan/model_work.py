@@ -31,3 +31,17 @@ def flops_a_pair(model: ModelConfig) -> int:
 def prefill_attention_flops(model: ModelConfig, context: int) -> int:
     """Operations of attention over a prompt of `context` positions, all layers."""
     return flops_a_pair(model) * sum(n * pairs(context, window) for window, n in model.window_layers.items())
+
+
+def experts_read(model: ModelConfig, rows: int) -> float:
+    """The share of experts that some of `rows` tokens chose, if each chooses at random: their weights are read."""
+    if model.experts is None:
+        return 0.0
+    return float(1 - (1 - model.experts.chosen / model.experts.count) ** rows)
+
+
+def layer_weights_read(model: ModelConfig, rows: int) -> float:
+    """Bytes of weights of all layers that `rows` tokens are multiplied with together, each read once."""
+    count, stored = parameters(model), model.stored
+    bits = (count.attention + count.mlp) * stored.projections + count.routers * stored.rest
+    return (bits + count.experts * experts_read(model, rows) * stored.experts) / 8

@@ -8,7 +8,9 @@ CP   ranks that divide the positions: a schedule of ContextParallel; they hold t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from attnmesh.counts import check_positive
 from attnmesh.layout import Zigzag
@@ -18,7 +20,7 @@ from attnmesh.plan.cost import Cost, schedule_cost
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.model import ModelConfig
 from attnmesh.plan.model_bytes import cache_bytes, weight_bytes
-from attnmesh.plan.model_work import linear_flops
+from attnmesh.plan.model_work import layer_weights_read, linear_flops
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.ranking import Memory, Option, Ranking, ranked
 from attnmesh.plan.spread import spread
@@ -91,22 +93,30 @@ def prefill_memory(asked: Prefill, division: Division) -> Memory:
 def _option(asked: Prefill, division: Division, schedule: str, name: str, memory: Memory) -> Option:
     model, cluster = asked.model, asked.cluster
     attention = _attention(asked, division, schedule)
-    tokens = asked.context * -(-asked.batch // division.dp)
-    flops = linear_flops(model, head=False) * tokens / (division.tp * division.cp)
-    linear = float(cluster.device.seconds("matmul", flops, _LINEAR_CALLS * model.layers))
-    row = tokens / division.cp * model.hidden * _ACTIVATION
-    sums, summed = 2 * model.layers, 2 * (division.tp - 1) / division.tp * row
-    summing = sums * (summed / cluster.near.bandwidth + 2 * cluster.near.latency) if division.tp > 1 else 0.0
+    rows = -(-asked.context // division.cp) * -(-asked.batch // division.dp)
+    linear = _linear(asked, division, rows)
+    sums, summed = 2 * model.layers, 2 * (division.tp - 1) / division.tp * rows * model.hidden * _ACTIVATION
+    on_a_port = cluster.node if cluster.near.shared else 1
+    summing = on_a_port * summed / cluster.near.bandwidth + 2 * cluster.near.latency if division.tp > 1 else 0.0
     parts = {
         "attention": attention.computed,
-        "waiting for keys": attention.seconds - attention.computed,
+        "keys on their way": attention.seconds - attention.computed,
         "linear layers": linear,
-        "sums over TP": summing,
+        "sums over TP": sums * summing,
     }
-    seconds = attention.seconds + linear + summing
+    seconds = sum(parts.values())
     longest = max(parts, key=lambda part: parts[part])
-    why = attention.bottleneck if longest == "waiting for keys" else longest
+    why = attention.bottleneck if longest == "keys on their way" else longest
     return Option(name, seconds, memory, attention.sent + sums * summed, why, parts)
+
+
+def _linear(asked: Prefill, division: Division, rows: int) -> float:
+    """Seconds of the products of all layers. Every CP rank reads all weights, however few rows it has."""
+    model, device = asked.model, asked.cluster.device
+    calls = _LINEAR_CALLS * model.layers
+    computed = device.seconds("matmul", linear_flops(model, head=False) * rows / division.tp, calls)
+    read = device.seconds("decode", layer_weights_read(model, rows) / division.tp, calls)
+    return float(np.maximum(computed, read))
 
 
 def _attention(asked: Prefill, division: Division, schedule: str) -> Cost:
@@ -114,14 +124,23 @@ def _attention(asked: Prefill, division: Division, schedule: str) -> Cost:
     total = Cost(0.0, 0.0, 0, 0, 0, 0, "computing")
     for window, layers in asked.model.window_layers.items():
         case = _case(asked, division, window)
-        # A plane of CP has one rank of every TP group: its ranks a node, and its share of the node's ports.
-        one = schedule_cost(schedule, case, asked.cluster, backward=False)
+        one = schedule_cost(schedule, case, plane(asked.cluster, case.inner, division.tp), backward=False)
         for_all = Cost(
             one.seconds * layers, one.computed * layers, one.flops * layers, one.near * layers, one.far * layers,
             one.rounds * layers, one.bottleneck,
         )  # fmt: skip
         total = total + for_all
     return total
+
+
+def plane(cluster: Cluster, ranks: int, tp: int) -> Cluster:
+    """What CP ranks that are `ranks` of a node have of a cluster: beside them, others of their TP ranks do the same."""
+    of_a_node = 1 if cluster.far.shared else min(cluster.rails, cluster.node)
+    ports = of_a_node * ranks / cluster.node
+    whole = max(1, int(ports))
+    far = replace(cluster.far, bandwidth=cluster.far.bandwidth * ports / whole)
+    near = replace(cluster.near, bandwidth=cluster.near.bandwidth / (tp if cluster.near.shared else 1))
+    return replace(cluster, near=near, far=far, node=ranks, rails=whole)
 
 
 def _schedules(asked: Prefill, division: Division) -> dict[str, str | None]:

@@ -57,14 +57,13 @@ class Ranking:
     def why(self, option: Option) -> str:
         """Why an option is the best, or what it loses by."""
         if not option.fits(self.room):
-            kept = f"{readable_bytes((1 - RESERVED) * self.room)} of {readable_bytes(self.room)} can be used"
-            return f"does not fit: it needs {readable_bytes(option.memory.total)} a device, and {kept}"
+            return f"does not fit in {readable_bytes((1 - RESERVED) * self.room)}"
         best = self.best
         assert best is not None, "an option that fits makes one the best"
         if option == best:
-            return f"the fastest that fits; most of the time goes to {option.bottleneck}"
+            return "the fastest that fits"
         times = option.seconds / best.seconds if best.seconds else 1.0
-        return f"{times:.2f} times as slow: {_loses_by(option, best)}"
+        return f"{times:.2f}x the time: {_loses_by(option, best)}"
 
 
 def ranked(options: list[Option], room: float, refused: dict[str, str]) -> Ranking:

@@ -3,18 +3,26 @@
 TP    as many as divide the kv heads: beyond that, every further rank would keep a copy of somebody's cache
 KVDP  as much of the rest as there are sequences for: they are independent, so only queries and results travel
 CP    what is left: positions are not independent, so results also have to be merged
+
+That is the rule, which divides the cache as far as it goes. Where the machines and the context are known, the choice is
+the fastest of the same ways by the cost of their programs: short contexts may be read several times in less time than
+it takes to trade queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from attnmesh.counts import check_positive
+from attnmesh.plan.cost import Cost, cost
 from attnmesh.plan.decode_load import Copies, DecodeShape, bytes_sent, cache_bytes, weight_copies
+from attnmesh.plan.hardware import Cluster
+from attnmesh.plan.rounds.decode import decode_program
+from attnmesh.plan.rounds.decode_layer import DecodeLayer
 from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.plan.words import readable_bytes
+from attnmesh.plan.words import readable_bytes, readable_seconds
 
 
 @dataclass(frozen=True)
@@ -28,12 +36,15 @@ class ShardingOption:
     x: str  # the part of the input activation that a rank projects
     sent: dict[str, int]  # bytes a step and layer, by collective
     reason: str
+    seconds: float | None = None  # of a layer's attention with its exchanges, if the machines are known
 
     def row(self) -> dict[str, str]:
         """The option in words, by what they are about."""
         between = sum(nbytes for name, nbytes in self.sent.items() if name != "projection")
+        timed = {} if self.seconds is None else {"time": readable_seconds(self.seconds)}
         return {
             "sharding": str(self.sharding),
+            **timed,
             "a rank holds": self.holds,
             "KV cache": "?" if self.kv_bytes is None else readable_bytes(self.kv_bytes),
             "W_q": f"{self.copies.w_q}x",
@@ -78,26 +89,47 @@ def recommend_sharding(
     tokens: int = 1,
     itemsize: int = 2,
     kv_bytes: int | None = None,
+    layers: int = 1,
+    cluster: Cluster | None = None,
 ) -> Recommendation:
     """The sharding for `batch` sequences over `ranks` ranks, and the alternatives.
 
     `context` is how many positions a sequence may have; without it, the bytes of a KV cache are not known. `hidden` is
     the model's width, q_heads x head_dim by default, and `itemsize` the bytes of an activation. `kv_bytes` is what K
     and V of one token and kv head take, by default in one layer and as wide as activations: give the bytes of all
-    layers, and the KV cache is counted for all of them.
+    layers, and the KV cache is counted for all of them; `layers` says how many they are.
+
+    Without a `cluster` the choice follows the rule of this module. With one (`attnmesh.plan.catalog.cluster("h200")`)
+    and a context it is the fastest of the same ways: `seconds` are those of one layer's attention, its small kernels,
+    its exchanges and the sum of the projections, without reading weights, which all ways do alike.
     """
-    check_positive(ranks=ranks)
+    check_positive(ranks=ranks, layers=layers)
+    if cluster is not None and context is None:
+        raise ValueError("cluster needs a context to count times for, got context=None")
     shape = DecodeShape(
         batch, tokens, q_heads, kv_heads, head_dim, q_heads * head_dim if hidden is None else hidden, itemsize
     )
     kv_bytes = 2 * head_dim * itemsize if kv_bytes is None else kv_bytes
-    chosen = _chosen(shape, ranks)
-    chosen.check_heads(q_heads, kv_heads)
-    options = {
-        sharding: _option(sharding, shape, context, kv_bytes, _reasons(sharding, chosen, shape, context))
-        for sharding in (chosen, *_others(chosen, kv_heads))
-    }
-    return Recommendation(options.pop(chosen), tuple(options.values()))
+    by_rule = _chosen(shape, ranks)
+    by_rule.check_heads(q_heads, kv_heads)
+    ways = [by_rule, *_others(by_rule, kv_heads)]
+    if cluster is None or context is None:
+        options = [
+            _option(way, shape, context, kv_bytes, _reasons(way, by_rule, shape) + _warnings(way, shape, context))
+            for way in ways
+        ]
+        return Recommendation(options[0], tuple(options[1:]))
+    layer = DecodeLayer(shape, kv_bytes / layers, context)
+    costs = {way: cost(decode_program(way, layer, cluster.near), cluster) for way in ways}
+    ways.sort(key=lambda way: costs[way].seconds)  # of those that tie, the rule's comes first
+    options = [
+        replace(
+            _option(way, shape, context, kv_bytes, _timed(way, costs, cluster) + _warnings(way, shape, context)),
+            seconds=costs[way].seconds,
+        )
+        for way in ways
+    ]
+    return Recommendation(options[0], tuple(options[1:]))
 
 
 def tensor_parallel_size(kv_heads: int, ranks: int) -> int:
@@ -140,9 +172,25 @@ def _option(
     )
 
 
-def _reasons(sharding: DecodeSharding, chosen: DecodeSharding, shape: DecodeShape, context: int | None) -> list[str]:
-    said = _why(sharding, shape) if sharding == chosen else _why_not(sharding, chosen, shape)
-    kvdp, cp = sharding.kvdp, sharding.cp
+def _timed(sharding: DecodeSharding, costs: dict[DecodeSharding, Cost], cluster: Cluster) -> list[str]:
+    """What was counted, of the fastest; what it loses by, of the others."""
+    best, mine = min(costs.values(), key=lambda found: found.seconds), costs[sharding]
+    trading, of_best = (found.seconds - found.computed for found in (mine, best))
+    if mine is best:
+        spent = f"{readable_seconds(mine.computed)} in kernels and {readable_seconds(trading)} in exchanges"
+        return [f"the fastest of {len(costs)} on {cluster.device.name} with {cluster.near.name}: {spent}"]
+    more = {"in kernels": mine.computed - best.computed, "in exchanges": trading - of_best}
+    where = max(more, key=lambda part: more[part])
+    return [f"{mine.seconds / best.seconds:.2f} times as slow: {readable_seconds(more[where])} more {where}"]
+
+
+def _reasons(sharding: DecodeSharding, chosen: DecodeSharding, shape: DecodeShape) -> list[str]:
+    return _why(sharding, shape) if sharding == chosen else _why_not(sharding, chosen, shape)
+
+
+def _warnings(sharding: DecodeSharding, shape: DecodeShape, context: int | None) -> list[str]:
+    """Ranks that have less to do than others."""
+    kvdp, cp, said = sharding.kvdp, sharding.cp, []
     if kvdp > shape.batch:
         said.append(f"{kvdp - shape.batch} of {kvdp} KVDP ranks hold no sequence")
     elif shape.batch % kvdp:

@@ -38,7 +38,7 @@ HardwareOption = Annotated[
 FileOption = Annotated[
     Path | None, typer.Option("--hardware-file", help="A TOML file, as `attnmesh calibrate` writes it.")
 ]
-LinksOption = Annotated[str | None, typer.Option(help="Within nodes and between: nvlink4,infiniband.")]
+LinksOption = Annotated[str | None, typer.Option(help="Within nodes, between: nvlink4,infiniband. One name is both.")]
 NodeOption = Annotated[int | None, typer.Option(min=1, help="Devices a node.")]
 RailsOption = Annotated[int | None, typer.Option(min=1, help="Network ports a node.")]
 StorageOption = Annotated[str, typer.Option(help="How keys and values are stored.")]
@@ -86,7 +86,9 @@ def plan_decode(
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values, without a model.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Of one head; 128 without it.")] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="The model's width; q-heads x head-dim without it.")] = None,
-    hardware: HardwareOption = "h200",
+    hardware: Annotated[
+        str | None, typer.Option(help="As of prefill; h200 with --model. With heads and a context: goes by time, too.")
+    ] = None,
     hardware_file: FileOption = None,
     links: LinksOption = None,
     node: NodeOption = None,
@@ -99,21 +101,28 @@ def plan_decode(
     """Ways to generate tokens.
 
     With --model they are ranked by time: memory, bytes, bottleneck, and why the others lose; exits with 1 if nothing
-    fits. Without (--config, or heads) it says which sharding follows from the heads, who holds and sends what.
+    fits. Without (--config, or heads) it says which sharding follows from the heads, who holds and sends what; with
+    --hardware and --context also, which one is the fastest for a layer's attention.
     """
+    machines = Machines(hardware or "h200", links, node, rails, hardware_file)
     with _plainly():
         if model is not None:
             if config is not None or any((q_heads, kv_heads, head_dim, hidden)):
                 raise ValueError("heads and widths come from --model: leave them and --config out")
             if context is None:
                 raise ValueError("--context is missing: how many positions the sequences hold")
-            machines = Machines(hardware, links, node, rails, hardware_file)
             asked = plans.Asked(model, context, batch, gpus, machines, storage, tokens, every, json)
             if not plans.decode(asked):
                 raise typer.Exit(1)
             return
         heads = _heads(config, q_heads, kv_heads, head_dim, hidden)
-        show_sharding.decode(heads, batch, gpus, context=context, tokens=tokens, storage=storage)
+        known = any(part is not None for part in (hardware, links, node, rails, hardware_file))
+        if known and context is None:
+            raise ValueError("--context is missing: times on machines are those of some context")
+        show_sharding.decode(
+            heads, batch, gpus, context=context, tokens=tokens, storage=storage,
+            cluster=machines.cluster() if known else None, as_json=json,
+        )  # fmt: skip
 
 
 def simulate_command(
@@ -121,9 +130,9 @@ def simulate_command(
     length: Annotated[str, typer.Option(help="Positions of the whole sequence: 128k, 100M.")],
     schedule: Annotated[str, typer.Option(help="As in ContextParallel; auto chooses.")] = "ring",
     model: Annotated[str | None, typer.Option(help="Heads of a model by name or config; or give them.")] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of keys and values.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Of one head.")] = 128,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads; 32 without it.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values; 8 without it.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Of one head; 128 without it.")] = None,
     batch: BatchOption = 1,
     layout: Annotated[LayoutName, typer.Option(help="Which rank has which tokens.")] = LayoutName.ZIGZAG,
     mask: Annotated[str, typer.Option(help="causal, full or window:N.")] = "causal",
@@ -143,8 +152,10 @@ def simulate_command(
 ) -> None:
     """One layer's attention under a schedule, simulated on a cluster: every rank, port and message."""
     with _plainly():
-        shape = Shape(batch, heads, kv_heads, head_dim, itemsize=2, sum_itemsize=4)
+        shape = Shape(batch, heads or 32, kv_heads or 8, head_dim or 128, itemsize=2, sum_itemsize=4)
         if model is not None:
+            if any((heads, kv_heads, head_dim)):
+                raise ValueError("heads and widths come from --model: leave them out")
             of = model_named(model)
             kv = of.q_heads if of.latent else of.kv_heads
             shape = Shape(batch, of.q_heads, kv, (of.head_dim + of.value_dim) // 2, itemsize=2, sum_itemsize=4)
@@ -176,5 +187,5 @@ def _plainly() -> Iterator[None]:
     """What cannot be done is said in a sentence, and ends with exit status 2."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -11,7 +11,7 @@ from attnmesh.plan.decode_options import Decode, decode_memory, decode_ranking, 
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.known_models import model as model_named
 from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.prefill_options import Prefill, divisions, prefill_memory, prefill_ranking
+from attnmesh.plan.prefill_options import MOST_CP, Prefill, divisions, prefill_memory, prefill_ranking
 from attnmesh.plan.ranking import Memory, Option, Ranking
 from attnmesh.plan.words import readable_bytes, readable_seconds
 from attnmesh.plan_command.advice import Leanest, advice
@@ -44,7 +44,8 @@ def prefill(asked: Asked) -> bool:
 
     def leanest(devices: int) -> Memory | None:
         larger = replace(task, devices=devices)
-        return min((prefill_memory(larger, way) for way in divisions(larger)), key=_total, default=None)
+        ways = (way for way in divisions(larger) if way.cp <= MOST_CP)
+        return min((prefill_memory(larger, way) for way in ways), key=_total, default=None)
 
     what = f"{_sequences(asked.batch)} of {length:,} positions, {model.name}: time until all are read"
     return _answer(asked, cluster, ranking, _Question(what, asked.batch * length, leanest, task.cached_number))
@@ -102,8 +103,8 @@ def _because(best: Option, ranking: Ranking) -> str:
     shares = sorted(best.parts.items(), key=lambda part: -part[1])
     spent = ", ".join(f"{100 * seconds / best.seconds:.0f}% {part}" for part, seconds in shares if seconds)
     fitting = [option for option in ranking.options[1:] if option.fits(ranking.room)]
-    after = f"; next is {fitting[0].name}, {ranking.why(fitting[0])}" if fitting else "; no other fits"
-    return f"its time is {spent}{after}."
+    after = f"; next is {fitting[0].name}, {ranking.why(fitting[0])}" if fitting else "; nothing else fits"
+    return f"its time is {spent}; the bottleneck is {best.bottleneck}{after}."
 
 
 def _number(storage: str, model: ModelConfig) -> float:

@@ -10,6 +10,10 @@ from attnmesh.plan.words import readable_bytes, readable_seconds
 
 SHOWN = 12
 
+_MEDIUM, _WIDE = 100, 130  # columns of a terminal from which on there is more to see
+_ON_WIDE = ("weights", "KV cache", "bottleneck")
+_ON_MEDIUM = ("sends",)
+
 
 def table(console: Console, title: str, ranking: Ranking, *, every: bool) -> None:
     """Print the options, the best first, with what each takes and why it wins or loses."""
@@ -27,7 +31,10 @@ def table(console: Console, title: str, ranking: Ranking, *, every: bool) -> Non
         }
         for option in shown
     ]
-    report.show(console, title, [dict(row) for row in rows])
+    left_out = (*_ON_WIDE * (console.width < _WIDE), *_ON_MEDIUM * (console.width < _MEDIUM))
+    report.show(console, title, [{name: cell for name, cell in row.items() if name not in left_out} for row in rows])
+    if left_out:
+        console.print(f"a wider terminal also shows {', '.join(left_out)}", style="dim")
     hidden = len(ranking.options) - len(shown)
     if hidden:
         console.print(f"and {hidden} more (--all shows them)")

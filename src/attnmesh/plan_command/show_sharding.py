@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import astuple
 
 from attnmesh import report
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.plan.compare import compare_shardings
+from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.recommend import recommend_sharding
+from attnmesh.plan.recommend import ShardingOption, recommend_sharding
 from attnmesh.plan.words import readable_bytes
 from attnmesh.quantity import positions
 
 
 def decode(
-    model: ModelConfig, batch: int, ranks: int, *, context: str | None, tokens: int = 1, storage: str = "bf16"
-) -> None:
+    model: ModelConfig, batch: int, ranks: int, *, context: str | None, tokens: int = 1, storage: str = "bf16",
+    cluster: Cluster | None = None, as_json: bool = False,
+) -> None:  # fmt: skip
     """Print a sharding for token generation, its reasons and its alternatives."""
     q_heads, kv_heads = model.q_heads, model.kv_heads
     length = None if context is None else positions(context)
@@ -23,7 +26,12 @@ def decode(
     found = recommend_sharding(
         batch, q_heads, kv_heads, ranks, length,
         head_dim=model.head_dim, hidden=model.hidden, tokens=tokens, kv_bytes=kv_bytes,
+        layers=model.layers, cluster=cluster,
     )  # fmt: skip
+    if as_json:
+        options = [_facts(option) for option in (found.choice, *found.alternatives)]
+        print(json.dumps({"best": str(found.choice.sharding), "ranks": ranks, "options": options}, indent=2))
+        return
     console = report.console()
     console.print(f"{found.choice.sharding} over {ranks} ranks", style="bold")
     console.print(found.reason)
@@ -36,3 +44,10 @@ def decode(
     said = ("W_kv replication", "W_q replication", "W_out replication", "X input activation", "KV cache per rank")
     rows = [[name, *cells] for name, cells in zip(said, properties, strict=True)]
     console.print(report.table(f"{q_heads} query heads, {kv_heads} kv heads, side by side", ["", *names], rows))
+
+
+def _facts(option: ShardingOption) -> dict[str, object]:
+    return {
+        "way": str(option.sharding), "seconds": option.seconds, "cache_bytes": option.kv_bytes,
+        "bytes_sent": option.sent, "copies": option.copies._asdict(), "why": option.reason,
+    }  # fmt: skip

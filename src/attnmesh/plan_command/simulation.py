@@ -59,11 +59,16 @@ def run(asked: Asked) -> None:
     """Simulate, print, and write the trace; ValueError for what cannot be done."""
     if asked.trace is not None and not asked.trace.parent.is_dir():
         raise ValueError(f"the folder {asked.trace.parent} does not exist")
+    if asked.trace is not None and asked.trace.is_dir():
+        raise ValueError(f"--trace wants a file, and {asked.trace} is a folder")
+    if asked.traced is not None and asked.trace is None:
+        raise ValueError("--trace-ranks are of a trace: give --trace, too")
     found = asked.machines.cluster()
     case = _case(asked, found)
     schedule = _schedule(asked, case, found)
-    slow = Slow(_factors(asked.slow_ranks, "--slow-rank"), _factors(asked.slow_links, "--slow-link"))
-    slow.check(asked.ranks)
+    slow = Slow(
+        _factors(asked.slow_ranks, "--slow-rank", asked.ranks), _factors(asked.slow_links, "--slow-link", asked.ranks)
+    )
     keep = _ranks(asked) if asked.trace is not None else ()
     ways = (False, True) if asked.backward else (False,)
     runs = [_simulated(schedule, case, found.with_node(case.inner), way, slow, keep) for way in ways]
@@ -92,10 +97,9 @@ def _simulated(schedule: str, case: Case, found: Cluster, backward: bool, slow: 
 
 def _case(asked: Asked, found: Cluster) -> Case:
     positions_held = spread(mask_named(asked.mask), LAYOUTS[asked.layout], positions(asked.length), asked.ranks)
-    inner = found.node if found.node < asked.ranks and asked.ranks % found.node == 0 else asked.ranks
     if found.node < asked.ranks and asked.ranks % found.node:
         raise ValueError(f"{asked.ranks} ranks must be whole nodes of {found.node}: give --node")
-    return Case(positions_held, asked.shape, inner)
+    return Case(positions_held, asked.shape, min(found.node, asked.ranks))
 
 
 def _schedule(asked: Asked, case: Case, found: Cluster) -> str:
@@ -113,14 +117,14 @@ def _show(asked: Asked, found: Cluster, schedule: str, runs: Sequence[_Run]) -> 
     rows = []
     for one in runs:
         ran = one.simulated
-        hidden = 1 - float((ran.waited / ran.finish).max()) if ran.seconds else 1.0
+        waited = ran.waited[ran.finish > 0] / ran.finish[ran.finish > 0]  # ranks without a position are done at once
         rows.append(
             {
                 "run": one.schedule,
                 "slowest rank": readable_seconds(ran.seconds),
                 "computes": readable_seconds(float(ran.computed.max())),
                 "waits, most": readable_seconds(float(ran.waited.max())),
-                "busy, least": f"{100 * hidden:.1f}%",
+                "busy, least": f"{100 * (1 - waited.max(initial=0.0)):.1f}%",
                 "sends, most": readable_bytes(one.busiest.sent),
                 "between nodes": readable_bytes(one.busiest.far),
                 "TFLOP a rank": f"{one.busiest.flops / 1e12:.4g}",
@@ -161,14 +165,16 @@ def _write(asked: Asked, path: Path, runs: Sequence[_Run]) -> None:
     write_trace(path, spans, title=f"simulated {runs[0].schedule}", facts={"ranks": asked.ranks})
 
 
-def _factors(given: Sequence[str], option: str) -> dict[int, float]:
-    found = {}
+def _factors(given: Sequence[str], option: str, ranks: int) -> dict[int, float]:
+    found: dict[int, float] = {}
     for text in given:
         rank, _, factor = text.partition(":")
         try:
             found[int(rank)] = float(factor)
         except ValueError:
             raise ValueError(f"{option} wants RANK:FACTOR, such as 3:1.5, got {text!r}") from None
+        if not 0 <= int(rank) < ranks:
+            raise ValueError(f"{option} must be of a rank within 0..{ranks - 1}, got {text!r}")
     return found
 
 

@@ -22,20 +22,27 @@ class Answered:
 
     pairs: Ints
     calls: Ints
+    squares: tuple[Ints, Ints]  # pairs and calls of the causal squares among them
 
     @staticmethod
     def of(chunks: Sequence[Spans]) -> Answered:
         """Causal queries in chunks: each chunk sees all keys before it, and a triangle of its own."""
         pairs = [sum(len(c) * (c.start + c.stop + 1) // 2 for c in mine) for mine in chunks]
         calls = [sum(1 + (c.start > 0 and len(c) > 1) for c in mine) for mine in chunks]
-        return Answered(np.array(pairs, dtype=np.int64), np.array(calls, dtype=np.int64))
+        own = [sum(len(c) * (len(c) + 1) // 2 for c in mine) for mine in chunks]
+        squares = [sum(len(c) > 0 for c in mine) for mine in chunks]
+        counts = [np.array(column, dtype=np.int64) for column in (pairs, calls, own, squares)]
+        return Answered(counts[0], counts[1], (counts[2], counts[3]))
 
 
 def queries_forward(answered: Answered, sizes: Sizes, groups: Groups, *, gather: bool) -> Iterator[Round]:
     """`gather`: the whole of out comes to every rank in the end."""
     parts = np.minimum(answered.calls, 2)  # of a row: keys before its chunk, and the chunk's own
     merging = sizes.merging(np.zeros_like(parts), parts, last=True)
-    yield Round("answer", work=(sizes.attention(answered.pairs, answered.calls, backward=False), merging))
+    yield Round(
+        "answer",
+        work=(sizes.attention(answered.pairs, answered.calls, backward=False, squares=answered.squares), merging),
+    )
     if gather:
         whole = int((sizes.rows * sizes.query_row).sum())
         yield from exchanged("gather", groups.gathered(sizes.rows * sizes.query_row))
@@ -47,7 +54,10 @@ def queries_backward(answered: Answered, sizes: Sizes, groups: Groups, length: i
     if gather:
         yield from summed("sum of d_out", length * sizes.query_row, groups)
     whole_dq = copying(length * sizes.query_sum_row)  # zeros, but for the own rows
-    yield Round("answer", work=(sizes.attention(answered.pairs, answered.calls, backward=True), whole_dq))
+    yield Round(
+        "answer",
+        work=(sizes.attention(answered.pairs, answered.calls, backward=True, squares=answered.squares), whole_dq),
+    )
     side = length * sizes.key_grad_row // 2
     for name in ("dk", "dv"):
         yield from summed(f"sum of {name}", side, groups)

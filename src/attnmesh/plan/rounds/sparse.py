@@ -204,4 +204,4 @@ def _scores(shares: SparseShares, slots: Floats, *, times: int = 1, moved: Float
 
 
 def _kernels(kind: Kind, size: Floats, *, gathered: Floats | None = None) -> Kernels:
-    return Kernels(kind, size, (size > 0).astype(np.float64), gathered)
+    return Kernels(kind, size, (size > 0).astype(np.float64), reads=gathered)
