@@ -38,9 +38,7 @@ HardwareOption = Annotated[
 FileOption = Annotated[
     Path | None, typer.Option("--hardware-file", help="A TOML file, as `attnmesh calibrate` writes it.")
 ]
-LinksOption = Annotated[
-    str | None, typer.Option(help="Within nodes, between: nvlink4,infiniband. One name is both.")
-]
+LinksOption = Annotated[str | None, typer.Option(help="Within nodes, between: nvlink4,infiniband. One name is both.")]
 NodeOption = Annotated[int | None, typer.Option(min=1, help="Devices a node.")]
 RailsOption = Annotated[int | None, typer.Option(min=1, help="Network ports a node.")]
 StorageOption = Annotated[str, typer.Option(help="How keys and values are stored.")]
