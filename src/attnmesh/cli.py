@@ -13,19 +13,22 @@ from typing import Annotated
 import torch
 import typer
 from rich.progress import Progress
-from torch.multiprocessing.spawn import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from attnmesh import launch, report, trace_run, verify
 from attnmesh.bench import main
 from attnmesh.bench.decode.parts import ON_CPU, Part
 from attnmesh.bench.sparse.parts import Part as SparsePart
 from attnmesh.bench.sparse.plot import FORMATS
+from attnmesh.calibrate import command as calibrate
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.generate_command.bad_input import BadInput
 from attnmesh.generate_command.command import Asked, generate
 from attnmesh.generate_command.ranks import RanksLost
 from attnmesh.models.problem import ModelProblem
+from attnmesh.plan.case import Shape
 from attnmesh.plan_command.app import LayoutName, plan_app, simulate_command
+from attnmesh.report_page import command as report_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: ratios in one run, with the machine beside each figure.")
@@ -170,6 +173,9 @@ def generate_command(
     ] = None,
     virtual: Annotated[bool, typer.Option("--virtual", help="Ranks as threads of this process.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until ranks give up on one another.")] = launch.TIMEOUT,
+    report_to: Annotated[
+        Path | None, typer.Option("--report", help="Also write a page about the run: who held, computed and sent what.")
+    ] = None,
 ) -> None:
     """Read a text with a language model over ranks, and answer questions about it.
 
@@ -178,7 +184,7 @@ def generate_command(
     _check_device(device)
     asked = Asked(
         model, ranks, device.value, dtype.value, prompt, prompt_file, questions or (), max_new_tokens, temperature,
-        top_p, seed, speculative, check, layout.value, stretch, virtual, timeout,
+        top_p, seed, speculative, check, layout.value, stretch, virtual, timeout, report_to,
     )  # fmt: skip
     try:
         if not generate(asked):
@@ -190,6 +196,79 @@ def generate_command(
     except RanksLost as lost:
         typer.echo(f"attnmesh generate: {lost}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command("report")
+def report_page(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    ranks: Annotated[int, typer.Option(min=1, help="Over how many ranks.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Of the whole sequence.")] = 131072,
+    layout: Annotated[LayoutName, typer.Option(help="Which rank has which tokens.")] = LayoutName.ZIGZAG,
+    mask: Annotated[str, typer.Option(help="causal, full, or window:N for the last N keys.")] = "causal",
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of keys and values.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Of one head.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks a node; a divisor of --ranks is taken without it.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="The kind of machine to rank schedules for.")] = Device.CUDA,
+    traces: Annotated[list[Path] | None, typer.Option("--trace", help="A trace to show; repeat it.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="A JSON file of figures to show.")] = None,
+    check: Annotated[bool, typer.Option(help="Compute a small case, too, and compare with float64.")] = True,
+) -> None:
+    """Write a page on who holds, computes and sends what, and why; any browser opens it."""
+    shape = Shape(batch, heads, kv_heads, head_dim, itemsize=2, sum_itemsize=4)  # bf16, summed in float32
+    asked = report_command.Asked(
+        out, ranks, length, layout.value, mask, shape, node, device.value, traces or (), figures, check
+    )
+    try:
+        report_command.write(asked)
+    except (ValueError, OSError) as error:
+        typer.echo(f"attnmesh report: {error}", err=True)
+        raise typer.Exit(2) from None
+    report.console().print(f"Written: {out}", soft_wrap=True)
+
+
+@app.command("calibrate")
+def calibrate_command(
+    device: DeviceOption = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("hardware.toml"),
+    name: Annotated[str, typer.Option(help="What the device is called in it.")] = "this-machine",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds; less exact.")] = False,
+) -> None:
+    """Measure this machine, kernels and messages, and write what was found as a file for --hardware-file."""
+    chosen = _chosen(device)
+    try:
+        calibrate.check_name(name)
+        calibrate.check_out(out)
+        out.write_text(calibrate.calibrate(chosen, name, quick=quick), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        typer.echo(f"attnmesh calibrate: {error}", err=True)
+        raise typer.Exit(2) from None
+    except (ProcessExitedException, ProcessRaisedException) as ended:
+        typer.echo(f"attnmesh calibrate: the processes that measure did not come through: {ended}", err=True)
+        raise typer.Exit(1) from None
+    report.console().print(f"Written: {out} (device {name})", soft_wrap=True)
+
+
+@bench_app.command("predicted")
+def bench_predicted(
+    hardware_file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="What `attnmesh calibrate` wrote; it runs first without."),
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="The name of the device in it.")] = "this-machine",
+    device: DeviceOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths and rounds.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Predicted against measured: processes over gloo on the CPU, a rank's program by itself on a GPU."""
+    try:
+        main.predicted(_chosen(device), hardware_file, hardware, quick, json)
+    except ValueError as error:
+        typer.echo(f"attnmesh bench predicted: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @bench_app.command("ring")

@@ -99,6 +99,8 @@ def devices(draw):
         draw(new_names), draw(texts), draw(numbers), draw(numbers),
         tuple((kind, draw(curves())) for kind in KINDS if kind in kinds),
         cores=draw(st.none() | st.integers(1, 999)),
+        squares=tuple((kind, draw(curves())) for kind in ("attention", "attention backward") if draw(st.booleans())),
+        round=draw(st.just(0.0) | numbers),
     )  # fmt: skip
 
 

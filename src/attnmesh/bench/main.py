@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from json import loads
 from pathlib import Path
@@ -13,6 +14,9 @@ from attnmesh.bench.decode.plot import plot_decode
 from attnmesh.bench.model_cpu import measure_model_cpu
 from attnmesh.bench.model_cuda import measure_model_cuda
 from attnmesh.bench.plot import plot_efficiency
+from attnmesh.bench.predicted import LENGTHS, measure_predicted_cpu
+from attnmesh.bench.predicted_cuda import LENGTHS as CUDA_LENGTHS
+from attnmesh.bench.predicted_cuda import measure_predicted_cuda
 from attnmesh.bench.prefill import measure_prefill
 from attnmesh.bench.queries import measure_queries, measure_queries_memory
 from attnmesh.bench.ring import measure_cuda, measure_memory
@@ -21,7 +25,10 @@ from attnmesh.bench.sharding import sections as sharding_sections
 from attnmesh.bench.sparse.parts import Part as SparsePart
 from attnmesh.bench.sparse.parts import measure_sparse, wrong
 from attnmesh.bench.sparse.plot import plot_sparse
+from attnmesh.calibrate.command import calibrate
+from attnmesh.calibrate.runs import runs_of
 from attnmesh.extras import require
+from attnmesh.plan.catalog import load
 from attnmesh.report import Rows
 
 
@@ -99,6 +106,23 @@ def model(device: str, prompts: Sequence[int], ranks: Sequence[int], json: Path 
     else:
         sections = (section for prompt in prompts for section in measure_model_cpu(prompt, ranks))
     _publish("model", device, sections, json)
+
+
+def predicted(device: str, hardware_file: Path | None, hardware: str, quick: bool, json: Path | None) -> None:
+    """Predicted against measured times; without a file, this machine is calibrated first."""
+    with tempfile.TemporaryDirectory() as folder:
+        if hardware_file is None:
+            hardware, hardware_file = "this-machine", Path(folder, "hardware.toml")
+            hardware_file.write_text(calibrate(device, hardware, quick=quick), encoding="utf-8")
+        cluster = load(hardware_file).cluster(hardware)
+    if device == "cuda":
+        title = "a rank's program by itself, measured and predicted (bf16, causal, zigzag, 32/8 heads, D=128)"
+        rows = measure_predicted_cuda(cluster, (16384, 65536) if quick else CUDA_LENGTHS)
+    else:
+        title = "measured over predicted time of real processes (gloo, float32, causal, zigzag, 4/2 heads, D=64)"
+        lengths, rounds = ((512,), 5) if quick else (LENGTHS, 9)
+        rows = measure_predicted_cpu(cluster, runs_of(lengths), rounds=rounds)
+    _publish("predicted", device, [(title, rows)], json)
 
 
 def plot_saved_decode(source: Path, plots: Path) -> None:

@@ -16,6 +16,7 @@ from attnmesh.generate_command.bad_input import BadInput
 from attnmesh.generate_command.document import read_document
 from attnmesh.generate_command.job import Job, check_job, check_memory
 from attnmesh.generate_command.outcome import Outcome
+from attnmesh.generate_command.page import problem_with_page, write_page
 from attnmesh.generate_command.plain import Comparison, compare
 from attnmesh.generate_command.prompts import prompts_of
 from attnmesh.generate_command.screen import Screen
@@ -52,12 +53,16 @@ class Asked:
     stretch: int | None
     virtual: bool
     timeout: float
+    report: Path | None = None
 
 
 def generate(asked: Asked) -> bool:
     """Do it and show it; whether all is well, which it is not where one process says something else."""
     world, copies = _places(asked)
     sampling = _sampling(asked)
+    problem = problem_with_page(asked.report, world) if asked.report is not None else None
+    if problem is not None:
+        raise BadInput(problem)
     document = read_document(asked.prompt, asked.prompt_file)
     screen = Screen(seen=int(os.environ.get("RANK", "0")) == 0)
     folder, config, tokenizer = _model(asked, screen)
@@ -77,7 +82,12 @@ def generate(asked: Asked) -> bool:
     console.print(rank_table(job, outcome))
     for line in summary(job, outcome):
         console.print(line, highlight=False, soft_wrap=True)
-    return not asked.check or _check(job, outcome, tokenizer, screen)
+    checks = _checks(job, outcome, tokenizer, screen) if asked.check else []
+    if asked.report is not None:
+        with screen.busy("writing the report"):
+            write_page(asked.report, job, config, outcome, checks)
+        console.print(f"Report: {asked.report}", soft_wrap=True)
+    return all(one.equal for one in checks)
 
 
 def _places(asked: Asked) -> tuple[int, int]:
@@ -139,16 +149,16 @@ def _run(asked: Asked, job: Job, world: int) -> Outcome | None:
         raise
 
 
-def _check(job: Job, outcome: Outcome, tokenizer: Any, screen: Screen) -> bool:
-    """Ask one process, and show what it says to each answer; whether it always says the same."""
-    console, comparisons, equal = report.console(), compare(job, outcome), True
+def _checks(job: Job, outcome: Outcome, tokenizer: Any, screen: Screen) -> list[Comparison]:
+    """Ask one process, and show what it says to each answer."""
+    console, comparisons, checks = report.console(), compare(job, outcome), []
     for number in range(1, len(job.prompts) + 1):
         with screen.busy(f"one process answers alone, {number} of {len(job.prompts)}"):
             one = next(comparisons)
         line = verdict(number, one, *_where_different(one, tokenizer))
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-        equal = equal and one.equal
-    return equal
+        checks.append(one)
+    return checks
 
 
 def _where_different(one: Comparison, tokenizer: Any) -> tuple[str, str]:

@@ -15,22 +15,26 @@ _MIB = 2**20
 
 def rank_table(job: Job, outcome: Outcome) -> Table:
     """A line a rank."""
-    columns = ["rank", "tokens held", "KV MiB", "sent MiB", "prefill s", "decode s", "tokens/s"]
-    if job.speculative:
-        columns += ["steps", "drafted", "accepted"]
-    rows = [_row(job, effort) for effort in outcome.efforts]
-    return report.table(f"attnmesh generate: {len(rows)} ranks, {job.device}", columns, rows)
+    rows = [row(job, effort) for effort in outcome.efforts]
+    return report.table(f"attnmesh generate: {len(rows)} ranks, {job.device}", columns(job), rows)
 
 
-def _row(job: Job, effort: Effort) -> list[object]:
+def columns(job: Job) -> list[str]:
+    """What is said of a rank."""
+    always = ["rank", "tokens held", "KV MiB", "sent MiB", "prefill s", "decode s", "tokens/s"]
+    return [*always, "steps", "drafted", "accepted"] if job.speculative else always
+
+
+def row(job: Job, effort: Effort) -> list[object]:
+    """A rank's figures, column by column."""
     # The first token of an answer comes with reading.
     decoded = effort.generated - len(job.prompts)
     speed = decoded / effort.decode_seconds if effort.decode_seconds else 0.0
-    row: list[object] = [
+    figures: list[object] = [
         effort.rank, effort.tokens_held, effort.kv_bytes / _MIB, effort.bytes_sent / _MIB, effort.prefill_seconds,
         effort.decode_seconds, speed,
     ]  # fmt: skip
-    return [*row, effort.steps, effort.drafted, effort.accepted] if job.speculative else row
+    return [*figures, effort.steps, effort.drafted, effort.accepted] if job.speculative else figures
 
 
 def summary(job: Job, outcome: Outcome) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from attnmesh.plan.catalog_file import FIELD_OF, Table, Tables, read_tables
+from attnmesh.plan.catalog_file import FIELD_OF, SQUARES_OF, Table, Tables, read_tables
 from attnmesh.plan.hardware import KINDS, OF_BYTES, Cluster, Curve, Device, Kind, Link
 from attnmesh.plan.names import unknown
 
@@ -147,8 +147,10 @@ def _device(table: Mapping[str, Any], efficiency: Table, path: Path) -> Device:
         kinds = ", ".join(FIELD_OF.values())
         raise ValueError(f"{path}: device.{table['name']} has no figures: give peak_tflops, peak_gbs or any of {kinds}")
     return Device(
-        table["name"], table["source"], table["memory_gb"], table["launch_us"], curves, cores=table.get("cores")
-    )
+        table["name"], table["source"], table["memory_gb"], table["launch_us"], curves, cores=table.get("cores"),
+        squares=tuple((kind, table[name]) for kind, name in SQUARES_OF.items() if name in table),
+        round=table.get("round_us", 0.0),
+    )  # fmt: skip
 
 
 def _curve(kind: Kind, table: Mapping[str, Any], efficiency: Mapping[str, Any]) -> Curve | None:

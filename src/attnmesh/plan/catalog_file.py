@@ -20,6 +20,10 @@ Value = str | bool | int | float | Curve
 Table = Mapping[str, Value]
 
 FIELD_OF: dict[Kind, str] = {kind: kind.replace(" ", "_") for kind in KINDS}
+SQUARES_OF: dict[Kind, str] = {
+    "attention": "causal_attention",
+    "attention backward": "causal_attention_backward",
+}
 
 # Decimal places between the units of files and seconds, bytes, operations.
 GIGA, MILLI, MICRO = 9, -3, -6
@@ -158,6 +162,7 @@ _DEVICE: dict[str, _Field] = {
     "source": _Field("text", _text),
     "memory_gb": _above_0(GIGA),
     "launch_us": _above_0(MICRO),
+    "round_us": _at_least_0(MICRO),
     "peak_tflops": _above_0(12),
     "peak_gbs": _above_0(GIGA),
     "near": _Field("the name of a link", _text),
@@ -166,6 +171,7 @@ _DEVICE: dict[str, _Field] = {
     "rails": _Field("a whole number above 0", _whole),
     "cores": _Field("a whole number above 0", _whole),
     **{FIELD_OF[kind]: _curve(kind) for kind in KINDS},
+    **{name: _curve(kind) for kind, name in SQUARES_OF.items()},
 }
 _LINK: dict[str, _Field] = {
     "source": _Field("text", _text),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from decimal import Decimal
 
 from attnmesh.plan.catalog import Wiring
-from attnmesh.plan.catalog_file import FIELD_OF, GIGA, MICRO, MILLI, size_places
+from attnmesh.plan.catalog_file import FIELD_OF, GIGA, MICRO, MILLI, SQUARES_OF, size_places
 from attnmesh.plan.hardware import OF_BYTES, Curve, Device, Kind, Link
 
 
@@ -25,10 +25,13 @@ def as_toml(device: Device, links: Iterable[Link] = (), wiring: Wiring | None = 
     ]
     if device.cores is not None:
         lines.append(f"cores = {device.cores}")
+    if device.round:
+        lines.append(f"round_us = {_moved(device.round, -MICRO)}")
     for name, value in vars(wiring or Wiring()).items():
         if value is not None:
             lines.append(f"{name} = {_quoted(value) if isinstance(value, str) else value}")
-    lines += [_curve(kind, curve) for kind, curve in device.curves]
+    lines += [_curve(FIELD_OF[kind], kind, curve) for kind, curve in device.curves]
+    lines += [_curve(SQUARES_OF[kind], kind, curve) for kind, curve in device.squares]
     for link in links:
         lines += [
             "",
@@ -42,9 +45,9 @@ def as_toml(device: Device, links: Iterable[Link] = (), wiring: Wiring | None = 
     return "\n".join(lines) + "\n"
 
 
-def _curve(kind: Kind, curve: Curve) -> str:
+def _curve(field: str, kind: Kind, curve: Curve) -> str:
     samples = (f"[{_moved(size, -size_places(kind))}, {_moved(time, -MILLI)}]" for size, time in curve.samples)
-    return f"{FIELD_OF[kind]} = [{', '.join(samples)}]  # [{'MB' if kind in OF_BYTES else 'GFLOP'}, ms]"
+    return f"{field} = [{', '.join(samples)}]  # [{'MB' if kind in OF_BYTES else 'GFLOP'}, ms]"
 
 
 def _moved(value: float, places: int) -> str:

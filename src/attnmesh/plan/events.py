@@ -16,10 +16,10 @@ from typing import Literal
 
 import numpy as np
 
-from attnmesh.plan.hardware import Cluster
+from attnmesh.plan.hardware import Cluster, Floats
 from attnmesh.plan.network import Network, Slow
 from attnmesh.plan.program import Bundle, Messages, Program, Round
-from attnmesh.plan.record import Record, Timed, timed
+from attnmesh.plan.record import Record, Timed, beside_kernels, timed
 
 Step = Literal["start", "end", "there"]
 
@@ -70,9 +70,11 @@ class _Loaded:
 
     __slots__ = ("exchanges", "left", "name", "seconds", "waits", "work")
 
-    def __init__(self, round_: Round, exchanges: list[_Exchange], work: list[Timed], world: int) -> None:
+    def __init__(
+        self, round_: Round, exchanges: list[_Exchange], work: list[Timed], seconds: Floats, world: int
+    ) -> None:
         self.name, self.waits, self.exchanges, self.work = round_.name, round_.waits, exchanges, work
-        self.seconds: list[float] = sum((part.seconds for part in work), np.zeros(world)).tolist()
+        self.seconds: list[float] = seconds.tolist()
         self.left = world  # ranks that have not been through it
 
 
@@ -272,7 +274,9 @@ class _Events:
             raise ValueError(f"round {round_.name!r} waits for {unknown[0]!r}, which no round has started")
         exchanges = [self.exchanges[name] for name in round_.starts]
         work = timed(round_.work, self.cluster, self.slower)
-        self.loaded.append(_Loaded(round_, exchanges, work, self.world))
+        seconds: Floats = sum((part.seconds for part in work), np.zeros(self.world))
+        seconds = seconds + beside_kernels(round_, seconds, self.cluster) * self.slower
+        self.loaded.append(_Loaded(round_, exchanges, work, seconds, self.world))
         return self.loaded[at]
 
 

@@ -62,16 +62,26 @@ class Device:
     launch: float  # seconds that a call takes at least
     curves: tuple[tuple[Kind, Curve], ...]
     cores: int | None = None  # how many ranks of a node compute at full speed at once; None: each has its own device
+    squares: tuple[tuple[Kind, Curve], ...] = ()  # of causal squares, where they have a pace of their own
+    round: float = 0.0  # seconds of a round besides its kernels, where ranks compute on cores
 
-    def seconds(self, kind: Kind, size: Floats | float, calls: Floats | float = 1) -> Floats:
-        """Seconds of `calls` calls of `size` in all, evenly divided."""
+    def seconds(
+        self, kind: Kind, size: Floats | float, calls: Floats | float = 1, *, squares: bool = False, lanes: int = 1
+    ) -> Floats:
+        """Seconds of `calls` calls of `size` in all, evenly divided; of causal `squares`, or of anything else.
+
+        Calls that take `lanes` in turn fill the device as larger ones do.
+        """
         size, calls = np.asarray(size, dtype=np.float64), np.asarray(calls, dtype=np.float64)
-        each = size / np.maximum(calls, 1)
-        return np.where(size > 0, np.maximum(calls, 1) * np.maximum(self.curve(kind).seconds(each), self.launch), 0.0)
+        number = np.maximum(calls, 1)
+        each = self.curve(kind, squares=squares).seconds(lanes * size / number) / lanes
+        return np.where(size > 0, number * np.maximum(each, self.launch), 0.0)
 
-    def curve(self, kind: Kind) -> Curve:
+    def curve(self, kind: Kind, *, squares: bool = False) -> Curve:
         """The curve of a kind of kernel."""
         found = dict(self.curves).get(kind)
+        if squares:
+            found = dict(self.squares).get(kind, found)
         if found is None:
             raise ValueError(f"{self.name} has no figures for {kind!r}; it has {', '.join(k for k, _ in self.curves)}")
         return found

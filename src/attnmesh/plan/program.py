@@ -12,7 +12,7 @@ Rounds are made as they are asked for: thousands of ranks have thousands of roun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,14 +63,28 @@ class Kernels:
     kind: Kind
     size: Floats  # of all calls together, in the unit of the kind
     calls: Floats
+    squares: tuple[Floats, Floats] | None = None  # size and calls of the causal squares among them, where known
     reads: Floats | None = None  # bytes that have to be read meanwhile, such as weights: the longer of both counts
+    lanes: int = 1  # streams that calls take in turn on a GPU: one fills the device while another's last wave drains
+    beside: bool = False  # whether it runs on another stream than the rest of its round, and hides behind it
 
     def seconds(self, device: Device) -> Floats:
-        """What every rank takes for it."""
-        computed = device.seconds(self.kind, self.size, self.calls)
+        """What every rank takes for it on a device of its own."""
+        lanes = self.lanes if device.cores is None else 1
+        if self.squares is None:
+            computed = device.seconds(self.kind, self.size, self.calls, lanes=lanes)
+        else:
+            size, calls = self.squares
+            rest = device.seconds(self.kind, self.size - size, self.calls - calls, lanes=lanes)
+            computed = rest + device.seconds(self.kind, size, calls, squares=True, lanes=lanes)
         if self.reads is None:
             return computed
         return np.maximum(computed, device.seconds("decode", self.reads, self.calls))
+
+    def times(self, share: float) -> Kernels:
+        """As many calls of another size."""
+        squares = None if self.squares is None else (self.squares[0] * share, self.squares[1])
+        return replace(self, size=self.size * share, squares=squares)
 
 
 @dataclass(frozen=True)

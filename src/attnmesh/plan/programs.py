@@ -31,11 +31,11 @@ def program(schedule: str, case: Case, *, backward: bool) -> Program:
 
 
 def _ring(case: Case, backward: bool) -> Iterator[Round]:
-    return _turning(case.spread, case.shape, [_all(case)], _sizes(case), backward)
+    return _turning(case.spread, case.shape, [everybody(case)], sizes_of(case), backward)
 
 
 def _allgather(case: Case, backward: bool) -> Iterator[Round]:
-    return _gathering(case, case.spread, case.shape, [_all(case)], _sizes(case), backward)
+    return _gathering(case, case.spread, case.shape, [everybody(case)], sizes_of(case), backward)
 
 
 def _ulysses(case: Case, backward: bool) -> Iterator[Round]:
@@ -51,8 +51,8 @@ def _ulysses_allgather(case: Case, backward: bool) -> Iterator[Round]:
 
 
 def _ring_ring(case: Case, backward: bool) -> Iterator[Round]:
-    outer, turn = _figures(case.spread).two_level(case.inner, _weight(case.shape, backward))
-    return (two_level_backward if backward else two_level_forward)(outer, turn, _sizes(case))
+    outer, turn = figures(case.spread).two_level(case.inner, grad_weight(case.shape, backward))
+    return (two_level_backward if backward else two_level_forward)(outer, turn, sizes_of(case))
 
 
 _ROUNDS: dict[str, Callable[[Case, bool], Iterator[Round]]] = {
@@ -66,74 +66,88 @@ _ROUNDS: dict[str, Callable[[Case, bool], Iterator[Round]]] = {
 SCHEDULES = tuple(_ROUNDS)
 
 
-def _figures(spread: Spread) -> ByPatch | WideSpread:
+def figures(spread: Spread) -> ByPatch | WideSpread:
     """Patch by patch as executors have it; for more ranks than executors were ever asked for, the same by arrays."""
     wide = WideSpread.of(spread) if spread.world > MOST_BY_PATCH else None
     return ByPatch(spread) if wide is None else wide
 
 
 def _turning(spread: Spread, shape: Shape, lanes: Lanes, sizes: Sizes, backward: bool) -> Iterator[Round]:
-    stages = _figures(spread).ring(lanes, _weight(shape, backward))
+    stages = figures(spread).ring(lanes, grad_weight(shape, backward))
     return (ring_backward if backward else ring_forward)(stages, sizes, Merged(sizes))
 
 
 def _gathering(
     case: Case, spread: Spread, shape: Shape, lanes: Lanes, sizes: Sizes, backward: bool, name: str = "keys"
 ) -> Iterator[Round]:
-    groups = head_groups(shape.kv_heads)
-    if case.device != "cpu":
-        groups = head_groups(shape.kv_heads, groups_that_fill(spread, shape.batch, shape.q_heads))
-    gathered = _figures(spread).gathered(lanes, sizes.world, case.inner)
+    groups = groups_of_heads(case, spread, shape)
+    gathered = figures(spread).gathered(lanes, sizes.world, case.inner)
     return (gather_backward if backward else gather_forward)(
         gathered, [len(heads) for heads in groups], sizes, name=name
     )
+
+
+def groups_of_heads(case: Case, spread: Spread, shape: Shape) -> list[range]:
+    """The kv heads that are gathered together, group by group."""
+    if case.device == "cpu":
+        return head_groups(shape.kv_heads)
+    return head_groups(shape.kv_heads, groups_that_fill(spread, shape.batch, shape.q_heads))
 
 
 def _after_trade(
     case: Case, ranks: int, backward: bool, then: Callable[[Case, Trade, Spread, Sizes, bool], Iterator[Round]]
 ) -> Iterator[Round]:
     """Rows traded for heads among `ranks` neighbours, and what follows between those with the same heads."""
+    trade, between, sizes = after_trade(case, ranks)
+    return traded(trade, then(case, trade, between, sizes, backward), backward=backward)
+
+
+def after_trade(case: Case, ranks: int) -> tuple[Trade, Spread, Sizes]:
+    """The trade among `ranks` neighbours, and who holds what after it."""
     trade = Trade(case, ranks)
     between = between_nodes(case.spread, ranks)
     assert between is not None, "see refusal"
     rows = [spans.size(held) for held in between.queries for _ in range(ranks)]
     segments = [len(share.segments) for share in trade.shares] * between.world
-    sizes = Sizes.of(trade.shapes(), rows, segments)
-    return traded(trade, then(case, trade, between, sizes, backward), backward=backward)
+    return trade, between, Sizes.of(trade.shapes(), rows, segments)
 
 
 def _ring_between(case: Case, trade: Trade, between: Spread, sizes: Sizes, backward: bool) -> Iterator[Round]:
-    lanes = [_lane(case, trade, i) for i, share in enumerate(trade.shares) if share.q]
+    lanes = [lane for lanes in lanes_by_shape(case, trade).values() for lane in lanes]
     return _turning(between, case.shape, lanes, sizes, backward)
 
 
 def _gather_between(case: Case, trade: Trade, between: Spread, sizes: Sizes, backward: bool) -> Iterator[Round]:
     """Lanes with the same heads gather in the same groups of heads."""
-    alike: dict[Shape, Lanes] = {}
-    for i, share in enumerate(trade.shares):
-        if share.q:
-            alike.setdefault(case.shape.of(share), []).append(_lane(case, trade, i))
     return beside(
         [
             _gathering(
                 case, between, shape, lanes, sizes, backward, name=f"keys of {shape.q_heads}/{shape.kv_heads} heads"
             )
-            for shape, lanes in alike.items()
+            for shape, lanes in lanes_by_shape(case, trade).items()
         ]
     )
 
 
-def _lane(case: Case, trade: Trade, i: int) -> list[int]:
-    return list(range(i, case.spread.world, trade.ranks))
+def lanes_by_shape(case: Case, trade: Trade) -> dict[Shape, Lanes]:
+    """Those who have the same share of the heads, a lane for each share, by what it is a share of."""
+    alike: dict[Shape, Lanes] = {}
+    for i, share in enumerate(trade.shares):
+        if share.q:
+            alike.setdefault(case.shape.of(share), []).append(list(range(i, case.spread.world, trade.ranks)))
+    return alike
 
 
-def _all(case: Case) -> list[int]:
+def everybody(case: Case) -> list[int]:
+    """One lane of all ranks."""
     return list(range(case.spread.world))
 
 
-def _sizes(case: Case) -> Sizes:
+def sizes_of(case: Case) -> Sizes:
+    """The sizes of all ranks' own rows and heads."""
     return Sizes.of([case.shape] * case.spread.world, [spans.size(held) for held in case.spread.queries])
 
 
-def _weight(shape: Shape, backward: bool) -> float:
+def grad_weight(shape: Shape, backward: bool) -> float:
+    """How much gradients weigh where a ring chooses its way."""
     return shape.grad_weight if backward else 0.0

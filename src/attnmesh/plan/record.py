@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnmesh.plan.hardware import OF_BYTES, Cluster, Floats
-from attnmesh.plan.program import Bundle, Kernels
+from attnmesh.plan.program import Bundle, Kernels, Round
 from attnmesh.timeline import Span
 
 
@@ -21,8 +21,38 @@ class Timed:
 
 
 def timed(work: Sequence[Kernels], cluster: Cluster, slower: Floats) -> list[Timed]:
-    """What every rank takes for a round's work; `slower` is the factor of each."""
-    return [Timed(k, k.seconds(cluster.device) * slower) for k in work]
+    """What every rank takes for a round's work; `slower` is the factor of each.
+
+    On a GPU, what runs beside the rest takes no time of its own unless there is more of it than of the rest.
+    """
+    each = [k.seconds(cluster.device) * slower for k in work]
+    if cluster.device.cores is None and any(k.beside for k in work):
+        beside: Floats = sum((s for k, s in zip(work, each, strict=True) if k.beside), np.zeros(1))
+        rest: Floats = sum((s for k, s in zip(work, each, strict=True) if not k.beside), np.zeros(1))
+        exposed = np.maximum(beside - rest, 0.0) / np.where(beside > 0, beside, 1.0)
+        each = [s * exposed if k.beside else s for k, s in zip(work, each, strict=True)]
+    return [Timed(k, s) for k, s in zip(work, each, strict=True)]
+
+
+def beside_kernels(round_: Round, seconds: Floats, cluster: Cluster) -> Floats:
+    """What a round takes of every rank's core besides its kernels, which take `seconds`; nothing where ranks have none.
+
+    A rank's own program runs there, too, and, where the link is the memory that ranks share, the threads that move its
+    messages, out and in. (On a GPU all of this is the host's, which is ahead.)
+    """
+    if cluster.device.cores is None:
+        return np.zeros_like(seconds)
+    link, world = cluster.near, len(seconds)
+    taken = np.where(seconds > 0, cluster.device.round, 0.0)
+    for exchange in round_.starts.values() if link.shared else ():
+        if isinstance(exchange, Bundle):
+            nbytes = exchange.near_out + exchange.near_in + exchange.far_out + exchange.far_in
+            taken = taken + exchange.sends * link.message + nbytes / link.bandwidth
+        else:
+            taken = taken + np.bincount(exchange.source, minlength=world) * link.message
+            for ends in (exchange.source, exchange.target):
+                taken = taken + np.bincount(ends, exchange.nbytes, world) / link.bandwidth
+    return taken
 
 
 class Record:
@@ -44,6 +74,8 @@ class Record:
         """A round's kernels, one after the other; on shared cores each is stretched as the whole round was."""
         parts = [(part.kernels, float(np.broadcast_to(part.seconds, self.kept.shape)[rank])) for part in work]
         whole = sum(seconds for _, seconds in parts)
+        if not whole:
+            return
         at = begin
         for kernels, seconds in parts:
             if seconds > 0:

@@ -19,7 +19,7 @@ from attnmesh.plan.hardware import Cluster, Floats
 from attnmesh.plan.network import Network, Routes, Slow
 from attnmesh.plan.port_shares import PortShares, UnderWay, sums
 from attnmesh.plan.program import Bundle, Ints, Messages, Program, Round
-from attnmesh.plan.record import Record, timed
+from attnmesh.plan.record import Record, beside_kernels, timed
 
 NEVER = -np.inf
 TINY = 1e-300  # seconds, for what takes none
@@ -89,9 +89,10 @@ class _Waves:
     def work(self, round_: Round) -> Floats:
         """When every rank has computed."""
         work = timed(round_.work, self.cluster, self.slower)
-        if not work:
-            return self.now
         seconds: Floats = sum((part.seconds for part in work), np.zeros(self.world))
+        seconds = seconds + beside_kernels(round_, seconds, self.cluster) * self.slower
+        if not seconds.any():
+            return self.now
         if self.cluster.device.cores is not None:
             seconds = self.on_shared_cores(seconds, self.cluster.device.cores)
         worked: Floats = self.now + seconds

@@ -11,9 +11,11 @@ from attnmesh.mask import And, Documents, Mask, SlidingWindow
 from attnmesh.plan.case import Case, Shape, refusal
 from attnmesh.plan.catalog import usual_cluster
 from attnmesh.plan.choose import Choice, choose_schedule
+from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import Load, loads
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.spread import spread
+from attnmesh.report_page.simulated import simulated
 from attnmesh.report_page.steps import Steps, steps
 from attnmesh.report_page.tiles import Band, bands, pair_counts
 from attnmesh.timeline import Span
@@ -34,6 +36,7 @@ class ScheduleView:
     steps: Steps
     forward: list[Load]  # by rank
     backward: list[Load]
+    simulated: list[Span]  # of the forward
 
     @property
     def imbalance(self) -> float:
@@ -102,7 +105,7 @@ def make_report(
         },
         bands=cut,
         pairs=pair_counts(case.spread, cut, cut),
-        schedules=[_view(name, case) for name in able],
+        schedules=[_view(name, case, cluster) for name in able],
         choice=choice,
         machine=cluster.device.name,
         timelines=timelines or {},
@@ -134,9 +137,10 @@ def runs_of(held: spans.Spans) -> list[list[int]]:
     return [[run.start, run.stop, run.step] for run in held]
 
 
-def _view(name: str, case: Case) -> ScheduleView:
+def _view(name: str, case: Case, cluster: Cluster) -> ScheduleView:
     forward, backward = (loads(name, case, backward=way) for way in (False, True))
-    return ScheduleView(name, steps(name, case), forward, backward)
+    taken = steps(name, case)
+    return ScheduleView(name, taken, forward, backward, simulated(name, case, cluster, len(taken.names)))
 
 
 def _ranks_a_node(world: int, node: int | None) -> int:

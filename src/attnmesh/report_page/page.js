@@ -345,11 +345,8 @@
   // ---- timelines
   const TRACKS = ["compute", "wait", "send", "receive"];
   const drawTimelines = () => {
-    if (!data.timelines.length) {
-      at("timelines").replaceChildren(element("p", { class: "none" }, "No timeline was given."));
-      return;
-    }
-    at("timelines").replaceChildren(...data.timelines.map((told, number) => timeline(told, number)));
+    const told = [schedule().timeline, ...data.timelines];
+    at("timelines").replaceChildren(...told.map((one, number) => timeline(one, number)));
   };
   const timeline = (told, number) => {
     if (!told.spans.length) return element("p", { class: "none" }, `Nothing happened in ${told.name}.`);

@@ -45,6 +45,7 @@ def _schedule(view: ScheduleView) -> Json:
         "forward": _loads(view.forward),
         "backward": _loads(view.backward),
         "imbalance": view.imbalance,
+        "timeline": _timeline(f"{view.name}, simulated", view.simulated),
     }
 
 
@@ -76,4 +77,9 @@ def _step(span: Span) -> int | None:
 
 
 def _said(span: Span) -> str:
-    return ", ".join(f"{key} {value}" for key, value in span.facts.items())
+    told = {key: value for key, value in span.facts.items() if key not in ("step", "round")}
+    return ", ".join(f"{key} {_figure(value)}" for key, value in told.items())
+
+
+def _figure(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -73,7 +73,7 @@ class DecodeLayer:
             heads = len(sharding.group_heads(rank, shape.q_heads))
             flops.append(4.0 * heads * shape.tokens * held * shape.head_dim)
             read.append(len(sharding.kv_heads(rank, shape.kv_heads)) * held * self.cached)
-        return Kernels("attention", np.array(flops), np.ones(sharding.ranks), np.array(read))
+        return Kernels("attention", np.array(flops), np.ones(sharding.ranks), reads=np.array(read))
 
     def small(self, sharding: DecodeSharding, launches: int) -> Kernels:
         """Kernels that pass over the new tokens: a launch each, unless there are many tokens."""
@@ -82,4 +82,4 @@ class DecodeLayer:
 
     def _product(self, used: Floats, read: Floats, nbytes: float, calls: int = 1) -> Kernels:
         """Rows times parameters: two operations each, and every parameter is read once."""
-        return Kernels("matmul", 2.0 * self.rows * used, np.full(len(used), float(calls)), read * nbytes)
+        return Kernels("matmul", 2.0 * self.rows * used, np.full(len(used), float(calls)), reads=read * nbytes)

@@ -11,6 +11,7 @@ from attnmesh import spans
 from attnmesh.plan.gather import GatherPlan
 from attnmesh.plan.program import Bundle, Ints, Kernels, Messages, Round
 from attnmesh.plan.rounds.sizes import Sizes, copying
+from attnmesh.plan.rounds.stages import causal_squares
 from attnmesh.plan.rounds.travel import Travel, TravelSums
 
 
@@ -23,17 +24,20 @@ class Gathered:
     rows: Ints  # that it gathers, its own among them
     own: Ints  # rows of keys that it holds
     travel: Travel | TravelSums
+    squares: tuple[Ints, Ints]  # pairs and calls of the causal squares among them
 
 
 def gathered_of(plan: GatherPlan, lanes: Sequence[Sequence[int]], world: int) -> Gathered:
     """A plan that serves the ranks of every lane; the i-th rank of a lane is the plan's i-th."""
-    pairs, calls, rows, own = columns = np.zeros((4, world), dtype=np.int64)
+    pairs, calls, rows, own, *squares = columns = np.zeros((6, world), dtype=np.int64)
     for i in range(plan.world):
-        mine = plan.pairs(i), len(plan.patch(i).blocks), plan.rows(i), spans.size(plan.spread.keys[i])
+        patch = plan.patch(i)
+        mine = plan.pairs(i), len(patch.blocks), plan.rows(i), spans.size(plan.spread.keys[i]), *causal_squares(patch)
         columns[:, [lane[i] for lane in lanes]] = np.array(mine)[:, None]
     ways = [(s, t) for s in range(plan.world) for t in range(plan.world) if s != t]
     moves = [(lane[s], lane[t], plan.rows_sent(s, t)) for lane in lanes for s, t in ways]
-    return Gathered(pairs, calls, rows, own, Travel(*np.array(moves, dtype=np.int64).reshape(-1, 3).T))
+    travel = Travel(*np.array(moves, dtype=np.int64).reshape(-1, 3).T)
+    return Gathered(pairs, calls, rows, own, travel, (squares[0], squares[1]))
 
 
 def gather_forward(gathered: Gathered, groups: Sequence[int], sizes: Sizes, *, name: str = "keys") -> Iterator[Round]:
@@ -76,10 +80,10 @@ def _packing(gathered: Gathered, sizes: Sizes, heads: int, of: int) -> Kernels:
 
 def _attention(gathered: Gathered, sizes: Sizes, heads: int, of: int, *, backward: bool) -> list[Kernels]:
     share = heads / of
-    kernels = sizes.attention(gathered.pairs, gathered.calls, backward=backward)
+    kernels = sizes.attention(gathered.pairs, gathered.calls, backward=backward, squares=gathered.squares)
     if backward:
         after = copying(gathered.rows * sizes.key_grad_row * share, calls=2)  # into the message that goes home
     else:
         after = sizes.merging(np.zeros_like(gathered.calls), gathered.calls, last=True)
-        after = replace(after, size=after.size * share)
-    return [replace(kernels, size=kernels.size * share), after]
+        after = replace(after.times(share), beside=True)  # runs of queries finish on lanes of their own
+    return [kernels.times(share), after]

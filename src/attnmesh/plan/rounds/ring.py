@@ -26,7 +26,8 @@ def ring_forward(
         pairs, calls = _spread(stage.rank, stage.pairs, sizes), _spread(stage.rank, stage.calls, sizes)
         before = merged.parts
         merged.parts = before + calls
-        work = [sizes.attention(pairs, calls, backward=False), sizes.merging(before, merged.parts, last=ends and last)]
+        attention = sizes.attention(pairs, calls, backward=False, squares=_squares(stage, sizes), alone=last and not at)
+        work = [attention, sizes.merging(before, merged.parts, last=ends and last)]
         if at == 0:
             work.insert(0, copying(_spread(stage.rank, stage.next_rows, sizes) * sizes.key_row))
         posted = {f"{name} {at + 1}": keys_of(stage, sizes)}
@@ -42,11 +43,12 @@ def ring_backward(
         pairs, calls = _spread(stage.rank, stage.pairs, sizes), _spread(stage.rank, stage.calls, sizes)
         before = merged.parts
         merged.parts = before + calls
-        work = [sizes.attention(pairs, calls, backward=True), sizes.merging(before, merged.parts, last=ends and last)]
+        attention = sizes.attention(pairs, calls, backward=True, squares=_squares(stage, sizes), alone=last and not at)
+        work = [attention, sizes.merging(before, merged.parts, last=ends and last)]
         if at == 0:
             work.insert(0, copying(_spread(stage.rank, stage.next_rows, sizes) * sizes.key_row))
         else:  # gradients of visiting keys join those that came along
-            work.append(copying(_spread(stage.rank, stage.grad_rows, sizes) * sizes.key_grad_row, calls=2))
+            work.append(copying(_spread(stage.rank, stage.grad_rows, sizes) * sizes.key_grad_row, calls=2, beside=True))
         posted = {f"{name} {at + 1}": keys_of(stage, sizes)} | homing
         yield Round(f"{name} {at}", posted, tuple(work), tuple(posted))
         homing = {f"{name} gradients {at}": grads_of(stage, sizes)} if at else {}
@@ -66,6 +68,10 @@ def grads_of(stage: Stages, sizes: Sizes) -> Messages:
 def _messages(stage: Stages, nbytes: Ints) -> Messages:
     sent = nbytes > 0
     return Messages(stage.rank[sent], stage.next_rank[sent], nbytes[sent])
+
+
+def _squares(stage: Stages, sizes: Sizes) -> tuple[Ints, Ints]:
+    return _spread(stage.rank, stage.square_pairs, sizes), _spread(stage.rank, stage.square_calls, sizes)
 
 
 def _spread(ranks: Ints, values: Ints, sizes: Sizes) -> Ints:

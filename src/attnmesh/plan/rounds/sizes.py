@@ -14,6 +14,7 @@ from attnmesh.plan.program import Ints, Kernels
 
 _FORWARD: tuple[int, Kind] = (2, "attention")  # products of a pair
 _BACKWARD: tuple[int, Kind] = (5, "attention backward")
+_LANES = 2  # as ops/lanes.py has it
 _WAIT_FIRST, _WAIT_BESIDE = 4, 2  # parts that join the total in one pass: as ops/accumulate.py has it
 
 
@@ -54,10 +55,19 @@ class Sizes:
         """How many ranks there are."""
         return len(self.rows)
 
-    def attention(self, pairs: Ints, calls: Ints, *, backward: bool) -> Kernels:
-        """The kernels over so many pairs: two products forward, five backward."""
+    def attention(
+        self, pairs: Ints, calls: Ints, *, backward: bool, squares: tuple[Ints, Ints], alone: bool = False
+    ) -> Kernels:
+        """The kernels over so many pairs: two products forward, five backward. `squares`: pairs and calls of them.
+
+        Calls take two lanes in turn unless there is but one, `alone`.
+        """
         products, kind = _BACKWARD if backward else _FORWARD
-        return Kernels(kind, products * self.pair * pairs, (calls * self.segments).astype(np.float64))
+
+        def sized(pairs: Ints, calls: Ints) -> tuple[Floats, Floats]:
+            return products * self.pair * pairs, (calls * self.segments).astype(np.float64)
+
+        return Kernels(kind, *sized(pairs, calls), squares=sized(*squares), lanes=1 if alone else _LANES)
 
     def merging(self, before: Ints, after: Ints, *, last: bool = False) -> Kernels:
         """Partial results that join the total of a rank's rows, when `before` had come and now `after` have.
@@ -72,13 +82,15 @@ class Sizes:
             several = after > 1
             passes = passes + several
             moved = moved + several * (self.query_sum_row + self.query_row)
-        return Kernels("copy", (self.rows * moved * (after > 1)).astype(np.float64), passes.astype(np.float64))
+        size = (self.rows * moved * (after > 1)).astype(np.float64)
+        # The last pass has nothing left to hide behind.
+        return Kernels("copy", size, passes.astype(np.float64), beside=not last)
 
 
-def copying(nbytes: ArrayLike, calls: int = 1) -> Kernels:
+def copying(nbytes: ArrayLike, calls: int = 1, *, beside: bool = False) -> Kernels:
     """Bytes that are moved within the device: each is read and written."""
     each = np.asarray(nbytes, dtype=np.float64)
-    return Kernels("copy", 2 * each, np.where(each > 0, float(calls), 0.0))
+    return Kernels("copy", 2 * each, np.where(each > 0, float(calls), 0.0), beside=beside)
 
 
 def _passes(parts: Ints) -> Ints:

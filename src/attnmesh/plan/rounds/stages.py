@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attnmesh.plan.blocks import Patch
+from attnmesh.plan.blocks import Kind, Patch
 from attnmesh.plan.program import Ints
 from attnmesh.plan.ring import RingPlan
 
@@ -25,6 +25,8 @@ class Stages(NamedTuple):
     next_rank: Ints  # where keys and gradients go on to
     next_rows: Ints  # rows of keys that go there
     grad_rows: Ints  # rows of gradients that go there
+    square_pairs: Ints  # of the pairs, those in causal squares
+    square_calls: Ints
 
 
 def stages_of(plan: RingPlan, ranks: Sequence[int], *, computes: bool = True) -> Iterator[Stages]:
@@ -36,6 +38,7 @@ def stages_of(plan: RingPlan, ranks: Sequence[int], *, computes: bool = True) ->
                 ranks[i], mine[at].patch.pairs if computes else 0, _calls(mine[at].patch) if computes else 0,
                 len(mine[at].seen),
                 ranks[mine[at].next_rank], len(mine[at].next_keys), len(mine[at].grads_out),
+                *(causal_squares(mine[at].patch) if computes else (0, 0)),
             )
             for i, mine in enumerate(stages)
         ]  # fmt: skip
@@ -52,3 +55,11 @@ def side_by_side(rings: Iterable[Iterator[Stages]]) -> Iterator[Stages]:
     for stages in zip_longest(*rings):
         there = [stage for stage in stages if stage is not None]
         yield Stages(*map(np.concatenate, zip(*there, strict=True)))
+
+
+def causal_squares(patch: Patch) -> tuple[int, int]:
+    """Pairs in the causal squares among a patch's blocks, and how many squares: kernels have their own pace there."""
+    if patch.stretches > _FEW:
+        return 0, 0
+    sides = [len(block.q) for block in patch.blocks if block.kind is Kind.CAUSAL]
+    return sum(side * (side + 1) // 2 for side in sides), len(sides)

@@ -50,10 +50,12 @@ class Trade:
         return self._traded([(rows, query + lse)], back=False), self._traded([(rows, query), (keys, key)], back=True)
 
     def copies(self, *, backward: bool) -> tuple[Ints, Ints]:
-        """Bytes that every rank packs on the way there, and on the way back."""
-        there, back = self.there_and_back(backward=backward)
-        world = self.case.spread.world
-        return _leaving(there, world), _leaving(back, world) * 2  # packed, and put among the heads
+        """Bytes that every rank lays out anew on the way there, its own part too, and on the way back."""
+        case, shape = self.case, self.case.shape
+        rows = np.array([spans.size(held) for held in case.spread.queries], dtype=np.int64)
+        keys = np.array([spans.size(held) for held in case.spread.keys], dtype=np.int64)
+        queries, key_rows = rows * shape.query_row, keys * shape.key_row
+        return (queries, queries + key_rows) if backward else (queries + key_rows, queries)
 
     def _traded(self, parts: list[tuple[Ints, Ints]], *, back: bool) -> Messages | Bundle:
         """Each part: rows of one rank, and what a row of the other's heads weighs."""
@@ -95,14 +97,8 @@ def traded(trade: Trade, between: Iterator[Round], *, backward: bool) -> Iterato
     """The trade there, the rounds between, and the trade back."""
     there, back = trade.there_and_back(backward=backward)
     packed, unpacked = trade.copies(backward=backward)
-    yield Round("trade rows for heads", {"there": there}, (copying(packed, calls=3),), ("there",))
+    yield Round("trade rows for heads", {"there": there}, (copying(packed, calls=2 * trade.ranks + 1),), ("there",))
     yield from between
-    yield Round("pack", work=(copying(unpacked / 2, calls=2),))
+    yield Round("pack", work=(copying(unpacked, calls=trade.ranks + 1),))
     yield Round("trade heads for rows", {"back": back}, (), ("back",))
-    yield Round("unpack", work=(copying(unpacked / 2, calls=2),))
-
-
-def _leaving(moved: Messages | Bundle, world: int) -> Ints:
-    if isinstance(moved, Bundle):
-        return moved.near_out + moved.far_out
-    return np.bincount(moved.source, moved.nbytes, world).astype(np.int64)
+    yield Round("unpack", work=(copying(unpacked, calls=trade.ranks),))

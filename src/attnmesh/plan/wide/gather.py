@@ -15,12 +15,16 @@ def wide_gathered(band: Band, queries: Runs, keys: Runs, ranks: Ints, world: int
     views = _views(band, queries, keys)
     places = ranks.shape[1]
     rows = np.array([_overlap(keys.at(source), views) for source in range(places)])  # [source, target]
-    columns = np.zeros((4, world), dtype=np.int64)
+    columns = np.zeros((6, world), dtype=np.int64)
     runs = queries.start < queries.stop
-    calls = np.ones(places, dtype=np.int64)
+    sides, calls = queries.stop - queries.start, np.ones(places, dtype=np.int64)
+    squares = np.zeros((2, places), dtype=np.int64)
+    if band == (-FAR, 1):
+        squares = np.stack([(sides * (sides + 1) // 2).sum(-1), runs.sum(-1)])
     if band.end < FAR:  # a run meets itself, and the keys before it
         calls = np.maximum(runs.sum(-1) + (runs & (queries.start > 0)).sum(-1), 1)
-    columns[:, ranks] = np.stack([pairs(band, queries, views), calls, views.size, keys.size])[:, None, :]
+    known = [pairs(band, queries, views), calls, views.size, keys.size, *squares]
+    columns[:, ranks] = np.stack(known)[:, None, :]
     np.fill_diagonal(rows, 0)
     if ranks.size * (places - 1) <= MOST_MESSAGES:
         source, target = np.nonzero(rows)
@@ -28,7 +32,7 @@ def wide_gathered(band: Band, queries: Runs, keys: Runs, ranks: Ints, world: int
         travel: Travel | TravelSums = Travel(ranks[:, source].reshape(-1), ranks[:, target].reshape(-1), sent)
     else:
         travel = _summed(rows, ranks, world, node)
-    return Gathered(columns[0], columns[1], columns[2], columns[3], travel)
+    return Gathered(columns[0], columns[1], columns[2], columns[3], travel, (columns[4], columns[5]))
 
 
 def _views(band: Band, queries: Runs, keys: Runs) -> Runs:

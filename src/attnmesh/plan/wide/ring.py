@@ -26,6 +26,7 @@ class WideRings:
     grad_weight: float  # rows of keys that a row of gradients weighs; 0: none travel
     alike: bool = False  # whether all rings turn the same way
     computes: bool = True  # an outer ring only moves keys
+    home: bool = True  # whether places begin with the keys of their own queries
 
     @property
     def stages(self) -> int:
@@ -152,8 +153,11 @@ class WideRings:
             after = np.where(goes_on, (block + self._offsets[at + 1][:, None]) % places, block)
         grads = np.zeros_like(block) if way.grads is None else np.take_along_axis(way.grads[at], block, 1)
         next_rank = np.take_along_axis(self.ranks, after, 1)
+        calls = (found > 0).astype(np.int64)
+        at_home = at == 0 and self.home and self.band == (-FAR, 1)  # a rank's own keys make one causal square
         columns = (
-            self.ranks, found, (found > 0).astype(np.int64), np.maximum(stop - start, 0), next_rank, rows, grads,
+            self.ranks, found, calls, np.maximum(stop - start, 0), next_rank, rows, grads, found * at_home,
+            calls * at_home,
         )  # fmt: skip
         return Stages(*(column.reshape(-1) for column in columns))
 

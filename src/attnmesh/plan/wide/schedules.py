@@ -53,7 +53,7 @@ class WideSpread:
             block, start, stop = outer.seen(stage)
             there = by_place.at((np.arange(inner)[:, None], block)).rows(start, stop)
             visiting = Runs(*(side.swapaxes(0, 1) for side in there))
-            return WideRings(self.band, queries, visiting, ranks, grad_weight).rounds()
+            return WideRings(self.band, queries, visiting, ranks, grad_weight, home=stage == 0).rounds()
 
         return outer.rounds(), turn
 

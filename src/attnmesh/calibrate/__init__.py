@@ -1,0 +1,1 @@
+"""What `attnmesh calibrate` measures: the kernels of this machine and what its processes exchange."""

@@ -1,0 +1,184 @@
+"""The memory that every schedule takes beside its inputs, from the same plans that executors follow.
+
+Forward: from the call until its results are there, these included, and what is kept for a backward. Backward: beside
+q, k, v, out, lse and the gradient of out; gradients and what the forward kept included. Left out is what kernels use
+for themselves while they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from attnmesh import spans
+from attnmesh.layout import Zigzag
+from attnmesh.plan import held
+from attnmesh.plan.case import Case, Shape
+from attnmesh.plan.hardware import Floats
+from attnmesh.plan.heads import replicated
+from attnmesh.plan.program import Ints
+from attnmesh.plan.programs import (
+    Lanes,
+    after_trade,
+    everybody,
+    figures,
+    grad_weight,
+    groups_of_heads,
+    lanes_by_shape,
+    sizes_of,
+)
+from attnmesh.plan.rounds.queries import Answered
+from attnmesh.plan.rounds.sizes import Sizes
+from attnmesh.plan.rounds.ulysses import Trade
+from attnmesh.plan.spread import Spread
+
+
+def peak_bytes(schedule: str, case: Case, *, backward: bool) -> Ints:
+    """Bytes by rank. The schedule must be able to serve the case: see `refusal`."""
+    return _rounded(_PEAKS[schedule](case, backward))
+
+
+def queries_peak_bytes(
+    shape: Shape, length: int, world: int, *, pairs: int | tuple[int, ...] = 1, backward: bool, cpu: bool = False
+) -> Ints:
+    """The same for query-distributed attention, where every rank holds all of q, k and v."""
+    chunks = [Zigzag(pairs).spans(length, world, rank) for rank in range(world)]
+    sizes, answered = Sizes.of([shape] * world, [spans.size(mine) for mine in chunks]), Answered.of(chunks)
+    parts = np.minimum(answered.calls, 2).astype(np.float64)  # of a row: keys before its chunk, and the chunk's own
+    if not backward:
+        longest = np.array([max(map(len, mine), default=0) for mine in chunks]) / np.maximum(sizes.rows, 1)
+        several = np.array([len(mine) > 1 for mine in chunks])
+        room = several * sizes.rows * (sizes.query_row + sizes.lse_row)
+        return _rounded(room + longest * held.states(parts, sizes, cpu=cpu))
+    # dk and dv as kernels leave them, of all keys up to each chunk's end, and their sums.
+    keys = np.array([sum(chunk.stop for chunk in mine) for mine in chunks])
+    sums = length * sizes.key_grad_row
+    found = np.minimum(keys, 4 * length) * sizes.key_row + (answered.calls >= 4) * sums
+    # Over ranks one after the other: the other's sum, and of this one what was found, slices from all, and the whole.
+    over_ranks = (2.5 if world > 1 else 1.0) * sums + sizes.rows * sizes.query_row
+    rounded = length * (sizes.query_row + sizes.key_row) * (shape.sum_itemsize > shape.itemsize)
+    finished = length * sizes.query_sum_row + sums + rounded
+    peak = np.maximum(found + held.query_grads(parts, sizes), np.maximum(over_ranks, finished))
+    return _rounded(peak)
+
+
+def _ring(case: Case, backward: bool) -> Floats:
+    return _turning(case, case.spread, [everybody(case)], sizes_of(case), backward)
+
+
+def _allgather(case: Case, backward: bool) -> Floats:
+    return _gathering(case, case.spread, {case.shape: [everybody(case)]}, sizes_of(case), backward)
+
+
+def _ring_ring(case: Case, backward: bool) -> Floats:
+    outer, turn = figures(case.spread).two_level(case.inner, grad_weight(case.shape, backward))
+    sizes, own, cpu = sizes_of(case), _held_keys(case.spread), case.device == "cpu"
+    between, within = held.Turned(sizes.world), held.Turned(sizes.world)
+    for at, stage in enumerate(outer):
+        between.meet(stage, first=at == 0)
+        within.turn(turn(at), at_home=at == 0)
+    if not backward:
+        return held.key_buffers(between, sizes) + held.ring_forward_peak(within, sizes, cpu=cpu)
+    # A node's visitors have sums of gradients in this rank, as its own keys have.
+    visitors = between.keys * (sizes.key_grad_row + sizes.key_row)
+    outside = held.key_buffers(between, sizes) + held.grad_buffers(between, sizes) + visitors
+    return outside + held.ring_backward_peak(within, sizes, own)
+
+
+def _ulysses(case: Case, backward: bool) -> Floats:
+    return _traded(case, case.spread.world, backward, _turning_lanes)
+
+
+def _ulysses_ring(case: Case, backward: bool) -> Floats:
+    return _traded(case, case.inner, backward, _turning_lanes)
+
+
+def _ulysses_allgather(case: Case, backward: bool) -> Floats:
+    return _traded(case, case.inner, backward, _gathering)
+
+
+_PEAKS: dict[str, Callable[[Case, bool], Floats]] = {
+    "ring": _ring,
+    "allgather": _allgather,
+    "ulysses": _ulysses,
+    "ulysses+ring": _ulysses_ring,
+    "ulysses+allgather": _ulysses_allgather,
+    "ring+ring": _ring_ring,
+}
+
+_Between = Callable[[Case, Spread, dict[Shape, Lanes], Sizes, bool], Floats]
+
+
+def _turning(case: Case, spread: Spread, lanes: Lanes, sizes: Sizes, backward: bool) -> Floats:
+    turned = held.Turned(sizes.world)
+    turned.turn(figures(spread).ring(lanes, grad_weight(case.shape, backward)))
+    if not backward:
+        return held.ring_forward_peak(turned, sizes, cpu=case.device == "cpu")
+    return held.ring_backward_peak(turned, sizes, _by_lane(_held_keys(spread), lanes, sizes))
+
+
+def _turning_lanes(case: Case, spread: Spread, lanes: dict[Shape, Lanes], sizes: Sizes, backward: bool) -> Floats:
+    return _turning(case, spread, [lane for alike in lanes.values() for lane in alike], sizes, backward)
+
+
+def _gathering(case: Case, spread: Spread, lanes: dict[Shape, Lanes], sizes: Sizes, backward: bool) -> Floats:
+    peak = np.zeros(sizes.world)
+    for shape, alike in lanes.items():
+        group = np.full(sizes.world, max(map(len, groups_of_heads(case, spread, shape))) / shape.kv_heads)
+        gathered = figures(spread).gathered(alike, sizes.world, case.inner)
+        if backward:
+            found = held.gather_backward_peak(gathered, group, sizes)
+        else:
+            found = held.gather_forward_peak(gathered, group, sizes, cpu=case.device == "cpu")
+        members = np.array(alike).reshape(-1)
+        peak[members] = found[members]
+    return peak
+
+
+def _traded(case: Case, ranks: int, backward: bool, then: _Between) -> Floats:
+    """All rows of some heads, twice over while they are traded, and what follows among those with the same heads."""
+    trade, between, sizes = after_trade(case, ranks)
+    own = sizes_of(case)
+    lse = case.lse * sizes.rows * sizes.lse_row
+    queries, mine = sizes.rows * sizes.query_row, own.rows * own.query_row
+    keys = np.repeat(_held_keys(between), ranks)
+    attending = then(case, between, lanes_by_shape(case, trade), sizes, backward)
+    if not backward:
+        # On the way back: q and out, out in one piece, then with rows first; and of the own rows, parts and the whole.
+        back: Floats = keys * sizes.key_row + 4 * queries + 2 * mine + 3 * lse
+        there: Floats = queries + keys * sizes.key_row + attending
+        return np.maximum(there, back)
+    kept = 2 * queries + keys * sizes.key_row + sizes.rows * sizes.lse_row
+    there = queries + lse + attending
+    back = 2 * queries + lse + mine + _traded_key_grads(case, trade, sizes, keys)
+    peak: Floats = kept + np.maximum(there, back)
+    return peak
+
+
+def _traded_key_grads(case: Case, trade: Trade, sizes: Sizes, keys: Ints) -> Floats:
+    """dk and dv: found, in one piece, with rows first; and of the own rows, parts from everybody and their sum."""
+    shape = case.shape
+    shared = replicated(shape.q_heads, shape.kv_heads, trade.ranks)
+    row = sizes.key_grad_row if shared else sizes.key_row
+    own = _held_keys(case.spread)
+    first = np.arange(len(own)) // trade.ranks
+    of_all = np.bincount(first, row)[first]  # a row from every rank of the group
+    found: Floats = keys * (np.maximum(row, sizes.key_row) + 2 * row) + own * (of_all + shape.key_row)
+    return found
+
+
+def _held_keys(spread: Spread) -> Ints:
+    return np.array([spans.size(mine) for mine in spread.keys], dtype=np.int64)
+
+
+def _by_lane(values: Ints, lanes: Lanes, sizes: Sizes) -> Ints:
+    """Values by place in a lane as values by rank."""
+    found = np.zeros(sizes.world, dtype=np.int64)
+    for lane in lanes:
+        found[lane] = values
+    return found
+
+
+def _rounded(peak: Floats) -> Ints:
+    return np.ceil(peak).astype(np.int64)

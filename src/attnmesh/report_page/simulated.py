@@ -1,0 +1,27 @@
+"""The forward of a schedule, simulated: when every rank computes, sends, receives and waits, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attnmesh.plan.case import Case
+from attnmesh.plan.hardware import Cluster
+from attnmesh.plan.programs import program
+from attnmesh.plan.simulate import simulate
+from attnmesh.timeline import Span
+
+_MOST_RANKS = 16  # rows of a timeline that can be told apart
+
+
+def simulated(schedule: str, case: Case, cluster: Cluster, steps: int) -> list[Span]:
+    """The spans of the first ranks; each says which of the page's `steps` it belongs to."""
+    whole = program(schedule, case, backward=False)
+    ran = simulate(whole, cluster.with_node(case.inner), keep=range(min(whole.world, _MOST_RANKS)))
+    step: dict[str, int] = {}
+    for at, part in enumerate(whole.rounds()):
+        step |= dict.fromkeys((part.name, *part.starts), min(at, steps - 1))
+
+    def of(span: Span) -> int | None:
+        return step.get(str(span.facts.get("round", span.name)))
+
+    return [replace(span, facts={**span.facts, "step": of(span)}) for span in ran.spans]
