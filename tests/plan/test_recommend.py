@@ -1,5 +1,6 @@
 """Which sharding is recommended, what is said about it, and the document's own table cell by cell."""
 
+import re
 from dataclasses import astuple
 from itertools import product
 from math import gcd
@@ -7,9 +8,13 @@ from math import gcd
 import pytest
 
 import attnmesh as am
+from attnmesh.plan.catalog import cluster
 from attnmesh.plan.compare import Compared, compare_shardings
+from attnmesh.plan.cost import cost
 from attnmesh.plan.decode_load import Copies, DecodeShape, bytes_sent, cache_bytes
 from attnmesh.plan.recommend import recommend_sharding
+from attnmesh.plan.rounds.decode import decode_program
+from attnmesh.plan.rounds.decode_layer import DecodeLayer
 from attnmesh.plan.sharding import DecodeSharding
 from attnmesh.plan.words import readable_bytes
 
@@ -94,6 +99,67 @@ def test_a_choice_uses_all_ranks_copies_no_kv_head_and_leaves_no_rank_idle():
         assert chosen.kvdp <= batch
         wider = [option.sharding for option in found.alternatives if option.sharding.kvdp > chosen.kvdp]
         assert all(other.kvdp > batch for other in wider)
+
+
+# Where the machines are known.
+
+H200 = cluster("h200")
+
+
+def test_with_machines_the_choice_is_the_fastest_of_the_same_ways():
+    for batch, context in ((1, 1 << 20), (2, 131072), (2, 2048), (64, 131072), (3, 5)):
+        plain = recommend_sharding(batch, 64, 8, 64, context, head_dim=64, hidden=2880)
+        timed = recommend_sharding(batch, 64, 8, 64, context, head_dim=64, hidden=2880, cluster=H200)
+        options = (timed.choice, *timed.alternatives)
+        assert sorted(names(options)) == sorted(names((plain.choice, *plain.alternatives)))
+        seconds = [option.seconds for option in options]
+        assert seconds == sorted(seconds)
+        shape = DecodeShape(batch, 1, 64, 8, 64, 2880)
+        for option in options:
+            layer = DecodeLayer(shape, cached=2 * 64 * 2, context=context)
+            assert option.seconds == cost(decode_program(option.sharding, layer, H200.near), H200).seconds
+        by_name = {str(option.sharding): option for option in (plain.choice, *plain.alternatives)}
+        for option in options:  # everything else is as it was
+            same = by_name[str(option.sharding)]
+            assert (option.kv_bytes, option.sent, option.holds) == (same.kv_bytes, same.sent, same.holds)
+            assert same.seconds is None
+
+
+def test_short_contexts_are_not_worth_an_exchange_and_long_ones_are():
+    def choice(batch: int, context: int) -> str:
+        found = recommend_sharding(batch, 64, 8, 64, context, head_dim=64, hidden=2880, cluster=H200)
+        return str(found.choice.sharding)
+
+    assert choice(2, 2048) == "TP64"
+    assert choice(64, 131072) == "TP8-KVDP8"
+    assert choice(1, 1 << 22) == "TP8-CP8"
+
+
+def test_a_choice_by_time_says_so_and_where_the_time_goes():
+    found = recommend_sharding(64, 64, 8, 64, 131072, head_dim=64, hidden=2880, cluster=H200)
+    assert re.fullmatch(
+        r"the fastest of 5 on h200 with nvlink4: [\d.]+ us in kernels and [\d.]+ us in exchanges", found.reason
+    )
+    slowest = found.alternatives[-1]
+    assert str(slowest.sharding) == "TP64"
+    assert re.fullmatch(r"[\d.]+ times as slow: [\d.]+ us more in kernels", slowest.reason)
+    few = recommend_sharding(2, 64, 8, 64, 131072, cluster=H200)
+    reasons = {str(option.sharding): option.reason for option in (few.choice, *few.alternatives)}
+    assert reasons["TP8-KVDP8"].endswith("; 6 of 8 KVDP ranks hold no sequence")
+    assert found.choice.row()["time"] in str(found)
+    assert "time" not in recommend_sharding(64, 64, 8, 64, 131072).choice.row()
+
+
+def test_times_are_of_one_layer_however_many_the_cache_is_counted_for():
+    one = recommend_sharding(64, 64, 8, 64, 131072, kv_bytes=512, cluster=H200)
+    all_layers = recommend_sharding(64, 64, 8, 64, 131072, kv_bytes=36 * 512, layers=36, cluster=H200)
+    assert one.choice.seconds == all_layers.choice.seconds
+    assert all_layers.choice.kv_bytes == 36 * one.choice.kv_bytes
+
+
+def test_machines_without_a_context_are_refused():
+    with pytest.raises(ValueError, match="cluster needs a context to count times for, got context=None"):
+        recommend_sharding(1, 64, 8, 64, cluster=H200)
 
 
 # What an option says.

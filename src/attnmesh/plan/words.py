@@ -14,7 +14,9 @@ def readable_bytes(nbytes: float) -> str:
 
 def readable_seconds(seconds: float) -> str:
     """Seconds: `12.5 ms`."""
+    if seconds >= 999.5:
+        return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
+        if seconds >= 0.9995 * size:  # what rounds to 1000 of a unit is 1 of the next
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
