@@ -88,9 +88,8 @@ def prefill_memory(asked: Prefill, division: Division, schedule: str = "ring") -
     windows = model.window_layers
     widest = None if None in windows else max(window for window in windows if window is not None)
     attending = int(peak_bytes(schedule, _case(asked, division, widest), backward=False).max())
-    working = (
-        rows * (shape.query_row + shape.key_row) + attending + 4 * rows * sequences * model.hidden * _ACTIVATION
-    )  # the residual stream, normed, and on the way
+    residual = 4 * rows * sequences * model.hidden * _ACTIVATION  # as it is, normed, and on the way through a product
+    working = rows * (shape.query_row + shape.key_row) + attending + residual
     return Memory(weight_bytes(model) / tp, cache, working)
 
 
