@@ -78,6 +78,7 @@ def _saved(pyplot: Any, figure: Any, bottom: Any, path: Path) -> Path:
     for panel in bottom:
         panel.set_xlabel("GPUs")
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})  # the same figures make the same file
+    with pyplot.rc_context({"svg.hashsalt": path.name}):  # the same figures make the same file
+        figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
     return path

@@ -16,7 +16,8 @@ from attnmesh.plan.program import Bundle, Ints, Messages, Program, Round
 from attnmesh.plan.programs import program
 from attnmesh.plan.simulate import Simulated, simulate
 
-KEPT = "there"  # Ulysses' first exchange: the queries, keys and values that all of its attention works on
+# Ulysses' exchanges. What it attends over stays until the end; what it trades back are results of other ranks' rows.
+KEPT, RESULTS = "there", "back"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Watched:
     most: Load
     exchanges: int  # rounds in which something is sent
     sends: int
-    arrived: int  # bytes from others that are in use at once
+    arrived: int  # bytes in use at once that are from others, or of others' rows
     wall: float  # seconds that the simulation itself took
 
 
@@ -62,11 +63,11 @@ class _Watch:
         """Count one round."""
         posted = 0
         for name, exchange in part.starts.items():
-            arriving, sends = _arriving(exchange, self.world)
+            arriving, leaving, sends = _ends(exchange, self.world)
             posted += int(sends.sum())
             self.sends += sends
-            self.coming[name] = arriving
-            self.here = self.here + arriving
+            self.coming[name] = leaving if name == RESULTS else arriving
+            self.here = self.here + self.coming[name]
         self.most_arrived = max(self.most_arrived, int(self.here.max(initial=0)))
         for arrived in self.used:
             self.here = self.here - arrived
@@ -74,9 +75,11 @@ class _Watch:
         self.exchanges += posted > 0
 
 
-def _arriving(exchange: Messages | Bundle, world: int) -> tuple[Ints, Ints]:
-    """Bytes that come in and messages that go out, by rank."""
+def _ends(exchange: Messages | Bundle, world: int) -> tuple[Ints, Ints, Ints]:
+    """Bytes that come in, bytes that go out, and messages that go out, by rank."""
     if isinstance(exchange, Bundle):
-        return exchange.near_in + exchange.far_in, exchange.sends
-    arriving = np.bincount(exchange.target, exchange.nbytes, world).astype(np.int64)
-    return arriving, np.bincount(exchange.source, minlength=world).astype(np.int64)
+        return exchange.near_in + exchange.far_in, exchange.near_out + exchange.far_out, exchange.sends
+    into, out = (
+        np.bincount(ranks, exchange.nbytes, world).astype(np.int64) for ranks in (exchange.target, exchange.source)
+    )
+    return into, out, np.bincount(exchange.source, minlength=world).astype(np.int64)
