@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,6 +92,30 @@ def test_wider_links_are_never_slower(schedule, end):
 def test_two_levels_send_less_between_nodes_than_one(prefill):
     far = {x["schedule"]: x["far"] for x in prefill if (x["ranks"], x["direction"]) == (16, "forward")}
     assert max(far[name] for name in far if "+" in name) < min(far[name] for name in far if "+" not in name)
+
+
+@pytest.mark.parametrize("world", [8, 16])
+def test_bytes_are_those_of_the_complexity_table(prefill, world):
+    """As docs/scaling.md has them: K and Q are all bytes of keys and values, and of queries; n ranks a node."""
+    n, nodes = 8, world // 8
+    queries, keys = LENGTH * SHAPE.query_row, LENGTH * SHAPE.key_row
+    rows = {x["schedule"]: x for x in prefill if (x["ranks"], x["direction"]) == (world, "forward")}
+    assert rows["ring"]["near"] == keys * (world - 1) // world
+    assert rows["allgather"]["near"] == keys * (n - 1) // world
+    assert rows["allgather"]["far"] == keys * (world - n) // world
+    copies = max(1, min(world, SHAPE.q_heads) // SHAPE.kv_heads)
+    traded = (2 * queries + copies * keys) * (world - 1) // world**2
+    assert rows["ulysses"]["near"] + rows["ulysses"]["far"] == traded
+    if nodes > 1:
+        between = keys * (nodes - 1) // nodes // n
+        assert {rows[name]["far"] for name in rows if "+" in name} == {between}
+        assert rows["ring+ring"]["near"] == keys * (n - 1) // n
+        assert rows["ulysses+ring"]["near"] == (2 * queries + keys) // world * (n - 1) // n
+        exchanges = {name: rows[name]["exchanges"] for name in rows}
+        assert exchanges["ring"] == world - 1
+        assert exchanges["ulysses"] == 2
+        assert exchanges["ulysses+ring"] == nodes - 1 + 2
+        assert exchanges["ring+ring"] == nodes * (n - 1)
 
 
 # What is held.
@@ -220,6 +245,24 @@ def test_pictures_are_drawn_and_the_same_each_time(sections, tmp_path):
     assert all("<svg" in text for text in first.values())
     plain = json.loads(json.dumps(sections))  # as from a file
     assert {path.name: path.read_text() for path in plot_scaling(plain, tmp_path)} == first
+
+
+def test_a_documents_tables_are_made_anew(sections):
+    title = next(line for line in markdown.tables(sections).splitlines() if line.startswith("Efficiency"))
+    text = f"# Head\n\n<!-- {title} -->\n| old |\n|--:|\n| 7 |\n\nAfter it.\n\n<!-- something else -->\n| kept |\n"
+    made = markdown.put_into(text, sections)
+    assert "| 7 |" not in made
+    assert "| tokens | GPUs | ring |" in made
+    assert made.endswith("|\n\nAfter it.\n\n<!-- something else -->\n| kept |\n")
+    assert markdown.put_into(made, sections) == made
+
+
+def test_the_documents_tables_are_those_of_its_data():
+    docs = Path(__file__).parents[1] / "docs"
+    saved = json.loads((docs / "data" / "scaling.json").read_text())["sections"]
+    text = (docs / "scaling.md").read_text()
+    assert text.count("<!-- ") == sum(not line.startswith("|") for line in markdown.tables(saved).splitlines() if line)
+    assert markdown.put_into(text, saved) == text
 
 
 # The command.

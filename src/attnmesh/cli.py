@@ -285,14 +285,18 @@ def bench_scaling(
         Path | None,
         typer.Option("--from", exists=True, dir_okay=False, help="Simulate nothing: show what a --json file has."),
     ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Put the tables into this document, at its comments."),
+    ] = None,
 ) -> None:
     """Schedules on 8 to 4,096 GPUs, shardings of token generation, slow ranks: simulated; tables as Markdown."""
     if source is not None:
         if only or quick or hardware_file or json is not None:
-            raise typer.BadParameter("shows what was simulated: give --plots or nothing else", param_hint="--from")
-        main.show_saved_scaling(source, plots)
+            raise typer.BadParameter("shows what was simulated: give --plots and --into only", param_hint="--from")
+        main.show_saved_scaling(source, plots, into)
         return
-    main.scaling(only or tuple(ScalingPart), quick, hardware_file, json, plots)
+    main.scaling(only or tuple(ScalingPart), quick, hardware_file, json, plots, into)
 
 
 @bench_app.command("sparse")

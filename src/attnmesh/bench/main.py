@@ -19,7 +19,7 @@ from attnmesh.bench.prefill import measure_prefill
 from attnmesh.bench.queries import measure_queries, measure_queries_memory
 from attnmesh.bench.ring import measure_cuda, measure_memory
 from attnmesh.bench.ring_cpu import measure_cpu
-from attnmesh.bench.scaling.markdown import tables
+from attnmesh.bench.scaling.markdown import put_into, tables
 from attnmesh.bench.scaling.parts import Part as ScalingPart
 from attnmesh.bench.scaling.parts import study
 from attnmesh.bench.scaling.plot import plot_scaling
@@ -99,8 +99,9 @@ def sparse(device: str, parts: Collection[SparsePart], quick: bool, json: Path |
 
 
 def scaling(
-    parts: Collection[ScalingPart], quick: bool, hardware_file: Path | None, json: Path | None, plots: Path | None
-) -> None:
+    parts: Collection[ScalingPart], quick: bool, hardware_file: Path | None, json: Path | None, plots: Path | None,
+    into: Path | None,
+) -> None:  # fmt: skip
     """Schedules and shardings at many ranks, simulated; the tables as Markdown."""
     if plots is not None:
         require("matplotlib.pyplot", extra="plot")  # before minutes are spent
@@ -113,16 +114,18 @@ def scaling(
             progress.update(task, description=f"{part.value}: {sum(map(len, sections.values()))} rows")
             if json is not None:  # the largest take a minute each: what is done is not lost
                 report.save(json, {"benchmark": "scaling", "machine": machine, "sections": sections})
-    _show_scaling(sections, plots)
+    _show_scaling(sections, plots, into)
 
 
-def show_saved_scaling(source: Path, plots: Path | None) -> None:
+def show_saved_scaling(source: Path, plots: Path | None, into: Path | None) -> None:
     """The tables and pictures of a study whose figures were saved."""
-    _show_scaling(loads(source.read_text())["sections"], plots)
+    _show_scaling(loads(source.read_text())["sections"], plots, into)
 
 
-def _show_scaling(sections: dict[str, Rows], plots: Path | None) -> None:
+def _show_scaling(sections: dict[str, Rows], plots: Path | None, into: Path | None) -> None:
     print(tables(sections))
+    if into is not None:
+        into.write_text(put_into(into.read_text(), sections))
     if plots is not None:
         plot_scaling(sections, plots)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,20 @@ Lines = Sequence[Line]
 
 
 def tables(sections: Mapping[str, Lines]) -> str:
-    """All tables that there are rows for."""
-    found = []
-    for part, write in _TABLES.items():
-        if lines := sections.get(part):
-            found += [f"{title}\n\n{table}" for title, table in write(lines)]
-    return "\n\n".join(found)
+    """All tables that there are rows for, each under its title."""
+    return "\n\n".join(f"{title}\n\n{table}" for title, table in _titled(sections))
+
+
+def put_into(text: str, sections: Mapping[str, Lines]) -> str:
+    """A document with its tables made anew: those that follow a comment with their title, `<!-- title -->`."""
+    for title, table in _titled(sections):
+        marked = re.compile(rf"(<!-- {re.escape(title)} -->\n)(?:\|.*\n)*")
+        text = marked.sub(lambda found, table=table: f"{found[1]}{table}\n", text)  # type: ignore[misc]
+    return text
+
+
+def _titled(sections: Mapping[str, Lines]) -> list[tuple[str, str]]:
+    return [titled for part, write in _TABLES.items() if sections.get(part) for titled in write(sections[part])]
 
 
 def short(length: int) -> str:
@@ -57,7 +66,7 @@ _COLUMNS = (
 
 def _whole(line: Line) -> tuple[str, ...]:
     return (
-        str(line["ranks"]), line["schedule"], readable_seconds(line["seconds"]), f"{line['efficiency']:.3f}",
+        str(line["ranks"]), line["schedule"], _time(line["seconds"]), f"{line['efficiency']:.3f}",
         _percent(line["exposed"]), readable_bytes(line["near"]), readable_bytes(line["far"]), str(line["exchanges"]),
         readable_bytes(line["held"]) + ("" if line["fits"] else " (too much)"), line["held_up_by"],
         "events" if line["method"].startswith("event") else "rounds",
@@ -116,6 +125,10 @@ def _slow(lines: Lines) -> Iterable[tuple[str, str]]:
     ]  # fmt: skip
     columns = ("GPUs:", "schedule", "time:", "one rank 1.5 times as slow:", "one rank's links at a quarter:")
     yield f"{short(lines[0]['length'])} tokens, forward, times as long", _table(columns, rows)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 1000 else readable_seconds(seconds)
 
 
 def _percent(share: float) -> str:
