@@ -165,6 +165,11 @@ def run_of(computed, seconds, *, near=0, far=0, exchanges=1, sends=1):
             run_of([4.0, 4.0], 10, far=int(6 * H200.far.bandwidth)),
             f"{H200.far.name} bytes, then computing",
         ),
+        (run_of([0.5, 0.5], 10, far=int(6 * H200.far.bandwidth)), f"{H200.far.name} bytes"),
+        (
+            run_of([4.0, 0.0], 10, far=int(6 * H200.far.bandwidth)),
+            f"{H200.far.name} bytes, then ranks without heads",
+        ),
     ],
 )
 def test_what_holds_a_run_up(run, words):

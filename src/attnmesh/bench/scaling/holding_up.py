@@ -28,8 +28,7 @@ def holding_up(run: Watched, ideal: float, cluster: Cluster) -> str:
         "messages to start": run.sends * farther.message,
     }
     first, second = sorted(taken, key=lambda name: -taken[name])[:2]
-    if first == "computing" and float(np.mean(computed)) < IDLE * busiest:
-        first = "ranks without heads"
-    if taken[first if first in taken else "computing"] >= (1 - 2 * LITTLE) * seconds:
-        return first
-    return f"{first}, then {second}"
+    alone = taken[first] >= (1 - 2 * LITTLE) * seconds or taken[second] < 2 * LITTLE * seconds
+    if float(np.mean(computed)) < IDLE * busiest:
+        first, second = ("ranks without heads" if name == "computing" else name for name in (first, second))
+    return first if alone else f"{first}, then {second}"

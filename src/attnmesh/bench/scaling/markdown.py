@@ -78,14 +78,14 @@ def _efficiency(line: Line) -> str:
 
 
 def _across(lines: Lines, schedules: Sequence[str], cell: Callable[[Line], str]) -> str:
-    """A row for each length and number of ranks, a column for each schedule, the best in bold."""
+    """A row for each length and number of ranks, a column for each schedule, the best that fits in bold."""
     rows = []
     for length, ranks in dict.fromkeys((line["length"], line["ranks"]) for line in _by_length(lines)):
         these = {line["schedule"]: line for line in lines if (line["length"], line["ranks"]) == (length, ranks)}
         best = min(these.values(), key=lambda line: (not line["fits"], line["seconds"]))
         cells = [
-            "" if schedule not in these else f"**{cell(best)}**" if these[schedule] is best else cell(these[schedule])
-            for schedule in schedules
+            f"**{cell(line)}**" if line is best and line["fits"] else cell(line) if line else ""
+            for line in map(these.get, schedules)
         ]
         rows.append((short(length), str(ranks), *cells))
     return _table(("tokens:", "GPUs:", *(f"{schedule}:" for schedule in schedules)), rows)

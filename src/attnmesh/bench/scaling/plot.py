@@ -35,6 +35,7 @@ def _efficiency(pyplot: Any, lines: Lines, path: Path) -> Path:
         for schedule in dict.fromkeys(line["schedule"] for line in lines):
             points = [x for x in lines if (x["length"], x["schedule"]) == (length, schedule)]
             _curve(panel, points, "ranks", "efficiency", 1.0, schedule)
+        _ticks(panel, lines, "ranks")
         panel.axhline(1.0, color="grey", linewidth=0.8)
         panel.set_title(f"{short(length)} tokens", fontsize=10)
     axes[0][0].set_ylabel("one GPU's time / (GPUs x time)")
@@ -53,6 +54,7 @@ def _steps(pyplot: Any, lines: Lines, path: Path) -> Path:
             for kind in KINDS:
                 points = [x for x in lines if (x["model"], x["batch"], x["kind"]) == (model, batch, kind)]
                 _curve(panel, points, "devices", "seconds", 1e3, kind)
+            _ticks(panel, lines, "devices")
             panel.set_ylim(bottom=0)
             panel.set_title(f"{model}, batch {batch}", fontsize=10)
             panel.legend(fontsize=7)
@@ -69,6 +71,10 @@ def _curve(panel: Any, points: Lines, across: str, up: str, factor: float, label
     for at, height, point in zip(where, heights, points, strict=True):
         face = curve.get_color() if point["fits"] else "white"
         panel.plot(at, height, marker="o", markersize=4, color=curve.get_color(), markerfacecolor=face)
+
+
+def _ticks(panel: Any, lines: Lines, across: str) -> None:
+    where = sorted({x[across] for x in lines})
     panel.set_xscale("log", base=2)
     panel.set_xticks(where, [str(x) for x in where], fontsize=7)
     panel.set_xticks([], minor=True)
