@@ -49,16 +49,16 @@ def test_every_link_says_where_its_figures_are_from():
 def test_units():
     found = cluster("h200")
     assert found.device.memory == 141e9
-    assert found.device.launch == 1.8e-6
+    assert found.device.launch == 1.1e-6
     assert (found.near.bandwidth, found.far.bandwidth) == (450e9, 50e9)
     assert (found.near.latency, found.far.latency) == (2e-6, 5e-6)
-    assert found.device.seconds("matmul", 742e12) == pytest.approx(1)
+    assert found.device.seconds("matmul", 1099.51e9) == pytest.approx(1.621e-3)
 
 
-@pytest.mark.parametrize(("tokens", "ms"), [(16384, 3.86), (32768, 15.14), (65536, 58.26), (131072, 247.9)])
+@pytest.mark.parametrize(("tokens", "ms"), [(8192, 0.9906), (16384, 3.761), (32768, 14.65)])
 def test_the_h200_takes_what_was_measured(tokens, ms):
     flops = 4 * (tokens * (tokens + 1) // 2) * 32 * 128
-    assert float(cluster("h200").device.seconds("attention", flops)) * 1e3 == pytest.approx(ms, rel=1e-3)
+    assert float(cluster("h200").device.seconds("attention", flops, squares=True)) * 1e3 == pytest.approx(ms, rel=1e-3)
 
 
 @pytest.mark.parametrize(("mib", "us"), [(2, 9.7), (64, 25.8), (512, 130.8), (4096, 952.5)])
@@ -68,8 +68,10 @@ def test_the_h200_decodes_as_was_measured_less_the_clock(mib, us):
 
 @pytest.mark.parametrize("name", ["h100", "b200", "a100", "mi300x", "trainium2"])
 def test_published_devices_have_the_h200s_share_of_their_peak(name):
-    at = {"attention": 8.796e12, "attention backward": 21.99e12, "matmul": 1e12, "copy": 1e9, "decode": 536.9e6,
-          "sparse": 2.3365e12, "sparse backward": 5.91e12, "indexer": 2.199e12}  # fmt: skip
+    at = {
+        "attention": 4.398e12, "attention backward": 10.995e12, "matmul": 1.0995e12, "copy": 268.435e6,
+        "decode": 536.9e6, "sparse": 2.3365e12, "sparse backward": 5.91e12, "indexer": 2.199e12,
+    }  # fmt: skip
     h200, other = catalog().device("h200"), catalog().device(name)
     shares = {kind: rate(h200, kind, at[kind]) / H200_PEAK[kind in OF_BYTES] for kind in KINDS}
     peaks = {kind: rate(other, kind, 1e12) / shares[kind] for kind in KINDS}

@@ -27,7 +27,8 @@ OF_BYTES: frozenset[Kind] = frozenset({"copy", "decode"})
 class Curve:
     """Seconds of one call by its size: samples (size, seconds), ascending in size.
 
-    Between samples lies a straight line in logarithms. Beyond them a call runs at the rate of the nearest sample.
+    Between samples lies a straight line in logarithms. A larger call runs at the rate of the largest sample. A smaller
+    one takes as long as the smallest (it does not fill the device either), unless there is but one sample: a rate.
     """
 
     samples: tuple[tuple[float, float], ...]
@@ -42,9 +43,10 @@ class Curve:
         size = np.asarray(size, dtype=np.float64)
         logs = self._logs
         # A line through log (seconds / size): beyond the ends interp stays level, which is a constant rate.
+        least = self.samples[0][0] if len(self.samples) > 1 else 0.0
         with np.errstate(divide="ignore"):
             at = np.log(size)
-        return np.where(size > 0, size * np.exp(np.interp(at, logs[0], logs[1])), 0.0)
+        return np.where(size > 0, np.maximum(size, least) * np.exp(np.interp(at, logs[0], logs[1])), 0.0)
 
     @cached_property
     def _logs(self) -> tuple[Floats, Floats]:
