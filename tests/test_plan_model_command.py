@@ -163,9 +163,8 @@ def test_more_devices_than_can_share_the_heads_is_no_plan():
         "Nothing can be divided over 128 devices: 32 query heads and a batch of 1 leave some of 128 devices without "
         "anything to do. 32 can be kept busy."
     )
-    ran = plan(
-        "decode", "--model", "llama-3.1-405b", "--context", "1M", "--gpus", 128, "--batch", 1, "--hardware", "cpu"
-    )
+    large = ("--model", "llama-3.1-405b", "--context", "1M", "--hardware", "cpu")
+    ran = plan("decode", *large, "--gpus", 128, "--batch", 1)
     assert (ran.exit_code, "More of these devices cannot share it." in words(ran.output)) == (1, True)
     ran = plan("decode", *large, "--gpus", 32, "--batch", 1)
     assert "Not even 128 of these devices, the most that can share it, would hold it." in words(ran.output)
