@@ -14,6 +14,7 @@ from attnmesh.plan.case import Shape
 from attnmesh.plan.cost import cost
 from attnmesh.plan.load import loads_of
 from attnmesh.plan.query_program import queries_program
+from attnmesh.plan.rounds.stages import causal_squares
 from planning import cluster
 
 SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=16, itemsize=2, sum_itemsize=4)
@@ -49,6 +50,9 @@ def test_the_work_is_that_of_the_calls(pairs):
                 assert loads_of(whole, world)[rank].flops == 2 * products * 2 * 4 * 16 * sum(p.pairs for p in patches)
                 kernels = next(k for part in whole.rounds() for k in part.work if k.kind.startswith("attention"))
                 assert kernels.calls[rank] == sum(len(p.blocks) for p in patches if p.pairs)
+                squares = np.array([causal_squares(p) for p in patches]).reshape(-1, 2).sum(0)
+                assert kernels.squares[0][rank] == 2 * products * 2 * 4 * 16 * squares[0]
+                assert kernels.squares[1][rank] == squares[1]
 
 
 def test_thousands_of_ranks_have_the_same_sums():

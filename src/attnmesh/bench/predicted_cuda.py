@@ -26,7 +26,7 @@ LENGTHS, WORLDS = (16384, 32768, 65536, 131072), (4, 8)
 
 
 def measure_predicted_cuda(
-    cluster: Cluster, lengths: Sequence[int] = LENGTHS, worlds: Sequence[int] = WORLDS, *, rounds: int = 2
+    cluster: Cluster, lengths: Sequence[int] = LENGTHS, worlds: Sequence[int] = WORLDS, *, rounds: int = 3
 ) -> list[dict[str, object]]:
     """The first, middle and last rank's milliseconds beside those that its program computes: bf16, causal, zigzag."""
     return [

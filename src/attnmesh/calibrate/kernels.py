@@ -6,7 +6,7 @@ Attention is timed as schedules call it, in full rectangles and in causal square
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ class Sizes:
     kv_heads: int
     head_dim: int
     sides: tuple[int, ...]  # rows and keys of an attention call
+    long: tuple[tuple[int, int, int], ...]  # rows, heads and kv heads of causal squares as Ulysses leaves them
     matmuls: tuple[int, ...]  # rows, columns and depth of a product
     copies: tuple[int, ...]  # rows that are laid out anew, as for a message
     caches: tuple[int, ...]  # keys of a step of decoding
@@ -41,21 +42,21 @@ class Sizes:
 
 
 _CPU = Sizes(
-    torch.float32, 4, 2, 64, sides=(32, 64, 128, 256, 512, 1024, 2048), matmuls=(128, 512, 1024),
+    torch.float32, 4, 2, 64, sides=(32, 64, 128, 256, 512, 1024, 2048), long=(), matmuls=(128, 512, 1024),
     copies=(16, 128, 1024, 8192), caches=(1024, 16384, 65536), sparse_rows=(16, 64), sparse_keys=2048,
     sparse=(16, 192, 128, 256), indexer=(16, 64, 256),
 )  # fmt: skip
 _CPU_QUICK = Sizes(
-    torch.float32, 4, 2, 64, sides=(64, 256, 512), matmuls=(128, 512), copies=(128, 4096), caches=(1024, 8192),
+    torch.float32, 4, 2, 64, sides=(64, 256, 512), long=(), matmuls=(128, 512), copies=(128, 4096), caches=(1024, 8192),
     sparse_rows=(8,), sparse_keys=512, sparse=(8, 192, 128, 128), indexer=(8, 64, 128),
 )  # fmt: skip
 _CUDA = Sizes(
-    torch.bfloat16, 32, 8, 128, sides=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    torch.bfloat16, 32, 8, 128, sides=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768), long=((131072, 8, 2),),
     matmuls=(512, 1024, 2048, 4096, 8192), copies=(64, 1024, 8192, 65536, 524288), caches=(1024, 8192, 65536, 524288),
     sparse_rows=(256, 1024, 4096), sparse_keys=32768, sparse=(128, 576, 512, 2048), indexer=(64, 128, 2048),
 )  # fmt: skip
 _CUDA_QUICK = Sizes(
-    torch.bfloat16, 32, 8, 128, sides=(512, 2048, 8192), matmuls=(1024, 4096), copies=(1024, 65536),
+    torch.bfloat16, 32, 8, 128, sides=(512, 2048, 8192), long=(), matmuls=(1024, 4096), copies=(1024, 65536),
     caches=(8192, 65536), sparse_rows=(256,), sparse_keys=8192, sparse=(128, 576, 512, 2048), indexer=(64, 128, 2048),
 )  # fmt: skip
 
@@ -76,17 +77,21 @@ def empty_call(device: str) -> Run:
 def _attention(sizes: Sizes, device: str) -> Iterator[Sample]:
     for square in (False, True):
         for side in sizes.sides:
-            pairs = side * (side + 1) // 2 if square else side * side
-            operations = 4.0 * sizes.heads * sizes.head_dim * pairs
-            given = partial(_attended, sizes, device, side, square)
-            if device == "cpu":  # the backward by itself; on CUDA a graph holds both, and the forward is taken off
-                back = Sample("attention backward", 2.5 * operations, partial(_backward, given), square)
-            else:
-                back = Sample(
-                    "attention backward", 2.5 * operations, partial(_both_ways, given), square, partial(_forward, given)
-                )
-            yield Sample("attention", operations, partial(_forward, given), square)
-            yield back
+            yield from _there_and_back(sizes, device, side, square)
+    for side, heads, kv_heads in sizes.long:
+        yield from _there_and_back(replace(sizes, heads=heads, kv_heads=kv_heads), device, side, True)
+
+
+def _there_and_back(sizes: Sizes, device: str, side: int, square: bool) -> Iterator[Sample]:
+    pairs = side * (side + 1) // 2 if square else side * side
+    operations = 4.0 * sizes.heads * sizes.head_dim * pairs
+    given = partial(_attended, sizes, device, side, square)
+    yield Sample("attention", operations, partial(_forward, given), square)
+    if device == "cpu":  # the backward by itself; on CUDA a graph holds both, and the forward is taken off
+        yield Sample("attention backward", 2.5 * operations, partial(_backward, given), square)
+    else:
+        both = partial(_both_ways, given)
+        yield Sample("attention backward", 2.5 * operations, both, square, partial(_forward, given))
 
 
 def _attended(sizes: Sizes, device: str, side: int, square: bool) -> tuple[list[Tensor], Callable[[], Tensor]]:

@@ -18,6 +18,7 @@ from attnmesh.mask import Causal, Mask, SlidingWindow
 from attnmesh.plan.case import Case, Shape, refusal
 from attnmesh.plan.cost import Cost, schedule_cost
 from attnmesh.plan.hardware import Cluster
+from attnmesh.plan.memory import peak_bytes
 from attnmesh.plan.model import ModelConfig
 from attnmesh.plan.model_bytes import cache_bytes, weight_bytes
 from attnmesh.plan.model_work import layer_weights_read, linear_flops
@@ -69,29 +70,31 @@ def prefill_ranking(asked: Prefill) -> Ranking:
         if division.cp > MOST_CP:
             refused[str(division)] = f"more than {MOST_CP} CP ranks are left to `attnmesh simulate`"
             continue
-        memory = prefill_memory(asked, division)
         for schedule, why in _schedules(asked, division).items():
             name = f"{division} {schedule}" if division.cp > 1 else str(division)
             if why is not None:
                 refused[name] = why
                 continue
-            options.append(_option(asked, division, schedule, name, memory))
+            options.append(_option(asked, division, schedule, name))
     return ranked(options, asked.cluster.device.memory, refused)
 
 
-def prefill_memory(asked: Prefill, division: Division) -> Memory:
+def prefill_memory(asked: Prefill, division: Division, schedule: str = "ring") -> Memory:
     """Bytes of a rank: its weights, its part of the cache, and the activations of one layer."""
     model, (dp, tp, cp) = asked.model, (division.dp, division.tp, division.cp)
     sequences, rows = -(-asked.batch // dp), -(-asked.context // cp)
     heads_divided = 1 if model.latent else min(tp, model.kv_heads)
     cache = sequences * cache_bytes(model, asked.context, asked.cached_number) / cp / heads_divided
     shape = _shape(asked, division)
-    working = rows * (2 * shape.query_row + 3 * shape.key_row + shape.query_row * _SUM / _ACTIVATION)
-    working += 4 * rows * sequences * model.hidden * _ACTIVATION  # the residual stream, normed, and on the way
+    windows = model.window_layers
+    widest = None if None in windows else max(window for window in windows if window is not None)
+    attending = int(peak_bytes(schedule, _case(asked, division, widest), backward=False).max())
+    residual = 4 * rows * sequences * model.hidden * _ACTIVATION  # as it is, normed, and on the way through a product
+    working = rows * (shape.query_row + shape.key_row) + attending + residual
     return Memory(weight_bytes(model) / tp, cache, working)
 
 
-def _option(asked: Prefill, division: Division, schedule: str, name: str, memory: Memory) -> Option:
+def _option(asked: Prefill, division: Division, schedule: str, name: str) -> Option:
     model, cluster = asked.model, asked.cluster
     attention = _attention(asked, division, schedule)
     rows = -(-asked.context // division.cp) * -(-asked.batch // division.dp)
@@ -108,6 +111,7 @@ def _option(asked: Prefill, division: Division, schedule: str, name: str, memory
     seconds = sum(parts.values())
     longest = max(parts, key=lambda part: parts[part])
     why = attention.bottleneck if longest == "keys on their way" else longest
+    memory = prefill_memory(asked, division, schedule)
     return Option(name, seconds, memory, attention.sent + sums * summed, why, parts)
 
 

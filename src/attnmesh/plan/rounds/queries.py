@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.program import Ints, Round
+from attnmesh.plan.program import Ints, Kernels, Round
 from attnmesh.plan.rounds.collectives import Groups, exchanged, summed
 from attnmesh.plan.rounds.sizes import Sizes, copying
 from attnmesh.spans import Spans
@@ -29,20 +29,21 @@ class Answered:
         """Causal queries in chunks: each chunk sees all keys before it, and a triangle of its own."""
         pairs = [sum(len(c) * (c.start + c.stop + 1) // 2 for c in mine) for mine in chunks]
         calls = [sum(1 + (c.start > 0 and len(c) > 1) for c in mine) for mine in chunks]
-        own = [sum(len(c) * (len(c) + 1) // 2 for c in mine) for mine in chunks]
-        squares = [sum(len(c) > 0 for c in mine) for mine in chunks]
-        counts = [np.array(column, dtype=np.int64) for column in (pairs, calls, own, squares)]
-        return Answered(counts[0], counts[1], (counts[2], counts[3]))
+        sides = [[len(c) for c in mine if len(c) > 1] for mine in chunks]
+        square_pairs, square_calls = (
+            [sum(n * (n + 1) // 2 for n in mine) for mine in sides],
+            [len(mine) for mine in sides],
+        )
+        columns = (np.array(column, dtype=np.int64) for column in (pairs, calls, square_pairs, square_calls))
+        every_pair, every_call, *squares = columns
+        return Answered(every_pair, every_call, (squares[0], squares[1]))
 
 
 def queries_forward(answered: Answered, sizes: Sizes, groups: Groups, *, gather: bool) -> Iterator[Round]:
     """`gather`: the whole of out comes to every rank in the end."""
     parts = np.minimum(answered.calls, 2)  # of a row: keys before its chunk, and the chunk's own
     merging = sizes.merging(np.zeros_like(parts), parts, last=True)
-    yield Round(
-        "answer",
-        work=(sizes.attention(answered.pairs, answered.calls, backward=False, squares=answered.squares), merging),
-    )
+    yield Round("answer", work=(_attention(answered, sizes, backward=False), merging))
     if gather:
         whole = int((sizes.rows * sizes.query_row).sum())
         yield from exchanged("gather", groups.gathered(sizes.rows * sizes.query_row))
@@ -54,11 +55,12 @@ def queries_backward(answered: Answered, sizes: Sizes, groups: Groups, length: i
     if gather:
         yield from summed("sum of d_out", length * sizes.query_row, groups)
     whole_dq = copying(length * sizes.query_sum_row)  # zeros, but for the own rows
-    yield Round(
-        "answer",
-        work=(sizes.attention(answered.pairs, answered.calls, backward=True, squares=answered.squares), whole_dq),
-    )
+    yield Round("answer", work=(_attention(answered, sizes, backward=True), whole_dq))
     side = length * sizes.key_grad_row // 2
     for name in ("dk", "dv"):
         yield from summed(f"sum of {name}", side, groups)
         yield Round(f"round {name}", work=(copying(side),))
+
+
+def _attention(answered: Answered, sizes: Sizes, *, backward: bool) -> Kernels:
+    return sizes.attention(answered.pairs, answered.calls, backward=backward, squares=answered.squares)
