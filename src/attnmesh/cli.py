@@ -18,6 +18,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from attnmesh import launch, report, trace_run, verify
 from attnmesh.bench import main
 from attnmesh.bench.decode.parts import ON_CPU, Part
+from attnmesh.bench.scaling.parts import Part as ScalingPart
 from attnmesh.bench.sparse.parts import Part as SparsePart
 from attnmesh.bench.sparse.plot import FORMATS
 from attnmesh.calibrate import command as calibrate
@@ -345,6 +346,36 @@ def bench_sharding(
     """Token generation over 64 ranks, one rank's step on one GPU: TP, KVDP, CP and mixed forms."""
     _check_device(Device.CUDA)
     main.sharding(contexts or (8192, 32768, 131072), batches or (1, 8, 64, 512), json)
+
+
+@bench_app.command("scaling")
+def bench_scaling(
+    only: Annotated[
+        list[ScalingPart] | None, typer.Option("--only", help="What to study; repeat it. All by default.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="8 and 16 ranks: to see that it runs.")] = False,
+    hardware_file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="A TOML file that changes figures of the hardware."),
+    ] = None,
+    json: JsonOption = None,
+    plots: Annotated[Path | None, typer.Option(help="Also draw pictures into this folder.")] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", exists=True, dir_okay=False, help="Simulate nothing: show what a --json file has."),
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Put the tables into this document, at its comments."),
+    ] = None,
+) -> None:
+    """Schedules on 8 to 4,096 GPUs, shardings of token generation, slow ranks: simulated; tables as Markdown."""
+    if source is not None:
+        if only or quick or hardware_file or json is not None:
+            raise typer.BadParameter("shows what was simulated: give --plots and --into only", param_hint="--from")
+        main.show_saved_scaling(source, plots, into)
+        return
+    main.scaling(only or tuple(ScalingPart), quick, hardware_file, json, plots, into)
 
 
 @bench_app.command("sparse")

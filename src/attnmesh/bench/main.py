@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from json import loads
 from pathlib import Path
 
+from rich.progress import Progress
+
 from attnmesh import report
 from attnmesh.bench.accuracy import measure_accuracy
 from attnmesh.bench.decode.parts import Part, measure_decode
@@ -21,6 +23,10 @@ from attnmesh.bench.prefill import measure_prefill
 from attnmesh.bench.queries import measure_queries, measure_queries_memory
 from attnmesh.bench.ring import measure_cuda, measure_memory
 from attnmesh.bench.ring_cpu import measure_cpu
+from attnmesh.bench.scaling.markdown import put_into, tables
+from attnmesh.bench.scaling.parts import Part as ScalingPart
+from attnmesh.bench.scaling.parts import study
+from attnmesh.bench.scaling.plot import plot_scaling
 from attnmesh.bench.sharding import sections as sharding_sections
 from attnmesh.bench.sparse.parts import Part as SparsePart
 from attnmesh.bench.sparse.parts import measure_sparse, wrong
@@ -97,6 +103,38 @@ def sparse(device: str, parts: Collection[SparsePart], quick: bool, json: Path |
     if plot is not None:
         plot_sparse(sections, plot)
     return not any(wrong(rows) for rows in sections.values())
+
+
+def scaling(
+    parts: Collection[ScalingPart], quick: bool, hardware_file: Path | None, json: Path | None, plots: Path | None,
+    into: Path | None,
+) -> None:  # fmt: skip
+    """Schedules and shardings at many ranks, simulated; the tables as Markdown."""
+    if plots is not None:
+        require("matplotlib.pyplot", extra="plot")  # before minutes are spent
+    machine = report.machine("cpu")
+    sections: dict[str, Rows] = {}
+    with Progress(console=report.console(), transient=True) as progress:
+        task = progress.add_task("simulating", total=None)
+        for part, rows in study(parts, quick=quick, hardware_file=hardware_file):
+            sections.setdefault(part.value, []).extend(rows)
+            progress.update(task, description=f"{part.value}: {sum(map(len, sections.values()))} rows")
+            if json is not None:  # the largest take a minute each: what is done is not lost
+                report.save(json, {"benchmark": "scaling", "machine": machine, "sections": sections})
+    _show_scaling(sections, plots, into)
+
+
+def show_saved_scaling(source: Path, plots: Path | None, into: Path | None) -> None:
+    """The tables and pictures of a study whose figures were saved."""
+    _show_scaling(loads(source.read_text())["sections"], plots, into)
+
+
+def _show_scaling(sections: dict[str, Rows], plots: Path | None, into: Path | None) -> None:
+    print(tables(sections))
+    if into is not None:
+        into.write_text(put_into(into.read_text(), sections))
+    if plots is not None:
+        plot_scaling(sections, plots)
 
 
 def model(device: str, prompts: Sequence[int], ranks: Sequence[int], json: Path | None) -> None:
