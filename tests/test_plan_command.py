@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from attnmesh import recommend_sharding
 from attnmesh.cli import app
+from attnmesh.plan.catalog import cluster
 from attnmesh.plan.compare import compare_shardings
 from attnmesh.plan.words import readable_bytes
 
@@ -95,11 +96,11 @@ def test_a_config_file_gives_the_cache_of_all_layers(config):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--batch", "1", "--ranks", "8"), "give --config, or --q-heads and --kv-heads"),
-        (("--batch", "1", "--ranks", "8", "--q-heads", "8"), "give --config, or --q-heads and --kv-heads"),
+        (("--batch", "1", "--ranks", "8"), "give --model, or --config, or --q-heads and --kv-heads"),
+        (("--batch", "1", "--ranks", "8", "--q-heads", "8"), "give --model, or --config, or --q-heads and --kv-heads"),
         ((*HEADS, "--batch", "1", "--ranks", "128"), "got q_heads=64 for 8 x 1 x 16 = 128 ranks"),
         ((*HEADS, "--batch", "1", "--ranks", "8", "--storage", "fp4"), "storage must be one of bf16"),
-        ((*HEADS, "--batch", "1"), "Missing option --ranks"),
+        ((*HEADS, "--batch", "1"), "Missing option --gpus"),
         ((*HEADS, "--batch", "0", "--ranks", "8"), "0 is not in the range"),
         (("--config", "no_such.json", "--batch", "1", "--ranks", "8"), "no_such.json does not exist"),
     ],
@@ -123,6 +124,30 @@ def test_a_config_with_something_missing_is_a_clear_error(config):
     ran = run("--config", str(config), "--batch", "1", "--ranks", "8")
     assert ran.exit_code == 2
     assert "has no num_hidden_layers" in words(ran.output)
+
+
+def test_heads_as_json_say_the_same():
+    ran = run(*HEADS, "--batch", "2", "--ranks", "64", "--context", "128k", "--json")
+    assert ran.exit_code == 0, ran.output
+    said, found = json.loads(ran.output), recommend_sharding(2, 64, 8, 64, 131072)
+    assert said["best"] == str(found.choice.sharding) == said["options"][0]["way"]
+    assert said["options"][0]["bytes_sent"] == found.choice.sent
+    assert [option["seconds"] for option in said["options"]] == [None] * 5
+
+
+def test_heads_on_machines_go_by_time():
+    common = (*HEADS, "--batch", "2", "--ranks", "64", "--head-dim", "64", "--hidden", "2880")
+    ran = run(*common, "--context", "2k", "--hardware", "H200")
+    assert ran.exit_code == 0, ran.output
+    found = recommend_sharding(2, 64, 8, 64, 2048, head_dim=64, hidden=2880, cluster=cluster("h200"))
+    assert ran.output.startswith(f"{found.choice.sharding} over 64 ranks\n")
+    assert found.reason in words(ran.output)
+    said = json.loads(run(*common, "--context", "2k", "--links", "pcie,ethernet", "--json").output)
+    slower = cluster("h200", near="pcie", far="ethernet")
+    again = recommend_sharding(2, 64, 8, 64, 2048, head_dim=64, hidden=2880, cluster=slower)
+    assert said["options"][0]["seconds"] == again.choice.seconds > found.choice.seconds
+    ran = run(*common, "--hardware", "h200")
+    assert (ran.exit_code, "--context is missing" in words(ran.output)) == (2, True)
 
 
 def test_help_comes_without_a_command():

@@ -315,6 +315,15 @@ def test_the_text_of_a_choice_ranks_the_others_and_says_why_some_cannot_serve():
     assert "estimates for h200" in str(explained(4, length=4096))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_the_choice_by_cost_of_the_same_case(device):
+    for world, inner in ((4, None), (4, 2), (6, 3)):
+        told = explained(world, inner=inner, length=4096, device=device)
+        assert told.cluster == usual_cluster(device)
+        assert told.choice == choose_schedule(told.case, told.cluster)
+        assert told.schedule == told.choice.schedule
+
+
 def test_ranks_with_stripes_with_many_runs_and_with_nothing_are_described_briefly():
     assert re.search(r"0  0\.\.60 by 4  ", str(explained(4, layout=Striped())))
     assert re.search(r" 0\.\.\d+, \.\.\. 6 runs, 16 positions  ", str(explained(4, layout=Zigzag(3), length=64)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnmesh.plan.catalog import cluster
 from attnmesh.plan.known_models import model
 from attnmesh.plan.model_work import experts_read, layer_weights_read
-from attnmesh.plan.prefill_options import Division, Prefill, divisions, plane, prefill_memory, prefill_ranking
+from attnmesh.plan.prefill_options import Division, Prefill, divisions, prefill_memory, prefill_ranking
 from attnmesh.plan.ranking import RESERVED
 
 H200 = cluster("h200")
@@ -174,26 +174,7 @@ def test_experts_that_nobody_chose_are_not_read():
     assert layer_weights_read(GPT_OSS, 1) < layer_weights_read(GPT_OSS, 10_000) / 8
 
 
-# What planes of CP have of a node.
-
-
-@pytest.mark.parametrize(
-    ("rails", "tp", "ports", "bandwidth"),
-    [(8, 1, 8, 1), (8, 8, 1, 1), (4, 2, 2, 1), (4, 8, 1, 1 / 2), (1, 1, 1, 1), (1, 8, 1, 1 / 8), (16, 2, 4, 1)],
-)
-def test_planes_share_the_ports_of_a_node(rails, tp, ports, bandwidth):
-    found = plane(replace(H200, rails=rails), 8 // tp, tp)
-    assert (found.node, found.rails) == (8 // tp, ports)
-    assert found.far.bandwidth == pytest.approx(bandwidth * H200.far.bandwidth)
-    assert found.near == H200.near
-
-
-def test_planes_share_what_a_node_has_one_of():
-    machine = cluster("cpu", node=8)
-    found = plane(machine, 2, 4)
-    assert found.near.bandwidth == machine.near.bandwidth / 4
-    one_way = replace(H200, far=replace(H200.far, shared=True))
-    assert plane(one_way, 2, 4).far.bandwidth == H200.far.bandwidth / 4
+# Ports.
 
 
 def test_fewer_ports_never_make_a_way_faster():
@@ -202,6 +183,15 @@ def test_fewer_ports_never_make_a_way_faster():
     assert all(slower[option.name] >= option.seconds * (1 - 1e-9) for option in many)
     of_many = {option.name: option.seconds for option in many}
     assert slower["TP8-CP2 allgather"] > of_many["TP8-CP2 allgather"]
+
+
+def test_replicas_that_lie_across_nodes_pay_for_it():
+    """12 devices of nodes of 8: the second replica of 6 has 2 in the first node and 4 in the other."""
+    slow = replace(H200, far=replace(H200.far, bandwidth=1e9))
+    ways = {option.name: option.seconds for option in prefill_ranking(asked(devices=12, batch=2, on=slow)).options}
+    one_node = prefill_ranking(asked(devices=6, on=slow)).options
+    alone = {option.name: option.seconds for option in one_node}
+    assert ways["DP2-CP6 ring"] > 2 * alone["CP6 ring"]
 
 
 @pytest.mark.parametrize("field", ["context", "batch", "devices"])

@@ -33,7 +33,9 @@ def test_why_says_what_a_way_loses_by():
     large = option("large", 1.0, 1000)
     found = ranked([slow, large, best], 100, {})
     assert found.why(best) == "the fastest that fits"
-    assert found.why(slow) == "1.50x the time: 1.5 s more for exchanges"
+    assert found.why(slow) == "50% slower: 1.5 s more for exchanges"
+    slowest = option("slowest", 24.0, 10, attention=23.0, exchanges=1.0)
+    assert found.why(slowest) == "12 times as long: 22 s more for attention"
     assert found.why(large) == "does not fit in 90 B"
 
 

@@ -18,6 +18,7 @@ from attnmesh.plan.ranking import Memory, Option, Ranking, ranked
 from attnmesh.plan.rounds.decode import decode_program
 from attnmesh.plan.rounds.decode_layer import DecodeLayer, Linear
 from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.side_by_side import one_of_many, ranks_together
 
 _ACTIVATION = 2  # bytes
 
@@ -77,7 +78,10 @@ def shardings(asked: Decode) -> Iterator[tuple[int, DecodeSharding]]:
 
 
 def _option(asked: Decode, replicas: int, sharding: DecodeSharding, name: str) -> Option:
-    cluster, sequences = asked.cluster, asked.batch // replicas
+    sequences = asked.batch // replicas
+    cluster = asked.cluster
+    if replicas > 1:  # others stand beside it, and some may lie across nodes
+        cluster = one_of_many(cluster, ranks_together(sharding.ranks, cluster.node, asked.devices), asked.devices)
     parts = dict.fromkeys(("computing", "exchanges"), 0.0)
     sent = 0.0
     bottlenecks: dict[str, float] = {}

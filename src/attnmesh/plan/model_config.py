@@ -100,10 +100,13 @@ def _read(path: Path) -> _Fields:
 
 def _heads(fields: _Fields, latent: Latent | None = None) -> ModelConfig:
     q_heads = fields.size("num_attention_heads")
+    kv_heads = fields.optional("num_key_value_heads") or q_heads
+    if q_heads % kv_heads:
+        raise ValueError(f"num_key_value_heads in {fields.path} must divide {q_heads} query heads, got {kv_heads}")
     hidden = fields.size("hidden_size")
     return ModelConfig(
         q_heads=q_heads,
-        kv_heads=fields.optional("num_key_value_heads") or q_heads,
+        kv_heads=kv_heads,
         head_dim=latent.nope + latent.rope if latent else _head_dim(fields, q_heads, hidden),
         hidden=hidden,
         layers=fields.size("num_hidden_layers"),

@@ -8,7 +8,7 @@ CP   ranks that divide the positions: a schedule of ContextParallel; they hold t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from attnmesh.plan.model_bytes import cache_bytes, weight_bytes
 from attnmesh.plan.model_work import layer_weights_read, linear_flops
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.ranking import Memory, Option, Ranking, ranked
+from attnmesh.plan.side_by_side import one_of_many, ranks_together
 from attnmesh.plan.spread import spread
 
 MOST_CP = 1024
@@ -99,7 +100,7 @@ def _option(asked: Prefill, division: Division, schedule: str, name: str) -> Opt
     rows = -(-asked.context // division.cp) * -(-asked.batch // division.dp)
     linear = _linear(asked, division, rows)
     sums, summed = 2 * model.layers, 2 * (division.tp - 1) / division.tp * rows * model.hidden * _ACTIVATION
-    on_a_port = cluster.node if cluster.near.shared else 1
+    on_a_port = min(cluster.node, asked.devices) if cluster.near.shared else 1
     summing = on_a_port * summed / cluster.near.bandwidth + 2 * cluster.near.latency if division.tp > 1 else 0.0
     parts = {
         "attention": attention.computed,
@@ -128,23 +129,13 @@ def _attention(asked: Prefill, division: Division, schedule: str) -> Cost:
     total = Cost(0.0, 0.0, 0, 0, 0, 0, "computing")
     for window, layers in asked.model.window_layers.items():
         case = _case(asked, division, window)
-        one = schedule_cost(schedule, case, plane(asked.cluster, case.inner, division.tp), backward=False)
+        one = schedule_cost(schedule, case, one_of_many(asked.cluster, case.inner, asked.devices), backward=False)
         for_all = Cost(
             one.seconds * layers, one.computed * layers, one.flops * layers, one.near * layers, one.far * layers,
             one.rounds * layers, one.bottleneck,
         )  # fmt: skip
         total = total + for_all
     return total
-
-
-def plane(cluster: Cluster, ranks: int, tp: int) -> Cluster:
-    """What CP ranks that are `ranks` of a node have of a cluster: beside them, others of their TP ranks do the same."""
-    of_a_node = 1 if cluster.far.shared else min(cluster.rails, cluster.node)
-    ports = of_a_node * ranks / cluster.node
-    whole = max(1, int(ports))
-    far = replace(cluster.far, bandwidth=cluster.far.bandwidth * ports / whole)
-    near = replace(cluster.near, bandwidth=cluster.near.bandwidth / (tp if cluster.near.shared else 1))
-    return replace(cluster, near=near, far=far, node=ranks, rails=whole)
 
 
 def _schedules(asked: Prefill, division: Division) -> dict[str, str | None]:
@@ -177,8 +168,8 @@ def _case(asked: Prefill, division: Division, window: int | None) -> Case:
 
 def _inner(asked: Prefill, division: Division) -> int:
     """CP ranks of a node."""
-    inner = min(division.cp, max(1, asked.cluster.node // division.tp))
-    return inner if division.cp % inner == 0 else 1
+    whole = ranks_together(division.cp * division.tp, asked.cluster.node, asked.devices)
+    return max(1, whole // division.tp)
 
 
 def _shape(asked: Prefill, division: Division) -> Shape:

@@ -63,7 +63,8 @@ class Ranking:
         if option == best:
             return "the fastest that fits"
         times = option.seconds / best.seconds if best.seconds else 1.0
-        return f"{times:.2f}x the time: {_loses_by(option, best)}"
+        slower = f"{100 * (times - 1):.2g}% slower" if times < 1.995 else f"{times:.3g} times as long"
+        return f"{slower}: {_loses_by(option, best)}"
 
 
 def ranked(options: list[Option], room: float, refused: dict[str, str]) -> Ranking:

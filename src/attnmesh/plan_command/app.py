@@ -104,7 +104,7 @@ def plan_decode(
     fits. Without (--config, or heads) it says which sharding follows from the heads, who holds and sends what; with
     --hardware and --context also, which one is the fastest for a layer's attention.
     """
-    machines = Machines(hardware or "h200", links, node, rails, hardware_file)
+    machines = Machines("h200" if hardware is None else hardware, links, node, rails, hardware_file)
     with _plainly():
         if model is not None:
             if config is not None or any((q_heads, kv_heads, head_dim, hidden)):

@@ -101,7 +101,9 @@ def _answer(asked: Asked, cluster: Cluster, ranking: Ranking, question: _Questio
 def _because(best: Option, ranking: Ranking) -> str:
     """What the best one spends its time on, and what the runner-up does worse."""
     shares = sorted(best.parts.items(), key=lambda part: -part[1])
-    spent = ", ".join(f"{100 * seconds / best.seconds:.0f}% {part}" for part, seconds in shares if seconds)
+    spent = ", ".join(
+        f"{100 * seconds / best.seconds:.0f}% {part}" for part, seconds in shares if seconds > 0.005 * best.seconds
+    )
     fitting = [option for option in ranking.options[1:] if option.fits(ranking.room)]
     after = f"; next is {fitting[0].name}, {ranking.why(fitting[0])}" if fitting else "; nothing else fits"
     return f"its time is {spent}; the bottleneck is {best.bottleneck}{after}."
