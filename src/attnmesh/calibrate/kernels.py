@@ -53,7 +53,8 @@ _CPU_QUICK = Sizes(
 _CUDA = Sizes(
     torch.bfloat16, 32, 8, 128, sides=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768), long=((131072, 8, 2),),
     matmuls=(64, 256, 512, 1024, 2048, 4096, 8192), copies=(1, 16, 64, 1024, 8192, 65536, 524288),
-    caches=(1024, 8192, 65536, 524288),    sparse_rows=(256, 1024, 4096), sparse_keys=32768, sparse=(128, 576, 512, 2048), indexer=(64, 128, 2048),
+    caches=(1024, 8192, 65536, 524288), sparse_rows=(256, 1024, 4096), sparse_keys=32768,
+    sparse=(128, 576, 512, 2048), indexer=(64, 128, 2048),
 )  # fmt: skip
 _CUDA_QUICK = Sizes(
     torch.bfloat16, 32, 8, 128, sides=(512, 2048, 8192), long=(), matmuls=(1024, 4096), copies=(1024, 65536),

@@ -24,16 +24,20 @@ _CALLS = 32  # in one graph, for what a call takes at least
 def measure_cuda(name: str, source: str, *, quick: bool) -> tuple[Device, Link | None]:
     """The first GPU, and the link between it and the second, if there is one."""
     timed = samples("cuda", quick=quick)
-    seconds = [_seconds(sample, rounds=1 if quick else 3) for sample in timed]
+    call, graph = _launch()
+    seconds = [_seconds(sample, call, graph, rounds=1 if quick else 3) for sample in timed]
     device = Device(
-        name, source, float(torch.cuda.get_device_properties(0).total_memory), _launch(),
+        name, source, float(torch.cuda.get_device_properties(0).total_memory), call,
         curves_of(timed, seconds, square=False), None, curves_of(timed, seconds, square=True),
     )  # fmt: skip
     return device, _link(name, source, quick) if torch.cuda.device_count() > 1 else None
 
 
-def _seconds(sample: Sample, rounds: int) -> float:
-    """Of one call; a cache that is decoded is read from memory, not from the L2, as in real steps."""
+def _seconds(sample: Sample, least: float, graph: float, rounds: int) -> float:
+    """Of one call, without what a `graph` takes that holds nothing else, but the `least` that a call does.
+
+    A cache that is decoded is read from memory, not from the L2, as in real steps.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     runs: dict[str, Run] = {"call": sample.make()}
@@ -47,20 +51,22 @@ def _seconds(sample: Sample, rounds: int) -> float:
         runs["before"] = sample.before()
     # The sparse family asks its host for sizes on the way: it is queued, as it will be, and not captured.
     ms = (queued if sample.kind in ("sparse", "sparse backward", "indexer") else interleaved)(runs, rounds)
-    return max(ms["call"] - ms.get("before", 0.0), 0.05 * ms["call"]) * 1e-3
+    before = ms["before"] if "before" in ms else 1e3 * graph
+    return max((ms["call"] - before) * 1e-3, least)
 
 
-def _launch() -> float:
-    """What one more small call in a graph takes."""
-    call = empty_call("cuda")
+def _launch() -> tuple[float, float]:
+    """What one more small call in a graph takes, and the graph itself."""
+    small = empty_call("cuda")
 
     def several() -> torch.Tensor:
         for _ in range(_CALLS - 1):
-            call()
-        return call()
+            small()
+        return small()
 
-    ms = interleaved({"one": call, "several": several}, 3)
-    return max(ms["several"] - ms["one"], 1e-6) / (_CALLS - 1) * 1e-3
+    ms = interleaved({"one": small, "several": several}, 3)
+    call = max(ms["several"] - ms["one"], 1e-6) / (_CALLS - 1) * 1e-3
+    return call, max(ms["one"] * 1e-3 - call, 0.0)
 
 
 def _link(name: str, source: str, quick: bool) -> Link:
