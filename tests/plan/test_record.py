@@ -79,11 +79,6 @@ def test_messages_take_time_of_cores_at_both_ends():
     assert beside_kernels(Round("a", {"rows": sums}), np.zeros(2), on_cores(0.0)).tolist() == [1.5, 1.0]
 
 
-def test_a_link_with_ports_of_its_own_takes_no_time_of_cores():
-    there = cluster(message=0.5, cores=8)
-    assert beside_kernels(Round("a", {"rows": Messages.of([(0, 1, 100)])}), floats(3, 3), there).tolist() == [0, 0]
-
-
 def test_rounds_take_time_of_ranks_that_have_work_in_them():
     assert beside_kernels(Round("a"), floats(3, 0), on_cores(2.0)).tolist() == [2, 0]
 

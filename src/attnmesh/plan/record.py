@@ -37,14 +37,14 @@ def timed(work: Sequence[Kernels], cluster: Cluster, slower: Floats) -> list[Tim
 def beside_kernels(round_: Round, seconds: Floats, cluster: Cluster) -> Floats:
     """What a round takes of every rank's core besides its kernels, which take `seconds`; nothing where ranks have none.
 
-    A rank's own program runs there, too, and, where the link is the memory that ranks share, the threads that move its
-    messages, out and in. (On a GPU all of this is the host's, which is ahead.)
+    A rank's own program runs there, too, and the threads that move its messages, out and in. (On a GPU all of this is
+    the host's, which is ahead.)
     """
     if cluster.device.cores is None:
         return np.zeros_like(seconds)
     link, world = cluster.near, len(seconds)
     taken = np.where(seconds > 0, cluster.device.round, 0.0)
-    for exchange in round_.starts.values() if link.shared else ():
+    for exchange in round_.starts.values():
         if isinstance(exchange, Bundle):
             nbytes = exchange.near_out + exchange.near_in + exchange.far_out + exchange.far_in
             taken = taken + exchange.sends * link.message + nbytes / link.bandwidth
