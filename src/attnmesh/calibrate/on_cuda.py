@@ -18,55 +18,54 @@ from attnmesh.calibrate.sample import Sample, curves_of
 from attnmesh.comm import Comm
 from attnmesh.plan.hardware import Device, Link
 
-_CALLS = 32  # in one graph, for what a call takes at least
+_CALLS = 16  # of a crowd
+_SHORT_MS = 0.1  # what a graph takes besides its calls counts for shorter ones
 
 
 def measure_cuda(name: str, source: str, *, quick: bool) -> tuple[Device, Link | None]:
     """The first GPU, and the link between it and the second, if there is one."""
     timed = samples("cuda", quick=quick)
-    call, graph = _launch()
-    seconds = [_seconds(sample, call, graph, rounds=1 if quick else 3) for sample in timed]
+    rounds = 1 if quick else 3
+    least = _among_others(empty_call("cuda"), rounds)
+    seconds = [max(_seconds(sample, rounds), least) for sample in timed]
     device = Device(
-        name, source, float(torch.cuda.get_device_properties(0).total_memory), call,
+        name, source, float(torch.cuda.get_device_properties(0).total_memory), least,
         curves_of(timed, seconds, square=False), None, curves_of(timed, seconds, square=True),
     )  # fmt: skip
     return device, _link(name, source, quick) if torch.cuda.device_count() > 1 else None
 
 
-def _seconds(sample: Sample, least: float, graph: float, rounds: int) -> float:
-    """Of one call, without what a `graph` takes that holds nothing else, but the `least` that a call does.
-
-    A cache that is decoded is read from memory, not from the L2, as in real steps.
-    """
+def _seconds(sample: Sample, rounds: int) -> float:
+    """Of one call; a cache that is decoded is read from memory, not from the L2, as in real steps."""
     gc.collect()
     torch.cuda.empty_cache()
-    runs: dict[str, Run] = {"call": sample.make()}
+    call = sample.make()
     if sample.kind == "decode":
         nothing = torch.zeros((), device="cuda")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of a graph without a node
-            times = cold({**runs, "nothing": lambda: nothing}, rounds=5 * rounds)
+            times = cold({"call": call, "nothing": lambda: nothing}, rounds=5 * rounds)
         return max(times["call"] - times["nothing"], 0.1 * times["call"]) * 1e-6
-    if sample.before is not None:
-        runs["before"] = sample.before()
-    # The sparse family asks its host for sizes on the way: it is queued, as it will be, and not captured.
-    ms = (queued if sample.kind in ("sparse", "sparse backward", "indexer") else interleaved)(runs, rounds)
-    before = ms["before"] if "before" in ms else 1e3 * graph
-    return max((ms["call"] - before) * 1e-3, least)
+    if sample.kind in ("sparse", "sparse backward", "indexer"):
+        # The sparse family asks its host for sizes on the way: it is queued, as it will be, and not captured.
+        return queued({"call": call}, rounds)["call"] * 1e-3
+    before = 0.0 if sample.before is None else _among_others(sample.before(), rounds)
+    return _among_others(call, rounds) - before
 
 
-def _launch() -> tuple[float, float]:
-    """What one more small call in a graph takes, and the graph itself."""
-    small = empty_call("cuda")
+def _among_others(call: Run, rounds: int) -> float:
+    """Seconds of a call in a graph of several: a short one is timed in a crowd, without what the graph itself takes."""
+    alone = interleaved({"call": call}, 1)["call"]
+    if alone > _SHORT_MS:
+        return interleaved({"call": call}, rounds)["call"] * 1e-3
 
     def several() -> torch.Tensor:
         for _ in range(_CALLS - 1):
-            small()
-        return small()
+            call()
+        return call()
 
-    ms = interleaved({"one": small, "several": several}, 3)
-    call = max(ms["several"] - ms["one"], 1e-6) / (_CALLS - 1) * 1e-3
-    return call, max(ms["one"] * 1e-3 - call, 0.0)
+    ms = interleaved({"one": call, "several": several}, rounds)
+    return max(ms["several"] - ms["one"], 1e-6) / (_CALLS - 1) * 1e-3
 
 
 def _link(name: str, source: str, quick: bool) -> Link:
