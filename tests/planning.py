@@ -7,7 +7,7 @@ from attnmesh.plan.hardware import KINDS, Cluster, Curve, Device, Link
 
 def device(flops: float = 1.0, nbytes: float = math.inf, launch: float = 0.0, **more) -> Device:
     """One that computes so many operations a second, and moves bytes for nothing unless told otherwise."""
-    of_bytes = {"copy", "decode"}
+    of_bytes = {"copy", "relayout", "decode"}
     rate = {kind: min(nbytes, 1e300) if kind in of_bytes else flops for kind in KINDS}
     curves = tuple((kind, Curve(((rate[kind], 1.0),))) for kind in KINDS)
     return Device("round", "made up", 1e9, launch, curves, **more)

@@ -10,9 +10,8 @@ from attnmesh.plan.program import Kernels, Messages, Program, Round
 
 def device(cores: int | None = None) -> Device:
     """An operation a second, so that sizes of work are seconds."""
-    return Device(
-        "toy", "made up", 1e9, 0.0, (("attention", Curve(((1.0, 1.0),))), ("copy", Curve(((1.0, 2.0),)))), cores
-    )
+    seconds = {"attention": 1.0, "copy": 2.0, "relayout": 2.0}
+    return Device("toy", "made up", 1e9, 0.0, tuple((kind, Curve(((1.0, s),))) for kind, s in seconds.items()), cores)
 
 
 def cluster(

@@ -180,14 +180,14 @@ MEASURED = {
 
 @pytest.mark.parametrize(("context", "batch"), MEASURED, ids=str)
 def test_kernels_take_what_was_measured_on_the_h200(context, batch):
-    """Within 15%. Curves of attention are from the same table; products and small kernels are not."""
+    """Within 20%. Curves of attention are from the same table; products and small kernels are not."""
     h200 = named_cluster("h200")
     shape = DecodeShape(batch, 1, 64, 8, head_dim=64, hidden=2880)
     weights = Linear(divided=2880 * 4096, by_kv_head=2880 * 1024, out=2880 * 4096)
     layer = DecodeLayer(shape, cached=256.0, context=1024 * context, linear=weights)
     for way, measured in zip(WAYS, MEASURED[context, batch], strict=True):
         computed = cost(decode_program(way, layer, h200.near), h200).computed
-        assert computed == pytest.approx((measured - 5) * 1e-6, rel=0.15), way
+        assert computed == pytest.approx((measured - 5) * 1e-6, rel=0.2), way
 
 
 def test_many_heads_that_share_a_narrow_cache_are_held_up_by_operations():

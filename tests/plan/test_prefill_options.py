@@ -163,7 +163,7 @@ def test_few_rows_still_read_all_weights():
     ways = {option.name: option for option in prefill_ranking(asked(context=4 * K, devices=64)).options}
     whole, divided = (ways[name].parts["linear layers"] for name in ("CP64 ring", "TP8-CP8 ring"))
     assert 3.3e12 < layer_weights_read(LLAMA, 64) / whole < 4.4e12  # bytes a second
-    assert divided < whole / 3
+    assert divided < whole / 2  # an eighth of the bytes; products take their least time
 
 
 def test_experts_that_nobody_chose_are_not_read():

@@ -38,7 +38,7 @@ def assert_same(plain, wide):
             assert moved(a.starts[name]) == moved(b.starts[name]), name
         for one, other in zip_longest(a.work, b.work):
             assert one.kind == other.kind
-            if one.kind != "copy":  # how often partial results are merged is estimated
+            if one.kind not in ("copy", "relayout"):  # how often partial results are merged is estimated
                 np.testing.assert_array_equal(one.size, other.size)
 
 

@@ -127,15 +127,21 @@ def _products(sizes: Sizes, device: str) -> Iterator[Sample]:
 
 
 def _copies(sizes: Sizes, device: str) -> Iterator[Sample]:
-    """Keys, heads first, to rows first and back: what a message wants and kernels do not."""
+    """Keys as they are, and heads first to rows first: what a message wants and kernels do not."""
 
     def copy(rows: int) -> Run:
+        x = torch.randn(1, sizes.kv_heads, rows, sizes.head_dim, device=device, dtype=sizes.dtype)
+        return partial(torch.empty_like(x).copy_, x)
+
+    def relayout(rows: int) -> Run:
         x = torch.randn(1, sizes.kv_heads, rows, sizes.head_dim, device=device, dtype=sizes.dtype)
         message = torch.empty(rows, 1, sizes.kv_heads, sizes.head_dim, device=device, dtype=sizes.dtype)
         return lambda: message.permute(1, 2, 0, 3).copy_(x)
 
     row = 2.0 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize  # read and written
-    return (Sample("copy", rows * row, partial(copy, rows)) for rows in sizes.copies)
+    for rows in sizes.copies:
+        yield Sample("copy", rows * row, partial(copy, rows))
+        yield Sample("relayout", rows * row, partial(relayout, rows))
 
 
 def _decoding(sizes: Sizes, device: str) -> Iterator[Sample]:

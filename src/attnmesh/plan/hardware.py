@@ -16,19 +16,23 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-Kind = Literal["attention", "attention backward", "matmul", "copy", "decode", "sparse", "sparse backward", "indexer"]
-"""What a kernel does. Its size is in operations, but for `copy` and `decode`: bytes read and written."""
+Kind = Literal[
+    "attention", "attention backward", "matmul", "copy", "relayout", "decode", "sparse", "sparse backward", "indexer"
+]
+"""What a kernel does. A relayout is a copy that changes the order of dimensions, as messages want it. Sizes are
+operations, but for `copy`, `relayout` and `decode`: bytes read and written."""
+
+_SHORT = 30  # launches: a call that takes less is too small to fill a device
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-OF_BYTES: frozenset[Kind] = frozenset({"copy", "decode"})
+OF_BYTES: frozenset[Kind] = frozenset({"copy", "relayout", "decode"})
 
 
 @dataclass(frozen=True)
 class Curve:
     """Seconds of one call by its size: samples (size, seconds), ascending in size.
 
-    Between samples lies a straight line in logarithms. A larger call runs at the rate of the largest sample. A smaller
-    one takes as long as the smallest (it does not fill the device either), unless there is but one sample: a rate.
+    Between samples lies a straight line in logarithms. Beyond them a call runs at the rate of the nearest sample.
     """
 
     samples: tuple[tuple[float, float], ...]
@@ -43,10 +47,9 @@ class Curve:
         size = np.asarray(size, dtype=np.float64)
         logs = self._logs
         # A line through log (seconds / size): beyond the ends interp stays level, which is a constant rate.
-        least = self.samples[0][0] if len(self.samples) > 1 else 0.0
         with np.errstate(divide="ignore"):
             at = np.log(size)
-        return np.where(size > 0, np.maximum(size, least) * np.exp(np.interp(at, logs[0], logs[1])), 0.0)
+        return np.where(size > 0, size * np.exp(np.interp(at, logs[0], logs[1])), 0.0)
 
     @cached_property
     def _logs(self) -> tuple[Floats, Floats]:
@@ -75,9 +78,14 @@ class Device:
         Calls that take `lanes` in turn fill the device as larger ones do.
         """
         size, calls = np.asarray(size, dtype=np.float64), np.asarray(calls, dtype=np.float64)
-        number = np.maximum(calls, 1)
-        each = self.curve(kind, squares=squares).seconds(lanes * size / number) / lanes
-        return np.where(size > 0, number * np.maximum(each, self.launch), 0.0)
+        number, curve = np.maximum(calls, 1), self.curve(kind, squares=squares)
+        each = curve.seconds(lanes * size / number) / lanes
+        return np.where(size > 0, number * np.maximum(each, self._least(curve)), 0.0)
+
+    def _least(self, curve: Curve) -> float:
+        """What a call takes at least: as long as the shortest that was timed if that filled no device."""
+        smallest = min(seconds for _, seconds in curve.samples)
+        return smallest if len(curve.samples) > 1 and smallest <= _SHORT * self.launch else self.launch
 
     def curve(self, kind: Kind, *, squares: bool = False) -> Curve:
         """The curve of a kind of kernel."""

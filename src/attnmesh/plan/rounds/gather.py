@@ -10,7 +10,7 @@ import numpy as np
 from attnmesh import spans
 from attnmesh.plan.gather import GatherPlan
 from attnmesh.plan.program import Bundle, Ints, Kernels, Messages, Round
-from attnmesh.plan.rounds.sizes import Sizes, copying
+from attnmesh.plan.rounds.sizes import Sizes, copying, laid_out
 from attnmesh.plan.rounds.stages import causal_squares
 from attnmesh.plan.rounds.travel import Travel, TravelSums
 
@@ -75,14 +75,14 @@ def _keys(gathered: Gathered, sizes: Sizes, heads: int, of: int) -> Messages | B
 def _packing(gathered: Gathered, sizes: Sizes, heads: int, of: int) -> Kernels:
     """The own keys of a group: into a message, if anybody wants them, and among those that are gathered."""
     copies = 1 + (gathered.travel.sent(sizes.world) > 0)
-    return copying(copies * gathered.own * sizes.key_row * heads // of, calls=4)
+    return laid_out(copies * gathered.own * sizes.key_row * heads // of, calls=4)
 
 
 def _attention(gathered: Gathered, sizes: Sizes, heads: int, of: int, *, backward: bool) -> list[Kernels]:
     share = heads / of
     kernels = sizes.attention(gathered.pairs, gathered.calls, backward=backward, squares=gathered.squares)
     if backward:
-        after = copying(gathered.rows * sizes.key_grad_row * share, calls=2)  # into the message that goes home
+        after = laid_out(gathered.rows * sizes.key_grad_row * share, calls=2)  # into the message that goes home
     else:
         after = sizes.merging(np.zeros_like(gathered.calls), gathered.calls, last=True)
         after = replace(after.times(share), beside=True)  # runs of queries finish on lanes of their own

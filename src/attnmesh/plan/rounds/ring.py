@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from attnmesh.plan.program import Ints, Messages, Round
-from attnmesh.plan.rounds.sizes import Sizes, copying
+from attnmesh.plan.rounds.sizes import Sizes, laid_out
 from attnmesh.plan.rounds.stages import Stages
 
 
@@ -29,7 +29,7 @@ def ring_forward(
         attention = sizes.attention(pairs, calls, backward=False, squares=_squares(stage, sizes), alone=last and not at)
         work = [attention, sizes.merging(before, merged.parts, last=ends and last)]
         if at == 0:
-            work.insert(0, copying(_spread(stage.rank, stage.next_rows, sizes) * sizes.key_row))
+            work.insert(0, laid_out(_spread(stage.rank, stage.next_rows, sizes) * sizes.key_row))
         posted = {f"{name} {at + 1}": keys_of(stage, sizes)}
         yield Round(f"{name} {at}", posted, tuple(work), tuple(posted))
 
@@ -46,9 +46,11 @@ def ring_backward(
         attention = sizes.attention(pairs, calls, backward=True, squares=_squares(stage, sizes), alone=last and not at)
         work = [attention, sizes.merging(before, merged.parts, last=ends and last)]
         if at == 0:
-            work.insert(0, copying(_spread(stage.rank, stage.next_rows, sizes) * sizes.key_row))
+            work.insert(0, laid_out(_spread(stage.rank, stage.next_rows, sizes) * sizes.key_row))
         else:  # gradients of visiting keys join those that came along
-            work.append(copying(_spread(stage.rank, stage.grad_rows, sizes) * sizes.key_grad_row, calls=2, beside=True))
+            work.append(
+                laid_out(_spread(stage.rank, stage.grad_rows, sizes) * sizes.key_grad_row, calls=2, beside=True)
+            )
         posted = {f"{name} {at + 1}": keys_of(stage, sizes)} | homing
         yield Round(f"{name} {at}", posted, tuple(work), tuple(posted))
         homing = {f"{name} gradients {at}": grads_of(stage, sizes)} if at else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -87,10 +87,15 @@ class Sizes:
         return Kernels("copy", size, passes.astype(np.float64), beside=not last)
 
 
-def copying(nbytes: ArrayLike, calls: int = 1, *, beside: bool = False) -> Kernels:
+def copying(nbytes: ArrayLike, calls: int = 1) -> Kernels:
     """Bytes that are moved within the device: each is read and written."""
     each = np.asarray(nbytes, dtype=np.float64)
-    return Kernels("copy", 2 * each, np.where(each > 0, float(calls), 0.0), beside=beside)
+    return Kernels("copy", 2 * each, np.where(each > 0, float(calls), 0.0))
+
+
+def laid_out(nbytes: ArrayLike, calls: int = 1, *, beside: bool = False) -> Kernels:
+    """The same, from heads first to rows first or back."""
+    return replace(copying(nbytes, calls), kind="relayout", beside=beside)
 
 
 def _passes(parts: Ints) -> Ints:

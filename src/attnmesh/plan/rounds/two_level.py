@@ -9,7 +9,7 @@ import numpy as np
 
 from attnmesh.plan.program import Messages, Round
 from attnmesh.plan.rounds.ring import Merged, grads_of, keys_of, ring_backward, ring_forward
-from attnmesh.plan.rounds.sizes import Sizes, copying
+from attnmesh.plan.rounds.sizes import Sizes, laid_out
 from attnmesh.plan.rounds.stages import Stages
 
 Inner = Callable[[int], Iterator[Stages]]
@@ -38,7 +38,7 @@ def two_level_backward(outer: Iterator[Stages], inner: Inner, sizes: Sizes) -> I
         if t:
             rows = np.zeros(sizes.world, dtype=np.int64)
             rows[stage.rank] = stage.grad_rows
-            yield Round(f"join {t}", work=(copying(rows * sizes.key_grad_row, calls=2),))
+            yield Round(f"join {t}", work=(laid_out(rows * sizes.key_grad_row, calls=2),))
             homing = {f"node gradients {t}": grads_of(stage, sizes)}
     yield Round("home", homing, (sizes.merging(merged.parts, merged.parts, last=True),), tuple(homing))
 

@@ -11,7 +11,7 @@ from attnmesh import spans
 from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.heads import HeadShare, head_share, replicated
 from attnmesh.plan.program import Bundle, Ints, Messages, Round
-from attnmesh.plan.rounds.sizes import copying
+from attnmesh.plan.rounds.sizes import laid_out
 from attnmesh.plan.rounds.travel import MOST_MESSAGES, Travel, TravelSums
 
 
@@ -97,8 +97,8 @@ def traded(trade: Trade, between: Iterator[Round], *, backward: bool) -> Iterato
     """The trade there, the rounds between, and the trade back."""
     there, back = trade.there_and_back(backward=backward)
     packed, unpacked = trade.copies(backward=backward)
-    yield Round("trade rows for heads", {"there": there}, (copying(packed, calls=2 * trade.ranks + 1),), ("there",))
+    yield Round("trade rows for heads", {"there": there}, (laid_out(packed, calls=2 * trade.ranks + 1),), ("there",))
     yield from between
-    yield Round("pack", work=(copying(unpacked, calls=trade.ranks + 1),))
+    yield Round("pack", work=(laid_out(unpacked, calls=trade.ranks + 1),))
     yield Round("trade heads for rows", {"back": back}, (), ("back",))
-    yield Round("unpack", work=(copying(unpacked, calls=trade.ranks),))
+    yield Round("unpack", work=(laid_out(unpacked, calls=trade.ranks),))
