@@ -49,13 +49,13 @@ def test_every_link_says_where_its_figures_are_from():
 def test_units():
     found = cluster("h200")
     assert found.device.memory == 141e9
-    assert found.device.launch == pytest.approx(0.98e-6)
+    assert found.device.launch == pytest.approx(0.91e-6)
     assert (found.near.bandwidth, found.far.bandwidth) == (450e9, 50e9)
     assert (found.near.latency, found.far.latency) == (2e-6, 5e-6)
-    assert found.device.seconds("matmul", 1099.51e9) == pytest.approx(0.001612, rel=1e-3)
+    assert found.device.seconds("matmul", 1099.51e9) == pytest.approx(0.001619, rel=1e-3)
 
 
-@pytest.mark.parametrize(("tokens", "ms"), [(8192, 0.987), (16384, 3.79), (32768, 14.54)])
+@pytest.mark.parametrize(("tokens", "ms"), [(8192, 0.9934), (16384, 3.737), (32768, 14.57)])
 def test_the_h200_takes_what_was_measured(tokens, ms):
     flops = 4 * (tokens * (tokens + 1) // 2) * 32 * 128
     assert float(cluster("h200").device.seconds("attention", flops, squares=True)) * 1e3 == pytest.approx(ms, rel=1e-3)
@@ -69,7 +69,7 @@ def test_the_h200_decodes_as_was_measured_less_the_clock(mib, us):
 @pytest.mark.parametrize("name", ["h100", "b200", "a100", "mi300x", "trainium2"])
 def test_published_devices_have_the_h200s_share_of_their_peak(name):
     at = {
-        "attention": 4.398e12, "attention backward": 10.995e12, "matmul": 1.0995e12, "copy": 1e9, "relayout": 268.435e6,
+        "attention": 4.398e12, "attention backward": 10.995e12, "matmul": 1.0995e12, "copy": 268.435e6, "relayout": 268.435e6,
         "decode": 536.9e6, "sparse": 2.3365e12, "sparse backward": 5.91e12, "indexer": 2.199e12,
     }  # fmt: skip
     h200, other = catalog().device("h200"), catalog().device(name)
