@@ -78,7 +78,7 @@ class DecodeLayer:
     def small(self, sharding: DecodeSharding, launches: int) -> Kernels:
         """Kernels that pass over the new tokens: a launch each, unless there are many tokens."""
         once = 2.0 * self.rows * self.shape.hidden * self.shape.itemsize  # read and written
-        return Kernels("copy", np.full(sharding.ranks, launches * once), np.full(sharding.ranks, float(launches)))
+        return Kernels("relayout", np.full(sharding.ranks, launches * once), np.full(sharding.ranks, float(launches)))
 
     def _product(self, used: Floats, read: Floats, nbytes: float, calls: int = 1) -> Kernels:
         """Rows times parameters: two operations each, and every parameter is read once."""

@@ -84,7 +84,7 @@ class Sizes:
             moved = moved + several * (self.query_sum_row + self.query_row)
         size = (self.rows * moved * (after > 1)).astype(np.float64)
         # The last pass has nothing left to hide behind.
-        return Kernels("copy", size, passes.astype(np.float64), beside=not last)
+        return Kernels("relayout", size, passes.astype(np.float64), beside=not last)  # parts lie as kernels left them
 
 
 def copying(nbytes: ArrayLike, calls: int = 1) -> Kernels:
