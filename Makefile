@@ -13,11 +13,12 @@ demo: $(READY)
 	@echo "one plain process answers the same questions on its own, to compare. It takes two to three minutes."
 	@echo
 	$(VENV)/bin/attnmesh generate --ranks 4 --prompt-file $(VENV)/demo.txt --max-new-tokens 20 --check \
-	  --question "What does the error not grow with?" --question "Where are tables and speed?"
+	  --report report.html --question "What does the error not grow with?" --question "Where are tables and speed?"
 	@echo
 	@echo "What was shown: no process held more than about a quarter of the keys and values, the document was read once"
 	@echo "for both questions, and every token is the one that a single process says. The model is a tiny one: what"
 	@echo "counts is that its answers do not change. Ask your own: $(VENV)/bin/attnmesh generate --help"
+	@echo "Who held, computed and sent what is drawn in report.html: open it in a browser."
 
 verify: $(READY)
 	$(VENV)/bin/attnmesh verify --ranks 4
