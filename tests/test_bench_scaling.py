@@ -19,7 +19,7 @@ from attnmesh.bench.scaling.prefill import case_of, one_device, prefill_rows
 from attnmesh.bench.scaling.slow import slow_rows
 from attnmesh.bench.scaling.watch import Watched, watched
 from attnmesh.cli import app
-from attnmesh.plan.catalog import cluster
+from attnmesh.plan.catalogue.catalog import cluster
 from attnmesh.plan.load import Load
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.simulate import Simulated

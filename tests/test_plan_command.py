@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from attnmesh import recommend_sharding
 from attnmesh.cli import app
-from attnmesh.plan.catalog import cluster
+from attnmesh.plan.catalogue.catalog import cluster
 from attnmesh.plan.compare import compare_shardings
 from attnmesh.plan.words import readable_bytes
 

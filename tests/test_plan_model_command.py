@@ -7,10 +7,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from attnmesh.plan import known_models
-from attnmesh.plan.catalog import cluster
+from attnmesh.plan.catalogue.catalog import cluster
 from attnmesh.plan.decode_options import Decode, decode_ranking
-from attnmesh.plan.known_models import model
+from attnmesh.plan.models import known_models
+from attnmesh.plan.models.known_models import model
 from attnmesh.plan.prefill_options import Prefill, prefill_ranking
 from attnmesh.plan_command.show import table
 from commanding import assert_refused, run, words

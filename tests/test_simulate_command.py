@@ -8,11 +8,11 @@ import pytest
 from attnmesh.layout import Zigzag
 from attnmesh.mask import Causal
 from attnmesh.plan.case import Case, Shape
-from attnmesh.plan.catalog import cluster
+from attnmesh.plan.catalogue.catalog import cluster
 from attnmesh.plan.choose import choose_schedule
-from attnmesh.plan.network import Slow
 from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.simulate import simulate
+from attnmesh.plan.simulation.network import Slow
 from attnmesh.plan.spread import spread
 from attnmesh.timeline import read_trace
 from commanding import assert_refused, run, words

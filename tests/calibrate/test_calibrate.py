@@ -14,7 +14,7 @@ from attnmesh.calibrate.kernels import samples
 from attnmesh.calibrate.links import LinkFigures
 from attnmesh.calibrate.sample import Sample, curves_of
 from attnmesh.cli import app
-from attnmesh.plan.catalog import load
+from attnmesh.plan.catalogue.catalog import load
 from attnmesh.plan.hardware import KINDS, Cluster, Link
 
 

@@ -45,7 +45,7 @@ from attnmesh.joint import Joint
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.plan.case import Case, Shape
-from attnmesh.plan.catalog import usual_cluster
+from attnmesh.plan.catalogue.catalog import usual_cluster
 from attnmesh.plan.choose import choose_schedule
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import loads

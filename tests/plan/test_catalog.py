@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnmesh.plan.catalog import catalog, cluster, load
+from attnmesh.plan.catalogue.catalog import catalog, cluster, load
 from attnmesh.plan.hardware import KINDS, OF_BYTES
 
 DEVICES = ["a100", "b200", "cpu", "h100", "h200", "mi300x", "trainium2"]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.plan.catalog import Wiring, catalog, load
-from attnmesh.plan.catalog_write import as_toml
+from attnmesh.plan.catalogue.catalog import Wiring, catalog, load
+from attnmesh.plan.catalogue.catalog_write import as_toml
 from attnmesh.plan.hardware import KINDS, Curve, Device, Link
 
 NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 10\n'

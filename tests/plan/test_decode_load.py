@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from attnmesh.plan.catalog import usual_cluster
+from attnmesh.plan.catalogue.catalog import usual_cluster
 from attnmesh.plan.combine import combine_seconds, pick_combine
 from attnmesh.plan.decode_load import COMBINES, TRADES, Copies, DecodeShape, bytes_sent, cache_bytes, weight_copies
 from attnmesh.plan.sharding import DecodeSharding

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.plan.catalog import cluster
+from attnmesh.plan.catalogue.catalog import cluster
 from attnmesh.plan.cost import cost
 from attnmesh.plan.decode_options import Decode, decode_layers, decode_memory, decode_ranking, shardings
-from attnmesh.plan.known_models import model
-from attnmesh.plan.model import ModelConfig
+from attnmesh.plan.models.known_models import model
+from attnmesh.plan.models.model import ModelConfig
 from attnmesh.plan.ranking import RESERVED
 from attnmesh.plan.rounds.decode import decode_program
 from attnmesh.plan.sharding import DecodeSharding

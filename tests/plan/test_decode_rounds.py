@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import attnmesh as am
-from attnmesh.plan.catalog import cluster as named_cluster
+from attnmesh.plan.catalogue.catalog import cluster as named_cluster
 from attnmesh.plan.combine import pick_combine
 from attnmesh.plan.cost import cost
 from attnmesh.plan.decode_load import DecodeShape, bytes_sent, messages_sent

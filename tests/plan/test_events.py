@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from attnmesh.plan.events import run_events
-from attnmesh.plan.network import Slow
 from attnmesh.plan.program import Bundle, Kernels, Messages, Round
-from attnmesh.plan.waves import run_waves
+from attnmesh.plan.simulation.events import run_events
+from attnmesh.plan.simulation.network import Slow
+from attnmesh.plan.simulation.waves import run_waves
 from simulating import cluster, program, ring, work
 
 both = pytest.mark.parametrize("run", [run_events, run_waves])

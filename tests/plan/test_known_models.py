@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from attnmesh.plan.known_models import model, model_names
-from attnmesh.plan.model import Latent
+from attnmesh.plan.models.known_models import model, model_names
+from attnmesh.plan.models.model import Latent
 
 TINY = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
 

@@ -14,7 +14,7 @@ from attnmesh.balanced import Balanced
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.case import Case, Shape, refusal
-from attnmesh.plan.catalog import usual_cluster
+from attnmesh.plan.catalogue.catalog import usual_cluster
 from attnmesh.plan.choose import choose_schedule
 from attnmesh.plan.cost import schedule_cost
 from attnmesh.plan.explain import Explanation

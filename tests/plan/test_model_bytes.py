@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.plan.known_models import model
-from attnmesh.plan.model import Experts, ModelConfig
-from attnmesh.plan.model_bytes import (
+from attnmesh.plan.models.known_models import model
+from attnmesh.plan.models.model import Experts, ModelConfig
+from attnmesh.plan.models.model_bytes import (
     cache_bytes,
     cache_bytes_of_a_position,
     cached_numbers,
@@ -16,7 +16,7 @@ from attnmesh.plan.model_bytes import (
     parameters,
     weight_bytes,
 )
-from attnmesh.plan.model_work import flops_a_pair, linear_flops, pairs, prefill_attention_flops
+from attnmesh.plan.models.model_work import flops_a_pair, linear_flops, pairs, prefill_attention_flops
 
 # Published by their makers, in billions.
 TOTAL = {

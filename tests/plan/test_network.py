@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from attnmesh.plan.network import Network, Slow
 from attnmesh.plan.program import Messages
+from attnmesh.plan.simulation.network import Network, Slow
 from simulating import cluster
 
 

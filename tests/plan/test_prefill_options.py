@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.plan.catalog import cluster
-from attnmesh.plan.known_models import model
-from attnmesh.plan.model_work import experts_read, layer_weights_read
+from attnmesh.plan.catalogue.catalog import cluster
+from attnmesh.plan.models.known_models import model
+from attnmesh.plan.models.model_work import experts_read, layer_weights_read
 from attnmesh.plan.prefill_options import Division, Prefill, divisions, prefill_memory, prefill_ranking
 from attnmesh.plan.ranking import RESERVED
 

@@ -8,7 +8,7 @@ from math import gcd
 import pytest
 
 import attnmesh as am
-from attnmesh.plan.catalog import cluster
+from attnmesh.plan.catalogue.catalog import cluster
 from attnmesh.plan.compare import Compared, compare_shardings
 from attnmesh.plan.cost import cost
 from attnmesh.plan.decode_load import Copies, DecodeShape, bytes_sent, cache_bytes

@@ -8,14 +8,14 @@ import pytest
 from attnmesh.layout import Zigzag
 from attnmesh.mask import Causal, Full
 from attnmesh.plan.case import Case, Shape
-from attnmesh.plan.events import run_events
 from attnmesh.plan.hardware import Cluster, Curve
-from attnmesh.plan.network import Slow
 from attnmesh.plan.program import Bundle, Kernels, Messages, Round
 from attnmesh.plan.programs import program as schedule_program
-from attnmesh.plan.record import beside_kernels
+from attnmesh.plan.simulation.events import run_events
+from attnmesh.plan.simulation.network import Slow
+from attnmesh.plan.simulation.record import beside_kernels
+from attnmesh.plan.simulation.waves import run_waves
 from attnmesh.plan.spread import spread
-from attnmesh.plan.waves import run_waves
 from simulating import cluster, device, program, work
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=4, sum_itemsize=4)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.plan.catalog import cluster
+from attnmesh.plan.catalogue.catalog import cluster
 from attnmesh.plan.side_by_side import one_of_many, ranks_together
 
 H200 = cluster("h200")

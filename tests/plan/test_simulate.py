@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from attnmesh.plan.network import Slow
 from attnmesh.plan.program import Bundle, Program, Round
 from attnmesh.plan.simulate import FEW_MESSAGES, simulate
+from attnmesh.plan.simulation.network import Slow
 from simulating import all_to_all, cluster, long_ring, program, ring, work
 
 WIRED = cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.plan.catalog import cluster
+from attnmesh.plan.catalogue.catalog import cluster
 from attnmesh.plan.cost import cost
 from attnmesh.plan.load import loads_of
 from attnmesh.plan.sparse_program import sparse_program

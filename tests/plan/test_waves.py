@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.plan.events import run_events
-from attnmesh.plan.network import Slow
 from attnmesh.plan.program import Bundle, Messages, Program, Round
-from attnmesh.plan.waves import run_waves
+from attnmesh.plan.simulation.events import run_events
+from attnmesh.plan.simulation.network import Slow
+from attnmesh.plan.simulation.waves import run_waves
 from simulating import all_to_all, cluster, long_ring, program, work
 
 

@@ -34,7 +34,7 @@ from attnmesh.bench.sparse.plot import plot_sparse
 from attnmesh.calibrate.command import calibrate
 from attnmesh.calibrate.runs import runs_of
 from attnmesh.extras import require
-from attnmesh.plan.catalog import load
+from attnmesh.plan.catalogue.catalog import load
 from attnmesh.report import Rows
 
 

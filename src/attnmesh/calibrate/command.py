@@ -8,8 +8,8 @@ from pathlib import Path
 from attnmesh import report
 from attnmesh.calibrate.on_cpu import measure_cpu
 from attnmesh.calibrate.on_cuda import measure_cuda
-from attnmesh.plan.catalog import Wiring, catalog
-from attnmesh.plan.catalog_write import as_toml
+from attnmesh.plan.catalogue.catalog import Wiring, catalog
+from attnmesh.plan.catalogue.catalog_write import as_toml
 from attnmesh.plan.hardware import Link
 
 

@@ -22,7 +22,7 @@ from attnmesh.parallel.ranks import ranks_from
 from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.case import Case, Shape, check_served
-from attnmesh.plan.catalog import usual_cluster
+from attnmesh.plan.catalogue.catalog import usual_cluster
 from attnmesh.plan.choose import Choice, choose_schedule
 from attnmesh.plan.explain import Explanation, explained
 from attnmesh.plan.programs import SCHEDULES

@@ -14,10 +14,10 @@ import numpy as np
 from attnmesh.plan.case import Case
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import Load, Tally
-from attnmesh.plan.network import Slow
 from attnmesh.plan.program import Program, Round
 from attnmesh.plan.programs import program
-from attnmesh.plan.waves import run_waves
+from attnmesh.plan.simulation.network import Slow
+from attnmesh.plan.simulation.waves import run_waves
 
 _LITTLE = 0.1  # of the time: waiting that does not hold a run up
 

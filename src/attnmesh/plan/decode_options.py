@@ -11,9 +11,9 @@ from attnmesh.counts import check_positive
 from attnmesh.plan.cost import cost
 from attnmesh.plan.decode_load import DecodeShape
 from attnmesh.plan.hardware import Cluster
-from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.model_bytes import Parameters, cached_numbers, parameters, weight_bytes
-from attnmesh.plan.model_work import experts_read
+from attnmesh.plan.models.model import ModelConfig
+from attnmesh.plan.models.model_bytes import Parameters, cached_numbers, parameters, weight_bytes
+from attnmesh.plan.models.model_work import experts_read
 from attnmesh.plan.ranking import Memory, Option, Ranking, ranked
 from attnmesh.plan.rounds.decode import decode_program
 from attnmesh.plan.rounds.decode_layer import DecodeLayer, Linear

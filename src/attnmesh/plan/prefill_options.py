@@ -19,9 +19,9 @@ from attnmesh.plan.case import Case, Shape, refusal
 from attnmesh.plan.cost import Cost, schedule_cost
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.memory import peak_bytes
-from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.model_bytes import cache_bytes, weight_bytes
-from attnmesh.plan.model_work import layer_weights_read, linear_flops
+from attnmesh.plan.models.model import ModelConfig
+from attnmesh.plan.models.model_bytes import cache_bytes, weight_bytes
+from attnmesh.plan.models.model_work import layer_weights_read, linear_flops
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.ranking import Memory, Option, Ranking, ranked
 from attnmesh.plan.side_by_side import one_of_many, ranks_together

@@ -99,7 +99,7 @@ def recommend_sharding(
     and V of one token and kv head take, by default in one layer and as wide as activations: give the bytes of all
     layers, and the KV cache is counted for all of them; `layers` says how many they are.
 
-    Without a `cluster` the choice follows the rule of this module. With one (`attnmesh.plan.catalog.cluster("h200")`)
+    Without a `cluster` the choice follows the rule of this module. With one (see `attnmesh.plan.catalogue.catalog`)
     and a context it is the fastest of the same ways: `seconds` are those of one layer's attention, its small kernels,
     its exchanges and the sum of the projections, without reading weights, which all ways do alike.
     """

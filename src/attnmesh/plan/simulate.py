@@ -8,12 +8,12 @@ from itertools import chain
 
 import numpy as np
 
-from attnmesh.plan.events import run_events
 from attnmesh.plan.hardware import Cluster, Floats
-from attnmesh.plan.network import Network, Slow
 from attnmesh.plan.program import Bundle, Program, Round
-from attnmesh.plan.record import Record
-from attnmesh.plan.waves import run_waves
+from attnmesh.plan.simulation.events import run_events
+from attnmesh.plan.simulation.network import Network, Slow
+from attnmesh.plan.simulation.record import Record
+from attnmesh.plan.simulation.waves import run_waves
 from attnmesh.timeline import Span
 
 FEW_MESSAGES = 50_000  # followed one by one within seconds

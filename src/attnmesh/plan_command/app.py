@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from attnmesh.plan.case import Shape
-from attnmesh.plan.known_models import model as model_named
-from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.model_config import read_config
+from attnmesh.plan.models.known_models import model as model_named
+from attnmesh.plan.models.model import ModelConfig
+from attnmesh.plan.models.model_config import read_config
 from attnmesh.plan_command import plans, show_sharding, simulation
 from attnmesh.plan_command.machines import Machines
 

@@ -9,8 +9,8 @@ from attnmesh import report
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.plan.decode_options import Decode, decode_memory, decode_ranking, shardings
 from attnmesh.plan.hardware import Cluster
-from attnmesh.plan.known_models import model as model_named
-from attnmesh.plan.model import ModelConfig
+from attnmesh.plan.models.known_models import model as model_named
+from attnmesh.plan.models.model import ModelConfig
 from attnmesh.plan.prefill_options import MOST_CP, Prefill, divisions, prefill_memory, prefill_ranking
 from attnmesh.plan.ranking import Memory, Option, Ranking
 from attnmesh.plan.words import readable_bytes, readable_seconds

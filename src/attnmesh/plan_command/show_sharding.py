@@ -9,7 +9,7 @@ from attnmesh import report
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.plan.compare import compare_shardings
 from attnmesh.plan.hardware import Cluster
-from attnmesh.plan.model import ModelConfig
+from attnmesh.plan.models.model import ModelConfig
 from attnmesh.plan.recommend import ShardingOption, recommend_sharding
 from attnmesh.plan.words import readable_bytes
 from attnmesh.quantity import positions

@@ -14,10 +14,10 @@ from attnmesh.plan.case import Case, Shape, check_served
 from attnmesh.plan.choose import choose_schedule
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import Load, Tally
-from attnmesh.plan.network import Slow
 from attnmesh.plan.program import Program, Round
 from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.simulate import Simulated, simulate
+from attnmesh.plan.simulation.network import Slow
 from attnmesh.plan.spread import spread
 from attnmesh.plan.words import readable_bytes, readable_seconds
 from attnmesh.plan_command.machines import Machines

@@ -9,7 +9,7 @@ from attnmesh import spans
 from attnmesh.layout import Layout
 from attnmesh.mask import And, Documents, Mask, SlidingWindow
 from attnmesh.plan.case import Case, Shape, refusal
-from attnmesh.plan.catalog import usual_cluster
+from attnmesh.plan.catalogue.catalog import usual_cluster
 from attnmesh.plan.choose import Choice, choose_schedule
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import Load, loads

@@ -8,7 +8,7 @@ from itertools import product
 from attnmesh.bench.scaling.cases import CONTEXT, Scope
 from attnmesh.plan.decode_options import Decode, decode_ranking
 from attnmesh.plan.hardware import Cluster
-from attnmesh.plan.known_models import model as model_named
+from attnmesh.plan.models.known_models import model as model_named
 from attnmesh.plan.ranking import Option, Ranking
 from attnmesh.report import Rows
 

@@ -10,7 +10,7 @@ from attnmesh.bench.scaling.cases import FULL, HARDWARE, QUICK
 from attnmesh.bench.scaling.decode import decode_rows
 from attnmesh.bench.scaling.prefill import prefill_rows
 from attnmesh.bench.scaling.slow import slow_rows
-from attnmesh.plan.catalog import cluster
+from attnmesh.plan.catalogue.catalog import cluster
 from attnmesh.report import Rows
 
 

@@ -11,7 +11,7 @@ from attnmesh.layout import Zigzag
 from attnmesh.mask import Causal
 from attnmesh.plan.case import Case, refusal
 from attnmesh.plan.hardware import Cluster
-from attnmesh.plan.model_work import pairs
+from attnmesh.plan.models.model_work import pairs
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.ranking import RESERVED
 from attnmesh.plan.spread import spread

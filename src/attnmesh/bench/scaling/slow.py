@@ -9,8 +9,8 @@ from attnmesh.bench.scaling.prefill import case_of
 from attnmesh.bench.scaling.watch import watched
 from attnmesh.plan.case import refusal
 from attnmesh.plan.hardware import Cluster
-from attnmesh.plan.network import Slow
 from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.simulation.network import Slow
 from attnmesh.report import Rows
 
 RANK_FACTOR, LINK_FACTOR = 1.5, 4.0

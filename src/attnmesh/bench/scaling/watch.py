@@ -11,10 +11,10 @@ import numpy as np
 from attnmesh.plan.case import Case
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import Load, Tally
-from attnmesh.plan.network import Slow
 from attnmesh.plan.program import Bundle, Ints, Messages, Program, Round
 from attnmesh.plan.programs import program
 from attnmesh.plan.simulate import Simulated, simulate
+from attnmesh.plan.simulation.network import Slow
 
 # Ulysses' exchanges. What it attends over stays until the end; what it trades back are results of other ranks' rows.
 KEPT, RESULTS = "there", "back"

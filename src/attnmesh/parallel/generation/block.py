@@ -41,7 +41,7 @@ from attnmesh.parallel.generation.exchange import Exchange
 from attnmesh.parallel.generation.kvdp import Kvdp
 from attnmesh.parallel.generation.ranks import DecodeRanks, decode_ranks, whole_comm
 from attnmesh.parallel.schedule import telling_the_others
-from attnmesh.plan.catalog import usual_cluster
+from attnmesh.plan.catalogue.catalog import usual_cluster
 from attnmesh.plan.decode_load import DecodeShape
 from attnmesh.plan.kv_rows import KvRows, own_rows_pay
 from attnmesh.plan.sharding import DecodeSharding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from attnmesh.plan.catalog import usual_cluster
+from attnmesh.plan.catalogue.catalog import usual_cluster
 from attnmesh.plan.combine import pick_combine
 from attnmesh.plan.decode_load import Combine, DecodeShape, Trade
 from attnmesh.plan.sharding import DecodeSharding

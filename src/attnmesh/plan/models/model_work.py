@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.model_bytes import parameters
+from attnmesh.plan.models.model import ModelConfig
+from attnmesh.plan.models.model_bytes import parameters
 
 
 def linear_flops(model: ModelConfig, *, head: bool = True) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnmesh.plan.model import Experts, Latent, ModelConfig, Stored
-from attnmesh.plan.model_windows import windows
+from attnmesh.plan.models.model import Experts, Latent, ModelConfig, Stored
+from attnmesh.plan.models.model_windows import windows
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 _TIED_UNLESS_SAID = ("gemma",)  # Transformers writes only what differs from a family's defaults

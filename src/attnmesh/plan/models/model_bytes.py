@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from attnmesh.plan.model import Experts, ModelConfig
+from attnmesh.plan.models.model import Experts, ModelConfig
 
 
 @dataclass(frozen=True)

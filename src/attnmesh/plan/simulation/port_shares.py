@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from attnmesh.plan.hardware import Floats
-from attnmesh.plan.network import Network, Routes
 from attnmesh.plan.program import Ints
+from attnmesh.plan.simulation.network import Network, Routes
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from attnmesh.plan.catalog_file import FIELD_OF, SQUARES_OF, Table, Tables, read_tables
+from attnmesh.plan.catalogue.catalog_file import FIELD_OF, SQUARES_OF, Table, Tables, read_tables
+from attnmesh.plan.catalogue.names import unknown
 from attnmesh.plan.hardware import KINDS, OF_BYTES, Cluster, Curve, Device, Kind, Link
-from attnmesh.plan.names import unknown
 
 _BUILT_IN = Path(__file__).with_name("hardware.toml")
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from decimal import Decimal
 from math import isfinite
 from pathlib import Path
 
+from attnmesh.plan.catalogue.names import unknown
 from attnmesh.plan.hardware import KINDS, OF_BYTES, Curve, Kind
-from attnmesh.plan.names import unknown
 
 Value = str | bool | int | float | Curve
 Table = Mapping[str, Value]

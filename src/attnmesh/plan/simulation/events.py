@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 
 from attnmesh.plan.hardware import Cluster, Floats
-from attnmesh.plan.network import Network, Slow
 from attnmesh.plan.program import Bundle, Messages, Program, Round
-from attnmesh.plan.record import Record, Timed, beside_kernels, timed
+from attnmesh.plan.simulation.network import Network, Slow
+from attnmesh.plan.simulation.record import Record, Timed, beside_kernels, timed
 
 Step = Literal["start", "end", "there"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from attnmesh.plan.model import ModelConfig
-from attnmesh.plan.model_config import read_whole_config
-from attnmesh.plan.names import unknown
+from attnmesh.plan.catalogue.names import unknown
+from attnmesh.plan.models.model import ModelConfig
+from attnmesh.plan.models.model_config import read_whole_config
 
-_FOLDER = Path(__file__).with_name("models")
+_FOLDER = Path(__file__).parent
 _ALIASES = {"llama-3.3-70b": "llama-3.1-70b", "deepseek-r1": "deepseek-v3", "mistral-7b-v0.1": "mistral-7b"}
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnmesh.plan.hardware import Cluster, Floats
-from attnmesh.plan.network import Network, Routes, Slow
-from attnmesh.plan.port_shares import PortShares, UnderWay, sums
 from attnmesh.plan.program import Bundle, Ints, Messages, Program, Round
-from attnmesh.plan.record import Record, beside_kernels, timed
+from attnmesh.plan.simulation.network import Network, Routes, Slow
+from attnmesh.plan.simulation.port_shares import PortShares, UnderWay, sums
+from attnmesh.plan.simulation.record import Record, beside_kernels, timed
 
 NEVER = -np.inf
 TINY = 1e-300  # seconds, for what takes none

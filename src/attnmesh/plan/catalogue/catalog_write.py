@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from decimal import Decimal
 
-from attnmesh.plan.catalog import Wiring
-from attnmesh.plan.catalog_file import FIELD_OF, GIGA, MICRO, MILLI, SQUARES_OF, size_places
+from attnmesh.plan.catalogue.catalog import Wiring
+from attnmesh.plan.catalogue.catalog_file import FIELD_OF, GIGA, MICRO, MILLI, SQUARES_OF, size_places
 from attnmesh.plan.hardware import OF_BYTES, Curve, Device, Kind, Link
 
 

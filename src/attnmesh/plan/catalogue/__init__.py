@@ -1,0 +1,1 @@
+"""Devices and links by name, and the TOML files that say them."""

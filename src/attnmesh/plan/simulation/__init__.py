@@ -1,0 +1,1 @@
+"""Programs on a cluster: ports and who shares them, event by event or a round at a time."""
