@@ -17,11 +17,14 @@ def simulated(schedule: str, case: Case, cluster: Cluster, steps: int) -> list[S
     """The spans of the first ranks; each says which of the page's `steps` it belongs to."""
     whole = program(schedule, case, backward=False)
     ran = simulate(whole, cluster.with_node(case.inner), keep=range(min(whole.world, _MOST_RANKS)))
-    step: dict[str, int] = {}
+    computed: dict[str, int] = {}
+    travelled: dict[str, int] = {}
     for at, part in enumerate(whole.rounds()):
-        step |= dict.fromkeys((part.name, *part.starts), min(at, steps - 1))
+        step = min(at, steps - 1)
+        computed[part.name] = step
+        travelled |= dict.fromkeys(part.starts, step)
 
     def of(span: Span) -> int | None:
-        return step.get(str(span.facts.get("round", span.name)))
+        return computed.get(str(span.facts.get("round"))) if span.track == "compute" else travelled.get(span.name)
 
     return [replace(span, facts={**span.facts, "step": of(span)}) for span in ran.spans]
