@@ -52,6 +52,7 @@ def counts(output: str) -> tuple[int, int]:
     return int(passed), int(failed)
 
 
+@pytest.mark.slow
 def test_verify_on_virtual_ranks_finds_everything_right():
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 0, ran.output

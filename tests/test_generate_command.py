@@ -283,7 +283,8 @@ def test_the_ranks_of_torchrun_are_joined_and_one_of_them_speaks(model):
     assert ran.stdout.count("all 12 tokens are those of one process") == 1
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others_with_a_word(model, victim):
     asked = [*COMMAND, "--model", str(model), "--ranks", "2", "--prompt", DOCUMENT, "--max-new-tokens", "4000"]
     process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -23,6 +23,7 @@ def said(*command: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_four_virtual_ranks():
     output = said(str(EXAMPLE), "--tokens", "16")
     assert "TP2-KVDP2 over 4 ranks" in output

@@ -33,6 +33,7 @@ def losses(folder: Path, *command: str, length: int, dtype: str) -> list[float]:
 @pytest.mark.parametrize(
     ("length", "dtype", "tolerance"), [(75, "fp32", 1e-5), pytest.param(21, "bf16", 3e-3, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(tmp_path, length, dtype, tolerance):
     one, two = (losses(tmp_path, *command, length=length, dtype=dtype) for command in ((), TORCHRUN))
     assert len(one) == STEPS

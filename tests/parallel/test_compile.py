@@ -305,6 +305,7 @@ def compiled_on(comm: Comm, mask: str, contexts: Sequence[dict[str, object]], *,
     return counter.frame_count
 
 
+@pytest.mark.slow
 def test_every_schedule_on_virtual_ranks():
     def rank(comm: Comm) -> int:
         contexts = [{"schedule": schedule, "layout": Contiguous(), "inner": 2} for schedule in SCHEDULES]
@@ -326,6 +327,7 @@ def ranks_that_want_different_gradients_are_told(comm: Comm) -> None:
         torch.compile(ContextParallel(comm).attention, backend="aot_eager", fullgraph=True)(q, k, k)
 
 
+@pytest.mark.slow
 def test_a_layer_on_two_processes():
     run_processes(2, on_processes)
 

@@ -138,6 +138,7 @@ def run_example(*arguments: str, processes: int = 0) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_example_under_torchrun():
     ran = run_example("--heads-ways", "2", "--sequence-ways", "2", "--length", "131", processes=4)
     assert ran.returncode == 0, ran.stderr

@@ -93,6 +93,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_script_under_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))

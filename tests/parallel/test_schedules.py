@@ -792,7 +792,7 @@ def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(mach
     for mask, layout in ((Causal(), Contiguous()), (Full(), Zigzag()), (SlidingWindow(3), Contiguous())):
         name = told_best(machine, mesh, mask, layout)
         assert sent_by("auto", mesh, inputs, mask, layout) == planned(name, mesh, inputs, mask, layout)
-        case = Case(spread(mask, layout, 24, world), Shape(2, 4, 2, 8, 4, 4), inner or world, lse=True)
+        case = Case(spread(mask, layout, 24, world), Shape(2, 4, 2, 8, 4, 4), inner or world, lse=True, device="cpu")
         name = choose_schedule(case, machine).schedule
         found = ring_results(world, inputs, mask, layout, schedule="auto", inner=inner)
         assert_right(found, inputs, mask)

@@ -191,7 +191,14 @@ def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "when"), [("allgather", "backward"), ("ulysses+ring", "forward"), ("ring+ring", "backward")]
+    ("schedule", "when"),
+    [
+        ("allgather", "backward"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("ulysses+ring", "forward"), ("ring+ring", "backward"))
+        ),
+    ],
 )
 def test_a_rank_that_dies_in_the_middle_is_missed_in_time(schedule, when):
     first, gone, *others = run_processes(4, one_dies, schedule, when, strict=False)

@@ -127,6 +127,7 @@ def test_a_context_parallel_of_ones_own():
         pass
 
 
+@pytest.mark.slow
 def test_a_compiled_model():
     torch._dynamo.reset()
     model = Attention()

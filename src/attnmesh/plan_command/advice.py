@@ -26,17 +26,22 @@ def advice(ranking: Ranking, devices: int, leanest: Leanest, stored: float) -> s
         f"Nothing fits: the leanest way needs {readable_bytes(now.total)} a device ({largest} alone "
         f"{readable_bytes(parts[largest])}), and {readable_bytes((1 - RESERVED) * ranking.room)} can be used."
     ]
-    more = {n: need for n in _more(devices) if (need := leanest(n)) is not None}
-    enough = next((n for n, need in more.items() if need.total <= (1 - RESERVED) * ranking.room), None)
-    if enough is not None:
-        said.append(f"{enough} of these devices would hold it.")
-    elif more:
-        said.append(f"Not even {max(more)} of these devices, the most that can share it, would hold it.")
-    else:
-        said.append("More of these devices cannot share it.")
+    said.append(_enough(devices, leanest, (1 - RESERVED) * ranking.room))
     if stored > 1 and now.cache > now.weights:
         said.append("An 8-bit KV cache (--storage fp8) halves the cache.")
     return " ".join(said)
+
+
+def _enough(devices: int, leanest: Leanest, room: float) -> str:
+    most = None
+    for n in _more(devices):
+        need = leanest(n)
+        if need is not None and need.total <= room:
+            return f"{n} of these devices would hold it."
+        most = most if need is None else n
+    if most is None:
+        return "More of these devices cannot share it."
+    return f"Not even {most} of these devices, the most that can share it, would hold it."
 
 
 def _more(devices: int) -> list[int]:
