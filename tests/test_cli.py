@@ -260,6 +260,7 @@ def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wron
     assert found != set(lines)
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_a_test_and_another_does_not(few_modes):
     first, again, other = (run("verify", "--ranks", "2", "--virtual", "--seed", s).output for s in "112")
     assert first == again
@@ -267,6 +268,7 @@ def test_a_seed_repeats_a_test_and_another_does_not(few_modes):
     assert re.findall(r"[\d.]+e-\d\d", first) != re.findall(r"[\d.]+e-\d\d", other)
 
 
+@pytest.mark.slow
 def test_without_a_seed_inputs_are_fresh(few_modes):
     seeds = {re.search(r"seed (\d+)", run("verify", "--ranks", "1", "--virtual").output)[1] for _ in range(2)}
     assert len(seeds) == 2

@@ -96,6 +96,7 @@ def test_a_layer_is_one_graph_and_says_the_same(name):
     assert_same(one, compiled, x, mask_named(name, 24), 24, 0.7)
 
 
+@pytest.mark.slow
 def test_another_mask_is_never_mistaken_for_the_first():
     one, x = layer(ContextParallel()), torch.randn(1, 20, WIDTH)
     compiled = torch.compile(one, backend="aot_eager", fullgraph=True)

@@ -81,6 +81,7 @@ def whole_results_alone(inputs: list[Tensor]) -> list[Tensor]:
     return [out, dk, dv]
 
 
+@pytest.mark.slow
 def test_the_sequence_dimension_of_a_device_mesh():
     run_processes(4, on_a_mesh)
 
@@ -123,6 +124,7 @@ def one_leaves_before_the_backward(comm: Comm) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.slow
 def test_a_process_that_stays_away_from_the_backward_is_missed_in_time():
     first, gone, third = run_processes(3, one_leaves_before_the_backward, timeout=40)
     assert gone == "gone"

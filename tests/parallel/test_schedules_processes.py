@@ -77,6 +77,7 @@ def on_two_replicas(comm: Comm) -> None:
         assert_exact(cp, CASES[0], seed=replica)  # each replica has a sequence of its own
 
 
+@pytest.mark.slow
 def test_two_dimensions_of_a_mesh_of_three():
     run_processes(8, on_two_replicas)
 
