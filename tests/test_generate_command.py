@@ -80,6 +80,16 @@ def test_every_token_is_the_one_of_a_single_process(model, how):
     assert all(len(answer.split()) == 12 for answer in answers(output))
 
 
+def test_a_report_of_the_run_is_written(model, tmp_path):
+    page = tmp_path / "run.html"
+    output = right(virtual(model, "--check", "--report", str(page)))
+    assert f"Report: {page}" in output
+    text = page.read_text(encoding="utf-8")
+    assert "attnmesh generate: 3 ranks, cpu" in text
+    assert "Beside one plain process" in text
+    assert text.count('class="good"') == 3  # schedules that one node of three ranks has
+
+
 def test_the_second_question_finds_the_document_read(model):
     output = right(virtual(model, "--question", "a b", "--question", "c d"))
     assert "> a b\n" in output
@@ -184,6 +194,10 @@ class TestRefused:
         (tmp_path / "empty").write_text(empty)
         refused(run(model, document=empty), "the prompt is empty")
         refused(run(model, "--prompt-file", str(tmp_path / "empty"), document=None), "empty is empty")
+
+    def test_a_report_where_none_can_be(self, model, tmp_path):
+        refused(run(model, "--report", str(tmp_path / "none" / "run.html")), "none does not exist")
+        refused(run(model, "--report", str(tmp_path)), "is a folder: give a file")
 
     def test_an_empty_question(self, model):
         refused(run(model, "--question", " "), "a --question is empty")

@@ -36,7 +36,7 @@ def write_page(path: Path, job: Job, config: Any, outcome: Outcome, checks: Sequ
         ]  # fmt: skip
     made = make_report(
         Causal(), job.layout, len(job.prompts[0]), world, _shape(job, config), node=world, device=job.device,
-        facts={"model": config.name_or_path or job.folder.name, **command.facts()},
+        facts={"model": _model(config), **command.facts()},
         outcomes=command.checked(world, job.layout, Causal(), world),
         figures=figures,
     )  # fmt: skip
@@ -50,6 +50,12 @@ def problem_with_page(path: Path, ranks: int) -> str | None:
     if not path.parent.is_dir():
         return f"--report {path}: the folder {path.parent} does not exist"
     return f"--report shows at most {MOST_RANKS} ranks" if ranks > MOST_RANKS else None
+
+
+def _model(config: Any) -> str:
+    """A model in words: a folder's name may be a cache's, and says nothing."""
+    kind = ", ".join(config.architectures or ()) or config.model_type
+    return f"{kind}, {config.num_hidden_layers} layers, {config.hidden_size} wide"
 
 
 def _shape(job: Job, config: Any) -> Shape:
