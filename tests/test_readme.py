@@ -1,4 +1,4 @@
-"""Every Python example of the README runs as it stands there, and so does the guide's section on sparse attention."""
+"""The Python examples of the README, of the guide to planning and of that to sparse attention run as they stand."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 README = Path(__file__).parents[1] / "README.md"
 GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+PLANNING = Path(__file__).parents[1] / "docs" / "planning.md"
 
 
 def blocks_of(text: str) -> list[str]:
@@ -23,6 +24,12 @@ def test_the_readme_has_examples():
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_an_example_runs_and_its_own_assertions_hold(block):
     exec(compile(block, str(README), "exec"), {"__name__": "__main__"})
+
+
+def test_the_guide_to_planning_runs(capsys):
+    (block,) = blocks_of(PLANNING.read_text())
+    exec(compile(block, str(PLANNING), "exec"), {"__name__": "__main__"})
+    assert "event by event" in capsys.readouterr().out
 
 
 def test_the_guide_to_sparse_attention_runs_from_top_to_bottom():
