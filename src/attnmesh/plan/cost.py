@@ -6,7 +6,6 @@ computes and what it waits for, whoever is late. Nothing is assumed to be hidden
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from attnmesh.plan.case import Case
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import Load, Tally
-from attnmesh.plan.program import Program, Round
+from attnmesh.plan.program import Program
 from attnmesh.plan.programs import program
 from attnmesh.plan.simulation.network import Slow
 from attnmesh.plan.simulation.waves import run_waves
@@ -44,6 +43,13 @@ class Cost:
         """The share of the time in which the busiest rank does not compute."""
         return 1 - self.computed / self.seconds if self.seconds else 0.0
 
+    def times(self, count: int) -> Cost:
+        """As often, one after the other: the layers of a model."""
+        return Cost(
+            self.seconds * count, self.computed * count, self.flops * count, self.near * count, self.far * count,
+            self.rounds * count, self.bottleneck,
+        )  # fmt: skip
+
     def __add__(self, other: Cost) -> Cost:
         """One after the other; what holds up the longer one holds up both."""
         longer = max(self, other, key=lambda cost: cost.seconds)
@@ -61,13 +67,7 @@ def schedule_cost(schedule: str, case: Case, cluster: Cluster, *, backward: bool
 def cost(whole: Program, cluster: Cluster) -> Cost:
     """The cost of a program."""
     tally = Tally(whole.world, cluster.node)
-
-    def counted() -> Iterator[Round]:  # rounds of thousands of ranks are not made twice
-        for part in whole.rounds():
-            tally.add(part)
-            yield part
-
-    ran = run_waves(Program(whole.name, whole.world, counted), cluster, Slow())
+    ran = run_waves(tally.counting(whole), cluster, Slow())
     most = tally.most()
     seconds, computed = float(ran.finish.max(initial=0.0)), float(ran.computed.max(initial=0.0))
     why = _bottleneck(seconds, float(np.median(ran.computed)), most, cluster)

@@ -9,7 +9,7 @@ from attnmesh.plan.case import Case
 from attnmesh.plan.choose import Choice
 from attnmesh.plan.gather import gather_plan
 from attnmesh.plan.hardware import Cluster
-from attnmesh.plan.load import Load, loads
+from attnmesh.plan.load import Load, imbalance, loads
 from attnmesh.spans import Spans
 
 
@@ -27,8 +27,7 @@ class Explanation:
     @property
     def imbalance(self) -> float:
         """Work of the busiest rank over the mean."""
-        work = [load.flops for load in self.forward]
-        return max(work) * len(work) / sum(work) if sum(work) else 1.0
+        return imbalance(self.forward)
 
     def __str__(self) -> str:
         head = ("rank", "queries", "keys seen", "GFLOP forward", "backward", "MB sent forward", "backward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,12 @@ class Load:
     def sent(self) -> int:
         """All bytes sent."""
         return self.near + self.far
+
+
+def imbalance(ranks: Sequence[Load]) -> float:
+    """Work of the busiest rank over the mean."""
+    work = [load.flops for load in ranks]
+    return max(work) * len(work) / sum(work) if sum(work) else 1.0
 
 
 def loads(schedule: str, case: Case, *, backward: bool) -> list[Load]:
@@ -61,6 +68,16 @@ class Tally:
             within = messages.source // self.node == messages.target // self.node
             np.add.at(self.near, messages.source[within], messages.nbytes[within])
             np.add.at(self.far, messages.source[~within], messages.nbytes[~within])
+
+    def counting(self, whole: Program) -> Program:
+        """The same program, counted as somebody runs it: rounds of thousands of ranks are not made twice."""
+
+        def counted() -> Iterator[Round]:
+            for part in whole.rounds():
+                self.add(part)
+                yield part
+
+        return Program(whole.name, whole.world, counted)
 
     def loads(self) -> list[Load]:
         """What every rank does in all of them."""

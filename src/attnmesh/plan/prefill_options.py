@@ -130,11 +130,7 @@ def _attention(asked: Prefill, division: Division, schedule: str) -> Cost:
     for window, layers in asked.model.window_layers.items():
         case = _case(asked, division, window)
         one = schedule_cost(schedule, case, one_of_many(asked.cluster, case.inner, asked.devices), backward=False)
-        for_all = Cost(
-            one.seconds * layers, one.computed * layers, one.flops * layers, one.near * layers, one.far * layers,
-            one.rounds * layers, one.bottleneck,
-        )  # fmt: skip
-        total = total + for_all
+        total = total + one.times(layers)
     return total
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from attnmesh.plan.case import Case, Shape, check_served
 from attnmesh.plan.choose import choose_schedule
 from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import Load, Tally
-from attnmesh.plan.program import Program, Round
 from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.simulate import Simulated, simulate
 from attnmesh.plan.simulation.network import Slow
@@ -84,14 +83,8 @@ def run(asked: Asked) -> None:
 def _simulated(schedule: str, case: Case, found: Cluster, backward: bool, slow: Slow, keep: Sequence[int]) -> _Run:
     whole = program(schedule, case, backward=backward)
     tally = Tally(whole.world, found.node)
-
-    def counted() -> Iterator[Round]:
-        for part in whole.rounds():
-            tally.add(part)
-            yield part
-
     begin = time.perf_counter()
-    ran = simulate(Program(whole.name, whole.world, counted), found, slow=slow, keep=keep)
+    ran = simulate(tally.counting(whole), found, slow=slow, keep=keep)
     return _Run(f"{schedule} {'backward' if backward else 'forward'}", ran, tally.most(), time.perf_counter() - begin)
 
 

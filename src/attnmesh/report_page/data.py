@@ -12,7 +12,7 @@ from attnmesh.plan.case import Case, Shape, refusal
 from attnmesh.plan.catalogue.catalog import usual_cluster
 from attnmesh.plan.choose import Choice, choose_schedule
 from attnmesh.plan.hardware import Cluster
-from attnmesh.plan.load import Load, loads
+from attnmesh.plan.load import Load, imbalance, loads
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.spread import spread
 from attnmesh.report_page.simulated import simulated
@@ -41,8 +41,7 @@ class ScheduleView:
     @property
     def imbalance(self) -> float:
         """Work of the busiest rank over the mean."""
-        work = [load.flops for load in self.forward]
-        return max(work) * len(work) / sum(work) if sum(work) else 1.0
+        return imbalance(self.forward)
 
 
 @dataclass(frozen=True)
