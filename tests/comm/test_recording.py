@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnmesh.comm import Comm, CommError, recording, run_virtual
-from attnmesh.timeline import Span
+from attnmesh.trace.timeline import Span
 from processes import Died, run_processes
 
 

@@ -32,7 +32,7 @@ from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call
 from attnmesh.ops.dense.triton_configs import Tiles
 from attnmesh.ops.lanes import Lanes
-from attnmesh.parallel.queries import gather_ring_outputs, ring_chunks, ring_distributed_attention
+from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.plan.blocks import Kind, Patch
 
 Pairs = int | tuple[int, ...]

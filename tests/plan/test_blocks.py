@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow
+from attnmesh.core import ranges as spans
+from attnmesh.core.layouts import Contiguous, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of
 from truth import truth
 

@@ -8,11 +8,11 @@ import torch
 from test_ring_plan import EVEN, LONG, WIDE, covered, every_mask, split
 from torch import Tensor
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, SlidingWindow
-from attnmesh.plan.gather import GatherPlan, gather_plan, groups_that_fill, head_groups
-from attnmesh.plan.spread import spread
+from attnmesh.core import ranges as spans
+from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
+from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, head_groups
+from attnmesh.plan.shards import spread
 from truth import truth
 
 # Queries and keys: layout and length of either. Some keys are more than the queries, some fewer, some none at all.

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Striped, Zigzag
+from attnmesh.core import ranges as spans
+from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.plan.pieces import Piece, pieces
 
 

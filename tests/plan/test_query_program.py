@@ -6,15 +6,15 @@ import torch
 
 from attending import drawn
 from attnmesh import run_virtual
-from attnmesh.layout import Zigzag
-from attnmesh.mask import Causal
-from attnmesh.parallel.queries import gather_ring_outputs, ring_distributed_attention
+from attnmesh.core.layouts import Zigzag
+from attnmesh.core.masks import Causal
+from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from attnmesh.plan.blocks import Patch
 from attnmesh.plan.case import Shape
-from attnmesh.plan.cost import cost
 from attnmesh.plan.load import loads_of
 from attnmesh.plan.query_program import queries_program
 from attnmesh.plan.rounds.stages import causal_squares
+from attnmesh.planner.cost import cost
 from planning import cluster
 
 SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=16, itemsize=2, sum_itemsize=4)

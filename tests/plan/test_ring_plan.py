@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, SlidingWindow
+from attnmesh.core import ranges as spans
+from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.blocks import Kind, Patch
 from attnmesh.plan.ring import RingPlan, ring_plan
-from attnmesh.plan.spread import spread
+from attnmesh.plan.shards import spread
 from truth import truth
 
 CPU = torch.device("cpu")

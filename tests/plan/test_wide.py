@@ -5,14 +5,14 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 
-from attnmesh.layout import Contiguous, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, SlidingWindow
+from attnmesh.core.layouts import Contiguous, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan import programs
 from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.program import Bundle
 from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.rounds import travel
-from attnmesh.plan.spread import spread
+from attnmesh.plan.shards import spread
 from attnmesh.plan.wide.schedules import WideSpread
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
@@ -54,10 +54,10 @@ def test_rings_and_gatherings_by_arrays_are_those_by_patches(layout, mask, backw
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
-@pytest.mark.parametrize(("nodes", "inner"), [(2, 3), (4, 2), (3, 3), (5, 2)])
-def test_two_levels_by_arrays_are_those_by_patches(nodes, inner, mask, backward, monkeypatch):
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 3), (4, 2), (3, 3), (5, 2)])
+def test_two_levels_by_arrays_are_those_by_patches(nodes, ranks_per_node, mask, backward, monkeypatch):
     for layout, length in ((Zigzag(), 240), (Contiguous(), 240), (Zigzag(), 101)):
-        case = Case(spread(mask, layout, length, nodes * inner), SHAPE, inner)
+        case = Case(spread(mask, layout, length, nodes * ranks_per_node), SHAPE, ranks_per_node)
         for schedule in ("ring+ring", "ulysses+ring", "ulysses+allgather"):
             assert_same(*(rounds(monkeypatch, most, schedule, case, backward) for most in (64, 0)))
 

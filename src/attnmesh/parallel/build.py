@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnmesh.comm.sub import SubComm
-from attnmesh.parallel.gather import AllGather
+from attnmesh.core.ranges import Spans
+from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.heads import HeadExchange
 from attnmesh.parallel.ranks import Ranks
 from attnmesh.parallel.ring import Ring
 from attnmesh.parallel.schedule import Schedule
 from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses
+from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.case import check_served
-from attnmesh.plan.gather import gather_plan
 from attnmesh.plan.ring import ring_plan
-from attnmesh.plan.spread import Spread, between_nodes
+from attnmesh.plan.shards import Spread, between_nodes
 from attnmesh.plan.two_level import two_level_plan
-from attnmesh.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Builder:
 
     def build(self, schedule: str) -> Schedule:
         """The schedule of that name; ValueError where it cannot serve."""
-        check_served(schedule, self.spread, self.ranks.inner)
+        check_served(schedule, self.spread, self.ranks.ranks_per_node)
         everyone = self.ranks.everyone
         if schedule == "ring":
             return Ring(ring_plan(self.spread), self.scale, self.backend, everyone)
@@ -41,9 +41,9 @@ class Builder:
         if schedule == "ulysses":
             return self._ulysses(everyone.world, "ring")
         if schedule == "ring+ring":
-            plan = two_level_plan(self.spread, self.ranks.inner)
+            plan = two_level_plan(self.spread, self.ranks.ranks_per_node)
             return TwoLevelRing(plan, self.scale, self.backend, self.ranks)
-        return self._ulysses(self.ranks.inner, schedule.removeprefix("ulysses+"))
+        return self._ulysses(self.ranks.ranks_per_node, schedule.removeprefix("ulysses+"))
 
     def _ulysses(self, ranks: int, then: str) -> Schedule:
         """Rows traded for heads among `ranks` neighbours; then a schedule between those who have the same heads."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
+from attnmesh.core.ranges import Spans, size
 from attnmesh.parallel.arrivals import Arrivals, Arriving, other_ranks, place_of, rows_in
 from attnmesh.parallel.message import heads_first, rows_first
 from attnmesh.plan.pieces import pieces
-from attnmesh.spans import Spans, size
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh import spans
 from attnmesh.comm import Comm
+from attnmesh.core import ranges as spans
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.parallel.heads import HeadExchange
 from attnmesh.parallel.message import heads_first
 from attnmesh.parallel.ranks import Ranks
 from attnmesh.parallel.schedule import Schedule
-from attnmesh.plan.heads import Segment, head_share, replicated
-from attnmesh.state import State, accumulation_dtype
+from attnmesh.plan.ulysses import Segment, head_share, replicated
 
 
 @dataclass(frozen=True)

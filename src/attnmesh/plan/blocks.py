@@ -27,9 +27,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnmesh import spans
-from attnmesh.mask import Mask, Verdict
-from attnmesh.spans import Spans, rows_between
+from attnmesh.core import ranges as spans
+from attnmesh.core.masks import Mask, Verdict
+from attnmesh.core.ranges import Spans, rows_between
 
 # More stretches than this, of fewer rows each on average, cost less as one masked block than as a call each.
 _MANY, _FEW_ROWS = 8, 32

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attnmesh.plan.heads import HeadShare
-from attnmesh.plan.spread import Spread, between_nodes
+from attnmesh.plan.shards import Spread, between_nodes
+from attnmesh.plan.ulysses import HeadShare
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,23 @@ class Case:
 
     spread: Spread
     shape: Shape
-    inner: int
+    ranks_per_node: int
     lse: bool = False  # whether the lse is asked for, with its gradient: the one other thing that Ulysses trades
     device: str = "cuda"  # the kind of torch device: kernels of a GPU want larger pieces
 
 
-def refusal(schedule: str, spread: Spread, inner: int) -> str | None:
+def refusal(schedule: str, spread: Spread, ranks_per_node: int) -> str | None:
     """Why the schedule cannot serve; None if it can."""
     if "+" in schedule:
-        if not 1 < inner < spread.world:
-            return f"{schedule} wants a mesh of two dimensions (or inner=, the ranks of a node)"
-        if schedule.startswith("ulysses") and between_nodes(spread, inner) is None:
+        if not 1 < ranks_per_node < spread.world:
+            return f"{schedule} wants a mesh of two dimensions (or ranks_per_node=, the ranks of a node)"
+        if schedule.startswith("ulysses") and between_nodes(spread, ranks_per_node) is None:
             return f"{schedule} takes the shards of a node together, and those of this layout interleave"
     return None
 
 
-def check_served(schedule: str, spread: Spread, inner: int) -> None:
+def check_served(schedule: str, spread: Spread, ranks_per_node: int) -> None:
     """Raise ValueError if the schedule cannot serve."""
-    why = refusal(schedule, spread, inner)
+    why = refusal(schedule, spread, ranks_per_node)
     if why is not None:
         raise ValueError(f"schedule={schedule!r} cannot serve this: {why}")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnmesh.plan.case import Case
-from attnmesh.plan.hardware import OF_BYTES
 from attnmesh.plan.program import Bundle, Program, Round
 from attnmesh.plan.programs import program
+from attnmesh.planner.hardware import OF_BYTES
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def imbalance(ranks: Sequence[Load]) -> float:
 
 def loads(schedule: str, case: Case, *, backward: bool) -> list[Load]:
     """What `schedule` asks of every rank. It must be able to serve the case: see `refusal`."""
-    return loads_of(program(schedule, case, backward=backward), case.inner)
+    return loads_of(program(schedule, case, backward=backward), case.ranks_per_node)
 
 
 def loads_of(whole: Program, node: int) -> list[Load]:

@@ -11,12 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attnmesh import spans
-from attnmesh.layout import Zigzag
+from attnmesh.core import ranges as spans
+from attnmesh.core.layouts import Zigzag
 from attnmesh.plan import held
 from attnmesh.plan.case import Case, Shape
-from attnmesh.plan.hardware import Floats
-from attnmesh.plan.heads import replicated
 from attnmesh.plan.program import Ints
 from attnmesh.plan.programs import (
     Lanes,
@@ -31,7 +29,9 @@ from attnmesh.plan.programs import (
 from attnmesh.plan.rounds.queries import Answered
 from attnmesh.plan.rounds.sizes import Sizes
 from attnmesh.plan.rounds.ulysses import Trade
-from attnmesh.plan.spread import Spread
+from attnmesh.plan.shards import Spread
+from attnmesh.plan.ulysses import replicated
+from attnmesh.planner.hardware import Floats
 
 
 def peak_bytes(schedule: str, case: Case, *, backward: bool) -> Ints:
@@ -72,7 +72,7 @@ def _allgather(case: Case, backward: bool) -> Floats:
 
 
 def _ring_ring(case: Case, backward: bool) -> Floats:
-    outer, turn = figures(case.spread).two_level(case.inner, grad_weight(case.shape, backward))
+    outer, turn = figures(case.spread).two_level(case.ranks_per_node, grad_weight(case.shape, backward))
     sizes, own, cpu = sizes_of(case), _held_keys(case.spread), case.device == "cpu"
     between, within = held.Turned(sizes.world), held.Turned(sizes.world)
     for at, stage in enumerate(outer):
@@ -91,11 +91,11 @@ def _ulysses(case: Case, backward: bool) -> Floats:
 
 
 def _ulysses_ring(case: Case, backward: bool) -> Floats:
-    return _traded(case, case.inner, backward, _turning_lanes)
+    return _traded(case, case.ranks_per_node, backward, _turning_lanes)
 
 
 def _ulysses_allgather(case: Case, backward: bool) -> Floats:
-    return _traded(case, case.inner, backward, _gathering)
+    return _traded(case, case.ranks_per_node, backward, _gathering)
 
 
 _PEAKS: dict[str, Callable[[Case, bool], Floats]] = {
@@ -126,7 +126,7 @@ def _gathering(case: Case, spread: Spread, lanes: dict[Shape, Lanes], sizes: Siz
     peak = np.zeros(sizes.world)
     for shape, alike in lanes.items():
         group = np.full(sizes.world, max(map(len, groups_of_heads(case, spread, shape))) / shape.kv_heads)
-        gathered = figures(spread).gathered(alike, sizes.world, case.inner)
+        gathered = figures(spread).gathered(alike, sizes.world, case.ranks_per_node)
         if backward:
             found = held.gather_backward_peak(gathered, group, sizes)
         else:

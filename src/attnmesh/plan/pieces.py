@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from attnmesh.spans import Spans, rows_between
+from attnmesh.core.ranges import Spans, rows_between
 
 
 class Piece(NamedTuple):

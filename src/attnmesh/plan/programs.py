@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from attnmesh import spans
+from attnmesh.core import ranges as spans
+from attnmesh.plan.allgather import groups_that_fill, head_groups
 from attnmesh.plan.case import Case, Shape
-from attnmesh.plan.gather import groups_that_fill, head_groups
 from attnmesh.plan.program import Program, Round
 from attnmesh.plan.rounds.by_patch import ByPatch
 from attnmesh.plan.rounds.gather import gather_backward, gather_forward
@@ -15,7 +15,7 @@ from attnmesh.plan.rounds.ring import Merged, ring_backward, ring_forward
 from attnmesh.plan.rounds.sizes import Sizes
 from attnmesh.plan.rounds.two_level import two_level_backward, two_level_forward
 from attnmesh.plan.rounds.ulysses import Trade, traded
-from attnmesh.plan.spread import Spread, between_nodes
+from attnmesh.plan.shards import Spread, between_nodes
 from attnmesh.plan.wide.schedules import WideSpread
 
 MOST_BY_PATCH = 16
@@ -43,15 +43,15 @@ def _ulysses(case: Case, backward: bool) -> Iterator[Round]:
 
 
 def _ulysses_ring(case: Case, backward: bool) -> Iterator[Round]:
-    return _after_trade(case, case.inner, backward, _ring_between)
+    return _after_trade(case, case.ranks_per_node, backward, _ring_between)
 
 
 def _ulysses_allgather(case: Case, backward: bool) -> Iterator[Round]:
-    return _after_trade(case, case.inner, backward, _gather_between)
+    return _after_trade(case, case.ranks_per_node, backward, _gather_between)
 
 
 def _ring_ring(case: Case, backward: bool) -> Iterator[Round]:
-    outer, turn = figures(case.spread).two_level(case.inner, grad_weight(case.shape, backward))
+    outer, turn = figures(case.spread).two_level(case.ranks_per_node, grad_weight(case.shape, backward))
     return (two_level_backward if backward else two_level_forward)(outer, turn, sizes_of(case))
 
 
@@ -81,7 +81,7 @@ def _gathering(
     case: Case, spread: Spread, shape: Shape, lanes: Lanes, sizes: Sizes, backward: bool, name: str = "keys"
 ) -> Iterator[Round]:
     groups = groups_of_heads(case, spread, shape)
-    gathered = figures(spread).gathered(lanes, sizes.world, case.inner)
+    gathered = figures(spread).gathered(lanes, sizes.world, case.ranks_per_node)
     return (gather_backward if backward else gather_forward)(
         gathered, [len(heads) for heads in groups], sizes, name=name
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnmesh import spans
-from attnmesh.layout import Zigzag
+from attnmesh.core import ranges as spans
+from attnmesh.core.layouts import Zigzag
 from attnmesh.plan.case import Shape
 from attnmesh.plan.program import Program, Round
 from attnmesh.plan.rounds.collectives import all_ranks

@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from attnmesh import spans
+from attnmesh.core import ranges as spans
 from attnmesh.plan.blocks import Patch
-from attnmesh.plan.spread import Spread
+from attnmesh.plan.shards import Spread
 
 NOTHING = range(0)
 

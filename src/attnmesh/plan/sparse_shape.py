@@ -8,13 +8,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Layout
-from attnmesh.mask import Causal, Full
-from attnmesh.plan.hardware import Floats
+from attnmesh.core import ranges as spans
+from attnmesh.core.layouts import Contiguous, Layout
+from attnmesh.core.masks import Causal, Full
 from attnmesh.plan.program import Ints
-from attnmesh.plan.spread import Spread
+from attnmesh.plan.shards import Spread
 from attnmesh.plan.wide.band import band_of, pairs, runs_of
+from attnmesh.planner.hardware import Floats
 
 Bringing = Literal["gathered", "sharded"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from attnmesh import spans
-from attnmesh.plan.gather import GatherPlan
+from attnmesh.core import ranges as spans
+from attnmesh.plan.allgather import GatherPlan
 from attnmesh.plan.program import Bundle, Ints, Kernels, Messages, Round
 from attnmesh.plan.rounds.sizes import Sizes, copying, laid_out
 from attnmesh.plan.rounds.stages import causal_squares

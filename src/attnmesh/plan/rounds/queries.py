@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnmesh.core.ranges import Spans
 from attnmesh.plan.program import Ints, Kernels, Round
 from attnmesh.plan.rounds.collectives import Groups, exchanged, summed
 from attnmesh.plan.rounds.sizes import Sizes, copying
-from attnmesh.spans import Spans
 
 
 @dataclass(frozen=True)

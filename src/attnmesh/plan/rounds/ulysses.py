@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh import spans
+from attnmesh.core import ranges as spans
 from attnmesh.plan.case import Case, Shape
-from attnmesh.plan.heads import HeadShare, head_share, replicated
 from attnmesh.plan.program import Bundle, Ints, Messages, Round
 from attnmesh.plan.rounds.sizes import laid_out
 from attnmesh.plan.rounds.travel import MOST_MESSAGES, Travel, TravelSums
+from attnmesh.plan.ulysses import HeadShare, head_share, replicated
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ class Trade:
         return self._summed(parts, back=back)
 
     def _summed(self, parts: list[tuple[Ints, Ints]], *, back: bool) -> Bundle:
-        world, inner = self.case.spread.world, self.case.inner
+        world, ranks_per_node = self.case.spread.world, self.case.ranks_per_node
         ranks = np.arange(world)
-        group, node = ranks // self.ranks, ranks // inner
+        group, node = ranks // self.ranks, ranks // ranks_per_node
 
         def others(values: Ints, by: Ints) -> Ints:
             return np.bincount(by, values)[by].astype(np.int64) - values
 
         # Ranks of a node are neighbours, so a node lies within a group or the other way around.
-        near = node if inner < self.ranks else group
+        near = node if ranks_per_node < self.ranks else group
         out_near = sum((rows * others(weight, near) for rows, weight in parts), np.zeros(world, np.int64))
         out_all = sum((rows * others(weight, group) for rows, weight in parts), np.zeros(world, np.int64))
         in_near = sum((weight * others(rows, near) for rows, weight in parts), np.zeros(world, np.int64))

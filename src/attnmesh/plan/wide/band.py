@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnmesh.mask import And, Causal, Full, Mask, SlidingWindow
+from attnmesh.core.masks import And, Causal, Full, Mask, SlidingWindow
+from attnmesh.core.ranges import Spans
 from attnmesh.plan.program import Ints
-from attnmesh.spans import Spans
 
 FAR = 1 << 40
 """Further than any position."""
