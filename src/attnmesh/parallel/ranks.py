@@ -21,7 +21,7 @@ class Ranks(RankGroups):
     outside: Comm
 
     @property
-    def inner(self) -> int:
+    def ranks_per_node(self) -> int:
         """Ranks a node."""
         return self.inside.world
 
