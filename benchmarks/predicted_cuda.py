@@ -12,9 +12,9 @@ from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.programs import program
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster, Floats
 from attnmesh.planner.simulate import simulate
 from benchmarks.alone import AloneComm
@@ -65,8 +65,8 @@ def _rows(cluster: Cluster, length: int, world: int, backward: bool, rounds: int
 def computing(schedule: str, length: int, world: int, backward: bool, cluster: Cluster) -> Floats:
     """Seconds that every rank computes, forward and, if asked for, backward after it."""
     shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, itemsize=2, sum_itemsize=4)
-    case = Case(spread(Causal(), Zigzag(), length, world), shape, world, device="cuda")
+    workload = Workload(shards(Causal(), Zigzag(), length, world), shape, world, device="cuda")
     ways = (False, True) if backward else (False,)
-    parts = [simulate(program(schedule, case, backward=way), cluster.with_node(world)) for way in ways]
+    parts = [simulate(program(schedule, workload, backward=way), cluster.with_node(world)) for way in ways]
     total: Floats = parts[0].computed if len(parts) == 1 else parts[0].computed + parts[1].computed
     return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnmesh.plan.case import Shape
+from attnmesh.plan.workload import Shape
 
 HARDWARE = "h200"
 SHAPE = Shape(batch=1, q_heads=64, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)  # a layer of Llama-3.1-70B

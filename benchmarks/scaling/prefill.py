@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from attnmesh.cli.output import Rows
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.case import Case, refusal
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Workload, refusal
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.model_work import pairs
 from attnmesh.planner.ranking import RESERVED
@@ -26,14 +26,14 @@ def prefill_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:
         for world in scope.worlds:
             for length in scope.lengths if direction == "forward" else (scope.both_ways,):
                 for schedule in SCHEDULES:
-                    case = case_of(length, world, cluster)
-                    if refusal(schedule, case.spread, case.ranks_per_node) is None:
-                        yield [_row(schedule, case, length, direction, cluster)]
+                    workload = case_of(length, world, cluster)
+                    if refusal(schedule, workload.shards, workload.ranks_per_node) is None:
+                        yield [_row(schedule, workload, length, direction, cluster)]
 
 
-def case_of(length: int, world: int, cluster: Cluster) -> Case:
+def case_of(length: int, world: int, cluster: Cluster) -> Workload:
     """A causal sequence in zigzag over whole nodes."""
-    return Case(spread(Causal(), Zigzag(), length, world), SHAPE, min(cluster.node, world))
+    return Workload(shards(Causal(), Zigzag(), length, world), SHAPE, min(cluster.node, world))
 
 
 def one_device(length: int, cluster: Cluster, *, backward: bool) -> float:
@@ -44,15 +44,15 @@ def one_device(length: int, cluster: Cluster, *, backward: bool) -> float:
     return float(cluster.device.seconds("attention", 2 * product))
 
 
-def _row(schedule: str, case: Case, length: int, direction: str, cluster: Cluster) -> dict[str, object]:
-    world = case.spread.world
+def _row(schedule: str, workload: Workload, length: int, direction: str, cluster: Cluster) -> dict[str, object]:
+    world = workload.shards.world
     ways = (False,) if direction == "forward" else (False, True)
-    runs = [watched(schedule, case, cluster, backward=way) for way in ways]
+    runs = [watched(schedule, workload, cluster, backward=way) for way in ways]
     ideals = [one_device(length, cluster, backward=way) / world for way in ways]
     seconds = sum(run.ran.seconds for run in runs)
     computed = sum(float(run.ran.computed.max()) for run in runs)
     longest = max(range(len(runs)), key=lambda i: runs[i].ran.seconds)
-    held = _held(case, length, runs, direction)
+    held = _held(workload, length, runs, direction)
     return {
         "schedule": schedule,
         "direction": direction,
@@ -73,10 +73,10 @@ def _row(schedule: str, case: Case, length: int, direction: str, cluster: Cluste
     }
 
 
-def _held(case: Case, length: int, runs: list[Watched], direction: str) -> int:
+def _held(workload: Workload, length: int, runs: list[Watched], direction: str) -> int:
     """Bytes of one layer on the rank that has most: its own q, k, v and out, and what came from others."""
-    rows = -(-length // case.spread.world)
-    own = rows * (2 * case.shape.query_row + case.shape.key_row)
+    rows = -(-length // workload.shards.world)
+    own = rows * (2 * workload.shape.query_row + workload.shape.key_row)
     if direction != "forward":
-        own += rows * (2 * case.shape.query_row + case.shape.key_grad_row)
+        own += rows * (2 * workload.shape.query_row + workload.shape.key_grad_row)
     return own + max(run.arrived for run in runs)

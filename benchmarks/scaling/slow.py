@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnmesh.cli.output import Rows
-from attnmesh.plan.case import refusal
 from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.workload import refusal
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.network import Slow
 from benchmarks.scaling.cases import Scope
@@ -23,12 +23,12 @@ def slow_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:
     """
     who = cluster.node - 1
     for world in scope.slow_worlds:
-        case = case_of(scope.slow_length, world, cluster)
+        workload = case_of(scope.slow_length, world, cluster)
         for schedule in SCHEDULES:
-            if refusal(schedule, case.spread, case.ranks_per_node) is not None:
+            if refusal(schedule, workload.shards, workload.ranks_per_node) is not None:
                 continue
             usual, rank, link = (
-                watched(schedule, case, cluster, backward=False, slow=slow).ran.seconds
+                watched(schedule, workload, cluster, backward=False, slow=slow).ran.seconds
                 for slow in (Slow(), Slow(ranks={who: RANK_FACTOR}), Slow(links={who: LINK_FACTOR}))
             )
             yield [

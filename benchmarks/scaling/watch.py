@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.case import Case
 from attnmesh.plan.load import Load, Tally
 from attnmesh.plan.program import Bundle, Ints, Messages, Program, Round
 from attnmesh.plan.programs import program
+from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulate import Simulated, simulate
 from attnmesh.planner.simulator.network import Slow
@@ -32,10 +32,12 @@ class Watched:
     wall: float  # seconds that the simulation itself took
 
 
-def watched(schedule: str, case: Case, cluster: Cluster, *, backward: bool, slow: Slow | None = None) -> Watched:
+def watched(
+    schedule: str, workload: Workload, cluster: Cluster, *, backward: bool, slow: Slow | None = None
+) -> Watched:
     """Simulate a schedule that can serve the case. The case says how many ranks a node has."""
-    whole = program(schedule, case, backward=backward)
-    tally, watch = Tally(whole.world, case.ranks_per_node), _Watch(whole.world)
+    whole = program(schedule, workload, backward=backward)
+    tally, watch = Tally(whole.world, workload.ranks_per_node), _Watch(whole.world)
 
     def counted() -> Iterator[Round]:
         for part in whole.rounds():
@@ -44,7 +46,7 @@ def watched(schedule: str, case: Case, cluster: Cluster, *, backward: bool, slow
             yield part
 
     begin = time.perf_counter()
-    ran = simulate(Program(whole.name, whole.world, counted), cluster.with_node(case.ranks_per_node), slow=slow)
+    ran = simulate(Program(whole.name, whole.world, counted), cluster.with_node(workload.ranks_per_node), slow=slow)
     wall = time.perf_counter() - begin
     return Watched(ran, tally.most(), watch.exchanges, int(watch.sends.max()), watch.most_arrived, wall)
 

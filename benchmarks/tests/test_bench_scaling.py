@@ -84,8 +84,8 @@ def test_twice_the_ranks_take_at_least_half_the_time_but_for_better_rates(prefil
 def test_wider_links_are_never_slower(schedule, end):
     link = getattr(H200, end)
     narrow = replace(H200, **{end: replace(link, bandwidth=link.bandwidth / 8)})
-    case = case_of(LENGTH, 16, H200)
-    usual, slower = (watched(schedule, case, which, backward=False).ran.seconds for which in (H200, narrow))
+    workload = case_of(LENGTH, 16, H200)
+    usual, slower = (watched(schedule, workload, which, backward=False).ran.seconds for which in (H200, narrow))
     assert slower >= usual
 
 
@@ -122,23 +122,23 @@ def test_bytes_are_those_of_the_complexity_table(prefill, world):
 
 
 def test_a_ring_holds_two_blocks_of_keys_beside_its_own():
-    case = case_of(LENGTH, 8, H200)
+    workload = case_of(LENGTH, 8, H200)
     block = LENGTH // 8 * SHAPE.key_row
-    found = watched("ring", case, H200, backward=False)
+    found = watched("ring", workload, H200, backward=False)
     assert found.exchanges == 7
     assert found.arrived == 2 * block
 
 
 def test_an_all_gather_holds_two_groups_of_everybodys_keys():
-    case = case_of(LENGTH, 8, H200)
-    found = watched("allgather", case, H200, backward=False)
+    workload = case_of(LENGTH, 8, H200)
+    found = watched("allgather", workload, H200, backward=False)
     assert found.exchanges == 4
     assert found.arrived == 2 * (LENGTH * 7 // 8) * SHAPE.key_row // 4  # the rank with the last rows sees all of them
 
 
 def test_ulysses_holds_all_rows_of_its_heads_and_their_results():
-    case = case_of(LENGTH, 8, H200)
-    found = watched("ulysses", case, H200, backward=False)
+    workload = case_of(LENGTH, 8, H200)
+    found = watched("ulysses", workload, H200, backward=False)
     others = LENGTH * 7 // 8
     assert found.exchanges == 2
     assert found.arrived == others * (SHAPE.query_row + SHAPE.key_row) // 8 + others * SHAPE.query_row // 8

@@ -2,7 +2,7 @@
 
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
-from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow, Verdict
+from attnmesh.core.masks import Causal, Coverage, Documents, Full, Mask, SlidingWindow
 from attnmesh.core.state import State, merge
 from attnmesh.generation.generator import GenerationStats, Generator, Token, generate
 from attnmesh.generation.sampling import Sampling
@@ -52,6 +52,7 @@ __all__ = [
     "CommError",
     "ContextParallel",
     "Contiguous",
+    "Coverage",
     "DecodeSharding",
     "Documents",
     "Exchange",
@@ -74,7 +75,6 @@ __all__ = [
     "State",
     "Striped",
     "Token",
-    "Verdict",
     "Zigzag",
     "attention",
     "attention_context_parallel",

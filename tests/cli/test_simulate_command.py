@@ -7,9 +7,9 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.programs import SCHEDULES, program
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.choose import choose_schedule
 from attnmesh.planner.hardware_catalog.catalog import cluster
 from attnmesh.planner.simulate import simulate
@@ -31,21 +31,21 @@ def seconds(*arguments: object, **more) -> float:
     return sum(one["seconds"] for one in simulated(*arguments, **more)["runs"])
 
 
-def case(ranks: int = 16, length: int = 32768, ranks_per_node: int = 8) -> Case:
-    return Case(spread(Causal(), Zigzag(), length, ranks), USUAL, ranks_per_node)
+def workload(ranks: int = 16, length: int = 32768, ranks_per_node: int = 8) -> Workload:
+    return Workload(shards(Causal(), Zigzag(), length, ranks), USUAL, ranks_per_node)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_seconds_are_those_of_the_same_program(schedule):
     found = simulated("--schedule", schedule, "--backward")
-    ways = [simulate(program(schedule, case(), backward=way), H200) for way in (False, True)]
+    ways = [simulate(program(schedule, workload(), backward=way), H200) for way in (False, True)]
     assert [one["seconds"] for one in found["runs"]] == [way.seconds for way in ways]
     assert [one["waited"] for one in found["runs"]] == [way.waited.max() for way in ways]
     assert [one["run"] for one in found["runs"]] == [f"{schedule} forward", f"{schedule} backward"]
 
 
 def test_auto_is_what_the_planner_chooses():
-    assert simulated("--schedule", "auto")["schedule"] == choose_schedule(case(), H200).schedule
+    assert simulated("--schedule", "auto")["schedule"] == choose_schedule(workload(), H200).schedule
 
 
 def test_a_model_gives_the_heads():
@@ -69,7 +69,7 @@ def test_slower_ranks_and_links_never_make_it_faster():
     before = plain
     for factor in (1.0, 1.5, 4.0):
         slow = seconds("--slow-rank", f"3:{factor}")
-        assert slow == simulate(program("ring", case(), backward=False), H200, slow=Slow({3: factor})).seconds
+        assert slow == simulate(program("ring", workload(), backward=False), H200, slow=Slow({3: factor})).seconds
         assert slow >= before * (1 - 1e-9)
         before = slow
     assert before > 1.5 * plain
@@ -80,13 +80,13 @@ def test_slower_ranks_and_links_never_make_it_faster():
 def test_a_trace_has_the_ranks_that_were_asked_for(tmp_path):
     path = tmp_path / "trace.json"
     found = simulated("--trace", path, "--trace-ranks", "0-2,9", "--backward")
-    spans = read_trace(path)
-    assert {span.rank for span in spans} == {0, 1, 2, 9}
-    assert {span.track for span in spans} >= {"compute", "send", "receive"}
+    ranges = read_trace(path)
+    assert {span.rank for span in ranges} == {0, 1, 2, 9}
+    assert {span.track for span in ranges} >= {"compute", "send", "receive"}
     both = sum(one["seconds"] for one in found["runs"])
-    assert max(span.end for span in spans) == pytest.approx(both, rel=0.2)
+    assert max(span.end for span in ranges) == pytest.approx(both, rel=0.2)
     forward = found["runs"][0]["seconds"]
-    assert max(span.end for span in spans) > forward  # the backward comes after it
+    assert max(span.end for span in ranges) > forward  # the backward comes after it
     simulated("--trace", path)
     assert {span.rank for span in read_trace(path)} == set(range(16))
     simulated("--trace", path, ranks=2)

@@ -10,13 +10,13 @@ from attnmesh import Causal, Comm, run_virtual
 from attnmesh.cli.main import app
 from attnmesh.cli.trace import LAYOUTS, Attending, traced
 from attnmesh.plan.allgather import head_groups
-from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.load import loads
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.ring import RingPlan, ring_plan
-from attnmesh.plan.shards import between_nodes, spread
+from attnmesh.plan.shards import between_nodes, shards
 from attnmesh.plan.two_level import two_level_plan
 from attnmesh.plan.ulysses import head_share
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.trace.overlap import busy
 from attnmesh.trace.timeline import TRACKS, Span, read_trace
 from processes import run_processes
@@ -42,42 +42,42 @@ def asked(tmp_path, schedule, **changed):
     return Attending(**{**given, **changed})
 
 
-def case(asked: Attending, world: int) -> Case:
+def workload(asked: Attending, world: int) -> Workload:
     shape = Shape(1, asked.heads, asked.kv_heads, asked.head_dim, 2, 4)
-    return Case(spread(Causal(), LAYOUTS[asked.layout], asked.length, world), shape, asked.ranks_per_node or world)
+    return Workload(shards(Causal(), LAYOUTS[asked.layout], asked.length, world), shape, asked.ranks_per_node or world)
 
 
 def working(plan: RingPlan, rank: int) -> int:
     return sum(bool(stage.patch.blocks) for stage in plan.stages(rank))
 
 
-def kernels(schedule: str, case: Case, rank: int, weight: float) -> int:
+def kernels(schedule: str, workload: Workload, rank: int, weight: float) -> int:
     """How many kernels the plan asks of a rank in one direction."""
     if schedule == "ring":
-        return working(ring_plan(case.spread, grad_weight=weight), rank)
+        return working(ring_plan(workload.shards, grad_weight=weight), rank)
     if schedule == "allgather":
-        return len(head_groups(case.shape.kv_heads))
-    node, i = divmod(rank, case.ranks_per_node)
+        return len(head_groups(workload.shape.kv_heads))
+    node, i = divmod(rank, workload.ranks_per_node)
     if schedule == "ring+ring":
-        plan = two_level_plan(case.spread, case.ranks_per_node, grad_weight=weight)
+        plan = two_level_plan(workload.shards, workload.ranks_per_node, grad_weight=weight)
         return sum(working(plan.inner_ring(node, stage, weight), i) for stage in range(len(plan.outer_offsets)))
-    share = head_share(case.shape.q_heads, case.shape.kv_heads, case.ranks_per_node, i)
-    between = Case(between_nodes(case.spread, case.ranks_per_node), case.shape, 1)
+    share = head_share(workload.shape.q_heads, workload.shape.kv_heads, workload.ranks_per_node, i)
+    between = Workload(between_nodes(workload.shards, workload.ranks_per_node), workload.shape, 1)
     if schedule == "ulysses+allgather":
         return sum(len(head_groups(len(kv))) for _, kv in share.segments)
     return len(share.segments) * kernels("ring", between, node, weight)
 
 
-def check_spans(spans: list[Span], case: Case, schedule: str) -> None:
-    both = [loads(schedule, case, backward=way) for way in (False, True)]
-    for rank in range(case.spread.world):
+def check_spans(ranges: list[Span], workload: Workload, schedule: str) -> None:
+    both = [loads(schedule, workload, backward=way) for way in (False, True)]
+    for rank in range(workload.shards.world):
         mine = {
-            track: [span for span in spans if span.rank == rank and span.track == track]
+            track: [span for span in ranges if span.rank == rank and span.track == track]
             for track in ("compute", "send", "receive", "wait")
         }
         names = [span.name for span in mine["compute"]]
-        assert names.count("attention") == kernels(schedule, case, rank, 0.0)
-        assert names.count("attention backward") == kernels(schedule, case, rank, case.shape.grad_weight)
+        assert names.count("attention") == kernels(schedule, workload, rank, 0.0)
+        assert names.count("attention backward") == kernels(schedule, workload, rank, workload.shape.grad_weight)
         assert sum(span.facts["bytes"] for span in mine["send"]) == sum(way[rank].sent for way in both)
         assert all(0 <= span.begin <= span.end for track in mine.values() for span in track)
         for track in ("compute", "wait"):  # a rank does one thing at a time; messages travel side by side
@@ -85,7 +85,7 @@ def check_spans(spans: list[Span], case: Case, schedule: str) -> None:
             assert all(a.end <= b.begin for a, b in pairwise(in_order))
         for waited in mine["wait"]:
             assert not any(c.begin < waited.end and waited.begin < c.end for c in mine["compute"])
-    sent, received = (sum(s.facts["bytes"] for s in spans if s.track == track) for track in ("send", "receive"))
+    sent, received = (sum(s.facts["bytes"] for s in ranges if s.track == track) for track in ("send", "receive"))
     assert sent == received > 0
 
 
@@ -96,7 +96,7 @@ def test_virtual_ranks_do_what_their_plan_says(tmp_path, schedule, layout):
     if layout == "zigzag" and schedule.startswith("ulysses+"):
         ask = asked(tmp_path, schedule, layout="contiguous", length=40)
     on_rank_0, *others = run_virtual(WORLD, partial(traced, asked=ask))
-    check_spans(on_rank_0, case(ask, WORLD), schedule)
+    check_spans(on_rank_0, workload(ask, WORLD), schedule)
     assert others == [on_rank_0] * (WORLD - 1)
 
 
@@ -104,8 +104,8 @@ def several(comm: Comm, asks: list[Attending]) -> list[tuple[list[Span], int]]:
     found = []
     for ask in asks:
         before = comm.traffic.verbs.get("exchange", (0, 0))[1]
-        spans = traced(comm, ask)
-        found.append((spans, comm.traffic.verbs["exchange"][1] - before))
+        ranges = traced(comm, ask)
+        found.append((ranges, comm.traffic.verbs["exchange"][1] - before))
     return found
 
 
@@ -115,10 +115,10 @@ def test_processes_do_what_their_plan_says(tmp_path):
     asks.append(asked(tmp_path, "ring", length=2048, heads=8, kv_heads=8, head_dim=64, layout="zigzag", dtype="fp32"))
     ranks = run_processes(2, several, asks)
     for at, ask in enumerate(asks[:3]):
-        spans = ranks[0][at][0]
-        check_spans(spans, case(ask, 2), ask.schedule)
+        ranges = ranks[0][at][0]
+        check_spans(ranges, workload(ask, 2), ask.schedule)
         for rank in range(2):  # as the comm itself counted, in the run before and in the recorded one
-            sent = sum(span.facts["bytes"] for span in spans if span.rank == rank and span.track == "send")
+            sent = sum(span.facts["bytes"] for span in ranges if span.rank == rank and span.track == "send")
             assert ranks[rank][at][1] == 2 * sent
     assert sum(rank.overlapped for rank in busy(ranks[0][3][0])) > 0
 
@@ -141,8 +141,8 @@ def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule):
     assert schedule != "auto" or any(f"auto ({name})" in done.output for name in SCHEDULES)
     assert f"{out}: open it in" in done.output.replace("\n", "")
     assert all(f"│    {rank} │" in done.output for rank in range(4))
-    spans = read_trace(out)
-    assert {(span.rank, span.track) for span in spans} == set(product(range(4), TRACKS))
+    ranges = read_trace(out)
+    assert {(span.rank, span.track) for span in ranges} == set(product(range(4), TRACKS))
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,12 @@ def one_thread() -> Iterator[None]:
 
 
 def shares_of(layout: Layout, length: int, world: int) -> list[tuple[range, ...]]:
-    return [layout.spans(length, world, rank) for rank in range(world)]
+    return [layout.ranges(length, world, rank) for rank in range(world)]
 
 
 def work_of(shares: list[tuple[range, ...]], keys_seen: Tensor) -> list[int]:
     """The keys that each rank's positions see, from the keys that every position sees."""
-    return [sum(int(keys_seen[span.start : span.stop].sum()) for span in spans) for spans in shares]
+    return [sum(int(keys_seen[span.start : span.stop].sum()) for span in ranges) for ranges in shares]
 
 
 def imbalance(work: list[int]) -> float:
@@ -64,7 +64,7 @@ def problems(draw: st.DrawFn) -> tuple[Mask, int, int]:
 def test_shares_ascend_partition_the_sequence_and_differ_by_one_position_at_most(problem):
     mask, length, world = problem
     shares = shares_of(Balanced(mask), length, world)
-    held = [[p for span in spans for p in span] for spans in shares]
+    held = [[p for span in ranges for p in span] for ranges in shares]
     assert all(mine == sorted(mine) for mine in held)
     assert sorted(p for mine in held for p in mine) == list(range(length))
     assert max(map(len, held)) - min(map(len, held)) <= 1
@@ -76,7 +76,7 @@ def test_runs_are_few_and_do_not_touch(problem):
     mask, length, world = problem
     shares = shares_of(Balanced(mask), length, world)
     assert sum(map(len, shares)) < 2 * world
-    assert all(before.stop < after.start for spans in shares for before, after in pairwise(spans))
+    assert all(before.stop < after.start for ranges in shares for before, after in pairwise(ranges))
 
 
 @given(problems())
@@ -97,7 +97,7 @@ def test_every_kind_of_mask_is_even(mask, world):
     length = 6007
     sight = mask_named(mask, length)
     shares = shares_of(Balanced(sight), length, world)
-    assert imbalance([Patch(sight, spans, (range(length),)).pairs for spans in shares]) <= 0.011
+    assert imbalance([Patch(sight, ranges, (range(length),)).pairs for ranges in shares]) <= 0.011
 
 
 # Packed documents.
@@ -106,9 +106,9 @@ def test_every_kind_of_mask_is_even(mask, world):
 def mix(seed: int) -> list[int]:
     """Lengths of documents that fill 64k tokens: many short and few long, and the ends of what can be met."""
     draw = random.Random(seed)
-    middle, spread = draw.uniform(4, 8), draw.uniform(0.3, 2.2)
+    middle, shards = draw.uniform(4, 8), draw.uniform(0.3, 2.2)
     kinds = {
-        "log-normal": lambda: draw.lognormvariate(middle, spread),
+        "log-normal": lambda: draw.lognormvariate(middle, shards),
         "tiny": lambda: draw.randint(0, 200),
         "of the size of a share": lambda: draw.randint(1000, 20000),
         "one giant among crumbs": lambda: draw.randint(0, 300),
@@ -139,7 +139,7 @@ def check_mix(seed: int, world: int) -> None:
     work = work_of(shares, keys_seen)
     assert sum(work) == keys_seen.sum()
     assert imbalance(work) <= 0.02, (seed, world)
-    assert {sum(map(len, spans)) for spans in shares} == {S // world}, (seed, world)
+    assert {sum(map(len, ranges)) for ranges in shares} == {S // world}, (seed, world)
 
 
 @pytest.mark.parametrize("mixes", [range(200), pytest.param(range(200, 1000), marks=pytest.mark.slow)], ids=str)
@@ -161,7 +161,7 @@ def test_the_plan_counts_the_same_pairs(world):
         lengths = mix(seed)
         mask = Causal() & Documents(lengths)
         shares = shares_of(Balanced(mask), S, world)
-        pairs = [Patch(mask, spans, (range(S),)).pairs for spans in shares]
+        pairs = [Patch(mask, ranges, (range(S),)).pairs for ranges in shares]
         assert pairs == work_of(shares, keys_seen_in(lengths, causal=True))
         assert imbalance(pairs) <= 0.02
 
@@ -170,9 +170,9 @@ def foreign_keys(shares: list[tuple[range, ...]], mask: Mask) -> int:
     """How many keys ranks see that other ranks hold: what must travel."""
     first, end = (seen.clamp(0, S).tolist() for seen in mask.visible(torch.arange(S)))
     foreign = 0
-    for spans in shares:
+    for ranges in shares:
         reached = 0
-        for span in spans:
+        for span in ranges:
             begin, stop = max(reached, first[span[0]]), end[span[-1]]
             foreign += max(0, stop - begin) - len(span)
             reached = max(reached, stop)
@@ -227,8 +227,8 @@ def test_what_is_even_already_stays_in_one_piece(mask, world):
 
 def test_the_picture_in_the_module_is_right():
     owners = [None] * 16
-    for rank, spans in enumerate(shares_of(Balanced(Causal()), 16, 4)):
-        for p in (p for span in spans for p in span):
+    for rank, ranges in enumerate(shares_of(Balanced(Causal()), 16, 4)):
+        for p in (p for span in ranges for p in span):
             owners[p] = rank
     assert owners == [3, 3, 2, 2, 1, 1, 0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -262,11 +262,11 @@ def test_what_is_no_mask_is_refused(mask):
 def test_a_length_that_does_not_fit_the_documents_is_refused():
     layout = Balanced(Causal() & Documents([5, 3]))
     with pytest.raises(ValueError, match=r"must add up to the sequence length 9, but \(5, 3\) add up to 8"):
-        layout.spans(9, 2, 0)
+        layout.ranges(9, 2, 0)
     with pytest.raises(ValueError, match="add up to 8"):
         layout.shard(torch.zeros(7), 0, 2, 0)
     with pytest.raises(ValueError, match="rank"):
-        layout.spans(8, 2, 2)
+        layout.ranges(8, 2, 2)
 
 
 def test_shards_come_together_again():
@@ -282,7 +282,7 @@ def test_a_layout_of_64k_positions_takes_no_time_to_speak_of():
     for _ in range(5):
         _shares.cache_clear()
         begin = time.process_time()
-        Balanced(mask).spans(S, 16, 0)
+        Balanced(mask).ranges(S, 16, 0)
         taken.append(time.process_time() - begin)
     assert min(taken) < 0.05
 

@@ -59,9 +59,9 @@ def test_the_picture_in_the_module_is_right():
 
 
 def test_runs_that_touch_are_one():
-    assert Joint((5, Contiguous()), (4, Zigzag()), (3, Striped())).spans(12, 1, 0) == (range(12),)
-    assert Joint((4, Contiguous()), (0, Zigzag()), (4, Zigzag())).spans(8, 2, 1) == (range(2, 4), range(5, 7))
-    assert Joint((4, Zigzag()), (2, Contiguous())).spans(6, 2, 0) == (range(1), range(3, 5))
+    assert Joint((5, Contiguous()), (4, Zigzag()), (3, Striped())).ranges(12, 1, 0) == (range(12),)
+    assert Joint((4, Contiguous()), (0, Zigzag()), (4, Zigzag())).ranges(8, 2, 1) == (range(2, 4), range(5, 7))
+    assert Joint((4, Zigzag()), (2, Contiguous())).ranges(6, 2, 0) == (range(1), range(3, 5))
 
 
 def test_joints_may_be_nested():
@@ -91,14 +91,14 @@ def test_what_is_no_part_is_refused(part):
 def test_lengths_that_do_not_add_up_are_refused():
     layout = Joint((5, Contiguous()), (6, Zigzag()))
     with pytest.raises(ValueError, match=r"sequence length 12, but \[5, 6\] add up to 11"):
-        layout.spans(12, 2, 0)
+        layout.ranges(12, 2, 0)
     with pytest.raises(ValueError, match="sequence length 10"):
         layout.unshard([torch.zeros(5), torch.zeros(5)], 0)
 
 
 def test_a_part_that_refuses_its_length_is_heard():
     with pytest.raises(ValueError, match=r"add up to the sequence length 5, but \(2, 2\) add up to 4"):
-        Joint((5, Balanced(Documents([2, 2])))).spans(5, 2, 0)
+        Joint((5, Balanced(Documents([2, 2])))).ranges(5, 2, 0)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "causal & documents"])

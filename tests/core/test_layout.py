@@ -8,7 +8,7 @@ import torch
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.plan.ring import ring_plan
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
 
 LENGTHS, WORLDS = range(65), range(1, 10)
 
@@ -29,12 +29,12 @@ def test_spans_are_the_positions_as_a_few_runs(layout):
     for length in LENGTHS:
         for world in WORLDS:
             for rank in range(world):
-                spans = layout.spans(length, world, rank)
+                ranges = layout.ranges(length, world, rank)
                 positions = layout.positions(length, world, rank)
                 assert positions.dtype == torch.long
-                assert [p for span in spans for p in span] == positions.tolist()
-                assert len(spans) <= 2
-                assert all(spans)
+                assert [p for span in ranges for p in span] == positions.tolist()
+                assert len(ranges) <= 2
+                assert all(ranges)
                 assert layout.local_length(length, world, rank) == len(positions)
 
 
@@ -153,9 +153,9 @@ def test_a_fold_covers_the_sequence_in_ascending_runs_that_do_not_touch(pairs):
         for length in range(65):
             held = []
             for rank in range(world):
-                spans = layout.spans(length, world, rank)
-                assert all(spans)
-                assert all(a.stop < b.start for a, b in pairwise(spans))
+                ranges = layout.ranges(length, world, rank)
+                assert all(ranges)
+                assert all(a.stop < b.start for a, b in pairwise(ranges))
                 pieces = [p for piece in layout.pieces(length, world, rank) for p in piece]
                 assert layout.positions(length, world, rank).tolist() == pieces
                 held += pieces
@@ -168,7 +168,7 @@ def test_one_pair_each_is_the_plain_zigzag():
     for world in WORLDS:
         for length in LENGTHS:
             for rank in range(world):
-                assert Zigzag((1,) * world).spans(length, world, rank) == Zigzag().spans(length, world, rank)
+                assert Zigzag((1,) * world).ranges(length, world, rank) == Zigzag().ranges(length, world, rank)
 
 
 @every_fold
@@ -204,7 +204,7 @@ def test_a_number_of_pairs_that_cannot_be_is_refused(pairs):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_pairs_for_another_number_of_ranks_are_refused(world):
-    for ask in (Zigzag((2, 1)).spans, Zigzag((2, 1)).pieces, Zigzag((2, 1)).positions):
+    for ask in (Zigzag((2, 1)).ranges, Zigzag((2, 1)).pieces, Zigzag((2, 1)).positions):
         with pytest.raises(ValueError, match=rf"one entry for each of {world} ranks, got \(2, 1\)"):
             ask(8, world, 0)
 
@@ -298,7 +298,7 @@ def test_a_dimension_that_is_not_there_is_refused(layout, dim):
     [(-1, 2, 0, "length"), (8, 0, 0, "world"), (8, -1, 0, "world"), (8, 2, 2, "rank"), (8, 2, -1, "rank")],
 )
 def test_a_length_world_or_rank_that_cannot_be_is_refused(layout, length, world, rank, named):
-    for ask in (layout.positions, layout.spans, layout.local_length):
+    for ask in (layout.positions, layout.ranges, layout.local_length):
         with pytest.raises(ValueError, match=named):
             ask(length, world, rank)
 
@@ -316,7 +316,7 @@ def test_layouts_compare_and_hash_by_value(layout):
 def work_of(layout: Layout, length: int, world: int) -> list[int]:
     """Causal pairs a rank computes, summed over the spans of the positions it holds."""
     return [
-        sum(len(span) * (span[0] + span[-1] + 2) // 2 for span in layout.spans(length, world, rank))
+        sum(len(span) * (span[0] + span[-1] + 2) // 2 for span in layout.ranges(length, world, rank))
         for rank in range(world)
     ]
 
@@ -353,14 +353,14 @@ def test_no_choice_of_the_longer_pieces_is_more_even_than_the_zigzag_rule(world)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_plan_counts_just_the_causal_pairs(layout, world):
     for length in (1, 2 * world, 17 * world + 3, 64 * world, 65 * world, 100 * world + 1):
-        plan = ring_plan(spread(Causal(), layout, length, world))
+        plan = ring_plan(shards(Causal(), layout, length, world))
         pairs = [plan.pairs(rank) for rank in range(world)]
         assert pairs == work_of(layout, length, world), length
         assert sum(pairs) == length * (length + 1) // 2
 
 
 def planned_imbalance(length: int, world: int) -> float:
-    plan = ring_plan(spread(Causal(), Zigzag(), length, world))
+    plan = ring_plan(shards(Causal(), Zigzag(), length, world))
     return imbalance([plan.pairs(rank) for rank in range(world)])
 
 

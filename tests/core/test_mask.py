@@ -6,7 +6,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from attnmesh.core.masks import And, Causal, Documents, Full, Mask, SlidingWindow, Verdict
+from attnmesh.core.masks import And, Causal, Coverage, Documents, Full, Mask, SlidingWindow
 
 S = 9  # every mask of the list below is meant for this length
 Sees = Callable[[int, int], bool]
@@ -106,29 +106,29 @@ def test_verdict_is_exact_for_every_query_range_and_key_range(mask, sees):
             by_any, by_all = by_any | seen, by_all & seen
         for k_range, keys in everywhere.items():
             if not q_range or not keys & by_any:
-                truth = Verdict.EMPTY
+                truth = Coverage.EMPTY
             elif keys & by_all == keys:
-                truth = Verdict.FULL
+                truth = Coverage.FULL
             else:
-                truth = Verdict.PARTIAL
+                truth = Coverage.PARTIAL
             assert mask.verdict(q_range, k_range) is truth, (q_range, k_range)
 
 
 def test_verdict_is_not_inverted_as_in_seed_000():
     # The seed: a block with q_low >= k_high is "all zeros" and is skipped. It is the other way round.
     early, late = range(32), range(32, 64)
-    assert Causal().verdict(q=late, k=early) is Verdict.FULL
-    assert Causal().verdict(q=early, k=late) is Verdict.EMPTY
-    assert Causal().verdict(q=early, k=early) is Verdict.PARTIAL
-    assert Causal().verdict(q=range(31, 40), k=early) is Verdict.FULL  # touching the diagonal from below
-    assert Causal().verdict(q=range(30, 40), k=early) is Verdict.PARTIAL
+    assert Causal().verdict(q=late, k=early) is Coverage.FULL
+    assert Causal().verdict(q=early, k=late) is Coverage.EMPTY
+    assert Causal().verdict(q=early, k=early) is Coverage.PARTIAL
+    assert Causal().verdict(q=range(31, 40), k=early) is Coverage.FULL  # touching the diagonal from below
+    assert Causal().verdict(q=range(30, 40), k=early) is Coverage.PARTIAL
 
 
 def test_seed_000_walkthrough_every_device_computes_nine_of_36_chunk_pairs():
     chunks = [range(32 * i, 32 * (i + 1)) for i in range(8)]  # S = 256, 4 devices
     for device in range(4):
         mine = (chunks[device], chunks[7 - device])
-        computed = [(q, k) for q in mine for k in chunks if Causal().verdict(q, k) is not Verdict.EMPTY]
+        computed = [(q, k) for q in mine for k in chunks if Causal().verdict(q, k) is not Coverage.EMPTY]
         assert len(computed) == 9
 
 

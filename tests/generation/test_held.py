@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.generation.held import Held
 from modelling import LAYOUTS
 
@@ -40,11 +40,11 @@ def test_it_holds_what_a_list_would(story):
                 if kind == "step":
                     new = tuple(range(p, p + 1) for p in range(length, length + how) if p % world == rank)
                 else:
-                    new = moved(LAYOUTS[kind].spans(how, world, rank), length)
+                    new = moved(LAYOUTS[kind].ranges(how, world, rank), length)
                 held.extend(new)
-                plain += spans.as_tensor(new).tolist()
+                plain += ranges.as_tensor(new).tolist()
                 length += how
-            assert spans.as_tensor(held.runs).tolist() == plain
+            assert ranges.as_tensor(held.runs).tolist() == plain
             assert len(held) == len(plain)
             for position in (0, 1, length // 2, length - 1, length, length + 3):
                 assert held.below(position) == sum(p < position for p in plain)

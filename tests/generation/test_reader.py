@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnmesh as am
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.generation.reader import BLOCK_SIZE, Reader
 from modelling import KINDS, LAYOUTS, drawn_ids, logits_of, meshed, on_ranks
 
@@ -160,10 +160,10 @@ def in_the_cache(reader, reading):
 def check_books(reader):
     for reading in reader.readings:
         positions, ids = in_the_cache(reader, reading)
-        assert positions == spans.as_tensor(reading.held.runs).tolist()
+        assert positions == ranges.as_tensor(reading.held.runs).tolist()
         assert ids == [reading.ids[p] for p in positions]
         # All ranks know of all, and every position is somebody's, once.
-        everybody = sorted(p for held in reading.shares.ranks for p in spans.as_tensor(held.runs).tolist())
+        everybody = sorted(p for held in reading.shares.ranks for p in ranges.as_tensor(held.runs).tolist())
         assert everybody == list(range(len(reading.ids)))
         assert reading.held is reading.shares.ranks[reader.comm.rank]
     facts = [(r.ids, r.shares.counts, r.room, r.busy, r.reused) for r in reader.readings]

@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.generation.shares import Shares, evened, grown, in_turn
 
 
 def positions_of(parts):
-    return [spans.as_tensor(part).tolist() for part in parts]
+    return [ranges.as_tensor(part).tolist() for part in parts]
 
 
 @given(st.integers(0, 50), st.integers(0, 30), st.integers(1, 6))

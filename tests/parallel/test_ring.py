@@ -40,7 +40,7 @@ from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
 from attnmesh.parallel import ring
 from attnmesh.parallel.ring import Ring
 from attnmesh.plan.ring import ring_plan
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
 
 WORLDS = (1, 2, 3, 4, 8)
 LENGTHS = (0, 1, 2, 7, 64, 67, 130)
@@ -199,7 +199,7 @@ def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):
 
     sent = run_virtual(world, rank)
     row = 2 * batch * heads[1] * head_dim  # K and V, kv heads as they are
-    forward = ring_plan(spread(sight, layout, length, world))
+    forward = ring_plan(shards(sight, layout, length, world))
     backward = Ring(forward, 1.0, "auto", None).backward_plan(dtype)
     for r in range(world):
         hops = sum(bool(stage.next_keys) for stage in forward.stages(r))

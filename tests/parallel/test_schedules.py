@@ -44,10 +44,10 @@ from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.load import loads
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.choose import choose_schedule
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.hardware_catalog.catalog import usual_cluster
@@ -586,9 +586,9 @@ def planned(
     q, k = inputs[:2]
     sizes = q.dtype.itemsize, accumulation_dtype(q.dtype).itemsize
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], *sizes)
-    positions = spread(mask, layout, q.shape[2], mesh[0], key_layout, k.shape[2])
-    case = Case(positions, shape, mesh[1] or mesh[0], lse)
-    ways = [loads(schedule, case, backward=backward) for backward in (False, True)]
+    positions = shards(mask, layout, q.shape[2], mesh[0], key_layout, k.shape[2])
+    workload = Workload(positions, shape, mesh[1] or mesh[0], lse)
+    ways = [loads(schedule, workload, backward=backward) for backward in (False, True)]
     return [[(load.near, load.far) for load in ranks] for ranks in zip(*ways, strict=True)]
 
 
@@ -791,10 +791,10 @@ def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(mach
     for mask, layout in ((Causal(), Contiguous()), (Full(), Zigzag()), (SlidingWindow(3), Contiguous())):
         name = told_best(machine, mesh, mask, layout)
         assert sent_by("auto", mesh, inputs, mask, layout) == planned(name, mesh, inputs, mask, layout)
-        case = Case(
-            spread(mask, layout, 24, world), Shape(2, 4, 2, 8, 4, 4), ranks_per_node or world, lse=True, device="cpu"
+        workload = Workload(
+            shards(mask, layout, 24, world), Shape(2, 4, 2, 8, 4, 4), ranks_per_node or world, lse=True, device="cpu"
         )
-        name = choose_schedule(case, machine).schedule
+        name = choose_schedule(workload, machine).schedule
         found = ring_results(world, inputs, mask, layout, schedule="auto", ranks_per_node=ranks_per_node)
         assert_right(found, inputs, mask)
         assert_same_bits(found, ring_results(world, inputs, mask, layout, schedule=name, ranks_per_node=ranks_per_node))

@@ -21,9 +21,9 @@ CASES = [
 ]
 
 
-def assert_exact(cp: ContextParallel, case: tuple, seed: int = 0) -> None:
+def assert_exact(cp: ContextParallel, workload: tuple, seed: int = 0) -> None:
     """out, lse, dq, dk and dv of the whole sequence are right on every rank."""
-    mask, length, key_length, heads, dtype = case
+    mask, length, key_length, heads, dtype = workload
     inputs = drawn(length, key_length, heads=heads, dtype=dtype, head_dim=8, seed=seed)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,8 +42,8 @@ def every_schedule(comm: Comm, kind: str) -> tuple[int, int]:
         where, how = init_device_mesh("cpu", (2, 2), mesh_dim_names=names), {}
     for schedule in (*SCHEDULES, "auto"):
         cp = ContextParallel(where, schedule=schedule, **how)
-        for case in CASES if kind == "ranks_per_node" else CASES[:2]:
-            assert_exact(cp, case)
+        for workload in CASES if kind == "ranks_per_node" else CASES[:2]:
+            assert_exact(cp, workload)
     return cp.rank, cp.world
 
 
@@ -196,8 +196,8 @@ def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
     [
         ("allgather", "backward"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("ulysses+ring", "forward"), ("ring+ring", "backward"))
+            pytest.param(*workload, marks=pytest.mark.slow)
+            for workload in (("ulysses+ring", "forward"), ("ring+ring", "backward"))
         ),
     ],
 )

@@ -8,10 +8,10 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.program import Kernels, Messages, Program, Round
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.choose import choose_schedule
 from attnmesh.planner.cost import Cost, cost, schedule_cost
 from attnmesh.planner.hardware import Cluster
@@ -119,37 +119,37 @@ def test_nothing_to_do_takes_no_time():
 # Schedules.
 
 
-def case_of(world: int, ranks_per_node: int, length: int = 4096) -> Case:
+def case_of(world: int, ranks_per_node: int, length: int = 4096) -> Workload:
     shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, itemsize=2, sum_itemsize=4)
-    return Case(spread(Causal(), Zigzag(), length, world), shape, ranks_per_node)
+    return Workload(shards(Causal(), Zigzag(), length, world), shape, ranks_per_node)
 
 
 def test_a_ring_of_two_is_what_its_two_rounds_are():
     """Zigzag over 2 ranks, 4 chunks of n = 1024: each computes on its own keys (2n^2 pairs and a bit), then on 2n^2."""
-    case, n = case_of(2, 2), 1024
+    workload, n = case_of(2, 2), 1024
     own, other = 4 * 64 * 8 * (2 * n * n + n), 4 * 64 * 8 * (2 * n * n)
     keys = 2 * 2 * n * 8 * 64 * 2
     fast, slow = cluster(1e9, near=1e12, node=2), cluster(1e9, near=keys / 100.0, node=2)
-    assert schedule_cost("ring", case, fast, backward=False).seconds == pytest.approx((own + other) / 1e9, rel=1e-6)
-    assert schedule_cost("ring", case, slow, backward=False).seconds == pytest.approx(100 + other / 1e9, rel=1e-6)
+    assert schedule_cost("ring", workload, fast, backward=False).seconds == pytest.approx((own + other) / 1e9, rel=1e-6)
+    assert schedule_cost("ring", workload, slow, backward=False).seconds == pytest.approx(100 + other / 1e9, rel=1e-6)
 
 
 def test_a_choice_is_the_least_of_the_costs_there_and_back():
     for found in (cluster(1e12, near=1e9, far=1e8), cluster(1e12, near=1e12, far=1e6), cluster(1e6)):
-        case = case_of(4, 2)
-        choice = choose_schedule(case, found)
+        workload = case_of(4, 2)
+        choice = choose_schedule(workload, found)
         assert set(choice.costs) | set(choice.refusals) == set(SCHEDULES)
         for name, both in choice.costs.items():
-            there, back = (schedule_cost(name, case, found, backward=way) for way in (False, True))
+            there, back = (schedule_cost(name, workload, found, backward=way) for way in (False, True))
             assert both == there + back
         assert choice.seconds[choice.schedule] == min(choice.seconds.values())
 
 
 def test_faster_links_never_cost_more():
-    case = case_of(8, 4)
+    workload = case_of(8, 4)
     for name in SCHEDULES:
         seconds = [
-            schedule_cost(name, case, cluster(1e12, near=rate, far=rate / 10), backward=False).seconds
+            schedule_cost(name, workload, cluster(1e12, near=rate, far=rate / 10), backward=False).seconds
             for rate in (1e8, 1e9, 1e10, 1e11)
         ]
         assert seconds == sorted(seconds, reverse=True), name

@@ -12,9 +12,9 @@ from attending import drawn, peak_bytes
 from attnmesh import Causal, Comm, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag, ring_distributed_attention
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.plan import memory, programs
-from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
 
 HEADS, HEAD_DIM = (8, 4), 64
 SHAPE = Shape(1, *HEADS, HEAD_DIM, itemsize=4, sum_itemsize=4)
@@ -67,8 +67,8 @@ def test_peaks_are_those_of_real_ranks(schedule, sizes, mask, layout):
         ranks_per_node = 2 if "+" in schedule else None
         if ranks_per_node and (world < 4 or world % ranks_per_node):
             continue
-        case = Case(spread(mask, layout, rows * world, world), SHAPE, ranks_per_node or world, device="cpu")
-        predicted = [memory.peak_bytes(schedule, case, backward=backward) for backward in (False, True)]
+        workload = Workload(shards(mask, layout, rows * world, world), SHAPE, ranks_per_node or world, device="cpu")
+        predicted = [memory.peak_bytes(schedule, workload, backward=backward) for backward in (False, True)]
         for rank in {0, world // 2} if sizes is MANY else {world // 2}:
             cp = ContextParallel(
                 Alone(rank, world, 10), layout=layout, schedule=schedule, ranks_per_node=ranks_per_node
@@ -101,7 +101,7 @@ def test_rings_take_no_more_on_more_ranks(schedule, backward):
     """Hundreds of ranks with as many rows each hold what a few do."""
     for mask, layout in ((Full(), Contiguous()), (Causal(), Zigzag()), (SlidingWindow(300), Contiguous())):
         few, many = (
-            memory.peak_bytes(schedule, Case(spread(mask, layout, 512 * world, world), HALF, 4), backward=backward)
+            memory.peak_bytes(schedule, Workload(shards(mask, layout, 512 * world, world), HALF, 4), backward=backward)
             for world in (32, 256)
         )
         assert many.max() <= 1.01 * few.max()
@@ -111,18 +111,18 @@ def test_rings_take_no_more_on_more_ranks(schedule, backward):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_arrays_say_what_patches_say(schedule, backward, monkeypatch):
     for mask, layout in ((Full(), Contiguous()), (Causal(), Zigzag()), (Causal(), Contiguous())):
-        case = Case(spread(mask, layout, 48 * 8, 8), HALF, 4)
+        workload = Workload(shards(mask, layout, 48 * 8, 8), HALF, 4)
         monkeypatch.setattr(programs, "MOST_BY_PATCH", 64)
-        patches = memory.peak_bytes(schedule, case, backward=backward)
+        patches = memory.peak_bytes(schedule, workload, backward=backward)
         monkeypatch.setattr(programs, "MOST_BY_PATCH", 0)
-        arrays = memory.peak_bytes(schedule, case, backward=backward)
+        arrays = memory.peak_bytes(schedule, workload, backward=backward)
         np.testing.assert_allclose(arrays, patches, rtol=0.2)
 
 
 def test_an_all_gather_takes_more_the_longer_the_sequence_and_ulysses_what_its_share_takes():
     def peak(schedule, world, backward=False):
-        case = Case(spread(Full(), Contiguous(), 512 * world, world), HALF, world)
-        return int(memory.peak_bytes(schedule, case, backward=backward).max())
+        workload = Workload(shards(Full(), Contiguous(), 512 * world, world), HALF, world)
+        return int(memory.peak_bytes(schedule, workload, backward=backward).max())
 
     assert peak("allgather", 32) > 1.8 * peak("allgather", 16)
     assert peak("ulysses", 8) == peak("ulysses", 4)

@@ -7,10 +7,10 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Full
-from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.program import Bundle, Kernels, Messages, Round
 from attnmesh.plan.programs import program as schedule_program
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster, Curve
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slow
@@ -44,10 +44,10 @@ def test_squares_shrink_with_their_kernels():
 def test_squares_of_schedules_are_on_the_diagonal(schedule, backward):
     length, world = 64, 4
     for mask in (Causal(), Full()):
-        case = Case(spread(mask, Zigzag(), length, world), SHAPE, 2)
+        workload = Workload(shards(mask, Zigzag(), length, world), SHAPE, 2)
         kernels = [
             part
-            for round_ in schedule_program(schedule, case, backward=backward).rounds()
+            for round_ in schedule_program(schedule, workload, backward=backward).rounds()
             for part in round_.work
             if part.kind.startswith("attention")
         ]

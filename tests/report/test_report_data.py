@@ -5,16 +5,16 @@ from itertools import product
 
 import pytest
 import torch
-from attnmesh.report import make_report
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.case import Case, Shape, refusal
 from attnmesh.plan.load import loads
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload, refusal
+from attnmesh.report import make_report
 from attnmesh.report.data import default_node, in_words
 from attnmesh.report.picture import picture
 from attnmesh.report.steps import steps
@@ -31,13 +31,13 @@ def seen(mask: Mask, length: int) -> torch.Tensor:
     return truth(mask, torch.arange(length), torch.arange(length))
 
 
-def positions(case: Case, shards: range) -> torch.Tensor:
-    held = [p for shard in shards for run in case.spread.queries[shard] for p in run]
+def positions(workload: Workload, shards: range) -> torch.Tensor:
+    held = [p for shard in shards for run in workload.shards.queries[shard] for p in run]
     return torch.tensor(held, dtype=torch.long)
 
 
-def served(case: Case) -> list[str]:
-    return [name for name in SCHEDULES if refusal(name, case.spread, case.ranks_per_node) is None]
+def served(workload: Workload) -> list[str]:
+    return [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
 
 
 @pytest.mark.parametrize(("world", "ranks_per_node"), [(4, 2), (6, 3), (3, 3), (1, 1)])
@@ -45,11 +45,11 @@ def served(case: Case) -> list[str]:
 def test_every_visible_pair_of_every_head_is_computed_by_one_rank_at_one_step(layout, world, ranks_per_node):
     length = 34
     for mask in MASKS:
-        case = Case(spread(mask, layout, length, world), SHAPE, ranks_per_node)
-        for name in served(case):
+        workload = Workload(shards(mask, layout, length, world), SHAPE, ranks_per_node)
+        for name in served(workload):
             counts = torch.zeros(SHAPE.q_heads, length, length, dtype=torch.long)
-            for visit in steps(name, case).visits:
-                rows, keys = positions(case, visit.queries), positions(case, visit.keys)
+            for visit in steps(name, workload).visits:
+                rows, keys = positions(workload, visit.queries), positions(workload, visit.keys)
                 at = torch.zeros(length, length, dtype=torch.long)
                 at[rows[:, None], keys] = 1
                 at *= seen(mask, length)
@@ -62,10 +62,10 @@ def test_every_visible_pair_of_every_head_is_computed_by_one_rank_at_one_step(la
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_messages_and_work_of_all_steps_are_those_of_the_plan(layout, shape):
     for mask, (world, ranks_per_node) in product(MASKS, ((4, 2), (6, 2), (5, 5))):
-        case = Case(spread(mask, layout, 34, world), shape, ranks_per_node)
-        for name in served(case):
-            found = steps(name, case)
-            for rank, load in enumerate(loads(name, case, backward=False)):
+        workload = Workload(shards(mask, layout, 34, world), shape, ranks_per_node)
+        for name in served(workload):
+            found = steps(name, workload)
+            for rank, load in enumerate(loads(name, workload, backward=False)):
                 sent = [m for m in found.messages if m.source == rank]
                 node = rank // ranks_per_node
                 assert sum(m.nbytes for m in sent) == load.sent, (name, rank)
@@ -78,8 +78,8 @@ def test_messages_and_work_of_all_steps_are_those_of_the_plan(layout, shape):
 
 def test_what_a_rank_computes_on_is_there_in_time():
     """Under a ring, keys come to a rank in the step before it computes on them."""
-    case = Case(spread(Causal(), Zigzag(), 64, 8), SHAPE, 8)
-    found = steps("ring", case)
+    workload = Workload(shards(Causal(), Zigzag(), 64, 8), SHAPE, 8)
+    found = steps("ring", workload)
     for visit in found.visits:
         arrived = [m for m in found.messages if (m.target, m.step) == (visit.rank, visit.step - 1)]
         assert visit.keys == visit.queries if visit.step == 0 else len(arrived) == 1
@@ -93,14 +93,14 @@ def test_what_a_rank_computes_on_is_there_in_time():
     st.integers(1, 9),
 )
 def test_bands_hold_every_position_once_and_tiles_every_pair(layout: Layout, mask: Mask, length: int, world: int):
-    case = spread(mask, layout, length, world)
-    cut = bands(case.queries)
+    workload = shards(mask, layout, length, world)
+    cut = bands(workload.queries)
     assert sorted(p for band in cut for p in band.positions) == list(range(length))
-    assert all(p in {p for run in case.queries[band.rank] for p in run} for band in cut for p in band.positions)
+    assert all(p in {p for run in workload.queries[band.rank] for p in run} for band in cut for p in band.positions)
     visible = seen(mask, length)
     rows = [torch.tensor(list(band.positions)) for band in cut]
     counted = [[int(visible[q[:, None], k].sum()) for k in rows] for q in rows]
-    assert pair_counts(case, cut, cut) == counted
+    assert pair_counts(workload, cut, cut) == counted
 
 
 def test_a_long_sequence_costs_no_more_than_a_short_one():
@@ -124,7 +124,7 @@ def test_the_page_gets_the_loads_and_the_choice():
     assert [each["name"] for each in drawn["schedules"]] == list(SCHEDULES)
     for each in drawn["schedules"]:
         for way in ("forward", "backward"):
-            due = loads(each["name"], report.case, backward=way == "backward")
+            due = loads(each["name"], report.workload, backward=way == "backward")
             assert each[way]["flops"] == [load.flops for load in due]
             assert [a + b for a, b in zip(each[way]["near"], each[way]["far"], strict=True)] == [x.sent for x in due]
     assert drawn["chosen"] == report.choice.schedule
@@ -137,8 +137,8 @@ def test_an_uneven_layout_has_its_imbalance():
 
 
 def test_timelines_begin_at_zero_and_are_cut_where_they_are_too_long():
-    spans = [Span(0, "compute", "a", 5.0 + i, 5.5 + i, {"step": i, "bytes": 7}) for i in range(8001)]
-    report = replace(make_report(Causal(), Zigzag(), 8, 2, SHAPE), timelines={"measured": spans[::-1]})
+    ranges = [Span(0, "compute", "a", 5.0 + i, 5.5 + i, {"step": i, "bytes": 7}) for i in range(8001)]
+    report = replace(make_report(Causal(), Zigzag(), 8, 2, SHAPE), timelines={"measured": ranges[::-1]})
     (told,) = picture(report)["timelines"]
     assert (told["left_out"], len(told["spans"])) == (1, 8000)
     assert told["spans"][1] == [0, "compute", "a", 1.0, 1.5, 1, "bytes 7"]

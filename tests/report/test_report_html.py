@@ -6,11 +6,11 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from attnmesh.report import make_report, write_report
 
 from attnmesh.core.layouts import Striped, Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.case import Shape
+from attnmesh.plan.workload import Shape
+from attnmesh.report import make_report, write_report
 from attnmesh.report.page import page
 from attnmesh.report.picture import picture
 from attnmesh.trace.timeline import Span
@@ -69,8 +69,8 @@ def test_the_data_inside_is_the_picture(report):
 
 def test_text_from_outside_stays_text(report):
     figures = {EVIL: [{EVIL: EVIL, "n": 3}]}
-    spans = [Span(0, "compute", EVIL, 0.0, 1.0, {EVIL: EVIL})]
-    text = page(replace(report, facts={EVIL: EVIL}, figures=figures, timelines={EVIL: spans}))
+    ranges = [Span(0, "compute", EVIL, 0.0, 1.0, {EVIL: EVIL})]
+    text = page(replace(report, facts={EVIL: EVIL}, figures=figures, timelines={EVIL: ranges}))
     read = Read(text)
     assert not [attributes for tag, attributes in read.tags if tag == "img"]
     assert not any(name.startswith("on") for _, attributes in read.tags for name in attributes)

@@ -4,11 +4,11 @@ import re
 import shutil
 
 import pytest
-from attnmesh.report import make_report, write_report
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.case import Shape
+from attnmesh.plan.workload import Shape
+from attnmesh.report import make_report, write_report
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.attention import Outcome
 from attnmesh.verify.mode import ComparedMode
@@ -23,13 +23,13 @@ EVIL = "<img src=x onerror=\"document.title='taken'\">"
 
 def ring_spans() -> list[Span]:
     """Every rank computes for 3 ms, while keys travel for 2; and once waits."""
-    spans = [
+    ranges = [
         Span(rank, track, EVIL, 3e-3 * step + begin, 3e-3 * step + end, {"step": step})
         for rank in range(WORLD)
         for step in range(WORLD)
         for track, begin, end in (("compute", 0.0, 3e-3), ("send", 0.0, 2e-3), ("receive", 1e-4, 2e-3))
     ]
-    return [*spans, Span(0, "wait", "keys", 12e-3, 13e-3)]
+    return [*ranges, Span(0, "wait", "keys", 12e-3, 13e-3)]
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from attnmesh.trace.overlap import Busy, busy
 from attnmesh.trace.timeline import TRACKS, Span
 
-spans = st.builds(
+ranges = st.builds(
     lambda rank, track, begin, length: Span(rank, track, "x", begin, begin + length, {"bytes": 10}),
     st.integers(0, 2), st.sampled_from(TRACKS), st.integers(0, 20), st.integers(0, 10),
 )  # fmt: skip
 
 
-@given(st.lists(spans, max_size=15))
+@given(st.lists(ranges, max_size=15))
 def test_seconds_are_moments_counted(found):
     def moments(rank: int, *tracks: str) -> set[int]:
         mine = [span for span in found if span.rank == rank and span.track in tracks]

@@ -15,7 +15,7 @@ def test_both_ends_begin_when_the_later_was_posted():
 
 
 def test_numbers_and_directions_tell_messages_apart():
-    spans = [
+    ranges = [
         end(0, "send", 1, 0, 1.0, 5.0),
         end(0, "send", 1, 1, 1.0, 9.0),
         end(1, "receive", 0, 1, 7.0, 9.0),
@@ -23,7 +23,7 @@ def test_numbers_and_directions_tell_messages_apart():
         end(1, "send", 0, 0, 4.0, 8.0),
         end(0, "receive", 1, 0, 1.0, 8.0),
     ]
-    assert [span.begin for span in met(spans)] == [2.0, 7.0, 7.0, 2.0, 4.0, 4.0]
+    assert [span.begin for span in met(ranges)] == [2.0, 7.0, 7.0, 2.0, 4.0, 4.0]
 
 
 def test_an_end_is_never_over_before_it_begins():

@@ -16,7 +16,7 @@ def test_notes_come_back_as_spans_in_the_order_of_their_beginning():
     with recorder.noting("compute", "outer", blocks=2):
         begin = recorder.now()
         recorder.note("wait", "ranks_per_node", begin, recorder.now(), verb="exchange")
-    outer, ranks_per_node = recorder.spans()
+    outer, ranks_per_node = recorder.ranges()
     assert (outer.rank, outer.track, outer.name, outer.facts) == (3, "compute", "outer", {"blocks": 2})
     assert (ranks_per_node.track, ranks_per_node.name, ranks_per_node.facts) == (
         "wait",
@@ -33,15 +33,15 @@ def test_messages_are_counted_by_direction_and_peer_so_that_both_ends_match():
     ends = [("send", 1), ("send", 1), ("receive", 1), ("send", 2), ("send", 1)]
     for track, peer in ends:
         recorder.message(track, "exchange", peer, 8).done(recorder.now(), recorder.now())
-    assert [span.facts["number"] for span in recorder.spans()] == [0, 1, 0, 0, 2]
-    assert [span.name for span in recorder.spans()][1:3] == ["exchange to rank 1", "exchange from rank 1"]
-    assert all(span.facts["bytes"] == 8 for span in recorder.spans())
+    assert [span.facts["number"] for span in recorder.ranges()] == [0, 1, 0, 0, 2]
+    assert [span.name for span in recorder.ranges()][1:3] == ["exchange to rank 1", "exchange from rank 1"]
+    assert all(span.facts["bytes"] == 8 for span in recorder.ranges())
 
 
 def test_a_message_that_is_not_done_is_not_noted():
     recorder = Recorder(0)
     recorder.message("send", "exchange", 1, 8)
-    assert recorder.spans() == []
+    assert recorder.ranges() == []
 
 
 def test_without_recording_no_recorder_is_touched(monkeypatch):
@@ -70,7 +70,7 @@ def test_a_part_of_a_world_is_recorded_with_it_and_the_recording_ends():
                 pass
         assert comm.recorder is None
         assert part.recorder is None
-        return [span.name for span in recorder.spans()]
+        return [span.name for span in recorder.ranges()]
 
     assert run_virtual(2, parts) == [[], []]
 

@@ -40,10 +40,10 @@ def time_exchanges(comm: Comm, device: str, *, quick: bool) -> dict[tuple[int, i
     sizes = [2**18, 2**21] if quick else [2**16, 2**18, 2**20, 2**22, 2**24]
     cases = [(1, _SMALL), (_MANY, _SMALL), *((1, nbytes) for nbytes in sizes)]
     found = {}
-    for case in cases:
+    for workload in cases:
         comm.barrier()
         if comm.rank < 2:
-            found[case] = _timed(comm, device, *case, rounds=10 if quick else 40)
+            found[workload] = _timed(comm, device, *workload, rounds=10 if quick else 40)
     return found
 
 

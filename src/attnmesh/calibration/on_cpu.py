@@ -34,7 +34,7 @@ def measure_cpu(name: str, source: str, *, quick: bool) -> tuple[Device, Link]:
         name, f"{source}; {busy} processes of one thread at work at once", _memory(cores), seconds[-1],
         curves_of(timed, seconds[:-1], square=False), cores, curves_of(timed, seconds[:-1], square=True),
     )  # fmt: skip
-    exchanges = {tuple(case): time for case, time in ranks[0]["exchanges"]}
+    exchanges = {tuple(workload): time for workload, time in ranks[0]["exchanges"]}
     figures = LinkFigures.of(exchanges)
     between = f"{source}; two processes that both send, over gloo"
     link = Link(f"{name}-processes", between, figures.latency, figures.bandwidth, figures.message, shared=True)
@@ -58,7 +58,7 @@ def _rank(comm: Comm, folder: str, busy: int, quick: bool) -> None:
         kernels.append(_median(empty_call("cpu"), budget))
     exchanges = time_exchanges(comm, "cpu", quick=quick)
     found = {
-        "kernels": kernels, "exchanges": [[list(case), time] for case, time in exchanges.items()],
+        "kernels": kernels, "exchanges": [[list(workload), time] for workload, time in exchanges.items()],
         "short_runs": time_short_runs(comm, quick=quick),
     }  # fmt: skip
     Path(folder, f"{comm.rank:04}").write_text(json.dumps(found))

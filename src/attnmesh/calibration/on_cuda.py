@@ -71,7 +71,7 @@ def _link(name: str, source: str, quick: bool) -> Link:
     with tempfile.TemporaryDirectory() as folder:
         launch.start(2, "cuda", _rank, folder, quick)
         exchanges = json.loads(Path(folder, "0").read_text())
-    link = LinkFigures.of({tuple(case): time for case, time in exchanges})
+    link = LinkFigures.of({tuple(workload): time for workload, time in exchanges})
     between = f"{source}; two GPUs that both send"
     # Each has a port of its own, both ways: half of what both directions pass together.
     return Link(f"{name}-gpus", between, link.latency, link.bandwidth / 2, link.message)
@@ -80,4 +80,6 @@ def _link(name: str, source: str, quick: bool) -> Link:
 def _rank(comm: Comm, folder: str, quick: bool) -> None:
     comm.agree("calibrate", {"device": "cuda"})  # NCCL's first operation wants everybody
     exchanges = time_exchanges(comm, "cuda", quick=quick)
-    Path(folder, str(comm.rank)).write_text(json.dumps([[list(case), time] for case, time in exchanges.items()]))
+    Path(folder, str(comm.rank)).write_text(
+        json.dumps([[list(workload), time] for workload, time in exchanges.items()])
+    )

@@ -13,10 +13,10 @@ from attnmesh.comm import Comm
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.program import Program
 from attnmesh.plan.programs import program
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulate import Simulated, simulate
 
@@ -35,8 +35,10 @@ class Run:
     def programs(self, world: int) -> list[Program]:
         """That of the forward, and that of the backward where there is one."""
         shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, itemsize=4, sum_itemsize=4)
-        case = Case(spread(Causal(), Zigzag(), self.length, world), shape, world, device="cpu")
-        return [program(self.schedule, case, backward=way) for way in ((False, True) if self.backward else (False,))]
+        workload = Workload(shards(Causal(), Zigzag(), self.length, world), shape, world, device="cpu")
+        return [
+            program(self.schedule, workload, backward=way) for way in ((False, True) if self.backward else (False,))
+        ]
 
     def simulated(self, world: int, cluster: Cluster) -> list[Simulated]:
         """The forward, and the backward after it, on one node of `world` ranks."""

@@ -24,7 +24,7 @@ from attnmesh.cli.generate.ranks import RanksLost
 from attnmesh.cli.plan.app import LayoutName, plan_app, simulate_command
 from attnmesh.comm import Comm, launch, run_virtual
 from attnmesh.integrations.problem import ModelError
-from attnmesh.plan.case import Shape
+from attnmesh.plan.workload import Shape
 from attnmesh.report import command as report_command
 from attnmesh.verify import attention as verify
 from benchmarks import main

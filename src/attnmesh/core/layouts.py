@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.masks import Mask
-from attnmesh.core.ranges import Spans, as_tensor, narrowed
+from attnmesh.core.ranges import Ranges, as_tensor, narrowed
 
 
 class Layout(ABC):
@@ -31,24 +31,24 @@ class Layout(ABC):
     @abstractmethod
     def _spans(self, length: int, world: int, rank: int) -> tuple[range, ...]: ...
 
-    def spans(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+    def ranges(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         """The rank's positions as ascending, non-empty arithmetic runs."""
         _check_place(length, world, rank)
         return tuple(span for span in self._spans(length, world, rank) if span)
 
     def positions(self, length: int, world: int, rank: int) -> Tensor:
         """The global positions the rank holds, in its local order (ascending)."""
-        return as_tensor(self.spans(length, world, rank))
+        return as_tensor(self.ranges(length, world, rank))
 
     def local_length(self, length: int, world: int, rank: int) -> int:
         """How many positions the rank holds."""
-        return sum(len(span) for span in self.spans(length, world, rank))
+        return sum(len(span) for span in self.ranges(length, world, rank))
 
     def shard(self, x: Tensor, dim: int, world: int, rank: int) -> Tensor:
         """The rank's part of a whole tensor along `dim`. A view where the rank holds one run, else one copy."""
         dim = dimension(x, dim)
-        spans = self.spans(x.shape[dim], world, rank)
-        runs = [_run(x, dim, span) for span in spans]
+        ranges = self.ranges(x.shape[dim], world, rank)
+        runs = [_run(x, dim, span) for span in ranges]
         if len(runs) == 1:
             return runs[0]
         return torch.cat(runs, dim) if runs else x.narrow(dim, 0, 0)
@@ -72,7 +72,7 @@ class Layout(ABC):
         whole = shards[0].new_empty([*shards[0].shape[:dim], length, *shards[0].shape[dim + 1 :]])
         for rank, shard in enumerate(shards):
             begin = 0
-            for span in self.spans(length, world, rank):
+            for span in self.ranges(length, world, rank):
                 _run(whole, dim, span).copy_(shard.narrow(dim, begin, len(span)))
                 begin += len(span)
         return whole
@@ -195,26 +195,26 @@ class Balanced(Layout):
         if not isinstance(self.mask, Mask):
             raise ValueError(f"Balanced.mask must be an attnmesh mask (Causal(), Documents(...)), got {self.mask!r}")
 
-    def _spans(self, length: int, world: int, rank: int) -> Spans:
+    def _spans(self, length: int, world: int, rank: int) -> Ranges:
         return _shares(self.mask, length, world)[rank]
 
 
 @lru_cache(maxsize=256)
-def _shares(mask: Mask, length: int, world: int) -> tuple[Spans, ...]:
+def _shares(mask: Mask, length: int, world: int) -> tuple[Ranges, ...]:
     """What every rank holds."""
     mask.check(length)
     seen = torch.stack(mask.visible(torch.arange(length, device="cpu"))).clamp(0, length)
     whole = _Strand((range(length),) if length else (), seen[1] - seen[0], seen)
     shares = _shared(whole, world, int(whole.work.sum()) / world)
     # In this order keys travel least far around a ring: shares that end near one another see the same documents.
-    return tuple(sorted(shares, key=lambda spans: spans[-1][-1] if spans else length))
+    return tuple(sorted(shares, key=lambda ranges: ranges[-1][-1] if ranges else length))
 
 
 @dataclass(frozen=True)
 class _Strand:
     """Positions that some ranks are to share, strung together as if nothing had lain between them."""
 
-    spans: Spans
+    ranges: Ranges
     work: Tensor  # how many keys each position sees, in the whole sequence
     seen: Tensor  # which positions of the strand it sees, by index: seen[0] <= index < seen[1]
 
@@ -222,19 +222,19 @@ class _Strand:
         """The positions in the window."""
         rows = slice(window.start, window.stop)
         seen = (self.seen[:, rows] - window.start).clamp(0, len(window))
-        return _Strand(narrowed(self.spans, window), self.work[rows], seen)
+        return _Strand(narrowed(self.ranges, window), self.work[rows], seen)
 
     def outside(self, window: range) -> _Strand:
         """The positions before and after the window."""
-        spans = narrowed(self.spans, range(window.start)) + narrowed(self.spans, range(window.stop, len(self.work)))
+        ranges = narrowed(self.ranges, range(window.start)) + narrowed(self.ranges, range(window.stop, len(self.work)))
         work, seen = (torch.cat([x[..., : window.start], x[..., window.stop :]], -1) for x in (self.work, self.seen))
-        return _Strand(spans, work, seen - (seen - window.start).clamp(0, len(window)))
+        return _Strand(ranges, work, seen - (seen - window.start).clamp(0, len(window)))
 
 
-def _shared(strand: _Strand, ranks: int, mean: float) -> list[Spans]:
+def _shared(strand: _Strand, ranks: int, mean: float) -> list[Ranges]:
     """The shares of so many ranks; `mean` is the work due to each of all ranks."""
-    if ranks == 1 or not strand.spans:
-        return [strand.spans] * ranks
+    if ranks == 1 or not strand.ranges:
+        return [strand.ranges] * ranks
     # There is an even window for one rank of any number, and for half of them; for another part there may be none.
     taking = 1 if ranks % 2 else ranks // 2
     window = _window(strand, taking, ranks, mean)
@@ -283,7 +283,7 @@ class Joint(Layout):
     def __repr__(self) -> str:
         return f"Joint({', '.join(map(repr, self.parts))})"
 
-    def _spans(self, length: int, world: int, rank: int) -> Spans:
+    def _spans(self, length: int, world: int, rank: int) -> Ranges:
         lengths = [n for n, _ in self.parts]
         if sum(lengths) != length:
             raise ValueError(
@@ -293,7 +293,7 @@ class Joint(Layout):
         runs: list[range] = []
         begin = 0
         for n, layout in self.parts:
-            for span in layout.spans(n, world, rank):
+            for span in layout.ranges(n, world, rank):
                 run = range(begin + span.start, begin + span.stop, span.step)
                 # One run where the shards touch: fewer blocks to compute.
                 if runs and runs[-1].step == run.step == 1 and runs[-1].stop == run.start:

@@ -25,7 +25,7 @@ from torch import Tensor
 _FAR = 1 << 60
 
 
-class Verdict(enum.Enum):
+class Coverage(enum.Enum):
     """What a range of queries sees of a range of keys."""
 
     EMPTY = "nothing: skip it"
@@ -52,23 +52,23 @@ class Mask(ABC):
         first, end = self.visible(q_pos)
         return (k_pos >= first) & (k_pos < end)
 
-    def verdict(self, q: range, k: range) -> Verdict:
+    def verdict(self, q: range, k: range) -> Coverage:
         """What the queries at positions `q` see of the keys at positions `k` (ascending ranges, any step).
 
         Exact: EMPTY if and only if no pair is allowed, FULL if and only if all are. (The ring-distributed text this
         grew from has the rule inverted: it skips the blocks that are fully visible.)
         """
         if not q or not k:
-            return Verdict.EMPTY
+            return Coverage.EMPTY
         first, end = self.sees(q[-1])[0], self.sees(q[0])[1]
         if first <= k[0] and k[-1] < end:  # the latest start and the earliest end hold for every query between
-            return Verdict.FULL
+            return Coverage.FULL
         first, end = self.sees(q[0])[0], self.sees(q[-1])[1]
         if end <= k[0] or k[-1] < first:
-            return Verdict.EMPTY
+            return Coverage.EMPTY
         if q.step == 1:  # neighbours' intervals leave no gap between them, since each holds its own query
-            return Verdict.PARTIAL if _meets(k, first, end) else Verdict.EMPTY
-        return Verdict.PARTIAL if any(_meets(k, *self.sees(p)) for p in q) else Verdict.EMPTY
+            return Coverage.PARTIAL if _meets(k, first, end) else Coverage.EMPTY
+        return Coverage.PARTIAL if any(_meets(k, *self.sees(p)) for p in q) else Coverage.EMPTY
 
     def cuts(self, q: range) -> list[int]:
         """Positions inside `q` at which the mask starts afresh (document boundaries): good places to cut a block."""

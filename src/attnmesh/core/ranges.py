@@ -16,24 +16,24 @@ from torch import Tensor
 
 from attnmesh.core.validation import check_positive
 
-Spans = tuple[range, ...]
+Ranges = tuple[range, ...]
 
 # More runs than this and positions count as irregular: a plan over them would cost more than it saves.
 _MOST_RUNS = 1024
 
 
-def size(spans: Spans) -> int:
+def size(ranges: Ranges) -> int:
     """How many positions the spans hold."""
-    return sum(map(len, spans))
+    return sum(map(len, ranges))
 
 
-def as_tensor(spans: Spans, device: torch.device | str | None = None) -> Tensor:
+def as_tensor(ranges: Ranges, device: torch.device | str | None = None) -> Tensor:
     """The positions themselves, int64."""
-    runs = [torch.arange(run.start, run.stop, run.step, device=device) for run in spans]
+    runs = [torch.arange(run.start, run.stop, run.step, device=device) for run in ranges]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.long, device=device)
 
 
-def from_tensor(positions: Tensor) -> Spans | None:
+def from_tensor(positions: Tensor) -> Ranges | None:
     """The spans of strictly ascending positions on the CPU; None if they do not ascend or have too many runs."""
     if not positions.numel():
         return ()
@@ -64,10 +64,10 @@ def rows_between(span: range, first: int, end: int) -> range:
     return range(index(first), max(index(first), index(end)))
 
 
-def narrowed(spans: Spans, rows: range) -> Spans:
+def narrowed(ranges: Ranges, rows: range) -> Ranges:
     """The spans of the rows `rows.start`, ..., `rows.stop - 1` of a shard that holds `spans`."""
     kept, at = [], 0
-    for run in spans:
+    for run in ranges:
         part = run[max(0, rows.start - at) : max(0, rows.stop - at)]
         if part:
             kept.append(part)
@@ -75,7 +75,7 @@ def narrowed(spans: Spans, rows: range) -> Spans:
     return tuple(kept)
 
 
-def union(shards: Iterable[Spans]) -> Spans | None:
+def union(shards: Iterable[Ranges]) -> Ranges | None:
     """The positions of several shards together, ascending; None where they interleave and no few runs hold them."""
     # A run of one position may carry a step, and a stop that is not its end.
     given = (run if len(run) > 1 else range(run[0], run[0] + 1) for shard in shards for run in shard)

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from attnmesh.core import ranges as spans
-from attnmesh.core.ranges import Spans
+from attnmesh.core import ranges
+from attnmesh.core.ranges import Ranges
 
 
 class Held:
     """Positions that only grow at the end, and are cut off there again."""
 
-    def __init__(self, runs: Spans = ()) -> None:
+    def __init__(self, runs: Ranges = ()) -> None:
         self.runs = runs
 
     def __len__(self) -> int:
-        return spans.size(self.runs)
+        return ranges.size(self.runs)
 
     def below(self, position: int) -> int:
         """How many of them come before a position."""
-        return sum(spans.rows_between(run, run.start, position).stop for run in self.runs)
+        return sum(ranges.rows_between(run, run.start, position).stop for run in self.runs)
 
-    def extend(self, more: Spans) -> None:
+    def extend(self, more: Ranges) -> None:
         """Hold these, too, all of which come after."""
         self.runs = _joined((*self.runs, *(run for run in more if run)))
 
     def truncated(self, length: int) -> Held:
         """Those of a sequence that is cut off at `length` tokens."""
-        return Held(spans.narrowed(self.runs, range(self.below(length))))
+        return Held(ranges.narrowed(self.runs, range(self.below(length))))
 
 
-def _joined(runs: Spans) -> Spans:
+def _joined(runs: Ranges) -> Ranges:
     """Neighbours in one run, where they are: tokens that come one by one would else be a run each."""
     joined: list[range] = []
     for run in runs:

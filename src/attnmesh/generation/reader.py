@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm, comm_from
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.core.ranges import Spans
+from attnmesh.core.ranges import Ranges
 from attnmesh.generation.cache_pass import CachePass
 from attnmesh.generation.held import Held
 from attnmesh.generation.reading_pass import ReadingPass
@@ -98,7 +98,7 @@ class Reader:
             )
         config, weight = model.config, model.get_input_embeddings().weight
         self.tokens, self.sequences, self.device = tokens, sequences, weight.device
-        if not all(layout.spans(min_prefill_chunk(world), world, rank) for rank in range(world)):
+        if not all(layout.ranges(min_prefill_chunk(world), world, rank) for rank in range(world)):
             raise ValueError(f"layout must give every one of {world} ranks a part of the sequence, got {layout}")
         # A shorter sequence may give a rank a token or two more than the longest does; steps give it at most one.
         self._most = max(self._room_of_ranks([0] * world, 0, tokens, 0)) + _SPARE
@@ -194,14 +194,14 @@ class Reader:
         most = max(common, default=0)
         return (self.readings[common.index(most)], most) if most else (None, 0)
 
-    def _parts(self, counts: Sequence[int], new: range) -> list[Spans]:
+    def _parts(self, counts: Sequence[int], new: range) -> list[Ranges]:
         """Which of some new positions each rank is to hold, if it holds so many of those before them."""
         world = self.comm.world
         if len(new) < min_prefill_chunk(world):
             return in_turn(new, world)
         if new.start:  # every rank attends for all, over what it holds: that is to be even, whatever the layout
             return evened(new, counts)
-        return [self.ranks.layout.spans(len(new), world, rank) for rank in range(world)]
+        return [self.ranks.layout.ranges(len(new), world, rank) for rank in range(world)]
 
     def _room_of_ranks(self, counts: Sequence[int], begin: int, length: int, more: int) -> list[int]:
         """How many tokens each rank comes to hold: from `counts` of `begin` on, of `length` and `more` steps."""
@@ -245,11 +245,11 @@ class Reader:
         begin = len(reading.ids)
         parts = self._parts(reading.shares.counts, range(begin, begin + len(ids)))
         mine = parts[self.comm.rank]
-        new = self.cache.append([reading.kept], spans.size(mine))
+        new = self.cache.append([reading.kept], ranges.size(mine))
         reading.shares.extend(parts)
         blocks = torch.tensor(reading.kept.blocks, device=self.device)
         how = ReadingPass(self.cache, new.slots, self.ranks, parts, begin, len(ids), reading.held.runs, blocks)
-        at = spans.as_tensor(mine)
+        at = ranges.as_tensor(mine)
         tokens = torch.tensor(ids)[at - begin]
         device = self.device
         logits = self._call(how, tokens[None].to(device), at[None].to(device), keep=1)[0, -1]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.core.masks import Mask
-from attnmesh.core.ranges import Spans
+from attnmesh.core.ranges import Ranges
 from attnmesh.generation.cache_pass import CachePass
 from attnmesh.integrations.spread_pass import SpreadPass
 from attnmesh.ops.dense.api import attention_state
@@ -32,10 +32,10 @@ class ReadingPass(CachePass):
     """
 
     ranks: ContextParallel
-    parts: Sequence[Spans]
+    parts: Sequence[Ranges]
     begin: int
     length: int
-    held: Spans
+    held: Ranges
     blocks: Tensor
 
     def attend(
@@ -46,7 +46,7 @@ class ReadingPass(CachePass):
             spread = SpreadPass(self.ranks, self.length)
             return spread.attend(layer, q, k, v, mask=mask, scale=scale, sinks=sinks)
         comm, (_, heads, _, dim) = self.ranks.comm, q.shape
-        rows = [spans.size(part) for part in self.parts]
+        rows = [ranges.size(part) for part in self.parts]
         queries = comm.all_gather(q.contiguous(), [(1, heads, n, dim) for n in rows])
         keys, values = (self._tokens(pool) for pool in (self.cache.keys(layer), self.cache.values(layer)))
         states = [self._state(x, part, keys, values, mask, scale) for x, part in zip(queries, self.parts, strict=True)]
@@ -58,11 +58,11 @@ class ReadingPass(CachePass):
     def _tokens(self, pool: object) -> Tensor:
         """What this rank holds of the sequence, [1, Hkv, n, D], one copy out of its blocks."""
         assert isinstance(pool, Tensor)
-        return pool[self.blocks].flatten(0, 1)[: spans.size(self.held)].transpose(0, 1).unsqueeze(0)
+        return pool[self.blocks].flatten(0, 1)[: ranges.size(self.held)].transpose(0, 1).unsqueeze(0)
 
-    def _state(self, q: Tensor, at: Spans, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    def _state(self, q: Tensor, at: Ranges, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
         """The state of some rank's queries over what this one holds, packed to travel: [H, 1, n, D + 1]."""
         state = attention_state(
-            q, k, v, mask=mask, scale=scale, q_positions=spans.as_tensor(at), k_positions=spans.as_tensor(self.held)
+            q, k, v, mask=mask, scale=scale, q_positions=ranges.as_tensor(at), k_positions=ranges.as_tensor(self.held)
         )
         return torch.cat([state.out, state.lse.unsqueeze(-1)], -1).transpose(0, 1).contiguous()

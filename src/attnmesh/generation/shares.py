@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnmesh.core import ranges as spans
-from attnmesh.core.ranges import Spans
+from attnmesh.core import ranges
+from attnmesh.core.ranges import Ranges
 from attnmesh.generation.held import Held
 
 
@@ -30,7 +30,7 @@ class Shares:
         """How many positions each rank holds."""
         return [len(held) for held in self.ranks]
 
-    def extend(self, parts: Sequence[Spans]) -> None:
+    def extend(self, parts: Sequence[Ranges]) -> None:
         """Hold these, too, `parts[r]` on rank r; all of them come after."""
         for held, part in zip(self.ranks, parts, strict=True):
             if part:
@@ -41,13 +41,13 @@ class Shares:
         return Shares([held.truncated(length) for held in self.ranks], self.rank)
 
 
-def in_turn(positions: range, world: int) -> list[Spans]:
+def in_turn(positions: range, world: int) -> list[Ranges]:
     """A few positions, dealt out one by one: to each rank those that divide by `world` with its number left."""
     parts = [positions[(rank - positions.start) % world :: world] for rank in range(world)]
     return [(part,) if part else () for part in parts]
 
 
-def evened(positions: range, counts: Sequence[int]) -> list[Spans]:
+def evened(positions: range, counts: Sequence[int]) -> list[Ranges]:
     """Positions, at least one a rank, for ranks that hold `counts`: those with fewer get more, a run each.
 
     What was cut off may have been one rank's more than another's. Without this, cuts would add up.
@@ -69,6 +69,6 @@ def _up_to(level: int, counts: Sequence[int]) -> list[int]:
     return [max(1, level - count) for count in counts]
 
 
-def grown(counts: Sequence[int], parts: Sequence[Spans]) -> list[int]:
+def grown(counts: Sequence[int], parts: Sequence[Ranges]) -> list[int]:
     """How many positions each rank holds with these, too."""
-    return [count + spans.size(part) for count, part in zip(counts, parts, strict=True)]
+    return [count + ranges.size(part) for count, part in zip(counts, parts, strict=True)]

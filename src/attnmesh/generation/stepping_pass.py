@@ -53,7 +53,7 @@ class SteppingPass(CachePass):
         comm.all_gather(packed, [mine] * comm.world, into=everybodys)
         return merge_packed(everybodys, sinks, q.dtype)
 
-    def _sight(self, window: int | None) -> tuple[Tensor, Tensor]:
+    def _key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
         """The interval of the tokens held here that each new one sees: the same in all layers of a window."""
         if window not in self._sights:
             pairs = list(zip(self.held, self.positions, strict=True))

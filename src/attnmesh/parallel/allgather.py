@@ -83,7 +83,7 @@ class AllGather(KeepsInputs):
         patch = self.plan.patch(self.comm.rank)
         groups = head_groups(k.shape[1])
         if q.is_cuda:
-            groups = head_groups(k.shape[1], groups_that_fill(self.plan.spread, q.shape[0], q.shape[1]))
+            groups = head_groups(k.shape[1], groups_that_fill(self.plan.shards, q.shape[0], q.shape[1]))
         gathering = _Gathering(k, v, max(map(len, groups)), self.plan, self.comm)
         arriving = gathering.start(0, groups[0])
         for at, heads in enumerate(groups):

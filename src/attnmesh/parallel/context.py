@@ -22,9 +22,9 @@ from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, numbe
 from attnmesh.parallel.ranks import ranks_from
 from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
-from attnmesh.plan.case import Case, Shape, check_served
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.shards import Spread, spread
+from attnmesh.plan.shards import Shards, shards
+from attnmesh.plan.workload import Shape, Workload, check_served
 from attnmesh.planner.choose import Choice, choose_schedule
 from attnmesh.planner.explain import Explanation, explained
 from attnmesh.planner.hardware_catalog.catalog import usual_cluster
@@ -200,11 +200,11 @@ class ContextParallel:
         _check_shape(batch, q_heads, kv_heads, head_dim, dtype)
         shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
         positions = self._spread(mask, length, key_length, key_layout)
-        case = Case(positions, shape, self._ranks.ranks_per_node, device=torch.device(device).type)
-        choice = self._choice(case)
+        workload = Workload(positions, shape, self._ranks.ranks_per_node, device=torch.device(device).type)
+        choice = self._choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
-        check_served(schedule, case.spread, case.ranks_per_node)
-        return explained(schedule, case, usual_cluster(device), choice)
+        check_served(schedule, workload.shards, workload.ranks_per_node)
+        return explained(schedule, workload, usual_cluster(device), choice)
 
     def _kind(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> _Kind:
         """What this call is; ValueError for what this rank can see to be wrong."""
@@ -228,9 +228,9 @@ class ContextParallel:
         """The schedule for calls of a kind; made once. ValueError where it, or its backend, cannot serve."""
         if kind not in self._schedules:
             positions = self._spread(kind.mask, kind.length, kind.key_length, kind.key_layout)
-            case = Case(positions, kind.shape, self._ranks.ranks_per_node, kind.lse, kind.device)
-            choice = self._choice(case)
-            builder = Builder(case.spread, kind.scale, self.backend, self._ranks, kind.lse)
+            workload = Workload(positions, kind.shape, self._ranks.ranks_per_node, kind.lse, kind.device)
+            choice = self._choice(workload)
+            builder = Builder(workload.shards, kind.scale, self.backend, self._ranks, kind.lse)
             schedule = builder.build(self.schedule if choice is None else choice.schedule)
             for call in schedule.calls(q, k, v):
                 choose_fused(call, self.backend)
@@ -239,12 +239,12 @@ class ContextParallel:
             self._schedules[kind] = schedule
         return self._schedules[kind]
 
-    def _choice(self, case: Case) -> Choice | None:
+    def _choice(self, workload: Workload) -> Choice | None:
         """What "auto" picks; None where a schedule was asked for by name."""
-        return choose_schedule(case, usual_cluster(case.device)) if self.schedule == "auto" else None
+        return choose_schedule(workload, usual_cluster(workload.device)) if self.schedule == "auto" else None
 
-    def _spread(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Spread:
-        return spread(mask, self.layout, length, self.world, key_layout, key_length)
+    def _spread(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Shards:
+        return shards(mask, self.layout, length, self.world, key_layout, key_length)
 
     def _check_shard(self, rows: int, length: int, layout: Layout | None = None, what: str = "positions") -> None:
         layout = layout or self.layout

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SoloComm, comm_from
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.core.ranges import Spans
+from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense import blockwise
@@ -109,7 +109,7 @@ def ring_distributed_attention(
         _check_ring(size, place)
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        share = _Share(Zigzag(pairs).spans(q.shape[2], size, place), scale_for(q, scale), backend, comm)
+        share = _Share(Zigzag(pairs).ranges(q.shape[2], size, place), scale_for(q, scale), backend, comm)
         for call in share.calls(q, k, v):
             choose_fused(call, backend)  # raises where it cannot serve
         grad = torch.is_grad_enabled()
@@ -169,7 +169,7 @@ def gather_ring_outputs(
 class _Share(KeepsInputs):
     """The schedule of one device's share of the queries. `comm` is the ranks among which dk and dv are summed."""
 
-    chunks: Spans
+    chunks: Ranges
     scale: float
     backend: str
     comm: Comm

@@ -35,7 +35,7 @@ class Ring(KeepsInputs):
 
     def backward_plan(self, dtype: torch.dtype) -> RingPlan:
         """The plan of the backward: the same blocks, turning whichever way moves fewer bytes with gradients along."""
-        return ring_plan(self.plan.spread, grad_weight=accumulation_dtype(dtype).itemsize / dtype.itemsize)
+        return ring_plan(self.plan.shards, grad_weight=accumulation_dtype(dtype).itemsize / dtype.itemsize)
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
         """What this rank would compute, stage by stage."""

@@ -46,7 +46,7 @@ class TwoLevelRing(KeepsInputs):
         """The same rings; what a node found for visiting keys travels on with them, and home at the end."""
         q, k, v = kept
         weight = accumulation_dtype(q.dtype).itemsize / q.dtype.itemsize
-        plan = two_level_plan(self.plan.spread, self.plan.ranks_per_node, grad_weight=weight)
+        plan = two_level_plan(self.plan.shards, self.plan.ranks_per_node, grad_weight=weight)
         journey = Journey(unit_strided(k), unit_strided(v), self._outer(plan), self.comm.outside)
         grads = Grads(*(GradSum(x) if need else None for x, need in zip(kept, needed, strict=True)))
         own = grads.k, grads.v

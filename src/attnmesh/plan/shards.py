@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
-from attnmesh.core.ranges import Spans
+from attnmesh.core.ranges import Ranges
 from attnmesh.plan.blocks import Patch
 
 
 @dataclass(frozen=True)
-class Spread:
+class Shards:
     """Which positions of the queries and of the keys each rank holds, and who sees whom."""
 
     mask: Mask
-    queries: tuple[Spans, ...]  # by rank
-    keys: tuple[Spans, ...]  # by rank
+    queries: tuple[Ranges, ...]  # by rank
+    keys: tuple[Ranges, ...]  # by rank
     _patches: dict[object, Patch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -31,33 +31,33 @@ class Spread:
         at = rank, block, rows
         if at not in self._patches:
             held = self.keys[block]
-            kept = held if rows is None else spans.narrowed(held, rows)
+            kept = held if rows is None else ranges.narrowed(held, rows)
             self._patches[at] = Patch(self.mask, self.queries[rank], kept)
         return self._patches[at]
 
 
 @lru_cache(maxsize=256)
-def spread(
+def shards(
     mask: Mask, layout: Layout, length: int, world: int, key_layout: Layout | None = None, key_length: int | None = None
-) -> Spread:
+) -> Shards:
     """The spread that layouts describe; keys lie as the queries do unless said otherwise."""
 
-    def held(layout: Layout, length: int) -> tuple[Spans, ...]:
-        return tuple(layout.spans(length, world, rank) for rank in range(world))
+    def held(layout: Layout, length: int) -> tuple[Ranges, ...]:
+        return tuple(layout.ranges(length, world, rank) for rank in range(world))
 
     keys = key_layout or layout, length if key_length is None else key_length
-    return Spread(mask, held(layout, length), held(*keys))
+    return Shards(mask, held(layout, length), held(*keys))
 
 
 @lru_cache(maxsize=64)
-def between_nodes(spread: Spread, ranks_per_node: int) -> Spread | None:
+def between_nodes(shards: Shards, ranks_per_node: int) -> Shards | None:
     """The same with the shards of `ranks_per_node` neighbouring ranks taken together; None where they interleave."""
 
-    def together(shards: tuple[Spans, ...]) -> list[Spans | None]:
-        return [spans.union(shards[first : first + ranks_per_node]) for first in range(0, len(shards), ranks_per_node)]
+    def together(shards: tuple[Ranges, ...]) -> list[Ranges | None]:
+        return [ranges.union(shards[first : first + ranks_per_node]) for first in range(0, len(shards), ranks_per_node)]
 
-    queries, keys = together(spread.queries), together(spread.keys)
+    queries, keys = together(shards.queries), together(shards.keys)
     known_queries, known_keys = ([held for held in side if held is not None] for side in (queries, keys))
     if len(known_queries) < len(queries) or len(known_keys) < len(keys):
         return None
-    return Spread(spread.mask, tuple(known_queries), tuple(known_keys))
+    return Shards(shards.mask, tuple(known_queries), tuple(known_keys))

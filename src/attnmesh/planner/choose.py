@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from attnmesh.plan.case import Case, refusal
 from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.workload import Workload, refusal
 from attnmesh.planner.cost import Cost, schedule_cost
 from attnmesh.planner.hardware import Cluster
 
@@ -29,7 +29,7 @@ class Choice:
 
 
 @lru_cache(maxsize=256)
-def choose_schedule(case: Case, cluster: Cluster) -> Choice:
+def choose_schedule(workload: Workload, cluster: Cluster) -> Choice:
     """The fastest schedule by estimate; the simplest of those that tie.
 
     Forward and backward count, also where no gradient is asked for: the bits of a forward must not depend on that, or
@@ -37,17 +37,17 @@ def choose_schedule(case: Case, cluster: Cluster) -> Choice:
     """
     costs, refusals = {}, {}
     for schedule in SCHEDULES:
-        why = refusal(schedule, case.spread, case.ranks_per_node) or _unwise(schedule, case)
+        why = refusal(schedule, workload.shards, workload.ranks_per_node) or _unwise(schedule, workload)
         if why is not None:
             refusals[schedule] = why
             continue
-        there, back = (schedule_cost(schedule, case, cluster, backward=way) for way in (False, True))
+        there, back = (schedule_cost(schedule, workload, cluster, backward=way) for way in (False, True))
         costs[schedule] = there + back
     return Choice(min(costs, key=lambda name: costs[name].seconds), costs, refusals)
 
 
-def _unwise(schedule: str, case: Case) -> str | None:
-    runs = max((len(held) for side in (case.spread.queries, case.spread.keys) for held in side), default=0)
+def _unwise(schedule: str, workload: Workload) -> str | None:
+    runs = max((len(held) for side in (workload.shards.queries, workload.shards.keys) for held in side), default=0)
     if schedule.split("+")[-1] == "ring" and runs > _MOST_RUNS_OF_A_RING:
         return f"shards of {runs} runs would cut a ring's blocks small"
     return None

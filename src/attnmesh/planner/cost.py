@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.case import Case
 from attnmesh.plan.load import Load, Tally
 from attnmesh.plan.program import Program
 from attnmesh.plan.programs import program
+from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.network import Slow
 from attnmesh.planner.simulator.waves import run_waves
@@ -59,9 +59,9 @@ class Cost:
         )  # fmt: skip
 
 
-def schedule_cost(schedule: str, case: Case, cluster: Cluster, *, backward: bool) -> Cost:
+def schedule_cost(schedule: str, workload: Workload, cluster: Cluster, *, backward: bool) -> Cost:
     """The cost of a schedule that can serve the case, in one direction. The case says how many ranks a node has."""
-    return cost(program(schedule, case, backward=backward), cluster.with_node(case.ranks_per_node))
+    return cost(program(schedule, workload, backward=backward), cluster.with_node(workload.ranks_per_node))
 
 
 def cost(whole: Program, cluster: Cluster) -> Cost:

@@ -15,10 +15,10 @@ import numpy as np
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.validation import check_positive
-from attnmesh.plan.case import Case, Shape, refusal
 from attnmesh.plan.memory import peak_bytes
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload, refusal
 from attnmesh.planner.cost import Cost, schedule_cost
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.model import ModelConfig
@@ -128,9 +128,9 @@ def _attention(asked: Prefill, division: Division, schedule: str) -> Cost:
     """The attention of all layers."""
     total = Cost(0.0, 0.0, 0, 0, 0, 0, "computing")
     for window, layers in asked.model.window_layers.items():
-        case = _case(asked, division, window)
+        workload = _case(asked, division, window)
         one = schedule_cost(
-            schedule, case, one_of_many(asked.cluster, case.ranks_per_node, asked.devices), backward=False
+            schedule, workload, one_of_many(asked.cluster, workload.ranks_per_node, asked.devices), backward=False
         )
         total = total + one.times(layers)
     return total
@@ -140,8 +140,8 @@ def _schedules(asked: Prefill, division: Division) -> dict[str, str | None]:
     """The schedules, and why some cannot serve. A rank alone needs none of them: any will do."""
     if division.cp == 1:
         return {"ring": None}
-    case = _case(asked, division, None)
-    flat = {name: refusal(name, case.spread, case.ranks_per_node) for name in SCHEDULES}
+    workload = _case(asked, division, None)
+    flat = {name: refusal(name, workload.shards, workload.ranks_per_node) for name in SCHEDULES}
     if _inner(asked, division) in (1, division.cp):  # one level only: that is no news
         flat = {name: why for name, why in flat.items() if "+" not in name}
     return flat
@@ -158,10 +158,10 @@ def divisions(asked: Prefill) -> Iterator[Division]:
                 yield Division(dp, tp, replica // tp)
 
 
-def _case(asked: Prefill, division: Division, window: int | None) -> Case:
+def _case(asked: Prefill, division: Division, window: int | None) -> Workload:
     mask: Mask = Causal() if window is None else Causal() & SlidingWindow(window - 1)
-    positions = spread(mask, Zigzag(), asked.context, division.cp)
-    return Case(positions, _shape(asked, division), _inner(asked, division))
+    positions = shards(mask, Zigzag(), asked.context, division.cp)
+    return Workload(positions, _shape(asked, division), _inner(asked, division))
 
 
 def _inner(asked: Prefill, division: Division) -> int:

@@ -12,7 +12,7 @@ from attnmesh.cli import output as report
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
 from attnmesh.core.masks import Mask, parse_mask
-from attnmesh.plan.case import Shape
+from attnmesh.plan.workload import Shape
 from attnmesh.report.data import default_node, make_report
 from attnmesh.report.figures import read_figures
 from attnmesh.report.page import write_report

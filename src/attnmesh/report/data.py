@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import And, Documents, Mask, SlidingWindow
-from attnmesh.plan.case import Case, Shape, refusal
 from attnmesh.plan.load import Load, imbalance, loads
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload, refusal
 from attnmesh.planner.choose import Choice, choose_schedule
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.hardware_catalog.catalog import usual_cluster
@@ -48,7 +48,7 @@ class ScheduleView:
 class Report:
     """Everything on the page."""
 
-    case: Case
+    workload: Workload
     length: int
     facts: Mapping[str, object]  # of the run, in words
     bands: list[Band]
@@ -63,8 +63,8 @@ class Report:
     @property
     def strip(self) -> int:
         """How many positions the strips show: all, unless ranks take them in turn."""
-        dealt = any(run.step > 1 for held in self.case.spread.queries for run in held)
-        return min(self.length, _STRIPES_SHOWN * self.case.spread.world) if dealt else self.length
+        dealt = any(run.step > 1 for held in self.workload.shards.queries for run in held)
+        return min(self.length, _STRIPES_SHOWN * self.workload.shards.world) if dealt else self.length
 
 
 def make_report(
@@ -87,24 +87,24 @@ def make_report(
     """
     _check(length, world, shape)
     mask.check(length)
-    case = Case(spread(mask, layout, length, world), shape, _ranks_a_node(world, node))
-    able = [name for name in SCHEDULES if refusal(name, case.spread, case.ranks_per_node) is None]
+    workload = Workload(shards(mask, layout, length, world), shape, _ranks_a_node(world, node))
+    able = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
     cluster = usual_cluster(device)
-    choice = choose_schedule(case, cluster)
-    cut = bands(case.spread.queries)
+    choice = choose_schedule(workload, cluster)
+    cut = bands(workload.shards.queries)
     return Report(
-        case=case,
+        workload=workload,
         length=length,
         facts={
-            "ranks": _ranks(world, case.ranks_per_node), "length": f"{length:,} tokens", "layout": in_words(layout),
+            "ranks": _ranks(world, workload.ranks_per_node), "length": f"{length:,} tokens", "layout": in_words(layout),
             "mask": in_words(mask),
             "schedule": f"{choice.schedule} (the fastest by estimate)",
             "heads": f"{shape.q_heads} query, {shape.kv_heads} key/value, of {shape.head_dim}",
             "batch": shape.batch, **(facts or {}),
         },
         bands=cut,
-        pairs=pair_counts(case.spread, cut, cut),
-        schedules=[_view(name, case, cluster) for name in able],
+        pairs=pair_counts(workload.shards, cut, cut),
+        schedules=[_view(name, workload, cluster) for name in able],
         choice=choice,
         machine=cluster.device.name,
         timelines=timelines or {},
@@ -131,15 +131,15 @@ def in_words(what: Layout | Mask) -> str:
     return repr(what).removesuffix("()").lower()
 
 
-def runs_of(held: spans.Spans) -> list[list[int]]:
+def runs_of(held: ranges.Ranges) -> list[list[int]]:
     """Spans as lists: first, stop, step."""
     return [[run.start, run.stop, run.step] for run in held]
 
 
-def _view(name: str, case: Case, cluster: Cluster) -> ScheduleView:
-    forward, backward = (loads(name, case, backward=way) for way in (False, True))
-    taken = steps(name, case)
-    return ScheduleView(name, taken, forward, backward, simulated(name, case, cluster, len(taken.names)))
+def _view(name: str, workload: Workload, cluster: Cluster) -> ScheduleView:
+    forward, backward = (loads(name, workload, backward=way) for way in (False, True))
+    taken = steps(name, workload)
+    return ScheduleView(name, taken, forward, backward, simulated(name, workload, cluster, len(taken.names)))
 
 
 def _ranks_a_node(world: int, node: int | None) -> int:

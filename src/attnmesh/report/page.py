@@ -25,7 +25,7 @@ def page(report: Report) -> str:
         style=_part("style.css"),
         script=_part("page.js"),
         data=as_script(picture(report)),
-        title=_escaped(f"{report.case.spread.world} ranks, {report.length:,} tokens"),
+        title=_escaped(f"{report.workload.shards.world} ranks, {report.length:,} tokens"),
         facts=_facts(report.facts),
         exactness=_exactness(report),
         figures=_figures(report.figures),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.plan.load import Load
 from attnmesh.report.data import Report, ScheduleView, runs_of
 from attnmesh.trace.timeline import Span
@@ -16,14 +16,14 @@ Json = dict[str, object]
 
 def picture(report: Report) -> Json:
     """All that is drawn."""
-    spread, shape = report.case.spread, report.case.shape
+    shards, shape = report.workload.shards, report.workload.shape
     return {
-        "world": spread.world,
-        "node": report.case.ranks_per_node,
+        "world": shards.world,
+        "node": report.workload.ranks_per_node,
         "length": report.length,
         "heads": shape.q_heads,
         "operations_a_pair": 4 * shape.batch * shape.head_dim,  # two products, two operations an element; a head
-        "shards": [{"count": spans.size(held), "runs": runs_of(held)} for held in spread.queries],
+        "shards": [{"count": ranges.size(held), "runs": runs_of(held)} for held in shards.queries],
         "strip": report.strip,
         "bands": [[band.rank, band.positions.start, band.positions[-1], len(band.positions)] for band in report.bands],
         "in_turn": any(band.positions.step > 1 for band in report.bands),

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.plan.allgather import gather_plan, head_groups
-from attnmesh.plan.case import Case
 from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.shards import between_nodes
 from attnmesh.plan.two_level import two_level_plan
 from attnmesh.plan.ulysses import head_share
+from attnmesh.plan.workload import Workload
 
 
 class Visit(NamedTuple):
@@ -45,24 +45,26 @@ class Steps:
     messages: list[Message]
 
 
-def steps(schedule: str, case: Case) -> Steps:
+def steps(schedule: str, workload: Workload) -> Steps:
     """The steps of a schedule that can serve the case."""
-    found = _STEPS[schedule](case)
+    found = _STEPS[schedule](workload)
     seen = [visit for visit in found.visits if visit.pairs]
     return Steps(found.names, seen, [message for message in found.messages if message.nbytes])
 
 
-def _ring(case: Case) -> Steps:
-    plan = ring_plan(case.spread)
+def _ring(workload: Workload) -> Steps:
+    plan = ring_plan(workload.shards)
     ranks = range(plan.world)
     stages = [(rank, s, stage) for rank in ranks for s, stage in enumerate(plan.stages(rank))]
-    heads = range(case.shape.q_heads)
+    heads = range(workload.shape.q_heads)
     visits = [Visit(r, s, heads, _one(r), _one(stage.block), stage.patch.pairs) for r, s, stage in stages]
-    return Steps([_distance(offset, plan.world) for offset in plan.offsets], visits, list(_keys_passed_on(plan, case)))
+    return Steps(
+        [_distance(offset, plan.world) for offset in plan.offsets], visits, list(_keys_passed_on(plan, workload))
+    )
 
 
-def _allgather(case: Case) -> Steps:
-    plan, shape = gather_plan(case.spread), case.shape
+def _allgather(workload: Workload) -> Steps:
+    plan, shape = gather_plan(workload.shards), workload.shape
     groups, readers = head_groups(shape.kv_heads), shape.q_heads // shape.kv_heads
     ranks = range(plan.world)
     visits, messages = [], []
@@ -76,12 +78,12 @@ def _allgather(case: Case) -> Steps:
     return Steps(names, visits, messages)
 
 
-def _ring_of_rings(case: Case) -> Steps:
-    plan = two_level_plan(case.spread, case.ranks_per_node)
+def _ring_of_rings(workload: Workload) -> Steps:
+    plan = two_level_plan(workload.shards, workload.ranks_per_node)
     names: list[str] = []
     visits: list[Visit] = []
     messages: list[Message] = []
-    heads = range(case.shape.q_heads)
+    heads = range(workload.shape.q_heads)
     for turn, offset in enumerate(plan.outer_offsets):
         rings = [plan.inner_ring(node, turn) for node in range(plan.nodes)]
         first = len(names)
@@ -92,11 +94,11 @@ def _ring_of_rings(case: Case) -> Steps:
                 for s, stage in enumerate(ring.stages(i)):
                     block = _one(theirs + stage.block)
                     visits.append(Visit(rank, first + s, heads, _one(rank), block, stage.patch.pairs))
-            messages += _keys_passed_on(ring, case, first, mine.start)
+            messages += _keys_passed_on(ring, workload, first, mine.start)
         for i in range(plan.ranks_per_node):
             for node in range(plan.nodes):
                 stage = plan.outer(i).stages(node)[turn]
-                nbytes = len(stage.next_keys) * case.shape.key_row
+                nbytes = len(stage.next_keys) * workload.shape.key_row
                 target = stage.next_rank * plan.ranks_per_node + i
                 messages.append(Message(first, node * plan.ranks_per_node + i, target, nbytes, "keys between nodes"))
         longest = max(rings, key=lambda ring: len(ring.offsets))
@@ -105,23 +107,23 @@ def _ring_of_rings(case: Case) -> Steps:
     return Steps(names, visits, messages)
 
 
-def _ulysses(case: Case) -> Steps:
-    return _traded(case, case.spread.world, _ring)
+def _ulysses(workload: Workload) -> Steps:
+    return _traded(workload, workload.shards.world, _ring)
 
 
-def _ulysses_ring(case: Case) -> Steps:
-    return _traded(case, case.ranks_per_node, _ring)
+def _ulysses_ring(workload: Workload) -> Steps:
+    return _traded(workload, workload.ranks_per_node, _ring)
 
 
-def _ulysses_allgather(case: Case) -> Steps:
-    return _traded(case, case.ranks_per_node, _allgather)
+def _ulysses_allgather(workload: Workload) -> Steps:
+    return _traded(workload, workload.ranks_per_node, _allgather)
 
 
-def _traded(case: Case, ranks: int, then: Callable[[Case], Steps]) -> Steps:
+def _traded(workload: Workload, ranks: int, then: Callable[[Workload], Steps]) -> Steps:
     """Rows traded for heads among `ranks` neighbours, a schedule between those with the same heads, and back."""
-    between = between_nodes(case.spread, ranks)
+    between = between_nodes(workload.shards, ranks)
     assert between is not None, "see refusal"
-    world, shape = case.spread.world, case.shape
+    world, shape = workload.shards.world, workload.shape
     shares = [head_share(shape.q_heads, shape.kv_heads, ranks, i) for i in range(ranks)]
     visits: list[Visit] = []
     messages: list[Message] = []
@@ -131,7 +133,7 @@ def _traded(case: Case, ranks: int, then: Callable[[Case], Steps]) -> Steps:
         for segment in share.segments:  # one after the other: each is a call of the schedule between
             first = 1 + len(said)
             part = replace(shape, q_heads=len(segment.q), kv_heads=len(segment.kv))
-            inside = then(Case(between, part, 1))
+            inside = then(Workload(between, part, 1))
             said += inside.names
             start = share.q.start + segment.q.start
             for rank, step, heads, queries, keys, pairs in inside.visits:
@@ -148,9 +150,9 @@ def _traded(case: Case, ranks: int, then: Callable[[Case], Steps]) -> Steps:
         for other in (other for other in range(ranks) if other != me):
             target = node * ranks + other
             there, back = shape.of(shares[other]), shape.of(shares[me])
-            rows, key_rows = spans.size(case.spread.queries[rank]), spans.size(case.spread.keys[rank])
+            rows, key_rows = ranges.size(workload.shards.queries[rank]), ranges.size(workload.shards.keys[rank])
             given = rows * there.query_row + key_rows * there.key_row
-            returned = spans.size(case.spread.queries[target]) * back.query_row
+            returned = ranges.size(workload.shards.queries[target]) * back.query_row
             messages += [
                 Message(0, rank, target, given, "queries, keys and values"),
                 Message(last, rank, target, returned, "outputs"),
@@ -159,7 +161,7 @@ def _traded(case: Case, ranks: int, then: Callable[[Case], Steps]) -> Steps:
     return Steps(["rows are traded for heads", *computed, "outputs go back to their rows"], visits, messages)
 
 
-_STEPS: dict[str, Callable[[Case], Steps]] = {
+_STEPS: dict[str, Callable[[Workload], Steps]] = {
     "ring": _ring,
     "allgather": _allgather,
     "ulysses": _ulysses,
@@ -169,11 +171,11 @@ _STEPS: dict[str, Callable[[Case], Steps]] = {
 }
 
 
-def _keys_passed_on(plan: RingPlan, case: Case, step: int = 0, rank: int = 0) -> Iterator[Message]:
+def _keys_passed_on(plan: RingPlan, workload: Workload, step: int = 0, rank: int = 0) -> Iterator[Message]:
     """The keys that ranks of a ring send on; its first stage is the step `step`, its first rank the rank `rank`."""
     for i in range(plan.world):
         for s, stage in enumerate(plan.stages(i)):
-            nbytes = len(stage.next_keys) * case.shape.key_row
+            nbytes = len(stage.next_keys) * workload.shape.key_row
             yield Message(step + s, rank + i, rank + stage.next_rank, nbytes, "keys")
 
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 
 import torch
 
-from attnmesh.core import ranges as spans
-from attnmesh.core.masks import Mask, Verdict
-from attnmesh.core.ranges import Spans
-from attnmesh.plan.shards import Spread
+from attnmesh.core import ranges
+from attnmesh.core.masks import Coverage, Mask
+from attnmesh.core.ranges import Ranges
+from attnmesh.plan.shards import Shards
 
 _BANDS = 64  # about so many rows of tiles: more cannot be told apart on a phone
 _MOST_BANDS = 256  # with more runs than these there is nothing to see
@@ -28,12 +28,12 @@ class Band:
     positions: range
 
 
-def bands(shards: tuple[Spans, ...]) -> list[Band]:
+def bands(shards: tuple[Ranges, ...]) -> list[Band]:
     """All shards cut into bands of about equal size, rank by rank."""
     runs = sum(map(len, shards))
     if runs > _MOST_BANDS:
         raise ValueError(f"a report shows at most {_MOST_BANDS} runs of positions, and these shards have {runs}")
-    each = sum(map(spans.size, shards)) / _BANDS  # positions of a band, where runs allow it
+    each = sum(map(ranges.size, shards)) / _BANDS  # positions of a band, where runs allow it
     return [
         Band(rank, part)
         for rank, shard in enumerate(shards)
@@ -42,17 +42,17 @@ def bands(shards: tuple[Spans, ...]) -> list[Band]:
     ]
 
 
-def pair_counts(spread: Spread, queries: list[Band], keys: list[Band]) -> list[list[int]]:
+def pair_counts(shards: Shards, queries: list[Band], keys: list[Band]) -> list[list[int]]:
     """How many pairs are visible in every tile: a row for each band of queries, a column for each band of keys."""
-    return [[visible_pairs(spread.mask, q.positions, k.positions) for k in keys] for q in queries]
+    return [[visible_pairs(shards.mask, q.positions, k.positions) for k in keys] for q in queries]
 
 
 def visible_pairs(mask: Mask, q: range, k: range) -> int:
     """How many of the keys `k` the queries `q` see, in all."""
     verdict = mask.verdict(q, k)
-    if verdict is Verdict.EMPTY:
+    if verdict is Coverage.EMPTY:
         return 0
-    if verdict is Verdict.FULL:
+    if verdict is Coverage.FULL:
         return len(q) * len(k)
     first, end = mask.visible(torch.arange(q.start, q.stop, q.step))
     # How many keys lie before a position: what lies before the end of a view and not before its start is seen.

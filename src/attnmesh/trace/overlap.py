@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from attnmesh.trace.timeline import Span
 
 
-def met(spans: Iterable[Span]) -> list[Span]:
+def met(ranges: Iterable[Span]) -> list[Span]:
     """The spans of all ranks, messages from when both ends were posted; `early_ms` is how long this end was before.
 
     What a rank notes of a message begins when it posted its own end. Numbers match ends: messages from one rank to
     another arrive in order. An end whose other one was not recorded stays as it is.
     """
-    spans = list(spans)
+    ranges = list(ranges)
     ends: dict[tuple[object, ...], list[Span]] = {}
-    for span in spans:
+    for span in ranges:
         if span.track in ("send", "receive"):
             ends.setdefault(_message(span), []).append(span)
-    return [_from_meeting(span, ends[_message(span)]) if span.track in ("send", "receive") else span for span in spans]
+    return [_from_meeting(span, ends[_message(span)]) if span.track in ("send", "receive") else span for span in ranges]
 
 
 def _message(span: Span) -> tuple[object, ...]:
@@ -49,26 +49,26 @@ class Busy:
     sent: int  # bytes
 
 
-def busy(spans: Iterable[Span]) -> list[Busy]:
+def busy(ranges: Iterable[Span]) -> list[Busy]:
     """What every rank did, by rank."""
     by_rank: dict[int, list[Span]] = {}
-    for span in spans:
+    for span in ranges:
         by_rank.setdefault(span.rank, []).append(span)
     return [_of_rank(rank, by_rank[rank]) for rank in sorted(by_rank)]
 
 
-def _of_rank(rank: int, spans: list[Span]) -> Busy:
-    computing = _union(span for span in spans if span.track == "compute")
-    moving = _union(span for span in spans if span.track in ("send", "receive"))
-    waiting = _union(span for span in spans if span.track == "wait")
-    sent = sum(int(str(span.facts["bytes"])) for span in spans if span.track == "send")
+def _of_rank(rank: int, ranges: list[Span]) -> Busy:
+    computing = _union(span for span in ranges if span.track == "compute")
+    moving = _union(span for span in ranges if span.track in ("send", "receive"))
+    waiting = _union(span for span in ranges if span.track == "wait")
+    sent = sum(int(str(span.facts["bytes"])) for span in ranges if span.track == "send")
     return Busy(rank, _length(computing), _length(moving), _length(_both(computing, moving)), _length(waiting), sent)
 
 
-def _union(spans: Iterable[Span]) -> _Stretches:
+def _union(ranges: Iterable[Span]) -> _Stretches:
     """The time that at least one of them takes, as stretches that are apart."""
     apart: _Stretches = []
-    for begin, end in sorted((span.begin, span.end) for span in spans):
+    for begin, end in sorted((span.begin, span.end) for span in ranges):
         if apart and begin <= apart[-1][1]:
             apart[-1] = apart[-1][0], max(apart[-1][1], end)
         else:

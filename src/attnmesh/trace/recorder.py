@@ -71,7 +71,7 @@ class Recorder:
         name = f"{verb} {'to' if track == 'send' else 'from'} rank {peer}"
         return Message(self, track, name, {"bytes": nbytes, "peer": peer, "number": number})
 
-    def spans(self) -> list[Span]:
+    def ranges(self) -> list[Span]:
         """All notes so far, in seconds of the host's clock, by their beginning. On CUDA it waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -30,7 +30,7 @@ class Span:
 
 
 def write_trace(
-    path: Path | str, spans: Iterable[Span], *, title: str, facts: Mapping[str, object] | None = None
+    path: Path | str, ranges: Iterable[Span], *, title: str, facts: Mapping[str, object] | None = None
 ) -> None:
     """Write spans in the Trace Event Format, which Perfetto and chrome://tracing open.
 
@@ -38,12 +38,12 @@ def write_trace(
     that a track has at the same time (sends of an all-to-all) go to further threads: "send", "send 2" and so on. Times
     are written to the nanosecond. `title` and `facts` are of the whole file.
     """
-    spans = sorted(spans, key=lambda span: (span.rank, TRACKS.index(span.track), span.begin, -span.end))
+    ranges = sorted(ranges, key=lambda span: (span.rank, TRACKS.index(span.track), span.begin, -span.end))
     named: dict[tuple[int, int], Event] = {}
     events: list[Event] = []
     free: list[int] = []  # by lane of the track at hand, when its last span is over
     at: tuple[int, str] | None = None
-    for span in spans:
+    for span in ranges:
         if span.rank < 0 or not 0 <= span.begin <= span.end < math.inf:
             raise ValueError(f"a span must be of a rank from 0 on and have 0 <= begin <= end, got {span}")
         if at != (span.rank, span.track):

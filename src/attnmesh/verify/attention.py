@@ -25,9 +25,9 @@ from attnmesh.ops.dense.api import attention
 from attnmesh.ops.dense.check import scale_for
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
-from attnmesh.plan.case import refusal
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import refusal
 from attnmesh.verify.cache import cache_modes
 from attnmesh.verify.decode import decode_modes
 from attnmesh.verify.generation import generation_modes
@@ -94,7 +94,7 @@ def schedule_modes(
 ) -> list[Mode | ComparedMode]:
     """Every schedule that serves this layout and mask, with `ranks_per_node` ranks a node, in float32."""
     served = [
-        name for name in SCHEDULES if refusal(name, spread(mask, layout, length, comm.world), ranks_per_node) is None
+        name for name in SCHEDULES if refusal(name, shards(mask, layout, length, comm.world), ranks_per_node) is None
     ]
     modes: list[Mode | ComparedMode] = []
     for name in served:

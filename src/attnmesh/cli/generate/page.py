@@ -12,7 +12,7 @@ from attnmesh.cli.generate.plain import Comparison
 from attnmesh.cli.generate.show import columns, row
 from attnmesh.core.masks import Causal
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.plan.case import Shape
+from attnmesh.plan.workload import Shape
 from attnmesh.report import command
 from attnmesh.report.data import MOST_RANKS, make_report
 from attnmesh.report.page import write_report

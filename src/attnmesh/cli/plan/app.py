@@ -12,7 +12,7 @@ import typer
 
 from attnmesh.cli.plan import plans, show_sharding, simulation
 from attnmesh.cli.plan.machines import Machines
-from attnmesh.plan.case import Shape
+from attnmesh.plan.workload import Shape
 from attnmesh.planner.models.known_models import model as model_named
 from attnmesh.planner.models.model import ModelConfig
 from attnmesh.planner.models.model_config import read_config

@@ -13,10 +13,10 @@ from attnmesh.cli.plan.machines import Machines
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.masks import parse_mask
 from attnmesh.core.validation import parse_length
-from attnmesh.plan.case import Case, Shape, check_served
 from attnmesh.plan.load import Load, Tally
 from attnmesh.plan.programs import SCHEDULES, program
-from attnmesh.plan.shards import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload, check_served
 from attnmesh.planner.choose import choose_schedule
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulate import Simulated, simulate
@@ -64,14 +64,14 @@ def run(asked: Asked) -> None:
     if asked.traced is not None and asked.trace is None:
         raise ValueError("--trace-ranks are of a trace: give --trace, too")
     found = asked.machines.cluster()
-    case = _case(asked, found)
-    schedule = _schedule(asked, case, found)
+    workload = _case(asked, found)
+    schedule = _schedule(asked, workload, found)
     slow = Slow(
         _factors(asked.slow_ranks, "--slow-rank", asked.ranks), _factors(asked.slow_links, "--slow-link", asked.ranks)
     )
     keep = _ranks(asked) if asked.trace is not None else ()
     ways = (False, True) if asked.backward else (False,)
-    runs = [_simulated(schedule, case, found.with_node(case.ranks_per_node), way, slow, keep) for way in ways]
+    runs = [_simulated(schedule, workload, found.with_node(workload.ranks_per_node), way, slow, keep) for way in ways]
     if asked.trace is not None:
         _write(asked, asked.trace, runs)
     facts = _facts(asked, found, schedule, runs)
@@ -81,27 +81,29 @@ def run(asked: Asked) -> None:
     _show(asked, found, schedule, runs)
 
 
-def _simulated(schedule: str, case: Case, found: Cluster, backward: bool, slow: Slow, keep: Sequence[int]) -> _Run:
-    whole = program(schedule, case, backward=backward)
+def _simulated(
+    schedule: str, workload: Workload, found: Cluster, backward: bool, slow: Slow, keep: Sequence[int]
+) -> _Run:
+    whole = program(schedule, workload, backward=backward)
     tally = Tally(whole.world, found.node)
     begin = time.perf_counter()
     ran = simulate(tally.counting(whole), found, slow=slow, keep=keep)
     return _Run(f"{schedule} {'backward' if backward else 'forward'}", ran, tally.most(), time.perf_counter() - begin)
 
 
-def _case(asked: Asked, found: Cluster) -> Case:
-    positions_held = spread(parse_mask(asked.mask), LAYOUTS[asked.layout], parse_length(asked.length), asked.ranks)
+def _case(asked: Asked, found: Cluster) -> Workload:
+    positions_held = shards(parse_mask(asked.mask), LAYOUTS[asked.layout], parse_length(asked.length), asked.ranks)
     if found.node < asked.ranks and asked.ranks % found.node:
         raise ValueError(f"{asked.ranks} ranks must be whole nodes of {found.node}: give --node")
-    return Case(positions_held, asked.shape, min(found.node, asked.ranks))
+    return Workload(positions_held, asked.shape, min(found.node, asked.ranks))
 
 
-def _schedule(asked: Asked, case: Case, found: Cluster) -> str:
+def _schedule(asked: Asked, workload: Workload, found: Cluster) -> str:
     if asked.schedule == "auto":
-        return choose_schedule(case, found).schedule
+        return choose_schedule(workload, found).schedule
     if asked.schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {asked.schedule!r}")
-    check_served(asked.schedule, case.spread, case.ranks_per_node)
+    check_served(asked.schedule, workload.shards, workload.ranks_per_node)
     return asked.schedule
 
 
@@ -152,11 +154,11 @@ def _facts(asked: Asked, found: Cluster, schedule: str, runs: Sequence[_Run]) ->
 
 def _write(asked: Asked, path: Path, runs: Sequence[_Run]) -> None:
     """All runs one after the other in one file."""
-    spans, begin = [], 0.0
+    ranges, begin = [], 0.0
     for one in runs:
-        spans += [replace(span, begin=span.begin + begin, end=span.end + begin) for span in one.simulated.spans]
+        ranges += [replace(span, begin=span.begin + begin, end=span.end + begin) for span in one.simulated.ranges]
         begin += one.simulated.seconds
-    write_trace(path, spans, title=f"simulated {runs[0].schedule}", facts={"ranks": asked.ranks})
+    write_trace(path, ranges, title=f"simulated {runs[0].schedule}", facts={"ranks": asked.ranks})
 
 
 def _factors(given: Sequence[str], option: str, ranks: int) -> dict[int, float]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.core.masks import Full, Mask
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.accumulate import GradSum, StateSum
@@ -169,7 +169,7 @@ class _Irregular:
         return bounds_of(self.mask, self.q.to(device), self.k.to(device))
 
 
-def _runs(name: str, positions: Tensor | None, x: Tensor) -> spans.Spans | None:
+def _runs(name: str, positions: Tensor | None, x: Tensor) -> ranges.Ranges | None:
     """Positions as spans, or None where they are irregular or on a device (reading them would stall it)."""
     length = x.shape[2]
     if positions is None:
@@ -184,4 +184,4 @@ def _runs(name: str, positions: Tensor | None, x: Tensor) -> spans.Spans | None:
         if positions.device != x.device:
             raise ValueError(f"{name} must be on the CPU or on {x.device}, got {positions.device}")
         return None
-    return spans.from_tensor(positions.long())
+    return ranges.from_tensor(positions.long())

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attnmesh.core import ranges as spans
+from attnmesh.core import ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense import recorded
@@ -114,7 +114,7 @@ def _runs(visibility: Patch, alone: bool) -> tuple[tuple[slice, slice, Patch], .
     found, row = [], 0
     for run in runs:
         seen = Patch(visibility.mask, (run,), visibility.k).seen
-        patch = Patch(visibility.mask, (run,), spans.narrowed(visibility.k, seen))
+        patch = Patch(visibility.mask, (run,), ranges.narrowed(visibility.k, seen))
         found.append((slice(row, row + len(run)), slice(seen.start, seen.stop), patch))
         row += len(run)
     if any(block.kind is Kind.PARTIAL for _, _, patch in found for block in patch.blocks):

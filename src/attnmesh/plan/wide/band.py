@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnmesh.core.masks import And, Causal, Full, Mask, SlidingWindow
-from attnmesh.core.ranges import Spans
+from attnmesh.core.ranges import Ranges
 from attnmesh.plan.program import Ints
 
 FAR = 1 << 40
@@ -63,7 +63,7 @@ class Runs(NamedTuple):
         return Runs(self.start + lower, self.start + np.maximum(lower, upper))
 
 
-def runs_of(shards: Sequence[Spans], most: int = 8) -> Runs | None:
+def runs_of(shards: Sequence[Ranges], most: int = 8) -> Runs | None:
     """The runs of shards; None if they have steps, or more runs than arrays are good for."""
     width = max((len(held) for held in shards), default=0)
     if width > most or any(run.step != 1 and len(run) > 1 for held in shards for run in held):

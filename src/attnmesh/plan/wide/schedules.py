@@ -10,7 +10,7 @@ import numpy as np
 from attnmesh.plan.program import Ints
 from attnmesh.plan.rounds.gather import Gathered
 from attnmesh.plan.rounds.stages import Stages
-from attnmesh.plan.shards import Spread
+from attnmesh.plan.shards import Shards
 from attnmesh.plan.wide.band import Band, Runs, band_of, runs_of
 from attnmesh.plan.wide.gather import wide_gathered
 from attnmesh.plan.wide.ring import WideRings
@@ -25,9 +25,9 @@ class WideSpread:
     keys: Runs
 
     @staticmethod
-    def of(spread: Spread) -> WideSpread | None:
+    def of(shards: Shards) -> WideSpread | None:
         """None where the mask is no band (documents), or shards are not a few runs without steps (stripes)."""
-        band, queries, keys = band_of(spread.mask), runs_of(spread.queries), runs_of(spread.keys)
+        band, queries, keys = band_of(shards.mask), runs_of(shards.queries), runs_of(shards.keys)
         return None if band is None or queries is None or keys is None else WideSpread(band, queries, keys)
 
     def ring(self, lanes: Sequence[Sequence[int]], grad_weight: float) -> Iterator[Stages]:

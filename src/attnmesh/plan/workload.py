@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attnmesh.plan.shards import Spread, between_nodes
+from attnmesh.plan.shards import Shards, between_nodes
 from attnmesh.plan.ulysses import HeadShare
 
 
@@ -50,28 +50,28 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Case:
+class Workload:
     """A spread, the tensors, how many ranks a node has (all of them on a mesh of one dimension), and more to return."""
 
-    spread: Spread
+    shards: Shards
     shape: Shape
     ranks_per_node: int
     lse: bool = False  # whether the lse is asked for, with its gradient: the one other thing that Ulysses trades
     device: str = "cuda"  # the kind of torch device: kernels of a GPU want larger pieces
 
 
-def refusal(schedule: str, spread: Spread, ranks_per_node: int) -> str | None:
+def refusal(schedule: str, shards: Shards, ranks_per_node: int) -> str | None:
     """Why the schedule cannot serve; None if it can."""
     if "+" in schedule:
-        if not 1 < ranks_per_node < spread.world:
+        if not 1 < ranks_per_node < shards.world:
             return f"{schedule} wants a mesh of two dimensions (or ranks_per_node=, the ranks of a node)"
-        if schedule.startswith("ulysses") and between_nodes(spread, ranks_per_node) is None:
+        if schedule.startswith("ulysses") and between_nodes(shards, ranks_per_node) is None:
             return f"{schedule} takes the shards of a node together, and those of this layout interleave"
     return None
 
 
-def check_served(schedule: str, spread: Spread, ranks_per_node: int) -> None:
+def check_served(schedule: str, shards: Shards, ranks_per_node: int) -> None:
     """Raise ValueError if the schedule cannot serve."""
-    why = refusal(schedule, spread, ranks_per_node)
+    why = refusal(schedule, shards, ranks_per_node)
     if why is not None:
         raise ValueError(f"schedule={schedule!r} cannot serve this: {why}")
