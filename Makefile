@@ -38,7 +38,7 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 
 bench: $(READY)
-	$(VENV)/bin/python bench/ring.py
+	$(VENV)/bin/python -m benchmarks.ring
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

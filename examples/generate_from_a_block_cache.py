@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attnmesh import BlockCache, Causal, attention, check_decode_faults, paged_decode_attention, quantise
-from attnmesh.ops.storage import dequantise
+from attnmesh import BlockCache, Causal, attention, check_decode_faults, paged_decode_attention, quantize
+from attnmesh.ops.storage import dequantize
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--storage", default="fp32", choices=["fp32", "int8", "bfp8"], help="of keys and values")
@@ -42,7 +42,7 @@ def logits(out):
 
 
 cache = BlockCache(
-    layers=1, num_blocks=128, block_len=16, kv_heads=KV_HEADS, head_dim=DIM, storage=args.storage, device=device,
+    layers=1, num_blocks=128, block_size=16, kv_heads=KV_HEADS, head_dim=DIM, storage=args.storage, device=device,
     max_sequences=4 * args.samples, max_length=256,
 )  # fmt: skip
 
@@ -114,7 +114,7 @@ assert stats.used == 0
 most = 1e-5 if args.storage == "fp32" else 1e-3
 for sample in samples:
     q, k, v = projected(torch.tensor([sample.tokens], device=device))
-    k, v = (dequantise(quantise(x, args.storage), torch.float32) for x in (k, v))
+    k, v = (dequantize(quantize(x, args.storage), torch.float32) for x in (k, v))
     expected = logits(attention(q, k, v, mask=Causal()))[0, -len(sample.said) :]
     error = float((torch.stack(sample.said) - expected).norm() / expected.norm())
     assert error < most, error

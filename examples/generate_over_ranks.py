@@ -58,7 +58,7 @@ class SpreadLlama:
     def make_cache(self, batch: int) -> ShardedCache:
         """Room for `batch` sequences, whichever ranks they come to lie on."""
         return self.blocks[0].make_cache(
-            batch=batch, layers=len(self.blocks), num_blocks=batch * LONGEST // 4, block_len=4, max_length=LONGEST
+            batch=batch, layers=len(self.blocks), num_blocks=batch * LONGEST // 4, block_size=4, max_length=LONGEST
         )
 
     @torch.no_grad()

@@ -162,11 +162,11 @@ def shard_results(
     scale: float | None = None,
     backend: str = "auto",
     schedule: str = "ring",
-    inner: int | None = None,
+    ranks_per_node: int | None = None,
     key_layout: Layout | None = None,
 ) -> list[Tensor]:
     """One rank's shards of out, lse, dq, dk, dv. Keys may have a length and a layout of their own."""
-    cp = ContextParallel(comm, layout=layout, schedule=schedule, backend=backend, inner=inner)
+    cp = ContextParallel(comm, layout=layout, schedule=schedule, backend=backend, ranks_per_node=ranks_per_node)
     length, key_length = inputs[0].shape[2], inputs[1].shape[2]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

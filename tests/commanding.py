@@ -4,7 +4,7 @@ import re
 
 from typer.testing import CliRunner
 
-from attnmesh.cli import app
+from attnmesh.cli.main import app
 
 
 def run(*arguments: object):

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from attending import FLOOR
 from attnmesh import decode_attention, paged_decode_attention
+from attnmesh.core.state import State
 from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.check import checked
-from attnmesh.ops.storage import Quantised, Stored, dequantise, quantise
-from attnmesh.state import State
+from attnmesh.ops.storage import Quantized, Stored, dequantize, quantize
 
 CUDA = torch.cuda.is_available()
 BACKENDS = ("cpu", "triton")
@@ -162,14 +162,14 @@ def drawn(
     kv_heads: int = 2,
     dims: tuple[int, int] = (32, 32),
     v_in_k: bool = False,
-    block_len: int | None = None,
+    block_size: int | None = None,
     capacity: int | None = None,
     storage: str = "plain",
     dtype: torch.dtype = torch.float32,
     share: str | None = None,
     memory: str = "own",
     q_memory: str = "transposed",
-    sight: str = "causal",
+    key_range: str = "causal",
     window: int | None = None,
     sinks: bool = False,
     at: str | None = "list",
@@ -179,16 +179,16 @@ def drawn(
 ) -> Problem:
     """A call at random.
 
-    `block_len` asks for pools; `capacity` is then in tokens all the same. `share`: "cache" is share_cache, "blocks"
+    `block_size` asks for pools; `capacity` is then in tokens all the same. `share`: "cache" is share_cache, "blocks"
     lets the sequences' tables name the same blocks at their beginning. `v_in_k`: v is the first columns of k's memory.
     `memory` is how caches lie: "own", "token major" (not of pools), "layer" or "layer inside" of a larger one.
-    `sight`: "causal", "tree", "trees" (one a sequence), "intervals", or a mask: "bool bht", "added h", ... with
+    `key_range`: "causal", "tree", "trees" (one a sequence), "intervals", or a mask: "bool bht", "added h", ... with
     " short" for one that ends before the cache does. `at` is how cur_pos is given: "list", "int32", "int64", or None
     for the default.
     """
     dice = torch.Generator().manual_seed(seed)
     batch = len(positions)
-    step = block_len or 1
+    step = block_size or 1
     capacity = max([-(-(at + 1) // step) * step for at in positions] + [step]) if capacity is None else capacity
     capacity = -(-capacity // step) * step
     owners = 1 if share == "cache" else batch
@@ -197,27 +197,27 @@ def drawn(
     k = _normal(dice, owners, kv_heads, capacity, dims[0])
     v = k[..., : dims[1]] if v_in_k else _normal(dice, owners, kv_heads, capacity, dims[1])
     live = _live(positions, tokens, capacity, window, step)  # [B, capacity]
-    if sight == "intervals":
+    if key_range == "intervals":
         first, end = intervals(positions, tokens, seed)
         live &= (torch.arange(capacity) >= first[:, :1]) & (torch.arange(capacity) < end[:, -1:])
-        options["sight"] = (first.to(device), end.long().to(device))
+        options["key_range"] = (first.to(device), end.long().to(device))
     if share == "cache":
         live = live.any(0, keepdim=True)
     common = 0
     if share == "blocks" and batch > 1:
-        assert block_len, "only pools have blocks to share"
+        assert block_size, "only pools have blocks to share"
         common = max(1, max(positions) // step // 2 + 1) * step  # of sequences of different lengths: one's tail too
         k[1:, :, :common], v[1:, :, :common] = k[:1, :, :common].clone(), v[:1, :, :common].clone()
         live[:, :common] = live[:, :common].any(0)
     k_stored = _stored(k, storage, dtype)
     v_stored = _columns(k_stored, dims[1]) if v_in_k else _stored(v, storage, dtype)
-    clear = tuple(dequantise(x, torch.float64).to(device) for x in (k_stored, v_stored))
+    clear = tuple(dequantize(x, torch.float64).to(device) for x in (k_stored, v_stored))
 
     # As it lies in memory: only what is live, poison everywhere else.
     table = None
-    if block_len:
-        table, blocks = _table(live, block_len, common, dice)
-        where = (table, blocks, block_len)
+    if block_size:
+        table, blocks = _table(live, block_size, common, dice)
+        where = (table, blocks, block_size)
     else:
         where = None
     k_stored = _placed(k_stored, live, where, memory, device)
@@ -229,8 +229,8 @@ def drawn(
             q[sequence] = torch.nan
     q = _view(q.to(device), q_memory)
 
-    if sight != "intervals":
-        options |= _sight(sight, positions, q.shape, capacity, dtype, dice, device)
+    if key_range != "intervals":
+        options |= _sight(key_range, positions, q.shape, capacity, dtype, dice, device)
     if window is not None:
         options["window"] = window
     if sinks:
@@ -274,8 +274,8 @@ def _stored(x: Tensor, storage: str, dtype: torch.dtype) -> Stored:
         return x.to(dtype)
     if storage == "fp8 heads":  # far apart: the scale of another head is far off
         scale = x.abs().amax().float() / 448 * 1.5 ** torch.arange(x.shape[1])
-        return quantise(x, "fp8", scale=scale.float())
-    return quantise(x, storage)
+        return quantize(x, "fp8", scale=scale.float())
+    return quantize(x, storage)
 
 
 def _columns(stored: Stored, count: int) -> Stored:
@@ -283,13 +283,13 @@ def _columns(stored: Stored, count: int) -> Stored:
     if isinstance(stored, Tensor):
         return stored[..., :count]
     scales = stored.scales[..., : count // 16] if stored.storage == "bfp8" else stored.scales
-    return Quantised(stored.values[..., :count], scales)
+    return Quantized(stored.values[..., :count], scales)
 
 
-def _table(live: Tensor, block_len: int, common: int, dice: torch.Generator) -> tuple[Tensor, int]:
+def _table(live: Tensor, block_size: int, common: int, dice: torch.Generator) -> tuple[Tensor, int]:
     """Shuffled blocks for the slots with something live in them, and how many blocks there are: some are nobody's."""
-    used = live.unflatten(1, (-1, block_len)).any(-1)
-    owned, shared = used.clone(), common // block_len
+    used = live.unflatten(1, (-1, block_size)).any(-1)
+    owned, shared = used.clone(), common // block_size
     owned[1:, :shared] = False
     blocks = int(owned.sum()) + 3
     order = torch.randperm(blocks, generator=dice).int()
@@ -325,13 +325,13 @@ def _placed(stored: Stored, live: Tensor, where: tuple | None, memory: str, devi
     if isinstance(stored, Tensor):
         return one(stored)
     scales = stored.scales.to(device) if stored.storage == "fp8" else one(stored.scales)
-    return Quantised(one(stored.values), scales)
+    return Quantized(one(stored.values), scales)
 
 
-def _paged(x: Tensor, live: Tensor, table: Tensor, blocks: int, block_len: int) -> Tensor:
-    pool = _poison((blocks, block_len, x.shape[1], *x.shape[3:]), x.dtype)
-    for owner, slot in live.unflatten(1, (-1, block_len)).any(-1).nonzero().tolist():
-        pool[table[owner, slot]] = x[owner, :, slot * block_len : (slot + 1) * block_len].transpose(0, 1)
+def _paged(x: Tensor, live: Tensor, table: Tensor, blocks: int, block_size: int) -> Tensor:
+    pool = _poison((blocks, block_size, x.shape[1], *x.shape[3:]), x.dtype)
+    for owner, slot in live.unflatten(1, (-1, block_size)).any(-1).nonzero().tolist():
+        pool[table[owner, slot]] = x[owner, :, slot * block_size : (slot + 1) * block_size].transpose(0, 1)
     return pool
 
 
@@ -360,7 +360,7 @@ def _view(q: Tensor, memory: str) -> Tensor:
 
 
 def _sight(
-    sight: str,
+    key_range: str,
     positions: Sequence[int],
     shape: Sequence[int],
     capacity: int,
@@ -370,15 +370,15 @@ def _sight(
 ) -> dict:
     """The option that says who sees whom."""
     batch, heads, tokens, _ = shape
-    if sight == "causal":
+    if key_range == "causal":
         return {}
 
     def chance(odds: float, *size: int) -> Tensor:
         return torch.rand(*size, generator=dice) < odds
 
-    if sight in ("tree", "trees"):
-        return {"tree": chance(0.7, *([batch] if sight == "trees" else []), tokens, tokens).to(device)}
-    kind, *rest = sight.split()
+    if key_range in ("tree", "trees"):
+        return {"tree": chance(0.7, *([batch] if key_range == "trees" else []), tokens, tokens).to(device)}
+    kind, *rest = key_range.split()
     short = "short" in rest
     letters = "".join(part for part in rest if part != "short")
     width = max(1, (max([*positions, 0]) + 1) * 2 // 3) if short else capacity
@@ -446,8 +446,8 @@ def by_loops(problem: Problem) -> State:
 def _bias(options: dict, b: int, h: int, t: int, key: int, first_new: int) -> float | None:
     """What is added to a score, or None where the row does not see the key."""
     own = first_new + t
-    if options.get("sight") is not None:
-        first, end = options["sight"]
+    if options.get("key_range") is not None:
+        first, end = options["key_range"]
         return 0.0 if int(first[b, t]) <= key < int(end[b, t]) else None
     if options.get("window") is not None and key <= own - options["window"]:
         return None

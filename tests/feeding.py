@@ -116,11 +116,11 @@ def block_with(config, weights, sharding, comm, **options):
     return am.AttentionBlock(config, own, sharding, comm, **options)
 
 
-def cache_for(block, batch, length, block_len=4, **options):
+def cache_for(block, batch, length, block_size=4, **options):
     """A cache with room for a batch of sequences of this length, and with NaN (or rubbish) in all of it."""
     own = -(-batch // block.sharding.kvdp)
-    blocks = options.pop("num_blocks", own * -(-length // block_len) + own)
-    cache = block.make_cache(batch=batch, num_blocks=blocks, block_len=block_len, max_length=length, **options)
+    blocks = options.pop("num_blocks", own * -(-length // block_size) + own)
+    cache = block.make_cache(batch=batch, num_blocks=blocks, block_size=block_size, max_length=length, **options)
     for pool in pools_of(cache):
         pool.fill_(torch.nan) if pool.dtype.is_floating_point else pool.fill_(0x55)
     return cache

@@ -93,7 +93,7 @@ def generate(block, x, prompts, steps, *, tokens=1, cache=None, storage=None, ch
     longest = max(prompts) + steps * tokens
     if cache is None:
         blocks = batch * -(-longest // 4)
-        cache = block.make_cache(batch=batch, num_blocks=blocks, block_len=4, max_length=longest, storage=storage)
+        cache = block.make_cache(batch=batch, num_blocks=blocks, block_size=4, max_length=longest, storage=storage)
     seen = torch.full_like(x, torch.nan)
     sequences = [cache.allocate(n) for n in prompts]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import attnmesh as am
-from attnmesh.models.generator import Generator
-from attnmesh.models.transformers_attention import register_attention
+from attnmesh.generation.generator import Generator
+from attnmesh.integrations.transformers_attention import register_attention
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "gpt_oss")
 LAYOUTS = {"zigzag": am.Zigzag(), "striped": am.Striped(), "contiguous": am.Contiguous()}

@@ -2,7 +2,7 @@
 
 import math
 
-from attnmesh.plan.hardware import KINDS, Cluster, Curve, Device, Link
+from attnmesh.planner.hardware import KINDS, Cluster, Curve, Device, Link
 
 
 def device(flops: float = 1.0, nbytes: float = math.inf, launch: float = 0.0, **more) -> Device:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnmesh.plan.hardware import Cluster, Curve, Device, Link
 from attnmesh.plan.program import Kernels, Messages, Program, Round
+from attnmesh.planner.hardware import Cluster, Curve, Device, Link
 
 
 def device(cores: int | None = None) -> Device:

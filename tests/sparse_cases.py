@@ -177,7 +177,7 @@ class Attended:
         out, lse = sparse_attention(
             q, kv, self.indices.to(device), sm_scale=self.sm_scale, d_v=self.d_v,
             v=None if self.v is None else rest.pop(0), mask=moved(self.mask, device),
-            attn_sink=rest[0] if rest else None, deterministic=self.deterministic, backend=backend, **how,
+            sinks=rest[0] if rest else None, deterministic=self.deterministic, backend=backend, **how,
         )  # fmt: skip
         do, dl = (x.to(device) for x in self.grads)
         grads = torch.autograd.grad([out, lse], leaves, [do, dl.to(lse.dtype)])

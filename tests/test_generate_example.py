@@ -1,4 +1,4 @@
-"""The generation example: its own assertions hold, in a plain and in a quantised cache."""
+"""The generation example: its own assertions hold, in a plain and in a quantized cache."""
 
 import os
 import subprocess

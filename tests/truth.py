@@ -5,7 +5,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attnmesh.mask import And, Causal, Documents, Full, Mask, SlidingWindow
+from attnmesh.core.masks import And, Causal, Documents, Full, Mask, SlidingWindow
 
 
 def truth(mask: Mask, q: Tensor, k: Tensor) -> Tensor:

@@ -1,20 +1,19 @@
 """Exact attention over a mesh of devices."""
 
-from attnmesh.balanced import Balanced
-from attnmesh.cache.cache import BlockCache
-from attnmesh.cache.sharded import ShardedCache
-from attnmesh.cache.stats import CacheFull
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
-from attnmesh.joint import Joint
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow, Verdict
-from attnmesh.models.attention import attention_from_transformers
-from attnmesh.models.generator import Effort, Generator, Token, generate
-from attnmesh.models.inputs import spread_inputs
-from attnmesh.models.load import load_model
-from attnmesh.models.problem import ModelProblem
-from attnmesh.models.sampling import Sampling
-from attnmesh.models.transformers_attention import register_attention
+from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
+from attnmesh.core.masks import Causal, Coverage, Documents, Full, Mask, SlidingWindow
+from attnmesh.core.state import State, merge
+from attnmesh.generation.generator import GenerationStats, Generator, Token, generate
+from attnmesh.generation.sampling import Sampling
+from attnmesh.integrations.attention import attention_from_transformers
+from attnmesh.integrations.inputs import shard_inputs
+from attnmesh.integrations.load import load_model
+from attnmesh.integrations.problem import ModelError
+from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.kv_cache.stats import CacheFull
 from attnmesh.ops.block.config import AttentionConfig
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope
@@ -28,17 +27,16 @@ from attnmesh.ops.sparse.indexer import indexer_scores_at, indexer_topk
 from attnmesh.ops.sparse.loss import indexer_kl_loss
 from attnmesh.ops.sparse.lse import convert_lse
 from attnmesh.ops.sparse.mask import SparseMask
-from attnmesh.ops.storage import Quantised, quantise
+from attnmesh.ops.storage import Quantized, quantize
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.parallel.generation.block import AttentionBlock
-from attnmesh.parallel.generation.exchange import Exchange
-from attnmesh.parallel.generation.ranks import decode_rank
-from attnmesh.parallel.queries import gather_ring_outputs, ring_chunks, ring_distributed_attention
+from attnmesh.parallel.decode.block import AttentionBlock
+from attnmesh.parallel.decode.exchange import Exchange
+from attnmesh.parallel.decode.ranks import decode_rank
+from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
-from attnmesh.plan.recommend import recommend_sharding
 from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.state import State, merge
+from attnmesh.planner.recommend import recommend_sharding
 
 __version__ = "0.1.0"
 
@@ -54,18 +52,19 @@ __all__ = [
     "CommError",
     "ContextParallel",
     "Contiguous",
+    "Coverage",
     "DecodeSharding",
     "Documents",
-    "Effort",
     "Exchange",
     "Full",
+    "GenerationStats",
     "Generator",
     "Joint",
     "Layout",
     "Mask",
-    "ModelProblem",
+    "ModelError",
     "Norm",
-    "Quantised",
+    "Quantized",
     "Rope",
     "Sampling",
     "ShardedCache",
@@ -76,7 +75,6 @@ __all__ = [
     "State",
     "Striped",
     "Token",
-    "Verdict",
     "Zigzag",
     "attention",
     "attention_context_parallel",
@@ -97,12 +95,12 @@ __all__ = [
     "load_model",
     "merge",
     "paged_decode_attention",
-    "quantise",
+    "quantize",
     "recommend_sharding",
     "register_attention",
     "ring_chunks",
     "ring_distributed_attention",
     "run_virtual",
+    "shard_inputs",
     "sparse_attention",
-    "spread_inputs",
 ]

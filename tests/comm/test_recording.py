@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnmesh.comm import Comm, CommError, recording, run_virtual
-from attnmesh.timeline import Span
+from attnmesh.trace.timeline import Span
 from processes import Died, run_processes
 
 
@@ -27,15 +27,15 @@ def verbs(comm: Comm) -> tuple[list[Span], int, int]:
         comm.exchange([], []).wait()  # nothing to send, nothing to note
         counted = comm.traffic.bytes, comm.traffic.messages
         comm.all_gather(torch.empty(0), [(0,)] * world)
-    return recorder.spans(), *counted
+    return recorder.ranges(), *counted
 
 
 def check_verbs(ranks: list[tuple[list[Span], int, int]]) -> None:
     world = len(ranks)
-    for rank, (spans, nbytes, _) in enumerate(ranks):
-        tracks = {track: [span for span in spans if span.track == track] for track in ("send", "receive", "wait")}
-        assert sum(map(len, tracks.values())) == len(spans)
-        assert all(span.rank == rank and span.begin <= span.end for span in spans)
+    for rank, (ranges, nbytes, _) in enumerate(ranks):
+        tracks = {track: [span for span in ranges if span.track == track] for track in ("send", "receive", "wait")}
+        assert sum(map(len, tracks.values())) == len(ranges)
+        assert all(span.rank == rank and span.begin <= span.end for span in ranges)
         assert sum(span.facts["bytes"] for span in tracks["send"]) == nbytes
         assert len(tracks["wait"]) == 2 + (rank < 2)
         assert len(tracks["send"]) == 2 * (world - 1) + 2 * (rank == 0)
@@ -66,15 +66,15 @@ def behind_compute(comm: Comm) -> list[Span]:
             while time.perf_counter() < until:
                 x @ x
         pending.wait()
-    return recorder.spans()
+    return recorder.ranges()
 
 
 def test_the_end_of_a_message_is_known_although_the_rank_computes():
     """gloo itself would tell only at the wait: the overlap would look as long as the computation."""
-    for spans in run_processes(2, behind_compute):
-        (computed,) = (span for span in spans if span.track == "compute")
-        (waited,) = (span for span in spans if span.track == "wait")
-        ends = [span.end for span in spans if span.track in ("send", "receive")]
+    for ranges in run_processes(2, behind_compute):
+        (computed,) = (span for span in ranges if span.track == "compute")
+        (waited,) = (span for span in ranges if span.track == "wait")
+        ends = [span.end for span in ranges if span.track in ("send", "receive")]
         assert len(ends) == 2
         assert max(ends) < computed.end <= waited.begin <= waited.end  # done before the rank looked
 

@@ -384,8 +384,8 @@ def test_the_comm_ends_with_its_run():
 
 def test_runs_nest_but_do_not_mix():
     def outer(comm: Comm) -> list[float]:
-        inner = run_virtual(2, lambda inside: inside.all_reduce(torch.tensor([float(inside.rank + 1)])).item())
-        return comm.all_reduce(torch.tensor(inner)).tolist()
+        ranks_per_node = run_virtual(2, lambda inside: inside.all_reduce(torch.tensor([float(inside.rank + 1)])).item())
+        return comm.all_reduce(torch.tensor(ranks_per_node)).tolist()
 
     assert run_virtual(3, outer) == [[9.0, 9.0]] * 3
 

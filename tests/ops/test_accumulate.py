@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attnmesh.core.state import State, merge
 from attnmesh.ops.accumulate import GradSum, StateSum
-from attnmesh.state import State, merge
 
 SHAPE = (2, 3, 10, 4)
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from attnmesh.ops.storage import (
     PLAIN,
     STORAGES,
-    Quantised,
+    Quantized,
     bytes_per_token,
-    dequantise,
-    quantise,
+    dequantize,
+    quantize,
     storage_of,
     values_of,
 )
 
-QUANTISED = ("fp8", "int8", "bfp8")
+QUANTIZED = ("fp8", "int8", "bfp8")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -49,8 +49,8 @@ def bound(x: Tensor, storage: str) -> Tensor:
 def test_what_comes_back_is_as_near_as_the_storage_allows(size, shape, storage):
     for seed in range(5):
         x = size * drawn(*shape, seed=seed)
-        stored = quantise(x, storage)
-        back = dequantise(stored, torch.float64)
+        stored = quantize(x, storage)
+        back = dequantize(stored, torch.float64)
         assert back.dtype == torch.float64
         assert back.shape == x.shape
         assert values_of(stored).shape == x.shape
@@ -58,11 +58,11 @@ def test_what_comes_back_is_as_near_as_the_storage_allows(size, shape, storage):
         assert ((back - x.double()).abs() <= bound(x, storage)).all()
 
 
-@pytest.mark.parametrize("storage", QUANTISED)
+@pytest.mark.parametrize("storage", QUANTIZED)
 def test_the_numbers_are_by_definition(storage):
     """values and scales, one by one, as the storages are described."""
-    stored = quantise(drawn(2, 3, 4, 32), storage)
-    back = dequantise(stored, torch.float64)
+    stored = quantize(drawn(2, 3, 4, 32), storage)
+    back = dequantize(stored, torch.float64)
     for index in [(0, 0, 0, 0), (1, 2, 3, 31), (0, 1, 2, 16), (1, 0, 3, 15)]:
         value = float(stored.values[index].float())
         if storage == "fp8":
@@ -77,8 +77,8 @@ def test_the_numbers_are_by_definition(storage):
 @pytest.mark.parametrize("storage", STORAGES)
 def test_what_came_back_stays(storage):
     """Storing again what came back changes nothing more: bfp8 and plain exactly, the others to a rounding of scales."""
-    once = dequantise(quantise(drawn(3, 2, 4, 32), storage), torch.float32)
-    twice = dequantise(quantise(once, storage), torch.float32)
+    once = dequantize(quantize(drawn(3, 2, 4, 32), storage), torch.float32)
+    twice = dequantize(quantize(once, storage), torch.float32)
     if storage in ("fp8", "int8"):
         torch.testing.assert_close(twice, once, rtol=1e-6, atol=0)
     else:
@@ -89,36 +89,36 @@ def test_what_came_back_stays(storage):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_any_dtype_in_and_out(dtype, storage):
     x = drawn(2, 2, 3, 32).to(dtype)
-    stored = quantise(x, storage)
-    same = quantise(x.float(), storage)
-    assert torch.equal(dequantise(stored, torch.float32), dequantise(same, torch.float32))
-    back = dequantise(stored, dtype)
+    stored = quantize(x, storage)
+    same = quantize(x.float(), storage)
+    assert torch.equal(dequantize(stored, torch.float32), dequantize(same, torch.float32))
+    back = dequantize(stored, dtype)
     assert back.dtype == dtype
     # Computed in float32 at least, and rounded once.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    assert torch.equal(back, dequantise(stored, wide).to(dtype))
+    assert torch.equal(back, dequantize(stored, wide).to(dtype))
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_rows_of_zeros_come_back_as_zeros(storage):
     x = drawn(2, 2, 3, 32)
     x[0, 0, 1], x[1] = 0.0, 0.0
-    back = dequantise(quantise(x, storage), torch.float32)
+    back = dequantize(quantize(x, storage), torch.float32)
     assert torch.equal(back == 0, back.abs() == 0)
     assert not back[0, 0, 1].any()
     assert not back[1].any()
     assert back.isfinite().all()
-    assert not dequantise(quantise(torch.zeros(1, 1, 1, 16), storage), torch.float32).any()
+    assert not dequantize(quantize(torch.zeros(1, 1, 1, 16), storage), torch.float32).any()
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("shape", [(0, 2, 3, 16), (2, 2, 0, 16)])
 def test_nothing_is_stored_as_nothing(shape, storage):
-    stored = quantise(torch.empty(shape), storage)
-    assert dequantise(stored, torch.float32).shape == shape
+    stored = quantize(torch.empty(shape), storage)
+    assert dequantize(stored, torch.float32).shape == shape
 
 
-@pytest.mark.parametrize("storage", ["fp32", *QUANTISED])
+@pytest.mark.parametrize("storage", ["fp32", *QUANTIZED])
 @pytest.mark.parametrize("power", [-149, -148, -145, -140, -133, -127, -126, -120, -100, 100, 120, 126, 127])
 def test_huge_and_tiny_numbers(power, storage):
     """Down to the smallest number there is and up to the largest: finite, of the right sign, no further off than usual
@@ -126,7 +126,7 @@ def test_huge_and_tiny_numbers(power, storage):
     x = drawn(4, 2, 8, 32).clamp(-1.99, 1.99).double()
     x[0, 0, 0, :3] = torch.tensor([1.99, -1.99, 1.0])
     x = (x * 2.0**power).float()
-    back = dequantise(quantise(x, storage), torch.float64)
+    back = dequantize(quantize(x, storage), torch.float64)
     assert back.isfinite().all()
     assert ((back == 0) | (back.sign() == x.sign())).all()
     smallest = {"fp32": 0.0, "fp8": 448 * 2.0**-149, "int8": 127 * 2.0**-149, "bfp8": 2.0**-126}[storage]
@@ -136,7 +136,7 @@ def test_huge_and_tiny_numbers(power, storage):
 def test_int8_of_numbers_so_small_that_their_scale_is_rounded():
     """The largest of a token by 127 is then so rounded that numbers could count more than 127 of it."""
     x = torch.tensor([[steps, -steps, steps // 2, 0] for steps in range(1, 1000)]).double() * 2.0**-149
-    back = dequantise(quantise(x.float(), "int8"), torch.float64)
+    back = dequantize(quantize(x.float(), "int8"), torch.float64)
     assert ((back - x).abs() <= 127 * 2.0**-149).all()
     assert ((back == 0) | (back.sign() == x.sign())).all()
 
@@ -146,7 +146,7 @@ def test_bfp8_has_the_exponent_of_the_largest_of_sixteen():
     x[..., 0], x[..., 5] = 1.0, 0.49
     x[..., 16:32] = 1.999  # rounds up, beyond 127 steps: it saturates
     x[..., 40] = -96.0
-    stored = quantise(x, "bfp8")
+    stored = quantize(x, "bfp8")
     assert stored.scales.flatten().tolist() == [-6, -6, 0]
     assert stored.values[..., :6].flatten().tolist() == [64, 0, 0, 0, 0, 31]
     assert stored.values[..., 16:32].flatten().tolist() == [127] * 16
@@ -155,7 +155,7 @@ def test_bfp8_has_the_exponent_of_the_largest_of_sixteen():
 
 def test_int8_has_the_scale_of_its_token_and_head():
     x = drawn(2, 3, 4, 16)
-    stored = quantise(x, "int8")
+    stored = quantize(x, "int8")
     assert stored.scales.shape == (2, 3, 4)
     torch.testing.assert_close(stored.scales, x.abs().amax(-1) / 127)
     assert (stored.values.abs().amax(-1) == 127).all()
@@ -164,7 +164,7 @@ def test_int8_has_the_scale_of_its_token_and_head():
 
 def test_fp8_maps_its_largest_to_448():
     x = drawn(2, 3, 4, 16)
-    stored = quantise(x, "fp8")
+    stored = quantize(x, "fp8")
     assert stored.scales.shape == ()
     assert float(stored.values.float().abs().max()) == 448.0
     torch.testing.assert_close(stored.scales, x.abs().max() / 448)
@@ -174,8 +174,8 @@ def test_fp8_maps_its_largest_to_448():
 def test_fp8_scales_of_heads(axis):
     x = drawn(5, 3, 3, 16)
     scale = torch.tensor([0.01, 0.1, 1.0])
-    stored = quantise(x, "fp8", scale=scale, head_axis=axis)
-    back = dequantise(stored, torch.float32, head_axis=axis)
+    stored = quantize(x, "fp8", scale=scale, head_axis=axis)
+    back = dequantize(stored, torch.float32, head_axis=axis)
     for head in range(3):
         mine = x.select(axis, head)
         expected = (mine / scale[head]).to(torch.float8_e4m3fn).float() * scale[head]
@@ -185,9 +185,9 @@ def test_fp8_scales_of_heads(axis):
 
 def test_fp8_saturates():
     x = torch.tensor([[449.0, -1e30, 500.0, 448.0, 3.0, torch.inf, -torch.inf, 0.0]])
-    back = dequantise(quantise(x, "fp8", scale=torch.ones(())), torch.float32)
+    back = dequantize(quantize(x, "fp8", scale=torch.ones(())), torch.float32)
     assert back.tolist() == [[448.0, -448.0, 448.0, 448.0, 3.0, 448.0, -448.0, 0.0]]
-    halved = dequantise(quantise(x, "fp8", scale=torch.tensor(0.5)), torch.float32)
+    halved = dequantize(quantize(x, "fp8", scale=torch.tensor(0.5)), torch.float32)
     assert halved.tolist() == [[224.0, -224.0, 224.0, 224.0, 3.0, 224.0, -224.0, 0.0]]
 
 
@@ -198,7 +198,7 @@ def test_fp8_saturates():
 def test_bytes_per_token(storage, expected):
     assert bytes_per_token(storage, 128) == expected
     for head_dim in (16, 64, 576):
-        stored = quantise(torch.zeros(1, 1, 1, head_dim), storage)
+        stored = quantize(torch.zeros(1, 1, 1, head_dim), storage)
         parts = [stored] if isinstance(stored, Tensor) else [stored.values, stored.scales]
         if storage == "fp8":
             parts = parts[:1]  # one scale for all
@@ -208,22 +208,22 @@ def test_bytes_per_token(storage, expected):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=16, max_size=16),
-    st.sampled_from(QUANTISED),
+    st.sampled_from(QUANTIZED),
 )
 def test_any_sixteen_numbers(numbers, storage):
     x = torch.tensor(numbers, dtype=torch.float32)[None]
-    back = dequantise(quantise(x, storage), torch.float64)
+    back = dequantize(quantize(x, storage), torch.float64)
     smallest = {"fp8": 448 * 2.0**-149, "int8": 127 * 2.0**-149, "bfp8": 2.0**-126}[storage]
     assert ((back - x.double()).abs() <= bound(x, storage) * (1 + 1e-5) + smallest).all()
 
 
 def test_strides_are_free():
     """As a pool with a head's scales next to one another."""
-    stored = quantise(drawn(4, 8, 2, 32), "int8")
+    stored = quantize(drawn(4, 8, 2, 32), "int8")
     scales = stored.scales.transpose(1, 2).contiguous().transpose(1, 2)
     assert not scales.is_contiguous()
     values = stored.values.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(dequantise(Quantised(values, scales), torch.float32), dequantise(stored, torch.float32))
+    assert torch.equal(dequantize(Quantized(values, scales), torch.float32), dequantize(stored, torch.float32))
 
 
 def test_float64_is_for_references():
@@ -241,10 +241,10 @@ KNOWN = "storage must be one of bf16, fp16, fp32, fp8, int8, bfp8, got"
 @pytest.mark.parametrize(
     ("said", "wrong"),
     [
-        (f"{KNOWN} 'int4'", lambda: quantise(drawn(1, 16), "int4")),
+        (f"{KNOWN} 'int4'", lambda: quantize(drawn(1, 16), "int4")),
         (f"{KNOWN} 'fp64'", lambda: bytes_per_token("fp64", 64)),
         ("bfp8 shares an exponent among 16 values: head_dim 40 is not a multiple", lambda: bytes_per_token("bfp8", 40)),
-        ("head_dim 24 is not a multiple", lambda: quantise(drawn(2, 24), "bfp8")),
+        ("head_dim 24 is not a multiple", lambda: quantize(drawn(2, 24), "bfp8")),
         ("a tensor of torch.int8 is none of them", lambda: storage_of(torch.zeros(1, dtype=I8))),
         ("values must be float8_e4m3fn or int8, got torch.float32", lambda: made(F32, [4, 16], [4])),
         ("values must be float8_e4m3fn or int8, got torch.float8_e5m2", lambda: made(torch.float8_e5m2, [4], [])),
@@ -257,7 +257,7 @@ KNOWN = "storage must be one of bf16, fp16, fp32, fp8, int8, bfp8, got"
         ("head_dim 40 is not a multiple", lambda: made(I8, [2, 4, 40], [2, 4, 2], I8)),
         (
             "values and scales must be on one device, got cpu and meta",
-            lambda: Quantised(torch.zeros(2, 4, 16, dtype=I8), torch.zeros(2, 4, device="meta")),
+            lambda: Quantized(torch.zeros(2, 4, 16, dtype=I8), torch.zeros(2, 4, device="meta")),
         ),
     ],
 )
@@ -266,8 +266,8 @@ def test_refused(said, wrong):
         wrong()
 
 
-def made(kind: torch.dtype, values: list[int], scales: list[int], dtype: torch.dtype = torch.float32) -> Quantised:
-    return Quantised(torch.zeros(values).to(kind), torch.zeros(scales).to(dtype))
+def made(kind: torch.dtype, values: list[int], scales: list[int], dtype: torch.dtype = torch.float32) -> Quantized:
+    return Quantized(torch.zeros(values).to(kind), torch.zeros(scales).to(dtype))
 
 
 def test_an_error_of_storing_is_what_it_should_be_at_a_glance():
@@ -275,5 +275,5 @@ def test_an_error_of_storing_is_what_it_should_be_at_a_glance():
     x = drawn(4, 4, 64, 128)
     expected = {"fp32": 0, "fp16": 2e-4, "bf16": 1.7e-3, "int8": 6.5e-3, "bfp8": 5.5e-3, "fp8": 2.6e-2}
     for storage, off in expected.items():
-        error = float((dequantise(quantise(x, storage), torch.float64) - x.double()).norm() / x.double().norm())
+        error = float((dequantize(quantize(x, storage), torch.float64) - x.double()).norm() / x.double().norm())
         assert error == 0 if off == 0 else math.isclose(error, off, rel_tol=0.3), (storage, error)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from attnmesh.core.state import State
 from attnmesh.ops.triton_accumulate import accumulate, add
-from attnmesh.state import State
 
 SHAPE = (2, 3, 50, 24)  # head_dim is no power of two, and 50 rows are no whole number of tiles
 

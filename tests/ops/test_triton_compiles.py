@@ -9,10 +9,11 @@ from compiling import assert_fit, compiled_for_hopper
 
 pytest.importorskip("triton")
 
-from attnmesh.cache.cache import BlockCache
-from attnmesh.cache.projected import ProjectedTokens
-from attnmesh.cache.triton_prepare import prepare
-from attnmesh.cache.triton_write import write_tokens
+from attnmesh.core.state import State
+from attnmesh.kv_cache.cache import BlockCache
+from attnmesh.kv_cache.projected import ProjectedTokens
+from attnmesh.kv_cache.triton_prepare import prepare
+from attnmesh.kv_cache.triton_write import write_tokens
 from attnmesh.ops.block.config import AttentionConfig
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope
@@ -21,9 +22,8 @@ from attnmesh.ops.decode.check import checked
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.dense.triton_backward import backward, delta
 from attnmesh.ops.dense.triton_forward import forward
-from attnmesh.ops.storage import quantise
+from attnmesh.ops.storage import quantize
 from attnmesh.ops.triton_accumulate import accumulate, add
-from attnmesh.state import State
 
 HEAD_DIMS = [64, 80, 128, 256]
 DTYPES = ["bfloat16", "float32"]
@@ -66,7 +66,7 @@ def cache_write(head_dim, dtype, storage, heads, tokens):
     cache = BlockCache(
         layers=1,
         num_blocks=4,
-        block_len=16,
+        block_size=16,
         kv_heads=heads,
         head_dim=head_dim,
         storage=storage,
@@ -100,7 +100,7 @@ def prepared(head_dim, dtype, storage, q_heads, kv_heads, layout, normed):
         cache = BlockCache(
             layers=1,
             num_blocks=4,
-            block_len=16,
+            block_size=16,
             kv_heads=kv_heads,
             head_dim=head_dim,
             storage=storage,
@@ -117,10 +117,10 @@ def prepared(head_dim, dtype, storage, q_heads, kv_heads, layout, normed):
 def decode(storage, dtype, head_dim, value_dim, group, options):
     dtype = getattr(torch, dtype)
     options = dict(options)
-    paged = options.pop("block_len", None)
+    paged = options.pop("block_size", None)
     shape = (4, paged, 1) if paged else (2, 1, 64)
     k, v = (torch.zeros(*shape, n) for n in (head_dim, value_dim))
-    k, v = (x.to(dtype) if storage == "plain" else quantise(x, storage, head_axis=2 if paged else 1) for x in (k, v))
+    k, v = (x.to(dtype) if storage == "plain" else quantize(x, storage, head_axis=2 if paged else 1) for x in (k, v))
     if options.pop("v_in_k", False):
         v = k[..., :value_dim]
     for name in ("mask", "tree"):
@@ -179,7 +179,7 @@ def test_the_kernel_between_projections_and_attention_compiles():
     ])  # fmt: skip
 
 
-PAGED = {"block_len": 16}
+PAGED = {"block_size": 16}
 
 
 @pytest.mark.timeout(600)
@@ -210,7 +210,7 @@ def test_all_decode_kernels_compile():
                                ("fp8", "float32"), ("int8", "float32"), ("plain", "float32"))
         for head_dim, value_dim in ((64, 64), (80, 96), (128, 128), (256, 256), (576, 512))
         for group in (1, 8, 16, 64)
-        for how in ({"block_len": 16}, {"block_len": 7}, {}, {"block_len": 16, "partial": True})
+        for how in ({"block_size": 16}, {"block_size": 7}, {}, {"block_size": 16, "partial": True})
     ])  # fmt: skip
 
 

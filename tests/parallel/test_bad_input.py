@@ -149,15 +149,16 @@ def test_ranks_with_other_schedules_or_nodes():
         lambda comm: attend(comm, {}, schedule=schedules[comm.rank]),
     )
     assert_all_say(
-        "ranks a node is 3 on ranks 0, 2 but 1 on rank 1", lambda comm: attend(comm, {}, inner=inners[comm.rank])
+        "ranks a node is 3 on ranks 0, 2 but 1 on rank 1",
+        lambda comm: attend(comm, {}, ranks_per_node=inners[comm.rank]),
     )
 
 
 @pytest.mark.parametrize("schedule", ["ulysses+ring", "ulysses+allgather", "ring+ring"])
-@pytest.mark.parametrize("inner", [None, 1, 4])
-def test_two_levels_where_there_is_only_one(schedule, inner):
+@pytest.mark.parametrize("ranks_per_node", [None, 1, 4])
+def test_two_levels_where_there_is_only_one(schedule, ranks_per_node):
     words = rf"schedule='{re.escape(schedule)}' cannot serve this: .* wants a mesh of two dimensions"
-    assert_all_say(words, lambda comm: attend(comm, {}, schedule=schedule, inner=inner), world=4)
+    assert_all_say(words, lambda comm: attend(comm, {}, schedule=schedule, ranks_per_node=ranks_per_node), world=4)
 
 
 @pytest.mark.parametrize("schedule", ["ulysses+ring", "ulysses+allgather"])
@@ -167,15 +168,15 @@ def test_two_levels_where_there_is_only_one(schedule, inner):
 def test_shards_that_a_node_cannot_take_together(schedule, layout, key_layout):
     assert_all_say(
         rf"schedule='{re.escape(schedule)}' cannot serve this: .* those of this layout interleave",
-        lambda comm: attend(comm, {"key_layout": key_layout}, schedule=schedule, layout=layout, inner=2),
+        lambda comm: attend(comm, {"key_layout": key_layout}, schedule=schedule, layout=layout, ranks_per_node=2),
         world=4,
     )
 
 
-@pytest.mark.parametrize("inner", [0, -2, 3, 5, 8, True, 2.0, "2"], ids=repr)
-def test_nodes_that_do_not_divide_the_ranks(inner):
-    words = f"inner must be an integer that divides the 4 ranks, got {inner!r}"
-    assert_all_say(words, lambda comm: attend(comm, {}, inner=inner), world=4)
+@pytest.mark.parametrize("ranks_per_node", [0, -2, 3, 5, 8, True, 2.0, "2"], ids=repr)
+def test_nodes_that_do_not_divide_the_ranks(ranks_per_node):
+    words = f"ranks_per_node must be an integer that divides the 4 ranks, got {ranks_per_node!r}"
+    assert_all_say(words, lambda comm: attend(comm, {}, ranks_per_node=ranks_per_node), world=4)
 
 
 @pytest.mark.parametrize("names", [("q", ""), ("k", ""), ("qkv", "q"), ("q", "k")])

@@ -26,9 +26,8 @@ from attnmesh import (
     Zigzag,
     run_virtual,
 )
-from attnmesh.balanced import Balanced
 from attnmesh.comm import SoloComm
-from attnmesh.joint import Joint
+from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.parallel import operator
 from attnmesh.parallel.in_numbers import _FIELDS, from_numbers, in_numbers
 from attnmesh.plan.programs import SCHEDULES
@@ -309,7 +308,7 @@ def compiled_on(comm: Comm, mask: str, contexts: Sequence[dict[str, object]], *,
 @pytest.mark.slow
 def test_every_schedule_on_virtual_ranks():
     def rank(comm: Comm) -> int:
-        contexts = [{"schedule": schedule, "layout": Contiguous(), "inner": 2} for schedule in SCHEDULES]
+        contexts = [{"schedule": schedule, "layout": Contiguous(), "ranks_per_node": 2} for schedule in SCHEDULES]
         zigzag = {"schedule": "ring", "layout": Zigzag()}
         return compiled_on(comm, "causal & documents", [zigzag, *contexts, {"schedule": "ulysses"}], lse=False)
 

@@ -100,7 +100,7 @@ PLACES = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_rank_is_exact_on_its_own_device(device, place, schedule):
     layout, mask = PLACES[place]
-    world, inner = 4, 2 if "+" in schedule else None
+    world, ranks_per_node = 4, 2 if "+" in schedule else None
     length, dtype = 800, torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = [torch.randn(1, heads, length, 64, device=device).to(dtype) for heads in (8, 4, 4, 8)]
     wide = [x.double().requires_grad_() for x in inputs[:3]]
@@ -109,13 +109,15 @@ def test_a_rank_is_exact_on_its_own_device(device, place, schedule):
 
     def rank(comm: Comm) -> deque[torch.Tensor]:
         recorded = Recorded(comm)
-        results(ContextParallel(recorded, layout=layout, schedule=schedule, inner=inner), inputs, mask)
+        results(
+            ContextParallel(recorded, layout=layout, schedule=schedule, ranks_per_node=ranks_per_node), inputs, mask
+        )
         return recorded.received
 
     recordings = run_virtual(world, rank)
     for at in {0, world // 2, world - 1}:
         comm = Replayed(at, world, recordings[at])
-        cp = ContextParallel(comm, layout=layout, schedule=schedule, inner=inner)
+        cp = ContextParallel(comm, layout=layout, schedule=schedule, ranks_per_node=ranks_per_node)
         if device.type == "cuda":
             torch.cuda._sleep(BUSY)
         found = results(cp, inputs, mask)

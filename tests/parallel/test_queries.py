@@ -24,7 +24,7 @@ from attending import (
     relative_error,
     ring_results,
 )
-from attnmesh import Causal, Comm, SlidingWindow, Verdict, Zigzag, attention, run_virtual
+from attnmesh import Causal, Comm, Coverage, SlidingWindow, Zigzag, attention, run_virtual
 from attnmesh.comm.base import Finished
 from attnmesh.comm.sub import SubComm
 from attnmesh.ops.dense import blockwise
@@ -32,7 +32,7 @@ from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call
 from attnmesh.ops.dense.triton_configs import Tiles
 from attnmesh.ops.lanes import Lanes
-from attnmesh.parallel.queries import gather_ring_outputs, ring_chunks, ring_distributed_attention
+from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.plan.blocks import Kind, Patch
 
 Pairs = int | tuple[int, ...]
@@ -132,19 +132,19 @@ def test_finer_chunks_are_two_for_each_pair():
 @pytest.mark.parametrize("ring_size", RINGS)
 def test_every_device_computes_an_equal_share_of_chunk_pairs_and_none_that_is_hidden(ring_size):
     chunks = [chunk for i in range(ring_size) for chunk in ring_chunks(64 * ring_size, ring_size, i)]
-    seen = {Verdict.FULL: 0, Verdict.PARTIAL: 0}
+    seen = {Coverage.FULL: 0, Coverage.PARTIAL: 0}
     for ring_id in range(ring_size):
         mine = ring_chunks(64 * ring_size, ring_size, ring_id)
         verdicts = [Causal().verdict(q, k) for q in mine for k in chunks]
-        assert sum(v is not Verdict.EMPTY for v in verdicts) == 2 * ring_size + 1  # 9 for four devices
-        assert verdicts.count(Verdict.PARTIAL) == 2  # the diagonal alone
+        assert sum(v is not Coverage.EMPTY for v in verdicts) == 2 * ring_size + 1  # 9 for four devices
+        assert verdicts.count(Coverage.PARTIAL) == 2  # the diagonal alone
         for verdict in seen:
             seen[verdict] += verdicts.count(verdict)
     assert sum(seen.values()) == ring_size * (2 * ring_size + 1)  # of 36 for four devices
 
 
 def planned(length: int, ring_size: int, ring_id: int, pairs: Pairs = 1) -> Patch:
-    chunks = Zigzag(pairs).spans(length, ring_size, ring_id)
+    chunks = Zigzag(pairs).ranges(length, ring_size, ring_id)
     return Patch(Causal(), chunks, (range(chunks[-1].stop),))
 
 
@@ -519,7 +519,7 @@ def test_the_longest_chunk_goes_first(laned, monkeypatch):
     monkeypatch.setattr(Aten, "backward", partialmethod(noted, original=Aten.backward))
     leaves = [x.requires_grad_() for x in drawn(96)[:3]]
     out = ring_distributed_attention(*leaves, ring_size=2, ring_id=1, pairs=3)
-    chunks = list(Zigzag(3).spans(96, 2, 1))
+    chunks = list(Zigzag(3).ranges(96, 2, 1))
     assert [sight.q for sight in taken] == [
         (chunk,) for chunk in (chunks[2], chunks[4], chunks[3], chunks[1], chunks[0])
     ]

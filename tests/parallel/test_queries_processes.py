@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attending import assert_right, differentiated, drawn
 from attnmesh import Causal, Comm, CommError, Zigzag, run_virtual
-from attnmesh.parallel.queries import gather_ring_outputs, ring_distributed_attention
+from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from processes import run_processes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "query_distributed_mesh.py"

@@ -40,7 +40,7 @@ from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
 from attnmesh.parallel import ring
 from attnmesh.parallel.ring import Ring
 from attnmesh.plan.ring import ring_plan
-from attnmesh.plan.spread import spread
+from attnmesh.plan.shards import shards
 
 WORLDS = (1, 2, 3, 4, 8)
 LENGTHS = (0, 1, 2, 7, 64, 67, 130)
@@ -199,7 +199,7 @@ def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):
 
     sent = run_virtual(world, rank)
     row = 2 * batch * heads[1] * head_dim  # K and V, kv heads as they are
-    forward = ring_plan(spread(sight, layout, length, world))
+    forward = ring_plan(shards(sight, layout, length, world))
     backward = Ring(forward, 1.0, "auto", None).backward_plan(dtype)
     for r in range(world):
         hops = sum(bool(stage.next_keys) for stage in forward.stages(r))
@@ -237,45 +237,45 @@ def test_nothing_travels_that_nobody_needs():
 class Spy(Comm):
     """A comm that writes down what goes through it. Tensors are kept, so that no address comes twice."""
 
-    def __init__(self, inner: Comm) -> None:
-        super().__init__(inner.rank, inner.world, inner.timeout)
-        self.inner, self.events, self.messages = inner, [], []
+    def __init__(self, ranks_per_node: Comm) -> None:
+        super().__init__(ranks_per_node.rank, ranks_per_node.world, ranks_per_node.timeout)
+        self.ranks_per_node, self.events, self.messages = ranks_per_node, [], []
 
     def _exchange(self, verb, sends, recvs) -> Pending:
         kind = str((*sends, *recvs)[0][0].dtype).removeprefix("torch.")
         self.events.append(f"post {kind}")
         self.messages += [tensor for tensor, _ in (*sends, *recvs)]
-        return SpiedPending(self.inner._exchange(verb, sends, recvs), self.events, kind)
+        return SpiedPending(self.ranks_per_node._exchange(verb, sends, recvs), self.events, kind)
 
     def _compare(self, claim):
-        return self.inner._compare(claim)
+        return self.ranks_per_node._compare(claim)
 
 
 class SpiedPending(Pending):
-    def __init__(self, inner: Pending, events: list[str], kind: str) -> None:
-        self.inner, self.events, self.kind = inner, events, kind
+    def __init__(self, ranks_per_node: Pending, events: list[str], kind: str) -> None:
+        self.ranks_per_node, self.events, self.kind = ranks_per_node, events, kind
 
     def wait(self) -> None:
         self.events.append(f"wait {self.kind}")
-        self.inner.wait()
+        self.ranks_per_node.wait()
 
 
 class Noting:
     """A backend that notes when it computes."""
 
-    def __init__(self, inner, events: list[str]) -> None:
-        self.inner, self.events = inner, events
+    def __init__(self, ranks_per_node, events: list[str]) -> None:
+        self.ranks_per_node, self.events = ranks_per_node, events
 
     def forward(self, *args) -> None:
         self.events.append("compute")
-        self.inner.forward(*args)
+        self.ranks_per_node.forward(*args)
 
     def prepare(self, *args) -> None:
-        self.inner.prepare(*args)
+        self.ranks_per_node.prepare(*args)
 
     def backward(self, *args) -> None:
         self.events.append("compute")
-        self.inner.backward(*args)
+        self.ranks_per_node.backward(*args)
 
 
 def spied(world: int, mask, monkeypatch) -> list[tuple[list[str], list[str], list[Tensor], list[Tensor]]]:

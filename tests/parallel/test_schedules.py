@@ -39,19 +39,18 @@ from attnmesh import (
     attention,
     run_virtual,
 )
-from attnmesh.balanced import Balanced
 from attnmesh.comm.base import Finished, Pending
-from attnmesh.joint import Joint
+from attnmesh.core.layouts import Balanced, Joint
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.plan.case import Case, Shape
-from attnmesh.plan.catalogue.catalog import usual_cluster
-from attnmesh.plan.choose import choose_schedule
-from attnmesh.plan.hardware import Cluster
 from attnmesh.plan.load import loads
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.spread import spread
-from attnmesh.state import accumulation_dtype
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.choose import choose_schedule
+from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.hardware_catalog.catalog import usual_cluster
 
 ULYSSES = ("ulysses", "ulysses+ring", "ulysses+allgather")
 FLAT = tuple(name for name in SCHEDULES if "+" not in name)
@@ -111,8 +110,8 @@ def dtype_drawn(draw: random.Random, rows: int) -> torch.dtype:
 
 def way(schedule: str, mesh: Mesh | None = None) -> dict[str, object]:
     """How to run a schedule, on a few ranks unless said otherwise."""
-    world, inner = mesh or ((3, None) if schedule in FLAT else (4, 2))
-    return {"world": world, "schedule": schedule, "inner": inner}
+    world, ranks_per_node = mesh or ((3, None) if schedule in FLAT else (4, 2))
+    return {"world": world, "schedule": schedule, "ranks_per_node": ranks_per_node}
 
 
 def comm_way(schedule: str) -> tuple[int, dict[str, object]]:
@@ -512,11 +511,11 @@ class Ledger(Comm):
         super().__init__(beneath.rank, beneath.world, beneath.timeout)
         self.beneath, self.sent, self.events = beneath, [0] * beneath.world, []
 
-    def to_nodes(self, inner: int) -> tuple[int, int]:
+    def to_nodes(self, ranks_per_node: int) -> tuple[int, int]:
         """Bytes sent since the last time, within the node and to other nodes."""
         by_node = [0, 0]
         for peer, nbytes in enumerate(self.sent):
-            by_node[peer // inner != self.rank // inner] += nbytes
+            by_node[peer // ranks_per_node != self.rank // ranks_per_node] += nbytes
         assert sum(by_node) == self.traffic.bytes
         self.sent = [0] * self.world
         self.traffic.reset()
@@ -554,11 +553,11 @@ def sent_by(
     key_layout: Layout | None = None,
 ) -> list[list[tuple[int, int]]]:
     """For every rank, bytes (within the node, to others) of a forward and of a backward."""
-    world, inner = mesh
+    world, ranks_per_node = mesh
 
     def rank(comm: Comm) -> list[tuple[int, int]]:
         ledger = Ledger(comm)
-        cp = ContextParallel(ledger, layout=layout, schedule=schedule, inner=inner)
+        cp = ContextParallel(ledger, layout=layout, schedule=schedule, ranks_per_node=ranks_per_node)
         q, k, v, *grads = (x.clone() for x in shards_of(inputs, comm, layout, key_layout))
         for name, x in zip("qkv", (q, k, v), strict=True):
             x.requires_grad_(name in wanted)
@@ -566,9 +565,9 @@ def sent_by(
             q, k, v, mask=mask, length=inputs[0].shape[2], key_length=inputs[1].shape[2], key_layout=key_layout,
             return_lse=lse,
         )  # fmt: skip
-        forward = ledger.to_nodes(inner or world)
+        forward = ledger.to_nodes(ranks_per_node or world)
         torch.autograd.backward(results, grads if lse else grads[:1])
-        return [forward, ledger.to_nodes(inner or world)]
+        return [forward, ledger.to_nodes(ranks_per_node or world)]
 
     return run_virtual(world, rank)
 
@@ -587,9 +586,9 @@ def planned(
     q, k = inputs[:2]
     sizes = q.dtype.itemsize, accumulation_dtype(q.dtype).itemsize
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], *sizes)
-    positions = spread(mask, layout, q.shape[2], mesh[0], key_layout, k.shape[2])
-    case = Case(positions, shape, mesh[1] or mesh[0], lse)
-    ways = [loads(schedule, case, backward=backward) for backward in (False, True)]
+    positions = shards(mask, layout, q.shape[2], mesh[0], key_layout, k.shape[2])
+    workload = Workload(positions, shape, mesh[1] or mesh[0], lse)
+    ways = [loads(schedule, workload, backward=backward) for backward in (False, True)]
     return [[(load.near, load.far) for load in ranks] for ranks in zip(*ways, strict=True)]
 
 
@@ -670,12 +669,12 @@ def test_a_window_costs_bytes_by_its_width_and_none_by_the_length(schedule, layo
     assert sent(128, 8) == tuple(2 * nbytes for nbytes in sent(128, 4))
 
 
-@pytest.mark.parametrize(("world", "inner"), [(4, 2), (6, 3), (6, 2)])
-def test_a_ring_of_rings_takes_each_block_across_each_border_once(world, inner):
-    nodes, row = world // inner, 2 * 2 * 2 * 16 * 4
+@pytest.mark.parametrize(("world", "ranks_per_node"), [(4, 2), (6, 3), (6, 2)])
+def test_a_ring_of_rings_takes_each_block_across_each_border_once(world, ranks_per_node):
+    nodes, row = world // ranks_per_node, 2 * 2 * 2 * 16 * 4
     inputs = drawn(8 * world, heads=(4, 2))
     flat, rings = (
-        [rank[0][1] for rank in sent_by(name, (world, inner), inputs, Full(), Contiguous())]
+        [rank[0][1] for rank in sent_by(name, (world, ranks_per_node), inputs, Full(), Contiguous())]
         for name in ("ring", "ring+ring")
     )
     assert rings == [8 * (nodes - 1) * row] * world
@@ -718,7 +717,7 @@ def test_the_next_heads_keys_are_on_their_way_before_the_present_ones_are_comput
 def test_the_next_nodes_keys_are_on_their_way_while_the_present_ones_turn_within_the_node():
     def rank(comm: Comm) -> list:
         ledger = Ledger(comm)
-        cp = ContextParallel(ledger, layout=Contiguous(), schedule="ring+ring", inner=2)
+        cp = ContextParallel(ledger, layout=Contiguous(), schedule="ring+ring", ranks_per_node=2)
         cp.attention(*(cp.shard(x, 2) for x in drawn(24)[:3]), mask=Full())
         return ledger.events
 
@@ -776,7 +775,7 @@ def told_best(machine: Cluster, mesh: Mesh, mask: Mask, layout: Layout) -> str:
     """The schedule that `explain` names on every rank, of a call as small as can be."""
 
     def rank(comm: Comm) -> str:
-        told = ContextParallel(comm, layout=layout, inner=mesh[1]).explain(mask=mask, device="cpu", **SMALL)
+        told = ContextParallel(comm, layout=layout, ranks_per_node=mesh[1]).explain(mask=mask, device="cpu", **SMALL)
         assert told.cluster == machine
         return told.schedule
 
@@ -788,15 +787,17 @@ def told_best(machine: Cluster, mesh: Mesh, mask: Mask, layout: Layout) -> str:
 @pytest.mark.parametrize("mesh", [(3, None), (4, 2)])
 def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(machine, mesh, monkeypatch):
     monkeypatch.setattr("attnmesh.parallel.context.usual_cluster", lambda device: machine)
-    inputs, (world, inner) = drawn(24, heads=(4, 2), head_dim=8), mesh
+    inputs, (world, ranks_per_node) = drawn(24, heads=(4, 2), head_dim=8), mesh
     for mask, layout in ((Causal(), Contiguous()), (Full(), Zigzag()), (SlidingWindow(3), Contiguous())):
         name = told_best(machine, mesh, mask, layout)
         assert sent_by("auto", mesh, inputs, mask, layout) == planned(name, mesh, inputs, mask, layout)
-        case = Case(spread(mask, layout, 24, world), Shape(2, 4, 2, 8, 4, 4), inner or world, lse=True, device="cpu")
-        name = choose_schedule(case, machine).schedule
-        found = ring_results(world, inputs, mask, layout, schedule="auto", inner=inner)
+        workload = Workload(
+            shards(mask, layout, 24, world), Shape(2, 4, 2, 8, 4, 4), ranks_per_node or world, lse=True, device="cpu"
+        )
+        name = choose_schedule(workload, machine).schedule
+        found = ring_results(world, inputs, mask, layout, schedule="auto", ranks_per_node=ranks_per_node)
         assert_right(found, inputs, mask)
-        assert_same_bits(found, ring_results(world, inputs, mask, layout, schedule=name, inner=inner))
+        assert_same_bits(found, ring_results(world, inputs, mask, layout, schedule=name, ranks_per_node=ranks_per_node))
 
 
 def test_machines_differ_in_what_is_best(monkeypatch):
@@ -813,5 +814,5 @@ def test_packed_documents_are_exact_whatever_is_chosen():
         inputs = drawn(40, heads=(4, 2), head_dim=8)
         for layout in (Zigzag(), Balanced(mask), Contiguous()):
             for mesh in ((3, None), (4, 2)):
-                found = ring_results(mesh[0], inputs, mask, layout, schedule="auto", inner=mesh[1])
+                found = ring_results(mesh[0], inputs, mask, layout, schedule="auto", ranks_per_node=mesh[1])
                 assert_right(found, inputs, mask)

@@ -21,9 +21,9 @@ CASES = [
 ]
 
 
-def assert_exact(cp: ContextParallel, case: tuple, seed: int = 0) -> None:
+def assert_exact(cp: ContextParallel, workload: tuple, seed: int = 0) -> None:
     """out, lse, dq, dk and dv of the whole sequence are right on every rank."""
-    mask, length, key_length, heads, dtype = case
+    mask, length, key_length, heads, dtype = workload
     inputs = drawn(length, key_length, heads=heads, dtype=dtype, head_dim=8, seed=seed)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,19 +35,19 @@ def assert_exact(cp: ContextParallel, case: tuple, seed: int = 0) -> None:
 
 
 def every_schedule(comm: Comm, kind: str) -> tuple[int, int]:
-    if kind == "inner":
-        where, how = comm, {"inner": 2}
+    if kind == "ranks_per_node":
+        where, how = comm, {"ranks_per_node": 2}
     else:
         names = ("node", "cp") if kind == "names" else None
         where, how = init_device_mesh("cpu", (2, 2), mesh_dim_names=names), {}
     for schedule in (*SCHEDULES, "auto"):
         cp = ContextParallel(where, schedule=schedule, **how)
-        for case in CASES if kind == "inner" else CASES[:2]:
-            assert_exact(cp, case)
+        for workload in CASES if kind == "ranks_per_node" else CASES[:2]:
+            assert_exact(cp, workload)
     return cp.rank, cp.world
 
 
-@pytest.mark.parametrize("kind", ["inner", "no names", "names"])
+@pytest.mark.parametrize("kind", ["ranks_per_node", "no names", "names"])
 def test_schedules_between_four_processes_are_exact(kind):
     assert run_processes(4, every_schedule, kind) == [(rank, 4) for rank in range(4)]
 
@@ -56,7 +56,7 @@ def shards_and_traffic(comm: Comm) -> list[tuple[list[list[float]], int, int]]:
     done = []
     for schedule in SCHEDULES:
         comm.traffic.reset()
-        shards = shard_results(comm, drawn(21, head_dim=8), Causal(), Zigzag(), schedule=schedule, inner=2)
+        shards = shard_results(comm, drawn(21, head_dim=8), Causal(), Zigzag(), schedule=schedule, ranks_per_node=2)
         done.append(([x.flatten().tolist() for x in shards], comm.traffic.messages, comm.traffic.bytes))
     return done
 
@@ -136,9 +136,9 @@ def refusals(comm: Comm) -> list[str]:
         (comm, {"schedule": "tree"}),
         (flat, {"schedule": "ring+ring"}),
         (comm, {"schedule": "ulysses+ring"}),
-        (comm, {"inner": 3}),
-        (mesh, {"inner": 4}),
-        (mesh, {"inner": 1}),
+        (comm, {"ranks_per_node": 3}),
+        (mesh, {"ranks_per_node": 4}),
+        (mesh, {"ranks_per_node": 1}),
         (deep, {}),
         (DeviceMesh("cpu", torch.tensor([[1, 0], [3, 2]])), {}),
     ]
@@ -149,7 +149,7 @@ def refusals(comm: Comm) -> list[str]:
             heard.append("nothing was raised")
         except ValueError as error:
             heard.append(str(error))
-    assert_exact(ContextParallel(mesh, schedule="ring+ring", inner=2), CASES[0])  # and all goes on
+    assert_exact(ContextParallel(mesh, schedule="ring+ring", ranks_per_node=2), CASES[0])  # and all goes on
     return heard
 
 
@@ -158,9 +158,9 @@ def test_what_cannot_be_is_refused_on_every_rank():
         "schedule must be one of auto, ring, allgather, ",
         "schedule='ring+ring' cannot serve this: ring+ring wants a mesh of two dimensions",
         "schedule='ulysses+ring' cannot serve this: ulysses+ring wants a mesh of two dimensions",
-        "inner must be an integer that divides the 4 ranks, got 3",
-        "inner=4 contradicts the mesh, whose second dimension has 2 ranks",
-        "inner=1 contradicts the mesh, whose second dimension has 2 ranks",
+        "ranks_per_node must be an integer that divides the 4 ranks, got 3",
+        "ranks_per_node=4 contradicts the mesh, whose second dimension has 2 ranks",
+        "ranks_per_node=1 contradicts the mesh, whose second dimension has 2 ranks",
         "the mesh must have one dimension, or two (nodes, ranks a node), got 3 of shape (2, 1, 2)",
         "needs mesh_dim_names",
     ]
@@ -171,7 +171,7 @@ def test_what_cannot_be_is_refused_on_every_rank():
 
 def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
     comm.timeout = 4
-    cp = ContextParallel(comm, layout=Contiguous(), schedule=schedule, inner=2)
+    cp = ContextParallel(comm, layout=Contiguous(), schedule=schedule, ranks_per_node=2)
     q, k, v = (cp.shard(x, 2).clone().requires_grad_() for x in drawn(32)[:3])
 
     def attend() -> Tensor:
@@ -196,8 +196,8 @@ def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
     [
         ("allgather", "backward"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("ulysses+ring", "forward"), ("ring+ring", "backward"))
+            pytest.param(*workload, marks=pytest.mark.slow)
+            for workload in (("ulysses+ring", "forward"), ("ring+ring", "backward"))
         ),
     ],
 )

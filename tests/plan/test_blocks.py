@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow
+from attnmesh.core import ranges
+from attnmesh.core.layouts import Contiguous, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of
 from truth import truth
 
@@ -22,7 +22,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 def covered(patch: Patch) -> Tensor:
     """How often the blocks of a patch hold each pair, [q, k]."""
-    count = torch.zeros(spans.size(patch.q), spans.size(patch.k), dtype=torch.int8)
+    count = torch.zeros(ranges.size(patch.q), ranges.size(patch.k), dtype=torch.int8)
     first, end = (x[:, None] for x in patch.bounds(CPU))
     for block in patch.blocks:
         assert block.q.step == block.k.step == 1
@@ -44,16 +44,16 @@ def covered(patch: Patch) -> Tensor:
 
 def check(patch: Patch) -> None:
     """All that is promised of a patch, against the truth."""
-    allowed = truth(patch.mask, spans.as_tensor(patch.q), spans.as_tensor(patch.k))
+    allowed = truth(patch.mask, ranges.as_tensor(patch.q), ranges.as_tensor(patch.k))
     assert torch.equal(covered(patch), allowed.to(torch.int8)), patch
     assert patch.pairs == int(allowed.sum()), patch
 
     first, end = patch.bounds(CPU)
     assert first.dtype == end.dtype == torch.int32
-    assert first.shape == end.shape == (spans.size(patch.q),)
+    assert first.shape == end.shape == (ranges.size(patch.q),)
     assert (first.diff() >= 0).all()
     assert (end.diff() >= 0).all()
-    keys = torch.arange(spans.size(patch.k))
+    keys = torch.arange(ranges.size(patch.k))
     assert torch.equal((first[:, None] <= keys) & (keys < end[:, None]), allowed), patch
 
 
@@ -86,7 +86,7 @@ def test_blocks_hold_every_visible_pair_of_every_two_ranks_exactly_once(layout, 
         for mask in masks_for(length):
             for rank in range(world):
                 for other in range(world):
-                    check(Patch(mask, layout.spans(length, world, rank), layout.spans(length, world, other)))
+                    check(Patch(mask, layout.ranges(length, world, rank), layout.ranges(length, world, other)))
 
 
 @pytest.mark.parametrize("mask", masks_for(10), ids=str)
@@ -98,7 +98,7 @@ def test_blocks_of_any_two_runs_are_right(mask):
 
 
 @st.composite
-def some_spans(draw, length: int) -> spans.Spans:
+def some_spans(draw, length: int) -> ranges.Ranges:
     """Ascending runs inside 0..length-1, any steps."""
     made, at = [], draw(st.integers(0, 4))
     while at < length:
@@ -138,7 +138,7 @@ def test_a_patch_without_queries_or_without_keys_has_no_blocks():
         patch = Patch(Causal(), q, k)
         assert patch.blocks == ()
         assert patch.pairs == 0
-        assert [x.tolist() for x in patch.bounds(CPU)] == [[0] * spans.size(q)] * 2
+        assert [x.tolist() for x in patch.bounds(CPU)] == [[0] * ranges.size(q)] * 2
 
 
 def test_bounds_take_positions_that_are_no_spans():
@@ -152,7 +152,7 @@ def test_bounds_take_positions_that_are_no_spans():
 
 
 def shapes(mask: Mask, layout, length: int, world: int, rank: int, other: int) -> list[tuple[range, range, Kind]]:
-    blocks = Patch(mask, layout.spans(length, world, rank), layout.spans(length, world, other)).blocks
+    blocks = Patch(mask, layout.ranges(length, world, rank), layout.ranges(length, world, other)).blocks
     return [(block.q, block.k, block.kind) for block in blocks]
 
 
@@ -166,7 +166,7 @@ def test_zigzag_blocks_have_the_promised_shapes(length, world):
 
     def early(rank: int) -> int:
         """Rows of the early piece. (The last rank's two pieces touch; no test here asks for their border.)"""
-        return len(zigzag.spans(length, world, rank)[0])
+        return len(zigzag.ranges(length, world, rank)[0])
 
     for rank in range(world):
         own = shapes(Causal(), zigzag, length, world, rank, rank)

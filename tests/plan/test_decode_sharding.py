@@ -125,16 +125,16 @@ def test_every_sequence_is_on_one_kvdp_rank_and_on_all_that_differ_otherwise(bat
 @pytest.mark.parametrize("interleave", [1, 2, 3, 16])
 @pytest.mark.parametrize("cp", [1, 2, 5])
 def test_positions_by_rank_and_their_slots(cp, interleave):
-    sharding, block_len, length = DecodeSharding(2, 2, cp, interleave), 4, 90
+    sharding, block_size, length = DecodeSharding(2, 2, cp, interleave), 4, 90
     for rank in range(sharding.ranks):
         place, share = sharding.place(rank), sharding.share(rank)
         mine = [p for p in range(length) if sharding.owner(p) == place.cp]
         assert mine == [share.position(i) for i in range(share.length(length))]
         assert [sharding.local_index(p) for p in mine] == list(range(len(mine)))
         assert sharding.local_length(length, place.cp) == len(mine)
-        blocks = list(range(100, 100 - len(mine) // block_len - 1, -1))  # backwards: a slot must go through them
-        room = [block * block_len + offset for block in blocks for offset in range(block_len)]
-        assert [sharding.slot(p, blocks, block_len) for p in mine] == room[: len(mine)]
+        blocks = list(range(100, 100 - len(mine) // block_size - 1, -1))  # backwards: a slot must go through them
+        room = [block * block_size + offset for block in blocks for offset in range(block_size)]
+        assert [sharding.slot(p, blocks, block_size) for p in mine] == room[: len(mine)]
 
 
 # What is refused.

@@ -8,11 +8,11 @@ import torch
 from test_ring_plan import EVEN, LONG, WIDE, covered, every_mask, split
 from torch import Tensor
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, SlidingWindow
-from attnmesh.plan.gather import GatherPlan, gather_plan, groups_that_fill, head_groups
-from attnmesh.plan.spread import spread
+from attnmesh.core import ranges
+from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
+from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, head_groups
+from attnmesh.plan.shards import shards
 from truth import truth
 
 # Queries and keys: layout and length of either. Some keys are more than the queries, some fewer, some none at all.
@@ -29,85 +29,85 @@ def received(plan: GatherPlan) -> list[int]:
     return [sum(plan.rows_sent(source, target) for source in ranks if source != target) for target in ranks]
 
 
-class Case:
+class Workload:
     """A plan, where queries and keys lie, and who sees whom, [q, k]."""
 
     def __init__(self, plan: GatherPlan, length: int, key_length: int) -> None:
         self.plan, self.ranks = plan, range(plan.world)
-        self.queries = [spans.as_tensor(held) for held in plan.spread.queries]
-        self.keys = [spans.as_tensor(held) for held in plan.spread.keys]
-        self.allowed = truth(plan.spread.mask, torch.arange(length), torch.arange(key_length))
+        self.queries = [ranges.as_tensor(held) for held in plan.shards.queries]
+        self.keys = [ranges.as_tensor(held) for held in plan.shards.keys]
+        self.allowed = truth(plan.shards.mask, torch.arange(length), torch.arange(key_length))
 
     def needed(self, rank: int) -> Tensor:
-        return spans.as_tensor(self.plan.needed(rank))
+        return ranges.as_tensor(self.plan.needed(rank))
 
     def seen(self, rank: int) -> set[int]:
         """The keys that some query of the rank sees. A run with a step counts as one without: see the plan."""
-        rows = [row for run in self.plan.spread.queries[rank] for row in range(run[0], run[-1] + 1)]
+        rows = [row for run in self.plan.shards.queries[rank] for row in range(run[0], run[-1] + 1)]
         return set(self.allowed[rows].any(0).nonzero().flatten().tolist())
 
 
 @cache
-def cases(layout: Layout, mask_for) -> list[Case]:
+def cases(layout: Layout, mask_for) -> list[Workload]:
     made = []
     for world in WORLDS:
         for length, key_length in SIDES:
             keys = length if key_length is None else key_length
             # Keys of another sequence lie differently, too.
             key_layout = None if key_length is None else LAYOUTS[(LAYOUTS.index(layout) + 1) % len(LAYOUTS)]
-            plan = gather_plan(spread(mask_for(keys), layout, length, world, key_layout, key_length))
-            made.append(Case(plan, length, keys))
+            plan = gather_plan(shards(mask_for(keys), layout, length, world, key_layout, key_length))
+            made.append(Workload(plan, length, keys))
     return made
 
 
 @every_layout
 @every_mask
 def test_ranks_compute_every_visible_pair_exactly_once_with_keys_they_gathered(layout, mask_for):
-    for case in cases(layout, mask_for):
-        count = torch.zeros(*case.allowed.shape, dtype=torch.int8)
-        for rank in case.ranks:
-            patch = case.plan.patch(rank)
-            assert torch.equal(spans.as_tensor(patch.q), case.queries[rank])
-            assert torch.equal(spans.as_tensor(patch.k), case.needed(rank))
-            count[case.queries[rank][:, None], case.needed(rank)] += covered(patch)
-            assert case.plan.pairs(rank) == int(case.allowed[case.queries[rank]].sum())
-        assert torch.equal(count, case.allowed.to(torch.int8)), case.plan
+    for workload in cases(layout, mask_for):
+        count = torch.zeros(*workload.allowed.shape, dtype=torch.int8)
+        for rank in workload.ranks:
+            patch = workload.plan.patch(rank)
+            assert torch.equal(ranges.as_tensor(patch.q), workload.queries[rank])
+            assert torch.equal(ranges.as_tensor(patch.k), workload.needed(rank))
+            count[workload.queries[rank][:, None], workload.needed(rank)] += covered(patch)
+            assert workload.plan.pairs(rank) == int(workload.allowed[workload.queries[rank]].sum())
+        assert torch.equal(count, workload.allowed.to(torch.int8)), workload.plan
 
 
 @every_layout
 @every_mask
 def test_only_keys_that_the_rank_sees_are_gathered(layout, mask_for):
-    for case in cases(layout, mask_for):
-        for rank in case.ranks:
-            needed = case.needed(rank).tolist()
-            assert all(run.step == 1 for run in case.plan.needed(rank))
-            assert needed == sorted(case.seen(rank)), (case.plan, rank)
+    for workload in cases(layout, mask_for):
+        for rank in workload.ranks:
+            needed = workload.needed(rank).tolist()
+            assert all(run.step == 1 for run in workload.plan.needed(rank))
+            assert needed == sorted(workload.seen(rank)), (workload.plan, rank)
 
 
 @every_layout
 @every_mask
 def test_every_gathered_row_comes_once_from_the_rank_that_holds_it(layout, mask_for):
-    for case in cases(layout, mask_for):
-        for target in case.ranks:
-            needed = case.needed(target)
+    for workload in cases(layout, mask_for):
+        for target in workload.ranks:
+            needed = workload.needed(target)
             arrived = torch.full_like(needed, -1)
-            for source in case.ranks:
-                for piece in case.plan.pieces(source, target):
+            for source in workload.ranks:
+                for piece in workload.plan.pieces(source, target):
                     assert piece.rows.step == 1
                     assert (arrived[list(piece.to)] == -1).all()
-                    arrived[list(piece.to)] = case.keys[source][list(piece.rows)]
-            assert torch.equal(arrived, needed), (case.plan, target)
-            assert case.plan.rows(target) == len(needed)
+                    arrived[list(piece.to)] = workload.keys[source][list(piece.rows)]
+            assert torch.equal(arrived, needed), (workload.plan, target)
+            assert workload.plan.rows(target) == len(needed)
 
 
 @every_layout
 @every_mask
 def test_ranks_send_what_others_need_of_theirs(layout, mask_for):
-    for case in cases(layout, mask_for):
-        for source in case.ranks:
-            own = set(case.keys[source].tolist())
-            for target in case.ranks:
-                assert case.plan.rows_sent(source, target) == len(own & set(case.needed(target).tolist()))
+    for workload in cases(layout, mask_for):
+        for source in workload.ranks:
+            own = set(workload.keys[source].tolist())
+            for target in workload.ranks:
+                assert workload.plan.rows_sent(source, target) == len(own & set(workload.needed(target).tolist()))
 
 
 # What masks make of it.
@@ -116,40 +116,40 @@ def test_ranks_send_what_others_need_of_theirs(layout, mask_for):
 @pytest.mark.parametrize("left", [1, 5, 16, 40])
 def test_a_window_gathers_its_halo_whatever_the_length(left):
     for rows in (40, 80, 160):
-        plan = gather_plan(spread(SlidingWindow(left), Contiguous(), 4 * rows, 4))
+        plan = gather_plan(shards(SlidingWindow(left), Contiguous(), 4 * rows, 4))
         assert received(plan) == [0, left, left, left]
-        plan = gather_plan(spread(SlidingWindow(left), Zigzag(), 8 * rows, 4))
+        plan = gather_plan(shards(SlidingWindow(left), Zigzag(), 8 * rows, 4))
         # Seven borders between eight pieces; the one in the middle lies within rank 3's shard.
         assert received(plan) == [left, 2 * left, 2 * left, left]
 
 
 def test_documents_that_end_with_the_shards_move_nothing():
     for mask in (SlidingWindow(0), Documents([16] * 4), Causal() & Documents([8] * 8)):
-        plan = gather_plan(spread(mask, Contiguous(), 64, 4))
+        plan = gather_plan(shards(mask, Contiguous(), 64, 4))
         assert received(plan) == [0] * 4
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_causal_zigzag_gathers_three_quarters_of_all_keys(world):
     """Rank r sees all but the last r of 2 x world pieces."""
-    plan = gather_plan(spread(Causal(), Zigzag(), 2 * world * 4, world))
+    plan = gather_plan(shards(Causal(), Zigzag(), 2 * world * 4, world))
     assert [plan.rows(rank) for rank in range(world)] == [(2 * world - rank) * 4 for rank in range(world)]
     assert sum(map(plan.rows, range(world))) / (world * 2 * world * 4) == pytest.approx(0.75, abs=1 / world)
 
 
 def test_a_full_mask_gathers_everything():
-    plan = gather_plan(spread(Full(), Striped(), 37, 4))
+    plan = gather_plan(shards(Full(), Striped(), 37, 4))
     assert [plan.needed(rank) for rank in range(4)] == [(range(37),)] * 4
     assert sum(received(plan)) == 3 * 37
 
 
 def test_queries_beyond_all_documents_gather_nothing():
-    plan = gather_plan(spread(split(10, 3, 2), Contiguous(), 40, 4, None, 10))
+    plan = gather_plan(shards(split(10, 3, 2), Contiguous(), 40, 4, None, 10))
     assert [plan.rows(rank) for rank in range(4)] == [10, 0, 0, 0]
 
 
 def test_the_same_plan_is_made_once():
-    assert gather_plan(spread(Causal(), Zigzag(), 100, 4)) is gather_plan(spread(Causal(), Zigzag(), 100, 4))
+    assert gather_plan(shards(Causal(), Zigzag(), 100, 4)) is gather_plan(shards(Causal(), Zigzag(), 100, 4))
 
 
 def test_groups_hold_every_kv_head_once_are_as_many_as_asked_and_differ_by_one():
@@ -164,7 +164,7 @@ def test_groups_hold_every_kv_head_once_are_as_many_as_asked_and_differ_by_one()
 
 def test_long_sequences_travel_in_four_groups_and_short_ones_in_one():
     found = [
-        groups_that_fill(spread(Causal(), Zigzag(), length, 8), 1, 32) for length in (0, 8, 8192, 16384, 24576, 131072)
+        groups_that_fill(shards(Causal(), Zigzag(), length, 8), 1, 32) for length in (0, 8, 8192, 16384, 24576, 131072)
     ]
     assert found == [1, 1, 1, 2, 3, 4]
 
@@ -174,7 +174,7 @@ def test_long_sequences_travel_in_four_groups_and_short_ones_in_one():
 @pytest.mark.timeout(20)
 def test_what_a_rank_pays_for_a_plan_over_131072_tokens_and_32_ranks_is_small(layout, mask):
     start = time.process_time()
-    plan = gather_plan(spread(mask, layout, LONG, WIDE))
+    plan = gather_plan(shards(mask, layout, LONG, WIDE))
     for other in range(WIDE):
         plan.rows_sent(5, other)
     work = plan.pairs(5)

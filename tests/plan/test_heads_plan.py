@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from attnmesh.plan.heads import head_share, replicated
+from attnmesh.plan.ulysses import head_share, replicated
 
 COUNTS = [(q, kv) for q in range(1, 17) for kv in range(1, q + 1) if q % kv == 0]
 WORLDS = range(1, 20)

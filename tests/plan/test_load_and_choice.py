@@ -10,17 +10,16 @@ import torch
 from test_ring_plan import EVEN, LONG, WIDE, every_mask
 
 from attnmesh import ContextParallel, run_virtual
-from attnmesh.balanced import Balanced
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.case import Case, Shape, refusal
-from attnmesh.plan.catalogue.catalog import usual_cluster
-from attnmesh.plan.choose import choose_schedule
-from attnmesh.plan.cost import schedule_cost
-from attnmesh.plan.explain import Explanation
+from attnmesh.core.layouts import Balanced, Contiguous, Layout, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.load import Load, loads
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.spread import spread
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload, refusal
+from attnmesh.planner.choose import choose_schedule
+from attnmesh.planner.cost import schedule_cost
+from attnmesh.planner.explain import Explanation
+from attnmesh.planner.hardware_catalog.catalog import usual_cluster
 from planning import cluster
 from truth import truth
 
@@ -31,14 +30,21 @@ FREE_TRAVEL = cluster()  # links cost nothing
 
 
 def case_of(
-    mask: Mask, layout: Layout, length: int, world: int, *, inner: int | None = None, shape: Shape = SHAPE, **keys
-) -> Case:
-    return Case(spread(mask, layout, length, world, **keys), shape, inner or world)
+    mask: Mask,
+    layout: Layout,
+    length: int,
+    world: int,
+    *,
+    ranks_per_node: int | None = None,
+    shape: Shape = SHAPE,
+    **keys,
+) -> Workload:
+    return Workload(shards(mask, layout, length, world, **keys), shape, ranks_per_node or world)
 
 
-def everywhere(case: Case, *, backward: bool = False) -> dict[str, list[Load]]:
-    able = [name for name in SCHEDULES if refusal(name, case.spread, case.inner) is None]
-    return {name: loads(name, case, backward=backward) for name in able}
+def everywhere(workload: Workload, *, backward: bool = False) -> dict[str, list[Load]]:
+    able = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
+    return {name: loads(name, workload, backward=backward) for name in able}
 
 
 # Work.
@@ -50,16 +56,16 @@ def test_every_schedule_does_the_work_of_all_visible_pairs_and_no_more(layout, m
     for length, key_length in ((30, None), (13, 22)):
         mask = mask_for(key_length or length)
         pairs = int(truth(mask, torch.arange(length), torch.arange(key_length or length)).sum())
-        case = case_of(mask, layout, length, 4, inner=2, key_length=key_length)
+        workload = case_of(mask, layout, length, 4, ranks_per_node=2, key_length=key_length)
         for backward, products in ((False, 2), (True, 5)):
-            for name, ranks in everywhere(case, backward=backward).items():
+            for name, ranks in everywhere(workload, backward=backward).items():
                 assert sum(load.flops for load in ranks) == 2 * products * pairs * 2 * 4 * 8, name
 
 
 def test_a_rank_works_on_its_own_queries_or_under_ulysses_on_its_own_heads():
-    case = case_of(Causal(), Contiguous(), 24, 3, shape=Shape(1, 4, 1, 8, 2, 4))
-    assert [load.flops for load in loads("ring", case, backward=False)] == [32 * n * 4 for n in (36, 100, 164)]
-    assert [load.flops for load in loads("ulysses", case, backward=False)] == [32 * 300 * n for n in (2, 1, 1)]
+    workload = case_of(Causal(), Contiguous(), 24, 3, shape=Shape(1, 4, 1, 8, 2, 4))
+    assert [load.flops for load in loads("ring", workload, backward=False)] == [32 * n * 4 for n in (36, 100, 164)]
+    assert [load.flops for load in loads("ulysses", workload, backward=False)] == [32 * 300 * n for n in (2, 1, 1)]
 
 
 # Bytes. That ranks really send these is shown where they run.
@@ -67,23 +73,27 @@ def test_a_rank_works_on_its_own_queries_or_under_ulysses_on_its_own_heads():
 
 def test_bytes_within_a_node_and_between_nodes_are_all_bytes():
     for mask in (Full(), Causal(), SlidingWindow(5)):
-        for inner in (1, 2, 3, 6):
-            for name, ranks in everywhere(case_of(mask, Zigzag(), 48, 6, inner=inner), backward=True).items():
+        for ranks_per_node in (1, 2, 3, 6):
+            for name, ranks in everywhere(
+                case_of(mask, Zigzag(), 48, 6, ranks_per_node=ranks_per_node), backward=True
+            ).items():
                 assert all(load.sent == load.near + load.far for load in ranks)
-                if inner == 6:
+                if ranks_per_node == 6:
                     assert not any(load.far for load in ranks), name
-                if inner == 1:
+                if ranks_per_node == 1:
                     assert not any(load.near for load in ranks), name
 
 
-@pytest.mark.parametrize(("nodes", "inner"), [(2, 4), (4, 2), (3, 3)])
-def test_rings_within_nodes_cross_the_links_between_nodes_less_often_than_one_ring(nodes, inner):
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 4), (4, 2), (3, 3)])
+def test_rings_within_nodes_cross_the_links_between_nodes_less_often_than_one_ring(nodes, ranks_per_node):
     """A block of a flat ring crosses a border at almost every stage, always on the same link; here once a node."""
-    world, rows = nodes * inner, 8
-    case = case_of(Full(), Contiguous(), rows * world, world, inner=inner)
-    flat, rings = (loads(name, case, backward=False) for name in ("ring", "ring+ring"))
+    world, rows = nodes * ranks_per_node, 8
+    workload = case_of(Full(), Contiguous(), rows * world, world, ranks_per_node=ranks_per_node)
+    flat, rings = (loads(name, workload, backward=False) for name in ("ring", "ring+ring"))
     assert [load.far for load in rings] == [rows * (nodes - 1) * SHAPE.key_row] * world
-    at_the_border = [rows * (world - 1) * SHAPE.key_row if (rank + 1) % inner == 0 else 0 for rank in range(world)]
+    at_the_border = [
+        rows * (world - 1) * SHAPE.key_row if (rank + 1) % ranks_per_node == 0 else 0 for rank in range(world)
+    ]
     turned = [at_the_border[-rank - 1] for rank in range(world)]
     assert [load.far for load in flat] in (at_the_border, turned)
     assert max(load.far for load in flat) > max(load.far for load in rings)
@@ -92,8 +102,8 @@ def test_rings_within_nodes_cross_the_links_between_nodes_less_often_than_one_ri
 @pytest.mark.parametrize("schedule", ["ring", "allgather"])
 def test_bytes_of_a_window_are_those_of_the_window(schedule):
     def sent(length: int, left: int) -> int:
-        case = case_of(SlidingWindow(left), Contiguous(), length, 4)
-        return sum(load.sent for load in loads(schedule, case, backward=False))
+        workload = case_of(SlidingWindow(left), Contiguous(), length, 4)
+        return sum(load.sent for load in loads(schedule, workload, backward=False))
 
     assert sent(256, 16) == sent(512, 16) == sent(1024, 16) == 3 * 16 * SHAPE.key_row
     assert sent(1024, 32) == 2 * sent(1024, 16)
@@ -101,8 +111,8 @@ def test_bytes_of_a_window_are_those_of_the_window(schedule):
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather", "ring+ring"])
 def test_documents_within_ranks_cost_no_byte(schedule):
-    case = case_of(Documents([16] * 4), Contiguous(), 64, 4, inner=2)
-    assert [load.sent for load in loads(schedule, case, backward=True)] == [0] * 4
+    workload = case_of(Documents([16] * 4), Contiguous(), 64, 4, ranks_per_node=2)
+    assert [load.sent for load in loads(schedule, workload, backward=True)] == [0] * 4
 
 
 def test_ulysses_moves_as_much_whatever_the_mask():
@@ -124,9 +134,9 @@ def test_kv_heads_that_several_ranks_read_go_to_each_and_their_gradients_come_ba
 
 
 def test_an_lse_that_is_asked_for_travels_under_ulysses_and_so_does_its_gradient():
-    case = case_of(Full(), Contiguous(), 8, 4, inner=2)
+    workload = case_of(Full(), Contiguous(), 8, 4, ranks_per_node=2)
     for name, backward in product(SCHEDULES, (False, True)):
-        without, with_it = (loads(name, replace(case, lse=lse), backward=backward)[0].sent for lse in (False, True))
+        without, with_it = (loads(name, replace(workload, lse=lse), backward=backward)[0].sent for lse in (False, True))
         traded = {"ulysses": 3 * 2 * 1, "ulysses+ring": 1 * 2 * 2, "ulysses+allgather": 1 * 2 * 2}  # ranks, rows, heads
         assert with_it - without == traded.get(name, 0) * 2 * 4
 
@@ -136,15 +146,15 @@ def test_an_lse_that_is_asked_for_travels_under_ulysses_and_so_does_its_gradient
 
 @pytest.mark.parametrize("schedule", HYBRIDS)
 def test_two_levels_want_a_mesh_of_two_dimensions(schedule):
-    for inner in (1, 4):
-        why = refusal(schedule, spread(Causal(), Zigzag(), 16, 4), inner)
-        assert why == f"{schedule} wants a mesh of two dimensions (or inner=, the ranks of a node)"
-    assert refusal(schedule, spread(Causal(), Zigzag(), 16, 4), 2) is None
+    for ranks_per_node in (1, 4):
+        why = refusal(schedule, shards(Causal(), Zigzag(), 16, 4), ranks_per_node)
+        assert why == f"{schedule} wants a mesh of two dimensions (or ranks_per_node=, the ranks of a node)"
+    assert refusal(schedule, shards(Causal(), Zigzag(), 16, 4), 2) is None
 
 
 def test_shards_that_interleave_are_refused_where_a_node_takes_them_together():
     for queries, keys in ((Striped(), None), (Zigzag(), Striped()), (Striped(), Zigzag())):
-        problem = spread(Causal(), queries, 16, 4, keys)
+        problem = shards(Causal(), queries, 16, 4, keys)
         for schedule in SCHEDULES:
             why = refusal(schedule, problem, 2)
             if schedule in ("ulysses+ring", "ulysses+allgather"):
@@ -159,10 +169,10 @@ def test_shards_that_interleave_are_refused_where_a_node_takes_them_together():
 def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
     for machine in (usual_cluster("cuda"), usual_cluster("cpu")):
         for mask in (Full(), Causal(), SlidingWindow(100)):
-            case = case_of(mask, Zigzag(), 4096, 8, inner=4)
-            choice = choose_schedule(case, machine)
+            workload = case_of(mask, Zigzag(), 4096, 8, ranks_per_node=4)
+            choice = choose_schedule(workload, machine)
             assert choice.seconds == {
-                name: sum(schedule_cost(name, case, machine, backward=way).seconds for way in (False, True))
+                name: sum(schedule_cost(name, workload, machine, backward=way).seconds for way in (False, True))
                 for name in SCHEDULES
             }
             assert choice.seconds[choice.schedule] == min(choice.seconds.values())
@@ -170,7 +180,7 @@ def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
 
 
 def test_where_links_cost_nothing_the_simplest_of_those_that_tie_is_chosen():
-    choice = choose_schedule(case_of(Causal(), Zigzag(), 64, 4, inner=2), FREE_TRAVEL)
+    choice = choose_schedule(case_of(Causal(), Zigzag(), 64, 4, ranks_per_node=2), FREE_TRAVEL)
     assert choice.schedule == "ring" == SCHEDULES[0]
 
 
@@ -179,8 +189,8 @@ def test_where_ranks_wait_for_the_one_with_the_most_keys_heads_are_divided():
 
 
 def test_a_short_window_is_not_paid_for_with_all_to_alls():
-    case = case_of(SlidingWindow(128), Contiguous(), 65536, 8, shape=USUAL)
-    choice = choose_schedule(case, usual_cluster("cuda"))
+    workload = case_of(SlidingWindow(128), Contiguous(), 65536, 8, shape=USUAL)
+    choice = choose_schedule(workload, usual_cluster("cuda"))
     assert choice.schedule in ("ring", "allgather")
     assert choice.seconds["ulysses"] > choice.seconds[choice.schedule]
 
@@ -188,14 +198,14 @@ def test_a_short_window_is_not_paid_for_with_all_to_alls():
 def test_slow_links_between_nodes_call_for_two_levels():
     slow = cluster(flops=5e14, near=3e11, far=1e9)  # two nodes far apart
     for mask in (Full(), Causal()):
-        choice = choose_schedule(case_of(mask, Zigzag(), 65536, 8, inner=4, shape=USUAL), slow)
+        choice = choose_schedule(case_of(mask, Zigzag(), 65536, 8, ranks_per_node=4, shape=USUAL), slow)
         assert choice.schedule in HYBRIDS
     choice = choose_schedule(case_of(Full(), Zigzag(), 65536, 8, shape=USUAL), slow)
     assert choice.schedule not in HYBRIDS
 
 
 def test_shards_of_many_runs_keep_rings_out_of_the_choice_and_it_says_so():
-    choice = choose_schedule(case_of(Causal(), Zigzag(3), 240, 4, inner=2), usual_cluster("cuda"))
+    choice = choose_schedule(case_of(Causal(), Zigzag(3), 240, 4, ranks_per_node=2), usual_cluster("cuda"))
     assert set(choice.refusals) == {"ring", "ulysses+ring", "ring+ring"}
     assert choice.refusals["ring"] == "shards of 6 runs would cut a ring's blocks small"
     assert set(choice.seconds) == {"allgather", "ulysses", "ulysses+allgather"}
@@ -212,7 +222,7 @@ def test_what_cannot_serve_is_refused_and_never_chosen():
 @pytest.mark.timeout(30)
 def test_what_a_rank_pays_for_a_choice_over_131072_tokens_and_32_ranks_is_small(layout, mask):
     start = time.process_time()
-    choice = choose_schedule(case_of(mask, layout, LONG, WIDE, inner=8, shape=USUAL), usual_cluster("cuda"))
+    choice = choose_schedule(case_of(mask, layout, LONG, WIDE, ranks_per_node=8, shape=USUAL), usual_cluster("cuda"))
     seconds = time.process_time() - start
     assert choice.schedule in SCHEDULES
     assert seconds < 4
@@ -221,12 +231,14 @@ def test_what_a_rank_pays_for_a_choice_over_131072_tokens_and_32_ranks_is_small(
 # In words.
 
 
-def explained(world: int, *, layout: Layout | None = None, schedule: str = "auto", inner: int | None = None, **call):
+def explained(
+    world: int, *, layout: Layout | None = None, schedule: str = "auto", ranks_per_node: int | None = None, **call
+):
     """What every rank is told; it must be the same."""
     call = {"length": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 8} | call
 
     def rank(comm) -> Explanation:
-        cp = ContextParallel(comm, layout=layout or Zigzag(), schedule=schedule, inner=inner)
+        cp = ContextParallel(comm, layout=layout or Zigzag(), schedule=schedule, ranks_per_node=ranks_per_node)
         told = cp.explain(**call)
         assert comm.traffic.bytes == 0
         return told
@@ -238,11 +250,11 @@ def explained(world: int, *, layout: Layout | None = None, schedule: str = "auto
 
 def test_an_explanation_holds_the_loads_of_the_schedule():
     for schedule in SCHEDULES:
-        told = explained(4, schedule=schedule, inner=2, batch=3, dtype=torch.float32)
-        case = case_of(Causal(), Zigzag(), 64, 4, inner=2, shape=Shape(3, 4, 2, 8, 4, 4))
-        assert (told.schedule, told.case, told.choice) == (schedule, case, None)
-        assert told.forward == loads(schedule, case, backward=False)
-        assert told.backward == loads(schedule, case, backward=True)
+        told = explained(4, schedule=schedule, ranks_per_node=2, batch=3, dtype=torch.float32)
+        workload = case_of(Causal(), Zigzag(), 64, 4, ranks_per_node=2, shape=Shape(3, 4, 2, 8, 4, 4))
+        assert (told.schedule, told.workload, told.choice) == (schedule, workload, None)
+        assert told.forward == loads(schedule, workload, backward=False)
+        assert told.backward == loads(schedule, workload, backward=True)
         assert str(told).endswith("asked for by name")
 
 
@@ -292,7 +304,7 @@ def test_the_text_has_a_line_for_every_rank_with_its_positions_work_and_bytes():
 
 
 def test_the_text_says_what_goes_between_nodes():
-    told = explained(4, schedule="ring+ring", inner=2, mask=Full())
+    told = explained(4, schedule="ring+ring", ranks_per_node=2, mask=Full())
     for rank, line in enumerate(str(told).splitlines()[2:6]):
         assert f"({told.forward[rank].far / 1e6:.4g} between nodes)" in line
     assert "between nodes" not in str(explained(4, schedule="ring", mask=Full()))
@@ -317,10 +329,10 @@ def test_the_text_of_a_choice_ranks_the_others_and_says_why_some_cannot_serve():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_auto_is_the_choice_by_cost_of_the_same_case(device):
-    for world, inner in ((4, None), (4, 2), (6, 3)):
-        told = explained(world, inner=inner, length=4096, device=device)
+    for world, ranks_per_node in ((4, None), (4, 2), (6, 3)):
+        told = explained(world, ranks_per_node=ranks_per_node, length=4096, device=device)
         assert told.cluster == usual_cluster(device)
-        assert told.choice == choose_schedule(told.case, told.cluster)
+        assert told.choice == choose_schedule(told.workload, told.cluster)
         assert told.schedule == told.choice.schedule
 
 
@@ -335,7 +347,7 @@ def test_ranks_with_stripes_with_many_runs_and_with_nothing_are_described_briefl
     ("call", "words"),
     [
         ({"schedule": "ring+ring"}, r"schedule='ring\+ring' cannot serve this: .* a mesh of two dimensions"),
-        ({"schedule": "ulysses+ring", "inner": 2, "layout": Striped()}, "cannot serve this: .* interleave"),
+        ({"schedule": "ulysses+ring", "ranks_per_node": 2, "layout": Striped()}, "cannot serve this: .* interleave"),
         ({"length": -1}, "length must be an integer >= 0, got -1"),
         ({"key_length": 2.5}, r"key_length must be an integer >= 0, got 2\.5"),
         ({"mask": "causal"}, "mask must be an attnmesh mask .* got 'causal'"),

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Striped, Zigzag
+from attnmesh.core import ranges
+from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.plan.pieces import Piece, pieces
 
 
 @st.composite
-def some_spans(draw, most_step: int = 4) -> spans.Spans:
+def some_spans(draw, most_step: int = 4) -> ranges.Ranges:
     """Ascending arithmetic runs; without a gap between two of them at times."""
     made, at = [], draw(st.integers(0, 4))
     for gap, count in draw(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=5)):
@@ -21,7 +21,7 @@ def some_spans(draw, most_step: int = 4) -> spans.Spans:
     return tuple(made)
 
 
-def listed(some: spans.Spans) -> list[int]:
+def listed(some: ranges.Ranges) -> list[int]:
     return [position for run in some for position in run]
 
 
@@ -30,7 +30,7 @@ def moves(found: tuple[Piece, ...]) -> list[tuple[int, int]]:
     return [move for piece in found for move in zip(piece.rows, piece.to, strict=True)]
 
 
-def expected(held: spans.Spans, wanted: spans.Spans) -> list[tuple[int, int]]:
+def expected(held: ranges.Ranges, wanted: ranges.Ranges) -> list[tuple[int, int]]:
     there = {position: row for row, position in enumerate(listed(wanted))}
     return [(row, there[position]) for row, position in enumerate(listed(held)) if position in there]
 
@@ -52,7 +52,7 @@ def test_the_shards_of_a_layout_together_are_the_sequence(layout):
         for world in (1, 2, 3, 4, 7):
             arrived = {}
             for rank in range(world):
-                held = layout.spans(length, world, rank)
+                held = layout.ranges(length, world, rank)
                 for row, to in moves(pieces(held, (range(length),))):
                     assert to not in arrived
                     arrived[to] = listed(held)[row]
@@ -61,7 +61,7 @@ def test_the_shards_of_a_layout_together_are_the_sequence(layout):
 
 @pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Zigzag(2)], ids=str)
 def test_pieces_without_a_step_arrive_in_place_a_message_a_run(layout):
-    held = layout.spans(29, 3, 1)
+    held = layout.ranges(29, 3, 1)
     found = pieces(held, (range(29),))
     assert len(found) == len(held)
     assert all(piece.in_place for piece in found)

@@ -6,15 +6,15 @@ import torch
 
 from attending import drawn
 from attnmesh import run_virtual
-from attnmesh.layout import Zigzag
-from attnmesh.mask import Causal
-from attnmesh.parallel.queries import gather_ring_outputs, ring_distributed_attention
+from attnmesh.core.layouts import Zigzag
+from attnmesh.core.masks import Causal
+from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from attnmesh.plan.blocks import Patch
-from attnmesh.plan.case import Shape
-from attnmesh.plan.cost import cost
 from attnmesh.plan.load import loads_of
 from attnmesh.plan.query_program import queries_program
 from attnmesh.plan.rounds.stages import causal_squares
+from attnmesh.plan.workload import Shape
+from attnmesh.planner.cost import cost
 from planning import cluster
 
 SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=16, itemsize=2, sum_itemsize=4)
@@ -44,7 +44,7 @@ def test_ranks_send_what_the_program_says(world, length, pairs, gather):
 def test_the_work_is_that_of_the_calls(pairs):
     for world, length in ((1, 7), (3, 50), (4, 256), (5, 4)):
         for rank in range(world):
-            patches = [Patch(Causal(), (c,), (range(c.stop),)) for c in Zigzag(pairs).spans(length, world, rank)]
+            patches = [Patch(Causal(), (c,), (range(c.stop),)) for c in Zigzag(pairs).ranges(length, world, rank)]
             for backward, products in ((False, 2), (True, 5)):
                 whole = queries_program(SHAPE, length, world, pairs=pairs, backward=backward)
                 assert loads_of(whole, world)[rank].flops == 2 * products * 2 * 4 * 16 * sum(p.pairs for p in patches)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, SlidingWindow
+from attnmesh.core import ranges
+from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.blocks import Kind, Patch
 from attnmesh.plan.ring import RingPlan, ring_plan
-from attnmesh.plan.spread import spread
+from attnmesh.plan.shards import shards
 from truth import truth
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 def covered(patch: Patch) -> Tensor:
     """How often the blocks of a patch hold each pair, [q, k]."""
-    count = torch.zeros(spans.size(patch.q), spans.size(patch.k), dtype=torch.int8)
+    count = torch.zeros(ranges.size(patch.q), ranges.size(patch.k), dtype=torch.int8)
     for block in patch.blocks:
         q, k = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
         held = torch.ones_like(count[q, k])
@@ -68,9 +68,9 @@ class Walk:
 
     def __init__(self, plan: RingPlan) -> None:
         self.plan = plan
-        self.positions = [spans.as_tensor(held) for held in plan.spread.keys]
-        everything = torch.arange(sum(map(spans.size, plan.spread.keys)))
-        self.allowed = truth(plan.spread.mask, everything, everything)
+        self.positions = [ranges.as_tensor(held) for held in plan.shards.keys]
+        everything = torch.arange(sum(map(ranges.size, plan.shards.keys)))
+        self.allowed = truth(plan.shards.mask, everything, everything)
         ranks = range(plan.world)
         self._seen = {(rank, block): self._sees(rank, block) for rank in ranks for block in ranks}
 
@@ -107,9 +107,9 @@ def plans(layout: Layout, mask_for) -> list[tuple[RingPlan, Walk]]:
     for world in WORLDS:
         for length in LENGTHS:
             mask = mask_for(length)
-            chosen = ring_plan(spread(mask, layout, length, world))
-            turned = RingPlan(chosen.spread, (0, *reversed(chosen.offsets[1:])))
-            assert ring_plan(spread(mask, layout, length, world), grad_weight=2.0) in (chosen, turned)
+            chosen = ring_plan(shards(mask, layout, length, world))
+            turned = RingPlan(chosen.shards, (0, *reversed(chosen.offsets[1:])))
+            assert ring_plan(shards(mask, layout, length, world), grad_weight=2.0) in (chosen, turned)
             made += [(plan, Walk(plan)) for plan in dict.fromkeys((chosen, turned))]
     return made
 
@@ -123,8 +123,8 @@ def test_ranks_compute_every_visible_pair_exactly_once_with_keys_they_hold(layou
             for stage in plan.stages(rank):
                 assert set(stage.seen) <= set(stage.keys)
                 held = walk.positions[stage.block][stage.seen.start : stage.seen.stop]
-                assert torch.equal(spans.as_tensor(stage.patch.q), walk.positions[rank])
-                assert torch.equal(spans.as_tensor(stage.patch.k), held)
+                assert torch.equal(ranges.as_tensor(stage.patch.q), walk.positions[rank])
+                assert torch.equal(ranges.as_tensor(stage.patch.k), held)
                 count[walk.positions[rank][:, None], held] += covered(stage.patch)
         assert torch.equal(count, walk.allowed.to(torch.int8)), plan
 
@@ -237,15 +237,15 @@ def test_the_ring_turns_the_way_that_moves_fewer_rows(layout, mask_for):
             return sum(plan.rows_sent(r) + weight * plan.grad_rows_sent(r) for r in range(plan.world))
 
         for world in (2, 3, 5, 8):
-            chosen = ring_plan(spread(mask_for(30), layout, 30, world), grad_weight=weight)
-            turned = RingPlan(chosen.spread, (0, *reversed(chosen.offsets[1:])))
+            chosen = ring_plan(shards(mask_for(30), layout, 30, world), grad_weight=weight)
+            turned = RingPlan(chosen.shards, (0, *reversed(chosen.offsets[1:])))
             assert moved(chosen) <= moved(turned)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("left", [1, 5, 16])
 def test_a_contiguous_window_makes_one_hop_of_its_halo(world, left):
-    plan = ring_plan(spread(SlidingWindow(left), Contiguous(), 16 * world, world))
+    plan = ring_plan(shards(SlidingWindow(left), Contiguous(), 16 * world, world))
     assert plan.offsets == (0, 1)
     assert [plan.rows_sent(rank) for rank in range(world)] == [left] * (world - 1) + [0]
     for rank in range(world - 1):
@@ -254,21 +254,21 @@ def test_a_contiguous_window_makes_one_hop_of_its_halo(world, left):
 
 def test_a_contiguous_window_wider_than_a_shard_makes_as_many_hops_as_it_reaches():
     for left, hops in ((16, 1), (17, 2), (32, 2), (33, 3), (1000, 7)):
-        plan = ring_plan(spread(SlidingWindow(left), Contiguous(), 128, 8))
+        plan = ring_plan(shards(SlidingWindow(left), Contiguous(), 128, 8))
         assert plan.offsets == tuple(range(hops + 1))
         assert max(plan.rows_sent(rank) for rank in range(8)) <= left
 
 
 @pytest.mark.parametrize("mask", [SlidingWindow(0), Documents([16] * 4), Causal() & Documents([8] * 8)], ids=str)
 def test_documents_that_end_with_the_shards_make_no_hop_at_all(mask):
-    plan = ring_plan(spread(mask, Contiguous(), 64, 4))
+    plan = ring_plan(shards(mask, Contiguous(), 64, 4))
     assert plan.offsets == (0,)
     assert [plan.rows_sent(rank) for rank in range(4)] == [0] * 4
     assert [plan.returns(rank) for rank in range(4)] == [(0, rank, range(0)) for rank in range(4)]
 
 
 def test_a_document_across_one_border_moves_only_its_own_rows():
-    plan = ring_plan(spread(Causal() & Documents([12, 10, 42]), Contiguous(), 64, 4))  # shards of 16
+    plan = ring_plan(shards(Causal() & Documents([12, 10, 42]), Contiguous(), 64, 4))  # shards of 16
     assert plan.stages(0)[0].next_keys == range(12, 16)
     assert plan.stages(1)[0].next_keys == range(6, 16)
 
@@ -276,25 +276,25 @@ def test_a_document_across_one_border_moves_only_its_own_rows():
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 16])
 def test_a_causal_zigzag_moves_three_quarters_of_the_rows_of_a_plain_ring(world):
     for length in (2 * world * 8, 2 * world * 8 + 1, 2 * world * 8 + world, 2 * world * 9 - 1):
-        plan = ring_plan(spread(Causal(), Zigzag(), length, world))
+        plan = ring_plan(shards(Causal(), Zigzag(), length, world))
         share = sum(plan.rows_sent(rank) for rank in range(world)) / ((world - 1) * length)
         assert share == pytest.approx(0.75, abs=0.04 if length % (2 * world) else 1e-12)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_contiguous_causal_ring_moves_half_the_rows_of_a_plain_ring(world):
-    plan = ring_plan(spread(Causal(), Contiguous(), 16 * world, world))
+    plan = ring_plan(shards(Causal(), Contiguous(), 16 * world, world))
     assert sum(plan.rows_sent(rank) for rank in range(world)) == (world - 1) * 16 * world // 2
 
 
 @every_layout
 def test_a_full_ring_moves_every_row_to_every_other_rank(layout):
-    plan = ring_plan(spread(Full(), layout, 37, 4))
+    plan = ring_plan(shards(Full(), layout, 37, 4))
     assert sum(plan.rows_sent(rank) for rank in range(4)) == 3 * 37
 
 
 def test_a_world_of_one_stays_at_home():
-    plan = ring_plan(spread(Causal(), Zigzag(), 10, 1))
+    plan = ring_plan(shards(Causal(), Zigzag(), 10, 1))
     assert plan.offsets == (0,)
     (stage,) = plan.stages(0)
     assert (stage.block, stage.keys, stage.seen, stage.next_keys) == (0, range(10), range(10), range(0))
@@ -302,7 +302,7 @@ def test_a_world_of_one_stays_at_home():
 
 
 def test_the_same_plan_is_made_once():
-    assert ring_plan(spread(Causal(), Zigzag(), 100, 4)) is ring_plan(spread(Causal(), Zigzag(), 100, 4))
+    assert ring_plan(shards(Causal(), Zigzag(), 100, 4)) is ring_plan(shards(Causal(), Zigzag(), 100, 4))
 
 
 LONG, WIDE = 131072, 32
@@ -322,7 +322,7 @@ EVEN = {n: Causal() & Documents([LONG // n] * n) for n in (32, 256, 1024)}
 @pytest.mark.timeout(20)
 def test_what_a_rank_pays_for_a_plan_over_131072_tokens_and_32_ranks_is_small(layout, mask):
     start = time.process_time()
-    plan = ring_plan(spread(mask, layout, LONG, WIDE), grad_weight=2.0)
+    plan = ring_plan(shards(mask, layout, LONG, WIDE), grad_weight=2.0)
     work = plan.pairs(5)
     seconds = time.process_time() - start
     assert work > 0

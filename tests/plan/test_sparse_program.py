@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.plan.catalogue.catalog import cluster
-from attnmesh.plan.cost import cost
 from attnmesh.plan.load import loads_of
 from attnmesh.plan.sparse_program import sparse_program
 from attnmesh.plan.sparse_shape import SparseGrid, SparseShape, SparseShares
+from attnmesh.planner.cost import cost
+from attnmesh.planner.hardware_catalog.catalog import cluster
 from spreading import D_V, LAYOUTS, SCALE, WIDTH, drawn, on_grid
 
 N, M, TOPK = 11, 13, 6

@@ -7,11 +7,11 @@ import pytest
 import torch
 from test_ring_plan import covered, every_mask, hull
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, SlidingWindow
+from attnmesh.core import ranges
+from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.ring import RingPlan, ring_plan
-from attnmesh.plan.spread import Spread, between_nodes, spread
+from attnmesh.plan.shards import Shards, between_nodes, shards
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
 from truth import truth
 
@@ -25,9 +25,9 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 class Walk:
     """The truth about queries and keys spread over ranks."""
 
-    def __init__(self, problem: Spread) -> None:
-        self.queries = [spans.as_tensor(held) for held in problem.queries]
-        self.keys = [spans.as_tensor(held) for held in problem.keys]
+    def __init__(self, problem: Shards) -> None:
+        self.queries = [ranges.as_tensor(held) for held in problem.queries]
+        self.keys = [ranges.as_tensor(held) for held in problem.keys]
         lengths = (sum(map(len, side)) for side in (self.queries, self.keys))
         self.allowed = truth(problem.mask, *map(torch.arange, lengths))
         by_rank = [self.allowed[held].any(0) for held in self.queries]
@@ -39,12 +39,12 @@ class Walk:
 
 
 @cache
-def spreads(layout: Layout, mask_for, world: int) -> list[Spread]:
+def spreads(layout: Layout, mask_for, world: int) -> list[Shards]:
     made = []
     for length, key_length in SIDES:
         key_layout = None if key_length is None else LAYOUTS[(LAYOUTS.index(layout) + 1) % len(LAYOUTS)]
         mask = mask_for(length if key_length is None else key_length)
-        made.append(spread(mask, layout, length, world, key_layout, key_length))
+        made.append(shards(mask, layout, length, world, key_layout, key_length))
     return made
 
 
@@ -52,15 +52,15 @@ def spreads(layout: Layout, mask_for, world: int) -> list[Spread]:
 def plans(layout: Layout, mask_for) -> list[tuple[TwoLevelPlan, Walk]]:
     """The plans chosen for forward and backward, for every mesh and length."""
     return [
-        (plan, Walk(plan.spread))
-        for nodes, inner in MESHES
-        for problem in spreads(layout, mask_for, nodes * inner)
-        for plan in {two_level_plan(problem, inner, grad_weight=weight) for weight in (0.0, 2.0)}
+        (plan, Walk(plan.shards))
+        for nodes, ranks_per_node in MESHES
+        for problem in spreads(layout, mask_for, nodes * ranks_per_node)
+        for plan in {two_level_plan(problem, ranks_per_node, grad_weight=weight) for weight in (0.0, 2.0)}
     ]
 
 
 def node_of(plan: TwoLevelPlan, node: int) -> range:
-    return range(node * plan.inner, (node + 1) * plan.inner)
+    return range(node * plan.ranks_per_node, (node + 1) * plan.ranks_per_node)
 
 
 @every_layout
@@ -69,17 +69,17 @@ def test_ranks_compute_every_visible_pair_exactly_once_with_keys_they_hold(layou
     for plan, walk in plans(layout, mask_for):
         count = torch.zeros(*walk.allowed.shape, dtype=torch.int8)
         for rank in range(plan.world):
-            node, i = divmod(rank, plan.inner)
+            node, i = divmod(rank, plan.ranks_per_node)
             for at in range(len(plan.outer_offsets)):
                 ring = plan.inner_ring(node, at)
                 for stage in ring.stages(i):
                     # What turns within the node at an outer stage is what its ranks hold then, narrowed to `seen`.
                     outer = plan.outer(stage.block).stages(node)[at]
-                    block = walk.keys[outer.block * plan.inner + stage.block]
+                    block = walk.keys[outer.block * plan.ranks_per_node + stage.block]
                     held = block[outer.seen.start : outer.seen.stop][stage.seen.start : stage.seen.stop]
                     assert set(outer.seen) <= set(outer.keys)
-                    assert torch.equal(spans.as_tensor(stage.patch.q), walk.queries[rank])
-                    assert torch.equal(spans.as_tensor(stage.patch.k), held)
+                    assert torch.equal(ranges.as_tensor(stage.patch.q), walk.queries[rank])
+                    assert torch.equal(ranges.as_tensor(stage.patch.k), held)
                     count[walk.queries[rank][:, None], held] += covered(stage.patch)
             assert plan.pairs(rank) == int(walk.allowed[walk.queries[rank]].sum())
         assert torch.equal(count, walk.allowed.to(torch.int8)), plan
@@ -89,9 +89,9 @@ def test_ranks_compute_every_visible_pair_exactly_once_with_keys_they_hold(layou
 @every_mask
 def test_what_a_node_hands_on_is_what_the_next_one_expects_and_only_what_is_seen_further_on(layout, mask_for):
     for plan, walk in plans(layout, mask_for):
-        for i in range(plan.inner):
+        for i in range(plan.ranks_per_node):
             ring = plan.outer(i)
-            arriving = {n: (n, range(len(walk.keys[n * plan.inner + i])), n) for n in range(plan.nodes)}
+            arriving = {n: (n, range(len(walk.keys[n * plan.ranks_per_node + i])), n) for n in range(plan.nodes)}
             for at in range(len(plan.outer_offsets)):
                 sent = {}
                 for node in range(plan.nodes):
@@ -100,7 +100,7 @@ def test_what_a_node_hands_on_is_what_the_next_one_expects_and_only_what_is_seen
                         assert (stage.block, stage.keys, stage.came_from) == arriving[node]
                     else:
                         assert not stage.keys
-                    block = stage.block * plan.inner + i
+                    block = stage.block * plan.ranks_per_node + i
                     later = [(stage.block + o) % plan.nodes for o in plan.outer_offsets[at + 1 :]]
                     further_on = set().union(*(walk.seen(node_of(plan, n), block) for n in later))
                     assert stage.next_keys == hull(further_on), (plan, i, node, at)
@@ -116,10 +116,10 @@ def test_what_a_node_hands_on_is_what_the_next_one_expects_and_only_what_is_seen
 @every_mask
 def test_what_nodes_found_for_a_block_comes_home_exactly_once(layout, mask_for):
     for plan, walk in plans(layout, mask_for):
-        for i in range(plan.inner):
+        for i in range(plan.ranks_per_node):
             ring = plan.outer(i)
             for home in range(plan.nodes):
-                block, found, grads = home * plan.inner + i, Counter(), range(0)
+                block, found, grads = home * plan.ranks_per_node + i, Counter(), range(0)
                 for at, offset in enumerate(plan.outer_offsets[1:], 1):
                     node = (home + offset) % plan.nodes
                     stage = ring.stages(node)[at]
@@ -155,41 +155,43 @@ def test_there_is_no_outer_stage_at_which_no_node_sees_anything(layout, mask_for
 @every_mask
 def test_all_outer_rings_turn_the_way_that_moves_fewer_rows(layout, mask_for):
     def moved(plan: TwoLevelPlan, weight: float) -> float:
-        rings = [plan.outer(i) for i in range(plan.inner)]
+        rings = [plan.outer(i) for i in range(plan.ranks_per_node)]
         return sum(
             ring.rows_sent(node) + weight * ring.grad_rows_sent(node) for ring in rings for node in range(plan.nodes)
         )
 
-    for nodes, inner in MESHES:
-        for problem in spreads(layout, mask_for, nodes * inner):
+    for nodes, ranks_per_node in MESHES:
+        for problem in spreads(layout, mask_for, nodes * ranks_per_node):
             for weight in (0.0, 2.0):
-                chosen = two_level_plan(problem, inner, grad_weight=weight)
-                turned = TwoLevelPlan(problem, inner, (0, *reversed(chosen.outer_offsets[1:])))
+                chosen = two_level_plan(problem, ranks_per_node, grad_weight=weight)
+                turned = TwoLevelPlan(problem, ranks_per_node, (0, *reversed(chosen.outer_offsets[1:])))
                 assert moved(chosen, weight) <= moved(turned, weight)
 
 
-@pytest.mark.parametrize(("nodes", "inner"), MESHES)
-def test_a_block_crosses_every_border_between_nodes_once(nodes, inner):
-    plan = two_level_plan(spread(Full(), Contiguous(), 8 * nodes * inner, nodes * inner), inner)
-    for i in range(inner):
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), MESHES)
+def test_a_block_crosses_every_border_between_nodes_once(nodes, ranks_per_node):
+    plan = two_level_plan(
+        shards(Full(), Contiguous(), 8 * nodes * ranks_per_node, nodes * ranks_per_node), ranks_per_node
+    )
+    for i in range(ranks_per_node):
         assert [plan.outer(i).rows_sent(node) for node in range(nodes)] == [8 * (nodes - 1)] * nodes
 
 
 def test_documents_within_nodes_make_no_outer_hop():
-    plan = two_level_plan(spread(Causal() & Documents([32, 32]), Contiguous(), 64, 4), 2)
+    plan = two_level_plan(shards(Causal() & Documents([32, 32]), Contiguous(), 64, 4), 2)
     assert plan.outer_offsets == (0,)
     assert [len(plan.inner_ring(node, 0).offsets) for node in (0, 1)] == [2, 2]
 
 
 def test_a_window_hands_its_halo_to_the_next_node_once():
-    plan = two_level_plan(spread(SlidingWindow(5), Contiguous(), 64, 4), 2)
+    plan = two_level_plan(shards(SlidingWindow(5), Contiguous(), 64, 4), 2)
     assert plan.outer_offsets == (0, 1)
     sent = {(i, node): plan.outer(i).rows_sent(node) for i in range(2) for node in range(2)}
     assert sent == {(0, 0): 0, (0, 1): 0, (1, 0): 5, (1, 1): 0}  # the last rank of node 0 has it
 
 
 def test_the_same_plan_is_made_once():
-    problem = spread(Causal(), Zigzag(), 100, 4)
+    problem = shards(Causal(), Zigzag(), 100, 4)
     assert two_level_plan(problem, 2) is two_level_plan(problem, 2)
 
 
@@ -218,18 +220,18 @@ def test_a_ring_of_cross_attention_computes_every_visible_pair_exactly_once(layo
 
 @every_layout
 def test_the_shards_of_a_node_together_are_its_positions_in_order_or_refused(layout):
-    for nodes, inner in MESHES:
+    for nodes, ranks_per_node in MESHES:
         for length in (0, 1, 5, 13, 30):
-            problem = spread(Causal(), layout, length, nodes * inner)
-            between = between_nodes(problem, inner)
+            problem = shards(Causal(), layout, length, nodes * ranks_per_node)
+            between = between_nodes(problem, ranks_per_node)
             if between is None:
                 assert layout == Striped()
-                assert length > nodes * inner
+                assert length > nodes * ranks_per_node
                 continue
             assert between.world == nodes
             for node in range(nodes):
-                ranks = range(node * inner, (node + 1) * inner)
+                ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
                 held = sorted(p for rank in ranks for run in problem.queries[rank] for p in run)
-                assert spans.as_tensor(between.queries[node]).tolist() == held
+                assert ranges.as_tensor(between.queries[node]).tolist() == held
                 assert all(run.step == 1 for run in between.queries[node])
                 assert between.keys[node] == between.queries[node]

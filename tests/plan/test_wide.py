@@ -5,23 +5,23 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 
-from attnmesh.layout import Contiguous, Striped, Zigzag
-from attnmesh.mask import Causal, Documents, Full, SlidingWindow
+from attnmesh.core.layouts import Contiguous, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan import programs
-from attnmesh.plan.case import Case, Shape
 from attnmesh.plan.program import Bundle
 from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.rounds import travel
-from attnmesh.plan.spread import spread
+from attnmesh.plan.shards import shards
 from attnmesh.plan.wide.schedules import WideSpread
+from attnmesh.plan.workload import Shape, Workload
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
 MASKS = [Full(), Causal(), SlidingWindow(7), SlidingWindow(3, 5), Causal() & SlidingWindow(20, 4)]
 
 
-def rounds(monkeypatch, most, schedule, case, backward):
+def rounds(monkeypatch, most, schedule, workload, backward):
     monkeypatch.setattr(programs, "MOST_BY_PATCH", most)
-    return list(program(schedule, case, backward=backward).rounds())
+    return list(program(schedule, workload, backward=backward).rounds())
 
 
 def moved(messages):
@@ -47,29 +47,29 @@ def assert_same(plain, wide):
 @pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Zigzag(2)], ids=str)
 def test_rings_and_gatherings_by_arrays_are_those_by_patches(layout, mask, backward, monkeypatch):
     for length in (96, 53, 9):
-        case = Case(spread(mask, layout, length, 6), SHAPE, 6)
+        workload = Workload(shards(mask, layout, length, 6), SHAPE, 6)
         for schedule in ("ring", "allgather", "ulysses"):
-            assert_same(*(rounds(monkeypatch, most, schedule, case, backward) for most in (64, 0)))
+            assert_same(*(rounds(monkeypatch, most, schedule, workload, backward) for most in (64, 0)))
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
-@pytest.mark.parametrize(("nodes", "inner"), [(2, 3), (4, 2), (3, 3), (5, 2)])
-def test_two_levels_by_arrays_are_those_by_patches(nodes, inner, mask, backward, monkeypatch):
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 3), (4, 2), (3, 3), (5, 2)])
+def test_two_levels_by_arrays_are_those_by_patches(nodes, ranks_per_node, mask, backward, monkeypatch):
     for layout, length in ((Zigzag(), 240), (Contiguous(), 240), (Zigzag(), 101)):
-        case = Case(spread(mask, layout, length, nodes * inner), SHAPE, inner)
+        workload = Workload(shards(mask, layout, length, nodes * ranks_per_node), SHAPE, ranks_per_node)
         for schedule in ("ring+ring", "ulysses+ring", "ulysses+allgather"):
-            assert_same(*(rounds(monkeypatch, most, schedule, case, backward) for most in (64, 0)))
+            assert_same(*(rounds(monkeypatch, most, schedule, workload, backward) for most in (64, 0)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_by_the_million_are_kept_as_their_sums(schedule, monkeypatch):
-    case = Case(spread(Causal(), Zigzag(), 128, 8), SHAPE, 4)
-    plain = rounds(monkeypatch, 64, schedule, case, True)
+    workload = Workload(shards(Causal(), Zigzag(), 128, 8), SHAPE, 4)
+    plain = rounds(monkeypatch, 64, schedule, workload, True)
     for module in ("gather", "schedules"):
         monkeypatch.setattr(f"attnmesh.plan.wide.{module}.MOST_MESSAGES", 0, raising=False)
     monkeypatch.setattr("attnmesh.plan.rounds.ulysses.MOST_MESSAGES", 0)
-    folded = rounds(monkeypatch, 0, schedule, case, True)
+    folded = rounds(monkeypatch, 0, schedule, workload, True)
     for a, b in zip_longest(plain, folded):
         for name, messages in a.starts.items():
             sums = b.starts[name]
@@ -86,7 +86,7 @@ def test_messages_by_the_million_are_kept_as_their_sums(schedule, monkeypatch):
 
 
 def test_what_arrays_cannot_hold_stays_with_patches():
-    assert WideSpread.of(spread(Causal(), Striped(), 64, 4)) is None
-    assert WideSpread.of(spread(Documents([40, 24]), Zigzag(), 64, 4)) is None
-    assert WideSpread.of(spread(Causal(), Zigzag(5), 640, 4)) is None
+    assert WideSpread.of(shards(Causal(), Striped(), 64, 4)) is None
+    assert WideSpread.of(shards(Documents([40, 24]), Zigzag(), 64, 4)) is None
+    assert WideSpread.of(shards(Causal(), Zigzag(5), 640, 4)) is None
     assert travel.MOST_MESSAGES > 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import Claim, complaint, remembered_as
 from attnmesh.comm.traffic import Traffic
-from attnmesh.recorder import Recorder
+from attnmesh.trace.recorder import Recorder
 
 Shape = Sequence[int]
 Message = tuple[Tensor, int]

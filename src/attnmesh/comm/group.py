@@ -19,7 +19,7 @@ from attnmesh.comm.board import Board
 from attnmesh.comm.parcel import Parcel, stage
 from attnmesh.comm.recording import NotedPending
 from attnmesh.comm.watch import Waitable, watch_on_stream, watched
-from attnmesh.recorder import Recorder
+from attnmesh.trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

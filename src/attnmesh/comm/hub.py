@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import Claim
 from attnmesh.comm.scheduler import Scheduler
-from attnmesh.recorder import Message as NotedMessage
-from attnmesh.recorder import Recorder
-from attnmesh.timeline import Track
+from attnmesh.trace.recorder import Message as NotedMessage
+from attnmesh.trace.recorder import Recorder
+from attnmesh.trace.timeline import Track
 
 
 class Hub:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from attnmesh.comm.base import Comm, Pending
-from attnmesh.recorder import Recorder
+from attnmesh.trace.recorder import Recorder
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import Claim
 from attnmesh.comm.base import Comm, Message, Pending, Shape
-from attnmesh.recorder import Recorder
+from attnmesh.trace.recorder import Recorder
 
 
 class SubComm(Comm):

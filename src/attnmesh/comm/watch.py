@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from attnmesh.comm.parcel import Parcel
-from attnmesh.recorder import Mark, Message, Recorder
+from attnmesh.trace.recorder import Mark, Message, Recorder
 
 FOREVER = timedelta(days=1)
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.extras import require
+from attnmesh.core.optional import require
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.lanes import ONE_LANE, Lanes
-from attnmesh.state import State, accumulation_dtype
 
 _WAITING_FIRST, _WAITING_BESIDE_A_TOTAL = 4, 2
 

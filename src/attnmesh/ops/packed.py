@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.extras import require
-from attnmesh.state import State
+from attnmesh.core.optional import require
+from attnmesh.core.state import State
 
 
 def state_in(packed: Tensor) -> State:

@@ -26,7 +26,7 @@ BFP_BITS = 6  # below the leading one: a value is at most 127 steps of 2 ** (exp
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """A cache in fewer bits: `values` in the cache's own shape [..., D], and the `scales` that turn them back.
 
     The two dtypes say which storage it is. `fp8`: float8_e4m3fn with float32 scales [] or [Hkv]. `int8`: int8 with
@@ -51,7 +51,7 @@ class Quantised:
             wanted = scales.dtype == torch.int8 and scales.shape == _bfp_shape(values)
             shape = f"float32 {list(values.shape[:-1])} (int8) or int8 {list(_bfp_shape(values))} (bfp8)"
         else:
-            raise ValueError(f"quantised values must be float8_e4m3fn or int8, got {values.dtype}")
+            raise ValueError(f"quantized values must be float8_e4m3fn or int8, got {values.dtype}")
         if not wanted:
             raise ValueError(
                 f"scales of {values.dtype} values must be {shape}, got {scales.dtype} {list(scales.shape)}"
@@ -67,12 +67,12 @@ class Quantised:
         return "int8" if self.scales.dtype == torch.float32 else "bfp8"
 
 
-Stored = Tensor | Quantised
+Stored = Tensor | Quantized
 
 
 def storage_of(stored: Stored) -> str:
     """The name of a cache's storage type; a plain dtype we do not store in raises ValueError."""
-    if isinstance(stored, Quantised):
+    if isinstance(stored, Quantized):
         return stored.storage
     for name, dtype in PLAIN.items():
         if stored.dtype == dtype:
@@ -83,8 +83,8 @@ def storage_of(stored: Stored) -> str:
 
 
 def values_of(stored: Stored) -> Tensor:
-    """The tensor in the cache's shape: what is stored, or the values of what is quantised."""
-    return stored.values if isinstance(stored, Quantised) else stored
+    """The tensor in the cache's shape: what is stored, or the values of what is quantized."""
+    return stored.values if isinstance(stored, Quantized) else stored
 
 
 def check_storage(storage: str, head_dim: int) -> None:
@@ -103,11 +103,11 @@ def bytes_per_token(storage: str, head_dim: int) -> float:
     return head_dim + {"fp8": 0.0, "int8": 4.0, "bfp8": head_dim / BFP_GROUP}[storage]
 
 
-def quantise(x: Tensor, storage: str, *, scale: Tensor | None = None, head_axis: int = 1) -> Stored:
+def quantize(x: Tensor, storage: str, *, scale: Tensor | None = None, head_axis: int = 1) -> Stored:
     """x [..., D] in a storage type. `scale` is fp8's: [] or [Hkv], by default what maps the largest value to 448.
 
     A value beyond an fp8 scale's range becomes the largest of its sign. `head_axis` says which dimension of x the
-    scales of heads belong to: 1 in a cache [B, Hkv, L, D], 2 in a pool [blocks, block_len, Hkv, D].
+    scales of heads belong to: 1 in a cache [B, Hkv, L, D], 2 in a pool [blocks, block_size, Hkv, D].
     """
     check_storage(storage, x.shape[-1])
     if storage in PLAIN:
@@ -118,21 +118,21 @@ def quantise(x: Tensor, storage: str, *, scale: Tensor | None = None, head_axis:
             scale = wide.abs().amax() / FP8_MAX if x.numel() else wide.new_ones(())
             scale = torch.where(scale > 0, scale, 1.0)
         values = (wide / _along(scale, x.ndim, head_axis)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-        return Quantised(values, scale)
+        return Quantized(values, scale)
     if storage == "int8":
         # Divided by a tensor: by a number, CUDA multiplies with its reciprocal, and its bits would not be the CPU's.
         scales = wide.abs().amax(-1) / wide.new_full((), INT8_MAX)
         steps = (wide / torch.where(scales > 0, scales, 1.0)[..., None]).round()
         # Clamped: a scale near the smallest float32 is coarse, and a quotient may pass 127.
-        return Quantised(steps.clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales)
+        return Quantized(steps.clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales)
     grouped = wide.unflatten(-1, (-1, BFP_GROUP))
     # frexp gives a mantissa in [0.5, 1): the leading one is worth 2 ** (exponent - 1).
     exponent = (torch.frexp(grouped.abs().amax(-1)).exponent - 1).clamp(-120, 127) - BFP_BITS
     steps = torch.ldexp(grouped, -exponent[..., None]).round().clamp(-INT8_MAX, INT8_MAX)
-    return Quantised(steps.to(torch.int8).flatten(-2), exponent.to(torch.int8))
+    return Quantized(steps.to(torch.int8).flatten(-2), exponent.to(torch.int8))
 
 
-def dequantise(stored: Stored, dtype: torch.dtype, *, head_axis: int = 1) -> Tensor:
+def dequantize(stored: Stored, dtype: torch.dtype, *, head_axis: int = 1) -> Tensor:
     """What a cache stands for, as plain numbers of `dtype` (computed in it, or in float32 if that is wider)."""
     if isinstance(stored, Tensor):
         return stored.to(dtype)

@@ -14,16 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.dense.triton_configs import (
-    at_head,
-    locate,
-    padded,
-    row_strides,
-    store_rows,
-    tile_mask,
-    tile_pointers,
-)
-from attnmesh.state import State
+from attnmesh.core.state import State
+from attnmesh.ops.dense.triton_configs import at_head, locate, padded, row_strides, store_rows, tile_mask, tile_pointers
 
 MOST_PARTS = 4
 _ELEMENTS = 2048  # of one tensor per program: four 16-byte accesses in flight for each thread

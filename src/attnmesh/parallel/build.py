@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnmesh.comm.sub import SubComm
-from attnmesh.parallel.gather import AllGather
+from attnmesh.core.ranges import Ranges
+from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.heads import HeadExchange
 from attnmesh.parallel.ranks import Ranks
 from attnmesh.parallel.ring import Ring
 from attnmesh.parallel.schedule import Schedule
 from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses
-from attnmesh.plan.case import check_served
-from attnmesh.plan.gather import gather_plan
+from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.ring import ring_plan
-from attnmesh.plan.spread import Spread, between_nodes
+from attnmesh.plan.shards import Shards, between_nodes
 from attnmesh.plan.two_level import two_level_plan
-from attnmesh.spans import Spans
+from attnmesh.plan.workload import check_served
 
 
 @dataclass(frozen=True)
 class Builder:
     """What all schedules of one call share."""
 
-    spread: Spread
+    shards: Shards
     scale: float
     backend: str
     ranks: Ranks
@@ -32,22 +32,22 @@ class Builder:
 
     def build(self, schedule: str) -> Schedule:
         """The schedule of that name; ValueError where it cannot serve."""
-        check_served(schedule, self.spread, self.ranks.inner)
+        check_served(schedule, self.shards, self.ranks.ranks_per_node)
         everyone = self.ranks.everyone
         if schedule == "ring":
-            return Ring(ring_plan(self.spread), self.scale, self.backend, everyone)
+            return Ring(ring_plan(self.shards), self.scale, self.backend, everyone)
         if schedule == "allgather":
-            return AllGather(gather_plan(self.spread), self.scale, self.backend, everyone)
+            return AllGather(gather_plan(self.shards), self.scale, self.backend, everyone)
         if schedule == "ulysses":
             return self._ulysses(everyone.world, "ring")
         if schedule == "ring+ring":
-            plan = two_level_plan(self.spread, self.ranks.inner)
+            plan = two_level_plan(self.shards, self.ranks.ranks_per_node)
             return TwoLevelRing(plan, self.scale, self.backend, self.ranks)
-        return self._ulysses(self.ranks.inner, schedule.removeprefix("ulysses+"))
+        return self._ulysses(self.ranks.ranks_per_node, schedule.removeprefix("ulysses+"))
 
     def _ulysses(self, ranks: int, then: str) -> Schedule:
         """Rows traded for heads among `ranks` neighbours; then a schedule between those who have the same heads."""
-        between = between_nodes(self.spread, ranks)
+        between = between_nodes(self.shards, ranks)
         assert between is not None, "see refusal"
         alone = ranks == self.ranks.everyone.world
         everyone = self.ranks.everyone
@@ -55,12 +55,12 @@ class Builder:
         inside, outside = (everyone, nobody_else) if alone else (self.ranks.inside, self.ranks.outside)
         first = everyone.rank // ranks * ranks
 
-        def trade(held: tuple[Spans, ...], whole: tuple[Spans, ...]) -> HeadExchange:
+        def trade(held: tuple[Ranges, ...], whole: tuple[Ranges, ...]) -> HeadExchange:
             return HeadExchange(held[first : first + ranks], whole[outside.rank], inside)
 
         if then == "ring":
             after: Schedule = Ring(ring_plan(between), self.scale, self.backend, outside)
         else:
             after = AllGather(gather_plan(between), self.scale, self.backend, outside)
-        queries, keys = trade(self.spread.queries, between.queries), trade(self.spread.keys, between.keys)
+        queries, keys = trade(self.shards.queries, between.queries), trade(self.shards.keys, between.keys)
         return Ulysses(queries, keys, after, self.ranks, self.lse)

@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm
-from attnmesh.layout import Layout, Zigzag, dimension
-from attnmesh.mask import Causal, Mask
+from attnmesh.core.layouts import Layout, Zigzag, dimension
+from attnmesh.core.masks import Causal, Mask
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import choose_fused
 from attnmesh.parallel.agreement import Facts, agreed, check_count
@@ -21,13 +22,12 @@ from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, numbe
 from attnmesh.parallel.ranks import ranks_from
 from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
-from attnmesh.plan.case import Case, Shape, check_served
-from attnmesh.plan.catalogue.catalog import usual_cluster
-from attnmesh.plan.choose import Choice, choose_schedule
-from attnmesh.plan.explain import Explanation, explained
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.spread import Spread, spread
-from attnmesh.state import accumulation_dtype
+from attnmesh.plan.shards import Shards, shards
+from attnmesh.plan.workload import Shape, Workload, check_served
+from attnmesh.planner.choose import Choice, choose_schedule
+from attnmesh.planner.explain import Explanation, explained
+from attnmesh.planner.hardware_catalog.catalog import usual_cluster
 
 _MOST_REMEMBERED = 256
 
@@ -51,8 +51,8 @@ class ContextParallel:
     """Attention over a sequence whose positions are spread over ranks by a layout.
 
     `where` is a ProcessGroup, a DeviceMesh, a comm, or None for the default group (a world of one without
-    torch.distributed). A mesh of two dimensions is (nodes, ranks a node); `inner` says the same of other ranks: rank
-    `node x inner + i` is the i-th of its node. All ranks make the same calls in the same order with the same arguments.
+    torch.distributed). A mesh of two dimensions is (nodes, ranks a node); `ranks_per_node` says the same of other ranks: rank
+    `node x ranks_per_node + i` is the i-th of its node. All ranks make the same calls in the same order with the same arguments.
     Ranks compare notes before the first call of a kind; what does not fit raises ValueError on every rank.
 
     `schedule` is how ranks work together:
@@ -75,7 +75,7 @@ class ContextParallel:
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
         backend: str = "auto",
-        inner: int | None = None,
+        ranks_per_node: int | None = None,
     ) -> None:
         if layout is None:
             raise ValueError("layout must be a layout (Contiguous(), Zigzag(), ...), got None")
@@ -84,7 +84,7 @@ class ContextParallel:
             raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        self._ranks = ranks_from(where, inner)
+        self._ranks = ranks_from(where, ranks_per_node)
         self.comm = self._ranks.everyone
         self.layout, self.schedule, self.backend = layout, schedule, backend
         self._schedules: dict[_Kind, Schedule] = {}
@@ -200,11 +200,11 @@ class ContextParallel:
         _check_shape(batch, q_heads, kv_heads, head_dim, dtype)
         shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
         positions = self._spread(mask, length, key_length, key_layout)
-        case = Case(positions, shape, self._ranks.inner, device=torch.device(device).type)
-        choice = self._choice(case)
+        workload = Workload(positions, shape, self._ranks.ranks_per_node, device=torch.device(device).type)
+        choice = self._choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
-        check_served(schedule, case.spread, case.inner)
-        return explained(schedule, case, usual_cluster(device), choice)
+        check_served(schedule, workload.shards, workload.ranks_per_node)
+        return explained(schedule, workload, usual_cluster(device), choice)
 
     def _kind(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> _Kind:
         """What this call is; ValueError for what this rank can see to be wrong."""
@@ -228,9 +228,9 @@ class ContextParallel:
         """The schedule for calls of a kind; made once. ValueError where it, or its backend, cannot serve."""
         if kind not in self._schedules:
             positions = self._spread(kind.mask, kind.length, kind.key_length, kind.key_layout)
-            case = Case(positions, kind.shape, self._ranks.inner, kind.lse, kind.device)
-            choice = self._choice(case)
-            builder = Builder(case.spread, kind.scale, self.backend, self._ranks, kind.lse)
+            workload = Workload(positions, kind.shape, self._ranks.ranks_per_node, kind.lse, kind.device)
+            choice = self._choice(workload)
+            builder = Builder(workload.shards, kind.scale, self.backend, self._ranks, kind.lse)
             schedule = builder.build(self.schedule if choice is None else choice.schedule)
             for call in schedule.calls(q, k, v):
                 choose_fused(call, self.backend)
@@ -239,12 +239,12 @@ class ContextParallel:
             self._schedules[kind] = schedule
         return self._schedules[kind]
 
-    def _choice(self, case: Case) -> Choice | None:
+    def _choice(self, workload: Workload) -> Choice | None:
         """What "auto" picks; None where a schedule was asked for by name."""
-        return choose_schedule(case, usual_cluster(case.device)) if self.schedule == "auto" else None
+        return choose_schedule(workload, usual_cluster(workload.device)) if self.schedule == "auto" else None
 
-    def _spread(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Spread:
-        return spread(mask, self.layout, length, self.world, key_layout, key_length)
+    def _spread(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Shards:
+        return shards(mask, self.layout, length, self.world, key_layout, key_length)
 
     def _check_shard(self, rows: int, length: int, layout: Layout | None = None, what: str = "positions") -> None:
         layout = layout or self.layout
@@ -266,7 +266,7 @@ class ContextParallel:
             "head_dim": kind.shape.head_dim, given: kind.length, "key_length": kind.key_length,
             "dtype": kind.dtype, "device": kind.device, "mask": kind.mask, "scale": kind.scale,
             "layout": self.layout, "key_layout": kind.key_layout, "schedule": self.schedule, "backend": self.backend,
-            "ranks a node": self._ranks.inner, "return_lse": kind.lse,
+            "ranks a node": self._ranks.ranks_per_node, "return_lse": kind.lse,
             "gradient of q": ask.needed[0], "gradient of k": ask.needed[1], "gradient of v": ask.needed[2],
         }  # fmt: skip
 

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
+from attnmesh.core.ranges import Ranges, size
 from attnmesh.parallel.arrivals import Arrivals, Arriving, other_ranks, place_of, rows_in
 from attnmesh.parallel.message import heads_first, rows_first
 from attnmesh.plan.pieces import pieces
-from attnmesh.spans import Spans, size
 
 
 @dataclass(frozen=True)
 class HeadExchange:
     """Ranks that hold the positions `held`, by rank; together they are `whole`, in ascending order."""
 
-    held: tuple[Spans, ...]
-    whole: Spans
+    held: tuple[Ranges, ...]
+    whole: Ranges
     comm: Comm
 
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[range]) -> Arriving:

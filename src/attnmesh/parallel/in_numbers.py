@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from attnmesh.balanced import Balanced
-from attnmesh.joint import Joint
-from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
-from attnmesh.mask import And, Causal, Documents, Full, Mask, SlidingWindow
+from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
+from attnmesh.core.masks import And, Causal, Documents, Full, Mask, SlidingWindow
 
 _FIELDS: dict[type, tuple[str, ...]] = {
     Full: (), Causal: (), SlidingWindow: ("left", "right"), Documents: ("lengths",), And: ("parts",),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.parallel.message import message_row, rows_of, sides, two_buffers
 from attnmesh.plan.ring import RingPlan
-from attnmesh.state import accumulation_dtype
 
 
 class Journey:
@@ -46,7 +46,7 @@ class Journey:
         return packed
 
 
-class Homing:
+class GradReturn:
     """Gradients of keys on their way home, float32, in two buffers: one leaves while the next arrives."""
 
     def __init__(self, k: Tensor, plan: RingPlan, comm: Comm) -> None:

@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from attnmesh.layout import Layout
-from attnmesh.mask import Mask
+from attnmesh.core.layouts import Layout
+from attnmesh.core.masks import Mask
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Result
 from attnmesh.parallel.in_numbers import from_numbers, in_numbers
-from attnmesh.parallel.schedule import Schedule, telling_the_others
-from attnmesh.state import State, accumulation_dtype
+from attnmesh.parallel.schedule import Schedule, propagate_failure
 
 
 class Ask(NamedTuple):
@@ -88,7 +88,7 @@ def _forward(
     schedule = _context(context).agree_on(q, k, v, asked)
     if _returns_lse(lse, needed) and not lse:
         schedule = _context(context).schedule_for(q, k, v, asked._replace(lse=True))
-    with telling_the_others(schedule.comm), torch.autocast(q.device.type, enabled=False):
+    with propagate_failure(schedule.comm), torch.autocast(q.device.type, enabled=False):
         state, _ = schedule.forward(q, k, v)
     return state.out.contiguous(), state.lse.contiguous() if _returns_lse(lse, needed) else _nothing(state.lse)
 
@@ -113,7 +113,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     ask = _ask(mask, scale, length, key_length, key_layout, asked_lse, needed)
     schedule = _context(context).schedule_for(q, k, v, ask)
-    with telling_the_others(schedule.comm), torch.autocast(q.device.type, enabled=False):
+    with propagate_failure(schedule.comm), torch.autocast(q.device.type, enabled=False):
         # Not what the forward kept: a graph would have to know its shapes, which the schedule decides when it runs.
         kept = schedule.kept_again(q, k, v, State(out, lse))
         grads = schedule.backward(kept, Result.of(out, lse, grad_out, grad_lse), needed)

@@ -10,18 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, comm_from
 from attnmesh.comm.sub import SubComm
-from attnmesh.parallel.together import Together
+from attnmesh.parallel.together import RankGroups
 
 
 @dataclass(frozen=True)
-class Ranks(Together):
-    """Rank `node x inner + i` is the i-th of its node. On a mesh of one dimension all ranks are one node."""
+class Ranks(RankGroups):
+    """Rank `node x ranks_per_node + i` is the i-th of its node. On a mesh of one dimension all ranks are one node."""
 
     inside: Comm
     outside: Comm
 
     @property
-    def inner(self) -> int:
+    def ranks_per_node(self) -> int:
         """Ranks a node."""
         return self.inside.world
 
@@ -31,8 +31,8 @@ class Ranks(Together):
         return self.inside, self.outside
 
 
-def ranks_from(where: Comm | ProcessGroup | DeviceMesh | None, inner: int | None) -> Ranks:
-    """The ranks of a comm or group, `inner` of them a node; or of a mesh: (ranks), or (nodes, ranks a node)."""
+def ranks_from(where: Comm | ProcessGroup | DeviceMesh | None, ranks_per_node: int | None) -> Ranks:
+    """The ranks of a comm or group, `ranks_per_node` of them a node; or of a mesh: (ranks), or (nodes, ranks a node)."""
     if isinstance(where, DeviceMesh) and where.ndim > 2:
         raise ValueError(
             f"the mesh must have one dimension, or two (nodes, ranks a node), got {where.ndim} of shape "
@@ -41,18 +41,25 @@ def ranks_from(where: Comm | ProcessGroup | DeviceMesh | None, inner: int | None
     if isinstance(where, DeviceMesh) and where.get_coordinate() is None:
         raise ValueError(f"this rank is not a member of the mesh {where.mesh.tolist()}")
     if isinstance(where, DeviceMesh) and where.ndim == 2:
-        if inner is not None and inner != where.shape[1]:
-            raise ValueError(f"inner={inner} contradicts the mesh, whose second dimension has {where.shape[1]} ranks")
+        if ranks_per_node is not None and ranks_per_node != where.shape[1]:
+            raise ValueError(
+                f"ranks_per_node={ranks_per_node} contradicts the mesh, whose second dimension has {where.shape[1]} ranks"
+            )
         return Ranks(_flat(where), comm_from(where.get_group(1)), comm_from(where.get_group(0)))
     everyone = comm_from(where)
-    if inner is None:
+    if ranks_per_node is None:
         return Ranks(everyone, everyone, SubComm(everyone, [everyone.rank]))
     world = everyone.world
-    if isinstance(inner, bool) or not isinstance(inner, int) or inner < 1 or world % inner:
-        raise ValueError(f"inner must be an integer that divides the {world} ranks, got {inner!r}")
-    node, i = divmod(everyone.rank, inner)
-    inside = SubComm(everyone, range(node * inner, (node + 1) * inner))
-    return Ranks(everyone, inside, SubComm(everyone, range(i, world, inner)))
+    if (
+        isinstance(ranks_per_node, bool)
+        or not isinstance(ranks_per_node, int)
+        or ranks_per_node < 1
+        or world % ranks_per_node
+    ):
+        raise ValueError(f"ranks_per_node must be an integer that divides the {world} ranks, got {ranks_per_node!r}")
+    node, i = divmod(everyone.rank, ranks_per_node)
+    inside = SubComm(everyone, range(node * ranks_per_node, (node + 1) * ranks_per_node))
+    return Ranks(everyone, inside, SubComm(everyone, range(i, world, ranks_per_node)))
 
 
 def _flat(mesh: DeviceMesh) -> Comm:

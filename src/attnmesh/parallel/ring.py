@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense import recorded
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
 from attnmesh.ops.lanes import ONE_LANE, Lanes
-from attnmesh.parallel.journey import Homing, Journey
+from attnmesh.parallel.journey import GradReturn, Journey
 from attnmesh.parallel.schedule import KeepsInputs
 from attnmesh.plan.ring import RingPlan, ring_plan
-from attnmesh.state import State, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Ring(KeepsInputs):
 
     def backward_plan(self, dtype: torch.dtype) -> RingPlan:
         """The plan of the backward: the same blocks, turning whichever way moves fewer bytes with gradients along."""
-        return ring_plan(self.plan.spread, grad_weight=accumulation_dtype(dtype).itemsize / dtype.itemsize)
+        return ring_plan(self.plan.shards, grad_weight=accumulation_dtype(dtype).itemsize / dtype.itemsize)
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
         """What this rank would compute, stage by stage."""
@@ -112,7 +112,9 @@ class _Turn:
 
     def backward(self, result: Result, grads: Grads, backends: Sequence[Backend | None], lanes: Lanes) -> None:
         own, recorder = (grads.k, grads.v), self._ring.comm.recorder
-        homing = Homing(self._own[0], self._plan, self._ring.comm) if any(grad is not None for grad in own) else None
+        homing = (
+            GradReturn(self._own[0], self._plan, self._ring.comm) if any(grad is not None for grad in own) else None
+        )
         for at, (call, backend) in enumerate(zip(self.calls, backends, strict=True)):
             lanes.wait_for_last_block()
             travelling = self._journey.send_on(at)
@@ -142,4 +144,4 @@ def _lanes(calls: Sequence[Call | None], backends: Sequence[Backend | None], com
         or not all(call.q.is_cuda and isinstance(backend, Aten) for call, backend in work)
     ):
         return ONE_LANE, None
-    return Lanes(enabled=True), sum(len(call.sight.blocks) for call, _ in work)
+    return Lanes(enabled=True), sum(len(call.visibility.blocks) for call, _ in work)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.comm import CommError
+from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result
-from attnmesh.state import State
 
 BACKENDS = ("auto", "aten", "triton")  # the reference would hold every score in memory
 
@@ -61,7 +61,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> State:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
-        with telling_the_others(schedule.comm), torch.autocast(q.device.type, enabled=False):
+        with propagate_failure(schedule.comm), torch.autocast(q.device.type, enabled=False):
             state, kept = schedule.forward(q, k, v)
         ctx.save_for_backward(*state, *kept)
         ctx.schedule = schedule
@@ -72,14 +72,14 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, *kept = ctx.saved_tensors
-        with telling_the_others(ctx.schedule.comm), torch.autocast(out.device.type, enabled=False):
+        with propagate_failure(ctx.schedule.comm), torch.autocast(out.device.type, enabled=False):
             result = Result.of(out, lse, grad_out, grad_lse)
             grads = ctx.schedule.backward(tuple(kept), result, ctx.needs_input_grad[:3])
         return *(None if grad is None else grad.finish() for grad in (grads.q, grads.k, grads.v)), None
 
 
 @contextmanager
-def telling_the_others(comm: Failing) -> Iterator[None]:
+def propagate_failure(comm: Failing) -> Iterator[None]:
     """A rank that fails on the way leaves the others waiting: their errors can at least say why."""
     try:
         yield

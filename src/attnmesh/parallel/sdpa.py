@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attnmesh.comm import Comm
-from attnmesh.layout import dimension
-from attnmesh.mask import Causal, Full, Mask
+from attnmesh.core.layouts import dimension
+from attnmesh.core.masks import Causal, Full, Mask
 from attnmesh.parallel.context import ContextParallel
 
 

@@ -9,7 +9,7 @@ from attnmesh.comm import Comm, GroupComm
 
 
 @dataclass(frozen=True)
-class Together:
+class RankGroups:
     """Everyone, and in what a subclass adds, the comms of this rank's parts."""
 
     everyone: Comm

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
-from attnmesh.parallel.journey import Homing, Journey
+from attnmesh.parallel.journey import GradReturn, Journey
 from attnmesh.parallel.ranks import Ranks
 from attnmesh.parallel.ring import Ring
 from attnmesh.parallel.schedule import KeepsInputs
 from attnmesh.plan.ring import RingPlan
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
-from attnmesh.state import State, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class TwoLevelRing(KeepsInputs):
         """The same rings; what a node found for visiting keys travels on with them, and home at the end."""
         q, k, v = kept
         weight = accumulation_dtype(q.dtype).itemsize / q.dtype.itemsize
-        plan = two_level_plan(self.plan.spread, self.plan.inner, grad_weight=weight)
+        plan = two_level_plan(self.plan.shards, self.plan.ranks_per_node, grad_weight=weight)
         journey = Journey(unit_strided(k), unit_strided(v), self._outer(plan), self.comm.outside)
         grads = Grads(*(GradSum(x) if need else None for x, need in zip(kept, needed, strict=True)))
         own = grads.k, grads.v
-        homing = Homing(k, self._outer(plan), self.comm.outside) if needed[1] or needed[2] else None
+        homing = GradReturn(k, self._outer(plan), self.comm.outside) if needed[1] or needed[2] else None
         for at, ring in enumerate(self._rings(plan)):
             travelling = journey.send_on(at)
             keys = journey.seen(at)

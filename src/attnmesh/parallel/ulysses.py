@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh import spans
 from attnmesh.comm import Comm
+from attnmesh.core import ranges
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.parallel.heads import HeadExchange
 from attnmesh.parallel.message import heads_first
 from attnmesh.parallel.ranks import Ranks
 from attnmesh.parallel.schedule import Schedule
-from attnmesh.plan.heads import Segment, head_share, replicated
-from attnmesh.state import State, accumulation_dtype
+from attnmesh.plan.ulysses import Segment, head_share, replicated
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Ulysses:
         """dk and dv of this rank's rows; zeros for the one nobody asked for."""
         # Where several ranks read a kv head, parts of its gradient travel: in float32, rounded once they are summed.
         dtype = accumulation_dtype(k.dtype) if shares.replicated else k.dtype
-        rows = spans.size(self.keys.whole)
+        rows = ranges.size(self.keys.whole)
 
         def finished(grad: GradSum | None, heads: range) -> Tensor:
             if grad is None:
@@ -118,7 +118,7 @@ class Ulysses:
 
     def _joined(self, trade: HeadExchange, parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
         """The segments' results as one, [B, this rank's heads, all rows, D]; no heads at all is fine."""
-        empty = torch.empty(like.shape[0], 0, spans.size(trade.whole), like.shape[3], dtype=dtype, device=like.device)
+        empty = torch.empty(like.shape[0], 0, ranges.size(trade.whole), like.shape[3], dtype=dtype, device=like.device)
         return torch.cat([empty, *parts], 1)
 
 

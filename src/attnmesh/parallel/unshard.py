@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.comm import Comm
-from attnmesh.layout import Layout
+from attnmesh.core.layouts import Layout
 
 
 def unshard(x: Tensor, dim: int, length: int, layout: Layout, comm: Comm) -> Tensor:

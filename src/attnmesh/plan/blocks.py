@@ -27,9 +27,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnmesh import spans
-from attnmesh.mask import Mask, Verdict
-from attnmesh.spans import Spans, rows_between
+from attnmesh.core import ranges
+from attnmesh.core.masks import Coverage, Mask
+from attnmesh.core.ranges import Ranges, rows_between
 
 # More stretches than this, of fewer rows each on average, cost less as one masked block than as a call each.
 _MANY, _FEW_ROWS = 8, 32
@@ -68,14 +68,14 @@ class Patch:
     """What the queries at positions `q` see of the keys at positions `k` under `mask`."""
 
     mask: Mask
-    q: Spans
-    k: Spans
+    q: Ranges
+    k: Ranges
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Rectangles that together hold every visible pair exactly once; FULL and CAUSAL wherever possible."""
         if self._is_one_causal_square():
-            n = spans.size(self.q)
+            n = ranges.size(self.q)
             return (Block(range(n), range(n), Kind.CAUSAL),)
         cut = []
         q_at = 0
@@ -108,7 +108,7 @@ class Patch:
         if self.stretches <= _MANY or "blocks" in self.__dict__:
             return sum(self._pairs(block) for block in self.blocks)
         # A hundred documents are counted row by row sooner than they are cut into blocks.
-        first, end = bounds_of(self.mask, spans.as_tensor(self.q), spans.as_tensor(self.k))
+        first, end = bounds_of(self.mask, ranges.as_tensor(self.q), ranges.as_tensor(self.k))
         return int((end - first).sum())
 
     @cached_property
@@ -138,7 +138,7 @@ class Patch:
 @lru_cache(maxsize=128)
 def _patch_bounds(patch: Patch, device: torch.device) -> tuple[Tensor, Tensor]:
     # Kept: every layer of a model asks for the same few patches.
-    return bounds_of(patch.mask, spans.as_tensor(patch.q, device), spans.as_tensor(patch.k, device))
+    return bounds_of(patch.mask, ranges.as_tensor(patch.q, device), ranges.as_tensor(patch.k, device))
 
 
 def bounds_of(mask: Mask, q_positions: Tensor, k_positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ def bounds_of(mask: Mask, q_positions: Tensor, k_positions: Tensor) -> tuple[Ten
 
 def _outermost(mask: Mask, q: range, k: range) -> list[int]:
     """The first and the last row of `k` that some query of `q` sees, if any does."""
-    if mask.verdict(q, k) is Verdict.EMPTY:
+    if mask.verdict(q, k) is Coverage.EMPTY:
         return []
     # What queries see only moves on: the first query that sees anything sees the first row, the last one the last.
     # Queries before the first see only what lies before the keys, those after the last only what lies behind them.
@@ -176,9 +176,9 @@ def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
         keys = rows_between(k, mask.sees(part[0])[0], mask.sees(part[-1])[1])
         seen = k[keys.start : keys.stop]
         verdict = mask.verdict(part, seen)
-        if verdict is Verdict.EMPTY:
+        if verdict is Coverage.EMPTY:
             continue
-        if verdict is Verdict.FULL:
+        if verdict is Coverage.FULL:
             blocks = iter([Block(range(len(part)), range(len(seen)), Kind.FULL)])
         elif _is_diagonal(mask, part, seen):
             blocks = _along_diagonal(part, seen)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from attnmesh.counts import check_positive
+from attnmesh.core.validation import check_positive
 from attnmesh.plan.sharding import DecodeSharding
 
 Trade = Literal["all_to_all", "all_gather"]

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.hardware import Floats
 from attnmesh.plan.program import Ints
 from attnmesh.plan.rounds.gather import Gathered
 from attnmesh.plan.rounds.sizes import Sizes
 from attnmesh.plan.rounds.stages import Stages
+from attnmesh.planner.hardware import Floats
 
 _WAITING = 4
 

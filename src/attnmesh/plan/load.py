@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.case import Case
-from attnmesh.plan.hardware import OF_BYTES
 from attnmesh.plan.program import Bundle, Program, Round
 from attnmesh.plan.programs import program
+from attnmesh.plan.workload import Workload
+from attnmesh.planner.hardware import OF_BYTES
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ def imbalance(ranks: Sequence[Load]) -> float:
     return max(work) * len(work) / sum(work) if sum(work) else 1.0
 
 
-def loads(schedule: str, case: Case, *, backward: bool) -> list[Load]:
+def loads(schedule: str, workload: Workload, *, backward: bool) -> list[Load]:
     """What `schedule` asks of every rank. It must be able to serve the case: see `refusal`."""
-    return loads_of(program(schedule, case, backward=backward), case.inner)
+    return loads_of(program(schedule, workload, backward=backward), workload.ranks_per_node)
 
 
 def loads_of(whole: Program, node: int) -> list[Load]:

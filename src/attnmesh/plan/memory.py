@@ -11,12 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attnmesh import spans
-from attnmesh.layout import Zigzag
+from attnmesh.core import ranges
+from attnmesh.core.layouts import Zigzag
 from attnmesh.plan import held
-from attnmesh.plan.case import Case, Shape
-from attnmesh.plan.hardware import Floats
-from attnmesh.plan.heads import replicated
 from attnmesh.plan.program import Ints
 from attnmesh.plan.programs import (
     Lanes,
@@ -31,20 +28,23 @@ from attnmesh.plan.programs import (
 from attnmesh.plan.rounds.queries import Answered
 from attnmesh.plan.rounds.sizes import Sizes
 from attnmesh.plan.rounds.ulysses import Trade
-from attnmesh.plan.spread import Spread
+from attnmesh.plan.shards import Shards
+from attnmesh.plan.ulysses import replicated
+from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.hardware import Floats
 
 
-def peak_bytes(schedule: str, case: Case, *, backward: bool) -> Ints:
+def peak_bytes(schedule: str, workload: Workload, *, backward: bool) -> Ints:
     """Bytes by rank. The schedule must be able to serve the case: see `refusal`."""
-    return _rounded(_PEAKS[schedule](case, backward))
+    return _rounded(_PEAKS[schedule](workload, backward))
 
 
 def queries_peak_bytes(
     shape: Shape, length: int, world: int, *, pairs: int | tuple[int, ...] = 1, backward: bool, cpu: bool = False
 ) -> Ints:
     """The same for query-distributed attention, where every rank holds all of q, k and v."""
-    chunks = [Zigzag(pairs).spans(length, world, rank) for rank in range(world)]
-    sizes, answered = Sizes.of([shape] * world, [spans.size(mine) for mine in chunks]), Answered.of(chunks)
+    chunks = [Zigzag(pairs).ranges(length, world, rank) for rank in range(world)]
+    sizes, answered = Sizes.of([shape] * world, [ranges.size(mine) for mine in chunks]), Answered.of(chunks)
     parts = np.minimum(answered.calls, 2).astype(np.float64)  # of a row: keys before its chunk, and the chunk's own
     if not backward:
         longest = np.array([max(map(len, mine), default=0) for mine in chunks]) / np.maximum(sizes.rows, 1)
@@ -63,17 +63,17 @@ def queries_peak_bytes(
     return _rounded(peak)
 
 
-def _ring(case: Case, backward: bool) -> Floats:
-    return _turning(case, case.spread, [everybody(case)], sizes_of(case), backward)
+def _ring(workload: Workload, backward: bool) -> Floats:
+    return _turning(workload, workload.shards, [everybody(workload)], sizes_of(workload), backward)
 
 
-def _allgather(case: Case, backward: bool) -> Floats:
-    return _gathering(case, case.spread, {case.shape: [everybody(case)]}, sizes_of(case), backward)
+def _allgather(workload: Workload, backward: bool) -> Floats:
+    return _gathering(workload, workload.shards, {workload.shape: [everybody(workload)]}, sizes_of(workload), backward)
 
 
-def _ring_ring(case: Case, backward: bool) -> Floats:
-    outer, turn = figures(case.spread).two_level(case.inner, grad_weight(case.shape, backward))
-    sizes, own, cpu = sizes_of(case), _held_keys(case.spread), case.device == "cpu"
+def _ring_ring(workload: Workload, backward: bool) -> Floats:
+    outer, turn = figures(workload.shards).two_level(workload.ranks_per_node, grad_weight(workload.shape, backward))
+    sizes, own, cpu = sizes_of(workload), _held_keys(workload.shards), workload.device == "cpu"
     between, within = held.Turned(sizes.world), held.Turned(sizes.world)
     for at, stage in enumerate(outer):
         between.meet(stage, first=at == 0)
@@ -86,19 +86,19 @@ def _ring_ring(case: Case, backward: bool) -> Floats:
     return outside + held.ring_backward_peak(within, sizes, own)
 
 
-def _ulysses(case: Case, backward: bool) -> Floats:
-    return _traded(case, case.spread.world, backward, _turning_lanes)
+def _ulysses(workload: Workload, backward: bool) -> Floats:
+    return _traded(workload, workload.shards.world, backward, _turning_lanes)
 
 
-def _ulysses_ring(case: Case, backward: bool) -> Floats:
-    return _traded(case, case.inner, backward, _turning_lanes)
+def _ulysses_ring(workload: Workload, backward: bool) -> Floats:
+    return _traded(workload, workload.ranks_per_node, backward, _turning_lanes)
 
 
-def _ulysses_allgather(case: Case, backward: bool) -> Floats:
-    return _traded(case, case.inner, backward, _gathering)
+def _ulysses_allgather(workload: Workload, backward: bool) -> Floats:
+    return _traded(workload, workload.ranks_per_node, backward, _gathering)
 
 
-_PEAKS: dict[str, Callable[[Case, bool], Floats]] = {
+_PEAKS: dict[str, Callable[[Workload, bool], Floats]] = {
     "ring": _ring,
     "allgather": _allgather,
     "ulysses": _ulysses,
@@ -107,43 +107,45 @@ _PEAKS: dict[str, Callable[[Case, bool], Floats]] = {
     "ring+ring": _ring_ring,
 }
 
-_Between = Callable[[Case, Spread, dict[Shape, Lanes], Sizes, bool], Floats]
+_Between = Callable[[Workload, Shards, dict[Shape, Lanes], Sizes, bool], Floats]
 
 
-def _turning(case: Case, spread: Spread, lanes: Lanes, sizes: Sizes, backward: bool) -> Floats:
+def _turning(workload: Workload, shards: Shards, lanes: Lanes, sizes: Sizes, backward: bool) -> Floats:
     turned = held.Turned(sizes.world)
-    turned.turn(figures(spread).ring(lanes, grad_weight(case.shape, backward)))
+    turned.turn(figures(shards).ring(lanes, grad_weight(workload.shape, backward)))
     if not backward:
-        return held.ring_forward_peak(turned, sizes, cpu=case.device == "cpu")
-    return held.ring_backward_peak(turned, sizes, _by_lane(_held_keys(spread), lanes, sizes))
+        return held.ring_forward_peak(turned, sizes, cpu=workload.device == "cpu")
+    return held.ring_backward_peak(turned, sizes, _by_lane(_held_keys(shards), lanes, sizes))
 
 
-def _turning_lanes(case: Case, spread: Spread, lanes: dict[Shape, Lanes], sizes: Sizes, backward: bool) -> Floats:
-    return _turning(case, spread, [lane for alike in lanes.values() for lane in alike], sizes, backward)
+def _turning_lanes(
+    workload: Workload, shards: Shards, lanes: dict[Shape, Lanes], sizes: Sizes, backward: bool
+) -> Floats:
+    return _turning(workload, shards, [lane for alike in lanes.values() for lane in alike], sizes, backward)
 
 
-def _gathering(case: Case, spread: Spread, lanes: dict[Shape, Lanes], sizes: Sizes, backward: bool) -> Floats:
+def _gathering(workload: Workload, shards: Shards, lanes: dict[Shape, Lanes], sizes: Sizes, backward: bool) -> Floats:
     peak = np.zeros(sizes.world)
     for shape, alike in lanes.items():
-        group = np.full(sizes.world, max(map(len, groups_of_heads(case, spread, shape))) / shape.kv_heads)
-        gathered = figures(spread).gathered(alike, sizes.world, case.inner)
+        group = np.full(sizes.world, max(map(len, groups_of_heads(workload, shards, shape))) / shape.kv_heads)
+        gathered = figures(shards).gathered(alike, sizes.world, workload.ranks_per_node)
         if backward:
             found = held.gather_backward_peak(gathered, group, sizes)
         else:
-            found = held.gather_forward_peak(gathered, group, sizes, cpu=case.device == "cpu")
+            found = held.gather_forward_peak(gathered, group, sizes, cpu=workload.device == "cpu")
         members = np.array(alike).reshape(-1)
         peak[members] = found[members]
     return peak
 
 
-def _traded(case: Case, ranks: int, backward: bool, then: _Between) -> Floats:
+def _traded(workload: Workload, ranks: int, backward: bool, then: _Between) -> Floats:
     """All rows of some heads, twice over while they are traded, and what follows among those with the same heads."""
-    trade, between, sizes = after_trade(case, ranks)
-    own = sizes_of(case)
-    lse = case.lse * sizes.rows * sizes.lse_row
+    trade, between, sizes = after_trade(workload, ranks)
+    own = sizes_of(workload)
+    lse = workload.lse * sizes.rows * sizes.lse_row
     queries, mine = sizes.rows * sizes.query_row, own.rows * own.query_row
     keys = np.repeat(_held_keys(between), ranks)
-    attending = then(case, between, lanes_by_shape(case, trade), sizes, backward)
+    attending = then(workload, between, lanes_by_shape(workload, trade), sizes, backward)
     if not backward:
         # On the way back: q and out, out in one piece, then with rows first; and of the own rows, parts and the whole.
         back: Floats = keys * sizes.key_row + 4 * queries + 2 * mine + 3 * lse
@@ -151,25 +153,25 @@ def _traded(case: Case, ranks: int, backward: bool, then: _Between) -> Floats:
         return np.maximum(there, back)
     kept = 2 * queries + keys * sizes.key_row + sizes.rows * sizes.lse_row
     there = queries + lse + attending
-    back = 2 * queries + lse + mine + _traded_key_grads(case, trade, sizes, keys)
+    back = 2 * queries + lse + mine + _traded_key_grads(workload, trade, sizes, keys)
     peak: Floats = kept + np.maximum(there, back)
     return peak
 
 
-def _traded_key_grads(case: Case, trade: Trade, sizes: Sizes, keys: Ints) -> Floats:
+def _traded_key_grads(workload: Workload, trade: Trade, sizes: Sizes, keys: Ints) -> Floats:
     """dk and dv: found, in one piece, with rows first; and of the own rows, parts from everybody and their sum."""
-    shape = case.shape
+    shape = workload.shape
     shared = replicated(shape.q_heads, shape.kv_heads, trade.ranks)
     row = sizes.key_grad_row if shared else sizes.key_row
-    own = _held_keys(case.spread)
+    own = _held_keys(workload.shards)
     first = np.arange(len(own)) // trade.ranks
     of_all = np.bincount(first, row)[first]  # a row from every rank of the group
     found: Floats = keys * (np.maximum(row, sizes.key_row) + 2 * row) + own * (of_all + shape.key_row)
     return found
 
 
-def _held_keys(spread: Spread) -> Ints:
-    return np.array([spans.size(mine) for mine in spread.keys], dtype=np.int64)
+def _held_keys(shards: Shards) -> Ints:
+    return np.array([ranges.size(mine) for mine in shards.keys], dtype=np.int64)
 
 
 def _by_lane(values: Ints, lanes: Lanes, sizes: Sizes) -> Ints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from attnmesh.spans import Spans, rows_between
+from attnmesh.core.ranges import Ranges, rows_between
 
 
 class Piece(NamedTuple):
@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def pieces(held: Spans, wanted: Spans) -> tuple[Piece, ...]:
+def pieces(held: Ranges, wanted: Ranges) -> tuple[Piece, ...]:
     """What of the positions `held` by a shard is `wanted`, row by row. Runs of `wanted` have no gaps."""
     found = []
     row = 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmesh.plan.hardware import Device, Floats, Kind
+from attnmesh.planner.hardware import Device, Floats, Kind
 
 Ints = NDArray[np.int64]
 

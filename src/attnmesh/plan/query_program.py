@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnmesh import spans
-from attnmesh.layout import Zigzag
-from attnmesh.plan.case import Shape
+from attnmesh.core import ranges
+from attnmesh.core.layouts import Zigzag
 from attnmesh.plan.program import Program, Round
 from attnmesh.plan.rounds.collectives import all_ranks
 from attnmesh.plan.rounds.queries import Answered, queries_backward, queries_forward
 from attnmesh.plan.rounds.sizes import Sizes
+from attnmesh.plan.workload import Shape
 
 
 def queries_program(
@@ -34,9 +34,9 @@ def queries_program(
     ):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    chunks = [Zigzag(pairs).spans(length, world, rank) for rank in range(world)]
+    chunks = [Zigzag(pairs).ranges(length, world, rank) for rank in range(world)]
     answered, groups = Answered.of(chunks), all_ranks(world, node)
-    sizes = Sizes.of([shape] * world, [spans.size(mine) for mine in chunks])
+    sizes = Sizes.of([shape] * world, [ranges.size(mine) for mine in chunks])
 
     def rounds() -> Iterator[Round]:
         if backward:

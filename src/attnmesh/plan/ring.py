@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from attnmesh import spans
+from attnmesh.core import ranges
 from attnmesh.plan.blocks import Patch
-from attnmesh.plan.spread import Spread
+from attnmesh.plan.shards import Shards
 
 NOTHING = range(0)
 
@@ -46,13 +46,13 @@ class Stage:
 class RingPlan:
     """The journey of every rank's keys around the ring."""
 
-    spread: Spread
+    shards: Shards
     offsets: tuple[int, ...]  # 0 first; at stage s rank r holds keys of rank (r - offsets[s]) % world
 
     @property
     def world(self) -> int:
         """How many ranks there are."""
-        return self.spread.world
+        return self.shards.world
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
         """What `rank` does, in order."""
@@ -92,9 +92,9 @@ class RingPlan:
             rows = [NOTHING] * len(self.offsets)
             needed = NOTHING
             for stage in reversed(range(1, len(self.offsets))):
-                needed = _hull(needed, self.spread.patch(self._holder(block, stage), block).seen)
+                needed = _hull(needed, self.shards.patch(self._holder(block, stage), block).seen)
                 rows[stage] = needed
-            rows[0] = range(spans.size(self.spread.keys[block]))
+            rows[0] = range(ranges.size(self.shards.keys[block]))
             carried.append(rows)
         return carried
 
@@ -105,7 +105,7 @@ class RingPlan:
         for block in range(self.world):
             rows, seen = [NOTHING], NOTHING
             for stage in range(1, len(self.offsets)):
-                seen = _hull(seen, self.spread.patch(self._holder(block, stage), block).seen)
+                seen = _hull(seen, self.shards.patch(self._holder(block, stage), block).seen)
                 rows.append(seen if self._carried[block][stage] else NOTHING)
             known.append(rows)
         return known
@@ -124,13 +124,13 @@ class RingPlan:
         keys = self._carried[block][stage]
         goes_on = stage < self._last[block]
         # A rank's own keys are all there, seen or not; a visitor's rows are narrowed to what is seen of them.
-        seen = keys if stage == 0 else self.spread.patch(rank, block).seen if keys else NOTHING
+        seen = keys if stage == 0 else self.shards.patch(rank, block).seen if keys else NOTHING
         return Stage(
             block=block,
             keys=keys,
             came_from=self._holder(block, max(0, stage - 1)),
             seen=seen,
-            patch=self.spread.patch(rank, block, seen),
+            patch=self.shards.patch(rank, block, seen),
             next_keys=self._carried[block][stage + 1] if goes_on else NOTHING,
             next_rank=self._holder(block, stage + 1) if goes_on else block,
             grads_in=self._grads[block][stage - 1] if stage > 1 and keys else NOTHING,
@@ -139,20 +139,20 @@ class RingPlan:
 
 
 @lru_cache(maxsize=256)
-def ring_plan(spread: Spread, *, grad_weight: float = 0.0) -> RingPlan:
+def ring_plan(shards: Shards, *, grad_weight: float = 0.0) -> RingPlan:
     """The ring that moves the fewest bytes; a row of gradients, if they travel, weighs `grad_weight` rows of keys."""
-    return min(both_ways(spread, needed_offsets(spread)), key=lambda plan: plan.moved(grad_weight))
+    return min(both_ways(shards, needed_offsets(shards)), key=lambda plan: plan.moved(grad_weight))
 
 
-def needed_offsets(spread: Spread) -> list[int]:
+def needed_offsets(shards: Shards) -> list[int]:
     """The offsets at which some rank sees something of the keys it would hold there."""
-    world = spread.world
-    return [o for o in range(1, world) if any(spread.patch(r, (r - o) % world).seen for r in range(world))]
+    world = shards.world
+    return [o for o in range(1, world) if any(shards.patch(r, (r - o) % world).seen for r in range(world))]
 
 
-def both_ways(spread: Spread, offsets: list[int]) -> tuple[RingPlan, RingPlan]:
+def both_ways(shards: Shards, offsets: list[int]) -> tuple[RingPlan, RingPlan]:
     """The ring that turns upwards and the one that turns downwards."""
-    return RingPlan(spread, (0, *offsets)), RingPlan(spread, (0, *reversed(offsets)))
+    return RingPlan(shards, (0, *offsets)), RingPlan(shards, (0, *reversed(offsets)))
 
 
 def _hull(a: range, b: range) -> range:

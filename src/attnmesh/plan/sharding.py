@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from attnmesh.counts import check_positive
-from attnmesh.share import Share
+from attnmesh.core.ranges import Share
+from attnmesh.core.validation import check_positive
 
 
 class Place(NamedTuple):
@@ -148,10 +148,10 @@ class DecodeSharding:
         """How many of a sequence's first `length` positions a CP rank holds."""
         return Share(self.cp, cp_rank, self.interleave).length(length)
 
-    def slot(self, position: int, blocks: list[int], block_len: int) -> int:
+    def slot(self, position: int, blocks: list[int], block_size: int) -> int:
         """A position's slot in its owner's pool of blocks, where the sequence has `blocks`."""
         index = self.local_index(position)
-        return blocks[index // block_len] * block_len + index % block_len
+        return blocks[index // block_size] * block_size + index % block_size
 
 
 def _part(count: int, parts: int, part: int, least: int = 0) -> range:

@@ -8,13 +8,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from attnmesh import spans
-from attnmesh.layout import Contiguous, Layout
-from attnmesh.mask import Causal, Full
-from attnmesh.plan.hardware import Floats
+from attnmesh.core import ranges
+from attnmesh.core.layouts import Contiguous, Layout
+from attnmesh.core.masks import Causal, Full
 from attnmesh.plan.program import Ints
-from attnmesh.plan.spread import Spread
+from attnmesh.plan.shards import Shards
 from attnmesh.plan.wide.band import band_of, pairs, runs_of
+from attnmesh.planner.hardware import Floats
 
 Bringing = Literal["gathered", "sharded"]
 
@@ -104,7 +104,7 @@ class SparseShares:
     @cached_property
     def rows(self) -> Ints:
         """Queries of every rank."""
-        return np.array([spans.size(held) for held in self._queries], dtype=np.int64)[self.cp_place]
+        return np.array([ranges.size(held) for held in self._queries], dtype=np.int64)[self.cp_place]
 
     @cached_property
     def share(self) -> Ints:
@@ -114,16 +114,16 @@ class SparseShares:
     @cached_property
     def held(self) -> Ints:
         """Keys, by cp place."""
-        return np.array([spans.size(held) for held in self._keys], dtype=np.int64)
+        return np.array([ranges.size(held) for held in self._keys], dtype=np.int64)
 
     @cached_property
     def seen(self) -> Floats:
         """[cp place, owner]: pairs of queries here and the keys that they see there."""
-        spread = Spread(Causal() if self.shape.causal else Full(), self._queries, self._keys)
-        band, queries, keys = band_of(spread.mask), runs_of(self._queries), runs_of(self._keys)
+        shards = Shards(Causal() if self.shape.causal else Full(), self._queries, self._keys)
+        band, queries, keys = band_of(shards.mask), runs_of(self._queries), runs_of(self._keys)
         places = range(self.grid.cp)
         if band is None or queries is None or keys is None:
-            found = [[spread.patch(place, owner).pairs for owner in places] for place in places]
+            found = [[shards.patch(place, owner).pairs for owner in places] for place in places]
             return np.array(found, dtype=np.float64)
         return np.array([pairs(band, queries, keys.at(slice(owner, owner + 1))) for owner in places], np.float64).T
 
@@ -131,18 +131,18 @@ class SparseShares:
     def named(self) -> Floats:
         """[cp place, owner]: slots of queries here that name a key there."""
         most = min(self.shape.topk, self.shape.keys)
-        slots = [_clamped(held, most) if self.shape.causal else most * spans.size(held) for held in self._queries]
+        slots = [_clamped(held, most) if self.shape.causal else most * ranges.size(held) for held in self._queries]
         every = self.seen.sum(1, keepdims=True)
         named: Floats = np.array(slots)[:, None] * self.seen / np.maximum(every, 1)
         return named
 
     @cached_property
-    def _queries(self) -> tuple[spans.Spans, ...]:
-        return tuple(self.grid.layout.spans(self.shape.rows, self.grid.cp, place) for place in range(self.grid.cp))
+    def _queries(self) -> tuple[ranges.Ranges, ...]:
+        return tuple(self.grid.layout.ranges(self.shape.rows, self.grid.cp, place) for place in range(self.grid.cp))
 
     @cached_property
-    def _keys(self) -> tuple[spans.Spans, ...]:
-        return tuple(self.grid.layout.spans(self.shape.keys, self.grid.cp, place) for place in range(self.grid.cp))
+    def _keys(self) -> tuple[ranges.Ranges, ...]:
+        return tuple(self.grid.layout.ranges(self.shape.keys, self.grid.cp, place) for place in range(self.grid.cp))
 
     def _dealt(self, whole: Ints) -> Ints:
         """What falls to each tp place, dealt out in turn."""
@@ -150,7 +150,7 @@ class SparseShares:
         return whole // self.grid.tp + (place < whole % self.grid.tp)
 
 
-def _clamped(held: spans.Spans, most: int) -> int:
+def _clamped(held: ranges.Ranges, most: int) -> int:
     """The sum of min(position + 1, most)."""
     total = 0
     for run in held:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnmesh import decode_attention, paged_decode_attention
-from attnmesh.ops.storage import Quantised, values_of
+from attnmesh.ops.storage import Quantized, values_of
 from decoding import BACKENDS, MASK_SHAPES, STORAGES, Problem, by_loops, check, drawn, home, made, slow, spoken
 
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 64])
 @pytest.mark.parametrize("tokens", range(1, 9))
 def test_any_number_of_tokens_and_of_heads_a_kv_head(tokens, group, backend):
-    paged = {"block_len": 8} if (tokens + group) % 2 else {}
+    paged = {"block_size": 8} if (tokens + group) % 2 else {}
     check(made(backend, [22, tokens - 1], tokens=tokens, group=group, dims=(16, 16), **paged), backend)
 
 
@@ -35,36 +35,36 @@ def test_any_number_of_kv_heads(kv_heads, backend):
 @pytest.mark.parametrize("dims", [(16, 128), (48, 32), (33, 17), (80, 96), (128, 128), (192, 128), (256, 256)])
 def test_any_width_of_keys_and_values(dims, backend):
     check(made(backend, [18, 40], dims=dims, tokens=2), backend)
-    check(made(backend, [18, 40], dims=dims, block_len=16), backend)
+    check(made(backend, [18, 40], dims=dims, block_size=16), backend)
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 16])
+@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_values_that_are_the_first_columns_of_the_keys(storage, block_len, backend):
+def test_values_that_are_the_first_columns_of_the_keys(storage, block_size, backend):
     """As multi-head latent attention stores them: one kv head, the values within the keys."""
     problem = made(
         backend, [40, 17], tokens=2, group=16, kv_heads=1, dims=(576, 512), v_in_k=True,
-        block_len=block_len, storage=storage, dtype=torch.bfloat16,
+        block_size=block_size, storage=storage, dtype=torch.bfloat16,
     )  # fmt: skip
     assert values_of(problem.k).data_ptr() == values_of(problem.v).data_ptr()
     check(problem, backend)
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 7])
+@pytest.mark.parametrize("block_size", [None, 7])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_every_storage_under_every_dtype_of_queries(storage, dtype, block_len, backend):
+def test_every_storage_under_every_dtype_of_queries(storage, dtype, block_size, backend):
     if dtype == torch.bfloat16 and spoken(backend, dtype) != dtype:
         pytest.skip("the interpreter's bfloat16 products are wrong")
-    how = {"storage": storage, "dtype": dtype, "block_len": block_len, "kv_heads": 3}
+    how = {"storage": storage, "dtype": dtype, "block_size": block_size, "kv_heads": 3}
     check(made(backend, [45, 3, -1], tokens=3, dims=(48, 32), **how), backend)
 
 
-@pytest.mark.parametrize("block_len", [None, 7])
-def test_the_reference_and_auto_serve_float64(block_len):
-    problem = drawn([20, 3], tokens=3, dtype=torch.float64, block_len=block_len)
+@pytest.mark.parametrize("block_size", [None, 7])
+def test_the_reference_and_auto_serve_float64(block_size):
+    problem = drawn([20, 3], tokens=3, dtype=torch.float64, block_size=block_size)
     check(problem, "reference")
     check(problem, "auto")
 
@@ -104,10 +104,10 @@ def test_every_position_to_past_two_blocks_of_a_cache(how, tokens, backend):
 
 @ON_EACH
 @pytest.mark.parametrize("at", ["list", "int32", "int64"])
-@pytest.mark.parametrize("block_len", [None, 16])
+@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_minus_one_skips_a_sequence(sinks, block_len, at, backend):
-    problem = made(backend, [-1, 20, -1, 5], tokens=2, at=at, block_len=block_len, sinks=sinks)
+def test_minus_one_skips_a_sequence(sinks, block_size, at, backend):
+    problem = made(backend, [-1, 20, -1, 5], tokens=2, at=at, block_size=block_size, sinks=sinks)
     out, lse = check(problem, backend)
     assert not out[[0, 2]].any()
     assert (lse[[0, 2]] == -torch.inf).all()  # its sinks too
@@ -115,9 +115,9 @@ def test_minus_one_skips_a_sequence(sinks, block_len, at, backend):
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 16])
-def test_nothing_but_skipped_sequences(block_len, backend):
-    out, lse = check(made(backend, [-1, -1], tokens=3, block_len=block_len, sinks=True), backend)
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_nothing_but_skipped_sequences(block_size, backend):
+    out, lse = check(made(backend, [-1, -1], tokens=3, block_size=block_size, sinks=True), backend)
     assert not out.any()
     assert (lse == -torch.inf).all()
 
@@ -179,8 +179,8 @@ def by_loops_scores(problem: Problem) -> torch.Tensor:
 @pytest.mark.parametrize("shape", MASK_SHAPES)
 @pytest.mark.parametrize("kind", ["bool", "added"])
 def test_masks_of_every_shape(kind, shape, backend):
-    for seed, (width, block_len) in enumerate([("", None), (" short", 16)]):
-        how = {"tokens": 3, "group": 3, "sight": f"{kind} {shape}{width}", "block_len": block_len, "seed": seed}
+    for seed, (width, block_size) in enumerate([("", None), (" short", 16)]):
+        how = {"tokens": 3, "group": 3, "key_range": f"{kind} {shape}{width}", "block_size": block_size, "seed": seed}
         check(made(backend, [26, -1, 40], capacity=50, dims=(16, 16), **how), backend)
 
 
@@ -188,7 +188,7 @@ def test_masks_of_every_shape(kind, shape, backend):
 @pytest.mark.parametrize("kind", ["bool", "added"])
 @pytest.mark.parametrize("how", [{"window": 6}, {"sinks": True}, {"max_splits": 4}, {"split_size": 16}], ids=str)
 def test_masks_under_every_option(how, kind, backend):
-    check(made(backend, [26, 40, 1], tokens=3, capacity=50, sight=f"{kind} bht", **how), backend)
+    check(made(backend, [26, 40, 1], tokens=3, capacity=50, key_range=f"{kind} bht", **how), backend)
 
 
 @ON_EACH
@@ -233,12 +233,12 @@ def test_a_mask_that_lies_as_low_as_its_type_goes(backend):
 
 @ON_EACH
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8])
-@pytest.mark.parametrize("sight", ["tree", "trees"])
-def test_trees(sight, tokens, backend):
-    hows = [{}, {"block_len": 16}, {"window": 4}, {"split_size": 16}, {"sinks": True}]
+@pytest.mark.parametrize("key_range", ["tree", "trees"])
+def test_trees(key_range, tokens, backend):
+    hows = [{}, {"block_size": 16}, {"window": 4}, {"split_size": 16}, {"sinks": True}]
     for seed, how in enumerate(hows[tokens % 3 :: 2] if slow(backend) else hows):
         positions = [21, max(tokens - 2, 0), 15 + tokens]  # the new tokens across a block, and from before 0
-        check(made(backend, positions, tokens=tokens, sight=sight, seed=seed, dims=(16, 16), **how), backend)
+        check(made(backend, positions, tokens=tokens, key_range=key_range, seed=seed, dims=(16, 16), **how), backend)
 
 
 @ON_EACH
@@ -263,9 +263,9 @@ def test_a_tree_of_which_a_token_sees_nothing_new(backend):
 
 @ON_EACH
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 41, 1000])
-@pytest.mark.parametrize("block_len", [None, 8])
-def test_windows(block_len, window, backend):
-    check(made(backend, [40, 16, 3], tokens=3, block_len=block_len, window=window, dims=(16, 16)), backend)
+@pytest.mark.parametrize("block_size", [None, 8])
+def test_windows(block_size, window, backend):
+    check(made(backend, [40, 16, 3], tokens=3, block_size=block_size, window=window, dims=(16, 16)), backend)
 
 
 @ON_EACH
@@ -276,7 +276,7 @@ def test_a_window_counts_the_token_itself(backend):
 
 
 @ON_EACH
-@pytest.mark.parametrize("how", [{}, {"block_len": 16}, {"window": 3}, {"split_size": 16}, {"max_splits": 3}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"block_size": 16}, {"window": 3}, {"split_size": 16}, {"max_splits": 3}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_sinks(dtype, how, backend):
     for seed in range(1 if slow(backend) else 2):  # in float32, and in the dtype of q
@@ -289,18 +289,18 @@ def test_sinks(dtype, how, backend):
 
 @ON_EACH
 @pytest.mark.parametrize("scale", [0.0, 1, 1.7, -0.3])
-@pytest.mark.parametrize("block_len", [None, 16])
-def test_a_scale_of_ones_own(block_len, scale, backend):
-    how = {"block_len": block_len, "sinks": True}
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_a_scale_of_ones_own(block_size, scale, backend):
+    how = {"block_size": block_size, "sinks": True}
     check(made(backend, [30, 9], tokens=2, scale=scale, **how), backend)
-    check(made(backend, [30, 9], tokens=2, scale=scale, sight="added t", **how), backend)  # which it does not scale
+    check(made(backend, [30, 9], tokens=2, scale=scale, key_range="added t", **how), backend)  # which it does not scale
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 16])
+@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("storage", ["plain", "int8"])
-def test_one_cache_for_all(storage, block_len, backend):
-    how = {"block_len": block_len, "storage": storage, "share": "cache"}
+def test_one_cache_for_all(storage, block_size, backend):
+    how = {"block_size": block_size, "storage": storage, "share": "cache"}
     problem = made(backend, [30, 9, -1, 44], tokens=2, **how)
     assert values_of(problem.k).shape[0] == 1 or problem.table.shape[0] == 1
     check(problem, backend)
@@ -311,13 +311,13 @@ def test_one_cache_for_all(storage, block_len, backend):
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 16])
+@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize(
     "how", [{"max_splits": n} for n in (1, 2, 5, 1000)] + [{"split_size": n} for n in (1, 10, 16, 100, 1000)], ids=str
 )
-def test_any_splits(how, block_len, backend):
+def test_any_splits(how, block_size, backend):
     last = 20 if how.get("split_size") == 1 else 70
-    check(made(backend, [last, 0, 15][: 2 if slow(backend) else 3], tokens=2, block_len=block_len, **how), backend)
+    check(made(backend, [last, 0, 15][: 2 if slow(backend) else 3], tokens=2, block_size=block_size, **how), backend)
 
 
 @ON_EACH
@@ -345,22 +345,29 @@ def test_caches_may_be_views(memory, storage, backend):
 
 @ON_EACH
 @pytest.mark.parametrize("q_memory", ["own", "transposed", "fused"])
-@pytest.mark.parametrize("block_len", [None, 16])
-def test_queries_may_be_views(block_len, q_memory, backend):
-    check(made(backend, [20, 33], tokens=3, q_memory=q_memory, block_len=block_len, kv_heads=2), backend)
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_queries_may_be_views(block_size, q_memory, backend):
+    check(made(backend, [20, 33], tokens=3, q_memory=q_memory, block_size=block_size, kv_heads=2), backend)
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 16])
+@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_nothing_that_is_passed_is_written(storage, block_len, backend):
+def test_nothing_that_is_passed_is_written(storage, block_size, backend):
     problem = made(
-        backend, [20, -1], tokens=2, capacity=40, storage=storage, block_len=block_len, sinks=True, sight="added t",
+        backend,
+        [20, -1],
+        tokens=2,
+        capacity=40,
+        storage=storage,
+        block_size=block_size,
+        sinks=True,
+        key_range="added t",
         at="int32",
-    )  # fmt: skip
+    )
     passed = [problem.q, problem.table, *(problem.options[name] for name in ("mask", "sinks", "cur_pos"))]
     for cache in (problem.k, problem.v):
-        passed += [cache.values, cache.scales] if isinstance(cache, Quantised) else [cache]
+        passed += [cache.values, cache.scales] if isinstance(cache, Quantized) else [cache]
     before = [None if x is None else x.clone() for x in passed]
     problem.run(backend)
     for x, copy in zip(passed, before, strict=True):
@@ -370,18 +377,18 @@ def test_nothing_that_is_passed_is_written(storage, block_len, backend):
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 16])
-def test_twice_is_the_same_bits(block_len, backend):
-    problem = made(backend, [20, 70], tokens=2, block_len=block_len)
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_twice_is_the_same_bits(block_size, backend):
+    problem = made(backend, [20, 70], tokens=2, block_size=block_size)
     first, second = problem.run(backend), problem.run(backend)
     assert torch.equal(first.out, second.out)
     assert torch.equal(first.lse, second.lse)
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 16])
-def test_no_batch_at_all_is_no_mistake(block_len, backend):
-    problem = made(backend, [], tokens=3, block_len=block_len, dims=(32, 16), kv_heads=2)
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_no_batch_at_all_is_no_mistake(block_size, backend):
+    problem = made(backend, [], tokens=3, block_size=block_size, dims=(32, 16), kv_heads=2)
     out, lse = problem.run(backend)
     assert out.shape == (0, 4, 3, 16)
     assert lse.shape == (0, 4, 3)
@@ -408,8 +415,8 @@ def test_an_inner_no_grad_is_enough_for_parameters(backend):
 
 
 def test_auto_is_a_backend_that_serves():
-    for block_len in (None, 16):
-        check(drawn([20, 3], tokens=2, block_len=block_len), "auto")
+    for block_size in (None, 16):
+        check(drawn([20, 3], tokens=2, block_size=block_size), "auto")
 
 
 def test_backends_agree_on_a_step_of_a_model_in_use():
@@ -436,7 +443,7 @@ def test_the_two_calls_take_the_same_options():
 def test_long_caches(backend):
     lengths = [700, 130] if slow(backend) else [5000, 1, 777, 2048]
     for dtype in DTYPES:
-        for how in ({}, {"window": 300}, {"split_size": 128}, {"max_splits": 7}, {"block_len": 64}):
+        for how in ({}, {"window": 300}, {"split_size": 128}, {"max_splits": 7}, {"block_size": 64}):
             check(made(backend, lengths, tokens=4, dims=(64, 64), dtype=dtype, sinks=True, **how), backend)
 
 

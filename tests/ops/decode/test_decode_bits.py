@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh.ops.storage import Quantised, Stored
-from attnmesh.state import State
+from attnmesh.core.state import State
+from attnmesh.ops.storage import Quantized, Stored
 from decoding import BACKENDS, STORAGES, Problem, check, made, slow
 
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
@@ -21,7 +21,7 @@ def only(stored: Stored, rows: list[int]) -> Stored:
     if isinstance(stored, Tensor):
         return stored[rows]
     bits = stored.values.view(torch.uint8)[rows].view(stored.values.dtype)
-    return Quantised(bits, stored.scales if stored.storage == "fp8" else stored.scales[rows])
+    return Quantized(bits, stored.scales if stored.storage == "fp8" else stored.scales[rows])
 
 
 def batch_of(problem: Problem, order: list[int]) -> Problem:
@@ -32,8 +32,8 @@ def batch_of(problem: Problem, order: list[int]) -> Problem:
     for name in ("mask", "tree"):
         if name in options and options[name].shape[0] == problem.q.shape[0] > 1:
             options[name] = options[name][rows]
-    if "sight" in options:
-        options["sight"] = tuple(x[rows] for x in options["sight"])
+    if "key_range" in options:
+        options["key_range"] = tuple(x[rows] for x in options["key_range"])
     clear = tuple(x[rows] for x in problem.clear)
     if problem.table is None:
         caches = {"k": only(problem.k, rows), "v": only(problem.v, rows), "table": None}
@@ -60,10 +60,10 @@ def assert_bits_stay(problem: Problem, backend: str, batches: tuple[list[int], .
 
 @ON_EACH
 @pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("block_len", [None, 16])
+@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("split_size", [16, 24])
-def test_in_any_batch(split_size, block_len, tokens, backend):
-    how = {"tokens": tokens, "block_len": block_len, "split_size": split_size}
+def test_in_any_batch(split_size, block_size, tokens, backend):
+    how = {"tokens": tokens, "block_size": block_size, "split_size": split_size}
     batches = BATCHES[1:6] if slow(backend) else BATCHES
     if slow(backend) and split_size == 24:
         batches = ([2, 0],)
@@ -76,8 +76,8 @@ def test_in_any_batch(split_size, block_len, tokens, backend):
 def test_of_any_storage(dtype, storage, backend):
     if slow(backend) and dtype == torch.bfloat16:
         pytest.skip("the interpreter's bfloat16 products are wrong")
-    for block_len in (None, 16):
-        problem = made(backend, LENGTHS, tokens=2, block_len=block_len, storage=storage, dtype=dtype, split_size=32)
+    for block_size in (None, 16):
+        problem = made(backend, LENGTHS, tokens=2, block_size=block_size, storage=storage, dtype=dtype, split_size=32)
         assert_bits_stay(problem, backend, ([2, 0],))
 
 
@@ -87,9 +87,9 @@ def test_of_any_storage(dtype, storage, backend):
     [
         {"window": 9},
         {"sinks": True},
-        {"sight": "trees"},
-        {"sight": "added bt"},
-        {"sight": "intervals", "seed": 1},
+        {"key_range": "trees"},
+        {"key_range": "added bt"},
+        {"key_range": "intervals", "seed": 1},
         {"group": 7},
         {"group": 64},
     ],
@@ -97,8 +97,8 @@ def test_of_any_storage(dtype, storage, backend):
 )
 def test_under_any_option(how, backend):
     batches = ([3, 0],) if slow(backend) else BATCHES
-    for block_len in (None, 16)[: 1 if slow(backend) and "group" in how else 2]:
-        how = how | {"tokens": 3, "block_len": block_len, "split_size": 16, "dims": (16, 16)}
+    for block_size in (None, 16)[: 1 if slow(backend) and "group" in how else 2]:
+        how = how | {"tokens": 3, "block_size": block_size, "split_size": 16, "dims": (16, 16)}
         assert_bits_stay(made(backend, LENGTHS, **how), backend, batches)
 
 
@@ -118,7 +118,7 @@ def test_with_any_capacity_of_a_cache(tokens, backend):
 @ON_EACH
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_with_any_width_of_a_table_and_any_blocks(tokens, backend):
-    problem = made(backend, LENGTHS[:2], tokens=tokens, split_size=16, block_len=16)
+    problem = made(backend, LENGTHS[:2], tokens=tokens, split_size=16, block_size=16)
     expected = check(problem, backend)
     for slots in (3, 5, 40):
         table = torch.full((2, slots), -1, dtype=torch.int32, device=problem.q.device)
@@ -137,10 +137,10 @@ def test_with_any_width_of_a_table_and_any_blocks(tokens, backend):
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 16])
-def test_whoever_shares_the_cache(block_len, backend):
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_whoever_shares_the_cache(block_size, backend):
     """Sequences of one cache, with others and alone."""
-    problem = made(backend, [37, 60, 3], tokens=2, split_size=16, share="cache", block_len=block_len)
+    problem = made(backend, [37, 60, 3], tokens=2, split_size=16, share="cache", block_size=block_size)
     together = check(problem, backend)
     for row, last in enumerate([37, 60, 3]):
         alone = replace(problem, q=problem.q[row : row + 1]).but(cur_pos=[last])
@@ -149,7 +149,7 @@ def test_whoever_shares_the_cache(block_len, backend):
 
 @ON_EACH
 def test_however_cur_pos_is_given(backend):
-    problem = made(backend, LENGTHS[:2], tokens=2, split_size=16, block_len=16)
+    problem = made(backend, LENGTHS[:2], tokens=2, split_size=16, block_size=16)
     expected = check(problem, backend)
     for dtype in (torch.int32, torch.int64):
         cur_pos = torch.tensor(LENGTHS[:2], dtype=dtype, device=problem.q.device)
@@ -161,13 +161,13 @@ def test_however_cur_pos_is_given(backend):
 @pytest.mark.slow
 @ON_EACH
 @pytest.mark.parametrize("tokens", [1, 4, 8])
-@pytest.mark.parametrize("block_len", [None, 16, 64])
-def test_in_many_batches(block_len, tokens, backend):
+@pytest.mark.parametrize("block_size", [None, 16, 64])
+def test_in_many_batches(block_size, tokens, backend):
     if slow(backend):
         pytest.skip("minutes in the interpreter")
     generator = torch.Generator().manual_seed(tokens)
     lengths = [1500, *torch.randint(0, 3000, (11,), generator=generator).tolist()]
-    problem = made(backend, lengths, tokens=tokens, block_len=block_len, split_size=256, dims=(64, 64))
+    problem = made(backend, lengths, tokens=tokens, block_size=block_size, split_size=256, dims=(64, 64))
     batches = []
     for _ in range(20):
         others = torch.randint(-1, 12, (int(torch.randint(0, 16, (), generator=generator)),), generator=generator)

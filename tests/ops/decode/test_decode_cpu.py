@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import State, merge
 from attnmesh.ops.decode import cpu_flash, cpu_keys, reference
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.check import checked
 from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.decode.cpu_sight import Piece, pieces
-from attnmesh.ops.storage import PLAIN, STORAGES, Quantised, Stored, quantise
-from attnmesh.state import State, merge
+from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, Stored, quantize
 
 BLOCK = 16
 OPTIONS = ("cur_pos", "mask", "tree", "scale", "window", "sinks", "max_splits", "split_size")
@@ -44,16 +44,16 @@ class Case:
         """The call over a cache."""
         return self._call(*(_stored(x, storage, 1) for x in (self.k, self.v)), None, options)
 
-    def paged(self, storage: str = "fp32", block_len: int = BLOCK, **options: Any) -> DecodeCall:
+    def paged(self, storage: str = "fp32", block_size: int = BLOCK, **options: Any) -> DecodeCall:
         """The call over a pool of shuffled blocks, two of which are nobody's."""
         owners, _, length, _ = self.k.shape
-        slots = -(-length // block_len)
+        slots = -(-length // block_size)
         table = torch.randperm(owners * slots + 2)[: owners * slots].view(owners, slots).int()
 
         def pool(x: Tensor) -> Stored:
-            padded = torch.nn.functional.pad(x, (0, 0, 0, slots * block_len - length))
-            blocks = torch.zeros(owners * slots + 2, block_len, *x.shape[1::2], dtype=x.dtype)
-            blocks[table.long()] = padded.unflatten(2, (slots, block_len)).permute(0, 2, 3, 1, 4)
+            padded = torch.nn.functional.pad(x, (0, 0, 0, slots * block_size - length))
+            blocks = torch.zeros(owners * slots + 2, block_size, *x.shape[1::2], dtype=x.dtype)
+            blocks[table.long()] = padded.unflatten(2, (slots, block_size)).permute(0, 2, 3, 1, 4)
             return _stored(blocks, storage, 2)
 
         return self._call(pool(self.k), pool(self.v), table, options)
@@ -70,7 +70,7 @@ def _stored(x: Tensor, storage: str, head_axis: int) -> Stored:
     if storage == "fp64":
         return x
     scale = torch.linspace(0.01, 0.02, x.shape[head_axis]) if storage == "fp8" else None
-    return quantise(x, storage, scale=scale, head_axis=head_axis)
+    return quantize(x, storage, scale=scale, head_axis=head_axis)
 
 
 def poisoned(call: DecodeCall) -> DecodeCall:
@@ -79,7 +79,7 @@ def poisoned(call: DecodeCall) -> DecodeCall:
     if call.shared:
         seen = seen.any(0, keepdim=True)
     if call.table is not None:
-        by_slot = seen.unflatten(1, (-1, call.block_len))
+        by_slot = seen.unflatten(1, (-1, call.block_size))
         used = torch.zeros(reference.values_of(call.k).shape[:2], dtype=torch.bool)
         used[call.table.long()] = by_slot  # no two slots name one block here
 
@@ -95,9 +95,9 @@ def poisoned(call: DecodeCall) -> DecodeCall:
         if isinstance(stored, Tensor):
             return spoiled(stored)
         if stored.storage == "int8":
-            return Quantised(stored.values, spoiled(stored.scales))
+            return Quantized(stored.values, spoiled(stored.scales))
         if stored.storage == "fp8":
-            return Quantised(spoiled(stored.values.float()).to(stored.values.dtype), stored.scales)
+            return Quantized(spoiled(stored.values.float()).to(stored.values.dtype), stored.scales)
         return stored
 
     return replace(call, k=one(call.k), v=one(call.v))
@@ -277,7 +277,7 @@ def _rows(stored: Stored, index: Tensor, capacity: int) -> Stored:
     if isinstance(stored, Tensor):
         return stored[index, :, :capacity]
     values = stored.values.view(torch.int8)[index, :, :capacity].view(stored.values.dtype)
-    return Quantised(values, stored.scales if stored.storage == "fp8" else stored.scales[index, :, :capacity])
+    return Quantized(values, stored.scales if stored.storage == "fp8" else stored.scales[index, :, :capacity])
 
 
 def test_pieces_cover_a_span_in_order() -> None:

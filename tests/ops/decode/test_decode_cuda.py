@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attnmesh
-from attnmesh.ops.storage import Quantised, Stored
+from attnmesh.ops.storage import Quantized, Stored
 from decoding import CUDA, STORAGES, Problem, assert_right, check, drawn
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
@@ -50,7 +50,7 @@ def assert_only(problem: Problem, broken: Problem, wrong: list[int], said: str, 
 @pytest.mark.parametrize("slot", [0, 1, 2])
 @pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"max_splits": 1}], ids=str)
 def test_an_entry_outside_the_pool_makes_its_sequence_nan_and_is_named(how, slot, value):
-    problem = made([20, 40, -1, 33], tokens=2, block_len=BLOCK, split_size=how.get("split_size"), sinks=True)
+    problem = made([20, 40, -1, 33], tokens=2, block_size=BLOCK, split_size=how.get("split_size"), sinks=True)
     problem = problem.but(**{"split_size": None, "max_splits": None} | how)
     blocks = problem.k.shape[0]
     table = problem.table.clone()
@@ -61,31 +61,31 @@ def test_an_entry_outside_the_pool_makes_its_sequence_nan_and_is_named(how, slot
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_faults_in_pools_of_every_storage(storage):
-    problem = made([20, 40], tokens=2, block_len=BLOCK, storage=storage)
+    problem = made([20, 40], tokens=2, block_size=BLOCK, storage=storage)
     table = problem.table.clone()
     table[0, 1] = 9999
     assert_only(problem, replace(problem, table=table), [0], "block_table[0, 1] is 9999")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("block_len", [None, BLOCK])
+@pytest.mark.parametrize("block_size", [None, BLOCK])
 @pytest.mark.parametrize("past", [48, 49, 1000, 2**31 - 1])
-def test_a_position_past_the_cache_in_a_device_tensor(past, block_len, dtype):
-    problem = made([20, 40], tokens=2, capacity=48, block_len=block_len)
+def test_a_position_past_the_cache_in_a_device_tensor(past, block_size, dtype):
+    problem = made([20, 40], tokens=2, capacity=48, block_size=block_size)
     cur_pos = torch.tensor([past, 40], dtype=dtype, device="cuda")
     said = f"cur_pos[0] is {past}, past the cache"
     assert_only(problem, problem.but(cur_pos=cur_pos), [0], said)
 
 
 def test_a_list_is_checked_at_once():
-    problem = made([20, 40], block_len=BLOCK)
+    problem = made([20, 40], block_size=BLOCK)
     with pytest.raises(ValueError, match=re.escape("cur_pos[1] is 48")):
         problem.run("triton", cur_pos=[20, 48])
 
 
 def test_a_later_call_reports_too():
     """A server that never asks hears of it all the same, from one of the next calls."""
-    problem = made([20, 40], block_len=BLOCK)
+    problem = made([20, 40], block_size=BLOCK)
     table = problem.table.clone()
     table[1, 0] = -1
     replace(problem, table=table).run("triton")
@@ -104,13 +104,13 @@ def test_a_later_call_reports_too():
 def test_entries_that_are_not_read_are_no_fault():
     """The factory puts garbage into them: past the end, behind a window, of skipped sequences."""
     for how in ({}, {"window": 5}, {"split_size": 16}):
-        check(made([20, 40, -1, 90], tokens=3, block_len=BLOCK, capacity=160, **how), "triton")
+        check(made([20, 40, -1, 90], tokens=3, block_size=BLOCK, capacity=160, **how), "triton")
         attnmesh.check_decode_faults()
 
 
 def test_cur_pos_is_never_read_on_the_host():
     """Nothing waits for the device: a call is made while the device is busy."""
-    problem = made([20, 40], block_len=BLOCK)
+    problem = made([20, 40], block_size=BLOCK)
     problem.run("triton")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -125,7 +125,7 @@ def test_cur_pos_is_never_read_on_the_host():
 
 
 def overwrite(old: Stored, new: Stored) -> None:
-    for x, y in zip(*([c.values, c.scales] if isinstance(c, Quantised) else [c] for c in (old, new)), strict=True):
+    for x, y in zip(*([c.values, c.scales] if isinstance(c, Quantized) else [c] for c in (old, new)), strict=True):
         if x.itemsize == 1:
             x, y = x.view(torch.uint8), y.view(torch.uint8)
         x.copy_(y)
@@ -134,9 +134,9 @@ def overwrite(old: Stored, new: Stored) -> None:
 @pytest.mark.parametrize("how", [{}, {"split_size": 32}, {"max_splits": 4}, {"window": 20}], ids=str)
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("storage", ["plain", "int8", "fp8 heads"])
-@pytest.mark.parametrize("block_len", [BLOCK, None])
-def test_a_captured_step_replays_with_new_positions_tables_and_contents(block_len, storage, tokens, how):
-    shape = {"tokens": tokens, "capacity": 320, "block_len": block_len, "storage": storage, "sinks": True, **how}
+@pytest.mark.parametrize("block_size", [BLOCK, None])
+def test_a_captured_step_replays_with_new_positions_tables_and_contents(block_size, storage, tokens, how):
+    shape = {"tokens": tokens, "capacity": 320, "block_size": block_size, "storage": storage, "sinks": True, **how}
     # One pool size for all steps: the last sequence uses up what the others leave.
     steps = [[3, 17, 40], [310, 0, 5], [-1, 100, 250], [60, 60, 60]]
     drawings = [made(step, seed=2 * seed, **shape) for seed, step in enumerate(steps)]
@@ -153,7 +153,7 @@ def test_a_captured_step_replays_with_new_positions_tables_and_contents(block_le
         held.q.copy_(problem.q)
         held.options["cur_pos"].copy_(problem.options["cur_pos"])
         held.options["sinks"].copy_(problem.options["sinks"])
-        if block_len:
+        if block_size:
             held.table.copy_(problem.table)
             blocks = (problem.k if storage == "plain" else problem.k.values).shape[0]
             for old, new in ((held.k, problem.k), (held.v, problem.v)):
@@ -171,13 +171,13 @@ def test_a_captured_step_replays_with_new_positions_tables_and_contents(block_le
 
 
 def first_blocks(stored: Stored, blocks: int) -> Stored:
-    if isinstance(stored, Quantised):
-        return Quantised(stored.values[:blocks], stored.scales if stored.storage == "fp8" else stored.scales[:blocks])
+    if isinstance(stored, Quantized):
+        return Quantized(stored.values[:blocks], stored.scales if stored.storage == "fp8" else stored.scales[:blocks])
     return stored[:blocks]
 
 
 def test_a_captured_step_reports_faults():
-    problem = made([20, 40], block_len=BLOCK)
+    problem = made([20, 40], block_size=BLOCK)
     problem.run("triton")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -201,7 +201,7 @@ def test_a_captured_step_reports_faults():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 @pytest.mark.parametrize(
-    "how", [{}, {"block_len": 64}, {"block_len": 16, "split_size": 512}, {"window": 1000}], ids=str
+    "how", [{}, {"block_size": 64}, {"block_size": 16, "split_size": 512}, {"window": 1000}], ids=str
 )
 def test_long_caches(how, tokens, dtype):
     positions = [9000, 0, 4095, 4096, -1, 777]
@@ -209,24 +209,24 @@ def test_long_caches(how, tokens, dtype):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("block_len", [None, 64])
+@pytest.mark.parametrize("block_size", [None, 64])
 @pytest.mark.parametrize("shape", [(8, 2, (128, 128)), (16, 1, (576, 512)), (64, 1, (64, 64)), (1, 8, (256, 256))])
-def test_long_caches_of_every_storage_and_shape(shape, block_len, storage):
+def test_long_caches_of_every_storage_and_shape(shape, block_size, storage):
     group, kv_heads, dims = shape
     how = {"group": group, "kv_heads": kv_heads, "dims": dims, "v_in_k": dims[0] == 576}
-    check(made([3000, 1023, 1024], tokens=2, storage=storage, block_len=block_len, **how), "triton")
+    check(made([3000, 1023, 1024], tokens=2, storage=storage, block_size=block_size, **how), "triton")
 
 
-@pytest.mark.parametrize("block_len", [None, BLOCK])
+@pytest.mark.parametrize("block_size", [None, BLOCK])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_bits_at_real_sizes(tokens, block_len):
+def test_bits_at_real_sizes(tokens, block_size):
     """One sequence among 1, 8 and 64, with splits of a fixed size."""
     lengths = [5000, *range(10, 6300, 100)]
-    problem = made(lengths, tokens=tokens, dims=(128, 128), block_len=block_len, split_size=512)
+    problem = made(lengths, tokens=tokens, dims=(128, 128), block_size=block_size, split_size=512)
     alone = None
     for count in (1, 8, 64):
         part = replace(problem, q=problem.q[:count]).but(cur_pos=problem.options["cur_pos"][:count])
-        if block_len:
+        if block_size:
             part = replace(part, table=problem.table[:count])
         else:
             part = replace(part, k=problem.k[:count], v=problem.v[:count])
@@ -238,7 +238,7 @@ def test_bits_at_real_sizes(tokens, block_len):
 
 def test_a_pool_of_more_than_two_gigabytes():
     """Offsets into it do not fit 32 bits: the blocks in use are its last ones."""
-    small = made([40, 17], block_len=BLOCK, kv_heads=8, dims=(128, 128))
+    small = made([40, 17], block_size=BLOCK, kv_heads=8, dims=(128, 128))
     blocks = small.k.shape[0]
     many = 2**31 // (BLOCK * 8 * 128) + 1000
     k, v = (torch.full((many, *x.shape[1:]), torch.nan, dtype=x.dtype, device=x.device) for x in (small.k, small.v))
@@ -264,7 +264,7 @@ def test_caches_whose_strides_are_more_than_two_gigabytes(dim):
 
 
 def test_backends_are_chosen_by_device():
-    problem = made([20, 40], block_len=BLOCK)
+    problem = made([20, 40], block_size=BLOCK)
     with pytest.raises(ValueError, match="computes on the CPU"):
         problem.run("cpu")
     auto, triton = problem.run("auto"), problem.run("triton")
@@ -272,10 +272,10 @@ def test_backends_are_chosen_by_device():
     check(problem, "reference")
 
 
-@pytest.mark.parametrize("block_len", [None, BLOCK])
+@pytest.mark.parametrize("block_size", [None, BLOCK])
 @pytest.mark.parametrize("positions", [[70_000], [40_000, 1_000], [9_000] * 5])
-def test_one_kv_head_alone_on_the_chip(positions, block_len):
+def test_one_kv_head_alone_on_the_chip(positions, block_size):
     """As a rank of many holds it: every share of the keys is a piece of the same few heads."""
-    problem = made(positions, group=8, kv_heads=1, dims=(64, 64), block_len=block_len, sinks=True)
+    problem = made(positions, group=8, kv_heads=1, dims=(64, 64), block_size=block_size, sinks=True)
     check(problem, "triton")
     check(problem.but(max_splits=100), "triton")

@@ -8,7 +8,7 @@ import torch
 from attnmesh import check_decode_faults, decode_attention
 from attnmesh.ops.decode import faults
 from attnmesh.ops.decode.triton import Triton
-from attnmesh.ops.storage import Quantised, quantise
+from attnmesh.ops.storage import Quantized, quantize
 from decoding import CUDA, drawn, home, made
 
 HERE = home("triton")
@@ -55,7 +55,7 @@ def test_int8_values_that_are_zero(how):
     v = normal(2, 1, 300, 32, seed=2)
     v[0, :, :200], v[1] = 0.0, 0.0
     q = normal(2, 2, 1, 32).half()
-    assert_like_reference(q, quantise(normal(2, 1, 300, 32, seed=1), "int8"), quantise(v, "int8"), **how)
+    assert_like_reference(q, quantize(normal(2, 1, 300, 32, seed=1), "int8"), quantize(v, "int8"), **how)
 
 
 def test_values_that_are_wider_than_the_keys_in_their_memory():
@@ -65,28 +65,30 @@ def test_values_that_are_wider_than_the_keys_in_their_memory():
 
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
 def test_bytes_that_begin_at_an_odd_place(storage):
-    def moved(x: torch.Tensor) -> Quantised:
-        stored = quantise(x, storage)
+    def moved(x: torch.Tensor) -> Quantized:
+        stored = quantize(x, storage)
         room = torch.zeros(stored.values.numel() + 1, dtype=torch.int8, device=HERE)[1:].view(stored.values.shape)
         room.copy_(stored.values.view(torch.int8))
-        return Quantised(room.view(stored.values.dtype), stored.scales)
+        return Quantized(room.view(stored.values.dtype), stored.scales)
 
     assert_like_reference(Q.half(), moved(K), moved(V))
 
 
 @pytest.mark.parametrize("storage", ["plain", "fp8", "int8", "bfp8"])
-@pytest.mark.parametrize("sight", ["mask", "added", "tree"])
-def test_what_nobody_sees_may_hold_anything(sight, storage):
+@pytest.mark.parametrize("key_range", ["mask", "added", "tree"])
+def test_what_nobody_sees_may_hold_anything(key_range, storage):
     q = normal(2, 2, 2, 32).half()
     k, v = (normal(2, 1, 40, 32, seed=seed).half() for seed in (1, 2))
-    if sight == "tree":
+    if key_range == "tree":
         how, hidden = {"tree": torch.tensor([[True, False]] * 2, device=HERE)}, slice(39, 40)
     else:
         mask = torch.ones(1, 1, 1, 40, dtype=torch.bool, device=HERE)
         hidden = slice(0, 5)
         mask[..., hidden] = False
-        how = {"mask": mask if sight == "mask" else torch.zeros(mask.shape, device=HERE).masked_fill(~mask, -torch.inf)}
-    k, v = (x if storage == "plain" else quantise(x, storage) for x in (k, v))
+        how = {
+            "mask": mask if key_range == "mask" else torch.zeros(mask.shape, device=HERE).masked_fill(~mask, -torch.inf)
+        }
+    k, v = (x if storage == "plain" else quantize(x, storage) for x in (k, v))
     expected = decode_attention(q, k, v, **how, backend="triton")
     for x in (k, v):
         if storage == "plain":
@@ -119,12 +121,12 @@ def reported() -> str:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("past", [200, 1000, 2**31 - 1, 2**31, 2**31 + 5, 2**40 + 5])
-@pytest.mark.parametrize("block_len", [None, 16])
+@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("share", [None, "cache"])
-def test_a_position_past_the_cache_is_no_matter_to_the_others(share, block_len, past, dtype):
+def test_a_position_past_the_cache_is_no_matter_to_the_others(share, block_size, past, dtype):
     if past >= 2**31 and dtype == torch.int32:
         pytest.skip("does not fit")
-    call = made("triton", [150, 20, 100], share=share, block_len=block_len, capacity=192, sinks=True).call()
+    call = made("triton", [150, 20, 100], share=share, block_size=block_size, capacity=192, sinks=True).call()
     expected = Triton().run(replace(call, cur_pos=torch.tensor([150, -1, 100], dtype=dtype, device=HERE)))
     found = Triton().run(replace(call, cur_pos=torch.tensor([150, past, 100], dtype=dtype, device=HERE)))
     assert f"cur_pos[1] is {past}, past the cache" in reported()
@@ -136,7 +138,7 @@ def test_a_position_past_the_cache_is_no_matter_to_the_others(share, block_len, 
 
 
 def test_an_entry_outside_the_pool_is_no_matter_to_sequences_that_end_before():
-    call = made("triton", [150, 20, -1], share="cache", block_len=16).call()
+    call = made("triton", [150, 20, -1], share="cache", block_size=16).call()
     expected = Triton().run(call)
     table = call.table.clone()
     table[0, 5] = -7
@@ -160,7 +162,7 @@ def test_scales_farther_apart_than_32_bits_reach():
     problem = drawn([2], kv_heads=1, storage="bfp8", dtype=torch.float16, device=HERE)
     far = torch.empty(2**31 + 64, dtype=torch.int8, device=HERE).as_strided((1, 1, 3, 2), (1, 1, 2**30, 1))
     expected = problem.run("triton")
-    found = replace(problem, k=Quantised(problem.k.values, far.copy_(problem.k.scales))).run("triton")
+    found = replace(problem, k=Quantized(problem.k.values, far.copy_(problem.k.scales))).run("triton")
     assert torch.equal(found.out, expected.out)
 
 

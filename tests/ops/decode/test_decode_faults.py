@@ -32,7 +32,7 @@ def assert_innocent(found, exact, sequences):
 @pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"max_splits": 1}], ids=str)
 @pytest.mark.parametrize("value", [-1, 10_000, -(2**31)])
 def test_an_entry_outside_the_pool(value, how):
-    call = made("triton", [20, 40], block_len=16, dtype=torch.float32, **how).call()
+    call = made("triton", [20, 40], block_size=16, dtype=torch.float32, **how).call()
     table = call.table.clone()
     table[1, 2] = value
     found = found_with(call, table=table)
@@ -55,7 +55,7 @@ def test_a_position_past_a_cache_that_others_share(length):
 
 
 def test_the_next_call_says_so():
-    call = made("triton", [20], block_len=16, dtype=torch.float32).call()
+    call = made("triton", [20], block_size=16, dtype=torch.float32).call()
     found_with(call, table=torch.full_like(call.table, -7))
     if call.q.is_cuda:
         torch.cuda.synchronize()

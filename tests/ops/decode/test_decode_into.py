@@ -3,20 +3,20 @@
 import pytest
 import torch
 
+from attnmesh.core.state import State
 from attnmesh.ops.decode import triton as triton_backend
-from attnmesh.state import State
 from decoding import BACKENDS, assert_right, check, made
 
 EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"sight": "intervals", "sinks": True, "seed": 2}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"key_range": "intervals", "sinks": True, "seed": 2}], ids=str)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_partial_states_in_a_packed_message(tokens, how, backend, monkeypatch):
     """Heads first, as they are sent; each row is its out and, behind it, its lse."""
     monkeypatch.setattr(triton_backend, "_AT_ONCE", 2)
-    problem = made(backend, [70, -1, 20], tokens=tokens, block_len=16, dims=(32, 24), **how)
+    problem = made(backend, [70, -1, 20], tokens=tokens, block_size=16, dims=(32, 24), **how)
     batch, heads = problem.q.shape[:2]
     message = torch.full((heads + 2, batch + 2, tokens, 24 + 1), torch.nan, device=problem.q.device)
     mine = message[1:-1, 1:-1]
@@ -37,7 +37,7 @@ def test_partial_states_in_a_packed_message(tokens, how, backend, monkeypatch):
 @EVERYWHERE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_results_in_the_dtype_of_queries(dtype, backend):
-    problem = made(backend, [30, 9], tokens=2, block_len=16, dtype=dtype, kv_heads=2)
+    problem = made(backend, [30, 9], tokens=2, block_size=16, dtype=dtype, kv_heads=2)
     tokens_first = torch.full((2, 2, 4, 32), torch.nan, dtype=dtype, device=problem.q.device)
     into = State(tokens_first.transpose(1, 2), torch.full((2, 4, 2), torch.nan, device=problem.q.device))
     out = problem.attend(backend, into=into, out_dtype=dtype)
@@ -46,7 +46,7 @@ def test_results_in_the_dtype_of_queries(dtype, backend):
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("how", [{"block_len": 16}, {"split_size": 16}], ids=str)
+@pytest.mark.parametrize("how", [{"block_size": 16}, {"split_size": 16}], ids=str)
 def test_out_in_float32_is_what_is_rounded_by_default(how, backend):
     problem = made(backend, [40, 20, -1], tokens=2, dtype=torch.float16, sinks=True, **how)
     default, wide = problem.run(backend), check(problem, backend, out_dtype=torch.float32)

@@ -19,27 +19,29 @@ ON_THE_CPU = pytest.mark.parametrize(
 
 @ON_EACH
 @pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("how", [{}, {"window": 5}, {"split_size": 16}, {"sight": "tree"}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"window": 5}, {"split_size": 16}, {"key_range": "tree"}], ids=str)
 def test_every_position_to_past_two_blocks_of_a_pool(how, tokens, backend):
     for first in range(0, 37, 10):
         positions = list(range(first, min(first + 10, 37)))
-        check(made(backend, positions, tokens=tokens, block_len=16, dims=(16, 16), **how), backend)
+        check(made(backend, positions, tokens=tokens, block_size=16, dims=(16, 16), **how), backend)
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [1, 3, 7, 16, 64, 256])
+@pytest.mark.parametrize("block_size", [1, 3, 7, 16, 64, 256])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_every_length_of_block(tokens, block_len, backend):
-    at_the_edges = [max(0, 2 * block_len + off) for off in (-1, 0, 1)] if block_len < 64 else [block_len, block_len - 1]
-    check(made(backend, at_the_edges, tokens=tokens, block_len=block_len, kv_heads=2), backend)
-    check(made(backend, [min(40, block_len // 2), 0], tokens=tokens, block_len=block_len, window=9), backend)
+def test_every_length_of_block(tokens, block_size, backend):
+    at_the_edges = (
+        [max(0, 2 * block_size + off) for off in (-1, 0, 1)] if block_size < 64 else [block_size, block_size - 1]
+    )
+    check(made(backend, at_the_edges, tokens=tokens, block_size=block_size, kv_heads=2), backend)
+    check(made(backend, [min(40, block_size // 2), 0], tokens=tokens, block_size=block_size, window=9), backend)
 
 
 @ON_EACH
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("memory", ["own", "layer", "layer inside"])
 def test_pools_may_be_layers_of_larger_ones(memory, storage, backend):
-    problem = made(backend, [20, 33], tokens=3, block_len=16, kv_heads=2, memory=memory, storage=storage)
+    problem = made(backend, [20, 33], tokens=3, block_size=16, kv_heads=2, memory=memory, storage=storage)
     assert values_of(problem.k).is_contiguous() == (memory != "layer inside")
     check(problem, backend)
 
@@ -47,7 +49,7 @@ def test_pools_may_be_layers_of_larger_ones(memory, storage, backend):
 @ON_EACH
 @pytest.mark.parametrize("storage", STORAGES)
 def test_sequences_may_name_the_same_blocks(storage, backend):
-    problem = made(backend, [50, 33, 20], tokens=2, block_len=16, storage=storage, share="blocks")
+    problem = made(backend, [50, 33, 20], tokens=2, block_size=16, storage=storage, share="blocks")
     table = problem.table.tolist()
     assert table[0][0] == table[1][0] == table[2][0]
     check(problem, backend)
@@ -56,7 +58,7 @@ def test_sequences_may_name_the_same_blocks(storage, backend):
 @ON_EACH
 def test_all_rows_may_be_one_table(backend):
     """As beams before they part: the same row for every sequence, at different positions."""
-    problem = made(backend, [44, 44, 44], tokens=2, block_len=16, share="cache")
+    problem = made(backend, [44, 44, 44], tokens=2, block_size=16, share="cache")
     found = check(problem, backend)
     again = replace(problem.but(share_cache=False), table=problem.table.expand(3, -1)).run(backend)
     torch.testing.assert_close(again.out, found.out)
@@ -65,7 +67,7 @@ def test_all_rows_may_be_one_table(backend):
 
 @ON_EACH
 def test_one_block_may_be_named_twice_by_one_sequence(backend):
-    problem = made(backend, [47], tokens=2, block_len=16)
+    problem = made(backend, [47], tokens=2, block_size=16)
     table = problem.table.clone()
     table[0, 1] = table[0, 0]
     clear = tuple(x.clone() for x in problem.clear)
@@ -77,14 +79,14 @@ def test_one_block_may_be_named_twice_by_one_sequence(backend):
 @ON_EACH
 @pytest.mark.parametrize("strided", ["column", "wide", "expanded"])
 def test_tables_may_be_views(strided, backend):
-    problem = made(backend, [20, 40], tokens=2, block_len=16)
+    problem = made(backend, [20, 40], tokens=2, block_size=16)
     table = problem.table
     if strided == "column":
         view = table.T.contiguous().T
     elif strided == "wide":
         view = torch.stack([table, torch.full_like(table, GARBAGE[1])], -1).flatten(1)[:, ::2]
     else:
-        problem = made(backend, [20, 40], tokens=2, block_len=16, share="cache").but(share_cache=False)
+        problem = made(backend, [20, 40], tokens=2, block_size=16, share="cache").but(share_cache=False)
         problem = replace(problem, clear=tuple(x.expand(2, -1, -1, -1) for x in problem.clear))
         view = problem.table.expand(2, -1)
     assert not view.is_contiguous()
@@ -93,7 +95,7 @@ def test_tables_may_be_views(strided, backend):
 
 @ON_EACH
 def test_a_wider_table_changes_nothing(backend):
-    narrow, wide = (made(backend, [20, 40], tokens=2, block_len=16, capacity=n) for n in (48, 160))
+    narrow, wide = (made(backend, [20, 40], tokens=2, block_size=16, capacity=n) for n in (48, 160))
     assert wide.table.shape[1] == 10
     assert narrow.table.shape[1] == 3
     check(narrow, backend)
@@ -102,7 +104,7 @@ def test_a_wider_table_changes_nothing(backend):
 
 @ON_EACH
 def test_a_pool_of_one_block(backend):
-    problem = made(backend, [2], tokens=2, block_len=4)
+    problem = made(backend, [2], tokens=2, block_size=4)
     block = int(problem.table[0, 0])
     k, v = (x[block : block + 1] for x in (problem.k, problem.v))
     check(replace(problem, k=k, v=v, table=0 * problem.table), backend)
@@ -117,7 +119,7 @@ WRONG = [-1, -2, -(2**31), 9999, 2**31 - 1, "blocks"]
 @pytest.mark.parametrize("value", WRONG)
 @pytest.mark.parametrize("slot", [0, 1, 2])
 def test_an_entry_outside_the_pool_is_named(slot, value, backend):
-    problem = drawn([20, 40, -1], tokens=2, block_len=16)
+    problem = drawn([20, 40, -1], tokens=2, block_size=16)
     blocks = problem.k.shape[0]
     problem.table[1, slot] = blocks if value == "blocks" else value
     said = (
@@ -128,11 +130,11 @@ def test_an_entry_outside_the_pool_is_named(slot, value, backend):
 
 
 @ON_THE_CPU
-@pytest.mark.parametrize("block_len", [1, 16])
-def test_the_first_and_last_entries_in_use_are_checked_and_the_next_is_not(block_len, backend):
-    last = 2 * block_len  # the first position of slot 2
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_the_first_and_last_entries_in_use_are_checked_and_the_next_is_not(block_size, backend):
+    last = 2 * block_size  # the first position of slot 2
     for position, slot, wrong in ((last, 2, True), (last - 1, 2, False), (last - 1, 1, True), (0, 0, True)):
-        problem = drawn([position], block_len=block_len, capacity=3 * block_len)
+        problem = drawn([position], block_size=block_size, capacity=3 * block_size)
         problem.table[0, slot] = -5
         if wrong:
             with pytest.raises(ValueError, match=rf"block_table\[0, {slot}\] is -5"):
@@ -146,10 +148,10 @@ def test_the_first_and_last_entries_in_use_are_checked_and_the_next_is_not(block
 def test_entries_that_a_window_has_left_behind_are_not_checked(tokens, backend):
     window = 6
     for position in (21 + tokens - 1, 22 + tokens - 1):  # the first token's window begins at 16, at 17
-        problem = drawn([position], tokens=tokens, block_len=16, window=window)
+        problem = drawn([position], tokens=tokens, block_size=16, window=window)
         assert int(problem.table[0, 0]) in GARBAGE
         check(problem, backend)
-    problem = drawn([20 + tokens - 1], tokens=tokens, block_len=16, window=window)  # at 15
+    problem = drawn([20 + tokens - 1], tokens=tokens, block_size=16, window=window)  # at 15
     check(problem, backend)
     problem.table[0, 0] = -1
     with pytest.raises(ValueError, match=re.escape("block_table[0, 0] is -1")):
@@ -158,7 +160,7 @@ def test_entries_that_a_window_has_left_behind_are_not_checked(tokens, backend):
 
 @ON_THE_CPU
 def test_a_wrong_entry_of_a_shared_table_is_named(backend):
-    problem = drawn([3, 40], block_len=16, share="cache")
+    problem = drawn([3, 40], block_size=16, share="cache")
     problem.table[0, 2] = 77
     with pytest.raises(ValueError, match=re.escape("block_table[1, 2] is 77")):  # by the sequence that reads it
         problem.run(backend)
@@ -168,7 +170,7 @@ def test_a_wrong_entry_of_a_shared_table_is_named(backend):
 @ON_THE_CPU
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_a_position_past_the_table_is_named(dtype, backend):
-    problem = drawn([20, 40], block_len=16)
+    problem = drawn([20, 40], block_size=16)
     for cur_pos in ([20, 48], torch.tensor([20, 48], dtype=dtype)):
         with pytest.raises(ValueError, match=re.escape("cur_pos[1] is 48, but the cache holds positions 0 to 47")):
             problem.run(backend, cur_pos=cur_pos)
@@ -181,7 +183,7 @@ def test_a_position_past_the_table_is_named(dtype, backend):
 @ON_EACH
 def test_a_table_without_slots_holds_skipped_sequences(backend):
     device = home(backend)
-    problem = made(backend, [3, 3], block_len=16)
+    problem = made(backend, [3, 3], block_size=16)
     table = torch.empty(2, 0, dtype=torch.int32, device=device)
     out, lse = replace(problem, table=table).run(backend, cur_pos=[-1, -1])
     assert not out.any()
@@ -190,7 +192,7 @@ def test_a_table_without_slots_holds_skipped_sequences(backend):
 
 @ON_EACH
 def test_an_empty_pool_holds_skipped_sequences(backend):
-    problem = made(backend, [-1, -1], block_len=16, capacity=32)
+    problem = made(backend, [-1, -1], block_size=16, capacity=32)
     out, lse = replace(problem, k=problem.k[:0], v=problem.v[:0]).run(backend)
     assert not out.any()
     assert (lse == -torch.inf).all()

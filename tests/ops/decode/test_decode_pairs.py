@@ -24,7 +24,7 @@ CONTIGUOUS = ("own", "token major")
 PAGED = (1, 3, 16, 64, 256)
 FACTORS = {
     "cache": (*CONTIGUOUS, *PAGED),
-    "sight": ("causal", "tree", "trees", "bool bht", "bool t short", "added h", "added bt short", "intervals"),
+    "key_range": ("causal", "tree", "trees", "bool bht", "bool t short", "added h", "added bt short", "intervals"),
     "storage": STORAGES,
     "dims": ((16, 16), (48, 32), (32, 64), (40, 24), "v in k"),
     "group": (1, 3, 7, 8, 64),
@@ -44,8 +44,8 @@ FORBIDDEN = {
     *((("cache", cache), ("at", None)) for cache in PAGED),
     *((("cache", cache), ("share", "blocks")) for cache in CONTIGUOUS),
     (("storage", "bfp8"), ("dims", (40, 24))),
-    *((("sight", "intervals"), ("window", window)) for window in (1, 5, 17, 1000)),
-    (("sight", "intervals"), ("share", "cache")),
+    *((("key_range", "intervals"), ("window", window)) for window in (1, 5, 17, 1000)),
+    (("key_range", "intervals"), ("share", "cache")),
     # Follows from the first two: the default position means a cache, whose sequences share no blocks.
     (("at", None), ("share", "blocks")),
 }
@@ -78,7 +78,7 @@ def problem_of(case: dict, seed: int, *, backend: str = "cpu", dtype: torch.dtyp
         where,
         dims=(64, 32) if dims == "v in k" else dims,
         v_in_k=dims == "v in k",
-        block_len=cache if cache in PAGED else None,
+        block_size=cache if cache in PAGED else None,
         capacity=length if case["at"] is None else length + [0, 5, 40][seed % 3],
         memory=cache if cache in CONTIGUOUS else ("own", "layer", "layer inside")[seed % 3],
         dtype=spoken(backend, dtype),
@@ -151,8 +151,8 @@ def problems(draw, backend: str, most: int):
     dims = sorted([draw(width), draw(width)], reverse=True) if v_in_k else [draw(width), draw(width)]
     where = draw(st.lists(st.integers(-1, most), min_size=batch, max_size=batch))
     split = draw(st.sampled_from([None, "max_splits", "split_size"]))
-    sight = draw(st.sampled_from(["causal", *FACTORS["sight"]]))
-    alone = sight == "intervals"  # without a window or a cache for all
+    key_range = draw(st.sampled_from(["causal", *FACTORS["key_range"]]))
+    alone = key_range == "intervals"  # without a window or a cache for all
     return drawn(
         where,
         tokens=tokens,
@@ -160,13 +160,13 @@ def problems(draw, backend: str, most: int):
         kv_heads=draw(st.integers(1, 3)),
         dims=tuple(dims),
         v_in_k=v_in_k,
-        block_len=draw(st.integers(1, 40)) if paged else None,
+        block_size=draw(st.integers(1, 40)) if paged else None,
         capacity=max(where) + 1 + draw(st.integers(0, 30)) or 1,
         storage=storage,
         dtype=spoken(backend, draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))),
         share=draw(st.sampled_from([None] + ["cache"] * (not alone) + ["blocks"] * paged)),
         memory=draw(st.sampled_from(["own", "layer", "layer inside"] + ["token major"] * (not paged))),
-        sight=sight,
+        key_range=key_range,
         window=None if alone else draw(st.none() | st.integers(1, most)),
         sinks=draw(st.booleans()),
         at=draw(st.sampled_from(["list", "int32", "int64"])),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attnmesh import decode_attention
-from attnmesh.ops.storage import Quantised
-from attnmesh.state import State
+from attnmesh.core.state import State
+from attnmesh.ops.storage import Quantized
 from decoding import BACKENDS, STORAGES, Problem, drawn
 
 META = torch.device("meta")
@@ -21,16 +21,16 @@ def cached(**how: object) -> Problem:
 
 def pooled(**how: object) -> Problem:
     """The same in blocks of 8: 3 slots, 7 blocks."""
-    return drawn([19, 7], tokens=3, capacity=24, block_len=8, **how)
+    return drawn([19, 7], tokens=3, capacity=24, block_size=8, **how)
 
 
 def having(problem: Problem, **parts: object) -> Problem:
     return replace(problem, **parts)
 
 
-def on_meta(stored: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
-    if isinstance(stored, Quantised):
-        return Quantised(stored.values.to(META), stored.scales.to(META))
+def on_meta(stored: torch.Tensor | Quantized) -> torch.Tensor | Quantized:
+    if isinstance(stored, Quantized):
+        return Quantized(stored.values.to(META), stored.scales.to(META))
     return stored.to(META)
 
 
@@ -38,9 +38,9 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def quantised(values: list[int], scales: list[int], dtype: torch.dtype) -> Quantised:
+def quantized(values: list[int], scales: list[int], dtype: torch.dtype) -> Quantized:
     kind = torch.float8_e4m3fn if dtype == "fp8" else torch.int8
-    return Quantised(torch.zeros(values).to(kind), torch.zeros(scales).to(torch.float32 if dtype == "fp8" else dtype))
+    return Quantized(torch.zeros(values).to(kind), torch.zeros(scales).to(torch.float32 if dtype == "fp8" else dtype))
 
 
 SIGHT = (zeros(2, 3).int(), zeros(2, 3).int() + 5)
@@ -86,23 +86,23 @@ OPTIONS = {  # what is said: an option of the call, in a cache and in a pool ali
     "sinks must be floating point [4], one a query head, got float": {"sinks": 1.0},
     "sinks must be on the device of q, cpu, got meta": {"sinks": zeros(4).to(META)},
     "(q has 2, share_cache=True), got 2": {"share_cache": True},
-    "sight must be a tuple of two tensors, (first, end), got 1 of them": {"sight": (zeros(2, 3).int(),)},
-    "sight must be a tuple of two tensors, (first, end), got Tensor": {"sight": zeros(2, 2, 3).int()},
-    "sight's first must be int32 or int64 [2, 3], got torch.float32 (2, 3)": {"sight": (zeros(2, 3),) * 2},
-    "sight's end must be int32 or int64 [2, 3], got torch.int32 (2, 4)": {
-        "sight": (zeros(2, 3).int(), zeros(2, 4).int())
+    "key_range must be a tuple of two tensors, (first, end), got 1 of them": {"key_range": (zeros(2, 3).int(),)},
+    "key_range must be a tuple of two tensors, (first, end), got Tensor": {"key_range": zeros(2, 2, 3).int()},
+    "key_range's first must be int32 or int64 [2, 3], got torch.float32 (2, 3)": {"key_range": (zeros(2, 3),) * 2},
+    "key_range's end must be int32 or int64 [2, 3], got torch.int32 (2, 4)": {
+        "key_range": (zeros(2, 3).int(), zeros(2, 4).int())
     },
-    "sight's end must be int32 or int64 [2, 3], got NoneType": {"sight": (zeros(2, 3).int(), None)},
-    "sight's first must be on the device of q, cpu, got meta": {"sight": (zeros(2, 3).int().to(META),) * 2},
-    "sight's first must not decrease from token to token, got [0, 4, 3] for sequence 1 (at token 2)": {
-        "sight": (torch.tensor([[0, 4, 5], [0, 4, 3]]), torch.tensor([[6, 6, 6]] * 2))
+    "key_range's end must be int32 or int64 [2, 3], got NoneType": {"key_range": (zeros(2, 3).int(), None)},
+    "key_range's first must be on the device of q, cpu, got meta": {"key_range": (zeros(2, 3).int().to(META),) * 2},
+    "key_range's first must not decrease from token to token, got [0, 4, 3] for sequence 1 (at token 2)": {
+        "key_range": (torch.tensor([[0, 4, 5], [0, 4, 3]]), torch.tensor([[6, 6, 6]] * 2))
     },
-    "sight's end must not decrease from token to token, got [6, 5, 6] for sequence 0 (at token 1)": {
-        "sight": (zeros(2, 3).int(), torch.tensor([[6, 5, 6], [6, 6, 6]]))
+    "key_range's end must not decrease from token to token, got [6, 5, 6] for sequence 0 (at token 1)": {
+        "key_range": (zeros(2, 3).int(), torch.tensor([[6, 5, 6], [6, 6, 6]]))
     },
-    "it goes without window, got both": {"sight": SIGHT, "window": 4},
-    "it goes without mask, got both": {"sight": SIGHT, "mask": zeros(1, 1, 1, 4)},
-    "it goes without tree, got both": {"sight": SIGHT, "tree": zeros(3, 3, dtype=torch.bool)},
+    "it goes without window, got both": {"key_range": SIGHT, "window": 4},
+    "it goes without mask, got both": {"key_range": SIGHT, "mask": zeros(1, 1, 1, 4)},
+    "it goes without tree, got both": {"key_range": SIGHT, "tree": zeros(3, 3, dtype=torch.bool)},
     "out_dtype must be None or torch.float32, got torch.float16": {"out_dtype": torch.float16},
     "out_dtype must be None or torch.float32, got torch.float64": {"out_dtype": torch.float64},
     "backend must be one of auto, cpu, triton, reference, got 'cuda'": {"backend": "cuda"},
@@ -118,11 +118,11 @@ def test_options(said, make):
         problem.attend(**options)
 
 
-@pytest.mark.parametrize("block_len", [None, 8])
-def test_a_sight_of_a_cache_for_all(block_len):
-    problem = drawn([19, 7], tokens=3, block_len=block_len, share="cache")
+@pytest.mark.parametrize("block_size", [None, 8])
+def test_a_sight_of_a_cache_for_all(block_size):
+    problem = drawn([19, 7], tokens=3, block_size=block_size, share="cache")
     with pytest.raises(ValueError, match="it goes without share_cache, got both"):
-        problem.attend("auto", sight=SIGHT)
+        problem.attend("auto", key_range=SIGHT)
 
 
 def test_out_of_float64_is_float64():
@@ -178,8 +178,8 @@ TENSORS = {
     "q has 9 tokens a sequence; decode takes 1 to 8": lambda p: having(p, q=p.q.repeat(1, 1, 3, 1)),
     "q must be floating point, got torch.int64": lambda p: having(p, q=p.q.long()),
     "q must be a tensor, got list": lambda p: having(p, q=[]),
-    "k must be a tensor or Quantised, got NoneType": lambda p: having(p, k=None),
-    "v must be a tensor or Quantised, got tuple": lambda p: having(p, v=(p.v, p.v)),
+    "k must be a tensor or Quantized, got NoneType": lambda p: having(p, k=None),
+    "v must be a tensor or Quantized, got tuple": lambda p: having(p, v=(p.v, p.v)),
     "the 2 kv heads must divide the 3 query heads": lambda p: having(p, q=p.q[:, :3]),
     "the 2 kv heads must divide the 0 query heads": lambda p: having(p, q=p.q[:, :0]),
     "q and k must have one head_dim, got 16 and 32": lambda p: having(p, q=p.q[..., :16]),
@@ -191,22 +191,22 @@ TENSORS = {
     "got torch.float64 and k in torch.float32": lambda p: having(p, q=p.q.double()),
     "k and v must be stored alike, got fp32 and fp16": lambda p: having(p, v=p.v.half()),
     "k and v must be stored alike, got int8 and fp32": lambda p: having(
-        p, k=quantised([*p.k.shape], [*p.k.shape[:3]], torch.float32)
+        p, k=quantized([*p.k.shape], [*p.k.shape[:3]], torch.float32)
     ),
     "k and v must be stored alike, got int8 and bfp8": lambda p: having(
         p,
-        k=quantised([*p.k.shape], [*p.k.shape[:3]], torch.float32),
-        v=quantised([*p.v.shape], [*p.v.shape[:3], 2], torch.int8),
+        k=quantized([*p.k.shape], [*p.k.shape[:3]], torch.float32),
+        v=quantized([*p.v.shape], [*p.v.shape[:3], 2], torch.int8),
     ),
     "a tensor of torch.int8 is none of them": lambda p: having(p, k=p.k.to(torch.int8), v=p.v.to(torch.int8)),
     "a tensor of torch.float8_e5m2 is none of them": lambda p: having(
         p, k=p.k.to(torch.float8_e5m2), v=p.v.to(torch.float8_e5m2)
     ),
     "k has 3 fp8 scales for 2 kv heads": lambda p: having(
-        p, k=quantised([*p.k.shape], [3], "fp8"), v=quantised([*p.v.shape], [2], "fp8")
+        p, k=quantized([*p.k.shape], [3], "fp8"), v=quantized([*p.v.shape], [2], "fp8")
     ),
     "v has 1 fp8 scales for 2 kv heads": lambda p: having(
-        p, k=quantised([*p.k.shape], [2], "fp8"), v=quantised([*p.v.shape], [1], "fp8")
+        p, k=quantized([*p.k.shape], [2], "fp8"), v=quantized([*p.v.shape], [1], "fp8")
     ),
     "decode has no backward, and q requires a gradient": lambda p: having(p, q=p.q.clone().requires_grad_()),
     "decode has no backward, and k requires a gradient": lambda p: having(p, k=p.k.clone().requires_grad_()),
@@ -231,14 +231,14 @@ def test_tensors(said, make):
         ("k_cache must have a batch of 2 (q has 2, share_cache=False), got 1", cached,
          {"k": lambda p: p.k[1:], "v": lambda p: p.v[1:]}),
         ("k_cache must have a batch of 1 (q has 1, share_cache=False), got 2", cached, {"q": lambda p: p.q[1:]}),
-        ("k must be [num_blocks, block_len, kv heads, head_dim], got shape (8, 2, 32)", pooled,
+        ("k must be [num_blocks, block_size, kv heads, head_dim], got shape (8, 2, 32)", pooled,
          {"k": lambda p: p.k[0]}),
-        ("v must be [num_blocks, block_len, kv heads, head_dim], got shape (8, 2, 32)", pooled,
+        ("v must be [num_blocks, block_size, kv heads, head_dim], got shape (8, 2, 32)", pooled,
          {"v": lambda p: p.v[0]}),
         ("k and v must agree in all but head_dim, got (7, 8, 2, 32) and (6, 8, 2, 32)", pooled,
          {"v": lambda p: p.v[1:]}),
-        ("block_len must be 1 to 256, got 0", pooled, {"k": lambda p: p.k[:, :0], "v": lambda p: p.v[:, :0]}),
-        ("block_len must be 1 to 256, got 264", pooled,
+        ("block_size must be 1 to 256, got 0", pooled, {"k": lambda p: p.k[:, :0], "v": lambda p: p.v[:, :0]}),
+        ("block_size must be 1 to 256, got 264", pooled,
          {"k": lambda p: p.k.repeat(1, 33, 1, 1), "v": lambda p: p.v.repeat(1, 33, 1, 1)}),
         ("block_table must be int32 [batch, slots], got torch.int64 (2, 3)", pooled,
          {"table": lambda p: p.table.long()}),
@@ -261,7 +261,7 @@ def test_caches_and_pools(said, make, wrong):
 
 @pytest.mark.parametrize("make", [cached, pooled])
 @pytest.mark.parametrize("storage", STORAGES[1:])
-def test_quantised_caches_on_another_device(storage, make):
+def test_quantized_caches_on_another_device(storage, make):
     problem = make(storage=storage)
     with pytest.raises(ValueError, match="got v on meta and q on cpu"):
         having(problem, v=on_meta(problem.v)).attend("auto")

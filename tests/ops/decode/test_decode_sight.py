@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from attnmesh import check_decode_faults, merge, paged_decode_attention
+from attnmesh.core.ranges import Share
+from attnmesh.core.state import State
 from attnmesh.ops.decode import triton as triton_backend
 from attnmesh.ops.decode.triton import Triton
-from attnmesh.ops.storage import Stored, dequantise, quantise
-from attnmesh.share import Share
-from attnmesh.state import State
+from attnmesh.ops.storage import Stored, dequantize, quantize
 from decoding import BACKENDS, STORAGES, Problem, assert_right, check, drawn, home, made, slow
 
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
@@ -19,14 +19,14 @@ EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 
 
 def seeing(problem: Problem, first: list, end: list, dtype: torch.dtype = torch.int32) -> Problem:
-    return problem.but(sight=tuple(torch.tensor(x, dtype=dtype, device=problem.q.device) for x in (first, end)))
+    return problem.but(key_range=tuple(torch.tensor(x, dtype=dtype, device=problem.q.device) for x in (first, end)))
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("block_len", [None, 16])
-def test_each_token_sees_its_interval(block_len, backend):
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_each_token_sees_its_interval(block_size, backend):
     """The lse of tokens whose every score is 0 counts the keys they see."""
-    problem = made(backend, [40, 20, 30], tokens=3, dtype=torch.float32, block_len=block_len)
+    problem = made(backend, [40, 20, 30], tokens=3, dtype=torch.float32, block_size=block_size)
     problem = seeing(problem, [[0, 3, 39], [0, 0, 0], [17, 17, 18]], [[1, 17, 41], [21, 21, 21], [18, 30, 31]])
     lse = check(problem, backend, scale=0.0).lse
     seen = torch.tensor([[1.0, 14, 2], [21, 21, 21], [1, 13, 13]])
@@ -34,39 +34,39 @@ def test_each_token_sees_its_interval(block_len, backend):
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 1, 7, 16, 64])
+@pytest.mark.parametrize("block_size", [None, 1, 7, 16, 64])
 @pytest.mark.parametrize("tokens", [1, 4, 8])
-def test_any_intervals(tokens, block_len, backend):
+def test_any_intervals(tokens, block_size, backend):
     """At random: some are empty, some begin before the first key or end past the last."""
     for seed in range(1 if slow(backend) else 8):
         positions = [45 + seed, 3, 20, -1]
-        how = {"tokens": tokens, "block_len": block_len, "seed": 8 * tokens + seed, "sinks": bool(seed % 2)}
-        check(made(backend, positions, sight="intervals", dims=(16, 16), capacity=70, **how), backend)
+        how = {"tokens": tokens, "block_size": block_size, "seed": 8 * tokens + seed, "sinks": bool(seed % 2)}
+        check(made(backend, positions, key_range="intervals", dims=(16, 16), capacity=70, **how), backend)
 
 
 @ON_EACH
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"max_splits": 3, "sinks": True}], ids=str)
 def test_any_storage_and_splits(how, storage, backend):
-    how = how | {"storage": storage, "block_len": 16, "tokens": 3, "dims": (64, 32)}
-    problem = made(backend, [60, 40], sight="intervals", seed=3, **how)
-    assert (problem.options["sight"][0][:, 0] >= 16).any()  # a block is left out
+    how = how | {"storage": storage, "block_size": 16, "tokens": 3, "dims": (64, 32)}
+    problem = made(backend, [60, 40], key_range="intervals", seed=3, **how)
+    assert (problem.options["key_range"][0][:, 0] >= 16).any()  # a block is left out
     check(problem, backend)
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("block_len", [None, 16])
+@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_who_sees_nothing(sinks, block_len, backend):
+def test_who_sees_nothing(sinks, block_size, backend):
     """A token; a whole sequence, of which nothing is read; a skipped one, which has no sinks either."""
-    problem = made(backend, [40, 40, -1], tokens=2, sinks=sinks, block_len=block_len)
+    problem = made(backend, [40, 40, -1], tokens=2, sinks=sinks, block_size=block_size)
     nan, garbage = torch.full_like(problem.k, torch.nan), problem.table
-    if block_len:
+    if block_size:
         garbage = garbage.clone()
         garbage[1] = -5
     else:
         nan[0] = problem.k[0]
-    problem = replace(problem, k=problem.k if block_len else nan, table=garbage)
+    problem = replace(problem, k=problem.k if block_size else nan, table=garbage)
     for empty in ([5, 5], [90, 90]):
         out, lse = check(seeing(problem, [[3, 3], empty, [0, 0]], [[3, 20], [5, 5], [9, 9]]), backend)
         alone = problem.options["sinks"].float() if sinks else torch.full((lse.shape[1],), -torch.inf).to(lse.device)
@@ -80,13 +80,13 @@ def test_who_sees_nothing(sinks, block_len, backend):
 
 @ON_EACH
 @pytest.mark.parametrize("window", [None, 1, 5, 17])
-@pytest.mark.parametrize("block_len", [None, 16])
-def test_causality_and_windows_are_intervals(block_len, window, backend):
-    problem = made(backend, [40, 2, 20], tokens=4, block_len=block_len, window=window)
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_causality_and_windows_are_intervals(block_size, window, backend):
+    problem = made(backend, [40, 2, 20], tokens=4, block_size=block_size, window=window)
     own = torch.tensor([40, 2, 20])[:, None] - 3 + torch.arange(4)
     first = torch.zeros_like(own) if window is None else (own - window + 1).clamp(0)
-    sight = tuple(x.to(problem.q.device) for x in (first, own + 1))
-    expected, found = problem.run(backend), problem.run(backend, window=None, sight=sight)
+    key_range = tuple(x.to(problem.q.device) for x in (first, own + 1))
+    expected, found = problem.run(backend), problem.run(backend, window=None, key_range=key_range)
     torch.testing.assert_close(found.out, expected.out)
     torch.testing.assert_close(found.lse, expected.lse)
 
@@ -96,10 +96,10 @@ def test_bounds_of_any_type_stride_and_size(backend):
     problem = made(backend, [40, 20], tokens=2, dtype=torch.float32)
     for dtype, low, high in ((torch.int32, -(2**31), 2**31 - 1), (torch.int64, -(2**40) + 7, 2**40 + 7)):
         expected = check(seeing(problem, [[0, 4], [0, 0]], [[0, 30], [7, 21]], dtype), backend)
-        far = seeing(problem, [[low, 4], [low, low]], [[low, 30], [7, high]], dtype).options["sight"]
+        far = seeing(problem, [[low, 4], [low, low]], [[low, 30], [7, high]], dtype).options["key_range"]
         strided = tuple(x.T.contiguous().T for x in far)
         assert not strided[0].is_contiguous()
-        assert torch.equal(check(problem, backend, sight=strided).lse, expected.lse)
+        assert torch.equal(check(problem, backend, key_range=strided).lse, expected.lse)
 
 
 def test_sequences_that_end_alike_but_see_otherwise():
@@ -109,10 +109,10 @@ def test_sequences_that_end_alike_but_see_otherwise():
 
 
 @ON_EACH
-@pytest.mark.parametrize("block_len", [None, 16])
-def test_more_sequences_than_a_launch_takes(block_len, backend, monkeypatch):
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_more_sequences_than_a_launch_takes(block_size, backend, monkeypatch):
     monkeypatch.setattr(triton_backend, "_AT_ONCE", 2)
-    check(made(backend, [40, 20, 30, 9, 25], tokens=2, sight="intervals", block_len=block_len, seed=5), backend)
+    check(made(backend, [40, 20, 30, 9, 25], tokens=2, key_range="intervals", block_size=block_size, seed=5), backend)
 
 
 # Table entries that are wrong.
@@ -121,7 +121,7 @@ def test_more_sequences_than_a_launch_takes(block_len, backend, monkeypatch):
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_only_entries_of_what_is_seen_are_looked_at(backend):
     for slot in range(4):
-        problem = seeing(drawn([60], tokens=2, block_len=16), [[16, 20]], [[25, 48]])  # slots 1 and 2
+        problem = seeing(drawn([60], tokens=2, block_size=16), [[16, 20]], [[25, 48]])  # slots 1 and 2
         problem.table[0, slot] = -9
         if slot in (1, 2):
             with pytest.raises(ValueError, match=re.escape(f"block_table[0, {slot}] is -9")):
@@ -133,7 +133,7 @@ def test_only_entries_of_what_is_seen_are_looked_at(backend):
 @pytest.mark.parametrize("how", [{}, {"split_size": 16}], ids=str)
 def test_the_kernels_look_at_no_other_entries_either(how):
     """The front door refuses wrong entries on the CPU, so the backend is called itself."""
-    problem = made("triton", [60, 20], tokens=2, block_len=16, group=1, dims=(16, 16), **how)
+    problem = made("triton", [60, 20], tokens=2, block_size=16, group=1, dims=(16, 16), **how)
     call = seeing(problem, [[16, 20], [0, 0]], [[25, 48], [21, 21]]).call()
     expected = Triton().run(call)
     for slot in range(4):
@@ -153,17 +153,17 @@ def test_the_kernels_look_at_no_other_entries_either(how):
 # Shares of a sequence.
 
 
-def dealt(x: torch.Tensor, share: Share, length: int, block_len: int, storage: str) -> tuple[Stored, torch.Tensor]:
+def dealt(x: torch.Tensor, share: Share, length: int, block_size: int, storage: str) -> tuple[Stored, torch.Tensor]:
     """The positions of a rank's share, of x [1, Hkv, length, D], in blocks: NaN past the end; and the table."""
     mine = [at for at in range(length) if share.owner(at) == share.rank]
-    slots = -(-len(mine) // block_len) or 1
-    pool = torch.zeros(slots * block_len, x.shape[1], x.shape[3], dtype=x.dtype)
+    slots = -(-len(mine) // block_size) or 1
+    pool = torch.zeros(slots * block_size, x.shape[1], x.shape[3], dtype=x.dtype)
     pool[: len(mine)] = x[0, :, mine].transpose(0, 1)
     order = torch.arange(slots - 1, -1, -1)
     if storage == "plain":
         pool[len(mine) :] = torch.nan
-    pool = pool.unflatten(0, (slots, block_len))[order]
-    return pool if storage == "plain" else quantise(pool, storage, head_axis=2), order[None].int()
+    pool = pool.unflatten(0, (slots, block_size))[order]
+    return pool if storage == "plain" else quantize(pool, storage, head_axis=2), order[None].int()
 
 
 @pytest.mark.parametrize("storage", ["plain", "int8"])
@@ -172,8 +172,8 @@ def dealt(x: torch.Tensor, share: Share, length: int, block_len: int, storage: s
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shares_of_a_sequence_merge_to_all_of_it(ranks, run, window, storage):
     """Each rank holds only its positions, counted from 0, and is told nothing of ranks."""
-    for seed, (length, tokens, block_len) in enumerate([(1, 1, 4), (5, 8, 4), (37, 3, 7), (64, 8, 16), (65, 2, 16)]):
-        assert_shares_merge("cpu", ranks, run, window, storage, length, tokens, block_len, seed)
+    for seed, (length, tokens, block_size) in enumerate([(1, 1, 4), (5, 8, 4), (37, 3, 7), (64, 8, 16), (65, 2, 16)]):
+        assert_shares_merge("cpu", ranks, run, window, storage, length, tokens, block_size, seed)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_shares_merge_in_triton(case, run, window):
     assert_shares_merge("triton", 3, run, window, "plain", *case, seed=1)
 
 
-def assert_shares_merge(backend, ranks, run, window, storage, length, tokens, block_len, seed):
+def assert_shares_merge(backend, ranks, run, window, storage, length, tokens, block_size, seed):
     where, dice = home(backend), torch.Generator().manual_seed(seed)
     q = torch.randn(1, 4, tokens, 32, generator=dice)
     k, v = (torch.randn(1, 2, length, 32, generator=dice) for _ in range(2))
@@ -193,14 +193,14 @@ def assert_shares_merge(backend, ranks, run, window, storage, length, tokens, bl
     states = []
     for rank in range(ranks):
         share = Share(ranks, rank, run)
-        (k_pool, table), (v_pool, _) = (dealt(x, share, length, block_len, storage) for x in (k, v))
+        (k_pool, table), (v_pool, _) = (dealt(x, share, length, block_size, storage) for x in (k, v))
         first = torch.zeros_like(own) if window is None else (own - window + 1).clamp(0)
-        sight = (share.length(first).int(), share.length((own + 1).clamp(0)).int())
+        key_range = (share.length(first).int(), share.length((own + 1).clamp(0)).int())
         to = [x.to(where) for x in (q, k_pool, v_pool, table)] if storage == "plain" else [q, k_pool, v_pool, table]
         state = paged_decode_attention(
-            *to, cur_pos=[share.length(length) - 1], sight=tuple(x.to(where) for x in sight),
+            *to, cur_pos=[share.length(length) - 1], key_range=tuple(x.to(where) for x in key_range),
             out_dtype=torch.float32, return_lse=True, backend=backend,
         )  # fmt: skip
         states.append(State(*(x.cpu() for x in state)))
-    clear = [x.double() if storage == "plain" else dequantise(quantise(x, storage), torch.float64) for x in (k, v)]
+    clear = [x.double() if storage == "plain" else dequantize(quantize(x, storage), torch.float64) for x in (k, v)]
     assert_right(merge(states), Problem(q, k, v, None, {"cur_pos": [length - 1], "window": window}, tuple(clear)))

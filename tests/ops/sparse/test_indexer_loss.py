@@ -151,7 +151,7 @@ def test_no_rows_and_no_keys(s_q, s_kv, mode, backend):
 @each_backend
 @each_mode
 def test_an_lse_over_other_keys_than_these(mode, backend):
-    """With a window or a sink heads differ in mass, and a row is normalised over all of them together."""
+    """With a window or a sink heads differ in mass, and a row is normalized over all of them together."""
     attention, indexer = both("causal")
     lse = lse_of(attention, mode) + torch.tensor([0.0, 1.0, 2.0, 5.0])
     check(attention, indexer, mode, backend, lse)
@@ -197,7 +197,7 @@ def test_attention_may_have_another_dtype_than_the_indexer(mode):
 
 
 def given_target(attention: Attended, *, seed: int = 3) -> Tensor:
-    """Not normalised, with zeros; a row of zeros; something at slots that are not valid."""
+    """Not normalized, with zeros; a row of zeros; something at slots that are not valid."""
     target = 3 * normal(*attention.indices.shape, dtype=torch.float64, seed=seed).relu().float()
     target[1] = 0.0
     return target
@@ -205,7 +205,7 @@ def given_target(attention: Attended, *, seed: int = 3) -> Tensor:
 
 @each
 @pytest.mark.parametrize("name", MASKS)
-def test_a_given_target_need_not_be_normalised(name, backend, dtype):
+def test_a_given_target_need_not_be_normalized(name, backend, dtype):
     attention, indexer = both(name, dtype=dtype)
     target = given_target(attention)
     assert target[attention.valid].eq(0).any()  # 0 log 0

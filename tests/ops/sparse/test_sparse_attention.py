@@ -235,7 +235,7 @@ def test_gradients_are_those_of_finite_differences():
 
     def attend(q, kv, v, sink):
         return sparse_attention(
-            q, kv, case.indices, v=v, attn_sink=sink, sm_scale=case.sm_scale, mask=case.mask, backend="torch"
+            q, kv, case.indices, v=v, sinks=sink, sm_scale=case.sm_scale, mask=case.mask, backend="torch"
         )
 
     assert torch.autograd.gradcheck(attend, leaves)
@@ -251,7 +251,7 @@ def test_one_input_alone_may_want_a_gradient(wanted, backend):
     given_ = {name: x.to(device) for name, x in given_.items()}
     given_[wanted].requires_grad_()
     out, lse = sparse_attention(
-        given_["q"], given_["kv"], case.indices.to(device), v=given_["v"], attn_sink=given_["sink"],
+        given_["q"], given_["kv"], case.indices.to(device), v=given_["v"], sinks=given_["sink"],
         sm_scale=case.sm_scale, mask=case.mask, backend=backend,
     )  # fmt: skip
     do, dl = (x.to(device) for x in case.grads)
@@ -267,7 +267,7 @@ def test_out_alone_and_lse_alone_may_be_used(backend):
         device = home(backend)
         leaves = [x.to(device).requires_grad_() for x in (case.q, case.kv, case.sink)]
         results = sparse_attention(
-            *leaves[:2], case.indices.to(device), attn_sink=leaves[2], sm_scale=case.sm_scale, mask=case.mask,
+            *leaves[:2], case.indices.to(device), sinks=leaves[2], sm_scale=case.sm_scale, mask=case.mask,
             backend=backend,
         )  # fmt: skip
         kept = 1 - drop
@@ -354,11 +354,11 @@ def test_the_distribution_of_the_same_pass(sink, backend):
     how = {"sm_scale": case.sm_scale, "mask": case.mask, "backend": backend}
     q.requires_grad_()
     out, lse, dist = sparse_attention(
-        q, kv, indices, attn_sink=case.sink.to(device) if sink else None, return_attn_sum=True, **how
+        q, kv, indices, sinks=case.sink.to(device) if sink else None, return_attn_sum=True, **how
     )
     assert not dist.requires_grad
     assert torch.equal(dist, attention_distribution(q, kv, indices, lse, **how))
-    alone = sparse_attention(q, kv, indices, attn_sink=case.sink.to(device) if sink else None, **how)
+    alone = sparse_attention(q, kv, indices, sinks=case.sink.to(device) if sink else None, **how)
     assert torch.equal(out, alone[0])
     assert torch.equal(lse, alone[1])
 

@@ -40,7 +40,7 @@ def attended(attention, mine: Problem, *, values: bool, sink: bool, **more) -> d
     q, kv, v, sinks = mine.leaves("q", "kv", "v", "sink")
     out, lse, dist = attention(
         q, kv, mine.indices, sm_scale=SCALE, d_v=D_V, v=v if values else None, mask=mine.mask,
-        attn_sink=sinks if sink else None, return_attn_sum=True, **more,
+        sinks=sinks if sink else None, return_attn_sum=True, **more,
     )  # fmt: skip
     leaves = {"q": q, "kv": kv} | ({"v": v} if values else {}) | ({"sink": sinks} if sink else {})
     grads = torch.autograd.grad((out, lse), list(leaves.values()), (mine.d_out, mine.d_lse.to(lse.dtype)))
@@ -145,7 +145,7 @@ def test_only_some_gradients_are_asked_for(keys):
         leaves = {name: x if name in names else x.detach() for name, x in leaves.items()}
         parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, keys=keys)
         out, lse = parallel.sparse_attention(
-            leaves["q"], leaves["kv"], mine.indices, sm_scale=SCALE, d_v=D_V, attn_sink=leaves["sink"]
+            leaves["q"], leaves["kv"], mine.indices, sm_scale=SCALE, d_v=D_V, sinks=leaves["sink"]
         )
         grads = torch.autograd.grad((out, lse), [leaves[name] for name in names], (mine.d_out, mine.d_lse))
         return {f"d_{name}": grad for name, grad in zip(names, grads, strict=True)}, place.cp.traffic.bytes
@@ -178,7 +178,7 @@ def test_without_gradients_nothing_is_kept_and_the_same_comes_out():
 @pytest.mark.parametrize("keys", ["gathered", "sharded"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 4), (3, 1), (2, 3)])
-def test_the_distribution_is_summed_over_heads_and_normalised_after_that(tp, cp, normalize, keys):
+def test_the_distribution_is_summed_over_heads_and_normalized_after_that(tp, cp, normalize, keys):
     problem = drawn(**MASKS["ranges"](11))
     lse = torch.randn(11, 7, dtype=torch.float64)  # of more keys than the slots name: heads differ in mass
     lse[0], lse[1, :3] = torch.inf, -torch.inf

@@ -102,7 +102,7 @@ def test_loss_and_gradients_are_those_of_one_device_on_every_rank(tp, cp, rows, 
             assert_exact(joined([[rank[i] for rank in row] for row in grid], layout), true_grad, 1e-10)
 
 
-def test_the_problems_tell_normalising_before_the_sum_over_heads_from_after():
+def test_the_problems_tell_normalizing_before_the_sum_over_heads_from_after():
     problem = problem_for("sparse")
     truth = Truth.of(problem)
     p = reference.distribution(problem.q, truth.kv, problem.d_lse, SCALE)[:, 5] * truth.times[5]

@@ -102,10 +102,10 @@ WRONG = {
     ),
     "sinks of all heads": (
         attend,
-        lambda p: {"attn_sink": torch.ones(7)},
-        r"attn_sink must be \[heads\] = \[5\], got \[7\]",
+        lambda p: {"sinks": torch.ones(7)},
+        r"sinks must be \[heads\] = \[5\], got \[7\]",
     ),
-    "sinks": (attend, lambda p: {"attn_sink": p.sink}, "sinks is False .* but True on"),
+    "sinks": (attend, lambda p: {"sinks": p.sink}, "sinks is False .* but True on"),
     "values": (attend, lambda p: {"v": p.v}, "values is False .* but True on"),
     "a gradient": (attend, lambda p: {"kv": p.kv.clone().requires_grad_()}, r"gradients is \(\) .* but \('kv',\) on"),
     "more slots": (attend, lambda p: {"indices": p.indices[:, :5]}, "topk is 6 .* but 5 on"),
@@ -140,7 +140,7 @@ WRONG = {
         lambda p: {"lse": torch.ones(5, 7)},
         r"lse must be \[s_q, heads\] = \[5, 5\], got \[5, 7\]",
     ),
-    "normalising": (distribute, lambda p: {"normalize": True}, "normalize is False .* but True on"),
+    "normalizing": (distribute, lambda p: {"normalize": True}, "normalize is False .* but True on"),
     "more keys": (choose, lambda p: {"topk": 4}, "topk is 3 .* but 4 on"),
     "no keys": (choose, lambda p: {"topk": 0}, "topk must be a positive integer, got 0"),
     "slots before there are any": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 
-from attnmesh.counts import check_positive
+from attnmesh.core.validation import check_positive
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope
 

@@ -8,12 +8,12 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.check import check_into, checked
 from attnmesh.ops.decode.choose import choose
 from attnmesh.ops.decode.faults import check_now
 from attnmesh.ops.storage import Stored
-from attnmesh.state import State
 
 Positions = Sequence[int] | Tensor
 Intervals = tuple[Tensor, Tensor]
@@ -21,18 +21,44 @@ Intervals = tuple[Tensor, Tensor]
 
 @overload
 def decode_attention(
-    q: Tensor, k_cache: Stored, v_cache: Stored, *, cur_pos: Positions | None = ..., mask: Tensor | None = ...,
-    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ..., sight: Intervals | None = ...,
-    out_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k_cache: Stored,
+    v_cache: Stored,
+    *,
+    cur_pos: Positions | None = ...,
+    mask: Tensor | None = ...,
+    tree: Tensor | None = ...,
+    scale: float | None = ...,
+    window: int | None = ...,
+    sinks: Tensor | None = ...,
+    share_cache: bool = ...,
+    max_splits: int | None = ...,
+    split_size: int | None = ...,
+    key_range: Intervals | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
 @overload
 def decode_attention(
-    q: Tensor, k_cache: Stored, v_cache: Stored, *, cur_pos: Positions | None = ..., mask: Tensor | None = ...,
-    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ..., sight: Intervals | None = ...,
-    out_dtype: torch.dtype | None = ..., return_lse: Literal[True], backend: str = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k_cache: Stored,
+    v_cache: Stored,
+    *,
+    cur_pos: Positions | None = ...,
+    mask: Tensor | None = ...,
+    tree: Tensor | None = ...,
+    scale: float | None = ...,
+    window: int | None = ...,
+    sinks: Tensor | None = ...,
+    share_cache: bool = ...,
+    max_splits: int | None = ...,
+    split_size: int | None = ...,
+    key_range: Intervals | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
 def decode_attention(
     q: Tensor,
     k_cache: Stored,
@@ -47,14 +73,14 @@ def decode_attention(
     share_cache: bool = False,
     max_splits: int | None = None,
     split_size: int | None = None,
-    sight: Intervals | None = None,
+    key_range: Intervals | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The attention of a few new tokens over a long cache: q [B,Hq,T,D], T = 1..8, to out [B,Hq,T,Dv].
 
-    `k_cache` [B,Hkv,L,D] and `v_cache` [B,Hkv,L,Dv] hold the new tokens already; `Quantised` ones are dequantised in
+    `k_cache` [B,Hkv,L,D] and `v_cache` [B,Hkv,L,Dv] hold the new tokens already; `Quantized` ones are dequantized in
     the kernel. `cur_pos[b]`, a list or a tensor on q's device, is the position of the last of the T tokens (all of L by
     default). Token t sees the keys up to its own position; keys past cur_pos are not read. -1 skips a sequence: out 0,
     lse -inf. A device tensor is never read on the host.
@@ -64,7 +90,7 @@ def decode_attention(
     a token's own position, itself among them. `sinks` [Hq] are scores of keys without a value. `share_cache`: the
     caches have a batch of 1, which all sequences read.
 
-    `sight`, (first, end), int32 [B,T] each on q's device, replaces causality and `window`: token t of sequence b sees
+    `key_range`, (first, end), int32 [B,T] each on q's device, replaces causality and `window`: token t of sequence b sees
     the keys `first[b,t] <= k < end[b,t]` up to cur_pos, as it must where the cache holds only some of the sequence.
     Neither may decrease from token to token; `[first[b,0], end[b,T-1])` is read, gaps and all, and nothing else. It
     goes without `mask`, `tree`, `window` and `share_cache`. A token that sees nothing: out 0, lse -inf (or its sink).
@@ -76,26 +102,69 @@ def decode_attention(
     `backend` is "auto", "triton", "cpu" or "reference"; one that cannot serve the call raises ValueError.
     """
     call = checked(
-        q, k_cache, v_cache, None, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
-        share_cache=share_cache, max_splits=max_splits, split_size=split_size, sight=sight, out_dtype=out_dtype,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        None,
+        cur_pos=cur_pos,
+        mask=mask,
+        tree=tree,
+        scale=scale,
+        window=window,
+        sinks=sinks,
+        share_cache=share_cache,
+        max_splits=max_splits,
+        split_size=split_size,
+        key_range=key_range,
+        out_dtype=out_dtype,
+    )
     return _run(call, backend, return_lse)
 
 
 @overload
 def paged_decode_attention(
-    q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Positions, mask: Tensor | None = ...,
-    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ..., sight: Intervals | None = ...,
-    out_dtype: torch.dtype | None = ..., into: State | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k_pool: Stored,
+    v_pool: Stored,
+    block_table: Tensor,
+    *,
+    cur_pos: Positions,
+    mask: Tensor | None = ...,
+    tree: Tensor | None = ...,
+    scale: float | None = ...,
+    window: int | None = ...,
+    sinks: Tensor | None = ...,
+    share_cache: bool = ...,
+    max_splits: int | None = ...,
+    split_size: int | None = ...,
+    key_range: Intervals | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    into: State | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
 @overload
 def paged_decode_attention(
-    q: Tensor, k_pool: Stored, v_pool: Stored, block_table: Tensor, *, cur_pos: Positions, mask: Tensor | None = ...,
-    tree: Tensor | None = ..., scale: float | None = ..., window: int | None = ..., sinks: Tensor | None = ...,
-    share_cache: bool = ..., max_splits: int | None = ..., split_size: int | None = ..., sight: Intervals | None = ...,
-    out_dtype: torch.dtype | None = ..., into: State | None = ..., return_lse: Literal[True], backend: str = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k_pool: Stored,
+    v_pool: Stored,
+    block_table: Tensor,
+    *,
+    cur_pos: Positions,
+    mask: Tensor | None = ...,
+    tree: Tensor | None = ...,
+    scale: float | None = ...,
+    window: int | None = ...,
+    sinks: Tensor | None = ...,
+    share_cache: bool = ...,
+    max_splits: int | None = ...,
+    split_size: int | None = ...,
+    key_range: Intervals | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    into: State | None = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
 def paged_decode_attention(
     q: Tensor,
     k_pool: Stored,
@@ -111,17 +180,17 @@ def paged_decode_attention(
     share_cache: bool = False,
     max_splits: int | None = None,
     split_size: int | None = None,
-    sight: Intervals | None = None,
+    key_range: Intervals | None = None,
     out_dtype: torch.dtype | None = None,
     into: State | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`decode_attention` over a pool of blocks: k_pool [num_blocks, block_len, Hkv, D], v_pool [..., Dv].
+    """`decode_attention` over a pool of blocks: k_pool [num_blocks, block_size, Hkv, D], v_pool [..., Dv].
 
-    Position p of sequence b lies in block `block_table[b, p // block_len]` at `p % block_len`. The table is int32
+    Position p of sequence b lies in block `block_table[b, p // block_size]` at `p % block_size`. The table is int32
     [B, slots], padded with -1, blocks in any order and shared at will; slots past cur_pos are not read, nor are those
-    that a window has left behind or a `sight` leaves out. With `share_cache` the table has one row, which all read.
+    that a window has left behind or a `key_range` leaves out. With `share_cache` the table has one row, which all read.
 
     `into` is where results are to lie, and what is returned: out [B,Hq,T,Dv] in q's dtype or float32, lse [B,Hq,T] in
     float32, strided at will but for out's last dimension. So they may be parts of a message, for one.
@@ -132,7 +201,7 @@ def paged_decode_attention(
     """
     call = checked(
         q, k_pool, v_pool, block_table, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
-        share_cache=share_cache, max_splits=max_splits, split_size=split_size, sight=sight, out_dtype=out_dtype,
+        share_cache=share_cache, max_splits=max_splits, split_size=split_size, key_range=key_range, out_dtype=out_dtype,
     )  # fmt: skip
     if into is not None:
         call = check_into(into, call, out_dtype)

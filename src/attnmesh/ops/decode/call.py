@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.storage import Stored, values_of
-from attnmesh.state import State, accumulation_dtype
 
 MOST_TOKENS = 8  # queries a sequence: more is prefill, which `attention` does
 
@@ -26,11 +26,11 @@ class Splits:
 class DecodeCall:
     """T queries a sequence, at positions `cur_pos - T + 1 .. cur_pos`, against the keys 0 .. cur_pos of its cache.
 
-    `k` and `v` are caches [B or 1, Hkv, L, D], or pools [blocks, block_len, Hkv, D] with a `table` [B or 1, slots].
+    `k` and `v` are caches [B or 1, Hkv, L, D], or pools [blocks, block_size, Hkv, D] with a `table` [B or 1, slots].
     A query sees the keys up to its own position; with `tree` [B or 1, T, T] it sees those before the T new tokens
     and the new ones its row names; with `mask` [B or 1, Hq or 1, T or 1, width], the keys up to cur_pos that it names
     (True) or weighs (added to the score), and none from `width` on. `window` keeps the last so many keys up to a
-    query's position, itself among them. `sight` is two tensors [B, T], first and end: query t sees `first <= k < end`
+    query's position, itself among them. `key_range` is two tensors [B, T], first and end: query t sees `first <= k < end`
     of the keys up to cur_pos, whatever its own position. `sinks` [Hq] are scores of keys without a value.
     `cur_pos < 0` skips it. `rounded`: out comes in the dtype of q, and not in that of its sums.
     """
@@ -44,7 +44,7 @@ class DecodeCall:
     tree: Tensor | None
     scale: float
     window: int | None
-    sight: tuple[Tensor, Tensor] | None
+    key_range: tuple[Tensor, Tensor] | None
     sinks: Tensor | None
     splits: Splits
     rounded: bool
@@ -86,7 +86,7 @@ class DecodeCall:
         return self.q.dtype if self.rounded else accumulation_dtype(self.q.dtype)
 
     @property
-    def block_len(self) -> int:
+    def block_size(self) -> int:
         """Tokens a block; 1 in a contiguous cache."""
         return values_of(self.k).shape[1] if self.paged else 1
 
@@ -101,7 +101,7 @@ class DecodeCall:
     @property
     def capacity(self) -> int:
         """Keys a sequence can have: the length of its cache, or of what its table can name."""
-        return values_of(self.k).shape[2] if self.table is None else self.table.shape[1] * self.block_len
+        return values_of(self.k).shape[2] if self.table is None else self.table.shape[1] * self.block_size
 
 
 class Backend(Protocol):

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.decode.call import MOST_TOKENS, DecodeCall, Splits
-from attnmesh.ops.storage import Quantised, Stored, storage_of, values_of
-from attnmesh.state import State, accumulation_dtype
+from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -31,7 +31,7 @@ def checked(
     share_cache: bool,
     max_splits: int | None,
     split_size: int | None,
-    sight: tuple[Tensor, Tensor] | None = None,
+    key_range: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> DecodeCall:
     """The call as a value, or ValueError with names and values. Nothing on a device is read."""
@@ -52,11 +52,11 @@ def checked(
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     if mask is not None and tree is not None:
         raise ValueError("mask says everything about who sees whom, tree about the new tokens only: give one, not both")
-    if sight is not None:
+    if key_range is not None:
         others = {"mask": mask, "tree": tree, "window": window, "share_cache": share_cache or None}
         for name, other in others.items():
             if other is not None:
-                raise ValueError(f"sight says everything about who sees whom: it goes without {name}, got both")
+                raise ValueError(f"key_range says everything about who sees whom: it goes without {name}, got both")
     if out_dtype is not None and out_dtype not in (q.dtype, accumulation_dtype(q.dtype)):
         raise ValueError(f"out_dtype must be None or {_out_dtypes(q)}, got {out_dtype!r}")
     capacity = values_of(k).shape[2] if table is None else table.shape[1] * values_of(k).shape[1]
@@ -70,7 +70,7 @@ def checked(
         _checked_tree(tree, q),
         1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         window,
-        _checked_sight(sight, q),
+        _checked_key_range(key_range, q),
         _checked_sinks(sinks, q),
         Splits(max_splits, split_size),
         out_dtype in (None, q.dtype),
@@ -102,10 +102,10 @@ def check_into(into: State, call: DecodeCall, out_dtype: torch.dtype | None) -> 
 
 
 def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> None:
-    kind = "[batch, kv heads, length, head_dim]" if table is None else "[num_blocks, block_len, kv heads, head_dim]"
+    kind = "[batch, kv heads, length, head_dim]" if table is None else "[num_blocks, block_size, kv heads, head_dim]"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) and (name == "q" or not isinstance(x, Quantised)):
-            raise ValueError(f"{name} must be a tensor{'' if name == 'q' else ' or Quantised'}, got {type(x).__name__}")
+        if not isinstance(x, Tensor) and (name == "q" or not isinstance(x, Quantized)):
+            raise ValueError(f"{name} must be a tensor{'' if name == 'q' else ' or Quantized'}, got {type(x).__name__}")
         whole = values_of(x)
         if whole.ndim != 4:
             shape = "[batch, heads, tokens, head_dim]" if name == "q" else kind
@@ -113,7 +113,7 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> Non
         if whole.device != q.device:
             raise ValueError(f"q, k and v must be on one device, got {name} on {whole.device} and q on {q.device}")
         _refuse_gradient(name, whole)
-        if isinstance(x, Quantised):
+        if isinstance(x, Quantized):
             _refuse_gradient(f"the scales of {name}", x.scales)
     if not q.dtype.is_floating_point:
         raise ValueError(f"q must be floating point, got {q.dtype}")
@@ -130,7 +130,7 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> Non
         if table.device != q.device:
             raise ValueError(f"block_table must be on the device of q, {q.device}, got {table.device}")
         if not 1 <= values_of(k).shape[1] <= 256:
-            raise ValueError(f"block_len must be 1 to 256, got {values_of(k).shape[1]}")
+            raise ValueError(f"block_size must be 1 to 256, got {values_of(k).shape[1]}")
 
 
 def _check_storages(q: Tensor, k: Stored, v: Stored, axis: int) -> None:
@@ -236,25 +236,25 @@ def _checked_tree(tree: Tensor | None, q: Tensor) -> Tensor | None:
     return tree
 
 
-def _checked_sight(sight: tuple[Tensor, Tensor] | None, q: Tensor) -> tuple[Tensor, Tensor] | None:
-    if sight is None:
+def _checked_key_range(key_range: tuple[Tensor, Tensor] | None, q: Tensor) -> tuple[Tensor, Tensor] | None:
+    if key_range is None:
         return None
-    if not isinstance(sight, tuple) or len(sight) != 2:
-        said = f"{len(sight)} of them" if isinstance(sight, tuple) else type(sight).__name__
-        raise ValueError(f"sight must be a tuple of two tensors, (first, end), got {said}")
+    if not isinstance(key_range, tuple) or len(key_range) != 2:
+        said = f"{len(key_range)} of them" if isinstance(key_range, tuple) else type(key_range).__name__
+        raise ValueError(f"key_range must be a tuple of two tensors, (first, end), got {said}")
     shape = (q.shape[0], q.shape[2])
-    for name, x in zip(("first", "end"), sight, strict=True):
+    for name, x in zip(("first", "end"), key_range, strict=True):
         if not isinstance(x, Tensor) or x.dtype not in _INTEGERS or x.shape != shape:
-            raise ValueError(f"sight's {name} must be int32 or int64 [{shape[0]}, {shape[1]}], got {_described(x)}")
+            raise ValueError(f"key_range's {name} must be int32 or int64 [{shape[0]}, {shape[1]}], got {_described(x)}")
         if x.device != q.device:
-            raise ValueError(f"sight's {name} must be on the device of q, {q.device}, got {x.device}")
+            raise ValueError(f"key_range's {name} must be on the device of q, {q.device}, got {x.device}")
         if x.device.type == "cpu":  # free to read
             for sequence, token in (x[:, 1:] < x[:, :-1]).nonzero():
                 raise ValueError(
-                    f"sight's {name} must not decrease from token to token, got {x[sequence].tolist()} "
+                    f"key_range's {name} must not decrease from token to token, got {x[sequence].tolist()} "
                     f"for sequence {int(sequence)} (at token {int(token) + 1})"
                 )
-    return sight
+    return key_range
 
 
 def _checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:

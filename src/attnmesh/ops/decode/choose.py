@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from attnmesh.core.state import State
 from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.call import Backend, DecodeCall
 from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.decode.triton import Triton
-from attnmesh.state import State
 
 
 class Reference:

@@ -14,11 +14,11 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.cpu_flash import ROWS_A_TASK, attend, merged, one_by_one
 from attnmesh.ops.decode.cpu_keys import KeysAndValues
 from attnmesh.ops.decode.cpu_sight import Piece, Sight, pieces
-from attnmesh.state import State
 
 _MOST_PARTS = 64  # states that wait to be merged: memory stays small beside the cache however short the splits are
 _LEAST_PART = 256  # keys that are worth a task of their own
@@ -52,7 +52,7 @@ def _together(call: DecodeCall, keys: KeysAndValues) -> Iterator[tuple[range, in
     """Sequences that are computed together, and the last position they have in common; they see the same keys."""
     at = 0
     ends = call.cur_pos.tolist()
-    seen = ends if call.sight is None else zip(ends, *(x.tolist() for x in call.sight), strict=True)
+    seen = ends if call.key_range is None else zip(ends, *(x.tolist() for x in call.key_range), strict=True)
     for _, members in groupby(seen):
         last = ends[at]
         sequences = range(at, at := at + len(list(members)))
@@ -77,30 +77,30 @@ def _alone(call: DecodeCall, keys: KeysAndValues, count: int) -> bool:
 
 def _attention(call: DecodeCall, keys: KeysAndValues, q: Tensor, sequences: range, last: int) -> State:
     """The state of sequences with one last position: out [n, Hq, T, Dv], lse [n, Hq, T]."""
-    sight = Sight(call, sequences, last)
-    rows = sight.as_rows(q[sequences.start : sequences.stop])
+    key_range = Sight(call, sequences, last)
+    rows = key_range.as_rows(q[sequences.start : sequences.stop])
     states: list[State] = []
     waiting = 0
-    for piece in pieces(sight.span, sight.plain, *_cut(call, keys, sight, rows)):
-        states.append(_piece_state(keys, sight, rows, piece))
+    for piece in pieces(key_range.span, key_range.plain, *_cut(call, keys, key_range, rows)):
+        states.append(_piece_state(keys, key_range, rows, piece))
         waiting += piece.parts
         if waiting >= _MOST_PARTS:
-            states, waiting = [merged(states, len(sight.owners))], 1
-    if not states:  # a mask ends before the window begins, or a sight is empty
+            states, waiting = [merged(states, len(key_range.owners))], 1
+    if not states:  # a mask ends before the window begins, or a key_range is empty
         states = [State.identity(rows.shape, dtype=rows.dtype)]
-    out, lse = merged(states, len(sight.owners))
+    out, lse = merged(states, len(key_range.owners))
     out = keys.scaled_out(out[..., : call.value_dim] if keys.padded else out)
-    return _with_sinks(call, State(sight.from_rows(out), sight.from_rows(lse.unsqueeze(-1)).squeeze(-1)))
+    return _with_sinks(call, State(key_range.from_rows(out), key_range.from_rows(lse.unsqueeze(-1)).squeeze(-1)))
 
 
-def _piece_state(keys: KeysAndValues, sight: Sight, q: Tensor, piece: Piece) -> State:
+def _piece_state(keys: KeysAndValues, key_range: Sight, q: Tensor, piece: Piece) -> State:
     """The states of a piece's equal parts, [parts, Hkv, R, ...], or of one part of several sequences, [n, ...]."""
-    k, v = keys.read(sight.owners, piece.first, piece.end)
+    k, v = keys.read(key_range.owners, piece.first, piece.end)
     if piece.plain:
         return attend(q, k, v, piece.parts)
-    bias = sight.bias(piece.first, piece.end, q.dtype)  # [n, Hkv or 1, R, N]
+    bias = key_range.bias(piece.first, piece.end, q.dtype)  # [n, Hkv or 1, R, N]
     seen = bias > -torch.inf
-    if sight.may_have_gaps:
+    if key_range.may_have_gaps:
         used = seen.flatten(0, 2).any(0)
         if not used.all():  # what nobody sees may hold anything, NaN too, and the kernel would add -inf to it
             chosen = used.nonzero().squeeze(1)
@@ -112,20 +112,20 @@ def _piece_state(keys: KeysAndValues, sight: Sight, q: Tensor, piece: Piece) -> 
     return State(out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf))
 
 
-def _cut(call: DecodeCall, keys: KeysAndValues, sight: Sight, q: Tensor) -> tuple[int, int, int]:
+def _cut(call: DecodeCall, keys: KeysAndValues, key_range: Sight, q: Tensor) -> tuple[int, int, int]:
     """How many keys a part has, the position that parts are counted from, and how many go into one call."""
     if call.splits.size is not None:  # nothing here depends on the batch or on the threads
         size = min(call.splits.size, keys.chunk)
         return size, 0, _MOST_PARTS if keys.in_place else keys.chunk // size
     threads, tasks = torch.get_num_threads(), q.shape[0] * q.shape[1] * -(-q.shape[2] // ROWS_A_TASK)
     parts = 1 if q.shape[0] > 1 else threads // gcd(tasks, threads)
-    length = len(sight.plain) if keys.in_place and sight.plain else keys.chunk
+    length = len(key_range.plain) if keys.in_place and key_range.plain else keys.chunk
     parts = max(1, min(parts, length // _LEAST_PART))
     if one_by_one(q.shape[2]):
         parts = max(parts, length // _REUSED_PART)
     parts = min(parts, call.splits.most or parts)
-    if keys.in_place and sight.plain:
-        return length // parts, sight.plain.start, _MOST_PARTS
+    if keys.in_place and key_range.plain:
+        return length // parts, key_range.plain.start, _MOST_PARTS
     return length // parts, 0, parts
 
 

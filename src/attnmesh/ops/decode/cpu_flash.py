@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnmesh.state import State
+from attnmesh.core.state import State
 
 ROWS_A_TASK = 32  # query rows that one task of the kernel takes; more make another task, which reads the keys again
 _FEW = 3

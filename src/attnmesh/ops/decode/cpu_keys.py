@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.storage import BFP_GROUP, Quantised, Stored, values_of
-from attnmesh.state import accumulation_dtype
+from attnmesh.ops.storage import BFP_GROUP, Quantized, Stored, values_of
 
 _CHUNK_BYTES = 16 << 20  # keys and values, widened, that are still in the cores' caches when they are read again
 _LEAST_CHUNK = 256
@@ -24,7 +24,7 @@ class KeysAndValues:
         self._width = max(call.q.shape[3], call.value_dim)
         self._k, self._v = (_Reader(call, stored, self.dtype, self._width) for stored in (call.k, call.v))
         self._heads = call.kv_heads
-        self._block_len = call.block_len
+        self._block_len = call.block_size
         self.in_place = self._k.in_place and self._v.in_place  # nothing is gathered, widened or padded
         self.padded = self._width > call.value_dim
 
@@ -57,7 +57,7 @@ class _Reader:
     """
 
     def __init__(self, call: DecodeCall, stored: Stored, dtype: torch.dtype, width: int) -> None:
-        self._stored, self._table, self._block_len = stored, call.table, call.block_len
+        self._stored, self._table, self._block_len = stored, call.table, call.block_size
         self._dtype, self._width = dtype, width
         self._buffers: dict[str, Tensor] = {}
         values = values_of(stored)
@@ -68,7 +68,7 @@ class _Reader:
             and (values.stride(3) == 1 or width == 1)
         )
         self.head_scale: Tensor | None = None
-        if isinstance(stored, Quantised) and stored.storage == "fp8":
+        if isinstance(stored, Quantized) and stored.storage == "fp8":
             scales = stored.scales.to(dtype)
             self.head_scale = scales.view(-1, 1, 1) if scales.ndim else scales
 
@@ -87,7 +87,7 @@ class _Reader:
         numbers = wide[..., : raw.shape[3]]
         numbers.copy_(raw)
         wide[..., raw.shape[3] :] = 0.0
-        if isinstance(self._stored, Quantised) and self._stored.storage != "fp8":
+        if isinstance(self._stored, Quantized) and self._stored.storage != "fp8":
             scales = self._raw("scales", self._stored.scales, owners, first, end)
             if self._stored.storage == "int8":
                 numbers.mul_(scales.to(self._dtype).unsqueeze(-1))

@@ -35,18 +35,18 @@ def pieces(span: range, plain: range, size: int, origin: int, most: int) -> Iter
 
 
 class Sight:
-    """What some sequences see that have one last position (and one `sight`), and one cache if they share it."""
+    """What some sequences see that have one last position (and one `key_range`), and one cache if they share it."""
 
     def __init__(self, call: DecodeCall, sequences: range, last: int) -> None:
         tokens = call.q.shape[2]
         self._call, self._sequences = call, sequences
         self._own = last - tokens + 1  # position of the first token; below 0 it sees nothing
-        if call.sight is None:
+        if call.key_range is None:
             window = call.window or last + 1
             self._firsts = [max(0, own - window + 1) for own in range(self._own, last + 1)]
             self._ends = list(range(self._own + 1, last + 2))
         else:
-            firsts, ends = (x[sequences.start].tolist() for x in call.sight)
+            firsts, ends = (x[sequences.start].tolist() for x in call.key_range)
             self._firsts, self._ends = [max(0, first) for first in firsts], [min(end, last + 1) for end in ends]
         self.span = range(self._firsts[0], self._ends[-1] if call.mask is None else min(last + 1, call.mask.shape[3]))
         # The last row begins last; the first row ends first, before the new tokens if a tree speaks of them.

@@ -29,7 +29,7 @@ def check_now(call: DecodeCall) -> None:
     first, last = _positions_read(call)
     blocks = values_of(call.k).shape[0]
     slots = torch.arange(call.table.shape[1], device=last.device)
-    read = (slots >= first[:, None] // call.block_len) & (slots * call.block_len <= last[:, None])
+    read = (slots >= first[:, None] // call.block_size) & (slots * call.block_size <= last[:, None])
     wrong = read & ((call.table < 0) | (call.table >= blocks))
     for sequence, slot in wrong.nonzero():
         value = call.table.expand(last.shape[0], -1)[sequence, slot]
@@ -41,8 +41,8 @@ def check_now(call: DecodeCall) -> None:
 def _positions_read(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """The first and the last position that each sequence reads; a last of -1 where it reads nothing."""
     last = call.cur_pos.long()
-    if call.sight is not None:
-        first, end = call.sight[0][:, 0].long().clamp(0), call.sight[1][:, -1].long()
+    if call.key_range is not None:
+        first, end = call.key_range[0][:, 0].long().clamp(0), call.key_range[1][:, -1].long()
         last = torch.minimum(last, end - 1)
         return first, torch.where(first <= last, last, -1)
     if call.window is not None:

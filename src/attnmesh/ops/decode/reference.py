@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.storage import Quantised, Stored, dequantise, values_of
-from attnmesh.state import State, accumulation_dtype
+from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
 
 
 def run(call: DecodeCall, *, plain: bool = False) -> State:
@@ -55,8 +55,8 @@ def _visible(call: DecodeCall) -> Tensor:
     keys = torch.arange(call.capacity, device=device)
     last = call.cur_pos.long()[:, None, None]  # [B, 1, 1]
     own = last - (tokens - 1) + torch.arange(tokens, device=device)[:, None]  # [B, T, 1]
-    if call.sight is not None:
-        first, end = (x.long()[:, :, None] for x in call.sight)  # [B, T, 1]
+    if call.key_range is not None:
+        first, end = (x.long()[:, :, None] for x in call.key_range)  # [B, T, 1]
         seen = ((keys >= first) & (keys < end) & (keys <= last))[:, None]
     elif call.mask is not None:
         seen = (keys <= last)[:, None].expand(-1, -1, tokens, -1)
@@ -80,7 +80,7 @@ def _visible(call: DecodeCall) -> Tensor:
 def _gathered(call: DecodeCall, stored: Stored, dtype: torch.dtype) -> Tensor:
     """The keys or values of every sequence in order, [B or 1, Hkv, capacity, D], as plain numbers."""
     if call.table is None:
-        return dequantise(stored, dtype)
+        return dequantize(stored, dtype)
     rows = call.table.long().clamp(0, values_of(stored).shape[0] - 1)  # nobody sees what other entries name
 
     def ordered(pool: Tensor) -> Tensor:
@@ -90,4 +90,4 @@ def _gathered(call: DecodeCall, stored: Stored, dtype: torch.dtype) -> Tensor:
     if isinstance(stored, Tensor):
         return ordered(stored).to(dtype)
     scales = stored.scales if stored.storage == "fp8" else ordered(stored.scales)
-    return dequantise(Quantised(ordered(stored.values), scales), dtype)
+    return dequantize(Quantized(ordered(stored.values), scales), dtype)

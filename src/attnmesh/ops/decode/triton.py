@@ -9,19 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.extras import installed, require
+from attnmesh.core.optional import installed, require
+from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.faults import MOST_SEQUENCES, fault_record, raise_fault
-from attnmesh.ops.decode.triton_tiles import (
-    Tiles,
-    count_shares,
-    paired,
-    pick_merge_tile,
-    pick_tiles,
-    power_of_two,
-)
-from attnmesh.ops.storage import Quantised, Stored, values_of
-from attnmesh.state import State
+from attnmesh.ops.decode.triton_tiles import Tiles, count_shares, paired, pick_merge_tile, pick_tiles, power_of_two
+from attnmesh.ops.storage import Quantized, Stored, values_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 1024
@@ -50,7 +43,7 @@ class Triton:
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not call.q.is_cuda and not _interpreted():
             return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
-        fp8 = isinstance(call.k, Quantised) and call.k.storage == "fp8"
+        fp8 = isinstance(call.k, Quantized) and call.k.storage == "fp8"
         if call.q.is_cuda and fp8 and torch.cuda.get_device_capability(call.q.device) < (8, 9):
             return "its kernels read fp8 caches from compute capability 8.9 on"
         return None
@@ -72,7 +65,7 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
     q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
     cur_pos = call.cur_pos.contiguous()
     sinks = None if call.sinks is None else call.sinks.contiguous()
-    sight = (None, None) if call.sight is None else tuple(x.contiguous() for x in call.sight)
+    key_range = (None, None) if call.key_range is None else tuple(x.contiguous() for x in call.key_range)
     batch, _, tokens, head_dim = q.shape
     # Sequences that share a cache are rows of one tile, and read it once. Not with fixed splits, whose tiles may not
     # depend on the batch, nor with a window: what lies between two windows may be anything.
@@ -97,7 +90,7 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
     mask, tree = (_as_bytes(x) for x in (call.mask, call.tree))
     main = max(16, 1 << (head_dim.bit_length() - 1))
     tail = max(16, power_of_two(head_dim - main)) if head_dim > main else 0
-    block_len = call.block_len if call.paged else 0
+    block_size = call.block_size if call.paged else 0
     with torch.cuda.device_of(q):
         early = _starts_early(q.device)
     table: tuple[Tensor | None, int] = (None, 0)
@@ -108,23 +101,23 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
     window = None if call.window is None else min(call.window, max(1, call.capacity))  # differences fit 32 bits
     numbers = (batch, call.kv_heads, k.shape[0], call.capacity, window, shares, most)
     common: dict[str, Any] = {
-        "TOKENS": tokens, "GROUP": call.group, "ROWS": row_tile, "DV": call.value_dim, "BLOCK_LEN": block_len,
+        "TOKENS": tokens, "GROUP": call.group, "ROWS": row_tile, "DV": call.value_dim, "BLOCK_SIZE": block_size,
         "UNIT": unit, "FIXED": fixed, "SHARED": shared, "BATCH": power_of_two(batch), "EARLY": early,
     }  # fmt: skip
     with torch.cuda.device_of(q):
         _kernel("split")[(shares * heads,)](
-            q, q.stride()[:3], k, v, *k_parts, *v_parts, *table, cur_pos, *sight,
+            q, q.stride()[:3], k, v, *k_parts, *v_parts, *table, cur_pos, *key_range,
             mask, _broadcast_strides(mask, 4), 0 if mask is None else mask.shape[3],
             tree, _broadcast_strides(tree, 3), sinks, *written, part_out, part_lse, *numbers, call.scale * _LOG2_E,
             **common, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail, BLOCK_DV=max(16, power_of_two(call.value_dim)),
             STORAGE="plain" if isinstance(call.k, Tensor) else call.k.storage, PAIRED=words, V_IN_K=_v_in_k(call, main),
             COMPILED=not _interpreted(),
-            ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_len, 1) == 0 or block_len % tiles.keys == 0),
+            ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_size, 1) == 0 or block_size % tiles.keys == 0),
             WIDE=max(_reach(call.k), _reach(call.v)) >= 2**31, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         part = pick_merge_tile(shares // lines + 2, row_tile, call.value_dim, fixed)
         _kernel("merge")[(lines * heads, row_tile // part.rows, -(-call.value_dim // part.columns))](
-            part_out, part_lse, *table, cur_pos, *sight, sinks, *written,
+            part_out, part_lse, *table, cur_pos, *key_range, sinks, *written,
             fault_record(q.device), first_sequence, *numbers,
             **common, PIECES=part.pieces, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=4,
             **({"launch_pdl": True} if early else {}),
@@ -138,10 +131,16 @@ def _sequences(call: DecodeCall, some: slice) -> DecodeCall:
         return x if x is None or x.shape[0] == 1 else x[some]
 
     return replace(
-        call, q=call.q[some], cur_pos=call.cur_pos[some], table=part(call.table), mask=part(call.mask),
-        tree=part(call.tree), sight=None if call.sight is None else (call.sight[0][some], call.sight[1][some]),
-        k=_rows(call, call.k, some), v=_rows(call, call.v, some),
-    )  # fmt: skip
+        call,
+        q=call.q[some],
+        cur_pos=call.cur_pos[some],
+        table=part(call.table),
+        mask=part(call.mask),
+        tree=part(call.tree),
+        key_range=None if call.key_range is None else (call.key_range[0][some], call.key_range[1][some]),
+        k=_rows(call, call.k, some),
+        v=_rows(call, call.v, some),
+    )
 
 
 def _rows(call: DecodeCall, cache: Stored, some: slice) -> Stored:

@@ -33,36 +33,36 @@ _INT8_HALVES = tl.constexpr("""{
 
 
 @triton.jit
-def blocks_at(table_row, key, stop, BLOCK_LEN: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
+def blocks_at(table_row, key, stop, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
     """The blocks of the keys [key, key + KEYS): one for all where a block holds the tile, else one each.
 
     From `stop` on nothing is looked up. A contiguous cache is one block.
     """
-    if BLOCK_LEN == 0:
+    if BLOCK_SIZE == 0:
         blocks = 0
-    elif ALIGNED and BLOCK_LEN >= KEYS:
-        blocks = tl.load(table_row + key // BLOCK_LEN, mask=key < stop, other=0)
+    elif ALIGNED and BLOCK_SIZE >= KEYS:
+        blocks = tl.load(table_row + key // BLOCK_SIZE, mask=key < stop, other=0)
     elif ALIGNED:
         near = tl.arange(0, KEYS)
-        blocks = tl.load(table_row + key // BLOCK_LEN + near // BLOCK_LEN, mask=key + near < stop, other=0)
+        blocks = tl.load(table_row + key // BLOCK_SIZE + near // BLOCK_SIZE, mask=key + near < stop, other=0)
     else:
         keys = key + tl.arange(0, KEYS)
-        blocks = tl.load(table_row + keys // BLOCK_LEN, mask=keys < stop, other=0)
+        blocks = tl.load(table_row + keys // BLOCK_SIZE, mask=keys < stop, other=0)
     return blocks
 
 
 @triton.jit
-def places_at(key, BLOCK_LEN: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
+def places_at(key, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
     """Where in their blocks the keys [key, key + KEYS) lie."""
     near = tl.arange(0, KEYS)
-    if BLOCK_LEN == 0:
+    if BLOCK_SIZE == 0:
         places = key + near
-    elif ALIGNED and BLOCK_LEN >= KEYS:
-        places = key % BLOCK_LEN + near
+    elif ALIGNED and BLOCK_SIZE >= KEYS:
+        places = key % BLOCK_SIZE + near
     elif ALIGNED:
-        places = near % BLOCK_LEN  # the same in every tile
+        places = near % BLOCK_SIZE  # the same in every tile
     else:
-        places = (key + near) % BLOCK_LEN
+        places = (key + near) % BLOCK_SIZE
     return places
 
 
@@ -76,12 +76,12 @@ def head_of(base, strides, head, sequence, OWN: tl.constexpr):
 
 
 @triton.jit
-def readable(blocks, keys, first, stop, num_blocks, BOUNDED: tl.constexpr, BLOCK_LEN: tl.constexpr):
+def readable(blocks, keys, first, stop, num_blocks, BOUNDED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Which keys are the sequence's own and lie in the pool: no other memory is touched."""
     there = keys < stop
     if BOUNDED:
         there = there & (keys >= first)
-    if BLOCK_LEN > 0:
+    if BLOCK_SIZE > 0:
         there = there & (tl.cast(blocks, tl.uint32, bitcast=True) < tl.cast(num_blocks, tl.uint32, bitcast=True))
     return there
 

@@ -36,7 +36,7 @@ def merge_kernel(
     batch, kv_heads, num_blocks, capacity, window, shares, most,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
     PIECES: tl.constexpr, SOME_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_LEN: tl.constexpr, UNIT: tl.constexpr, FIXED: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, FIXED: tl.constexpr, SHARED: tl.constexpr,
     BATCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each head of each sequence (even a skipped one), and for some of its rows and columns."""
@@ -70,18 +70,18 @@ def merge_kernel(
     whose = tl.max(tl.where(fault, row_sequence, -1), 0)
     if whose >= 0:
         _report(faults, fault_base + whose, -1 - tl.load(cur_pos + whose).to(tl.int64))
-    if BLOCK_LEN > 0:
+    if BLOCK_SIZE > 0:
         table_row = table
         if not SHARED:
             table_row += sequence.to(tl.int64) * table_stride
         slot = _bad_slot(
-            table_row, picked(firsts, index, sequence), picked(ends, index, sequence), num_blocks, BLOCK_LEN
+            table_row, picked(firsts, index, sequence), picked(ends, index, sequence), num_blocks, BLOCK_SIZE
         )
         if (slot != _NOWHERE) & (whose < 0):  # a position past the cache has no slots to speak of
             entry = tl.load(table_row + slot).to(tl.int64) & 0xFFFFFFFF
             _report(faults, fault_base + sequence, (tl.cast(slot + 1, tl.int64) << 32) | entry)
         # Of sequences that share a table, those that reach the slot.
-        fault = fault | ((row_last >= 0) & (slot <= row_last // BLOCK_LEN))
+        fault = fault | ((row_last >= 0) & (slot <= row_last // BLOCK_SIZE))
 
     whole_head = (pieces == 1) & (units > 0)  # the first kernel has written it
     faulty = tl.max(fault.to(tl.int32), 0) > 0
@@ -132,11 +132,11 @@ def merge_kernel(
 
 
 @triton.jit
-def _bad_slot(table_row, first, end, num_blocks, BLOCK_LEN: tl.constexpr):
+def _bad_slot(table_row, first, end, num_blocks, BLOCK_SIZE: tl.constexpr):
     """The first slot of a sequence's own whose entry is not in the pool."""
     worst = tl.full((512,), _NOWHERE, tl.int32)
-    stop = tl.cdiv(end, BLOCK_LEN)
-    for begin in range(first // BLOCK_LEN, stop, 512):
+    stop = tl.cdiv(end, BLOCK_SIZE)
+    for begin in range(first // BLOCK_SIZE, stop, 512):
         slots = begin + tl.arange(0, 512)
         blocks = tl.load(table_row + slots, mask=slots < stop, other=0)
         wrong = (blocks < 0) | (blocks >= num_blocks)

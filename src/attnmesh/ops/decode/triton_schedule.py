@@ -18,12 +18,12 @@ A "head" here is one tile of rows: as many of a kv head's query heads and tokens
 import triton
 import triton.language as tl
 
-# Not specialised: they change from step to step, and each kind of value would compile anew.
+# Not specialized: they change from step to step, and each kind of value would compile anew.
 NUMBERS = ["batch", "num_blocks", "capacity", "window", "shares", "most", "fault_base", "mask_width"]
 
 
 @triton.jit
-def key_range(last, window, TOKENS: tl.constexpr):
+def visible_range(last, window, TOKENS: tl.constexpr):
     """The keys [first, end) that some token of a sequence sees, where `last` is the position of the newest."""
     first = tl.zeros_like(last)
     if window is not None:
@@ -63,7 +63,7 @@ def line_of(
     if sight_first is not None:
         first, end = sighted_range(sight_first, sight_end, index, batch, last, TOKENS)
     else:
-        first, end = key_range(last, window, TOKENS)
+        first, end = visible_range(last, window, TOKENS)
     end = tl.maximum(end, 0)
     if SHARED:
         index = tl.arange(0, 1)

@@ -50,7 +50,7 @@ def split_kernel(
     batch, kv_heads, num_blocks, capacity, window, shares, most, scale_log2,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STORAGE: tl.constexpr, BLOCK_LEN: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    STORAGE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     FIXED: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr, V_IN_K: tl.constexpr, PAIRED: tl.constexpr,
     COMPILED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -121,9 +121,9 @@ def split_kernel(
         peak = tl.full((ROWS,), float("-inf"), tl.float32)
 
         table_row = table
-        if (BLOCK_LEN > 0) and (not SHARED):
+        if (BLOCK_SIZE > 0) and (not SHARED):
             table_row += sequence.to(tl.int64) * table_stride
-        OWN: tl.constexpr = (BLOCK_LEN == 0) and (not SHARED)
+        OWN: tl.constexpr = (BLOCK_SIZE == 0) and (not SHARED)
         k_head = head_of(k, k_strides, head, sequence, OWN)
         v_head = head_of(v, v_strides, head, sequence, OWN)
         k_scale_head = k_scales
@@ -132,11 +132,11 @@ def split_kernel(
             k_scale_head = head_of(k_scales, k_scale_strides, head, sequence, OWN)
             v_scale_head = head_of(v_scales, v_scale_strides, head, sequence, OWN)
 
-        blocks = blocks_at(table_row, key_begin, key_stop, BLOCK_LEN, ALIGNED, KEYS)
+        blocks = blocks_at(table_row, key_begin, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
         for key in range(key_begin, key_stop, KEYS):
             keys = key + tl.arange(0, KEYS)
-            places = places_at(key, BLOCK_LEN, ALIGNED, KEYS)
-            there = readable(blocks, keys, first, key_stop, num_blocks, BOUNDED, BLOCK_LEN)
+            places = places_at(key, BLOCK_SIZE, ALIGNED, KEYS)
+            there = readable(blocks, keys, first, key_stop, num_blocks, BOUNDED, BLOCK_SIZE)
             k_offsets = offsets_at(blocks, places, k_strides, WIDE)
             v_offsets = offsets_at(blocks, places, v_strides, WIDE)
             if PAIRED:
@@ -207,7 +207,7 @@ def split_kernel(
             acc = tl.dot(v_tile, weights, acc * decay[None, :], input_precision="ieee")
             peak = top
             # Read one tile ahead: no key waits for its address.
-            blocks = blocks_at(table_row, key + KEYS, key_stop, BLOCK_LEN, ALIGNED, KEYS)
+            blocks = blocks_at(table_row, key + KEYS, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
 
         if PAIRED:
             acc = join_pairs(acc, acc_odd, BLOCK_DV // 2, ROWS)

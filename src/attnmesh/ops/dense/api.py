@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh import spans
-from attnmesh.mask import Full, Mask
+from attnmesh.core import ranges
+from attnmesh.core.masks import Full, Mask
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense import reference
 from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
 from attnmesh.ops.dense.check import problem_with, scale_for
 from attnmesh.ops.dense.choose import Choice, choose, choose_fused, fused_for_backward
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of
-from attnmesh.state import State, accumulation_dtype
 
 # Each pair of runs is planned for: with more, row bounds alone are cheaper than a plan.
 _MOST_RUN_PAIRS = 256
@@ -63,7 +63,7 @@ def attention(
             state = reference.attention(q, k, v, mask, work.call.scale, *(p.to(q.device, torch.long) for p in at))
         return (state.out, state.lse) if return_lse else state.out
     call = work.call
-    out, lse = _Attention.apply(call.q, call.k, call.v, call.sight, call.scale, backend)  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(call.q, call.k, call.v, call.visibility, call.scale, backend)  # type: ignore[no-untyped-call]
     if work.order is not None:
         back = work.order.argsort()
         out, lse = out[:, :, back], lse[:, :, back]
@@ -95,14 +95,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Visibility, scale: float, backend: str
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
-        call = Call(q.detach(), k.detach(), v.detach(), sight, scale)
+        call = Call(q.detach(), k.detach(), v.detach(), visibility, scale)
         total = StateSum(call.q)
         choose_fused(call, backend).forward(call, total)
         state = total.finish(q.dtype)
         ctx.save_for_backward(q, k, v, *state)
-        ctx.sight, ctx.scale, ctx.backend = sight, scale, backend
+        ctx.visibility, ctx.scale, ctx.backend = visibility, scale, backend
         ctx.set_materialize_grads(False)
         return state.out, state.lse
 
@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        call = Call(q, k, v, ctx.sight, ctx.scale)
+        call = Call(q, k, v, ctx.visibility, ctx.scale)
         result = Result.of(out, lse, grad_out, grad_lse)
         sums = [GradSum(x) if needed else None for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)]
         fused_for_backward(call, result, ctx.backend).backward(call, result, Grads(*sums))
@@ -169,7 +169,7 @@ class _Irregular:
         return bounds_of(self.mask, self.q.to(device), self.k.to(device))
 
 
-def _runs(name: str, positions: Tensor | None, x: Tensor) -> spans.Spans | None:
+def _runs(name: str, positions: Tensor | None, x: Tensor) -> ranges.Ranges | None:
     """Positions as spans, or None where they are irregular or on a device (reading them would stall it)."""
     length = x.shape[2]
     if positions is None:
@@ -184,4 +184,4 @@ def _runs(name: str, positions: Tensor | None, x: Tensor) -> spans.Spans | None:
         if positions.device != x.device:
             raise ValueError(f"{name} must be on the CPU or on {x.device}, got {positions.device}")
         return None
-    return spans.from_tensor(positions.long())
+    return ranges.from_tensor(positions.long())

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnmesh.core.state import State
 from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.plan.blocks import Block, Kind
-from attnmesh.state import State
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class Aten:
             return f"cuDNN and FlashAttention-2 take fp16 and bf16, not {q.dtype}"
         if q.shape[-1] % 8 or q.shape[-1] > 256:
             return f"cuDNN and FlashAttention-2 take head_dim in multiples of 8 up to 256, not {q.shape[-1]}"
-        if any(block.kind is Kind.PARTIAL for block in call.sight.blocks):
+        if any(block.kind is Kind.PARTIAL for block in call.visibility.blocks):
             return "on CUDA it serves full and square causal blocks, and this mask cuts through others"
         return None
 
@@ -64,14 +64,14 @@ class Aten:
             kernel = _cpu_forward
             call = replace(call, q=_computable(call.q), k=_computable(call.k), v=_computable(call.v))
         call, _ = _with_positive_scale(call)
-        for block in call.sight.blocks:
+        for block in call.visibility.blocks:
             for rows, part in kernel(call, block):
                 total.add(part, rows.start)
 
     def prepare(self, call: Call, result: Result) -> None:
         """Lay out and grad_out out as cuDNN's backward must have them."""
         if call.q.is_cuda:
-            for block in call.sight.blocks:
+            for block in call.visibility.blocks:
                 q, k = _rows(call.q, block.q), _rows(call.k, block.k)
                 if _cudnn_takes(q, k):
                     result.laid_like(q, block.q)
@@ -87,7 +87,7 @@ class Aten:
             if result.grad_lse is not None:
                 call, result = _with_lse_column(call, result)
         call, sign = _with_positive_scale(call)
-        for block in call.sight.blocks:
+        for block in call.visibility.blocks:
             for q, k, (dq, dk, dv) in kernel(call, result, block):
                 parts = (dq if sign == 1 else dq * sign, dk, dv)
                 for grad, part, row in zip((grads.q, grads.k, grads.v), parts, (q, k, k), strict=True):
@@ -151,7 +151,7 @@ def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | N
     if block.kind is not Kind.PARTIAL:
         yield block.q, block.k, None, None
         return
-    first, end = (bound.long().clamp(block.k.start, block.k.stop) for bound in call.sight.bounds(call.q.device))
+    first, end = (bound.long().clamp(block.k.start, block.k.stop) for bound in call.visibility.bounds(call.q.device))
     for start in range(block.q.start, block.q.stop, _STRIP):
         q = range(start, min(start + _STRIP, block.q.stop))
         lo, hi = first[q.start : q.stop], end[q.start : q.stop]
@@ -174,7 +174,7 @@ def _with_lse_column(call: Call, result: Result) -> tuple[Call, Result]:
     q, k, v = (F.pad(x, (0, 1)) for x in (call.q, call.k, call.v))
     out = torch.cat([result.out, -result.grad_lse.unsqueeze(-1).to(result.out.dtype)], -1)
     grad_out = F.pad(result.grad_out, (0, 1), value=1.0)
-    return Call(q, k, v, call.sight, call.scale), Result(out, result.lse, grad_out, None)
+    return Call(q, k, v, call.visibility, call.scale), Result(out, result.lse, grad_out, None)
 
 
 # ---- CUDA -----------------------------------------------------------------------------------------------------------

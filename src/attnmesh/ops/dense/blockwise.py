@@ -16,7 +16,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attnmesh import spans
+from attnmesh.core import ranges
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense import recorded
 from attnmesh.ops.dense.aten import Aten
@@ -24,8 +25,7 @@ from attnmesh.ops.dense.call import Backend, Call, Grads, Result
 from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
 from attnmesh.ops.lanes import ONE_LANE, Lanes
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
-from attnmesh.recorder import Recorder
-from attnmesh.state import State, accumulation_dtype
+from attnmesh.trace.recorder import Recorder
 
 
 def forward(calls: Sequence[Call], backend: str, *, lanes_allowed: bool, recorder: Recorder | None = None) -> State:
@@ -48,7 +48,7 @@ def forward(calls: Sequence[Call], backend: str, *, lanes_allowed: bool, recorde
     for (call, serving), end in sorted(work, key=lambda item: _work(item[0][0]), reverse=True):
         rows = slice(end - call.q.shape[2], end)
         with lanes.lane():
-            total = StateSum(call.q, parts=len(call.sight.blocks) if on_lanes else None)
+            total = StateSum(call.q, parts=len(call.visibility.blocks) if on_lanes else None)
             recorded.forward(serving, call, total, recorder)
             total.finish_into(State(whole.out[:, :, rows], whole.lse[:, :, rows]))
     lanes.join()
@@ -76,12 +76,12 @@ def backward(
         serving.prepare(call, part)
     on_lanes = lanes_allowed and _gain_by_lanes(served)
     lanes = Lanes(enabled=True) if on_lanes else ONE_LANE
-    blocks = sum(len(call.sight.blocks) for call in calls) if on_lanes else None
+    blocks = sum(len(call.visibility.blocks) for call in calls) if on_lanes else None
     keys = [None if x is None else GradSum(x, lanes, blocks) for x in wanted[1:]]
     queries: list[GradSum] = []
     work = []
     for (call, serving), part in zip(served, results, strict=True):
-        query = GradSum(call.q, lanes, len(call.sight.blocks) if on_lanes else None)
+        query = GradSum(call.q, lanes, len(call.visibility.blocks) if on_lanes else None)
         queries.append(query)
         grads = Grads(query if wanted[0] is not None else None, *keys)
         work += [(block, part, serving, grads) for block in (_blocks(call) if on_lanes else [call])]
@@ -98,35 +98,35 @@ def _gain_by_lanes(served: Sequence[tuple[Call, Backend]]) -> bool:
 
 def _by_run(call: Call, *, alone: bool) -> Iterator[Call]:
     """A call for each run of queries, with only the keys it sees."""
-    assert isinstance(call.sight, Patch)
-    for rows, keys, sight in _runs(call.sight, alone):
+    assert isinstance(call.visibility, Patch)
+    for rows, keys, visibility in _runs(call.visibility, alone):
         q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
-        yield Call(q, k, v, sight, call.scale)
+        yield Call(q, k, v, visibility, call.scale)
 
 
 @lru_cache(maxsize=128)
-def _runs(sight: Patch, alone: bool) -> tuple[tuple[slice, slice, Patch], ...]:
+def _runs(visibility: Patch, alone: bool) -> tuple[tuple[slice, slice, Patch], ...]:
     """Rows, keys and patch of every run of queries. One run `alone` is halved: it has two lanes."""
-    runs = sight.q
-    if alone and len(runs) == 1 and len(sight.blocks) > 1:
+    runs = visibility.q
+    if alone and len(runs) == 1 and len(visibility.blocks) > 1:
         half = len(runs[0]) // 2
         runs = (runs[0][:half], runs[0][half:])
     found, row = [], 0
     for run in runs:
-        seen = Patch(sight.mask, (run,), sight.k).seen
-        patch = Patch(sight.mask, (run,), spans.narrowed(sight.k, seen))
+        seen = Patch(visibility.mask, (run,), visibility.k).seen
+        patch = Patch(visibility.mask, (run,), ranges.narrowed(visibility.k, seen))
         found.append((slice(row, row + len(run)), slice(seen.start, seen.stop), patch))
         row += len(run)
     if any(block.kind is Kind.PARTIAL for _, _, patch in found for block in patch.blocks):
         # Torch's kernels serve the patch as a whole, but not when it is cut: many tiny documents.
-        return ((slice(None), slice(None), sight),)
+        return ((slice(None), slice(None), visibility),)
     return tuple(found)
 
 
 def _blocks(call: Call) -> Iterator[Call]:
     """A call for each block."""
-    for block in call.sight.blocks:
-        yield replace(call, sight=_OneOf(call.sight, block))
+    for block in call.visibility.blocks:
+        yield replace(call, visibility=_OneOf(call.visibility, block))
 
 
 def _parted(result: Result, calls: Sequence[Call]) -> Iterator[Result]:
@@ -156,7 +156,7 @@ def _work(call: Call) -> int:
     def pairs(block: Block) -> int:
         return len(block.q) * len(block.k) // (2 if block.kind is Kind.CAUSAL else 1)
 
-    return sum(map(pairs, call.sight.blocks))
+    return sum(map(pairs, call.visibility.blocks))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnmesh.extras import require
+from attnmesh.core.optional import require
 from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.plan.blocks import Visibility
 
@@ -26,7 +26,7 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
-    sight: Visibility
+    visibility: Visibility
     scale: float
 
 

@@ -45,7 +45,7 @@ def choose(call: Call, backend: str) -> Choice:
     if refusals["aten"] is None:
         if not call.q.is_cuda:
             return Choice("aten", "torch's flash kernel is the fastest on the CPU", said)
-        if len(call.sight.blocks) <= _MOST_ATEN_BLOCKS_ON_CUDA or refusals["triton"] is not None:
+        if len(call.visibility.blocks) <= _MOST_ATEN_BLOCKS_ON_CUDA or refusals["triton"] is not None:
             return Choice("aten", "every block is full or square causal: torch's fused kernels are fastest", said)
     if refusals["triton"] is None:
         return Choice("triton", "one launch serves this mask by row bounds", said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result
-from attnmesh.recorder import Recorder
+from attnmesh.trace.recorder import Recorder
 
 
 def forward(backend: Backend, call: Call, total: StateSum, recorder: Recorder | None) -> None:
@@ -28,7 +28,7 @@ def backward(backend: Backend, call: Call, result: Result, grads: Grads, recorde
 def _facts(backend: Backend, call: Call) -> dict[str, object]:
     return {
         "backend": backend.name,
-        "blocks": len(call.sight.blocks),
+        "blocks": len(call.visibility.blocks),
         "queries": call.q.shape[2],
         "keys": call.k.shape[2],
         "heads": call.q.shape[1],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnmesh.mask import Mask
-from attnmesh.state import State, accumulation_dtype
+from attnmesh.core.masks import Mask
+from attnmesh.core.state import State, accumulation_dtype
 
 
 def attention(

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from attnmesh.extras import installed, require
+from attnmesh.core.optional import installed, require
+from attnmesh.core.state import State
 from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.plan.blocks import Block, Kind
-from attnmesh.state import State
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -72,7 +72,7 @@ class Triton:
 
 def _launches(call: Call) -> tuple[Block, ...]:
     """One launch where a block says all; otherwise one over everything, by row bounds."""
-    blocks = call.sight.blocks
+    blocks = call.visibility.blocks
     if len(blocks) <= 1:
         return blocks
     return (Block(range(call.q.shape[2]), range(call.k.shape[2]), Kind.PARTIAL),)
@@ -86,7 +86,7 @@ def _sliced(call: Call, block: Block) -> Any:
 def _sight(call: Call, block: Block) -> dict[str, Any]:
     if block.kind is not Kind.PARTIAL:
         return {"causal": block.kind is Kind.CAUSAL, "bounds": None}
-    first, end = call.sight.bounds(call.q.device)
+    first, end = call.visibility.bounds(call.q.device)
     rows = slice(block.q.start, block.q.stop)
     if block.k.start:
         first, end = first - block.k.start, end - block.k.start

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LENGTHS = ["q_len", "kv_len"]  # not specialised: the blocks of a ring have many, and each would compile anew
+LENGTHS = ["q_len", "kv_len"]  # not specialized: the blocks of a ring have many, and each would compile anew
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, the hardware's own
 
 

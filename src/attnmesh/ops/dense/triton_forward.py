@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_configs import (
     FORWARD_TILES,
     LENGTHS,
@@ -30,7 +31,6 @@ from attnmesh.ops.dense.triton_configs import (
     tile_pointers,
     visible_keys,
 )
-from attnmesh.state import State
 
 _LOG2_E = tl.constexpr(LOG2_E)
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.counts import check_positive
+from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.validation import check_positive
 from attnmesh.ops.sparse import check
 from attnmesh.ops.sparse.backend import Backend
 from attnmesh.ops.sparse.choose import choose
 from attnmesh.ops.sparse.lse import Base, check_base, convert_lse
 from attnmesh.ops.sparse.mask import Rows, SparseMask
-from attnmesh.state import accumulation_dtype
 
 _WIDEST_VALUE = 512  # of a key that holds its value: MLA's latent, before what carries the position
 
@@ -42,7 +42,7 @@ def sparse_attention(
     d_v: int | None = None,
     v: Tensor | None = None,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    attn_sink: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_attn_sum: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
@@ -52,16 +52,16 @@ def sparse_attention(
     q [s_q, h, d]; kv [s_kv, d] (or [s_kv, 1, d]), one kv head for all; indices [s_q, topk] int32. The value of a key is
     its first `d_v` features (all of them, at most 512, unless said), or its row of `v` [s_kv, d_v]. A slot that names
     no key (negative, past s_kv) or that `mask` rules out counts for nothing; a key named twice counts twice.
-    `attn_sink` [h] are scores of keys without a value. out [s_q, h, d_v] in the dtype of q; lse [s_q, h] float32,
+    `sinks` [h] are scores of keys without a value. out [s_q, h, d_v] in the dtype of q; lse [s_q, h] float32,
     natural log, sinks included; a row without a key: out 0, lse -inf (or its sink).
 
-    Gradients flow to q, kv, v and attn_sink, from out and from lse, so that states over parts of the keys can be
+    Gradients flow to q, kv, v and sinks, from out and from lse, so that states over parts of the keys can be
     merged. `deterministic`: the gradient of kv has the same bits in every run, at some cost on a GPU.
     `return_attn_sum` adds `attention_distribution` of the same call.
     """
     call = checked(q, kv, indices, sm_scale, d_v, v, mask, deterministic, backend)
-    check.check_sink(attn_sink, call.q)
-    out, lse = _SparseAttention.apply(call.q, call.k, call.v, attn_sink, call)  # type: ignore[no-untyped-call]
+    check.check_sink(sinks, call.q)
+    out, lse = _SparseAttention.apply(call.q, call.k, call.v, sinks, call)  # type: ignore[no-untyped-call]
     if not return_attn_sum:
         return out, lse
     return out, lse, distribution(call, lse.detach(), call.q.shape[1])[0]
@@ -85,7 +85,7 @@ def attention_distribution(
     Shapes and validity as in `sparse_attention`. `lse` [s_q, h] may be over more keys than the slots name (dense
     attention, a window, a sink): then heads differ in how much of their mass the slots hold. An infinite lse is a head
     without mass. `lse_base` names its base, "e" or "2". `head_group=n` sums groups of n heads to [groups, s_q, topk].
-    Nothing is normalised, so that sums over ranks with other heads add up, unless `normalize` asks that every
+    Nothing is normalized, so that sums over ranks with other heads add up, unless `normalize` asks that every
     row with any mass sum to 1. No gradient flows.
     """
     call = checked(q, k, indices, sm_scale, None, None, mask, False, backend, k_name="k")

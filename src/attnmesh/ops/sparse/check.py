@@ -80,15 +80,15 @@ def rows_of(mask: object, q: Tensor, s_kv: int, topk: int) -> Rows:
     return check_mask(mask).rows(q.shape[0], s_kv, topk, q.device)
 
 
-def check_sink(attn_sink: object, q: Tensor) -> None:
+def check_sink(sinks: object, q: Tensor) -> None:
     """Raise ValueError unless there is a sink for each head, or none."""
-    if attn_sink is None:
+    if sinks is None:
         return
-    if not isinstance(attn_sink, Tensor) or attn_sink.shape != q.shape[1:2]:
-        got = list(attn_sink.shape) if isinstance(attn_sink, Tensor) else type(attn_sink).__name__
-        raise ValueError(f"attn_sink must be [heads] = [{q.shape[1]}], got {got}")
-    if not attn_sink.is_floating_point() or attn_sink.device != q.device:
-        raise ValueError(f"attn_sink must be floating point on {q.device}, got {attn_sink.dtype} on {attn_sink.device}")
+    if not isinstance(sinks, Tensor) or sinks.shape != q.shape[1:2]:
+        got = list(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise ValueError(f"sinks must be [heads] = [{q.shape[1]}], got {got}")
+    if not sinks.is_floating_point() or sinks.device != q.device:
+        raise ValueError(f"sinks must be floating point on {q.device}, got {sinks.dtype} on {sinks.device}")
 
 
 def same_device(indices: Tensor, q: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from attnmesh.extras import installed
+from attnmesh.core.optional import installed
 from attnmesh.ops.sparse import torch_attention, torch_indexer
 from attnmesh.ops.sparse.backend import Backend
 

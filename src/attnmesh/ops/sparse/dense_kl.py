@@ -1,7 +1,7 @@
 """KL(p || softmax(scores)) of every row over all the keys it sees, a stretch of keys at a time.
 
 With mass m = sum p, a row's loss is sum(p log p) / m - log m - sum(p I) / m + log sum exp(I): sums over keys, so that
-one pass is enough. The backward takes a second one: softmax(I) - p / m needs both normalisations first.
+one pass is enough. The backward takes a second one: softmax(I) - p / m needs both normalizations first.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse.indexer import Indexing
 from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.target import AttentionTarget
-from attnmesh.state import accumulation_dtype
 
 _MOST_SLOTS = 1 << 23  # of all rows at a time
 
@@ -28,7 +28,7 @@ def dense_kl(call: Indexing, target: AttentionTarget, rows: Rows) -> Tensor:
 
 
 class Sums:
-    """What the loss of every row is made of, over the keys met so far: `log_z` and `mass` normalise I and p."""
+    """What the loss of every row is made of, over the keys met so far: `log_z` and `mass` normalize I and p."""
 
     def __init__(self, iq: Tensor) -> None:
         wide = accumulation_dtype(iq.dtype)

@@ -64,7 +64,7 @@ _LOG2_E = gl.constexpr(LOG2_E)
 _KEYS = gl.constexpr(64)  # of a block
 _SLOTS = gl.constexpr(3)  # as many as fit
 _SUMS = gl.constexpr(4)  # blocks whose sums wait to be written
-_UNSPECIALISED = [  # they vary, and each would compile anew
+_UNSPECIALIZED = [  # they vary, and each would compile anew
     "q_stride", "q_head_stride", "k_stride", "indices_stride", "lse_stride", "lse_head_stride", "s_q", "h", "topk",
     "k_offset",
 ]  # fmt: skip
@@ -414,7 +414,7 @@ def _write_zeros(out, row, first, stop, s_q, topk, GROUPS: gl.constexpr):
             gl.store(start + place + places, gl.zeros([512], gl.float32, layout), mask=place + places < end)
 
 
-@gluon.jit(do_not_specialize=_UNSPECIALISED)
+@gluon.jit(do_not_specialize=_UNSPECIALIZED)
 def _distribution_kernel(
     q, q_stride, q_head_stride, k, k_stride, indices, indices_stride, lo, hi, slots,
     lse, lse_stride, lse_head_stride, out, s_q, h, topk, k_offset, scale_log2,

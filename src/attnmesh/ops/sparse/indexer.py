@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.counts import check_positive
+from attnmesh.core.validation import check_positive
 from attnmesh.ops.sparse import check
 from attnmesh.ops.sparse.backend import Backend
 from attnmesh.ops.sparse.canonical import Slots

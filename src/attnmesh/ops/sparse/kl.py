@@ -12,7 +12,7 @@ from attnmesh.ops.sparse.attention import normalized
 
 
 def row_kl(scores: Tensor, target: Tensor) -> Tensor:
-    """[s_q] from scores [s_q, topk], -inf where a slot does not count, and a target that need not be normalised."""
+    """[s_q] from scores [s_q, topk], -inf where a slot does not count, and a target that need not be normalized."""
     rows: Tensor = _RowKL.apply(scores, target)  # type: ignore[no-untyped-call]
     return rows
 

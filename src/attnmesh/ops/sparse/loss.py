@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse import check, indexer
 from attnmesh.ops.sparse.choose import choose
 from attnmesh.ops.sparse.dense_kl import dense_kl
@@ -14,7 +15,6 @@ from attnmesh.ops.sparse.kl import row_kl
 from attnmesh.ops.sparse.lse import Base, check_base, convert_lse
 from attnmesh.ops.sparse.mask import Rows, SparseMask
 from attnmesh.ops.sparse.target import AttentionTarget
-from attnmesh.state import accumulation_dtype
 
 Mode = Literal["sparse", "dense"]
 Reduction = Literal["sum", "mean_rows", "none"]
@@ -46,7 +46,7 @@ def indexer_kl_loss(
 
     "sparse": over the keys that `indices` name; p is `target` [s_q, topk], or `attention_distribution` of attention's
     (q, k, lse, sm_scale). "dense": over all keys that `mask` shows, for the warm-up; p from (q, k, lse, sm_scale), with
-    the lse of dense attention. Keys are streamed: memory stays far below [s_q, s_kv]. Rows of p are normalised here; a
+    the lse of dense attention. Keys are streamed: memory stays far below [s_q, s_kv]. Rows of p are normalized here; a
     row without mass costs nothing, and 0 log 0 is 0. p is a constant; gradients flow to iq, ik and w. Indexer shapes as
     in `indexer_scores_at`.
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.counts import check_positive
+from attnmesh.core.validation import check_positive
 
 _LAST = torch.iinfo(torch.int32).max
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import State
 from attnmesh.ops.sparse.mask import SparseMask
-from attnmesh.state import State
 
 
 def valid_slots(indices: Tensor, s_kv: int, mask: SparseMask) -> Tensor:
@@ -75,7 +75,7 @@ def best_keys(scores: Tensor, seen: Tensor, topk: int) -> list[list[int]]:
 
 
 def kl(p: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
-    """[s_q]: KL(p || softmax(scores over the keys seen)), p normalised here; a row without mass gives 0."""
+    """[s_q]: KL(p || softmax(scores over the keys seen)), p normalized here; a row without mass gives 0."""
     mass = (p * seen).sum(-1, keepdim=True)
     p = torch.where(seen, p / torch.where(mass > 0, mass, 1.0), 0.0)
     log_q = scores - torch.logsumexp(scores.masked_fill(~seen, -torch.inf), -1, keepdim=True)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse.backend import Backend
 from attnmesh.ops.sparse.mask import Rows
-from attnmesh.state import accumulation_dtype
 
 
 class AttentionTarget(NamedTuple):

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.torch_gather import Part, parts
-from attnmesh.state import accumulation_dtype
 
 
 def forward(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse.mask import Rows
-from attnmesh.state import accumulation_dtype
 
 _MOST_ELEMENTS = 1 << 22  # of the keys gathered at a time: beside inputs and outputs, memory stays bounded
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse.canonical import Slots
 from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.select import in_order
 from attnmesh.ops.sparse.torch_gather import parts
-from attnmesh.state import accumulation_dtype
 
 _TILE_ROWS, _TILE_KEYS = 8, 128
 

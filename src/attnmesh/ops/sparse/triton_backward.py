@@ -25,12 +25,7 @@ import triton
 from torch import Tensor
 
 from attnmesh.ops.sparse.mask import Rows
-from attnmesh.ops.sparse.triton_backward_kernels import (
-    delta_kernel,
-    grad_key_kernel,
-    grad_query_kernel,
-    scores_kernel,
-)
+from attnmesh.ops.sparse.triton_backward_kernels import delta_kernel, grad_key_kernel, grad_query_kernel, scores_kernel
 from attnmesh.ops.sparse.triton_by_key import ByKey, add_by_key, by_key
 
 _Factors = tuple[Tensor, Tensor]  # a workspace, and the q or dout that it is multiplied with

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_NUMBERS = ["row_begin", "k_offset"]  # not specialised: each chunk has its own
+_NUMBERS = ["row_begin", "k_offset"]  # not specialized: each chunk has its own
 
 
 @triton.jit

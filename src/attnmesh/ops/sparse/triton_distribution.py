@@ -18,7 +18,7 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, the hardware's own
 _LOG2_E = tl.constexpr(LOG2_E)
-_UNSPECIALISED = ["s_q", "h", "topk", "k_offset", "span", "indices_stride"]  # they vary, and each would compile anew
+_UNSPECIALIZED = ["s_q", "h", "topk", "k_offset", "span", "indices_stride"]  # they vary, and each would compile anew
 
 
 class Tiles(NamedTuple):
@@ -106,7 +106,7 @@ def shared_memory(device: int) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _distribution_kernel(
     q, q_strides, k, k_strides, indices, indices_stride, lo, hi, slots, lse, lse_strides, out,
     s_q, h, topk, k_offset, scale_log2, span, group,

@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm
-from attnmesh.counts import check_positive
-from attnmesh.layout import Contiguous, Layout
+from attnmesh.core.layouts import Contiguous, Layout
+from attnmesh.core.validation import check_positive
 from attnmesh.ops.sparse import attention as one_device
 from attnmesh.ops.sparse import check
 from attnmesh.ops.sparse import indexer as one_indexer
@@ -40,7 +40,7 @@ class SparseParallel:
     """The sparse family over ranks, one object a rank. Methods are the functions of one device, over all ranks.
 
     `tp` and `cp` are comms, process groups or meshes of one dimension; None is not spread. Heads are spread over tp: a
-    rank gives the heads it has (any number) of `q`, and with them `lse` and `attn_sink`; keys, the indexer and indices
+    rank gives the heads it has (any number) of `q`, and with them `lse` and `sinks`; keys, the indexer and indices
     are the same on every tp rank. The sequence is spread over cp: a rank gives rows `layout.shard(x, 0, cp.world,
     cp.rank)` of the `length` queries (q, lse, indices, iq, w) and of the `key_length` keys (kv, v, ik; as many as
     queries unless said). Without `length` all ranks hold equally many.
@@ -99,7 +99,7 @@ class SparseParallel:
         d_v: int | None = None,
         v: Tensor | None = None,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        attn_sink: Tensor | None = None,
+        sinks: Tensor | None = None,
         return_attn_sum: bool = False,
         deterministic: bool = False,
         backend: str = "auto",
@@ -111,17 +111,17 @@ class SparseParallel:
             call = one_device.checked(
                 q, kv, indices, sm_scale, d_v, v, self._mask(mask, spread), deterministic, backend, spread.key_length
             )
-            check.check_sink(attn_sink, call.q)
+            check.check_sink(sinks, call.q)
             return (call, spread), self._facts(
                 spread, call.q, mask, backend, width=call.q.shape[2], d_v=call.d_v, topk=call.indices.shape[1],
-                sm_scale=call.sm_scale, values=v is not None, sinks=attn_sink is not None,
+                sm_scale=call.sm_scale, values=v is not None, sinks=sinks is not None,
                 return_attn_sum=return_attn_sum, deterministic=deterministic,
-                gradients=gradients(q=q, kv=kv, v=v, attn_sink=attn_sink),
+                gradients=gradients(q=q, kv=kv, v=v, sinks=sinks),
             )  # fmt: skip
 
         call, spread = agreed(self._ranks, "SparseParallel.sparse_attention", examined)
         self._check_indices(call.indices, call.rows)
-        out, lse, dist = attend(call, attn_sink, spread, return_attn_sum)
+        out, lse, dist = attend(call, sinks, spread, return_attn_sum)
         if not return_attn_sum:
             return out, lse
         return out, lse, self._all_rows(call.q).over_heads(dist)
@@ -140,7 +140,7 @@ class SparseParallel:
         normalize: bool = False,
         backend: str = "auto",
     ) -> Tensor:
-        """`attnmesh.attention_distribution` of this rank's rows, over the heads of all ranks, normalised after that.
+        """`attnmesh.attention_distribution` of this rank's rows, over the heads of all ranks, normalized after that.
 
         `head_group` must be None where heads are spread: a group could not be told from another rank's.
         """

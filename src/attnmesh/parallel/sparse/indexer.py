@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse.canonical import Slots
 from attnmesh.ops.sparse.indexer import Indexing
 from attnmesh.ops.sparse.mask import Rows
@@ -15,7 +16,6 @@ from attnmesh.ops.sparse.select import reselect
 from attnmesh.parallel.sparse.row_share import RowShare
 from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import at_slots, bring
-from attnmesh.state import accumulation_dtype
 
 
 def choose_keys(call: Indexing, topk: int, rows: Rows, block: int, spread: Spread, share: RowShare) -> Slots:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.comm import Comm
-from attnmesh.layout import Striped
+from attnmesh.core.layouts import Striped
 from attnmesh.ops.sparse.mask import Rows
 
 _DEALT = Striped()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.layout import Layout
+from attnmesh.core.layouts import Layout
 from attnmesh.ops.sparse.mask import Rows, SparseMask
 from attnmesh.parallel.sparse.ranks import Ranks
 

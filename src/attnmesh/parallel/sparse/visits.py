@@ -28,7 +28,7 @@ class Visit(NamedTuple):
     keys: list[Tensor]
 
 
-class Homing(Protocol):
+class GradReturn(Protocol):
     """Sums of gradients on the way to the owners of their keys."""
 
     def leave(self, visit: Visit, grads: list[Tensor]) -> None:
@@ -56,7 +56,7 @@ class Keys(Protocol):
     def keys_of(self, visit: Visit, chosen: Tensor) -> Tensor:
         """What rows of a visit are called in the whole sequence."""
 
-    def homing(self) -> Homing:
+    def homing(self) -> GradReturn:
         """A way home for gradients."""
 
 
@@ -93,7 +93,7 @@ class _Gathered:
     def keys_of(self, visit: Visit, chosen: Tensor) -> Tensor:
         return chosen
 
-    def homing(self) -> Homing:
+    def homing(self) -> GradReturn:
         return _ScatterHome(self._spread)
 
 
@@ -155,7 +155,7 @@ class _Ring:
     def keys_of(self, visit: Visit, chosen: Tensor) -> Tensor:
         return self._spread.keys_of(visit.owner, chosen)
 
-    def homing(self) -> Homing:
+    def homing(self) -> GradReturn:
         return _FollowHome(self._spread)
 
 

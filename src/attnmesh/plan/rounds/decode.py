@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnmesh.plan.combine import pick_combine
 from attnmesh.plan.decode_load import DecodeShape, messages_sent
-from attnmesh.plan.hardware import Link
 from attnmesh.plan.program import Messages, Program, Round
 from attnmesh.plan.rounds.decode_layer import AROUND_ATTENTION, AROUND_MLP, EXCHANGE, MERGE, DecodeLayer
 from attnmesh.plan.rounds.summing import summed
 from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.planner.combine import pick_combine
+from attnmesh.planner.hardware import Link
 
 
 def decode_program(sharding: DecodeSharding, layer: DecodeLayer, link: Link) -> Program:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnmesh.plan.decode_load import DecodeShape
-from attnmesh.plan.hardware import Floats
 from attnmesh.plan.program import Kernels
 from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.planner.hardware import Floats
 
 # Small kernels, in launches, from docs/benchmarks.md ("Overhead of the block"): one is a copy of 0.8 us and the
 # microsecond until the next kernel.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from attnmesh import spans
-from attnmesh.plan.gather import GatherPlan
+from attnmesh.core import ranges
+from attnmesh.plan.allgather import GatherPlan
 from attnmesh.plan.program import Bundle, Ints, Kernels, Messages, Round
 from attnmesh.plan.rounds.sizes import Sizes, copying, laid_out
 from attnmesh.plan.rounds.stages import causal_squares
@@ -32,7 +32,7 @@ def gathered_of(plan: GatherPlan, lanes: Sequence[Sequence[int]], world: int) ->
     pairs, calls, rows, own, *squares = columns = np.zeros((6, world), dtype=np.int64)
     for i in range(plan.world):
         patch = plan.patch(i)
-        mine = plan.pairs(i), len(patch.blocks), plan.rows(i), spans.size(plan.spread.keys[i]), *causal_squares(patch)
+        mine = plan.pairs(i), len(patch.blocks), plan.rows(i), ranges.size(plan.shards.keys[i]), *causal_squares(patch)
         columns[:, [lane[i] for lane in lanes]] = np.array(mine)[:, None]
     ways = [(s, t) for s in range(plan.world) for t in range(plan.world) if s != t]
     moves = [(lane[s], lane[t], plan.rows_sent(s, t)) for lane in lanes for s, t in ways]

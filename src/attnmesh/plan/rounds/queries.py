@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnmesh.core.ranges import Ranges
 from attnmesh.plan.program import Ints, Kernels, Round
 from attnmesh.plan.rounds.collectives import Groups, exchanged, summed
 from attnmesh.plan.rounds.sizes import Sizes, copying
-from attnmesh.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Answered:
     squares: tuple[Ints, Ints]  # pairs and calls of the causal squares among them
 
     @staticmethod
-    def of(chunks: Sequence[Spans]) -> Answered:
+    def of(chunks: Sequence[Ranges]) -> Answered:
         """Causal queries in chunks: each chunk sees all keys before it, and a triangle of its own."""
         pairs = [sum(len(c) * (c.start + c.stop + 1) // 2 for c in mine) for mine in chunks]
         calls = [sum(1 + (c.start > 0 and len(c) > 1) for c in mine) for mine in chunks]

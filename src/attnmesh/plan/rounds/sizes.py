@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmesh.plan.case import Shape
-from attnmesh.plan.hardware import Floats, Kind
 from attnmesh.plan.program import Ints, Kernels
+from attnmesh.plan.workload import Shape
+from attnmesh.planner.hardware import Floats, Kind
 
 _FORWARD: tuple[int, Kind] = (2, "attention")  # products of a pair
 _BACKWARD: tuple[int, Kind] = (5, "attention backward")

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from attnmesh.plan.hardware import Floats, Kind
 from attnmesh.plan.program import Kernels, Round
 from attnmesh.plan.rounds.collectives import exchanged, summed
 from attnmesh.plan.rounds.sizes import copying
 from attnmesh.plan.rounds.visits import Met, Work, along_cp, along_tp, visits
 from attnmesh.plan.sparse_shape import SparseShares
+from attnmesh.planner.hardware import Floats, Kind
 
 CHECKSUM = 8  # bytes
 INDEX = 4

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from attnmesh.plan.hardware import Link
 from attnmesh.plan.program import Ints, Messages, Round
+from attnmesh.planner.hardware import Link
 
 
 def summed(name: str, nbytes: int, ranks: int, link: Link) -> Iterator[Round]:

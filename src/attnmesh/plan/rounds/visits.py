@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from attnmesh.plan.hardware import Floats
 from attnmesh.plan.program import Ints, Messages, Round
 from attnmesh.plan.rounds.collectives import Groups, exchanged
 from attnmesh.plan.rounds.sizes import copying
 from attnmesh.plan.sparse_shape import SparseShares
+from attnmesh.planner.hardware import Floats
 
 
 @dataclass(frozen=True)

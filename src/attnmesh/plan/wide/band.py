@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnmesh.mask import And, Causal, Full, Mask, SlidingWindow
+from attnmesh.core.masks import And, Causal, Full, Mask, SlidingWindow
+from attnmesh.core.ranges import Ranges
 from attnmesh.plan.program import Ints
-from attnmesh.spans import Spans
 
 FAR = 1 << 40
 """Further than any position."""
@@ -63,7 +63,7 @@ class Runs(NamedTuple):
         return Runs(self.start + lower, self.start + np.maximum(lower, upper))
 
 
-def runs_of(shards: Sequence[Spans], most: int = 8) -> Runs | None:
+def runs_of(shards: Sequence[Ranges], most: int = 8) -> Runs | None:
     """The runs of shards; None if they have steps, or more runs than arrays are good for."""
     width = max((len(held) for held in shards), default=0)
     if width > most or any(run.step != 1 and len(run) > 1 for held in shards for run in held):

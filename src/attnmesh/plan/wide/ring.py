@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmesh.plan.hardware import Floats
 from attnmesh.plan.program import Ints
 from attnmesh.plan.rounds.stages import Stages
 from attnmesh.plan.wide.band import FAR, Band, Runs, pairs, seen_rows
+from attnmesh.planner.hardware import Floats
 
 
 @dataclass(frozen=True)

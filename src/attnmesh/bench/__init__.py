@@ -1,1 +1,0 @@
-"""Benchmarks: ratios measured in one run, with the machine and the peers beside each figure."""

@@ -1,1 +1,0 @@
-"""Decode measured: shapes, peers, storage types, tokens, splits."""

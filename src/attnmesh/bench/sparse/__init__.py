@@ -1,1 +1,0 @@
-"""Sparse attention, its distribution, the indexer and its loss: speed and memory beside the roofline."""

@@ -1,1 +1,0 @@
-"""The block KV cache: a pool of blocks, who holds which, and prefixes found again."""

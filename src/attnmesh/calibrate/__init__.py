@@ -1,1 +1,0 @@
-"""What `attnmesh calibrate` measures: the kernels of this machine and what its processes exchange."""

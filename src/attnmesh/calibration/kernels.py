@@ -1,0 +1,194 @@
+"""The calls that are timed: every kind of kernel, through the library's own functions, at a few sizes.
+
+Attention is timed as schedules call it, in full rectangles and in causal squares, with fewer kv heads than query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attnmesh.calibration.sample import Sample
+from attnmesh.core.masks import Causal, Full
+from attnmesh.ops.decode.api import decode_attention
+from attnmesh.ops.dense.api import attention
+from attnmesh.ops.sparse.attention import sparse_attention
+from attnmesh.ops.sparse.indexer import indexer_topk
+
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed on a kind of device."""
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sides: tuple[int, ...]  # rows and keys of an attention call
+    long: tuple[tuple[int, int, int], ...]  # rows, heads and kv heads of causal squares as Ulysses leaves them
+    matmuls: tuple[int, ...]  # rows, columns and depth of a product
+    copies: tuple[int, ...]  # rows that are laid out anew, as for a message
+    caches: tuple[int, ...]  # keys of a step of decoding
+    sparse_rows: tuple[int, ...]
+    sparse_keys: int
+    sparse: tuple[int, int, int, int]  # heads, width of keys, width of values, keys a query reads
+    indexer: tuple[int, int, int]  # heads, width, keys that are found
+
+
+_CPU = Sizes(
+    torch.float32, 4, 2, 64, sides=(32, 64, 128, 256, 512, 1024, 2048), long=(), matmuls=(128, 512, 1024),
+    copies=(16, 128, 1024, 8192), caches=(1024, 16384, 65536), sparse_rows=(16, 64), sparse_keys=2048,
+    sparse=(16, 192, 128, 256), indexer=(16, 64, 256),
+)  # fmt: skip
+_CPU_QUICK = Sizes(
+    torch.float32, 4, 2, 64, sides=(64, 256, 512), long=(), matmuls=(128, 512), copies=(128, 4096), caches=(1024, 8192),
+    sparse_rows=(8,), sparse_keys=512, sparse=(8, 192, 128, 128), indexer=(8, 64, 128),
+)  # fmt: skip
+_CUDA = Sizes(
+    torch.bfloat16, 32, 8, 128, sides=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768), long=((131072, 8, 2),),
+    matmuls=(64, 256, 512, 1024, 2048, 4096, 8192), copies=(1, 16, 64, 1024, 8192, 65536, 524288),
+    caches=(1024, 8192, 65536, 524288), sparse_rows=(256, 1024, 4096), sparse_keys=32768,
+    sparse=(128, 576, 512, 2048), indexer=(64, 128, 2048),
+)  # fmt: skip
+_CUDA_QUICK = Sizes(
+    torch.bfloat16, 32, 8, 128, sides=(512, 2048, 8192), long=(), matmuls=(1024, 4096), copies=(1024, 65536),
+    caches=(8192, 65536), sparse_rows=(256,), sparse_keys=8192, sparse=(128, 576, 512, 2048), indexer=(64, 128, 2048),
+)  # fmt: skip
+
+
+def samples(device: str, *, quick: bool) -> list[Sample]:
+    """Everything that is timed on a device, kind by kind."""
+    sizes = {"cpu": (_CPU, _CPU_QUICK), "cuda": (_CUDA, _CUDA_QUICK)}[device][quick]
+    made = [_attention, _products, _copies, _decoding, _sparse, _indexing]
+    return [sample for make in made for sample in make(sizes, device)]
+
+
+def empty_call(device: str) -> Run:
+    """A call that does next to nothing: what any call takes."""
+    one = torch.zeros(1, device=device)
+    return lambda: one.add_(1)
+
+
+def _attention(sizes: Sizes, device: str) -> Iterator[Sample]:
+    for square in (False, True):
+        for side in sizes.sides:
+            yield from _there_and_back(sizes, device, side, square)
+    for side, heads, kv_heads in sizes.long:
+        yield from _there_and_back(replace(sizes, heads=heads, kv_heads=kv_heads), device, side, True)
+
+
+def _there_and_back(sizes: Sizes, device: str, side: int, square: bool) -> Iterator[Sample]:
+    pairs = side * (side + 1) // 2 if square else side * side
+    operations = 4.0 * sizes.heads * sizes.head_dim * pairs
+    given = partial(_attended, sizes, device, side, square)
+    yield Sample("attention", operations, partial(_forward, given), square)
+    if device == "cpu":  # the backward by itself; on CUDA a graph holds both, and the forward is taken off
+        yield Sample("attention backward", 2.5 * operations, partial(_backward, given), square)
+    else:
+        both = partial(_both_ways, given)
+        yield Sample("attention backward", 2.5 * operations, both, square, partial(_forward, given))
+
+
+def _attended(sizes: Sizes, device: str, side: int, square: bool) -> tuple[list[Tensor], Callable[[], Tensor]]:
+    """q, k, v and the gradient of out, and their attention."""
+    heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
+    drawn = [torch.randn(1, n, side, sizes.head_dim, device=device, dtype=sizes.dtype) for n in heads]
+    q, k, v = (x.requires_grad_() for x in drawn[:3])
+    return drawn, partial(attention, q, k, v, mask=Causal() if square else Full())
+
+
+def _forward(given: Callable[[], tuple[list[Tensor], Run]]) -> Run:
+    return given()[1]
+
+
+def _backward(given: Callable[[], tuple[list[Tensor], Run]]) -> Run:
+    drawn, attend = given()
+    out = attend()
+    return lambda: torch.autograd.grad(out, drawn[:3], drawn[3], retain_graph=True)[0]
+
+
+def _both_ways(given: Callable[[], tuple[list[Tensor], Run]]) -> Run:
+    drawn, attend = given()
+    return lambda: torch.autograd.grad(attend(), drawn[:3], drawn[3])[0]
+
+
+def _products(sizes: Sizes, device: str) -> Iterator[Sample]:
+    def product(n: int) -> Run:
+        a, b = (torch.randn(n, n, device=device, dtype=sizes.dtype) for _ in range(2))
+        return partial(torch.mm, a, b)
+
+    return (Sample("matmul", 2.0 * n**3, partial(product, n)) for n in sizes.matmuls)
+
+
+def _copies(sizes: Sizes, device: str) -> Iterator[Sample]:
+    """Keys as they are, and heads first to rows first: what a message wants and kernels do not."""
+
+    def copy(rows: int) -> Run:
+        x = torch.randn(1, sizes.kv_heads, rows, sizes.head_dim, device=device, dtype=sizes.dtype)
+        return partial(torch.empty_like(x).copy_, x)
+
+    def relayout(rows: int) -> Run:
+        x = torch.randn(1, sizes.kv_heads, rows, sizes.head_dim, device=device, dtype=sizes.dtype)
+        message = torch.empty(rows, 1, sizes.kv_heads, sizes.head_dim, device=device, dtype=sizes.dtype)
+        return lambda: message.permute(1, 2, 0, 3).copy_(x)
+
+    row = 2.0 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize  # read and written
+    for rows in sizes.copies:
+        yield Sample("copy", rows * row, partial(copy, rows))
+        yield Sample("relayout", rows * row, partial(relayout, rows))
+
+
+def _decoding(sizes: Sizes, device: str) -> Iterator[Sample]:
+    def decode(keys: int) -> Run:
+        q = torch.randn(1, sizes.heads, 1, sizes.head_dim, device=device, dtype=sizes.dtype)
+        k, v = (
+            torch.randn(1, sizes.kv_heads, keys, sizes.head_dim, device=device, dtype=sizes.dtype) for _ in range(2)
+        )
+        last = torch.full((1,), keys - 1, dtype=torch.int32, device=device)
+        return partial(decode_attention, q, k, v, cur_pos=last)
+
+    row = 2.0 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
+    return (Sample("decode", keys * row, partial(decode, keys)) for keys in sizes.caches)
+
+
+def _sparse(sizes: Sizes, device: str) -> Iterator[Sample]:
+    heads, width, values, slots = sizes.sparse
+
+    def given(rows: int) -> tuple[list[Tensor], Run]:
+        q = torch.randn(rows, heads, width, device=device, dtype=sizes.dtype, requires_grad=True)
+        kv = torch.randn(sizes.sparse_keys, width, device=device, dtype=sizes.dtype, requires_grad=True)
+        indices = torch.rand(rows, sizes.sparse_keys, device=device).argsort(1)[:, :slots].int()
+        grad = torch.randn(rows, heads, values, device=device, dtype=sizes.dtype)
+        return [q, kv, grad], lambda: sparse_attention(q, kv, indices, sm_scale=width**-0.5, d_v=values)[0]
+
+    def forward(rows: int) -> Run:
+        return given(rows)[1]
+
+    def both(rows: int) -> Run:
+        (q, kv, grad), attend = given(rows)
+        return lambda: torch.autograd.grad(attend(), (q, kv), grad)[0]
+
+    for rows in sizes.sparse_rows:
+        one = 2.0 * rows * heads * slots
+        yield Sample("sparse", one * (width + values), partial(forward, rows))
+        backward = one * (3 * width + 2 * values)
+        yield Sample("sparse backward", backward, partial(both, rows), before=partial(forward, rows))
+
+
+def _indexing(sizes: Sizes, device: str) -> Iterator[Sample]:
+    heads, width, found = sizes.indexer
+
+    def index(rows: int) -> Run:
+        iq = torch.randn(rows, heads, width, device=device, dtype=sizes.dtype)
+        ik = torch.randn(sizes.sparse_keys, width, device=device, dtype=sizes.dtype)
+        w = torch.randn(rows, heads, device=device) * (heads * width) ** -0.5
+        return lambda: indexer_topk(iq, ik, w, found).indices
+
+    for rows in sizes.sparse_rows:
+        yield Sample("indexer", 2.0 * rows * heads * width * sizes.sparse_keys, partial(index, rows))

@@ -1,0 +1,67 @@
+"""Runs of schedules on the CPU: as real ranks make them, and as they are simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm import Comm
+from attnmesh.core.layouts import Zigzag
+from attnmesh.core.masks import Causal
+from attnmesh.parallel.context import ContextParallel
+from attnmesh.plan.program import Program
+from attnmesh.plan.programs import program
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.simulate import Simulated, simulate
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+SCHEDULES = ("ring", "allgather", "ulysses")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Causal attention in float32, zigzag."""
+
+    schedule: str
+    length: int
+    backward: bool
+
+    def programs(self, world: int) -> list[Program]:
+        """That of the forward, and that of the backward where there is one."""
+        shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, itemsize=4, sum_itemsize=4)
+        workload = Workload(shards(Causal(), Zigzag(), self.length, world), shape, world, device="cpu")
+        return [
+            program(self.schedule, workload, backward=way) for way in ((False, True) if self.backward else (False,))
+        ]
+
+    def simulated(self, world: int, cluster: Cluster) -> list[Simulated]:
+        """The forward, and the backward after it, on one node of `world` ranks."""
+        return [simulate(whole, cluster.with_node(world)) for whole in self.programs(world)]
+
+
+def runs_of(lengths: Sequence[int], schedules: Sequence[str] = SCHEDULES) -> list[Run]:
+    """Every schedule at every length, forward, and forward with backward."""
+    return [Run(*of) for of in product(schedules, lengths, (False, True))]
+
+
+def made_by(comm: Comm, runs: Sequence[Run]) -> list[Callable[[], object]]:
+    """Every run as this rank makes it."""
+    by_name = {name: ContextParallel(comm, layout=Zigzag(), schedule=name) for name in {run.schedule for run in runs}}
+    return [_made(run, by_name[run.schedule]) for run in runs]
+
+
+def _made(run: Run, cp: ContextParallel) -> Callable[[], object]:
+    rows = Zigzag().local_length(run.length, cp.world, cp.rank)
+    drawn = [torch.randn(1, heads, rows, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    q, k, v = (x.requires_grad_(run.backward) for x in drawn[:3])
+
+    def forward() -> Tensor:
+        return cp.attention(q, k, v, mask=Causal(), length=run.length)
+
+    return (lambda: torch.autograd.grad(forward(), (q, k, v), drawn[3])) if run.backward else forward

@@ -1,0 +1,1 @@
+"""`attnmesh generate`."""

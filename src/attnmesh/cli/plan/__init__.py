@@ -1,0 +1,1 @@
+"""`attnmesh plan` and `attnmesh simulate`."""

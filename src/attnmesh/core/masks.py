@@ -1,0 +1,218 @@
+"""Masks: which positions see which, as pure functions of position.
+
+Every mask here lets a query see one interval of positions, `first <= k < end`, that contains the query itself and whose
+two ends never move back as the query moves on. Intervals intersect to intervals, so any conjunction (`Causal() &
+Documents(...)`) is again such a mask. This is the whole idea: one truth (`visible`), from which follow what a pair
+may do (`allows`), what a range of queries needs of a range of keys (`verdict`), and what kernels are told (two
+integers a row).
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import itertools
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+# An end of the visible interval that no position reaches, on either side; far inside int64, so arithmetic is safe.
+_FAR = 1 << 60
+
+
+class Coverage(enum.Enum):
+    """What a range of queries sees of a range of keys."""
+
+    EMPTY = "nothing: skip it"
+    FULL = "everything: compute it without a mask"
+    PARTIAL = "some of it: compute it with the mask"
+
+
+class Mask(ABC):
+    """Which keys a query sees. Immutable and hashable; combine masks with `&`."""
+
+    @abstractmethod
+    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The half-open interval of positions that each query position sees; both ends non-decreasing in `q`."""
+
+    @abstractmethod
+    def sees(self, q: int) -> tuple[int, int]:
+        """`visible` for one position, in plain integers: plans are made without tensors."""
+
+    def check(self, length: int) -> None:
+        """Raise ValueError if this mask cannot be meant for a sequence of `length` positions."""
+
+    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """The truth: whether the query at `q_pos` sees the key at `k_pos`, element by element with broadcasting."""
+        first, end = self.visible(q_pos)
+        return (k_pos >= first) & (k_pos < end)
+
+    def verdict(self, q: range, k: range) -> Coverage:
+        """What the queries at positions `q` see of the keys at positions `k` (ascending ranges, any step).
+
+        Exact: EMPTY if and only if no pair is allowed, FULL if and only if all are. (The ring-distributed text this
+        grew from has the rule inverted: it skips the blocks that are fully visible.)
+        """
+        if not q or not k:
+            return Coverage.EMPTY
+        first, end = self.sees(q[-1])[0], self.sees(q[0])[1]
+        if first <= k[0] and k[-1] < end:  # the latest start and the earliest end hold for every query between
+            return Coverage.FULL
+        first, end = self.sees(q[0])[0], self.sees(q[-1])[1]
+        if end <= k[0] or k[-1] < first:
+            return Coverage.EMPTY
+        if q.step == 1:  # neighbours' intervals leave no gap between them, since each holds its own query
+            return Coverage.PARTIAL if _meets(k, first, end) else Coverage.EMPTY
+        return Coverage.PARTIAL if any(_meets(k, *self.sees(p)) for p in q) else Coverage.EMPTY
+
+    def cuts(self, q: range) -> list[int]:
+        """Positions inside `q` at which the mask starts afresh (document boundaries): good places to cut a block."""
+        return []
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        parts = [part for mask in (self, other) for part in (mask.parts if isinstance(mask, And) else (mask,))]
+        distinct = tuple(dict.fromkeys(part for part in parts if part != Full()))
+        if not distinct:
+            return Full()
+        return distinct[0] if len(distinct) == 1 else And(distinct)
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full_like(q, -_FAR), torch.full_like(q, _FAR)
+
+    def sees(self, q: int) -> tuple[int, int]:
+        return -_FAR, _FAR
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """A query sees itself and what came before: keys `k <= q`."""
+
+    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full_like(q, -_FAR), q + 1
+
+    def sees(self, q: int) -> tuple[int, int]:
+        return -_FAR, q + 1
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """A query sees `left` keys before itself, itself, and `right` keys after: `q - left <= k <= q + right`."""
+
+    left: int
+    right: int = 0
+
+    def __post_init__(self) -> None:
+        for name, width in (("left", self.left), ("right", self.right)):
+            if isinstance(width, bool) or not isinstance(width, int) or width < 0:
+                raise ValueError(f"SlidingWindow.{name} must be an integer >= 0, got {width!r}")
+
+    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return q - self.left, q + (self.right + 1)
+
+    def sees(self, q: int) -> tuple[int, int]:
+        return q - self.left, q + self.right + 1
+
+
+@dataclass(frozen=True, init=False)
+class Documents(Mask):
+    """Several documents packed into one sequence: a query sees the keys of its own document.
+
+    `lengths` are the documents' lengths in order; they must add up to the length of the sequence.
+    """
+
+    lengths: tuple[int, ...]
+
+    def __init__(self, lengths: Iterable[int]) -> None:
+        given = tuple(lengths)
+        try:
+            counts = tuple(operator.index(n) for n in given)
+        except TypeError:
+            counts = (-1,)  # no counts at all
+        if any(n < 0 for n in counts) or any(isinstance(n, bool) for n in given):
+            raise ValueError(f"Documents.lengths must all be integers >= 0, got {_brief(given)}")
+        object.__setattr__(self, "lengths", counts)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where documents begin and end: 0, the running sums, the total. Empty documents leave no trace."""
+        return tuple(dict.fromkeys(itertools.accumulate(self.lengths, initial=0)))
+
+    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        bounds = torch.tensor(self.bounds, device=q.device)
+        after = torch.bucketize(q.contiguous(), bounds, right=True)  # the first boundary beyond the query
+        # Positions outside all documents see nothing.
+        last = bounds.numel() - 1
+        return bounds[(after - 1).clamp(0, last)], bounds[after.clamp(0, last)]
+
+    def sees(self, q: int) -> tuple[int, int]:
+        after = bisect.bisect_right(self.bounds, q)
+        last = len(self.bounds) - 1
+        return self.bounds[min(max(after - 1, 0), last)], self.bounds[min(after, last)]
+
+    def check(self, length: int) -> None:
+        if self.bounds[-1] != length:
+            raise ValueError(
+                f"Documents.lengths must add up to the sequence length {length}, but {_brief(self.lengths)} "
+                f"add up to {self.bounds[-1]}"
+            )
+
+    def cuts(self, q: range) -> list[int]:
+        return [b for b in self.bounds if q and q[0] < b <= q[-1]]
+
+
+@dataclass(frozen=True)
+class And(Mask):
+    """What all of `parts` allow. Made by `&`."""
+
+    parts: tuple[Mask, ...]
+
+    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        first, end = self.parts[0].visible(q)
+        for part in self.parts[1:]:
+            other_first, other_end = part.visible(q)
+            first, end = torch.maximum(first, other_first), torch.minimum(end, other_end)
+        return first, end
+
+    def sees(self, q: int) -> tuple[int, int]:
+        intervals = [part.sees(q) for part in self.parts]
+        return max(first for first, _ in intervals), min(end for _, end in intervals)
+
+    def check(self, length: int) -> None:
+        for part in self.parts:
+            part.check(length)
+
+    def cuts(self, q: range) -> list[int]:
+        return sorted({cut for part in self.parts for cut in part.cuts(q)})
+
+
+def _meets(k: range, first: int, end: int) -> bool:
+    """Whether some key of the ascending range `k` lies in `[first, end)`."""
+    at = max(0, -(-(first - k.start) // k.step))  # index of the first key >= first
+    return at < len(k) and k[at] < end
+
+
+def _brief(lengths: tuple[object, ...]) -> str:
+    shown = ", ".join(map(repr, lengths[:8]))
+    return f"({shown}, ... {len(lengths)} in all)" if len(lengths) > 8 else f"({shown})"
+
+
+def parse_mask(name: str) -> Mask:
+    """The mask that `causal`, `full` or `window:N` means."""
+    kind, _, width = name.partition(":")
+    if kind == "window" and width.isascii() and width.isdigit() and int(width):
+        return Causal() & SlidingWindow(int(width) - 1)
+    if name not in ("causal", "full"):
+        raise ValueError(f"mask must be causal, full or window:N (the last N keys, N at least 1), got {name!r}")
+    return Causal() if name == "causal" else Full()

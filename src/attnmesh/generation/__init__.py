@@ -1,0 +1,1 @@
+"""Text generation over ranks."""

@@ -1,0 +1,1 @@
+"""Paged KV caches: block manager, BlockCache, ShardedCache."""

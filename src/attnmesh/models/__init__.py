@@ -1,1 +1,0 @@
-"""Models of Transformers: attention over ranks, prompts read and tokens generated, weights found and loaded."""

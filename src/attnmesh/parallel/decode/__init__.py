@@ -1,0 +1,1 @@
+"""Decode attention over a KV cache that is sharded over ranks."""

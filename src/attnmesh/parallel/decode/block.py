@@ -1,0 +1,201 @@
+"""`AttentionBlock`: the attention of one layer for tokens being generated, its KV cache spread over ranks.
+
+    X [B, S, hidden]                                    on every rank, all sequences
+    RMSNorm, fused QKV projection                       this rank's query heads, its kv heads
+    RMSNorm of Q and K, RoPE, RMSNorm of Q and K
+    quantize, cache update                              its sequences, its positions
+    KVDP in                                             more heads, its sequences
+    CP in                                               all heads of its kv heads
+    attention                                           over its positions
+    CP out                                              over all positions
+    KVDP out                                            its query heads, all sequences
+    output projection, sum over all ranks               [B, S, hidden] on every rank
+
+Every stage but the projection of Q, K and V and the attention is optional. New tokens are written before anybody
+attends: the owner of a position keeps it, and it is attended where it lies, once. (The text this grew from updates the
+cache last, and lets one rank attend to the new tokens.)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm import Comm
+from attnmesh.kv_cache.prepare import prepare
+from attnmesh.kv_cache.projected import ProjectedTokens
+from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.kv_cache.step import Step
+from attnmesh.ops.block.config import AttentionConfig
+from attnmesh.ops.block.norm import rms_norm
+from attnmesh.ops.block.weights import AttentionWeights
+from attnmesh.ops.storage import PLAIN
+from attnmesh.parallel.agreement import Facts, agreed
+from attnmesh.parallel.decode.attention import ShardAttention
+from attnmesh.parallel.decode.check import Settings, check_call, check_weights
+from attnmesh.parallel.decode.cp import Cp
+from attnmesh.parallel.decode.exchange import Exchange
+from attnmesh.parallel.decode.kvdp import Kvdp
+from attnmesh.parallel.decode.ranks import DecodeRanks, decode_ranks, whole_comm
+from attnmesh.parallel.schedule import propagate_failure
+from attnmesh.plan.decode_load import DecodeShape
+from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.planner.hardware_catalog.catalog import usual_cluster
+from attnmesh.planner.kv_rows import KvRows, own_rows_pay
+
+_BY_DEFAULT = Exchange()
+
+
+class AttentionBlock:
+    """One layer's attention over a spread KV cache. All ranks make it, and call it, alike.
+
+    `weights` are this rank's (`AttentionWeights.shard`, `attention_from_transformers`). `comm` is a comm or a process
+    group with its ranks in the sharding's order, or a DeviceMesh with dimensions named tp, cp and kvdp, in any order:
+    `decode_rank` says which rank's weights a process must have.
+
+    `kv_rows="own"` projects K and V for the rank's own sequences only: fewer operations, one more launch; "auto" does
+    so where it pays. `split_size` makes the bits of attention over given queries and keys independent of the batch and
+    of `cp` (projections and the sum over ranks have an order of their own); the interleave must be a multiple of it,
+    and it a multiple of the cache's block_size. `backend` is as for `paged_decode_attention`.
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        weights: AttentionWeights,
+        sharding: DecodeSharding,
+        comm: Comm | ProcessGroup | DeviceMesh | None = None,
+        *,
+        exchange: Exchange = _BY_DEFAULT,
+        kv_rows: KvRows = "auto",
+        split_size: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        everyone = whole_comm(comm)
+        settings = Settings(config, sharding, exchange, kv_rows, split_size, backend)
+
+        def examined() -> tuple[DecodeRanks, Facts]:
+            settings.check()
+            ranks = decode_ranks(comm, everyone, sharding)
+            return ranks, check_weights(settings, weights, ranks.rank)
+
+        # Anew: blocks of other layers have the same settings, but weights of their own.
+        self._ranks = agreed(everyone, "AttentionBlock", examined, anew=True)
+        self.rank = self._ranks.rank
+        """This rank in the sharding's order; on a mesh that may be another than the process's."""
+        self.config, self.weights, self.sharding = config, weights, sharding
+        self._settings, self._exchange = settings, exchange
+
+        heads = config.q_heads
+        projected = sharding.replicated_q_heads if exchange.replicate_q else sharding.q_heads
+        self._q_width = len(projected(self.rank, heads)) * config.head_dim
+        peers = sharding.kvdp_peers(self.rank)
+        self._heads_in = tuple(len(projected(peer, heads)) for peer in peers)
+        self._heads_out = tuple(len(sharding.q_heads(peer, heads)) for peer in peers)
+        cp_heads = tuple(len(sharding.cp_heads(peer, heads)) for peer in sharding.cp_peers(self.rank))
+        self._cp = Cp(self._ranks.cp, cp_heads)
+        group = sharding.group_heads(self.rank, heads)
+        sinks = None if weights.sinks is None else weights.sinks[group.start : group.stop]
+        self._attend = ShardAttention(sharding, self._cp, config.scale, config.window, sinks, split_size, backend)
+
+    def make_cache(
+        self, *, batch: int, num_blocks: int, block_size: int, max_length: int, layers: int = 1,
+        storage: str | None = None, k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
+    ) -> ShardedCache:  # fmt: skip
+        """A cache for blocks like this one. `num_blocks` is a rank's; `storage` is by default the weights'.
+
+        The scales are fp8's, of the whole model: a number, [] or [kv_heads].
+        """
+        weight, config = self.weights.qkv, self.config
+        plain = {dtype: name for name, dtype in PLAIN.items()}
+        if storage is None and weight.dtype not in plain:
+            raise ValueError(f"storage must be given: nothing stores plain {weight.dtype}, which the weights have")
+        return ShardedCache(
+            self.sharding, self.rank, batch=batch, layers=layers, num_blocks=num_blocks, block_size=block_size,
+            kv_heads=config.kv_heads, head_dim=config.head_dim, max_length=max_length, device=weight.device,
+            storage=plain[weight.dtype] if storage is None else storage, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def __call__(
+        self, x: Tensor, cache: ShardedCache, step: Step, *, layer: int = 0, update_cache: bool = True
+    ) -> Tensor:
+        """Attention for the step's new tokens: x [batch, S, hidden], S = 1..8, to [batch, S, hidden] on every rank.
+
+        Rows that are not in the step are skipped, and come back as the output bias (or 0). Without an output projection
+        the result is the attention of this rank's query heads, [batch, q, S, head_dim]. The new keys and values are
+        written first; `update_cache=False` says that they are there already.
+        """
+
+        def examined() -> tuple[None, Facts]:
+            weight = self.weights.qkv
+            return None, check_call(self._settings, weight, self.rank, x, cache, step, layer, update_cache)
+
+        agreed(self._ranks, "AttentionBlock call", examined)
+        with propagate_failure(self._ranks), torch.autocast(x.device.type, enabled=False):
+            out = self._attended(x, cache, step, layer, update_cache)
+        if update_cache:  # not before: after a failure, a step that is written again is whole
+            cache.wrote(step, layer)
+        return out
+
+    def _attended(self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool) -> Tensor:
+        """The call, once its arguments are known to be right."""
+        trade_in, trade_out = self._trades(len(x))
+        message = self._projected(x, cache, step, layer, update_cache, trade_in.parts)
+        q = trade_in.gather_heads(message, step.tokens, self.config.head_dim)
+        if not self._exchange.replicate_q:
+            q = self._cp.gather_heads(q)
+        out = self._attend(q, cache, step, layer, self._exchange.combine(self.sharding, self._shape(x), x.device.type))
+        return self._returned(trade_out.scatter_heads(out))
+
+    def _shape(self, x: Tensor) -> DecodeShape:
+        batch, tokens, hidden = x.shape
+        config = self.config
+        return DecodeShape(
+            batch, tokens, config.q_heads, config.kv_heads, config.head_dim, hidden, itemsize=x.element_size()
+        )
+
+    def _trades(self, batch: int) -> tuple[Kvdp, Kvdp]:
+        """KVDP in and out. The heads differ where queries are replicated."""
+        rows = tuple(len(self.sharding.sequences(peer, batch)) for peer in self.sharding.kvdp_peers(self.rank))
+        comm, way = self._ranks.kvdp, self._exchange.kvdp
+        return Kvdp(comm, rows, self._heads_in, way), Kvdp(comm, rows, self._heads_out, way)
+
+    def _projected(
+        self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool, parts: int
+    ) -> Tensor:
+        """The queries of all sequences as a message, once the new keys and values are in the cache."""
+        weights = self.weights
+        if self.config.norm is not None:
+            x = rms_norm(x, weights.norm, self.config.norm)
+        q, kv = self._q_and_kv(x, cache.rows)
+        new = None
+        if update_cache:
+            new = ProjectedTokens(kv, cache.rows, step.slots, cache.keys(layer), cache.values(layer))
+        return prepare(q, step.positions, new, self.config, weights, parts)
+
+    def _q_and_kv(self, x: Tensor, own: range) -> tuple[Tensor, Tensor]:
+        """Q of all rows, and K and V of all or of the own ones."""
+        weight, bias, width = self.weights.qkv, self.weights.qkv_bias, self._q_width
+        kv_rows = self._settings.kv_rows
+        if kv_rows == "auto":
+            spared = (len(x) - len(own)) * x.shape[1]
+            device = usual_cluster(x.device.type).device
+            pays = own_rows_pay(spared, (len(weight) - width) * weight.shape[1], device)
+            kv_rows = "own" if pays else "all"
+        if kv_rows == "all":
+            q, kv = F.linear(x, weight, bias).tensor_split([width], -1)
+            return q, kv
+        q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+        return F.linear(x, weight[:width], q_bias), F.linear(x[own.start : own.stop], weight[width:], kv_bias)
+
+    def _returned(self, out: Tensor) -> Tensor:
+        """Out [B, S, q, D] of the own heads through the output projection, summed over all ranks."""
+        weights = self.weights
+        if weights.out is None:
+            return out.transpose(1, 2)
+        part = F.linear(out.flatten(2), weights.out, weights.out_bias)
+        return part if self.sharding.ranks == 1 else self._ranks.everyone.all_reduce(part, reuse=True)

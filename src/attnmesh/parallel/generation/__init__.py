@@ -1,1 +1,0 @@
-"""Token generation over many ranks: the KV cache is spread by heads, sequences and positions."""

@@ -1,0 +1,237 @@
+"""Query-distributed causal attention: K and V whole on every device, each device answers a share of the queries.
+
+    S = 256, four devices      queries                     what they see of the keys
+    device 0                   [0, 32) and [224, 256)      1 + 8 = 9 of the 36 visible pairs of chunks
+    device 1                   [32, 64) and [192, 224)     2 + 7 = 9
+    device 2                   [64, 96) and [160, 192)     3 + 6 = 9
+    device 3                   [96, 128) and [128, 160)    4 + 5 = 9
+
+Nothing travels in the forward: where K and V are everywhere anyway, a device leaves out the queries that others answer.
+
+Notes on the ring-distributed text this grew from. Its rule to skip a block is inverted: keys before all queries of a
+chunk are fully visible (computed without a mask), keys after them are hidden (skipped), the rest crosses the diagonal.
+A device computes 9 chunk pairs of 36, not 2 of 16. Only queries and outputs are local; K and V are whole. Its limits
+on ring size and length are those of one chip: here any ring size >= 1 and any length will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm import Comm, SoloComm, comm_from
+from attnmesh.core.layouts import Zigzag
+from attnmesh.core.masks import Causal
+from attnmesh.core.ranges import Ranges
+from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.ops.accumulate import GradSum
+from attnmesh.ops.dense import blockwise
+from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
+from attnmesh.ops.dense.check import problem_with, scale_for
+from attnmesh.ops.dense.choose import choose_fused
+from attnmesh.parallel.agreement import Facts, agreed, check_count
+from attnmesh.parallel.schedule import BACKENDS, KeepsInputs, attend
+from attnmesh.parallel.unshard import unshard
+from attnmesh.plan.blocks import Patch
+
+
+def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[int, ...] = 1) -> tuple[range, ...]:
+    """The positions whose queries device `ring_id` of `ring_size` answers: an early chunk and a late one.
+
+    The sequence is cut in 2 x ring_size chunks that differ by at most one position; device i has chunks i and
+    2 x ring_size - 1 - i. Of 256 positions, device 0 of 4 has [0, 32) and [224, 256). Any ring size >= 1 and any
+    length >= 0 will do, where the text this grew from wants even ring sizes that divide: of less than 2 x ring_size
+    positions, some chunks are empty.
+
+    `pairs` folds finer, or gives uneven devices uneven shares, as in `Zigzag`: 2 x pairs chunks, in ascending order.
+    """
+    check_count("length", length)
+    _check_ring(ring_size, ring_id)
+    return Zigzag(pairs).pieces(length, ring_size, ring_id)
+
+
+@overload
+def ring_distributed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, ring_size: int | None = ..., ring_id: int | None = ...,
+    group: Comm | ProcessGroup | DeviceMesh | None = ..., scale: float | None = ..., return_lse: Literal[False] = ...,
+    pairs: int | tuple[int, ...] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def ring_distributed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, ring_size: int | None = ..., ring_id: int | None = ...,
+    group: Comm | ProcessGroup | DeviceMesh | None = ..., scale: float | None = ..., return_lse: Literal[True],
+    pairs: int | tuple[int, ...] = ..., backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def ring_distributed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ring_size: int | None = None,
+    ring_id: int | None = None,
+    group: Comm | ProcessGroup | DeviceMesh | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    pairs: int | tuple[int, ...] = 1,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of this device's queries; q [B,Hq,S,D], k and v [B,Hkv,S,D] are whole on every device.
+
+    Returns out [B,Hq,n,D] for the n positions of `ring_chunks`, in that order, and with `return_lse` the float32 lse
+    [B,Hq,n]; both are differentiable. `gather_ring_outputs` makes the whole of them. It is causal only: there is no
+    mask to give.
+
+    The device's place is `ring_size` and `ring_id`, or that in `group` (a ProcessGroup, a one-dimensional DeviceMesh,
+    a comm). With a group, ranks first make sure that they mean the same, and dk and dv are summed over it (float32,
+    rounded once), so that every rank has them whole: all ranks must run the backward. Without one nothing is
+    communicated, and dk and dv are this device's part. dq is zero but for this device's queries, either way.
+
+    `pairs` is as in `ring_chunks`, `backend` as in `ContextParallel`.
+    """
+    comm = SoloComm() if group is None else comm_from(group)
+
+    def examined() -> tuple[_Share, Facts]:
+        problem = problem_with(q, k, v, scale)
+        if problem is not None:
+            raise ValueError(problem)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(f"q and k must hold the same positions, got {q.shape[2]} and {k.shape[2]}")
+        size, place = (ring_size, ring_id) if group is None else _in_group(comm, ring_size, ring_id)
+        if size is None or place is None:
+            raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={place}")
+        _check_ring(size, place)
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        share = _Share(Zigzag(pairs).ranges(q.shape[2], size, place), scale_for(q, scale), backend, comm)
+        for call in share.calls(q, k, v):
+            choose_fused(call, backend)  # raises where it cannot serve
+        grad = torch.is_grad_enabled()
+        return share, {
+            "batch": q.shape[0], "query heads": q.shape[1], "kv heads": k.shape[1], "head_dim": q.shape[3],
+            "length": q.shape[2], "dtype": q.dtype, "device": q.device.type, "scale": share.scale,
+            "pairs": pairs, "backend": backend,
+            "gradient of q": grad and q.requires_grad, "gradient of k": grad and k.requires_grad,
+            "gradient of v": grad and v.requires_grad,
+        }  # fmt: skip
+
+    share = agreed(comm, "ring_distributed_attention", examined)
+    out, lse = attend(q, k, v, share)
+    return (out, lse) if return_lse else out
+
+
+def gather_ring_outputs(
+    local_out: Tensor,
+    *,
+    length: int,
+    group: Comm | ProcessGroup | DeviceMesh | None = None,
+    pairs: int | tuple[int, ...] = 1,
+) -> Tensor:
+    """The whole out [B,Hq,length,D] (or lse [B,Hq,length]) in the order of the sequence, on every rank of `group`.
+
+    `local_out` is what `ring_distributed_attention` returned on this rank; ranks may hold unequally many rows.
+    None means the default process group, or a world of one where there is none.
+
+    Differentiable: gradients are summed over ranks, as if the loss were the sum of what they compute from the whole.
+    Where all compute the same loss, let each take its share of it.
+    """
+    comm = comm_from(group)
+
+    def examined() -> tuple[Zigzag, Facts]:
+        layout = Zigzag(pairs)
+        check_count("length", length)
+        if not isinstance(local_out, Tensor) or local_out.ndim < 3:
+            got = f"shape {tuple(local_out.shape)}" if isinstance(local_out, Tensor) else type(local_out).__name__
+            raise ValueError(f"local_out must be a tensor [batch, heads, rows, ...], got {got}")
+        due = layout.local_length(length, comm.world, comm.rank)
+        if local_out.shape[2] != due:
+            raise ValueError(
+                f"with pairs={pairs}, rank {comm.rank} of {comm.world} answers {due} of {length} queries, but its "
+                f"local_out has {local_out.shape[2]} rows"
+            )
+        return layout, {
+            "length": length, "other dimensions": [*local_out.shape[:2], *local_out.shape[3:]],
+            "dtype": local_out.dtype, "device": local_out.device.type, "pairs": pairs,
+            "gradients": torch.is_grad_enabled() and local_out.requires_grad,
+        }  # fmt: skip
+
+    layout = agreed(comm, "gather_ring_outputs", examined)
+    return unshard(local_out, 2, length, layout, comm)
+
+
+@dataclass(frozen=True)
+class _Share(KeepsInputs):
+    """The schedule of one device's share of the queries. `comm` is the ranks among which dk and dv are summed."""
+
+    chunks: Ranges
+    scale: float
+    backend: str
+    comm: Comm
+
+    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
+        """A call for each chunk, on views: its own queries, and keys up to its end. No kernel may touch others."""
+        return [
+            Call(
+                unit_strided(q[:, :, chunk.start : chunk.stop]), unit_strided(k[:, :, : chunk.stop]),
+                unit_strided(v[:, :, : chunk.stop]), _patch(chunk), self.scale,
+            )
+            for chunk in self.chunks
+        ]  # fmt: skip
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+        """The state of this device's rows."""
+        calls = self.calls(q, k, v)
+        if not calls:
+            nothing = torch.empty_like(q[:, :, :0])
+            return State(nothing, nothing[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
+        state = blockwise.forward(
+            calls, self.backend, lanes_allowed=not self.comm.shares_stream, recorder=self.comm.recorder
+        )
+        return state, (q, k, v)
+
+    def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
+        """dq from this device's rows, zero elsewhere; dk and dv from those of all ranks of `comm`."""
+        q, k, v = kept
+        wanted = [x if need else None for x, need in zip(kept, needed, strict=True)]
+        queries, keys = blockwise.backward(
+            self.calls(q, k, v), result, self.backend, wanted, lanes_allowed=not self.comm.shares_stream,
+            recorder=self.comm.recorder,
+        )  # fmt: skip
+        dq = None
+        if needed[0]:
+            dq = GradSum(q)
+            for chunk, query in zip(self.chunks, queries, strict=True):
+                dq.add(query.finish(), chunk.start)
+        return Grads(dq, self._of_all(keys.k, k), self._of_all(keys.v, v))
+
+    def _of_all(self, grad: GradSum | None, x: Tensor) -> GradSum | None:
+        """A gradient of keys from the queries of all ranks: summed as it was accumulated, not rounded yet."""
+        if grad is None or self.comm.world == 1:
+            return grad
+        return GradSum.of(self.comm.all_reduce(grad.total()), x.dtype)
+
+
+@lru_cache(maxsize=128)
+def _patch(chunk: range) -> Patch:
+    # Kept: every layer of a model asks for the same few, and they keep their blocks.
+    return Patch(Causal(), (chunk,), (range(chunk.stop),))
+
+
+def _in_group(comm: Comm, ring_size: int | None, ring_id: int | None) -> tuple[int, int]:
+    """The place in the group, which values that are given as well must not contradict."""
+    for name, given, due in (("ring_size", ring_size, comm.world), ("ring_id", ring_id, comm.rank)):
+        if given is not None and given != due:
+            raise ValueError(f"{name} must be that of the group, {due}, or left out, got {given!r}")
+    return comm.world if ring_size is None else ring_size, comm.rank if ring_id is None else ring_id
+
+
+def _check_ring(ring_size: int, ring_id: int) -> None:
+    check_count("ring_size", ring_size, least=1)
+    if isinstance(ring_id, bool) or not isinstance(ring_id, int) or not 0 <= ring_id < ring_size:
+        raise ValueError(f"ring_id must be an integer in 0..{ring_size - 1}, got {ring_id!r}")

@@ -1,1 +1,0 @@
-"""Models as plans see them: sizes from config files, by name or anybody's own; parameters, bytes, operations."""

@@ -1,0 +1,1 @@
+"""Predicts what each way to divide a model over devices costs."""

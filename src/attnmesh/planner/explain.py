@@ -1,0 +1,71 @@
+"""A plan in words: who computes what, operations and bytes a rank, imbalance, and why this schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnmesh.core import ranges
+from attnmesh.core.ranges import Ranges
+from attnmesh.plan.allgather import gather_plan
+from attnmesh.plan.load import Load, imbalance, loads
+from attnmesh.plan.workload import Workload
+from attnmesh.planner.choose import Choice
+from attnmesh.planner.hardware import Cluster
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a schedule makes of a case. `str()` is for people; the fields are for programs."""
+
+    schedule: str
+    workload: Workload
+    forward: list[Load]  # by rank
+    backward: list[Load]
+    cluster: Cluster
+    choice: Choice | None  # None: the schedule was asked for by name
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank over the mean."""
+        return imbalance(self.forward)
+
+    def __str__(self) -> str:
+        head = ("rank", "queries", "keys seen", "GFLOP forward", "backward", "MB sent forward", "backward")
+        rows = [head, *(self._row(rank) for rank in range(self.workload.shards.world))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = [f"{self.schedule} over {self.workload.shards.world} ranks", *table, f"imbalance {self.imbalance:.4f}"]
+        return "\n".join([*lines, *self._reasons()])
+
+    def _row(self, rank: int) -> tuple[str, ...]:
+        shards, there, back = self.workload.shards, self.forward[rank], self.backward[rank]
+        return (
+            str(rank), _brief(shards.queries[rank]), _brief(gather_plan(shards).needed(rank)),
+            f"{there.flops / 1e9:.4g}", f"{back.flops / 1e9:.4g}", _sent(there), _sent(back),
+        )  # fmt: skip
+
+    def _reasons(self) -> list[str]:
+        if self.choice is None:
+            return ["asked for by name"]
+        said = [f"  {name}: {1e3 * t:.3f} ms" for name, t in sorted(self.choice.seconds.items(), key=lambda x: x[1])]
+        said += [f"  {name}: {why}" for name, why in self.choice.refusals.items()]
+        return [f"chosen: the slowest rank is done first, by estimates for {self.cluster.device.name}", *said]
+
+
+def explained(schedule: str, workload: Workload, cluster: Cluster, choice: Choice | None) -> Explanation:
+    """The explanation of a schedule that can serve the case."""
+    forward, backward = (loads(schedule, workload, backward=way) for way in (False, True))
+    return Explanation(schedule, workload, forward, backward, cluster, choice)
+
+
+def _sent(load: Load) -> str:
+    far = f" ({load.far / 1e6:.4g} between nodes)" if load.far else ""
+    return f"{load.sent / 1e6:.4g}{far}"
+
+
+def _brief(positions: Ranges) -> str:
+    """Positions as people write them: `0..31, 224..255`."""
+    if not positions:
+        return "none"
+    runs = [f"{run[0]}..{run[-1]}" + (f" by {run.step}" if run.step > 1 else "") for run in positions]
+    return ", ".join(runs) if len(runs) <= 3 else f"{runs[0]}, ... {len(runs)} runs, {ranges.size(positions)} positions"

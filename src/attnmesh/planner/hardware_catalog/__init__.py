@@ -1,0 +1,1 @@
+"""Devices and links by name."""

@@ -1,0 +1,1 @@
+"""Runs programs on a model of a cluster."""

@@ -1,0 +1,125 @@
+"""Which ports a message takes, how fast they are, and who is slow.
+
+Within a node a message leaves through the port of its source and comes in through the port of its target; if ranks of
+a node share one port (as processes share a machine's memory) it takes that one only. Between nodes it takes one port of
+each node, that of the rail that the rank uses; rails have a way out and a way in, unless the link is a shared one: then
+a node has one port for everything.
+
+A port's bandwidth is divided equally among the messages that are on it at a moment, and a message moves at the least of
+the shares that its ports give it. What it leaves of its share on the wider port is not given to others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from attnmesh.plan.program import Ints, Messages
+from attnmesh.planner.hardware import Cluster, Floats
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Who is slower than the others, and how many times: ranks as they compute, and the ports that ranks use.
+
+    A factor below 1 is faster. Of several factors for one port the largest counts.
+    """
+
+    ranks: Mapping[int, float] = field(default_factory=dict)
+    links: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "links"):
+            for rank, factor in getattr(self, name).items():
+                if not (math.isfinite(factor) and factor > 0):
+                    raise ValueError(f"{name} of Slow must have factors above 0, got {factor} for rank {rank}")
+
+    def check(self, world: int) -> None:
+        """Refuse ranks that are not there."""
+        for name in ("ranks", "links"):
+            unknown = sorted(rank for rank in getattr(self, name) if not 0 <= rank < world)
+            if unknown:
+                raise ValueError(f"{name} of Slow must be within 0..{world - 1}, got {', '.join(map(str, unknown))}")
+
+    def computing(self, world: int) -> Floats:
+        """How many times as long every rank computes."""
+        factors = np.ones(world)
+        for rank, factor in self.ranks.items():
+            factors[rank] = factor
+        return factors
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How the messages of an exchange travel: entry i is the i-th message's."""
+
+    source: Ints
+    target: Ints
+    near: np.ndarray[tuple[int], np.dtype[np.bool_]]  # whether it stays within a node
+    out: Ints  # the port that it leaves through
+    into: Ints  # the port that it comes in through, or `Network.none`
+    latency: Floats
+    message: Floats  # seconds until its source can start the next
+
+
+class Network:
+    """The ports of a cluster of `world` ranks, numbered; `bandwidth` is by port, the other tables by rank."""
+
+    def __init__(self, cluster: Cluster, world: int, slow: Slow) -> None:
+        slow.check(world)
+        self.cluster, self.world = cluster, world
+        ranks = np.arange(world)
+        self.node = ranks // cluster.node
+        nodes = int(self.node[-1]) + 1 if world else 0
+        rail = self.node * cluster.rails + (ranks % cluster.node) % cluster.rails
+        rails = nodes * cluster.rails
+        near = nodes if cluster.near.shared else 2 * world
+        far = nodes if cluster.far.shared else 2 * rails
+        self.none = near + far  # a port that is always there, for messages that take only one
+        if cluster.near.shared:
+            self.near_out, self.near_in = self.node, np.full(world, self.none)
+        else:
+            self.near_out, self.near_in = ranks, world + ranks
+        if cluster.far.shared:
+            self.far_out = self.far_in = near + self.node
+        else:
+            self.far_out, self.far_in = near + rail, near + rails + rail
+        slower = np.zeros(self.none + 1)
+        for rank, factor in slow.links.items():
+            for table in (self.near_out, self.near_in, self.far_out, self.far_in):
+                slower[table[rank]] = max(slower[table[rank]], factor)
+        slower[slower == 0] = 1.0
+        base = np.full(self.none + 1, np.inf)
+        base[:near], base[near : self.none] = cluster.near.bandwidth, cluster.far.bandwidth
+        self.bandwidth: Floats = base / slower
+
+    @property
+    def ports(self) -> int:
+        """How many ports there are, the one that is always there among them."""
+        return self.none + 1
+
+    def routes(self, messages: Messages) -> Routes:
+        """How messages travel."""
+        source, target = messages.source, messages.target
+        if len(messages) and not (
+            min(source.min(), target.min()) >= 0
+            and max(source.max(), target.max()) < self.world
+            and messages.nbytes.min() >= 0
+        ):
+            raise ValueError(f"messages must be between ranks 0..{self.world - 1} and of 0 bytes or more")
+        if np.any(source == target):
+            raise ValueError(f"messages must have two ends, got one of rank {source[source == target][0]} to itself")
+        near = self.node[source] == self.node[target]
+        links = self.cluster.near, self.cluster.far
+        return Routes(
+            source,
+            target,
+            near,
+            np.where(near, self.near_out[source], self.far_out[source]),
+            np.where(near, self.near_in[target], self.far_in[target]),
+            np.where(near, links[0].latency, links[1].latency),
+            np.where(near, links[0].message, links[1].message),
+        )

@@ -1,6 +1,0 @@
-"""`attnmesh report`: what ranks hold, compute and send, as one page that opens anywhere."""
-
-from attnmesh.report_page.data import Report, make_report
-from attnmesh.report_page.page import write_report
-
-__all__ = ["Report", "make_report", "write_report"]

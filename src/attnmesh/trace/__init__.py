@@ -1,0 +1,1 @@
+"""Timelines of simulated and real runs."""

@@ -1,0 +1,1 @@
+"""`attnmesh verify`: every mode against float64."""

@@ -1,0 +1,148 @@
+"""A machine is measured, the catalogue reads what was found, and what it predicts is about what happens."""
+
+import os
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attnmesh.calibration import host, runs
+from attnmesh.calibration.kernels import samples
+from attnmesh.calibration.links import LinkFigures
+from attnmesh.calibration.sample import Sample, curves_of
+from attnmesh.cli.main import app
+from attnmesh.planner.hardware import KINDS, Cluster, Link
+from attnmesh.planner.hardware_catalog.catalog import load
+from benchmarks import predicted
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    out = tmp_path_factory.mktemp("calibrated") / "hardware.toml"
+    ran = run("calibrate", "--device", "cpu", "--quick", "--out", out, "--name", "Here")
+    assert ran.exit_code == 0, ran.output
+    return out
+
+
+def test_the_file_is_read_and_has_every_kind(written):
+    found = load(written)
+    device = found.device("here")
+    assert [kind for kind, _ in device.curves] == list(KINDS)
+    assert [kind for kind, _ in device.squares] == ["attention", "attention backward"]
+    assert device.cores == len(os.sched_getaffinity(0))
+    assert 0 < device.launch < 1e-3
+    assert 0 <= device.round < 0.1
+    assert device.memory > 1e8
+    cluster = found.cluster("here")
+    assert cluster.near.shared
+    assert 1e-6 < cluster.near.latency < 0.1
+    assert 1e7 < cluster.near.bandwidth < 1e12
+    assert cluster.node == device.cores
+
+
+def test_the_file_says_what_it_was_measured_on(written):
+    text = written.read_text()
+    for word in (f"torch {torch.__version__}", "python ", "cores "):
+        assert word in text
+
+
+def test_larger_calls_take_longer(written):
+    device = load(written).device("here")
+    for kind in ("attention", "attention backward", "matmul"):
+        times = [seconds for _, seconds in device.curve(kind).samples]
+        assert times == sorted(times)
+        assert 1e8 < 1e9 / device.seconds(kind, 1e9) < 1e13  # operations a second
+
+
+def test_what_is_predicted_for_two_processes_is_about_what_they_take(written):
+    # What else runs on the machine only ever adds: short runs, the best of many, and what others had taken off.
+    cluster = load(written).cluster("here")
+    of = [runs.Run("ring", 256, True), runs.Run("allgather", 256, False), runs.Run("ulysses", 256, False)]
+    rows = predicted.measure_predicted_cpu(cluster, of, (2,), rounds=40, best=True)
+    for row in rows:
+        others = row["share_of_others"] if isinstance(row["share_of_others"], float) else 0.0
+        ours = 1 - min(others, 0.8)
+        assert ours / 2.5 < row["measured_over_predicted"] < 2.5 / ours, row
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_kind_is_timed_at_ascending_sizes(device, quick):
+    timed = samples(device, quick=quick)
+    for square in (False, True):
+        curves = dict(curves_of(timed, [1.0] * len(timed), square=square))
+        assert set(curves) == ({"attention", "attention backward"} if square else set(KINDS))
+    if not quick:
+        sizes = [sample.size for sample in timed if sample.kind == "attention"]
+        assert max(sizes) > 1e3 * min(sizes)
+
+
+def test_a_backward_is_timed_without_the_forward_before_it():
+    assert all(sample.before for sample in samples("cuda", quick=True) if sample.kind.endswith("backward"))
+
+
+def test_curves_are_by_kind_and_by_form():
+    timed = [Sample("copy", 2.0, None), Sample("attention", 3.0, None, square=True), Sample("copy", 1.0, None)]
+    assert dict(curves_of(timed, [20.0, 30.0, 10.0], square=False))["copy"].samples == ((1.0, 10.0), (2.0, 20.0))
+    assert dict(curves_of(timed, [20.0, 30.0, 10.0], square=True))["attention"].samples == ((3.0, 30.0),)
+
+
+def test_a_link_is_told_from_its_exchanges():
+    latency, message, bandwidth = 1e-4, 1e-5, 2e9
+    sizes = (2**16, 2**20, 2**22)
+    seconds = {(1, n): latency + 2 * n / bandwidth for n in sizes} | {
+        (1, 64): latency,
+        (17, 64): latency + 16 * message,
+    }
+    figures = LinkFigures.of(seconds)
+    assert figures.latency == pytest.approx(latency)
+    assert figures.message == pytest.approx(message)
+    assert figures.bandwidth == pytest.approx(bandwidth)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_rounds_take_is_found_again(world, written):
+    device, link = load(written).device("here"), Link("toy", "made up", 1e-4, 1e9, message=1e-4, shared=True)
+    known = replace(device, round=3e-4, cores=world)
+    cluster = Cluster(known, link, link, world, world)
+    took = [
+        sum(statistics.mean(part.computed) for part in run.simulated(world, cluster))
+        for run in runs.runs_of((host._ROWS * world,))
+    ]
+    assert host.round_seconds(device, link, took, world) == pytest.approx(3e-4)
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
+    ran = run("calibrate", "--device", "cpu", "--out", tmp_path / "nowhere" / "hardware.toml")
+    assert ran.exit_code == 2
+    assert "folder that exists" in ran.output
+    ran = run("calibrate", "--device", "cpu", "--out", tmp_path)
+    assert ran.exit_code == 2
+    assert "is a folder" in ran.output
+
+
+@pytest.mark.parametrize(("name", "why"), [("h200", "a new one"), ("two words", "letters, digits"), ("", "letters")])
+def test_names_that_are_taken_or_cannot_be_typed_are_refused(name, why, tmp_path):
+    ran = run("calibrate", "--device", "cpu", "--out", tmp_path / "hardware.toml", "--name", name)
+    assert ran.exit_code == 2
+    assert why in ran.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_there_is_refused():
+    for command in (("calibrate",), ("bench", "predicted")):
+        ran = run(*command, "--device", "cuda")
+        assert ran.exit_code == 2
+        assert "no CUDA device" in ran.output
+
+
+def test_a_device_that_the_file_does_not_have_is_named(written):
+    ran = run("bench", "predicted", "--device", "cpu", "--hardware-file", written, "--hardware", "hre")
+    assert ran.exit_code == 2
+    assert "here" in ran.output

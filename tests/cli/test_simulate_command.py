@@ -1,0 +1,158 @@
+"""`attnmesh simulate`: what the simulator says of the same program, traces, slow ranks, bad input."""
+
+import json
+import time
+
+import pytest
+
+from attnmesh.core.layouts import Zigzag
+from attnmesh.core.masks import Causal
+from attnmesh.plan.programs import SCHEDULES, program
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.choose import choose_schedule
+from attnmesh.planner.hardware_catalog.catalog import cluster
+from attnmesh.planner.simulate import simulate
+from attnmesh.planner.simulator.network import Slow
+from attnmesh.trace.timeline import read_trace
+from commanding import assert_refused, run, words
+
+USUAL = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)
+H200 = cluster("h200")
+
+
+def simulated(*arguments: object, ranks: int = 16, length: object = "32k") -> dict:
+    ran = run("simulate", "--ranks", ranks, "--length", length, *arguments, "--json")
+    assert ran.exit_code == 0, ran.output
+    return json.loads(ran.output)
+
+
+def seconds(*arguments: object, **more) -> float:
+    return sum(one["seconds"] for one in simulated(*arguments, **more)["runs"])
+
+
+def workload(ranks: int = 16, length: int = 32768, ranks_per_node: int = 8) -> Workload:
+    return Workload(shards(Causal(), Zigzag(), length, ranks), USUAL, ranks_per_node)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_seconds_are_those_of_the_same_program(schedule):
+    found = simulated("--schedule", schedule, "--backward")
+    ways = [simulate(program(schedule, workload(), backward=way), H200) for way in (False, True)]
+    assert [one["seconds"] for one in found["runs"]] == [way.seconds for way in ways]
+    assert [one["waited"] for one in found["runs"]] == [way.waited.max() for way in ways]
+    assert [one["run"] for one in found["runs"]] == [f"{schedule} forward", f"{schedule} backward"]
+
+
+def test_auto_is_what_the_planner_chooses():
+    assert simulated("--schedule", "auto")["schedule"] == choose_schedule(workload(), H200).schedule
+
+
+def test_a_model_gives_the_heads():
+    given = ("--heads", 64, "--kv-heads", 8, "--head-dim", 128)
+    assert seconds("--model", "Llama-3.1-70B") == seconds(*given) > seconds()
+    latent = ("--heads", 128, "--kv-heads", 128, "--head-dim", 160)
+    assert seconds("--model", "deepseek-v3") == seconds(*latent)
+
+
+def test_links_nodes_masks_and_layouts_are_as_asked_for():
+    assert seconds("--links", "pcie,ethernet") > seconds()
+    assert seconds("--node", 2, "--rails", 1) > seconds()
+    assert seconds("--mask", "window:1024") < seconds() < seconds("--mask", "full")
+    assert seconds("--layout", "contiguous", length="1M") > seconds(length="1M")
+    assert seconds("--batch", 2) > seconds()
+    assert seconds("--hardware", "A100") > seconds()
+
+
+def test_slower_ranks_and_links_never_make_it_faster():
+    plain = seconds()
+    before = plain
+    for factor in (1.0, 1.5, 4.0):
+        slow = seconds("--slow-rank", f"3:{factor}")
+        assert slow == simulate(program("ring", workload(), backward=False), H200, slow=Slow({3: factor})).seconds
+        assert slow >= before * (1 - 1e-9)
+        before = slow
+    assert before > 1.5 * plain
+    assert seconds("--slow-link", "7:100") > plain
+    assert seconds("--slow-rank", "3:2", "--slow-rank", "5:4") >= seconds("--slow-rank", "3:2")
+
+
+def test_a_trace_has_the_ranks_that_were_asked_for(tmp_path):
+    path = tmp_path / "trace.json"
+    found = simulated("--trace", path, "--trace-ranks", "0-2,9", "--backward")
+    ranges = read_trace(path)
+    assert {span.rank for span in ranges} == {0, 1, 2, 9}
+    assert {span.track for span in ranges} >= {"compute", "send", "receive"}
+    both = sum(one["seconds"] for one in found["runs"])
+    assert max(span.end for span in ranges) == pytest.approx(both, rel=0.2)
+    forward = found["runs"][0]["seconds"]
+    assert max(span.end for span in ranges) > forward  # the backward comes after it
+    simulated("--trace", path)
+    assert {span.rank for span in read_trace(path)} == set(range(16))
+    simulated("--trace", path, ranks=2)
+    assert {span.rank for span in read_trace(path)} == {0, 1}
+
+
+def test_what_a_person_reads_is_what_machines_read(tmp_path):
+    ran = run("simulate", "--ranks", 8, "--length", "16k", "--trace", tmp_path / "out.json")
+    said = words(ran.output)
+    assert ran.exit_code == 0
+    assert "8 x h200, one node, nvlink4" in said
+    assert "ring: 16,384 positions over 8 ranks, zigzag, causal" in said
+    assert "Simulated event by event." in said
+    assert "out.json (open it in Perfetto" in said.replace(" .json", ".json")
+
+
+def test_more_ranks_than_positions_is_a_run_all_the_same():
+    ran = run("simulate", "--ranks", 16, "--length", 5)
+    assert ran.exit_code == 0
+    assert "nan" not in ran.output
+    assert seconds(length=5) > 0
+
+
+@pytest.mark.timeout(60)
+def test_256_ranks_are_quick():
+    begin = time.process_time()
+    found = simulated("--schedule", "ring+ring", ranks=256, length="1M")
+    assert time.process_time() - begin < 20
+    assert found["runs"][0]["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--length", "lots"), "got 'lots'"),
+        (("--length", "0"), "got '0'"),
+        (("--ranks", 0), "0 is not in the range"),
+        (("--ranks", 12), "12 ranks must be whole nodes of 8: give --node"),
+        (("--schedule", "rong"), "schedule must be one of auto, ring, allgather"),
+        (("--schedule", "ring+ring"), "ring+ring wants a mesh of two dimensions"),
+        (("--mask", "window:0"), "mask must be causal, full or window:N"),
+        (("--mask", "window:"), "got 'window:'"),
+        (("--layout", "spiral"), "'spiral' is not one of"),
+        (("--heads", 6, "--kv-heads", 4), "the 4 kv heads must divide the 6 query heads"),
+        (("--model", "lama-3.1-8b"), "Did you mean llama-3.1-8b"),
+        (("--model", "llama-3.1-8b", "--heads", 8), "heads and widths come from --model: leave them out"),
+        (("--hardware", "h20"), "Did you mean h200"),
+        (("--links", "nvlnk4"), "Did you mean nvlink4"),
+        (("--slow-rank", "x"), "--slow-rank wants RANK:FACTOR, such as 3:1.5, got 'x'"),
+        (("--slow-rank", "1:"), "--slow-rank wants RANK:FACTOR"),
+        (("--slow-link", "1:fast"), "--slow-link wants RANK:FACTOR"),
+        (("--slow-rank", "8:2"), "--slow-rank must be of a rank within 0..7, got '8:2'"),
+        (("--slow-link", "-1:2"), "--slow-link must be of a rank within 0..7, got '-1:2'"),
+        (("--slow-rank", "1:0"), "above 0, got 0.0 for rank 1"),
+        (("--slow-rank", "1:nan"), "above 0, got nan for rank 1"),
+        (("--trace", "no/such/folder/x.json"), "the folder no/such/folder does not exist"),
+        (("--trace", "."), "--trace wants a file, and . is a folder"),
+        (("--trace-ranks", "0"), "--trace-ranks are of a trace: give --trace, too"),
+        (("--trace", "x.json", "--trace-ranks", "0-8"), "--trace-ranks must be within 0..7, got '0-8'"),
+        (("--trace", "x.json", "--trace-ranks", "first"), "--trace-ranks wants ranks such as 0-7,12"),
+        (("--trace", "x.json", "--trace-ranks", "5-2"), "--trace-ranks must be within 0..7, got '5-2'"),
+    ],
+)
+def test_what_cannot_be_simulated_is_a_clear_error(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    usual = () if "--length" in arguments else ("--length", "8k")
+    ranks = () if "--ranks" in arguments else ("--ranks", 8)
+    assert_refused(run("simulate", *usual, *ranks, *arguments), said)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,181 @@
+"""`attnmesh trace`: what a real run's spans say is what its plan says, and bad input is refused with a message."""
+
+from functools import partial
+from itertools import pairwise, product
+
+import pytest
+from typer.testing import CliRunner
+
+from attnmesh import Causal, Comm, run_virtual
+from attnmesh.cli.main import app
+from attnmesh.cli.trace import LAYOUTS, Attending, traced
+from attnmesh.plan.allgather import head_groups
+from attnmesh.plan.load import loads
+from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.ring import RingPlan, ring_plan
+from attnmesh.plan.shards import between_nodes, shards
+from attnmesh.plan.two_level import two_level_plan
+from attnmesh.plan.ulysses import head_share
+from attnmesh.plan.workload import Shape, Workload
+from attnmesh.trace.overlap import busy
+from attnmesh.trace.timeline import TRACKS, Span, read_trace
+from processes import run_processes
+
+LENGTH, HEADS, KV_HEADS, HEAD_DIM, WORLD = 67, 6, 3, 8, 4
+
+
+def asked(tmp_path, schedule, **changed):
+    ranks_per_node = 2 if "+" in schedule else None
+    given = {
+        "out": tmp_path / "trace.json",
+        "schedule": schedule,
+        "length": LENGTH,
+        "layout": "contiguous",
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "backward": True,
+        "ranks_per_node": ranks_per_node,
+        "device": "cpu",
+        "dtype": "bf16",
+    }
+    return Attending(**{**given, **changed})
+
+
+def workload(asked: Attending, world: int) -> Workload:
+    shape = Shape(1, asked.heads, asked.kv_heads, asked.head_dim, 2, 4)
+    return Workload(shards(Causal(), LAYOUTS[asked.layout], asked.length, world), shape, asked.ranks_per_node or world)
+
+
+def working(plan: RingPlan, rank: int) -> int:
+    return sum(bool(stage.patch.blocks) for stage in plan.stages(rank))
+
+
+def kernels(schedule: str, workload: Workload, rank: int, weight: float) -> int:
+    """How many kernels the plan asks of a rank in one direction."""
+    if schedule == "ring":
+        return working(ring_plan(workload.shards, grad_weight=weight), rank)
+    if schedule == "allgather":
+        return len(head_groups(workload.shape.kv_heads))
+    node, i = divmod(rank, workload.ranks_per_node)
+    if schedule == "ring+ring":
+        plan = two_level_plan(workload.shards, workload.ranks_per_node, grad_weight=weight)
+        return sum(working(plan.inner_ring(node, stage, weight), i) for stage in range(len(plan.outer_offsets)))
+    share = head_share(workload.shape.q_heads, workload.shape.kv_heads, workload.ranks_per_node, i)
+    between = Workload(between_nodes(workload.shards, workload.ranks_per_node), workload.shape, 1)
+    if schedule == "ulysses+allgather":
+        return sum(len(head_groups(len(kv))) for _, kv in share.segments)
+    return len(share.segments) * kernels("ring", between, node, weight)
+
+
+def check_spans(ranges: list[Span], workload: Workload, schedule: str) -> None:
+    both = [loads(schedule, workload, backward=way) for way in (False, True)]
+    for rank in range(workload.shards.world):
+        mine = {
+            track: [span for span in ranges if span.rank == rank and span.track == track]
+            for track in ("compute", "send", "receive", "wait")
+        }
+        names = [span.name for span in mine["compute"]]
+        assert names.count("attention") == kernels(schedule, workload, rank, 0.0)
+        assert names.count("attention backward") == kernels(schedule, workload, rank, workload.shape.grad_weight)
+        assert sum(span.facts["bytes"] for span in mine["send"]) == sum(way[rank].sent for way in both)
+        assert all(0 <= span.begin <= span.end for track in mine.values() for span in track)
+        for track in ("compute", "wait"):  # a rank does one thing at a time; messages travel side by side
+            in_order = sorted(mine[track], key=lambda span: span.begin)
+            assert all(a.end <= b.begin for a, b in pairwise(in_order))
+        for waited in mine["wait"]:
+            assert not any(c.begin < waited.end and waited.begin < c.end for c in mine["compute"])
+    sent, received = (sum(s.facts["bytes"] for s in ranges if s.track == track) for track in ("send", "receive"))
+    assert sent == received > 0
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_virtual_ranks_do_what_their_plan_says(tmp_path, schedule, layout):
+    ask = asked(tmp_path, schedule, layout=layout)
+    if layout == "zigzag" and schedule.startswith("ulysses+"):
+        ask = asked(tmp_path, schedule, layout="contiguous", length=40)
+    on_rank_0, *others = run_virtual(WORLD, partial(traced, asked=ask))
+    check_spans(on_rank_0, workload(ask, WORLD), schedule)
+    assert others == [on_rank_0] * (WORLD - 1)
+
+
+def several(comm: Comm, asks: list[Attending]) -> list[tuple[list[Span], int]]:
+    found = []
+    for ask in asks:
+        before = comm.traffic.verbs.get("exchange", (0, 0))[1]
+        ranges = traced(comm, ask)
+        found.append((ranges, comm.traffic.verbs["exchange"][1] - before))
+    return found
+
+
+def test_processes_do_what_their_plan_says(tmp_path):
+    """The largest computes for much longer than its keys travel: some of that is seen to be hidden."""
+    asks = [asked(tmp_path, schedule) for schedule in ("ring", "allgather", "ulysses")]
+    asks.append(asked(tmp_path, "ring", length=2048, heads=8, kv_heads=8, head_dim=64, layout="zigzag", dtype="fp32"))
+    ranks = run_processes(2, several, asks)
+    for at, ask in enumerate(asks[:3]):
+        ranges = ranks[0][at][0]
+        check_spans(ranges, workload(ask, 2), ask.schedule)
+        for rank in range(2):  # as the comm itself counted, in the run before and in the recorded one
+            sent = sum(span.facts["bytes"] for span in ranges if span.rank == rank and span.track == "send")
+            assert ranks[rank][at][1] == 2 * sent
+    assert sum(rank.overlapped for rank in busy(ranks[0][3][0])) > 0
+
+
+def command(*words: object):
+    return CliRunner().invoke(app, ["trace", *map(str, words)])
+
+
+@pytest.mark.parametrize("schedule", ["ring", "auto", "ulysses+ring"])
+def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule):
+    out = tmp_path / "trace.json"
+    ranks_per_node = ("--ranks_per_node", 2) if "+" in schedule else ()
+    done = command(
+        "--out", out, "--virtual", "--schedule", schedule, "--length", 64, "--backward", *ranks_per_node,
+        "--layout", "contiguous",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "transferred ms" in done.output
+    assert "virtual ranks take turns" in done.output
+    assert schedule != "auto" or any(f"auto ({name})" in done.output for name in SCHEDULES)
+    assert f"{out}: open it in" in done.output.replace("\n", "")
+    assert all(f"│    {rank} │" in done.output for rank in range(4))
+    ranges = read_trace(out)
+    assert {(span.rank, span.track) for span in ranges} == set(product(range(4), TRACKS))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--schedule", "rong"), "schedule must be one of auto, ring"),
+        (("--ranks", 0), "0 is not in the range"),
+        (("--length", 0), "0 is not in the range"),
+        (("--schedule", "ring+ring"), "wants a mesh of two dimensions"),
+        (("--schedule", "ulysses+ring", "--ranks_per_node", 2, "--layout", "striped"), "interleave"),
+        (("--ranks_per_node", 3), "ranks_per_node must divide the 4 ranks, got 3"),
+        (("--kv-heads", 3), "the 3 kv heads must divide the 8 query heads"),
+        (("--layout", "diagonal"), "diagonal"),
+        (("--out", "no/such/folder/trace.json"), "in a folder that exists"),
+        (("--out", "."), "is a folder"),
+    ],
+)
+def test_bad_input_is_refused_before_any_rank_starts(tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr("attnmesh.comm.launch.start", lambda *_, **__: pytest.fail("ranks were started"))
+    given = words if "--out" in words else ("--out", tmp_path / "trace.json", *words)
+    done = command(*given)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.replace("│", " ").split())
+    assert "Traceback" not in done.output
+
+
+def test_out_must_be_given():
+    assert command().exit_code == 2
+
+
+@pytest.mark.slow
+def test_the_command_starts_ranks(tmp_path):
+    out = tmp_path / "trace.json"
+    done = command("--out", out, "--ranks", 2, "--length", 256)
+    assert done.exit_code == 0, done.output
+    assert {span.rank for span in read_trace(out)} == {0, 1}

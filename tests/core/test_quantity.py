@@ -1,0 +1,75 @@
+"""Numbers of positions, as people write them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnmesh.core.validation import parse_length
+
+SUFFIXES = {"": 1, "k": 1024, "K": 1024, "m": 1024**2, "M": 1024**2}
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1", 1),
+        ("100000", 100_000),
+        ("128k", 131_072),
+        ("1M", 1_048_576),
+        ("1.5M", 1_572_864),
+        ("0.5k", 512),
+        (" 8K ", 8192),
+        ("100M", 104_857_600),
+        ("2.0", 2),
+    ],
+)
+def test_what_people_write(text, count):
+    assert parse_length(text) == count
+
+
+@given(count=st.integers(1, 10**9), suffix=st.sampled_from(list(SUFFIXES)))
+def test_a_whole_number_times_its_suffix(count, suffix):
+    assert parse_length(f"{count}{suffix}") == count * SUFFIXES[suffix]
+
+
+@given(quarters=st.integers(1, 4 * 10**6), suffix=st.sampled_from("kKmM"))
+def test_quarters_are_exact(quarters, suffix):
+    assert parse_length(f"{quarters / 4}{suffix}") == quarters * SUFFIXES[suffix] // 4
+
+
+BAD = [
+    "",
+    "0",
+    "0k",
+    "-1",
+    "-1M",
+    "1.5",
+    "0.3k",
+    "1e6",
+    "1G",
+    "1 M",
+    "1kk",
+    "k",
+    "1.M",
+    ".5M",
+    "1_000",
+    "inf",
+    "٣",
+    "1,000",
+]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_anything_else_is_refused(text):
+    with pytest.raises(
+        ValueError, match=r"is a whole number above 0, such as 100000, 128k or 1\.5M, got " + repr(text)
+    ):
+        parse_length(text)
+
+
+@given(st.text(max_size=12))
+def test_no_text_does_anything_but_these_two(text):
+    if any(character.isascii() and character.isdigit() for character in text):
+        return
+    with pytest.raises(ValueError, match="a number of positions is"):
+        parse_length(text)

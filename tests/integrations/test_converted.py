@@ -1,0 +1,245 @@
+"""GGUF files converted once: what is kept is used, what is damaged is made anew, and one process does it for all."""
+
+import errno
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("gguf")
+
+from attnmesh.integrations import converted as cache
+from attnmesh.integrations import memory
+from attnmesh.integrations.manifest import is_intact, write_manifest
+from attnmesh.integrations.problem import ModelError
+from tiny_models import write_gguf
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+class FakeConverter:
+    """Writes files that depend on nothing but the source's bytes, and counts."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, gguf: Path, folder: Path) -> None:
+        self.calls += 1
+        for name in FILES:
+            (folder / name).write_bytes(name.encode() + gguf.read_bytes())
+
+
+@pytest.fixture
+def convert(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNMESH_CACHE", str(tmp_path / "cache"))
+    fake = FakeConverter()
+    monkeypatch.setattr(cache, "convert_gguf", fake)
+    return fake
+
+
+@pytest.fixture
+def gguf(tmp_path):
+    return write_gguf(tmp_path / "model.gguf")
+
+
+def test_the_second_time_nothing_is_converted(convert, gguf):
+    assert not cache.is_converted(gguf)
+    entry = cache.converted(gguf)
+    assert cache.is_converted(gguf)
+    assert cache.converted(gguf) == entry
+    assert convert.calls == 1
+    assert {file.name for file in entry.iterdir()} == {*FILES, "manifest.json"}
+
+
+def test_an_entry_belongs_to_the_bytes_of_a_file(convert, gguf, tmp_path):
+    entry = cache.converted(gguf)
+    assert cache.converted(shutil.copy(gguf, tmp_path / "copy.gguf")) == entry
+    assert convert.calls == 1
+    with gguf.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    assert cache.converted(gguf) != entry
+    assert convert.calls == 2
+    assert is_intact(entry)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink], ids=["truncated", "flipped", "deleted"])
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_damage_is_found_and_the_file_converted_anew(convert, gguf, name, damage):
+    entry = cache.converted(gguf)
+    damage(entry / name)
+    assert not cache.is_converted(gguf)
+    assert cache.converted(gguf) == entry
+    assert convert.calls == 2
+    assert is_intact(entry)
+    cache.converted(gguf)
+    assert convert.calls == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "files": []}', '{"format": 1, "files": [7]}', "\0"])
+def test_a_manifest_that_says_nothing_vouches_for_nothing(convert, gguf, text):
+    entry = cache.converted(gguf)
+    (entry / "manifest.json").write_text(text)
+    assert not is_intact(entry)
+
+
+def test_an_entry_of_another_format_is_made_anew(convert, gguf, monkeypatch):
+    entry = cache.converted(gguf)
+    monkeypatch.setattr("attnmesh.integrations.manifest._FORMAT", 2)
+    assert not is_intact(entry)
+    cache.converted(gguf)
+    assert convert.calls == 2
+
+
+def test_what_a_killed_process_left_is_cleared_away(convert, gguf):
+    entry = cache.converted(gguf)
+    left = entry.with_name(f"{entry.name}.unfinished")
+    entry.rename(left)  # all but the last step was done
+    (left / "half a file").write_text("x")
+    assert not cache.is_converted(gguf)
+    assert cache.converted(gguf) == entry
+    assert convert.calls == 2
+    assert not left.exists()
+    assert not (entry / "half a file").exists()
+
+
+def killed(gguf: Path, wrote) -> None:
+    def never_ends(gguf: Path, folder: Path) -> None:
+        (folder / FILES[0]).write_text("half")
+        wrote.set()
+        time.sleep(60)
+
+    cache.convert_gguf = never_ends
+    cache.converted(gguf)
+
+
+def test_the_lock_of_a_killed_process_is_free(convert, gguf):
+    processes = multiprocessing.get_context("spawn")
+    wrote = processes.Event()
+    child = processes.Process(target=killed, args=(gguf, wrote))
+    child.start()
+    assert wrote.wait(60)
+    child.kill()
+    child.join()
+    assert is_intact(cache.converted(gguf))
+    assert convert.calls == 1
+
+
+def one_of_two(gguf: Path, log: Path, together, seen) -> None:
+    def slow(gguf: Path, folder: Path) -> None:
+        with log.open("a") as file:
+            file.write("converted\n")
+        for name in FILES:
+            (folder / name).write_text(name)
+            time.sleep(0.2)  # so that whoever looks in between finds half an entry, if there were one to find
+
+    cache.convert_gguf = slow
+    together.wait(60)
+    entry = cache.converted(gguf)
+    seen.put(sorted(file.name for file in entry.iterdir()))
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_converts_and_the_other_waits(convert, gguf, tmp_path):
+    processes = multiprocessing.get_context("spawn")
+    together, seen, log = processes.Barrier(2), processes.Queue(), tmp_path / "log"
+    children = [processes.Process(target=one_of_two, args=(gguf, log, together, seen)) for _ in range(2)]
+    for child in children:
+        child.start()
+    assert [seen.get(timeout=60) for _ in children] == [sorted([*FILES, "manifest.json"])] * 2
+    for child in children:
+        child.join()
+    assert log.read_text() == "converted\n"
+
+
+def test_a_conversion_that_fails_leaves_nothing_and_can_be_tried_again(convert, gguf, monkeypatch):
+    def fails(gguf: Path, folder: Path) -> None:
+        (folder / FILES[0]).write_text("half")
+        raise ModelError("no such model")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(cache, "convert_gguf", fails)
+        with pytest.raises(ModelError, match=r"^no such model$"):
+            cache.converted(gguf)
+    assert [file.suffix for file in cache.cache_folder().iterdir()] == [".lock"]
+    assert is_intact(cache.converted(gguf))
+
+
+def test_a_folder_that_cannot_be_made_is_named(convert, gguf, monkeypatch):
+    monkeypatch.setenv("ATTNMESH_CACHE", str(gguf / "below a file"))
+    with pytest.raises(ModelError, match=r"cannot be kept in .*below a file \(ATTNMESH_CACHE names another"):
+        cache.converted(gguf)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named_but_can_be_read(convert, gguf, tmp_path):
+    entry = cache.converted(gguf)
+    other = tmp_path / "other.gguf"
+    other.write_bytes(gguf.read_bytes() + b"more")
+    entry.parent.chmod(0o500)
+    try:
+        assert cache.converted(gguf) == entry
+        with pytest.raises(ModelError, match=r"cannot be kept in .*ATTNMESH_CACHE.*Permission denied"):
+            cache.converted(other)
+    finally:
+        entry.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_takes_no_more_is_named(convert, gguf, monkeypatch, code):
+    def full(gguf: Path, folder: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(cache, "convert_gguf", full)
+    with pytest.raises(ModelError, match=rf"cannot be kept in .*cache \(ATTNMESH_CACHE.*{os.strerror(code)}"):
+        cache.converted(gguf)
+
+
+def test_a_disk_without_room_is_found_before_converting(convert, gguf, monkeypatch):
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=127))
+    with pytest.raises(ModelError, match=r"has 0\.00 GiB free, and .*model\.gguf takes .*ATTNMESH_CACHE"):
+        cache.converted(gguf)
+    assert convert.calls == 0
+
+
+def test_a_file_too_large_for_memory_is_refused_before_converting(convert, gguf, monkeypatch):
+    monkeypatch.setattr(memory, "_free_ram", lambda: 32 * 4 - 1)
+    with pytest.raises(ModelError, match=r"model\.gguf does not fit: its weights take .* GiB, and cpu has .* free"):
+        cache.converted(gguf)
+    assert convert.calls == 0
+    monkeypatch.setattr(memory, "_free_ram", lambda: 32 * 4)
+    assert is_intact(cache.converted(gguf))
+
+
+def test_where_converted_models_are_kept(monkeypatch, tmp_path):
+    for name in ("ATTNMESH_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache.cache_folder() == tmp_path / ".cache" / "attnmesh"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    assert cache.cache_folder() == tmp_path / "shared" / "attnmesh"
+    monkeypatch.setenv("ATTNMESH_CACHE", str(tmp_path / "own"))
+    assert cache.cache_folder() == tmp_path / "own"
+
+
+def test_a_manifest_lists_every_file(tmp_path):
+    (tmp_path / "a").write_text("1")
+    assert not is_intact(tmp_path)
+    write_manifest(tmp_path)
+    assert is_intact(tmp_path)
+    (tmp_path / "a").write_text("2")
+    assert not is_intact(tmp_path)

@@ -1,0 +1,97 @@
+"""What kernels take where causal squares have a pace of their own, and what else takes time of cores."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from attnmesh.core.layouts import Zigzag
+from attnmesh.core.masks import Causal, Full
+from attnmesh.plan.program import Bundle, Kernels, Messages, Round
+from attnmesh.plan.programs import program as schedule_program
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.hardware import Cluster, Curve
+from attnmesh.planner.simulator.events import run_events
+from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.simulator.record import beside_kernels
+from attnmesh.planner.simulator.waves import run_waves
+from simulating import cluster, device, program, work
+
+SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=4, sum_itemsize=4)
+SLOW_SQUARES = replace(device(), squares=(("attention", Curve(((1.0, 3.0),))),))
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=float)
+
+
+def test_squares_run_at_their_own_pace_and_the_rest_at_the_usual_one():
+    kernels = Kernels("attention", floats(10, 10, 4), floats(4, 4, 1), squares=(floats(0, 4, 4), floats(0, 2, 1)))
+    assert kernels.seconds(SLOW_SQUARES) == pytest.approx([10, 6 + 3 * 4, 3 * 4])
+    assert kernels.seconds(device()) == pytest.approx([10, 10, 4])  # no pace of their own
+    assert replace(kernels, squares=None).seconds(SLOW_SQUARES) == pytest.approx([10, 10, 4])  # nobody looked
+
+
+def test_squares_shrink_with_their_kernels():
+    kernels = Kernels("attention", floats(8), floats(4), squares=(floats(2), floats(2))).times(0.5)
+    assert (kernels.size, kernels.calls) == (4, 4)
+    assert kernels.squares == (1, 2)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("schedule", ["ring", "allgather", "ulysses", "ring+ring", "ulysses+ring", "ulysses+allgather"])
+def test_squares_of_schedules_are_on_the_diagonal(schedule, backward):
+    length, world = 64, 4
+    for mask in (Causal(), Full()):
+        workload = Workload(shards(mask, Zigzag(), length, world), SHAPE, 2)
+        kernels = [
+            part
+            for round_ in schedule_program(schedule, workload, backward=backward).rounds()
+            for part in round_.work
+            if part.kind.startswith("attention")
+        ]
+        found = sum(part.squares[0].sum() for part in kernels)
+        calls = sum(part.squares[1].sum() for part in kernels)
+        if mask == Full():
+            assert found == calls == 0
+            continue
+        products = 2 * (5 if backward else 2) * SHAPE.q_heads * SHAPE.head_dim
+        if schedule == "ulysses":  # every rank has whole sequences of one head
+            assert (found, calls) == (products * length * (length + 1) // 2, world)
+        elif schedule == "ring":  # a rank's own rows, both runs of them, are one square
+            side = length // world
+            assert (found, calls) == (products * world * side * (side + 1) // 2, world)
+        assert 0 < found <= products * length * (length + 1) // 2
+        assert all(np.all(part.squares[0] <= part.size) and np.all(part.squares[1] <= part.calls) for part in kernels)
+
+
+def on_cores(round_seconds: float) -> Cluster:
+    plain = cluster(near=(0.0, 100.0), message=0.5, shared=True, cores=8)
+    return replace(plain, device=replace(plain.device, round=round_seconds))
+
+
+def test_messages_take_time_of_cores_at_both_ends():
+    exchange = Messages.of([(0, 1, 100), (0, 2, 200), (1, 2, 100)])
+    found = beside_kernels(Round("a", {"rows": exchange}), np.zeros(3), on_cores(0.0))
+    assert found.tolist() == [3 + 2 * 0.5, 2 + 0.5, 3]
+    sums = Bundle(*(np.array(column) for column in ([0, 0], [100, 0], [0, 100], [0, 0], [0, 0], [1, 0])))
+    assert beside_kernels(Round("a", {"rows": sums}), np.zeros(2), on_cores(0.0)).tolist() == [1.5, 1.0]
+
+
+def test_rounds_take_time_of_ranks_that_have_work_in_them():
+    assert beside_kernels(Round("a"), floats(3, 0), on_cores(2.0)).tolist() == [2, 0]
+
+
+def test_devices_of_their_own_leave_all_of_that_to_their_hosts():
+    there = cluster(message=0.5)
+    there = replace(there, device=replace(there.device, round=2.0))
+    assert beside_kernels(Round("a", {"rows": Messages.of([(0, 1, 100)])}), floats(3, 3), there).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("run", [run_events, run_waves])
+def test_a_run_on_cores_takes_all_of_it(run):
+    sent = {"rows": Messages.of([(0, 1, 100)])}
+    found = run(program(2, Round("a", sent, work(4.0, 1.0), ("rows",))), on_cores(2.0), Slow())
+    assert found.computed.tolist() == [4 + 2 + 0.5 + 1, 1 + 2 + 1]
+    assert found.finish.tolist() == [7.5, 4.0]

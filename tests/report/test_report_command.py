@@ -1,0 +1,99 @@
+"""`attnmesh report`: a file, or exit code 2 and a sentence."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from attnmesh.cli.main import app
+from attnmesh.core.layouts import Zigzag
+from attnmesh.core.masks import Causal, Full, SlidingWindow, parse_mask
+from attnmesh.plan.programs import SCHEDULES
+from attnmesh.report.command import checked
+from attnmesh.report.figures import read_figures
+from attnmesh.trace.timeline import Span, read_trace, write_trace
+
+SPAN = Span(3, "send", "keys", 2.0, 2.5, {"bytes": 9})
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_a_report_of_files_is_written(tmp_path):
+    trace, figures, out = tmp_path / "measured.json", tmp_path / "generate.json", tmp_path / "report.html"
+    write_trace(trace, [SPAN], title="a run")
+    figures.write_text(json.dumps({"rows": [{"rank": 0, "tokens": 1024}]}))
+    ran = run(
+        "--out", out, "--ranks", 4, "--length", 300, "--trace", trace, "--figures", figures, "--mask", "window:20"
+    )
+    assert ran.exit_code == 0, ran.output
+    text = out.read_text(encoding="utf-8")
+    assert "causal and window of 19 before" in text
+    assert "generate: rows" in text
+    assert '"name":"measured"' in text
+    assert text.count('class="good"') == len(SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "{folder}/none/report.html"], "none does not exist"),
+        (["--out", "{folder}"], "is a folder: give a file"),
+        (["--ranks", 0], "Invalid value"),
+        (["--ranks", 65], "1 to 64 ranks"),
+        (["--length", "long"], "Invalid value"),
+        (["--mask", "window:0"], "mask must be causal, full or window:N"),
+        (["--mask", "diagonal"], "got 'diagonal'"),
+        (["--layout", "heap"], "Invalid value"),
+        (["--kv-heads", 5], "kv_heads must divide the 32 query heads, got 5"),
+        (["--node", 3], "node must divide the 8 ranks"),
+        (["--figures", "{folder}/none.json"], "cannot be read"),
+        (["--figures", "{folder}/text"], "is no JSON"),
+        (["--figures", "{folder}/number"], "has no figures"),
+        (["--trace", "{folder}/none.json"], "cannot be read"),
+        (["--trace", "{folder}/number"], "is no trace"),
+    ],
+)
+def test_bad_input_is_answered_with_2_and_a_sentence(tmp_path, arguments, said):
+    (tmp_path / "text").write_text("no JSON")
+    (tmp_path / "number").write_text("3")
+    given = [str(each).format(folder=tmp_path) for each in arguments]
+    ran = run(*(() if "--out" in given else ("--out", tmp_path / "report.html")), "--no-check", *given)
+    assert ran.exit_code == 2
+    assert said in " ".join(ran.output.replace("│", " ").split())
+    assert "Traceback" not in ran.output
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_every_schedule_is_checked_against_float64():
+    outcomes = checked(4, Zigzag(), Causal())
+    assert [o.mode.name.split()[0] for o in outcomes] == list(SCHEDULES)
+    assert all(o.passed and o.error > 0 for o in outcomes)
+
+
+def test_names_of_masks():
+    assert parse_mask("causal") == Causal()
+    assert parse_mask("full") == Full()
+    assert parse_mask("window:5") == Causal() & SlidingWindow(4)
+
+
+def test_figures_are_all_tables_that_a_file_holds(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(
+        json.dumps({"benchmark": "ring", "machine": {"cores": 2}, "sections": {"a": [{"x": 1}, {"x": [1]}], "b": []}})
+    )
+    assert read_figures(path) == {
+        "run": [{"": "benchmark", "value": "ring"}],
+        "run: machine": [{"": "cores", "value": 2}],
+        "run: sections: a": [{"x": 1}, {"x": "[1]"}],
+        "run: sections": [{"": "b", "value": "[]"}],
+    }
+
+
+@pytest.mark.parametrize("events", [[{"ph": "X"}], [{"ph": "X", "cat": "lunch"}], 3])
+def test_no_trace_of_ranks_is_refused(tmp_path, events):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    with pytest.raises(ValueError, match="is no trace of ranks"):
+        read_trace(path)
