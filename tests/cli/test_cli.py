@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from attnmesh.parallel.sparse.spread import Spread
 from typer.testing import CliRunner
 
 from attnmesh import ContextParallel, State
@@ -23,6 +22,7 @@ from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.torch_indexer import Best
 from attnmesh.parallel.decode.kvdp import Kvdp
 from attnmesh.parallel.sparse.row_share import RowShare
+from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import _FollowHome
 from attnmesh.verify import attention as verify
 
