@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from attnmesh.generation.reader import Reader
 from torch import Tensor
 
 from attnmesh.cli.output import Rows
 from attnmesh.core.optional import require
+from attnmesh.generation.engine import Reader
 from attnmesh.integrations.transformers_attention import NAME, register_attention
 from benchmarks.model_prompt import PEER, STEPS, prompt_ids
 
