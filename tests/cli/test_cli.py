@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from attnmesh.parallel.sparse.shards import Shards
 from typer.testing import CliRunner
 
 from attnmesh import ContextParallel, State
@@ -23,6 +22,7 @@ from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.torch_indexer import Best
 from attnmesh.parallel.decode.kvdp import Kvdp
 from attnmesh.parallel.sparse.row_share import RowShare
+from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import _FollowHome
 from attnmesh.verify import attention as verify
 
@@ -247,7 +247,7 @@ def alone_at_home(home):
         (Best, "meet", the_last_of_equals, "(top-k|loss)", r"sparse top-k"),
         (RowShare, "over_heads", of_own_heads, ".* [TC]P2", r"(attention|distribution|loss) TP2"),
         (_FollowHome, "home", alone_at_home, ".* CP2", r"(attention|loss) .*sharded"),
-        (Shards, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"),
+        (Spread, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"),
     ],
 )
 def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wrong, monkeypatch):
