@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from attnmesh.calibration import timing
-from attnmesh.cli.main import app
 from attnmesh.ops.sparse.canonical import Slots
 from attnmesh.ops.sparse.loss import indexer_kl_loss
+from benchmarks.cli import app
 from benchmarks.sparse import attention as attention_part
 from benchmarks.sparse import inputs, naive, parts, recorded, roofline
 from benchmarks.sparse import loss as loss_part
@@ -30,7 +30,7 @@ REACHED = ["operation", "heads", "s_kv", "ms", "tflops", "bound", "of_bound", "e
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, ["bench", "sparse", *arguments])
+    return CliRunner().invoke(app, ["sparse", *arguments])
 
 
 def unfolded(output: str) -> str:
@@ -458,7 +458,7 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 
 def test_help_names_the_parts():
-    shown = CliRunner().invoke(app, ["bench", "sparse", "--help"], env={"COLUMNS": "200"})
+    shown = CliRunner().invoke(app, ["sparse", "--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     for part in Part:
         assert part.value in shown.output
