@@ -13,7 +13,7 @@ from attnmesh.planner.hardware_catalog.catalog import cluster
 from attnmesh.planner.models import known_models
 from attnmesh.planner.models.known_models import model
 from attnmesh.planner.prefill_options import Prefill, prefill_ranking
-from commanding import assert_refused, run, words
+from helpers.cli import assert_refused, run, words
 
 SMALL = ("--model", "llama-3.1-8b", "--context", "32k", "--gpus", "4")
 BOTH = pytest.mark.parametrize("what", ["prefill", "decode"])

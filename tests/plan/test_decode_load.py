@@ -9,7 +9,7 @@ from attnmesh.plan.decode_load import COMBINES, TRADES, Copies, DecodeShape, byt
 from attnmesh.plan.sharding import DecodeSharding
 from attnmesh.planner.combine import combine_seconds, pick_combine
 from attnmesh.planner.hardware_catalog.catalog import usual_cluster
-from planning import link
+from helpers.clusters import link
 
 T, D, HIDDEN = 2, 5, 24
 CASES = [

@@ -13,8 +13,9 @@ from attnmesh.plan.sharding import DecodeSharding
 from attnmesh.planner.combine import pick_combine
 from attnmesh.planner.cost import cost
 from attnmesh.planner.hardware_catalog.catalog import cluster as named_cluster
-from feeding import Feeding, block_with, cache_for, inputs, made
-from planning import cluster, link
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
+from helpers.blocks import random_sequences
+from helpers.clusters import cluster, link
 
 CASES = [
     (DecodeSharding(1), (4, 2), 3),
@@ -100,14 +101,14 @@ def test_messages_are_each_peers_own_part(sharding, heads, batch, combine):
 )
 def test_blocks_that_run_send_these_bytes(degrees, heads, batch):
     """Query heads and sequences are uneven in some; ranks are threads that count what they send."""
-    config, weights = made(*heads, sinks=True, window=6)
+    config, weights = random_block(*heads, sinks=True, window=6)
     sharding = am.DecodeSharding(*degrees)
-    x = inputs(batch, 7, config)
+    x = random_sequences(batch, 7, config)
 
     def rank(comm):
-        block = block_with(config, weights, sharding, comm)
-        feeding = Feeding(block, cache_for(block, batch, 7), x)
-        feeding.begin(*range(batch)).feed(range(batch), 6)
+        block = shard_block(config, weights, sharding, comm)
+        feeding = BlockRunner(block, poisoned_cache(block, batch, 7), x)
+        feeding.allocate(*range(batch)).feed(range(batch), 6)
         sent = block._ranks.everyone.traffic
         sent.reset()
         feeding.feed(range(batch), 1)

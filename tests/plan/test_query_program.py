@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from attending import drawn
 from attnmesh import run_virtual
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
@@ -15,7 +14,8 @@ from attnmesh.plan.query_program import queries_program
 from attnmesh.plan.rounds.stages import causal_squares
 from attnmesh.plan.workload import Shape
 from attnmesh.planner.cost import cost
-from planning import cluster
+from attnmesh.testing.attention import random_inputs
+from helpers.clusters import cluster
 
 SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=16, itemsize=2, sum_itemsize=4)
 
@@ -23,7 +23,7 @@ SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=16, itemsize=2, sum_items
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize(("world", "length", "pairs"), [(1, 9, 1), (2, 40, 1), (3, 37, 2), (4, 3, 1), (4, 900, 1)])
 def test_ranks_send_what_the_program_says(world, length, pairs, gather):
-    inputs = drawn(length, dtype=torch.bfloat16)
+    inputs = random_inputs(length, dtype=torch.bfloat16)
 
     def rank(comm):
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]

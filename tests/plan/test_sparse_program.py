@@ -9,7 +9,8 @@ from attnmesh.plan.sparse_program import sparse_program
 from attnmesh.plan.sparse_shape import SparseGrid, SparseShape, SparseShares
 from attnmesh.planner.cost import cost
 from attnmesh.planner.hardware_catalog.catalog import cluster
-from spreading import D_V, LAYOUTS, SCALE, WIDTH, drawn, on_grid
+from attnmesh.testing.sparse import SCALE
+from helpers.sparse_grid import D_V, LAYOUTS, WIDTH, random_problem, run_grid
 
 N, M, TOPK = 11, 13, 6
 SMALL = SparseShape(N, M, 7, WIDTH, D_V, TOPK, 3, 5)
@@ -19,7 +20,7 @@ EIGHTH = SparseShape(4096, 32768, 16, 576, 512, 2048, 64, 128)
 
 def really_sent(tp, cp, layout, *, keys="gathered", check=True, values=False):
     """By step, direction and rank."""
-    problem = drawn(N, M, dtype=torch.bfloat16)
+    problem = random_problem(N, M, dtype=torch.bfloat16)
 
     def program(place):
         mine = problem.shard(place)
@@ -41,9 +42,9 @@ def really_sent(tp, cp, layout, *, keys="gathered", check=True, values=False):
         how = {"scale": SCALE, "v": v if values else None, "d_v": None if values else D_V}
         both("attention", lambda: parallel.sparse_attention(q, kv, mine.indices, **how)[0].sum())
         both("distribution", lambda: parallel.attention_distribution(
-            mine.q, mine.kv, mine.indices, mine.d_lse, scale=SCALE))  # fmt: skip
+            mine.q, mine.kv, mine.indices, mine.grad_lse, scale=SCALE))  # fmt: skip
         both("topk", lambda: parallel.indexer_topk(mine.iq, mine.ik, mine.w, TOPK))
-        target = {"q": mine.q, "k": mine.kv, "lse": mine.d_lse, "attn_scale": SCALE}
+        target = {"q": mine.q, "k": mine.kv, "lse": mine.grad_lse, "attn_scale": SCALE}
         for rows in ("replicated", "scattered"):
             leaves = mine.leaves("iq", "ik", "w")
             both(f"loss {rows}", lambda leaves=leaves, rows=rows: parallel.indexer_kl_loss(
@@ -53,7 +54,7 @@ def really_sent(tp, cp, layout, *, keys="gathered", check=True, values=False):
                 *leaves, **target, mode="dense", rows=rows))  # fmt: skip
         return found
 
-    grid = [found for row in on_grid(tp, cp, LAYOUTS[layout], program) for found in row]
+    grid = [found for row in run_grid(tp, cp, LAYOUTS[layout], program) for found in row]
     return {key: [found[key] for found in grid] for key in grid[0]}
 
 

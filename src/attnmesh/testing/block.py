@@ -58,7 +58,7 @@ def random_block(
         return (mean + std * torch.randn(*shape, generator=generator)).to(device, dtype)
 
     rows = (q_heads + 2 * kv_heads) * head_dim
-    weights = {
+    weights: dict[str, Any] = {
         "qkv": normal(rows, hidden, std=hidden**-0.5),
         "qkv_bias": normal(rows, std=0.3) if biases else None,
         "out": normal(hidden, q_heads * head_dim, std=(q_heads * head_dim) ** -0.5) if out else None,
@@ -86,7 +86,7 @@ def reference_block(
     values as a cache of that storage type does.
     """
     tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
-    w = {name: None if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
+    w: dict[str, Any] = {name: None if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
     x = _rms_norm(x.to(dtype), w["norm"], config.norm)
     projected = x @ w["qkv"].T + (0.0 if w["qkv_bias"] is None else w["qkv_bias"])
     heads = projected.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
@@ -108,10 +108,10 @@ def reference_block(
     scores = (q @ k.transpose(2, 3) * scale).masked_fill(~visible, -torch.inf)
     if w["sinks"] is not None:
         scores = torch.cat([scores, w["sinks"][:, None, None].expand(*scores.shape[:3], 1)], -1)
-    attended = (scores.softmax(-1)[..., : x.shape[1]] @ v).transpose(1, 2)
-    if w["out"] is None:
-        return attended
-    return attended.flatten(2) @ w["out"].T + (0.0 if w["out_bias"] is None else w["out_bias"])
+    attended: Tensor = (scores.softmax(-1)[..., : x.shape[1]] @ v).transpose(1, 2)
+    if w["out"] is not None:
+        attended = attended.flatten(2) @ w["out"].T + (0.0 if w["out_bias"] is None else w["out_bias"])
+    return attended
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, norm: Norm | None) -> Tensor:

@@ -293,8 +293,7 @@ def _placed(
             bits = pool
         return _view_in_memory(bits.to(device), memory, poison.to(device)).view(x.dtype)
 
-    placed = change_stored(one, stored)
-    return placed
+    return change_stored(one, stored)
 
 
 def _view_in_memory(x: Tensor, memory: str, poison: Tensor) -> Tensor:
