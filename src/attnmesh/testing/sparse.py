@@ -252,7 +252,8 @@ def _at_indices(x: Tensor, indices: Tensor, mask: SparseMask, otherwise: float) 
     """Gather [..., length, key_length] at the indices: [..., length, topk]."""
     valid = reference.valid_slots(indices, x.shape[-1], mask)
     at = torch.where(valid, indices, 0).long().expand(*x.shape[:-1], -1)
-    return torch.where(valid, x.gather(-1, at), otherwise)
+    padded = torch.nn.functional.pad(x, (0, 1))  # an entry for index 0 where there are no keys
+    return torch.where(valid, padded.gather(-1, at), otherwise)
 
 
 @dataclass(frozen=True)
