@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from attnmesh.parallel.sparse.spread import Spread
 from typer.testing import CliRunner
 
 from attnmesh import ContextParallel, State
@@ -17,12 +16,13 @@ from attnmesh.core.ranges import Share
 from attnmesh.kv_cache.ledger import Ledger
 from attnmesh.kv_cache.pools import Pools
 from attnmesh.kv_cache.step import StepTensors
-from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.decode.cpu import Cpu
+from attnmesh.ops.merge import GradSum
 from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.torch_indexer import Best
 from attnmesh.parallel.decode.kvdp import Kvdp
 from attnmesh.parallel.sparse.row_share import RowShare
+from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import _FollowHome
 from attnmesh.verify import attention as verify
 
@@ -313,7 +313,7 @@ def test_verify_starts_processes_of_its_own():
 
 @pytest.mark.slow
 def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
-    fault = "from attnmesh.ops.accumulate import GradSum\nGradSum.pour = lambda self, target: None\n"
+    fault = "from attnmesh.ops.merge import GradSum\nGradSum.pour = lambda self, target: None\n"
     (tmp_path / "sitecustomize.py").write_text(fault)  # every process imports it as it starts
     ran = in_a_process("attnmesh.cli.main", "verify", "--ranks", "2", "--seed", "3", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1

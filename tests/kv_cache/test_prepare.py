@@ -10,8 +10,7 @@ from attnmesh.kv_cache import prepare as prepare_module
 from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.projected import ProjectedTokens
 from attnmesh.kv_cache.write import write_tokens
-from attnmesh.ops.block.heads import split_and_rotate
-from attnmesh.ops.block.rope import LAYOUTS
+from attnmesh.ops.block.stages import LAYOUTS, split_and_rotate
 from attnmesh.ops.storage import PLAIN, STORAGES, dequantize
 
 BLOCKS, BLOCK_SIZE = 6, 4

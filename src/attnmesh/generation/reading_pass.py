@@ -19,7 +19,7 @@ from attnmesh.core.ranges import Ranges
 from attnmesh.generation.cache_pass import CachePass
 from attnmesh.integrations.spread_pass import SpreadPass
 from attnmesh.ops.dense.api import attention_state
-from attnmesh.ops.packed import merge_packed
+from attnmesh.ops.merge import merge_packed
 from attnmesh.parallel.context import ContextParallel
 
 

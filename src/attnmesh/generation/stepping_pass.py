@@ -18,7 +18,7 @@ from attnmesh.core.state import accumulation_dtype
 from attnmesh.generation.cache_pass import CachePass
 from attnmesh.generation.held import Held
 from attnmesh.ops.decode.api import paged_decode_attention
-from attnmesh.ops.packed import merge_packed, state_in
+from attnmesh.ops.merge import merge_packed, state_in
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from attnmesh.kv_cache.projected import ProjectedTokens
 from attnmesh.kv_cache.triton_write import pool_pointers, store_heads, write_heads
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.ops.dense.triton_configs import padded
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm
+from attnmesh.ops.dense.triton_tiles import padded
 from attnmesh.ops.storage import BFP_GROUP, storage_of, values_of
 
 # Kernels are Triton's language, not Python's: its names have no Python types.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.dense.triton_configs import padded
+from attnmesh.ops.dense.triton_tiles import padded
 from attnmesh.ops.storage import BFP_BITS, BFP_GROUP, FP8_MAX, INT8_MAX, Quantized, Stored, storage_of, values_of
 
 # Kernels are Triton's language, not Python's: its names have no Python types.

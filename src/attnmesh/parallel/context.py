@@ -14,8 +14,8 @@ from attnmesh.comm import Comm
 from attnmesh.core.layouts import Layout, Zigzag, dimension
 from attnmesh.core.masks import Causal, Mask
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.ops.dense.check import problem_with, scale_for
-from attnmesh.ops.dense.choose import choose_fused
+from attnmesh.ops.dense.api import choose_fused
+from attnmesh.ops.dense.call import problem_with, scale_for
 from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.build import Builder
 from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, number_of

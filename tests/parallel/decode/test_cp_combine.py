@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmesh import State, merge, run_virtual
-from attnmesh.ops.packed import merge_packed, state_in, with_sinks
+from attnmesh.ops.merge import merge_packed, state_in, with_sinks
 from attnmesh.parallel.decode.cp import Cp
 
 WAYS = ["all_to_all", "reduce_scatter", "all_reduce"]

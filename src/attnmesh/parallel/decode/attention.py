@@ -12,8 +12,8 @@ from attnmesh.core.state import accumulation_dtype
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.kv_cache.step import Step
 from attnmesh.ops.decode.api import paged_decode_attention
-from attnmesh.ops.decode.faults import MOST_SEQUENCES
-from attnmesh.ops.packed import merge_packed, state_in
+from attnmesh.ops.decode.device_errors import MOST_SEQUENCES
+from attnmesh.ops.merge import merge_packed, state_in
 from attnmesh.parallel.decode.cp import Cp
 from attnmesh.plan.decode_load import Combine
 from attnmesh.plan.sharding import DecodeSharding

@@ -29,9 +29,8 @@ from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.projected import ProjectedTokens
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.kv_cache.step import Step
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import rms_norm
-from attnmesh.ops.block.weights import AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import rms_norm
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.agreement import Facts, agreed
 from attnmesh.parallel.decode.attention import ShardAttention

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.kv_cache.step import Step
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.weights import AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.decode.api import check_backend
 from attnmesh.ops.decode.call import MOST_TOKENS
-from attnmesh.ops.decode.choose import check_backend
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.agreement import Facts, check_count
 from attnmesh.parallel.decode.exchange import Exchange

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
-from attnmesh.ops.packed import merge_packed, with_sinks
+from attnmesh.ops.merge import merge_packed, with_sinks
 from attnmesh.plan.decode_load import Combine
 
 
