@@ -38,12 +38,12 @@ def really_sent(tp, cp, layout, *, keys="gathered", check=True, values=False):
                 found[name, True] = place.tp.traffic.bytes + place.cp.traffic.bytes - found[name, False]
 
         q, kv, v = mine.leaves("q", "kv", "v")
-        how = {"sm_scale": SCALE, "v": v if values else None, "d_v": None if values else D_V}
+        how = {"scale": SCALE, "v": v if values else None, "d_v": None if values else D_V}
         both("attention", lambda: parallel.sparse_attention(q, kv, mine.indices, **how)[0].sum())
         both("distribution", lambda: parallel.attention_distribution(
-            mine.q, mine.kv, mine.indices, mine.d_lse, sm_scale=SCALE))  # fmt: skip
+            mine.q, mine.kv, mine.indices, mine.d_lse, scale=SCALE))  # fmt: skip
         both("topk", lambda: parallel.indexer_topk(mine.iq, mine.ik, mine.w, TOPK))
-        target = {"q": mine.q, "k": mine.kv, "lse": mine.d_lse, "sm_scale": SCALE}
+        target = {"q": mine.q, "k": mine.kv, "lse": mine.d_lse, "attn_scale": SCALE}
         for rows in ("replicated", "scattered"):
             leaves = mine.leaves("iq", "ik", "w")
             both(f"loss {rows}", lambda leaves=leaves, rows=rows: parallel.indexer_kl_loss(
