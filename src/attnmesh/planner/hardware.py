@@ -127,3 +127,13 @@ class Cluster:
     def with_node(self, node: int) -> Cluster:
         """The same with other nodes; a port for every rank if there was one before."""
         return replace(self, node=node, rails=node if self.rails >= self.node else min(self.rails, node))
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How ranks of a device are joined unless somebody says otherwise."""
+
+    near: str | None = None  # the name of the link within a node
+    far: str | None = None  # between nodes
+    node: int | None = None  # ranks a node
+    rails: int | None = None  # network ports a node

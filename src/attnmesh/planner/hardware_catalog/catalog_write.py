@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterable
 from decimal import Decimal
 
-from attnmesh.planner.hardware import OF_BYTES, Curve, Device, Kind, Link
-from attnmesh.planner.hardware_catalog.catalog import Wiring
+from attnmesh.planner.hardware import OF_BYTES, Curve, Device, Kind, Link, Wiring
 from attnmesh.planner.hardware_catalog.catalog_file import FIELD_OF, GIGA, MICRO, MILLI, SQUARES_OF, size_places
 
 
