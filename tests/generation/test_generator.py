@@ -15,7 +15,7 @@ from attnmesh.generation.lookup import Lookup
 from attnmesh.generation.reader import Reader
 from attnmesh.generation.sampling import Sampling
 from attnmesh.ops.decode.call import MOST_TOKENS
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from modelling import (
     KINDS,
     LAYOUTS,

@@ -25,7 +25,7 @@ from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.text import NewText
 from attnmesh.ops.decode.call import MOST_TOKENS
 from attnmesh.parallel.agreement import Facts, agreed
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.recommend import recommend_sharding
 
 _GREEDY = Sampling()

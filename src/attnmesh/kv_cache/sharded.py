@@ -18,7 +18,7 @@ from attnmesh.kv_cache.step import Step, StepTensors
 from attnmesh.kv_cache.write import write_tokens
 from attnmesh.ops.decode.call import MOST_TOKENS
 from attnmesh.ops.storage import Stored
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 
 _Part = tuple[list[Sequence], int | abc.Sequence[abc.Sequence[int]]]  # a bank's sequences, and their new tokens
 

@@ -15,8 +15,7 @@ from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.decode.faults import MOST_SEQUENCES
 from attnmesh.ops.packed import merge_packed, state_in
 from attnmesh.parallel.decode.cp import Cp
-from attnmesh.plan.decode_load import Combine
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import Combine, DecodeSharding
 
 
 @dataclass(frozen=True)

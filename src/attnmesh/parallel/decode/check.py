@@ -16,8 +16,8 @@ from attnmesh.ops.decode.choose import check_backend
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.agreement import Facts, check_count
 from attnmesh.parallel.decode.exchange import Exchange
-from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.planner.kv_rows import KvRows
+from attnmesh.plan.decode import DecodeSharding
+from attnmesh.planner.auto import KvRows
 
 _TENSORS = [field.name for field in fields(AttentionWeights) if field.name != "out_bias"]  # that one is rank 0's alone
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.ops.packed import merge_packed, with_sinks
-from attnmesh.plan.decode_load import Combine
+from attnmesh.plan.decode import Combine
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from attnmesh.plan.decode_load import Combine, DecodeShape, Trade
-from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.planner.combine import pick_combine
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
+from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, Trade
+from attnmesh.planner.auto import pick_combine
+from attnmesh.planner.catalog import usual_cluster
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.comm.base import parts_of
-from attnmesh.plan.decode_load import Trade
+from attnmesh.plan.decode import Trade
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from attnmesh.planner.catalog_file import FIELD_OF, SQUARES_OF, Table, Tables, read_tables, unknown
 from attnmesh.planner.hardware import KINDS, OF_BYTES, Cluster, Curve, Device, Kind, Link, Wiring
-from attnmesh.planner.hardware_catalog.catalog_file import FIELD_OF, SQUARES_OF, Table, Tables, read_tables
-from attnmesh.planner.hardware_catalog.names import unknown
 
 _BUILT_IN = Path(__file__).with_name("hardware.toml")
 T = TypeVar("T")
