@@ -16,8 +16,7 @@ from torch import Tensor
 
 from attnmesh.calibration.timing import Run, cold
 from attnmesh.cli.output import Rows
-from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.kv_cache.step import Step
+from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope

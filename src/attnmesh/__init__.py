@@ -11,9 +11,9 @@ from attnmesh.integrations.inputs import shard_inputs
 from attnmesh.integrations.load import load_model
 from attnmesh.integrations.problem import ModelError
 from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.kv_cache.stats import CacheFull
 from attnmesh.ops.block.config import AttentionConfig
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope

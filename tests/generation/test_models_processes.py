@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.generation.engine import Reader
 from attnmesh.generation.generator import Generator
-from attnmesh.generation.reader import Reader
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.inputs import shard_inputs
 from attnmesh.plan.decode import DecodeSharding

@@ -20,13 +20,8 @@ from attnmesh.comm import Comm, comm_from
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
-from attnmesh.generation.cache_pass import CachePass
-from attnmesh.generation.held import Held
-from attnmesh.generation.reading_pass import ReadingPass
-from attnmesh.generation.shared_work import SharedWork
-from attnmesh.generation.shares import Shares, evened, grown, in_turn
-from attnmesh.generation.step_graph import StepGraphs
-from attnmesh.generation.stepping_pass import SteppingPass
+from attnmesh.generation.passes import CachePass, ReadingPass, StepGraphs, SteppingPass
+from attnmesh.generation.tensor_parallel import SharedWork
 from attnmesh.integrations.transformers_attention import check_model
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import NewTokens
@@ -34,6 +29,7 @@ from attnmesh.kv_cache.sequence import Sequence as Kept
 from attnmesh.ops.decode.call import MOST_TOKENS
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.context import ContextParallel
+from attnmesh.parallel.decode.positions import Held, Shares, evened, grown, in_turn
 
 BLOCK_SIZE = 32
 _BY_LAYOUT = 2  # tokens a rank: any layout then gives every rank some of a stretch
