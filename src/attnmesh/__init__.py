@@ -33,7 +33,7 @@ from attnmesh.parallel.decode.ranks import decode_rank
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.recommend import recommend_sharding
 
 __version__ = "0.1.0"

@@ -14,7 +14,7 @@ from attnmesh.generation.engine import Reader
 from attnmesh.generation.generator import Generator, Token, generate
 from attnmesh.generation.sampling import Lookup, Sampling
 from attnmesh.ops.decode.call import MOST_TOKENS
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from modelling import (
     KINDS,
     LAYOUTS,

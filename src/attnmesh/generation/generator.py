@@ -23,7 +23,7 @@ from attnmesh.generation.engine import Reader, Reading
 from attnmesh.generation.sampling import Lookup, NewText, Sampling
 from attnmesh.ops.decode.call import MOST_TOKENS
 from attnmesh.parallel.agreement import Facts, agreed
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.recommend import recommend_sharding
 
 _GREEDY = Sampling()

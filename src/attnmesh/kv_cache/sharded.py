@@ -21,7 +21,7 @@ from attnmesh.kv_cache.pools import fp8_scale, write_tokens
 from attnmesh.kv_cache.sequence import NewTokens, Sequence, ShardedSequence, check_sizes
 from attnmesh.ops.decode.call import MOST_TOKENS
 from attnmesh.ops.storage import Stored
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 
 
 class StepTensors:

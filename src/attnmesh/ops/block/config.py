@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnmesh.core.validation import check_positive
 from attnmesh.ops.block.stages import Norm, Rope
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 
 
 @dataclass(frozen=True)

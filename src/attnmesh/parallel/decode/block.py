@@ -24,10 +24,9 @@ from attnmesh.parallel.decode.core import Cp, ShardAttention
 from attnmesh.parallel.decode.exchange import Exchange, Kvdp
 from attnmesh.parallel.decode.ranks import DecodeRanks, decode_ranks, whole_comm
 from attnmesh.parallel.schedule import propagate_failure
-from attnmesh.plan.decode_load import DecodeShape
-from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
-from attnmesh.planner.kv_rows import KvRows, own_rows_pay
+from attnmesh.plan.decode import DecodeShape, DecodeSharding
+from attnmesh.planner.auto import KvRows, own_rows_pay
+from attnmesh.planner.catalog import usual_cluster
 
 _TENSORS = [field.name for field in fields(AttentionWeights) if field.name != "out_bias"]  # that one is rank 0's alone
 

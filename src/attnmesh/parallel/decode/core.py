@@ -28,8 +28,7 @@ from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.decode.device_errors import MOST_SEQUENCES
 from attnmesh.ops.merge import merge_packed, state_in, with_sinks
-from attnmesh.plan.decode_load import Combine
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import Combine, DecodeSharding
 
 
 @dataclass(frozen=True)

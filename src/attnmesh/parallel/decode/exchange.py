@@ -11,10 +11,9 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.comm.base import parts_of
-from attnmesh.plan.decode_load import Combine, DecodeShape, Trade
-from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.planner.combine import pick_combine
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
+from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, Trade
+from attnmesh.planner.auto import pick_combine
+from attnmesh.planner.catalog import usual_cluster
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,26 @@
-"""The TOML files that say what devices and links can do: how they are read and checked.
-
-Figures stand in units that people use. All are powers of ten of seconds, bytes and operations, so a number is moved by
-its decimal point, without rounding: what `catalog_write` writes is read back as the very same number.
-"""
+"""What to say about a name that is not known."""
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 
-from attnmesh.planner.hardware import KINDS, OF_BYTES, Curve, Kind
-from attnmesh.planner.hardware_catalog.names import unknown
+from attnmesh.planner.hardware import KINDS, OF_BYTES, Curve, Device, Kind, Link, Wiring
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> ValueError:
+    """The error for a name that none of the known ones is: the nearest of them, then all."""
+    names = sorted(known)
+    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    return ValueError(f"unknown {what} {name!r}.{meant} Known: {', '.join(names)}")
+
 
 Value = str | bool | int | float | Curve
 Table = Mapping[str, Value]
@@ -181,3 +187,51 @@ _LINK: dict[str, _Field] = {
     "shared": _Field("true or false", _flag),
 }
 _EFFICIENCY: dict[str, _Field] = {FIELD_OF[kind]: _Field("a number above 0, at most 1", _share) for kind in KINDS}
+
+
+def as_toml(device: Device, links: Iterable[Link] = (), wiring: Wiring | None = None) -> str:
+    """A file that says a device, links, and how the device is wired.
+
+    Read back, it gives equal objects. (If the catalogue has a device of that name already, it keeps what is not said
+    here: kinds of kernels that `device` has no curve for.)
+    """
+    lines = [
+        f"[device.{_quoted(device.name)}]",
+        f"source = {_quoted(device.source)}",
+        f"memory_gb = {_moved(device.memory, -GIGA)}",
+        f"launch_us = {_moved(device.launch, -MICRO)}",
+    ]
+    if device.cores is not None:
+        lines.append(f"cores = {device.cores}")
+    if device.round:
+        lines.append(f"round_us = {_moved(device.round, -MICRO)}")
+    for name, value in vars(wiring or Wiring()).items():
+        if value is not None:
+            lines.append(f"{name} = {_quoted(value) if isinstance(value, str) else value}")
+    lines += [_curve_catalog_write(FIELD_OF[kind], kind, curve) for kind, curve in device.curves]
+    lines += [_curve_catalog_write(SQUARES_OF[kind], kind, curve) for kind, curve in device.squares]
+    for link in links:
+        lines += [
+            "",
+            f"[link.{_quoted(link.name)}]",
+            f"source = {_quoted(link.source)}",
+            f"bandwidth_gbs = {_moved(link.bandwidth, -GIGA)}",
+            f"latency_us = {_moved(link.latency, -MICRO)}",
+            f"message_us = {_moved(link.message, -MICRO)}",
+            f"shared = {str(link.shared).lower()}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _curve_catalog_write(field: str, kind: Kind, curve: Curve) -> str:
+    samples = (f"[{_moved(size, -size_places(kind))}, {_moved(time, -MILLI)}]" for size, time in curve.samples)
+    return f"{field} = [{', '.join(samples)}]  # [{'MB' if kind in OF_BYTES else 'GFLOP'}, ms]"
+
+
+def _moved(value: float, places: int) -> str:
+    text = format(Decimal(repr(float(value))).scaleb(places), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's strings are TOML's but for this one

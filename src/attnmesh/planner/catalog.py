@@ -10,22 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from attnmesh.planner.hardware import KINDS, OF_BYTES, Cluster, Curve, Device, Kind, Link
-from attnmesh.planner.hardware_catalog.catalog_file import FIELD_OF, SQUARES_OF, Table, Tables, read_tables
-from attnmesh.planner.hardware_catalog.names import unknown
+from attnmesh.planner.catalog_file import FIELD_OF, SQUARES_OF, Table, Tables, read_tables, unknown
+from attnmesh.planner.hardware import KINDS, OF_BYTES, Cluster, Curve, Device, Kind, Link, Wiring
 
 _BUILT_IN = Path(__file__).with_name("hardware.toml")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """How ranks of a device are joined unless somebody says otherwise."""
-
-    near: str | None = None  # the name of the link within a node
-    far: str | None = None  # between nodes
-    node: int | None = None  # ranks a node
-    rails: int | None = None  # network ports a node
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from attnmesh.planner.hardware import Cluster, Floats
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Network, Slow
 from attnmesh.planner.simulator.record import Record
-from attnmesh.planner.simulator.waves import run_waves
+from attnmesh.planner.simulator.rounds import run_waves
 from attnmesh.trace.timeline import Span
 
 FEW_MESSAGES = 50_000  # followed one by one within seconds

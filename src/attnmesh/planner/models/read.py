@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from attnmesh.planner.models.model import Experts, Latent, ModelConfig, Stored
-from attnmesh.planner.models.model_windows import windows
+from attnmesh.planner.catalog_file import unknown
+from attnmesh.planner.models.config import Experts, Latent, ModelConfig, Stored
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 _TIED_UNLESS_SAID = ("gemma",)  # Transformers writes only what differs from a family's defaults
@@ -186,3 +187,88 @@ def _stored(fields: _Fields) -> Stored:
             return Stored(packed, packed, plain)
         case _:
             raise ValueError(f"quant_method in {fields.path} must be mxfp4, fp8, gptq or awq, got {method or how!r}")
+
+
+_KINDS = {"full_attention": False, "sliding_attention": True}  # whether a kind of layer has a window
+_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}  # every n-th layer sees all, where none is named
+
+
+def windows(fields: Mapping[str, object], layers: int, path: Path) -> tuple[int | None, ...]:
+    """The window of every layer of a config; empty if none has one. A window counts the query's own position."""
+    if fields.get("attention_chunk_size") is not None:
+        raise ValueError(f"{path} has attention_chunk_size: attention in chunks is not planned for")
+    slides = _sliding(fields, layers, path)
+    if not any(slides):
+        return ()
+    window = fields.get("sliding_window")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"sliding_window in {path} must be a positive integer, got {window!r}")
+    return tuple(window if slide else None for slide in slides)
+
+
+def _sliding(fields: Mapping[str, object], layers: int, path: Path) -> list[bool]:
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        return _by_kind(kinds, layers, path)
+    if fields.get("sliding_window") is None or fields.get("use_sliding_window") is False:
+        return []
+    if fields.get("use_sliding_window"):  # Qwen: the first layers see all
+        first = fields.get("max_window_layers", 0)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ValueError(f"max_window_layers in {path} must be an integer of at least 0, got {first!r}")
+        return [layer >= first for layer in range(layers)]
+    pattern = fields.get("sliding_window_pattern") or _PATTERN.get(str(fields.get("model_type")))
+    if pattern is None:  # Mistral: all layers alike
+        return [True] * layers
+    if not isinstance(pattern, int) or pattern < 1:
+        raise ValueError(f"sliding_window_pattern in {path} must be a positive integer, got {pattern!r}")
+    return [(layer + 1) % pattern != 0 for layer in range(layers)]
+
+
+def _by_kind(kinds: object, layers: int, path: Path) -> list[bool]:
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types in {path} must list one kind for each of {layers} layers, got {kinds!r}")
+    strange = sorted({str(kind) for kind in kinds} - set(_KINDS))
+    if strange:
+        raise ValueError(f"layer_types in {path} must be {' or '.join(_KINDS)}, got {', '.join(strange)}")
+    return [_KINDS[str(kind)] for kind in kinds]
+
+
+_FOLDER = Path(__file__).parent
+_ALIASES = {"llama-3.3-70b": "llama-3.1-70b", "deepseek-r1": "deepseek-v3", "mistral-7b-v0.1": "mistral-7b"}
+
+
+def model_names() -> list[str]:
+    """All names that `model` knows."""
+    return sorted([path.stem for path in _FOLDER.glob("*.json")] + list(_ALIASES))
+
+
+def model(name_or_path: str | Path) -> ModelConfig:
+    """A model by its name, its config file, or a folder with one.
+
+    What is there as a file or folder is read; anything else must be a name. An owner before the name, capitals and
+    `-Instruct` do not matter: `meta-llama/Llama-3.1-8B-Instruct` is `llama-3.1-8b`.
+    """
+    path = Path(name_or_path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"the folder {path} has no config.json")
+        return read_whole_config(path / "config.json")
+    if path.is_file():
+        return read_whole_config(path)
+    name = _plain(str(name_or_path))
+    if name in model_names():
+        return _known(_ALIASES.get(name, name))
+    if path.suffix == ".json" or path.is_absolute() or len(path.parts) > 2:
+        raise ValueError(f"there is no config file or folder {path}")
+    raise unknown("model (nor is it a config file)", str(name_or_path), model_names())
+
+
+def _plain(name: str) -> str:
+    owner, _, last = name.strip().lower().rpartition("/")
+    return (name.lower() if "/" in owner or owner in (".", "..") else last).removesuffix("-instruct")
+
+
+@cache
+def _known(name: str) -> ModelConfig:
+    return read_whole_config(_FOLDER / f"{name}.json", name)

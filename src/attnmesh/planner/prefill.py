@@ -20,12 +20,9 @@ from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload, refusal
 from attnmesh.planner.cost import Cost, schedule_cost
-from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.model import ModelConfig
-from attnmesh.planner.models.model_bytes import cache_bytes, weight_bytes
-from attnmesh.planner.models.model_work import layer_weights_read, linear_flops
+from attnmesh.planner.hardware import Cluster, one_of_many, ranks_together
+from attnmesh.planner.models.config import ModelConfig, cache_bytes, layer_weights_read, linear_flops, weight_bytes
 from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
-from attnmesh.planner.side_by_side import one_of_many, ranks_together
 
 MOST_CP = 1024
 """CP ranks up to which every schedule is costed; `attnmesh simulate` takes more."""

@@ -17,8 +17,7 @@ import numpy as np
 
 from attnmesh.plan.program import Bundle, Ints, Messages, Program, Round
 from attnmesh.planner.hardware import Cluster, Floats
-from attnmesh.planner.simulator.network import Network, Routes, Slow
-from attnmesh.planner.simulator.port_shares import PortShares, UnderWay, sums
+from attnmesh.planner.simulator.network import Network, PortShares, Routes, Slow, UnderWay, sums
 from attnmesh.planner.simulator.record import Record, beside_kernels, timed
 
 NEVER = -np.inf
