@@ -103,9 +103,9 @@ def test_virtual_ranks_do_what_their_plan_says(tmp_path, schedule, layout):
 def several(comm: Comm, asks: list[Attending]) -> list[tuple[list[Span], int]]:
     found = []
     for ask in asks:
-        before = comm.traffic.verbs.get("exchange", (0, 0))[1]
+        before = comm.traffic.by_op.get("exchange", (0, 0))[1]
         spans = traced(comm, ask)
-        found.append((spans, comm.traffic.verbs["exchange"][1] - before))
+        found.append((spans, comm.traffic.by_op["exchange"][1] - before))
     return found
 
 

@@ -10,8 +10,7 @@ from test_trace_command import asked, workload
 
 from attnmesh import run_virtual
 from attnmesh.cli.trace import Attending, traced
-from attnmesh.comm.parcel import Parcel
-from attnmesh.comm.watch import watch_on_stream
+from attnmesh.comm.process_group import InFlightMessage, record_on_stream
 from attnmesh.plan.load import loads
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.trace.recorder import Recorder
@@ -76,9 +75,9 @@ def test_messages_that_only_order_streams_are_noted_without_a_wait_of_the_host()
 
     x @ x
     recorder = Recorder(0, "cuda")
-    parcels = [Parcel(x, 1, send=True), Parcel(x, 2, send=False)]
+    messages_in_flight = [InFlightMessage(x, 1, send=True), InFlightMessage(x, 2, send=False)]
     posted = recorder.now(x.device)
-    watch_on_stream([Work()], parcels, "exchange", recorder, posted)
+    record_on_stream([Work()], messages_in_flight, "exchange", recorder, posted)
     begun = recorder.now(x.device)
     recorder.add("compute", "mine", posted, begun)
     looked = time.perf_counter()

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from attnmesh import Comm, ContextParallel, run_virtual
-from attnmesh.comm import recording
-from attnmesh.comm.sub import SubComm
+from attnmesh.comm import SubComm, recording
 from attnmesh.trace.recorder import Recorder
 
 
@@ -23,9 +22,7 @@ def test_spans_are_sorted_by_begin():
         "inner",
         {"verb": "exchange"},
     )
-    assert (
-        recorder.start <= outer.begin <= inner.begin <= inner.end <= outer.end <= time.perf_counter()
-    )
+    assert recorder.start <= outer.begin <= inner.begin <= inner.end <= outer.end <= time.perf_counter()
 
 
 def test_messages_are_counted_by_direction_and_peer_so_that_both_ends_match():

@@ -104,13 +104,13 @@ def test_nothing_is_lost_and_nothing_overlaps(tmp_path_factory, spans):
     ("rank", "begin", "end"),
     [(-1, 0.0, 1.0), (0, 2.0, 1.0), (0, -1.0, 1.0), (0, 0.0, float("inf")), (0, float("nan"), 1.0)],
 )
-def test_a_span_that_cannot_be_is_refused(tmp_path, rank, begin, end):
-    with pytest.raises(ValueError, match="a span must be of a rank"):
+def test_an_impossible_span_is_rejected(tmp_path, rank, begin, end):
+    with pytest.raises(ValueError, match="span must have rank"):
         written(tmp_path, [Span(rank, "send", "x", begin, end)])
 
 
-def test_facts_that_no_viewer_reads_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="facts must be numbers"):
+def test_args_that_are_not_json_are_rejected(tmp_path):
+    with pytest.raises(TypeError, match="args and metadata must be"):
         written(tmp_path, [Span(0, "send", "x", 0.0, 1.0, {"peer": object()})])
     with pytest.raises(ValueError, match="JSON compliant"):
         written(tmp_path, [Span(0, "send", "x", 0.0, 1.0, {"rate": float("nan")})])

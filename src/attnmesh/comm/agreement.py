@@ -1,4 +1,4 @@
-"""Agreement between ranks: before they exchange data, ranks compare the operation and the arguments they call it with."""
+"""Agreement between ranks: they compare the operation and its arguments before they exchange data."""
 
 from __future__ import annotations
 
@@ -187,9 +187,10 @@ class AgreementStore:
         except CommError:
             return ""
         return "".join(
-            f"; rank {rank} is about to start {signature}" + (f", with the error: {signature.error}" if signature.error else "")
+            f"; rank {rank} is about to start {signature}"
+            + (f" with error: {signature.error}" if signature.error else "")
             for rank, signature in waiting.items()
-        )  # fmt: skip
+        )
 
     def _signatures(self, round_: int, ranks: Iterable[int]) -> dict[int, Signature]:
         keys = {rank: self._signature_key(round_, rank) for rank in sorted(ranks)}
@@ -204,7 +205,7 @@ class AgreementStore:
     def _key(self, name: str) -> str:
         if self._prefix is None:
             # A group that is created again after its destruction may get its old store with all keys. The number of
-            # ranks that ever joined distinguishes the generations, because no agreement completes before all have joined.
+            # ranks that ever joined distinguishes the generations: no agreement completes before all have joined.
             joined = self._store.add("attnmesh/joined", 1)
             self._prefix = f"attnmesh/{(joined - 1) // self._world}"
         return f"{self._prefix}/{name}"

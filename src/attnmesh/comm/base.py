@@ -126,7 +126,7 @@ class Comm(ABC):
     def all_gather(self, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
         """The `x` of all ranks, in rank order. `shapes[i]` is the shape on rank i; shapes may differ.
 
-        With `into`, a contiguous buffer for all parts including the own one, the parts are laid out in it in rank order.
+        `into` is a contiguous buffer for all parts, the own one included, which are laid out in rank order.
         """
         self._check_count(shapes, "shapes")
         self._check_shape(x, shapes[self.rank], "x")

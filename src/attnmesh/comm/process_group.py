@@ -138,7 +138,9 @@ class GroupComm(Comm):
     def _common_backend(self, tensors: Sequence[Tensor]) -> str:
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
-            raise ValueError(f"all buffers of an exchange must be on one device, got {', '.join(sorted(map(str, devices)))}")
+            raise ValueError(
+                f"all buffers of an exchange must be on one device, got {', '.join(sorted(map(str, devices)))}"
+            )
         return self._backend(tensors[0].device)
 
     def _backend(self, device: torch.device) -> str:

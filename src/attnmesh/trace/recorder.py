@@ -77,9 +77,9 @@ class Recorder:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         spans = [
-            Span(self.rank, record.track, record.name, self._seconds(record.begin), self._seconds(record.end), record.args)
-            for record in list(self._records)
-        ]  # fmt: skip
+            Span(self.rank, each.track, each.name, self._seconds(each.begin), self._seconds(each.end), each.args)
+            for each in list(self._records)
+        ]
         return sorted(spans, key=lambda span: (span.begin, span.end))
 
     def _seconds(self, time: Timestamp) -> float:
