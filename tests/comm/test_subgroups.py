@@ -129,7 +129,9 @@ def test_it_takes_over_what_the_parent_is():
 def test_members_without_this_rank_are_refused():
     def rank(comm: Comm) -> None:
         others = [other for other in range(3) if other != comm.rank]
-        with pytest.raises(ValueError, match=rf"members must include this rank \({comm.rank}\), got \[{others[0]}, {others[1]}"):
+        with pytest.raises(
+            ValueError, match=rf"members must include this rank \({comm.rank}\), got \[{others[0]}, {others[1]}"
+        ):
             SubComm(comm, others)
 
     run_virtual(3, rank)
