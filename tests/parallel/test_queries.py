@@ -9,7 +9,7 @@ from functools import partialmethod
 import pytest
 import torch
 import torch.nn.functional as F
-from test_lanes import device as replay  # noqa: F401  (a fixture)
+from test_streams import device as replay  # noqa: F401  (a fixture)
 from torch import Tensor
 
 from attending import (

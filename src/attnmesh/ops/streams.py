@@ -7,7 +7,7 @@ overtake block s, never block s - 1: a ring has two key buffers, and block s + 1
 Memory freed on a lane is used again by that lane. What one lane made and another stream has read is therefore safe
 only if the maker waits for the reader before it goes on, which `summing` and `arrived` see to. (Tensor.record_stream
 would do without waiting, but holds memory back for as long as the host runs ahead of the device: it would grow with
-the ring.) `tests/parallel/test_lanes.py` replays all of this on streams with vector clocks.
+the ring.) `tests/parallel/test_streams.py` replays all of this on streams with vector clocks.
 """
 
 from __future__ import annotations
