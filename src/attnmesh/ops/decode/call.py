@@ -13,7 +13,7 @@ from torch import Tensor
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
 
-MOST_TOKENS = 8  # queries a sequence: more is prefill, which `attention` does
+MAX_DECODE_TOKENS = 8  # queries a sequence: more is prefill, which `attention` does
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Backend(Protocol):
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def checked(
+def build_call(
     q: Tensor,
     k: Stored,
     v: Stored,
@@ -222,9 +222,9 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> Non
             _refuse_gradient(f"the scales of {name}", x.scales)
     if not q.dtype.is_floating_point:
         raise ValueError(f"q must be floating point, got {q.dtype}")
-    if not 1 <= q.shape[2] <= MOST_TOKENS:
+    if not 1 <= q.shape[2] <= MAX_DECODE_TOKENS:
         raise ValueError(
-            f"q has {q.shape[2]} tokens a sequence; decode takes 1 to {MOST_TOKENS} (attention() serves longer prompts)"
+            f"q has {q.shape[2]} tokens a sequence; decode takes 1 to {MAX_DECODE_TOKENS} (attention() serves longer prompts)"
         )
     if not q.shape[3]:
         raise ValueError("head_dim must be at least 1, got 0")

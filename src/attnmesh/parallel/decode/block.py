@@ -19,7 +19,7 @@ from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.stages import rms_norm
 from attnmesh.ops.decode.api import check_backend
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.decode.core import Cp, ShardAttention
 from attnmesh.parallel.decode.exchange import Exchange, Kvdp
@@ -98,8 +98,8 @@ def check_call(
         raise ValueError(
             f"x must have the weights' dtype and device, {weight.dtype} on {weight.device}, got {x.dtype} on {x.device}"
         )
-    if step.tokens > MOST_TOKENS:
-        raise ValueError(f"a block takes 1 to {MOST_TOKENS} new tokens a sequence, got {step.tokens}")
+    if step.tokens > MAX_DECODE_TOKENS:
+        raise ValueError(f"a block takes 1 to {MAX_DECODE_TOKENS} new tokens a sequence, got {step.tokens}")
     _check_cache(settings, cache, rank, weight)
     cache.check_current(step, layer, written=not update_cache)
     return {
