@@ -71,7 +71,7 @@ def on_a_mesh(comm: Comm) -> None:
     assert_attention_close(
         whole_results(ContextParallel(mesh["cp"].get_group()).comm, inputs, mask, Zigzag()), inputs, mask
     )
-    with pytest.raises(ValueError, match="expected a Comm, ProcessGroup, DeviceMesh or None, got str"):
+    with pytest.raises(ValueError, match="group must be a Comm, ProcessGroup, DeviceMesh or None, got str"):
         ContextParallel("cp")
 
 

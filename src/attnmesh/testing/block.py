@@ -12,16 +12,14 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.kv_cache.sequence import ShardedSequence
 from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.rope import Layout as RopeLayout
-from attnmesh.ops.block.rope import Rope
-from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Layout as RopeLayout
+from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.decode.exchange import Exchange
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.testing.decode import poison_cache
 
 
@@ -205,7 +203,7 @@ class BlockRunner:
             self.outputs[i, start : start + out.shape[1]] = out[self.sequences[i].row]
         return out
 
-    def feed_until(self, i: int, length: int, most: int = MOST_TOKENS) -> BlockRunner:
+    def feed_until(self, i: int, length: int, most: int = MAX_DECODE_TOKENS) -> BlockRunner:
         """Feed one sequence until it has this length, at most `most` tokens per step."""
         while self.sequences[i].length < length:
             self.feed([i], min(most, length - self.sequences[i].length))

@@ -18,7 +18,7 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
-from attnmesh.ops.decode.check import checked
+from attnmesh.ops.decode.call import build_call
 from attnmesh.ops.storage import Quantized, Stored, dequantize, quantize
 from attnmesh.testing.errors import Comparison
 
@@ -53,7 +53,7 @@ class DecodeProblem:
 
     def call(self) -> Any:
         """Return the validated call, as backends receive it."""
-        return checked(self.q, self.k, self.v, self.table, **_DEFAULTS | self.options)
+        return build_call(self.q, self.k, self.v, self.table, **_DEFAULTS | self.options)
 
     def exact(self) -> State:
         """Return the result in float64."""
@@ -92,7 +92,7 @@ def reference_decode(q: Tensor, k: Tensor, v: Tensor, *, plain: bool = False, **
     if mask is not None and mask.is_floating_point():
         options["mask"] = torch.where(mask.isnan(), 0.0, mask).double()
     q = torch.where(q.isnan(), 0.0, q)
-    return reference.run(checked(q, k.to(q.dtype), v.to(q.dtype), None, **options), plain=plain)
+    return reference.run(build_call(q, k.to(q.dtype), v.to(q.dtype), None, **options), plain=plain)
 
 
 def compare(actual: State, exact: State, plain: State) -> list[Comparison]:

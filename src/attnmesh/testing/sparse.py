@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm
-from attnmesh.comm.sub import SubComm
+from attnmesh.comm import Comm, SubComm
 from attnmesh.core.layouts import Layout
 from attnmesh.ops.sparse import attention, indexer, loss, reference
 from attnmesh.ops.sparse.lse import convert_lse

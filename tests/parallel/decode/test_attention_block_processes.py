@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
-from attnmesh.plan.sharding import Place
+from attnmesh.plan.decode import Place
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import (
     assert_outputs_close,
@@ -188,11 +188,11 @@ def refusals(comm):
 
 def test_a_mistake_on_one_rank_is_heard_on_all_at_once():
     words = [
-        "interleave must be a multiple of split_size.*said by rank 2",
+        "interleave must be a multiple of split_size.*on rank 2",
         "ranks disagree: sharding is .*interleave=2",
         "the mesh must have dimensions named tp, cp, kvdp",
-        r"x must be .* got \[1, 2, 24\] \(said by rank 2\)",
-        r"step what its append returned, got ShardedCache and NoneType \(said by rank 2\)",
+        r"x must be .* got \[1, 2, 24\] \(on rank 2\)",
+        r"step what its append returned, got ShardedCache and NoneType \(on rank 2\)",
     ]
     config, weights = random_block(8, 4)
     truth = reference_block(config, weights, torch.ones(1, 2, 24))

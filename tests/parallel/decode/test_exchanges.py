@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.plan.decode_load import COMBINES, TRADES, DecodeShape, bytes_sent
+from attnmesh.plan.decode import COMBINES, TRADES, DecodeShape, bytes_sent
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, random_sequences
 
@@ -56,7 +56,7 @@ def test_every_way_to_exchange_is_right_and_sends_what_the_plan_says(case):
 def traffic_of(block):
     """What is counted by everyone, and by the peers that trade, unless they are everyone."""
     ranks = block._ranks
-    return {"everyone": ranks.everyone.traffic, "kvdp": ranks.kvdp.traffic, "cp": ranks.cp.traffic}
+    return {"everyone": ranks.all_ranks.traffic, "kvdp": ranks.kvdp.traffic, "cp": ranks.cp.traffic}
 
 
 def assert_sent(verbs, plan, way, sharding):
@@ -93,7 +93,7 @@ def test_auto_combines_as_the_plan_picks(tokens):
     def rank(comm, way):
         block = shard_block(config, weights, sharding, comm, exchange=am.Exchange(cp=way))
         out = BlockRunner(block, poisoned_cache(block, 2, 9), x).allocate(0, 1).feed([0, 1], tokens)
-        return out, dict(comm.traffic.verbs)
+        return out, dict(comm.traffic.by_op)
 
     picked = am.Exchange().combine(sharding, shape, "cpu")
     by_itself = am.run_virtual(4, lambda comm: rank(comm, "auto"))
