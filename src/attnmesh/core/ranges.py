@@ -99,38 +99,43 @@ N = TypeVar("N", int, Tensor)
 
 
 @dataclass(frozen=True)
-class Share:
-    """The share of rank `rank` among `ranks`, dealt `run` positions at a time. Functions take integers or tensors."""
+class PositionShard:
+    """The positions of rank `rank` of `world`: blocks of `interleave` consecutive positions go to the ranks in turn.
 
-    ranks: int = 1
+    Methods take integers or tensors.
+    """
+
+    world: int = 1
     rank: int = 0
-    run: int = 1
+    interleave: int = 1
 
     def __post_init__(self) -> None:
-        check_positive(ranks=self.ranks, run=self.run)
+        check_positive(world=self.world, interleave=self.interleave)
         self._checked(self.rank)
 
     def owner(self, position: N) -> N:
-        """The rank that holds a position."""
-        return position // self.run % self.ranks
+        """The rank that stores a position."""
+        return position // self.interleave % self.world
 
     def index(self, position: N) -> N:
-        """Where its owner holds a position, counted from 0."""
-        return position // (self.ranks * self.run) * self.run + position % self.run
+        """The index of a position among those that its owner stores."""
+        return position // (self.world * self.interleave) * self.interleave + position % self.interleave
 
     def length(self, length: N, rank: int | None = None) -> N:
-        """How many of the first `length` positions a rank (this one) holds. No rank holds more than rank 0."""
+        """The number of the first `length` positions that a rank (default: this one) stores; rank 0 stores the most."""
         rank = self.rank if rank is None else self._checked(rank)
-        rest = length % (self.ranks * self.run) - rank * self.run
-        rest = rest.clamp(0, self.run) if isinstance(rest, Tensor) else min(max(rest, 0), self.run)
-        return length // (self.ranks * self.run) * self.run + rest
+        rest = length % (self.world * self.interleave) - rank * self.interleave
+        rest = rest.clamp(0, self.interleave) if isinstance(rest, Tensor) else min(max(rest, 0), self.interleave)
+        return length // (self.world * self.interleave) * self.interleave + rest
 
     def position(self, index: N, rank: int | None = None) -> N:
-        """The position that a rank (this one) holds at `index`."""
+        """The position that a rank (default: this one) stores at `index`."""
         rank = self.rank if rank is None else self._checked(rank)
-        return index // self.run * (self.ranks * self.run) + rank * self.run + index % self.run
+        return (
+            index // self.interleave * (self.world * self.interleave) + rank * self.interleave + index % self.interleave
+        )
 
     def _checked(self, rank: int) -> int:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:
-            raise ValueError(f"rank must be 0 to {self.ranks - 1}, got {rank!r}")
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world:
+            raise ValueError(f"rank must be 0 to {self.world - 1}, got {rank!r}")
         return rank

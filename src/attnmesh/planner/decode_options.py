@@ -106,7 +106,7 @@ def decode_memory(asked: Decode, sharding: DecodeSharding, sequences: int) -> Me
     cached = cached_numbers(model) / kv_heads * asked.cached_number
     kept = 0.0
     for window, layers in model.window_layers.items():
-        positions = sharding.share(0).length(min(asked.context, window or asked.context))
+        positions = sharding.position_shard(0).length(min(asked.context, window or asked.context))
         kept += layers * positions * cached
     heads, held = len(sharding.kv_heads(0, kv_heads)), -(-sequences // sharding.kvdp)
     working = 8.0 * sequences * asked.tokens * (model.hidden + model.q_heads * shape.head_dim) * _ACTIVATION

@@ -69,7 +69,7 @@ class DecodeLayer:
         """
         shape, flops, read = self.shape, [], []
         for rank in range(sharding.ranks):
-            held = len(sharding.sequences(rank, shape.batch)) * sharding.share(rank).length(self.context)
+            held = len(sharding.sequences(rank, shape.batch)) * sharding.position_shard(rank).length(self.context)
             heads = len(sharding.group_heads(rank, shape.q_heads))
             flops.append(4.0 * heads * shape.tokens * held * shape.head_dim)
             read.append(len(sharding.kv_heads(rank, shape.kv_heads)) * held * self.cached)
