@@ -2,7 +2,7 @@
 
 Where several ranks shard the positions of a sequence, each rank stores its positions densely in blocks:
 
-    world = 2, block_size = 2      block      0       1       2
+    ranks = 2, block_size = 2      block      0       1       2
     interleave = 1                rank 0    0 2     4 6     8 10
                                   rank 1    1 3     5 7     9 11
     interleave = 4                rank 0    0 1     2 3     8 9
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-from attnmesh.core.ranges import PositionShard
+from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_pool import BlockPool, CacheFull, block_hash
 from attnmesh.kv_cache.pools import DeviceTables
 from attnmesh.kv_cache.sequence import Sequence
@@ -32,7 +32,7 @@ from attnmesh.kv_cache.sequence import Sequence
 class BlockLayout:
     """The blocks of `block_size` tokens that positions lie in. Only `slots` depends on the rank of the shard."""
 
-    shard: PositionShard
+    shard: InterleavedShard
     block_size: int
 
     def num_blocks(self, length: int) -> int:
@@ -41,11 +41,11 @@ class BlockLayout:
 
     def num_full_blocks(self, length: int) -> int:
         """The number of blocks that are full on every rank."""
-        return self.shard.length(length, self.shard.world - 1) // self.block_size
+        return self.shard.length(length, self.shard.ranks - 1) // self.block_size
 
     def num_tokens(self, blocks: int) -> int:
         """The shortest length with `blocks` full blocks on every rank. The last rank fills its block last."""
-        return self.shard.position(blocks * self.block_size - 1, self.shard.world - 1) + 1 if blocks else 0
+        return self.shard.position(blocks * self.block_size - 1, self.shard.ranks - 1) + 1 if blocks else 0
 
     def num_resumable(self, blocks: int) -> int:
         """The largest number of blocks, at most `blocks`, that are full on every rank before any rank starts another.
@@ -53,7 +53,7 @@ class BlockLayout:
         A sequence can only continue from shared blocks there. Elsewhere a rank still has room in a shared block while
         another is past it, and the next tokens would be written into a block that other sequences reference.
         """
-        interleave = self.shard.interleave if self.shard.world > 1 else 1
+        interleave = self.shard.interleave if self.shard.ranks > 1 else 1
         return blocks - blocks % (interleave // gcd(interleave, self.block_size))
 
     def touched(self, begin: int, end: int) -> abc.Sequence[int]:
@@ -61,7 +61,7 @@ class BlockLayout:
         shard = self.shard
         if end - begin == 1:  # the common case: one decode step, for every sequence of a batch
             return (shard.index(begin) // self.block_size,)
-        if end - begin >= shard.world * shard.interleave:  # contiguous, from the last rank's first incomplete block
+        if end - begin >= shard.ranks * shard.interleave:  # contiguous, from the last rank's first incomplete block
             return range(self.num_full_blocks(begin), self.num_blocks(end))
         return sorted({shard.index(position) // self.block_size for position in range(begin, end)})
 
@@ -75,7 +75,7 @@ class BlockLayout:
         at, stop = shard.length(begin), shard.length(end)
         while at < stop:  # consecutive positions within one block at a time
             index, offset = divmod(at, size)
-            run = shard.interleave - at % shard.interleave if shard.world > 1 else size
+            run = shard.interleave - at % shard.interleave if shard.ranks > 1 else size
             count = min(size - offset, run, stop - at)
             first, slot = shard.position(at) - begin, blocks[index] * size + offset
             slots[first : first + count] = range(slot, slot + count)

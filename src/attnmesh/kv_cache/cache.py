@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attnmesh.core.ranges import PositionShard
+from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager
 from attnmesh.kv_cache.block_pool import BlockPool, CacheStats, root_hash
 from attnmesh.kv_cache.pools import DeviceTables, fp8_scale, make_pools, write_tokens
@@ -28,7 +28,7 @@ from attnmesh.kv_cache.sequence import (
 from attnmesh.ops.storage import Stored, check_storage
 
 _MAX_BLOCK_SIZE = 256  # the largest that paged decode reads
-_UNSHARDED = PositionShard()
+_UNSHARDED = InterleavedShard()
 
 
 class BlockCache:
@@ -70,7 +70,7 @@ class BlockCache:
         max_length: int,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
-        shard: PositionShard = _UNSHARDED,
+        shard: InterleavedShard = _UNSHARDED,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
         check_sizes(
@@ -79,8 +79,8 @@ class BlockCache:
         )  # fmt: skip
         if block_size > _MAX_BLOCK_SIZE:
             raise ValueError(f"block_size must be 1 to {_MAX_BLOCK_SIZE}, got {block_size}")
-        if not isinstance(shard, PositionShard):
-            raise ValueError(f"shard must be a PositionShard, got {type(shard).__name__}")
+        if not isinstance(shard, InterleavedShard):
+            raise ValueError(f"shard must be a InterleavedShard, got {type(shard).__name__}")
         check_storage(storage, head_dim)
         check_storage(storage, value_dim)
         self._layers, self._max_length = layers, max_length

@@ -28,9 +28,9 @@ from attnmesh.kv_cache.sequence import (
     check_sizes,
     new_ids,
 )
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import Stored
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 
 _Appended = tuple[list[Sequence], int | abc.Sequence[abc.Sequence[int]]]  # sequences and their new tokens
 
@@ -322,7 +322,7 @@ class ShardedCache:
         if tokens in self._tensors:
             return self._tensors[tokens]
         tensors = StepTensors(tokens, self.batch, self.rows, self._local_lengths)
-        if tokens <= MOST_TOKENS:
+        if tokens <= MAX_DECODE_TOKENS:
             self._tensors[tokens] = tensors
         return tensors
 

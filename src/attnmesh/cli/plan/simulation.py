@@ -17,11 +17,11 @@ from attnmesh.plan.load import Load, Tally
 from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload, check_served
-from attnmesh.planner.choose import choose_schedule
+from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulate import Simulated, simulate
 from attnmesh.planner.simulator.network import Slow
-from attnmesh.planner.words import readable_bytes, readable_seconds
+from attnmesh.planner.simulator.simulate import Simulated, simulate
+from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.trace.timeline import write_trace
 
 SHOWN = 16
@@ -154,11 +154,11 @@ def _facts(asked: Asked, found: Cluster, schedule: str, runs: Sequence[_Run]) ->
 
 def _write(asked: Asked, path: Path, runs: Sequence[_Run]) -> None:
     """All runs one after the other in one file."""
-    ranges, begin = [], 0.0
+    spans, begin = [], 0.0
     for one in runs:
-        ranges += [replace(span, begin=span.begin + begin, end=span.end + begin) for span in one.simulated.ranges]
+        spans += [replace(span, begin=span.begin + begin, end=span.end + begin) for span in one.simulated.spans]
         begin += one.simulated.seconds
-    write_trace(path, ranges, title=f"simulated {runs[0].schedule}", facts={"ranks": asked.ranks})
+    write_trace(path, spans, title=f"simulated {runs[0].schedule}", metadata={"ranks": asked.ranks})
 
 
 def _factors(given: Sequence[str], option: str, ranks: int) -> dict[int, float]:
