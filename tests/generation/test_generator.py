@@ -420,7 +420,7 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
             {"speculative": True},
             "generate: ranks disagree: speculative is False on rank 0 but True on rank 1",
         ),
-        ([], {}, r"generate: prompt 0 is empty \(said by rank 1\)"),
+        ([], {}, r"generate: prompt 0 is empty \(on rank 1\)"),
     ],
 )
 def test_ranks_that_ask_different_things_are_all_told(mine, how, message):
@@ -439,7 +439,7 @@ def test_what_one_group_has_no_room_for_all_are_told():
         generator = Generator(
             meshed("llama"), None, comm, tokens=80, sequences=2, sharding=DecodeSharding(kvdp=2)
         )  # fmt: skip
-        with pytest.raises(ValueError, match=r"98 tokens of 1 sequences do not fit .* \(said by rank 1\)"):
+        with pytest.raises(ValueError, match=r"98 tokens of 1 sequences do not fit .* \(on rank 1\)"):
             generator.generate([PROMPTS[0], [8] * 82], max_new_tokens=8)
         return rows_of(generator, PROMPTS[:2], max_new_tokens=8)
 

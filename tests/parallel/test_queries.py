@@ -25,8 +25,8 @@ from attending import (
     ring_results,
 )
 from attnmesh import Causal, Comm, Coverage, SlidingWindow, Zigzag, attention, run_virtual
+from attnmesh.comm import SubComm
 from attnmesh.comm.base import Finished
-from attnmesh.comm.sub import SubComm
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call
@@ -556,7 +556,7 @@ BAD_PLACES = {
     "half a ring": ({"ring_size": 2.5, "ring_id": 0}, "ring_size must be an integer >= 1, got 2.5"),
     "the id False": ({"ring_size": 4, "ring_id": False}, "ring_id must be an integer in 0..3, got False"),
     "an id in words": ({"ring_size": 4, "ring_id": "0"}, "ring_id must be an integer in 0..3, got '0'"),
-    "no such group": ({"group": "sequence"}, "expected a Comm, ProcessGroup, DeviceMesh or None, got str"),
+    "no such group": ({"group": "sequence"}, "group must be a Comm, ProcessGroup, DeviceMesh or None, got str"),
 }
 
 
