@@ -74,7 +74,7 @@ def test_faults_in_pools_of_every_storage(storage):
 def test_a_position_past_the_cache_in_a_device_tensor(past, block_size, dtype):
     problem = made([20, 40], tokens=2, capacity=48, block_size=block_size)
     cur_pos = torch.tensor([past, 40], dtype=dtype, device="cuda")
-    said = f"cur_pos[0] is {past}, past the cache"
+    said = f"cur_pos[0] is {past}, beyond the cache"
     assert_only(problem, problem.with_options(cur_pos=cur_pos), [0], said)
 
 

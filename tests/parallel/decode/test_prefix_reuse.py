@@ -143,9 +143,9 @@ def test_a_prompt_goes_where_its_prefix_is_unless_no_row_is_free_there():
         feeding.allocate(2, prompts=[ids[2][:9]]).feed_until(2, 9)  # bank 0
         feeding.allocate(0, prompts=[ids[0][:25]]).feed_until(0, 25)  # bank 1, which has more rows free
         feeding.allocate(1, prompts=[ids[1][:23]]).feed_until(1, 23)
-        banks = [feeding.sequences[i].bank for i in range(3)]
+        banks = [feeding.sequences[i].kvdp_rank for i in range(3)]
         twin = feeding.cache.allocate(ids[1][:23])
-        return banks, feeding.sequences[1].cached, twin.bank, twin.cached
+        return banks, feeding.sequences[1].cached, twin.kvdp_rank, twin.cached
 
     assert run({}, (1, 2, 1, 1), program, batch=4) == ([1, 1, 0], 20, 0, 0)
 

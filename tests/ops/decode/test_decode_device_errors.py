@@ -49,7 +49,7 @@ def test_a_position_past_a_cache_that_others_share(length):
         "triton", [length, 3, length // 2], dtype=torch.float32, share="cache", capacity=length + 1
     ).call()
     found = found_with(call, cur_pos=torch.tensor([length, 10**6, length // 2]))
-    with pytest.raises(ValueError, match=r"cur_pos\[1\] is 1000000, past the cache"):
+    with pytest.raises(ValueError, match=r"cur_pos\[1\] is 1000000, beyond the cache"):
         check_decode_errors()
     assert found.out[1].isnan().all()
     assert found.lse[1].isnan().all()
