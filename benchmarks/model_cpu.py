@@ -5,13 +5,10 @@ Two ranks with a thread each stand beside one process with two: what is lost to 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,16 +40,13 @@ def measure_model_cpu(prompt: int, ranks: Sequence[int]) -> Iterator[tuple[str, 
     yield title, shown
 
 
-def _in_processes(fn: Callable[..., None], world: int, threads: int, prompt: int) -> dict[str, Any]:
-    """What rank 0 of fresh processes has written down."""
-    with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder) / "said.json"
-        launch.start(world, "cpu", fn, prompt, str(said), threads=threads)
-        facts: dict[str, Any] = json.loads(said.read_text())
+def _in_processes(fn: Callable[..., dict[str, Any]], world: int, threads: int, prompt: int) -> dict[str, Any]:
+    """The results of rank 0 of new processes."""
+    facts = launch.run(fn, world, threads=threads, prompt=prompt)[0]
     return {"ranks": world, "threads": threads, **facts}
 
 
-def _rank(comm: Comm, prompt: int, said: str) -> None:
+def _rank(comm: Comm, prompt: int) -> dict[str, Any]:
     model, _ = load_model()
     generator = Generator(model, None, comm, tokens=2 * prompt + 4 * STEPS)
     ids = prompt_ids(model, prompt)
@@ -61,18 +55,16 @@ def _rank(comm: Comm, prompt: int, said: str) -> None:
     generator.reader.free(generator.reader.readings[0])
     tokens = [token.id for token in generator.generate([ids], max_new_tokens=STEPS, stop=[])]
     effort = generator.effort
-    if comm.rank == 0:
-        facts = {
-            "prefill_s": effort.prefill_seconds - before[0],
-            "decode_s": (effort.decode_seconds - before[1]) / (effort.steps - before[2]),
-            "kv_mb_a_rank": effort.kv_bytes / 1e6,
-            "tokens": tokens,
-        }
-        Path(said).write_text(json.dumps(facts))
+    return {
+        "prefill_s": effort.prefill_seconds - before[0],
+        "decode_s": (effort.decode_seconds - before[1]) / (effort.steps - before[2]),
+        "kv_mb_a_rank": effort.kv_bytes / 1e6,
+        "tokens": tokens,
+    }
 
 
 @torch.no_grad()
-def _peer(comm: Comm, prompt: int, said: str) -> None:
+def _peer(comm: Comm, prompt: int) -> dict[str, Any]:
     model, _ = load_model(attn_implementation=PEER)
     ids = torch.tensor([prompt_ids(model, prompt)])
     model(ids[:, :64])
@@ -87,5 +79,4 @@ def _peer(comm: Comm, prompt: int, said: str) -> None:
         tokens.append(int(token))
         seconds.append(time.perf_counter() - began)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    facts = {"prefill_s": prefill, "decode_s": statistics.mean(seconds), "kv_mb_a_rank": held / 1e6, "tokens": tokens}
-    Path(said).write_text(json.dumps(facts))
+    return {"prefill_s": prefill, "decode_s": statistics.mean(seconds), "kv_mb_a_rank": held / 1e6, "tokens": tokens}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from attnmesh.calibration.runs import Run, made_by
 from attnmesh.comm import Comm, launch
@@ -49,14 +46,12 @@ def measured(runs: Sequence[Run], world: int, rounds: int, *, best: bool = False
 
     The lower quartile of the rounds, or the `best` of them: whatever else runs on the machine only ever adds.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        launch.start(world, "cpu", _rank, folder, list(runs), rounds, threads=1)
-        ranks = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
+    ranks = launch.run(_rank, world, threads=1, runs=list(runs), rounds=rounds)
     slowest = [[max(times) for times in zip(*of, strict=True)] for of in zip(*ranks, strict=True)]
     return [min(times) if best else statistics.quantiles(times, n=4)[0] for times in slowest]
 
 
-def _rank(comm: Comm, folder: str, runs: Sequence[Run], rounds: int) -> None:
+def _rank(comm: Comm, runs: Sequence[Run], rounds: int) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
     made = made_by(comm, runs)
     for at in range(rounds + 1):
@@ -66,4 +61,4 @@ def _rank(comm: Comm, folder: str, runs: Sequence[Run], rounds: int) -> None:
             run()
             if at:  # the first agrees, plans and allocates
                 found.append(time.perf_counter() - start)
-    Path(folder, str(comm.rank)).write_text(json.dumps(times))
+    return times

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -58,12 +56,10 @@ def _torch(inputs: list[Tensor]) -> None:
 
 def _in_processes(length: int, world: int, dtype: torch.dtype, backward: bool) -> float:
     """Seconds of the slowest rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        launch.start(world, "cpu", _rank, folder, length, dtype, backward, threads=1)
-        return max(float(path.read_text()) for path in Path(folder).iterdir())
+    return max(launch.run(_rank, world, threads=1, length=length, dtype=dtype, backward=backward))
 
 
-def _rank(comm: Comm, folder: str, length: int, dtype: torch.dtype, backward: bool) -> None:
+def _rank(comm: Comm, length: int, dtype: torch.dtype, backward: bool) -> float:
     cp = ContextParallel(comm, layout=Zigzag(), schedule="ring")
     inputs = _inputs(cp.layout.local_length(length, comm.world, comm.rank), dtype, backward)
 
@@ -71,7 +67,7 @@ def _rank(comm: Comm, folder: str, length: int, dtype: torch.dtype, backward: bo
         comm.barrier()
         _back(cp.attention(*inputs[:3], mask=Causal(), length=length), inputs)
 
-    Path(folder, str(comm.rank)).write_text(str(_timed(run)))
+    return _timed(run)
 
 
 def _inputs(length: int, dtype: torch.dtype, backward: bool) -> list[Tensor]:

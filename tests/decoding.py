@@ -23,7 +23,7 @@ from attending import FLOOR
 from attnmesh import decode_attention, paged_decode_attention
 from attnmesh.core.state import State
 from attnmesh.ops.decode import reference
-from attnmesh.ops.decode.check import checked
+from attnmesh.ops.decode.call import checked
 from attnmesh.ops.storage import Quantized, Stored, dequantize, quantize
 
 CUDA = torch.cuda.is_available()

@@ -120,7 +120,7 @@ class Attended:
     kv: Tensor
     indices: Tensor
     mask: SparseMask
-    sm_scale: float
+    scale: float
     d_v: int
     v: Tensor | None = None
     sink: Tensor | None = None
@@ -156,7 +156,7 @@ class Attended:
         leaves = [x.to(dtype).requires_grad_() for x in (self.q, self.kv, self.v, self.sink) if x is not None]
         q, kv, *rest = leaves
         v = kv[:, : self.d_v] if self.v is None else rest.pop(0)
-        out, lse = reference.attend(q, kv, v, self.times.to(dtype), self.sm_scale, rest[0] if rest else None)
+        out, lse = reference.attend(q, kv, v, self.times.to(dtype), self.scale, rest[0] if rest else None)
         grads = torch.autograd.grad([out, lse], leaves, [x.to(dtype) for x in self.grads])
         return [out.detach(), lse.detach(), *grads]
 
@@ -175,7 +175,7 @@ class Attended:
         leaves = [x.detach().requires_grad_() for x in sides]
         q, kv, *rest = leaves
         out, lse = sparse_attention(
-            q, kv, self.indices.to(device), sm_scale=self.sm_scale, d_v=self.d_v,
+            q, kv, self.indices.to(device), scale=self.scale, d_v=self.d_v,
             v=None if self.v is None else rest.pop(0), mask=moved(self.mask, device),
             sinks=rest[0] if rest else None, deterministic=self.deterministic, backend=backend, **how,
         )  # fmt: skip

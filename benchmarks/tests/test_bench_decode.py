@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from attnmesh.calibration import timing
-from attnmesh.cli.main import app
 from attnmesh.ops.storage import STORAGES, Quantized, values_of
+from benchmarks.cli import app
 from benchmarks.decode import cases as decode_cases
 from benchmarks.decode import jax as decode_jax
 from benchmarks.decode import measure as decode
@@ -32,7 +32,7 @@ SPEEDS = ["us", "tb_per_s", "tflops"]
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, ["bench", "decode", *arguments])
+    return CliRunner().invoke(app, ["decode", *arguments])
 
 
 def unfolded(output: str) -> str:
@@ -370,7 +370,7 @@ def test_pictures_are_drawn_from_a_file(tmp_path):
 
 
 def test_help_names_the_parts():
-    shown = CliRunner().invoke(app, ["bench", "decode", "--help"], env={"COLUMNS": "200"})
+    shown = CliRunner().invoke(app, ["decode", "--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     for part in Part:
         assert part.value in shown.output

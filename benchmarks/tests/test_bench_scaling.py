@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from attnmesh.cli.main import app
 from attnmesh.plan.load import Load
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.planner.hardware_catalog.catalog import cluster
-from attnmesh.planner.simulate import Simulated
+from attnmesh.planner.catalog import cluster
+from attnmesh.planner.simulator.simulate import Simulated
+from benchmarks.cli import app
 from benchmarks.scaling import cases, markdown, parts
 from benchmarks.scaling.cases import QUICK, SHAPE
 from benchmarks.scaling.decode import decode_rows, kind_of
@@ -274,7 +274,7 @@ def test_the_documents_tables_are_those_of_its_data():
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["bench", "scaling", *arguments])
+    return CliRunner().invoke(app, ["scaling", *arguments])
 
 
 def test_a_saved_study_says_the_same(tmp_path, sections):

@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from attnmesh.calibration import timing
-from attnmesh.cli.main import app
 from attnmesh.ops.sparse.canonical import Slots
 from attnmesh.ops.sparse.loss import indexer_kl_loss
+from benchmarks.cli import app
 from benchmarks.sparse import attention as attention_part
 from benchmarks.sparse import inputs, naive, parts, recorded, roofline
 from benchmarks.sparse import loss as loss_part
@@ -30,7 +30,7 @@ REACHED = ["operation", "heads", "s_kv", "ms", "tflops", "bound", "of_bound", "e
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, ["bench", "sparse", *arguments])
+    return CliRunner().invoke(app, ["sparse", *arguments])
 
 
 def unfolded(output: str) -> str:
@@ -293,12 +293,12 @@ def test_the_naive_computation_is_the_loss(dense, at_once):
     i = inputs.indexer_inputs(indexer, "cpu", torch.float64)
     grad = torch.randn(attention.s_q, dtype=torch.float64)
     every = torch.arange(attention.s_kv).expand(attention.s_q, -1)
-    lse = (torch.einsum("ihd,jd->ihj", x.q, x.kv) * x.sm_scale).gather(
+    lse = (torch.einsum("ihd,jd->ihj", x.q, x.kv) * x.scale).gather(
         2, (every if dense else x.indices.long())[:, None].expand(-1, attention.heads, -1)
     ).logsumexp(-1)  # fmt: skip
     leaves = [t.detach().double().requires_grad_() for t in i]
     loss = indexer_kl_loss(
-        *leaves, None if dense else x.indices, q=x.q, k=x.kv, lse=lse, sm_scale=x.sm_scale,
+        *leaves, None if dense else x.indices, q=x.q, k=x.kv, lse=lse, scale=x.scale,
         mode="dense" if dense else "sparse", reduction="none",
     )  # fmt: skip
     expected = (loss, *torch.autograd.grad(loss, leaves, grad))
@@ -458,7 +458,7 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 
 def test_help_names_the_parts():
-    shown = CliRunner().invoke(app, ["bench", "sparse", "--help"], env={"COLUMNS": "200"})
+    shown = CliRunner().invoke(app, ["sparse", "--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     for part in Part:
         assert part.value in shown.output

@@ -50,4 +50,4 @@ def answer(comm, expected: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_real_model_says_what_one_process_says(world, expected):
-    launch.start(world, "cpu", answer, expected)
+    launch.run(answer, world, expected=expected)

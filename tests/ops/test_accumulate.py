@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnmesh.core.state import State, merge
-from attnmesh.ops.accumulate import GradSum, StateSum
+from attnmesh.ops.merge import GradSum, StateSum
 
 SHAPE = (2, 3, 10, 4)
 

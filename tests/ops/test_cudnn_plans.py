@@ -5,9 +5,9 @@ import torch
 
 from attending import relative_error
 from attnmesh import Causal, attention
-from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.merge import GradSum
 from attnmesh.plan.blocks import Patch
 
 

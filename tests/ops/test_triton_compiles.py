@@ -11,19 +11,16 @@ pytest.importorskip("triton")
 
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.projected import ProjectedTokens
-from attnmesh.kv_cache.triton_prepare import prepare
-from attnmesh.kv_cache.triton_write import write_tokens
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.rope import Rope
-from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.ops.decode.check import checked
+from attnmesh.kv_cache.prepare import ProjectedTokens
+from attnmesh.kv_cache.triton_write import prepare, write_tokens
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.decode.call import checked
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.dense.triton_backward import backward, delta
 from attnmesh.ops.dense.triton_forward import forward
 from attnmesh.ops.storage import quantize
-from attnmesh.ops.triton_accumulate import accumulate, add
+from attnmesh.ops.triton_merge import accumulate, add
 
 HEAD_DIMS = [64, 80, 128, 256]
 DTYPES = ["bfloat16", "float32"]

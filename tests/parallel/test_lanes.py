@@ -11,7 +11,8 @@ import torch
 
 from attnmesh import Causal, ContextParallel, Contiguous, Documents, Full, SlidingWindow, Striped, Zigzag
 from attnmesh.comm.base import Comm, Finished
-from attnmesh.ops import accumulate, lanes
+from attnmesh.ops import merge as accumulate
+from attnmesh.ops import streams as lanes
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.parallel import ring
 

@@ -30,8 +30,8 @@ from attnmesh.comm.sub import SubComm
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call
-from attnmesh.ops.dense.triton_configs import Tiles
-from attnmesh.ops.lanes import Lanes
+from attnmesh.ops.dense.triton_tiles import Tiles
+from attnmesh.ops.streams import Lanes
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.plan.blocks import Kind, Patch
 

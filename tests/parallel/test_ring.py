@@ -36,7 +36,7 @@ from attnmesh import (
 )
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.ops.dense import aten
-from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
+from attnmesh.ops.dense.api import choose_fused, fused_for_backward
 from attnmesh.parallel import ring
 from attnmesh.parallel.ring import Ring
 from attnmesh.plan.ring import ring_plan

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from attnmesh.calibration.host import round_seconds, time_short_runs
 from attnmesh.calibration.kernels import Run, empty_call, samples
@@ -24,9 +22,7 @@ def measure_cpu(name: str, source: str, *, quick: bool) -> tuple[Device, Link]:
     """This machine's cores, and the link between processes on it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = min(cores, _MOST_PROCESSES)
-    with tempfile.TemporaryDirectory() as folder:
-        launch.start(max(busy, 2), "cpu", _rank, folder, busy, quick, threads=1)
-        ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
+    ranks = launch.run(_rank, max(busy, 2), threads=1, busy=busy, quick=quick)
     at_work = [rank["kernels"] for rank in ranks if rank["kernels"]]
     seconds = [statistics.mean(times) for times in zip(*at_work, strict=True)]
     timed = samples("cpu", quick=quick)
@@ -34,15 +30,14 @@ def measure_cpu(name: str, source: str, *, quick: bool) -> tuple[Device, Link]:
         name, f"{source}; {busy} processes of one thread at work at once", _memory(cores), seconds[-1],
         curves_of(timed, seconds[:-1], square=False), cores, curves_of(timed, seconds[:-1], square=True),
     )  # fmt: skip
-    exchanges = {tuple(workload): time for workload, time in ranks[0]["exchanges"]}
-    figures = LinkFigures.of(exchanges)
+    figures = LinkFigures.of(ranks[0]["exchanges"])
     between = f"{source}; two processes that both send, over gloo"
     link = Link(f"{name}-processes", between, figures.latency, figures.bandwidth, figures.message, shared=True)
     short = [statistics.mean(times) for times in zip(*(rank["short_runs"] for rank in ranks), strict=True)]
     return replace(device, round=round_seconds(device, link, short, len(ranks))), link
 
 
-def _rank(comm: Comm, folder: str, busy: int, quick: bool) -> None:
+def _rank(comm: Comm, busy: int, quick: bool) -> dict[str, Any]:
     """One process: the seconds of every sample, of an empty call, and of exchanges."""
     kernels = []
     budget = 0.08 if quick else 0.6
@@ -57,11 +52,7 @@ def _rank(comm: Comm, folder: str, busy: int, quick: bool) -> None:
     if comm.rank < busy:
         kernels.append(_median(empty_call("cpu"), budget))
     exchanges = time_exchanges(comm, "cpu", quick=quick)
-    found = {
-        "kernels": kernels, "exchanges": [[list(workload), time] for workload, time in exchanges.items()],
-        "short_runs": time_short_runs(comm, quick=quick),
-    }  # fmt: skip
-    Path(folder, f"{comm.rank:04}").write_text(json.dumps(found))
+    return {"kernels": kernels, "exchanges": exchanges, "short_runs": time_short_runs(comm, quick=quick)}
 
 
 def _median(run: Run, budget: float) -> float:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
-import tempfile
 import warnings
-from pathlib import Path
 
 import torch
 
@@ -68,18 +65,12 @@ def _among_others(call: Run, rounds: int) -> float:
 
 
 def _link(name: str, source: str, quick: bool) -> Link:
-    with tempfile.TemporaryDirectory() as folder:
-        launch.start(2, "cuda", _rank, folder, quick)
-        exchanges = json.loads(Path(folder, "0").read_text())
-    link = LinkFigures.of({tuple(workload): time for workload, time in exchanges})
+    link = LinkFigures.of(launch.run(_rank, 2, device="cuda", quick=quick)[0])
     between = f"{source}; two GPUs that both send"
     # Each has a port of its own, both ways: half of what both directions pass together.
     return Link(f"{name}-gpus", between, link.latency, link.bandwidth / 2, link.message)
 
 
-def _rank(comm: Comm, folder: str, quick: bool) -> None:
+def _rank(comm: Comm, quick: bool) -> dict[tuple[int, int], float]:
     comm.agree("calibrate", {"device": "cuda"})  # NCCL's first operation wants everybody
-    exchanges = time_exchanges(comm, "cuda", quick=quick)
-    Path(folder, str(comm.rank)).write_text(
-        json.dumps([[list(workload), time] for workload, time in exchanges.items()])
-    )
+    return time_exchanges(comm, "cuda", quick=quick)

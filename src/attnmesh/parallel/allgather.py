@@ -15,9 +15,9 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
+from attnmesh.ops.merge import GradSum
 from attnmesh.parallel.arrivals import Arrivals, Arriving, other_ranks, place_of, rows_in
 from attnmesh.parallel.message import message_row, sides
 from attnmesh.parallel.schedule import KeepsInputs

@@ -14,8 +14,8 @@ from attnmesh.comm import Comm
 from attnmesh.core.layouts import Layout, Zigzag, dimension
 from attnmesh.core.masks import Causal, Mask
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.ops.dense.check import problem_with, scale_for
-from attnmesh.ops.dense.choose import choose_fused
+from attnmesh.ops.dense.api import choose_fused
+from attnmesh.ops.dense.call import problem_with, scale_for
 from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.build import Builder
 from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, number_of
@@ -25,9 +25,9 @@ from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import Shards, shards
 from attnmesh.plan.workload import Shape, Workload, check_served
-from attnmesh.planner.choose import Choice, choose_schedule
+from attnmesh.planner.auto import Choice, choose_schedule
+from attnmesh.planner.catalog import usual_cluster
 from attnmesh.planner.explain import Explanation, explained
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
 
 _MOST_REMEMBERED = 256
 

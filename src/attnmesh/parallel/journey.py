@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.ops.accumulate import GradSum
+from attnmesh.ops.merge import GradSum
 from attnmesh.parallel.message import message_row, rows_of, sides, two_buffers
 from attnmesh.plan.ring import RingPlan
 

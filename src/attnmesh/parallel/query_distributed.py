@@ -31,11 +31,10 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense import blockwise
-from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
-from attnmesh.ops.dense.check import problem_with, scale_for
-from attnmesh.ops.dense.choose import choose_fused
+from attnmesh.ops.dense.api import choose_fused
+from attnmesh.ops.dense.call import Call, Grads, Result, problem_with, scale_for, unit_strided
+from attnmesh.ops.merge import GradSum
 from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.schedule import BACKENDS, KeepsInputs, attend
 from attnmesh.parallel.unshard import unshard

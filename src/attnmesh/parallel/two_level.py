@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
+from attnmesh.ops.merge import GradSum, StateSum
 from attnmesh.parallel.journey import GradReturn, Journey
 from attnmesh.parallel.ranks import Ranks
 from attnmesh.parallel.ring import Ring

@@ -16,8 +16,8 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.merge import GradSum
 from attnmesh.parallel.heads import HeadExchange
 from attnmesh.parallel.message import heads_first
 from attnmesh.parallel.ranks import Ranks

@@ -22,7 +22,7 @@ from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.core.state import State, merge
 from attnmesh.ops.dense import reference
 from attnmesh.ops.dense.api import attention
-from attnmesh.ops.dense.check import scale_for
+from attnmesh.ops.dense.call import scale_for
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from attnmesh.plan.programs import SCHEDULES

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.decode import api, reference
-from attnmesh.ops.decode.check import checked
+from attnmesh.ops.decode.call import checked
 from attnmesh.ops.storage import PLAIN, Quantized, Stored, dequantize, quantize
 from attnmesh.verify.mode import Compared, ComparedMode
 

@@ -20,15 +20,13 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.comm.solo import SoloComm
 from attnmesh.kv_cache.sequence import ShardedSequence
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.rope import Rope
-from attnmesh.ops.block.weights import AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm, Rope
 from attnmesh.ops.decode.call import MOST_TOKENS
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.decode.exchange import Exchange
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.verify.decode import fill_with_poison
 from attnmesh.verify.mode import Compared, ComparedMode
 

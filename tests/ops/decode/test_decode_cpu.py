@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State, merge
-from attnmesh.ops.decode import cpu_flash, cpu_keys, reference
-from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.check import checked
+from attnmesh.ops.decode import cpu as cpu_flash
+from attnmesh.ops.decode import cpu_keys, reference
+from attnmesh.ops.decode.call import DecodeCall, checked
 from attnmesh.ops.decode.cpu import Cpu
-from attnmesh.ops.decode.cpu_sight import Piece, pieces
+from attnmesh.ops.decode.cpu_keys import Piece, pieces
 from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, Stored, quantize
 
 BLOCK = 16

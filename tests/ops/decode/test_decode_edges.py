@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmesh import check_decode_faults, decode_attention
-from attnmesh.ops.decode import faults
+from attnmesh.ops.decode import device_errors as faults
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Quantized, quantize
 from decoding import CUDA, drawn, home, made

@@ -35,7 +35,7 @@ def slots_of(case: Attended, lse: Tensor, dtype: torch.dtype = torch.float64) ->
     """[heads, s_q, topk] by definition, in float64 or as simply as can be; an infinite lse is a head without mass."""
     lse = lse.to(dtype)
     kept = torch.where(lse.isinf(), 0.0, lse)
-    every = reference.distribution(case.q.to(dtype), case.kv.to(dtype), kept, case.sm_scale)
+    every = reference.distribution(case.q.to(dtype), case.kv.to(dtype), kept, case.scale)
     every = torch.where(lse.T[..., None].isinf(), 0.0, every)
     if not case.s_kv:
         return every.new_zeros(case.q.shape[1], *case.indices.shape)
@@ -50,7 +50,7 @@ def found(case: Attended, lse: Tensor, backend: str, **how: object) -> Tensor:
     q, lse = case.q.masked_fill(blind[:, None, None], torch.nan), lse.masked_fill(blind[:, None], torch.nan)
     kv = case.kv.masked_fill(unread[:, None], torch.nan)
     q, kv = (amid(x.to(device)) for x in (q, kv))
-    how = {"sm_scale": case.sm_scale, "mask": moved(case.mask, device)} | how
+    how = {"scale": case.scale, "mask": moved(case.mask, device)} | how
     return attention_distribution(q, kv, case.indices.to(device), lse.to(device), backend=backend, **how).cpu()
 
 
@@ -228,7 +228,7 @@ def test_a_row_of_next_to_no_mass_still_sums_to_one(backend):
 def test_no_gradient_flows(backend):
     case = drawn(3, 9)
     q, kv, lse = (x.to(home(backend)).requires_grad_() for x in (case.q, case.kv, case.exact()[1].float()))
-    dist = attention_distribution(q, kv, case.indices.to(q.device), lse, sm_scale=0.3, backend=backend)
+    dist = attention_distribution(q, kv, case.indices.to(q.device), lse, scale=0.3, backend=backend)
     assert not dist.requires_grad
 
 
@@ -242,7 +242,7 @@ def test_seventy_thousand_rows(backend):
     indices = drawn_indices(s_q, s_kv, 2)
     q, k, indices = q.to(device), k.to(device), indices.to(device)
     mask = SparseMask(causal=True, k_stride=1000)
-    out, lse, dist = sparse_attention(q, k, indices, sm_scale=0.25, mask=mask, return_attn_sum=True, backend=backend)
+    out, lse, dist = sparse_attention(q, k, indices, scale=0.25, mask=mask, return_attn_sum=True, backend=backend)
     some = torch.tensor([0, 999, 1000, 31_000, 65_535, 65_536, 69_999])
     positions = SparseMask(causal=True, q_positions=some, k_stride=1000)
     case = Attended(q[some].cpu(), k.cpu(), indices[some].cpu(), positions, 0.25, 16)
@@ -261,7 +261,7 @@ def test_memory_on_a_cpu_grows_with_the_output_only(monkeypatch):
 
     def peak(s_q: int) -> int:
         case, lse = drawn(s_q, 64, heads=16, d=16, topk=64), torch.zeros(s_q, 16)
-        how = {"sm_scale": 0.1, "backend": "torch"}
+        how = {"scale": 0.1, "backend": "torch"}
         return peak_bytes(lambda: attention_distribution(case.q, case.kv, case.indices, lse, **how))
 
     output_row = 64 * 4

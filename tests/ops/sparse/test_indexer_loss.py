@@ -69,7 +69,7 @@ def by_definition(
 ) -> list[Tensor]:
     """In float64, or as simply as can be in another precision."""
     lse = lse.to(dtype)
-    heads = reference.distribution(attention.q.to(dtype), attention.kv.to(dtype), lse, attention.sm_scale)
+    heads = reference.distribution(attention.q.to(dtype), attention.kv.to(dtype), lse, attention.scale)
     p = torch.where(lse.T[..., None].isinf(), 0.0, heads).sum(0)
     if mode == "dense":
         return over(p, indexer, None, dtype)
@@ -96,7 +96,7 @@ def found(
     poison = {name: amid(x.to(device)).detach() for name, x in poison.items()}
     leaves = [poison.pop(name).requires_grad_() for name in ("iq", "ik", "w")]
     if lse is not None:
-        how = {"lse": lse.to(device), "sm_scale": attention.sm_scale, **poison} | how
+        how = {"lse": lse.to(device), "attn_scale": attention.scale, **poison} | how
     rows = indexer_kl_loss(
         *leaves, attention.indices.to(device) if mode == "sparse" else None, mode=mode,
         mask=moved(indexer.mask, device), reduction="none", backend=backend, **indexer.how, **how,
@@ -241,11 +241,11 @@ def test_what_there_is_to_match_is_a_constant(backend):
     lse = torch.zeros(13, 4, device=device, requires_grad=True)
     how = {"backend": backend}
     assert not indexer_kl_loss(iq, ik, w, indices, target, **how).requires_grad
-    assert not indexer_kl_loss(iq, ik, w, indices, q=q, k=k, lse=lse, sm_scale=0.3, **how).requires_grad
-    assert not indexer_kl_loss(iq, ik, w, q=q, k=k, lse=lse, sm_scale=0.3, mode="dense", **how).requires_grad
+    assert not indexer_kl_loss(iq, ik, w, indices, q=q, k=k, lse=lse, attn_scale=0.3, **how).requires_grad
+    assert not indexer_kl_loss(iq, ik, w, q=q, k=k, lse=lse, attn_scale=0.3, mode="dense", **how).requires_grad
     iq.requires_grad_()
-    indexer_kl_loss(iq, ik, w, indices, q=q, k=k, lse=lse, sm_scale=0.3, **how).backward()
-    indexer_kl_loss(iq, ik, w, q=q, k=k, lse=lse, sm_scale=0.3, mode="dense", **how).backward()
+    indexer_kl_loss(iq, ik, w, indices, q=q, k=k, lse=lse, attn_scale=0.3, **how).backward()
+    indexer_kl_loss(iq, ik, w, q=q, k=k, lse=lse, attn_scale=0.3, mode="dense", **how).backward()
     assert iq.grad is not None
     assert q.grad is k.grad is lse.grad is None
 
@@ -303,7 +303,7 @@ def test_memory_on_a_cpu_stays_below_rows_times_keys(monkeypatch):
         torch.randn(*shape) for shape in ((s_q, 2, 8), (s_kv, 8), (s_q, 2, 8), (s_kv, 8), (s_q, 2))
     )  # fmt: skip
     leaves = [x.requires_grad_() for x in (iq, ik, w)]
-    how = {"q": q, "k": k, "lse": torch.full((s_q, 2), 8.0), "sm_scale": 0.3, "mode": "dense"}
+    how = {"q": q, "k": k, "lse": torch.full((s_q, 2), 8.0), "attn_scale": 0.3, "mode": "dense"}
     assert peak_bytes(lambda: indexer_kl_loss(*leaves, **how).backward()) < 0.75 * s_q * s_kv * 4
 
 
@@ -321,7 +321,7 @@ def test_reductions_count_the_rows_they_are_told(mode, backend):
     indices = attention.indices.to(device) if mode == "sparse" else None
     how = {
         "q": attention.q.to(device), "k": attention.kv.to(device), "lse": lse.to(device),
-        "sm_scale": attention.sm_scale, "mask": indexer.mask, "mode": mode, "backend": backend, **indexer.how,
+        "attn_scale": attention.scale, "mask": indexer.mask, "mode": mode, "backend": backend, **indexer.how,
     }  # fmt: skip
 
     def loss(**more: object) -> Tensor:
@@ -364,7 +364,7 @@ def test_rows_that_do_not_count_may_hold_anything(mode, backend):
         leaves = [x.detach().requires_grad_() for x in (side(indexer.iq), indexer.ik.to(device), side(indexer.w))]
         rows = indexer_kl_loss(
             *leaves, attention.indices.to(device) if mode == "sparse" else None, q=side(attention.q),
-            k=attention.kv.to(device), lse=side(lse), sm_scale=attention.sm_scale, mask=indexer.mask, mode=mode,
+            k=attention.kv.to(device), lse=side(lse), attn_scale=attention.scale, mask=indexer.mask, mode=mode,
             reduction="none", row_mask=counted.to(device), backend=backend, **indexer.how,
         )  # fmt: skip
         return [rows, *torch.autograd.grad((rows * weights.to(rows)).sum(), leaves)]
@@ -389,7 +389,7 @@ def test_parts_of_the_rows_add_up_with_the_number_of_all(mode, backend):
         indices = attention.indices[some].to(device) if mode == "sparse" else None
         value = indexer_kl_loss(
             leaves[0][some], leaves[1], leaves[2][some], indices,
-            q=attention.q[some].to(device), k=attention.kv.to(device), lse=lse[some].to(device), sm_scale=0.25,
+            q=attention.q[some].to(device), k=attention.kv.to(device), lse=lse[some].to(device), attn_scale=0.25,
             mode=mode, reduction="mean_rows", global_rows=13, backend=backend,
         )  # fmt: skip
         return [value, *torch.autograd.grad(value, leaves)]
@@ -423,7 +423,7 @@ def test_deterministic_gives_the_same_bits_twice(mode, backend):
 def test_gradients_are_those_of_finite_differences():
     attention, indexer = both("later", s_q=4, s_kv=6, dtype=torch.float64)
     how = {
-        "q": attention.q, "k": attention.kv, "lse": lse_of(attention, "dense"), "sm_scale": attention.sm_scale,
+        "q": attention.q, "k": attention.kv, "lse": lse_of(attention, "dense"), "attn_scale": attention.scale,
         "mask": attention.mask, "reduction": "none", **indexer.how,
     }  # fmt: skip
     assert torch.autograd.gradcheck(lambda *x: indexer_kl_loss(*x, mode="dense", **how), indexer.leaves)
@@ -436,8 +436,9 @@ def test_a_step_of_training_as_it_is_meant(backend):
     attention, indexer = both("causal")
     device = home(backend)
     q, kv, indices = (x.to(device) for x in (attention.q, attention.kv, attention.indices))
-    how = {"sm_scale": attention.sm_scale, "mask": attention.mask, "backend": backend}
-    _, lse = sparse_attention(q, kv, indices, **how)
+    how = {"mask": attention.mask, "backend": backend}
+    _, lse = sparse_attention(q, kv, indices, scale=attention.scale, **how)
+    how["attn_scale"] = attention.scale
     leaves = [x.to(device).requires_grad_() for x in indexer.leaves]
     before = indexer_kl_loss(*leaves, indices, q=q, k=kv, lse=lse, **how)
     grads = torch.autograd.grad(before, leaves)

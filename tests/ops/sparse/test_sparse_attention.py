@@ -50,8 +50,8 @@ def test_the_value_is_the_whole_key_but_at_most_512_unless_said(backend):
     for d, d_v in ((64, 64), (576, 512)):
         case = drawn(2, 5, heads=2, d=d)
         q, kv, indices = (x.to(home(backend)) for x in (case.q, case.kv, case.indices))
-        out, _ = sparse_attention(q, kv, indices, sm_scale=0.1, backend=backend)
-        same, _ = sparse_attention(q, kv, indices, sm_scale=0.1, d_v=d_v, backend=backend)
+        out, _ = sparse_attention(q, kv, indices, scale=0.1, backend=backend)
+        same, _ = sparse_attention(q, kv, indices, scale=0.1, d_v=d_v, backend=backend)
         assert out.shape == (2, 2, d_v)
         assert torch.equal(out, same)
 
@@ -59,7 +59,7 @@ def test_the_value_is_the_whole_key_but_at_most_512_unless_said(backend):
 @each_backend
 @pytest.mark.parametrize("scale", [0.0, 1, -0.6])
 def test_a_scale_of_ones_own(scale, backend):
-    check(replace(drawn(mask="causal", sink=True), sm_scale=scale), backend)
+    check(replace(drawn(mask="causal", sink=True), scale=scale), backend)
 
 
 @each_backend
@@ -67,7 +67,7 @@ def test_scores_of_thousands_overflow_nothing(backend):
     case = drawn(5, 9)
     case = replace(case, q=200 * case.q, kv=20 * case.kv, indices=torch.tensor([[4], [2], [0], [8], [3]]).int())
     out, lse, dq, dkv = case.found(backend)  # of one key each: what comes out is known
-    s = torch.einsum("ihd,id->ih", case.q.double(), case.kv[case.indices[:, 0]].double()) * case.sm_scale
+    s = torch.einsum("ihd,id->ih", case.q.double(), case.kv[case.indices[:, 0]].double()) * case.scale
     torch.testing.assert_close(lse.double(), s, rtol=1e-5, atol=1e-5)
     assert s.abs().max() > 1000
     torch.testing.assert_close(out, case.kv[case.indices].expand_as(out), rtol=1e-6, atol=0.0)
@@ -120,7 +120,7 @@ def test_indices_that_all_rows_share_take_no_memory_of_their_own(backend):
     kv[5] = torch.nan
     q, kv, indices = (x.to(home(backend)) for x in (case.q, kv, case.indices))
     q.requires_grad_()
-    out, lse = sparse_attention(q, kv, indices, sm_scale=0.3, mask=case.mask, backend=backend)
+    out, lse = sparse_attention(q, kv, indices, scale=0.3, mask=case.mask, backend=backend)
     assert out.isfinite().all(-1).all(-1).tolist() == [True] * 5 + [False]
     (dq,) = torch.autograd.grad(out[:5].sum() + lse[:5].sum(), q)
     assert dq[:5].isfinite().all()
@@ -145,7 +145,7 @@ def test_one_kv_head_may_have_a_dimension(backend):
     case = drawn(mask="causal", own_values=True, d_v=8)
     q, kv, v, indices = (x.to(home(backend)) for x in (case.q, case.kv, case.v, case.indices))
     kv, v = kv[:, None].requires_grad_(), v[:, None].requires_grad_()
-    how = {"sm_scale": case.sm_scale, "mask": case.mask, "backend": backend}
+    how = {"scale": case.scale, "mask": case.mask, "backend": backend}
     out, lse = sparse_attention(q, kv, indices[:, None], v=v, **how)
     grads = torch.autograd.grad(out.sum() + lse.nan_to_num(neginf=0.0).sum(), [kv, v])
     flat = [x.detach()[:, 0].requires_grad_() for x in (kv, v)]
@@ -166,7 +166,7 @@ def test_any_strides(backend):
 
     def run(q, kv, indices):
         q, kv = q.detach().requires_grad_(), kv.detach().requires_grad_()
-        out, lse = sparse_attention(q, kv, indices, sm_scale=0.3, backend=backend)
+        out, lse = sparse_attention(q, kv, indices, scale=0.3, backend=backend)
         return [out, lse, *torch.autograd.grad(out.sum() + lse.nan_to_num(neginf=0.0).sum(), [q, kv])]
 
     expected = run(q, kv, indices)
@@ -234,9 +234,7 @@ def test_gradients_are_those_of_finite_differences():
     leaves = [x.requires_grad_() for x in (case.q, case.kv, case.v, case.sink)]
 
     def attend(q, kv, v, sink):
-        return sparse_attention(
-            q, kv, case.indices, v=v, sinks=sink, sm_scale=case.sm_scale, mask=case.mask, backend="torch"
-        )
+        return sparse_attention(q, kv, case.indices, v=v, sinks=sink, scale=case.scale, mask=case.mask, backend="torch")
 
     assert torch.autograd.gradcheck(attend, leaves)
     assert torch.autograd.gradcheck(lambda q, kv: attend(q, kv, None, None), leaves[:2])
@@ -252,7 +250,7 @@ def test_one_input_alone_may_want_a_gradient(wanted, backend):
     given_[wanted].requires_grad_()
     out, lse = sparse_attention(
         given_["q"], given_["kv"], case.indices.to(device), v=given_["v"], sinks=given_["sink"],
-        sm_scale=case.sm_scale, mask=case.mask, backend=backend,
+        scale=case.scale, mask=case.mask, backend=backend,
     )  # fmt: skip
     do, dl = (x.to(device) for x in case.grads)
     (grad,) = torch.autograd.grad([out, lse], [given_[wanted]], [do, dl.to(lse.dtype)])
@@ -267,7 +265,7 @@ def test_out_alone_and_lse_alone_may_be_used(backend):
         device = home(backend)
         leaves = [x.to(device).requires_grad_() for x in (case.q, case.kv, case.sink)]
         results = sparse_attention(
-            *leaves[:2], case.indices.to(device), sinks=leaves[2], sm_scale=case.sm_scale, mask=case.mask,
+            *leaves[:2], case.indices.to(device), sinks=leaves[2], scale=case.scale, mask=case.mask,
             backend=backend,
         )  # fmt: skip
         kept = 1 - drop
@@ -284,7 +282,7 @@ def test_whatever_comes_back_for_a_row_that_sees_nothing_goes_nowhere(backend):
     blind = ~case.valid.any(1)
     device = home(backend)
     q, kv = (x.to(device).requires_grad_() for x in (case.q, case.kv))
-    out, lse = sparse_attention(q, kv, case.indices.to(device), sm_scale=case.sm_scale, mask=case.mask, backend=backend)
+    out, lse = sparse_attention(q, kv, case.indices.to(device), scale=case.scale, mask=case.mask, backend=backend)
     do, dl = case.grads
     do, dl = do.masked_fill(blind[:, None, None], torch.nan), dl.masked_fill(blind[:, None], torch.nan)
     grads = torch.autograd.grad([out, lse], [q, kv], [do.to(out), dl.to(lse)])
@@ -308,7 +306,7 @@ def test_autocast_changes_nothing(backend):
 def test_no_second_derivative(backend):
     case = drawn(3, 5)
     q, kv = (x.to(home(backend)).requires_grad_() for x in (case.q, case.kv))
-    out, _ = sparse_attention(q, kv, case.indices.to(q.device), sm_scale=0.3, backend=backend)
+    out, _ = sparse_attention(q, kv, case.indices.to(q.device), scale=0.3, backend=backend)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
@@ -330,7 +328,7 @@ def test_states_over_two_stretches_of_the_keys_merge_to_the_whole(name, backend)
     states = [
         State(
             *sparse_attention(
-                leaves[0], leaves[1][some], case.indices.to(device), v=leaves[2][some], sm_scale=case.sm_scale,
+                leaves[0], leaves[1][some], case.indices.to(device), v=leaves[2][some], scale=case.scale,
                 mask=replace(case.mask, k_offset=some.start), backend=backend,
             )
         )
@@ -351,7 +349,7 @@ def test_the_distribution_of_the_same_pass(sink, backend):
     case: Attended = drawn(mask="everything", sink=sink)
     device = home(backend)
     q, kv, indices = (x.to(device) for x in (case.q, case.kv, case.indices))
-    how = {"sm_scale": case.sm_scale, "mask": case.mask, "backend": backend}
+    how = {"scale": case.scale, "mask": case.mask, "backend": backend}
     q.requires_grad_()
     out, lse, dist = sparse_attention(
         q, kv, indices, sinks=case.sink.to(device) if sink else None, return_attn_sum=True, **how

@@ -62,7 +62,7 @@ def attended(keys: list[list[int]], q: Tensor, k: Tensor, v: Tensor, scale: floa
 def test_attention_is_a_softmax_over_the_slots_that_the_rules_allow(name, sink):
     case = drawn(S_Q, S_KV, topk=TOPK, mask=name, dtype=torch.float64, heads=2, d=3, d_v=2, sink=sink)
     keys = read_by(name)
-    out, lse = attended(keys, case.q, case.kv, case.kv[:, :2], case.sm_scale, case.sink)
+    out, lse = attended(keys, case.q, case.kv, case.kv[:, :2], case.scale, case.sink)
     found = case.exact()
     torch.testing.assert_close(found[0], out)
     torch.testing.assert_close(found[1], lse)
@@ -86,7 +86,7 @@ def test_gradients_of_the_specification_are_those_of_finite_differences():
     leaves = [x.requires_grad_() for x in (case.q, case.kv, case.v, case.sink)]
 
     def attend(q, k, v, sink):
-        out, lse = reference.attend(q, k, v, case.times, case.sm_scale, sink)
+        out, lse = reference.attend(q, k, v, case.times, case.scale, sink)
         return out, lse
 
     assert torch.autograd.gradcheck(attend, leaves)
@@ -95,11 +95,11 @@ def test_gradients_of_the_specification_are_those_of_finite_differences():
 def test_the_distribution_is_the_probability_of_each_key():
     case = drawn(3, 5, dtype=torch.float64, heads=2, d=3)
     lse = torch.arange(6.0, dtype=torch.float64).view(3, 2)
-    found = reference.distribution(case.q, case.kv, lse, case.sm_scale)
+    found = reference.distribution(case.q, case.kv, lse, case.scale)
     for head in range(2):
         for i in range(3):
             for j in range(5):
-                p = math.exp(case.sm_scale * dot(case.q[i, head], case.kv[j]) - lse[i, head])
+                p = math.exp(case.scale * dot(case.q[i, head], case.kv[j]) - lse[i, head])
                 assert found[head, i, j].item() == pytest.approx(p, rel=1e-12)
 
 

@@ -39,7 +39,7 @@ def results(place: Place, whole: Problem, keys: str, *, values: bool, sink: bool
 def attended(attention, mine: Problem, *, values: bool, sink: bool, **more) -> dict[str, torch.Tensor]:
     q, kv, v, sinks = mine.leaves("q", "kv", "v", "sink")
     out, lse, dist = attention(
-        q, kv, mine.indices, sm_scale=SCALE, d_v=D_V, v=v if values else None, mask=mine.mask,
+        q, kv, mine.indices, scale=SCALE, d_v=D_V, v=v if values else None, mask=mine.mask,
         sinks=sinks if sink else None, return_attn_sum=True, **more,
     )  # fmt: skip
     leaves = {"q": q, "kv": kv} | ({"v": v} if values else {}) | ({"sink": sinks} if sink else {})
@@ -145,7 +145,7 @@ def test_only_some_gradients_are_asked_for(keys):
         leaves = {name: x if name in names else x.detach() for name, x in leaves.items()}
         parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, keys=keys)
         out, lse = parallel.sparse_attention(
-            leaves["q"], leaves["kv"], mine.indices, sm_scale=SCALE, d_v=D_V, sinks=leaves["sink"]
+            leaves["q"], leaves["kv"], mine.indices, scale=SCALE, d_v=D_V, sinks=leaves["sink"]
         )
         grads = torch.autograd.grad((out, lse), [leaves[name] for name in names], (mine.d_out, mine.d_lse))
         return {f"d_{name}": grad for name, grad in zip(names, grads, strict=True)}, place.cp.traffic.bytes
@@ -166,8 +166,8 @@ def test_without_gradients_nothing_is_kept_and_the_same_comes_out():
         mine = problem.shard(place)
         parallel = am.SparseParallel(cp=place.cp, length=11, key_length=13, keys="sharded")
         with torch.no_grad():
-            quiet = parallel.sparse_attention(mine.q, mine.kv, mine.indices, sm_scale=SCALE)
-        return quiet, parallel.sparse_attention(*mine.leaves("q", "kv"), mine.indices, sm_scale=SCALE)
+            quiet = parallel.sparse_attention(mine.q, mine.kv, mine.indices, scale=SCALE)
+        return quiet, parallel.sparse_attention(*mine.leaves("q", "kv"), mine.indices, scale=SCALE)
 
     for ((quiet, kept),) in on_grid(1, 3, am.Contiguous(), both):
         assert not quiet[0].requires_grad
@@ -183,7 +183,7 @@ def test_the_distribution_is_summed_over_heads_and_normalized_after_that(tp, cp,
     lse = torch.randn(11, 7, dtype=torch.float64)  # of more keys than the slots name: heads differ in mass
     lse[0], lse[1, :3] = torch.inf, -torch.inf
     alone = am.attention_distribution(
-        problem.q, problem.kv, problem.indices, lse / torch.log(torch.tensor(2.0)), sm_scale=SCALE, mask=problem.mask,
+        problem.q, problem.kv, problem.indices, lse / torch.log(torch.tensor(2.0)), scale=SCALE, mask=problem.mask,
         lse_base="2", normalize=normalize,
     )  # fmt: skip
 
@@ -191,7 +191,7 @@ def test_the_distribution_is_summed_over_heads_and_normalized_after_that(tp, cp,
         mine, own_lse = problem.shard(place), replace(problem, d_lse=lse).shard(place).d_lse
         parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, keys=keys, layout=place.layout)
         return parallel.attention_distribution(
-            mine.q, mine.kv, mine.indices, own_lse, sm_scale=SCALE, mask=mine.mask, normalize=normalize
+            mine.q, mine.kv, mine.indices, own_lse, scale=SCALE, mask=mine.mask, normalize=normalize
         )
 
     for layout in LAYOUTS.values():
@@ -203,13 +203,13 @@ def test_the_distribution_is_summed_over_heads_and_normalized_after_that(tp, cp,
 def test_groups_of_heads_where_heads_are_not_spread():
     problem = drawn(dtype=torch.float32)
     lse = torch.randn(11, 7)
-    alone = am.attention_distribution(problem.q, problem.kv, problem.indices, lse, sm_scale=SCALE, head_group=3)
+    alone = am.attention_distribution(problem.q, problem.kv, problem.indices, lse, scale=SCALE, head_group=3)
     for keys in ("gathered", "sharded"):
 
         def program(place, keys=keys):
             mine = problem.shard(place)
             return am.SparseParallel(cp=place.cp, length=11, key_length=13, keys=keys).attention_distribution(
-                mine.q, mine.kv, mine.indices, place.rows(lse), sm_scale=SCALE, head_group=3
+                mine.q, mine.kv, mine.indices, place.rows(lse), scale=SCALE, head_group=3
             ).transpose(0, 1)  # fmt: skip
 
         found = joined(on_grid(1, 4, am.Contiguous(), program), am.Contiguous()).transpose(0, 1)

@@ -50,7 +50,7 @@ def loss_here(place: Place, whole: Problem, mode: str, rows: str, keys: str, wei
         tp=place.tp, cp=place.cp, length=whole.length, key_length=whole.key_length, layout=place.layout, keys=keys
     )
     loss = parallel.indexer_kl_loss(
-        *leaves, None if mode == "dense" else mine.indices, q=mine.q, k=mine.kv, lse=mine.d_lse, sm_scale=SCALE,
+        *leaves, None if mode == "dense" else mine.indices, q=mine.q, k=mine.kv, lse=mine.d_lse, attn_scale=SCALE,
         mask=mine.mask, mode=mode, scale=0.7, rows=rows, row_mask=None if row_mask is None else place.rows(row_mask),
         **more,
     )  # fmt: skip

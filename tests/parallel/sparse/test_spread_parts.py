@@ -97,7 +97,7 @@ def test_a_ring_computes_on_every_slot_once(layout, monkeypatch):
     def program(place):
         mine = problem.shard(place)
         parallel = am.SparseParallel(cp=place.cp, length=11, key_length=13, layout=place.layout, keys="sharded")
-        parallel.sparse_attention(mine.q, mine.kv, mine.indices, sm_scale=SCALE)
+        parallel.sparse_attention(mine.q, mine.kv, mine.indices, scale=SCALE)
 
     on_grid(1, 4, LAYOUTS[layout], program)
     assert len(counted) == 16

@@ -26,14 +26,14 @@ def step(place: Place, rows: str, keys: str) -> list[torch.Tensor]:
     chosen = parallel.indexer_topk(mine.iq, ik, mine.w, 5, mask=mine.mask)
     q, kv = mine.q.clone().requires_grad_(), mine.kv.nan_to_num(0.5).requires_grad_()
     out, lse, dist = parallel.sparse_attention(
-        q, kv, chosen.indices, sm_scale=SCALE, d_v=8, mask=mine.mask, return_attn_sum=True
+        q, kv, chosen.indices, scale=SCALE, d_v=8, mask=mine.mask, return_attn_sum=True
     )
     to_attention = torch.autograd.grad((out, lse), (q, kv), (mine.d_out, mine.d_lse))
     leaves = [x.clone().requires_grad_() for x in (mine.iq, ik, mine.w)]
     losses, grads = [], []
     for mode in ("sparse", "dense"):
         loss = parallel.indexer_kl_loss(
-            *leaves, chosen.indices if mode == "sparse" else None, q=mine.q, k=kv, lse=lse, sm_scale=SCALE,
+            *leaves, chosen.indices if mode == "sparse" else None, q=mine.q, k=kv, lse=lse, scale=SCALE,
             mask=mine.mask, mode=mode, rows=rows, reduction="mean_rows",
         )  # fmt: skip
         losses.append(loss.detach().expand(mine.q.shape[0]))
@@ -62,8 +62,8 @@ def refused(comm: am.Comm) -> list[str]:
     parallel = am.SparseParallel(tp=mesh["tp"].get_group(), cp=mesh["cp"])
     q, kv, indices = torch.ones(2, 3, 4), torch.ones(2, 4), torch.zeros(2, 2, dtype=torch.int32)
     heard = []
-    for wrong in ({"indices": indices.long()}, {"sm_scale": 2.0}, {"indices": indices + 1}, {}):
-        given = {"indices": indices, "sm_scale": 1.0} | (wrong if comm.rank == 2 else {})
+    for wrong in ({"indices": indices.long()}, {"scale": 2.0}, {"indices": indices + 1}, {}):
+        given = {"indices": indices, "scale": 1.0} | (wrong if comm.rank == 2 else {})
         try:
             parallel.sparse_attention(q, kv, **given)
             heard.append("nothing was raised")
@@ -87,7 +87,7 @@ def test_four_processes_do_a_whole_step_as_one_device_does_and_hear_of_one_rank_
                 assert_exact(x, y, 2e-5)
     words = [
         "indices must be an int32 tensor, got torch.int64",
-        "sm_scale is 2.0 on rank 0 but 1.0 on rank 1",
+        "scale is 2.0 on rank 0 but 1.0 on rank 1",
         r"those of tp rank 1 differ from tp rank 0's \(on cp rank 1\)",
         "nothing was raised",
     ]

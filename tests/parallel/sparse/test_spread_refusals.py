@@ -25,7 +25,7 @@ def said(program) -> str:
 
 
 def attend(place: Place, wrong: dict, mine: Problem) -> None:
-    given = {"q": mine.q, "kv": mine.kv, "indices": mine.indices, "sm_scale": SCALE} | wrong
+    given = {"q": mine.q, "kv": mine.kv, "indices": mine.indices, "scale": SCALE} | wrong
     how = {
         name: given.pop(name) for name in ("length", "key_length", "layout", "keys", "check_indices") if name in given
     }
@@ -34,7 +34,7 @@ def attend(place: Place, wrong: dict, mine: Problem) -> None:
 
 
 def distribute(place: Place, wrong: dict, mine: Problem) -> None:
-    given = {"k": mine.kv, "indices": mine.indices, "lse": mine.d_lse, "sm_scale": SCALE} | wrong
+    given = {"k": mine.kv, "indices": mine.indices, "lse": mine.d_lse, "scale": SCALE} | wrong
     parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=10, key_length=12)
     parallel.attention_distribution(mine.q, given.pop("k"), given.pop("indices"), given.pop("lse"), **given)
 
@@ -52,7 +52,7 @@ def score(place: Place, wrong: dict, mine: Problem) -> None:
 
 
 def lose(place: Place, wrong: dict, mine: Problem) -> None:
-    given = {"indices": mine.indices, "q": mine.q, "k": mine.kv, "lse": mine.d_lse, "sm_scale": SCALE} | wrong
+    given = {"indices": mine.indices, "q": mine.q, "k": mine.kv, "lse": mine.d_lse, "attn_scale": SCALE} | wrong
     parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=10, key_length=12)
     parallel.indexer_kl_loss(mine.iq, mine.ik, mine.w, given.pop("indices"), **given)
 
@@ -81,7 +81,7 @@ WRONG = {
     "another layout": (attend, lambda p: {"layout": am.Striped()}, r"layout is Contiguous\(\) .* but Striped\(\) on"),
     "another way for keys": (attend, lambda p: {"keys": "sharded"}, "keys is gathered .* but sharded on"),
     "one that does not check": (attend, lambda p: {"check_indices": False}, "check_indices is True .* but False on"),
-    "another scale": (attend, lambda p: {"sm_scale": 0.5}, "sm_scale is 0.3 .* but 0.5 on"),
+    "another scale": (attend, lambda p: {"scale": 0.5}, "scale is 0.3 .* but 0.5 on"),
     "another dtype": (
         attend,
         lambda p: {"q": p.q.double(), "kv": p.kv.double()},
@@ -161,8 +161,8 @@ WRONG = {
     ),
     "a row mask": (lose, lambda p: {"row_mask": torch.ones(5, dtype=torch.bool)}, "row_mask is False .* but True on"),
     "no rows": (lose, lambda p: {"global_rows": 0}, "global_rows must be at least 1, got 0"),
-    "no lse": (lose, lambda p: {"lse": None}, r"q, k, lse and sm_scale must be given; missing: \['lse'\]"),
-    "a target beside": (lose, lambda p: {"target": torch.ones(5, 6)}, "give target, or q, k, lse and sm_scale"),
+    "no lse": (lose, lambda p: {"lse": None}, r"q, k, lse and attn_scale must be given; missing: \['lse'\]"),
+    "a target beside": (lose, lambda p: {"target": torch.ones(5, 6)}, "give target, or q, k, lse and attn_scale"),
 }
 
 
@@ -234,8 +234,8 @@ def test_alone_it_is_the_functions_of_one_device():
     assert (alone.tp.world, alone.cp.world) == (1, 1)
     p = replace(WHOLE, mask=am.SparseMask(causal=True))
     for found, true in zip(
-        alone.sparse_attention(p.q, p.kv, p.indices, sm_scale=SCALE, mask=p.mask),
-        am.sparse_attention(p.q, p.kv, p.indices, sm_scale=SCALE, mask=p.mask),
+        alone.sparse_attention(p.q, p.kv, p.indices, scale=SCALE, mask=p.mask),
+        am.sparse_attention(p.q, p.kv, p.indices, scale=SCALE, mask=p.mask),
         strict=True,
     ):
         assert torch.equal(found, true)

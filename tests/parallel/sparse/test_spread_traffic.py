@@ -32,16 +32,16 @@ def test_tp_ranks(check):
         q, kv = mine.leaves("q", "kv")
         found = {}
         found["forward"] = sent(place.tp, lambda: found.update(state=parallel.sparse_attention(
-            q, kv, mine.indices, sm_scale=SCALE)))  # fmt: skip
+            q, kv, mine.indices, scale=SCALE)))  # fmt: skip
         found["backward"] = sent(place.tp, lambda: found.pop("state")[0].sum().backward())
         found["distribution"] = sent(place.tp, lambda: parallel.attention_distribution(
-            mine.q, mine.kv, mine.indices, mine.d_lse, sm_scale=SCALE))  # fmt: skip
+            mine.q, mine.kv, mine.indices, mine.d_lse, scale=SCALE))  # fmt: skip
         found["topk"] = sent(place.tp, lambda: parallel.indexer_topk(mine.iq, mine.ik, mine.w, TOPK))
         for rows in ("replicated", "scattered"):
             leaves = mine.leaves("iq", "ik", "w")
             found[f"{rows} loss"] = sent(place.tp, lambda leaves=leaves, rows=rows: found.update(
                 loss=parallel.indexer_kl_loss(*leaves, mine.indices, q=mine.q, k=mine.kv, lse=mine.d_lse,
-                                              sm_scale=SCALE, rows=rows)))  # fmt: skip
+                                              scale=SCALE, rows=rows)))  # fmt: skip
             found[f"{rows} gradient"] = sent(place.tp, lambda: found.pop("loss").backward())
         return found
 
@@ -77,12 +77,12 @@ def test_cp_ranks(keys, layout):
         q, kv = mine.leaves("q", "kv")
         found = {}
         found["forward"] = sent(place.cp, lambda: found.update(state=parallel.sparse_attention(
-            q, kv, mine.indices, sm_scale=SCALE)))  # fmt: skip
+            q, kv, mine.indices, scale=SCALE)))  # fmt: skip
         found["backward"] = sent(place.cp, lambda: found.pop("state")[0].sum().backward())
         found["topk"] = sent(place.cp, lambda: parallel.indexer_topk(mine.iq, mine.ik, mine.w, TOPK))
         leaves = mine.leaves("iq", "ik", "w")
         found["dense loss"] = sent(place.cp, lambda: found.update(loss=parallel.indexer_kl_loss(
-            *leaves, q=mine.q, k=mine.kv, lse=mine.d_lse, sm_scale=SCALE, mode="dense")))  # fmt: skip
+            *leaves, q=mine.q, k=mine.kv, lse=mine.d_lse, scale=SCALE, mode="dense")))  # fmt: skip
         found["dense gradient"] = sent(place.cp, lambda: found.pop("loss").backward())
         return found
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.core.state import State
-from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.merge import StateSum
 from attnmesh.plan.blocks import Block, Kind
 
 aten = torch.ops.aten

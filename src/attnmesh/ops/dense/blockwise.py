@@ -18,12 +18,12 @@ from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense import recorded
+from attnmesh.ops.dense.api import choose_fused, fused_for_backward
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result
-from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
-from attnmesh.ops.lanes import ONE_LANE, Lanes
+from attnmesh.ops.merge import GradSum, StateSum
+from attnmesh.ops.streams import ONE_LANE, Lanes
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
 from attnmesh.trace.recorder import Recorder
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result
+from attnmesh.ops.merge import StateSum
 from attnmesh.trace.recorder import Recorder
 
 

@@ -8,8 +8,8 @@ import torch
 
 from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
-from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.merge import StateSum
 from attnmesh.plan.blocks import Block, Kind
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -95,7 +95,7 @@ class SparseParallel:
         kv: Tensor,
         indices: Tensor,
         *,
-        sm_scale: float,
+        scale: float,
         d_v: int | None = None,
         v: Tensor | None = None,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
@@ -109,12 +109,12 @@ class SparseParallel:
         def examined() -> tuple[tuple[one_device.Attending, Spread], Facts]:
             spread = self._spread("q", q, "kv", kv)
             call = one_device.checked(
-                q, kv, indices, sm_scale, d_v, v, self._mask(mask, spread), deterministic, backend, spread.key_length
+                q, kv, indices, scale, d_v, v, self._mask(mask, spread), deterministic, backend, spread.key_length
             )
             check.check_sink(sinks, call.q)
             return (call, spread), self._facts(
                 spread, call.q, mask, backend, width=call.q.shape[2], d_v=call.d_v, topk=call.indices.shape[1],
-                sm_scale=call.sm_scale, values=v is not None, sinks=sinks is not None,
+                scale=call.scale, values=v is not None, sinks=sinks is not None,
                 return_attn_sum=return_attn_sum, deterministic=deterministic,
                 gradients=gradients(q=q, kv=kv, v=v, sinks=sinks),
             )  # fmt: skip
@@ -133,7 +133,7 @@ class SparseParallel:
         indices: Tensor,
         lse: Tensor,
         *,
-        sm_scale: float,
+        scale: float,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
         lse_base: Base = "e",
         head_group: int | None = None,
@@ -148,7 +148,7 @@ class SparseParallel:
         def examined() -> tuple[tuple[one_device.Attending, Spread, Tensor], Facts]:
             spread = self._spread("q", q, "k", k)
             call = one_device.checked(
-                q, k, indices, sm_scale, None, None, self._mask(mask, spread), False, backend, spread.key_length
+                q, k, indices, scale, None, None, self._mask(mask, spread), False, backend, spread.key_length
             )
             check_base("lse_base", lse_base)
             natural = convert_lse(check.check_per_head("lse", lse, call.q).detach(), lse_base, "e")
@@ -161,7 +161,7 @@ class SparseParallel:
                     )
             return (call._replace(q=call.q.detach(), k=call.k.detach()), spread, natural), self._facts(
                 spread, call.q, mask, backend, width=call.q.shape[2], topk=call.indices.shape[1],
-                sm_scale=call.sm_scale, lse_base=lse_base, head_group=head_group, normalize=normalize,
+                scale=call.scale, lse_base=lse_base, head_group=head_group, normalize=normalize,
             )  # fmt: skip
 
         call, spread, natural = agreed(self._ranks, "SparseParallel.attention_distribution", examined)
@@ -248,7 +248,7 @@ class SparseParallel:
         q: Tensor | None = None,
         k: Tensor | None = None,
         lse: Tensor | None = None,
-        sm_scale: float | None = None,
+        attn_scale: float | None = None,
         lse_base: Base = "e",
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
         mode: Mode = "sparse",
@@ -276,14 +276,14 @@ class SparseParallel:
             if rows not in get_args(LossRows):
                 raise ValueError(f'rows must be "replicated" or "scattered", got {rows!r}')
             found = one_loss.checked(
-                iq, ik, w, indices, target, q, k, lse, sm_scale, lse_base, self._mask(mask, spread), mode, scale, relu,
-                reduction, row_mask, global_rows, deterministic, backend, spread.key_length,
+                iq, ik, w, indices, target, q, k, lse, attn_scale, lse_base, self._mask(mask, spread), mode, scale,
+                relu, reduction, row_mask, global_rows, deterministic, backend, spread.key_length,
             )  # fmt: skip
             source = found.source
             return (found, spread), self._facts(
                 spread, found.call.iq, mask, backend, **_indexer_facts(found.call),
                 topk=None if found.indices is None else found.indices.shape[1], mode=mode, reduction=reduction,
-                target=None if source is None else (source.q.shape[2], source.q.dtype, source.sm_scale, lse_base),
+                target=None if source is None else (source.q.shape[2], source.q.dtype, source.scale, lse_base),
                 row_mask=row_mask is not None, rows=rows, deterministic=deterministic,
                 global_rows=global_rows if isinstance(global_rows, int | None) else "a tensor",
                 gradients=gradients(iq=iq, ik=ik, w=w),
