@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from attnmesh.report.figures import read_figures
 from typer.testing import CliRunner
 
 from attnmesh.cli.main import app
@@ -10,7 +11,6 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Full, SlidingWindow, parse_mask
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.report.command import checked
-from attnmesh.report.figures import read_figures
 from attnmesh.trace.timeline import Span, read_trace, write_trace
 
 SPAN = Span(3, "send", "keys", 2.0, 2.5, {"bytes": 9})

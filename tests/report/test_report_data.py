@@ -5,6 +5,8 @@ from itertools import product
 
 import pytest
 import torch
+from attnmesh.report.picture import picture
+from attnmesh.report.tiles import bands, pair_counts, visible_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +18,7 @@ from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload, refusal
 from attnmesh.report import make_report
 from attnmesh.report.data import default_node, in_words
-from attnmesh.report.picture import picture
 from attnmesh.report.steps import steps
-from attnmesh.report.tiles import bands, pair_counts, visible_pairs
 from attnmesh.trace.timeline import Span
 from truth import truth
 

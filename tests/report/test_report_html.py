@@ -6,13 +6,13 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from attnmesh.report.picture import picture
 
 from attnmesh.core.layouts import Striped, Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.plan.workload import Shape
 from attnmesh.report import make_report, write_report
 from attnmesh.report.page import page
-from attnmesh.report.picture import picture
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.attention import Outcome
 from attnmesh.verify.mode import ComparedMode

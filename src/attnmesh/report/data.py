@@ -15,8 +15,8 @@ from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload, refusal
 from attnmesh.planner.auto import Choice, choose_schedule
-from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.catalog import usual_cluster
+from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.report.steps import Steps, steps
 from attnmesh.trace.timeline import Span

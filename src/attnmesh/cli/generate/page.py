@@ -10,8 +10,7 @@ from typing import Any
 from attnmesh.cli.generate.job import Job
 from attnmesh.cli.generate.outcome import Outcome
 from attnmesh.cli.generate.plain import Comparison
-from attnmesh.report import GeneratedAnswer, generation_report, write_report
-from attnmesh.report import command
+from attnmesh.report import GeneratedAnswer, command, generation_report, write_report
 from attnmesh.report.data import MOST_RANKS, in_words
 
 _PROMPT_TOKENS_SHOWN = 64  # of a prompt without a question, its last ones
