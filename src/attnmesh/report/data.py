@@ -25,10 +25,13 @@ from attnmesh.verify.attention import Outcome
 Rows = Sequence[Mapping[str, object]]
 """A table: one dictionary per row, keyed by column."""
 
+MOST_ROWS = 16
+"""The most rows of a table or drawing: more ranks are grouped by node."""
+
 MOST_RANKS = 64
 """The most ranks a report covers."""
 
-_MOST_ROWS = 16  # rows of a table or timeline that a reader can tell apart; more ranks are grouped by node
+_MOST_RUNS = 256  # of positions, all ranks together: drawings of more show nothing
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,14 @@ class RankGroups:
     @staticmethod
     def of(world: int, ranks_per_node: int) -> RankGroups:
         """One row per rank up to 16 ranks, then one per node; larger groups where that is still more than 16 rows."""
-        if world <= _MOST_ROWS:
+        if world <= MOST_ROWS:
             return RankGroups(world, 1, "rank")
         nodes = -(-world // ranks_per_node)
-        if 1 < nodes <= _MOST_ROWS:
+        if 1 < nodes <= MOST_ROWS:
             return RankGroups(world, ranks_per_node, "node")
-        if nodes > _MOST_ROWS:
-            return RankGroups(world, ranks_per_node * -(-nodes // _MOST_ROWS), "group")
-        return RankGroups(world, -(-world // _MOST_ROWS), "group")
+        if nodes > MOST_ROWS:
+            return RankGroups(world, ranks_per_node * -(-nodes // MOST_ROWS), "group")
+        return RankGroups(world, -(-world // MOST_ROWS), "group")
 
     @property
     def ranks(self) -> list[range]:
@@ -158,6 +161,9 @@ def make_report(
     _check(length, world, shape)
     mask.check(length)
     workload = Workload(shards(mask, layout, length, world), shape, _checked_node(world, ranks_per_node))
+    runs = sum(map(len, workload.shards.queries))
+    if runs > _MOST_RUNS:
+        raise ValueError(f"layout must give at most {_MOST_RUNS} runs of positions for a report, got {runs}")
     served = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
     cluster = usual_cluster(device)
     choice = choose_schedule(workload, cluster)

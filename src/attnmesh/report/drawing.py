@@ -13,19 +13,18 @@ from attnmesh.core.masks import Coverage, Mask
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.load import Load
 from attnmesh.plan.shards import Shards
-from attnmesh.report.data import RankGroups, Report, ScheduleView
+from attnmesh.report.data import MOST_ROWS, RankGroups, Report, ScheduleView
 from attnmesh.trace.timeline import Span
 
 _MOST_SPANS = 8000  # of a timeline; more would make the page slow, and are too thin to see
 _STRIPES_SHOWN = 8  # tokens per rank shown of a layout that deals tokens out in turn: the rest repeats
 _BANDS = 64  # approximate rows of mask tiles: more cannot be told apart on a phone
-_MOST_BANDS = 256
 
 Json = dict[str, object]
 
 
 def drawing_data(report: Report) -> Json:
-    """Return everything that is drawn, as JSON values. ValueError if the shards have too many runs to draw."""
+    """Return everything that is drawn, as JSON values."""
     shards, shape = report.workload.shards, report.workload.shape
     cut = bands(shards.queries)
     return {
@@ -46,7 +45,7 @@ def drawing_data(report: Report) -> Json:
         "pairs": pair_counts(shards, cut, cut),
         "schedules": [_schedule(view, report) for view in report.schedules],
         "selected": report.choice.schedule,
-        "timelines": [_timeline(name, list(spans), report.groups) for name, spans in report.timelines.items()],
+        "timelines": [_timeline(name, spans, report.groups) for name, spans in report.timelines.items()],
     }
 
 
@@ -64,9 +63,6 @@ class Band:
 
 def bands(shards: tuple[Ranges, ...]) -> list[Band]:
     """Cut all shards into bands of about equal size, rank by rank."""
-    runs = sum(map(len, shards))
-    if runs > _MOST_BANDS:
-        raise ValueError(f"layout must give at most {_MOST_BANDS} runs of positions for a report, got {runs}")
     each = sum(map(ranges.size, shards)) / _BANDS  # positions per band, where the runs allow it
     return [
         Band(rank, part)
@@ -135,8 +131,10 @@ def _ends(of: range) -> tuple[int, int]:
     return of.start, of.stop
 
 
-def _timeline(name: str, spans: list[Span], groups: RankGroups) -> Json:
-    drawn = [span for span in spans if span.rank % groups.size == 0]
+def _timeline(name: str, spans: Sequence[Span], groups: RankGroups) -> Json:
+    """The spans of one timeline. One with more ranks than there may be rows has the first rank of every group."""
+    grouped = groups.size > 1 and len({span.rank for span in spans}) > MOST_ROWS
+    drawn = [span for span in spans if span.rank % groups.size == 0] if grouped else spans
     kept = sorted(drawn, key=lambda span: span.begin)[:_MOST_SPANS]
     start = kept[0].begin if kept else 0.0
     return {

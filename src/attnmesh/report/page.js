@@ -299,7 +299,7 @@
     const target = (group, peer) => (group === peer ? "itself" : String(peer));
     const rows = groups.map((group) => {
       const computes = sum(members(group).map((rank) => work[rank]));
-      const to = [...peers[group]];
+      const to = [...peers[group]].sort((a, b) => a - b);
       return element("tr", isDim(group) ? { class: "dim" } : {},
         element("td", {}, swatch(group), String(group)),
         element("td", {}, computes ? flops(computes, true) : "–"),
@@ -391,6 +391,9 @@
   const timeline = (one, number) => {
     const width = Math.max(280, at("timelines").clientWidth);
     const rows = [...new Set(one.spans.map((span) => span[0]))].sort((a, b) => a - b);
+    // Where every row is the first rank of another group, it stands for the group.
+    const stands = grouped && rows.every((rank) => rank % data.group_size === 0);
+    const rowName = (rank) => (stands ? `${noun} ${groupOf(rank)}` : `rank ${rank}`);
     const [lane, left, top] = [8, 52, 4];
     const tall = lane * 3 + 8;
     const end = Math.max(...one.spans.map((span) => span[4]), 1e-12);
@@ -412,7 +415,7 @@
     const detail = element("p", { class: "detail", "aria-live": "polite" });
     rows.forEach((rank, i) => {
       const label = drawn("text", { x: 0, y: top + i * tall + lane * 1.5 + 4, opacity: isDim(groupOf(rank)) ? 0.3 : 1 });
-      label.textContent = `${noun} ${groupOf(rank)}`;
+      label.textContent = rowName(rank);
       svg.append(label);
     });
     const bars = drawn("g");
@@ -431,7 +434,7 @@
     const of = (track) => sum(one.spans.filter((span) => span[1] === track).map((span) => span[4] - span[3]));
     const share = (time) => `${((100 * time) / (end * rows.length)).toFixed(0)}%`;
     const summary = `${seconds(end)} in total. On average a rank computes ${share(of("compute"))} of the time and waits ${share(of("wait"))}.`
-      + (grouped ? ` Each row is the first rank of a ${noun}.` : "")
+      + (stands ? ` Each row is the first rank of a ${noun}.` : "")
       + (one.left_out ? ` Only the first ${whole(one.spans.length)} events are drawn; ${whole(one.left_out)} more follow.` : "");
     const legend = element("div", { class: "legend" }, ...TRACKS.map((track) => element("span", {},
       element("i", track === "wait" ? { class: "hatched" } : { style: `background:var(--${track})` }), track)));

@@ -52,9 +52,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, marked: i
     rows = list(rows)
     head = "".join(_head(column, [row[at] for row in rows]) for at, column in enumerate(columns))
     opened = ['<tr class="marked">' if at == marked else "<tr>" for at in range(len(rows))]
-    body = "".join(
-        f"{tr}{''.join(map(_cell, columns, row, strict=True))}</tr>" for tr, row in zip(opened, rows, strict=True)
-    )
+    body = "".join(f"{tr}{''.join(map(_cell, columns, row))}</tr>" for tr, row in zip(opened, rows, strict=True))
     return (
         f'<div class="scroll" tabindex="0"><table class="stack"><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
@@ -65,7 +63,7 @@ def _schedule_sections(report: Report) -> str:
     return "".join(
         [
             _section("run", "The workload", _facts(report.facts)),
-            Template(_part("schedules.html")).substitute(hardware=_escaped(report.hardware)),
+            _part("schedules.html"),
             _section(
                 "selection", "Why this schedule", _ranking(report),
                 f"Estimated time of one layer, forward + backward, on {report.hardware}. The estimates rank schedules; "
