@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm.sub import SubComm
+from attnmesh.comm import SubComm
 from attnmesh.ops.sparse import reference
 
 LAYOUTS = {"contiguous": am.Contiguous(), "zigzag": am.Zigzag(), "striped": am.Striped()}

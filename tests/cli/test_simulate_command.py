@@ -80,13 +80,13 @@ def test_slower_ranks_and_links_never_make_it_faster():
 def test_a_trace_has_the_ranks_that_were_asked_for(tmp_path):
     path = tmp_path / "trace.json"
     found = simulated("--trace", path, "--trace-ranks", "0-2,9", "--backward")
-    ranges = read_trace(path)
-    assert {span.rank for span in ranges} == {0, 1, 2, 9}
-    assert {span.track for span in ranges} >= {"compute", "send", "receive"}
+    spans = read_trace(path)
+    assert {span.rank for span in spans} == {0, 1, 2, 9}
+    assert {span.track for span in spans} >= {"compute", "send", "receive"}
     both = sum(one["seconds"] for one in found["runs"])
-    assert max(span.end for span in ranges) == pytest.approx(both, rel=0.2)
+    assert max(span.end for span in spans) == pytest.approx(both, rel=0.2)
     forward = found["runs"][0]["seconds"]
-    assert max(span.end for span in ranges) > forward  # the backward comes after it
+    assert max(span.end for span in spans) > forward  # the backward comes after it
     simulated("--trace", path)
     assert {span.rank for span in read_trace(path)} == set(range(16))
     simulated("--trace", path, ranks=2)

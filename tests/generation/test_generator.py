@@ -13,7 +13,7 @@ from attnmesh.comm import CommError
 from attnmesh.generation.engine import Reader
 from attnmesh.generation.generator import Generator, Token, generate
 from attnmesh.generation.sampling import Lookup, Sampling
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
 from modelling import (
     KINDS,
@@ -244,7 +244,7 @@ def test_a_stop_within_a_draft_ends_the_row(monkeypatch):
     prompt = PROMPTS[0]
     expected = continued("llama", prompt, MOST)
     end = next(i for i in range(3, MOST) if expected[i] not in expected[:i])
-    assert end < MOST_TOKENS < MOST - 1
+    assert end < MAX_DECODE_TOKENS < MOST - 1
     monkeypatch.setattr(Lookup, "draft", lambda self, ids, most: expected[len(ids) - len(prompt) :][:most])
 
     def rank(comm):
@@ -254,7 +254,7 @@ def test_a_stop_within_a_draft_ends_the_row(monkeypatch):
         return rows, effort.steps, effort.generated, effort.drafted, effort.accepted
 
     # The first token comes with the prompt, all others with one step. What was drafted past the stop was of no use.
-    found = ([expected[: end + 1]], 1, end + 1, MOST_TOKENS - 1, end - 1)
+    found = ([expected[: end + 1]], 1, end + 1, MAX_DECODE_TOKENS - 1, end - 1)
     assert on_ranks(2, rank) == [found] * 2
 
 
@@ -420,7 +420,7 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
             {"speculative": True},
             "generate: ranks disagree: speculative is False on rank 0 but True on rank 1",
         ),
-        ([], {}, r"generate: prompt 0 is empty \(said by rank 1\)"),
+        ([], {}, r"generate: prompt 0 is empty \(on rank 1\)"),
     ],
 )
 def test_ranks_that_ask_different_things_are_all_told(mine, how, message):
@@ -439,7 +439,7 @@ def test_what_one_group_has_no_room_for_all_are_told():
         generator = Generator(
             meshed("llama"), None, comm, tokens=80, sequences=2, sharding=DecodeSharding(kvdp=2)
         )  # fmt: skip
-        with pytest.raises(ValueError, match=r"98 tokens of 1 sequences do not fit .* \(said by rank 1\)"):
+        with pytest.raises(ValueError, match=r"98 tokens of 1 sequences do not fit .* \(on rank 1\)"):
             generator.generate([PROMPTS[0], [8] * 82], max_new_tokens=8)
         return rows_of(generator, PROMPTS[:2], max_new_tokens=8)
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
+from attnmesh.core.merge import discount_sinks
 from attnmesh.integrations.transformers_attention import (
     check_model,
-    discount_sinks,
     register_attention,
     transformers_attention,
 )
@@ -52,9 +52,9 @@ def test_sinks_are_one_more_key_without_a_value():
     scores, values, sinks = torch.randn(2, 3, 5, 7).double(), torch.randn(2, 3, 7, 4).double(), torch.randn(3).double()
     out, lse = scores.softmax(-1) @ values, scores.logsumexp(-1)
     with_sinks = torch.cat([scores, sinks.view(1, 3, 1, 1).expand(2, 3, 5, 1)], -1).softmax(-1)[..., :-1] @ values
-    torch.testing.assert_close(discount_sinks(out, lse, sinks), with_sinks)
+    torch.testing.assert_close(discount_sinks(out, lse, sinks[:, None]), with_sinks)
     # A row that sees nothing sees nothing but the sink.
-    nothing = discount_sinks(torch.zeros(1, 3, 1, 4), torch.full((1, 3, 1), -torch.inf), sinks.float())
+    nothing = discount_sinks(torch.zeros(1, 3, 1, 4), torch.full((1, 3, 1), -torch.inf), sinks.float()[:, None])
     assert torch.equal(nothing, torch.zeros(1, 3, 1, 4))
 
 

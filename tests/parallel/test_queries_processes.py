@@ -97,7 +97,7 @@ def one_wrong_process(comm: Comm) -> list[str]:
     ]
     heard = []
     for call in wrong:
-        with pytest.raises(ValueError, match=r"\(said by rank 1\)") as caught:
+        with pytest.raises(ValueError, match=r"\(on rank 1\)") as caught:
             call()
         heard.append(str(caught.value))
     torch.testing.assert_close(ring_distributed_attention(q, q, q, group=comm), q[:, :, :4])  # and all goes on

@@ -68,7 +68,7 @@ def on_a_mesh(comm: Comm) -> None:
         inputs = drawn(21, seed=replica)  # each replica has a sequence of its own
         assert_right(whole_results(cp.comm, inputs, mask, Zigzag()), inputs, mask)
     assert_right(whole_results(ContextParallel(mesh["cp"].get_group()).comm, inputs, mask, Zigzag()), inputs, mask)
-    with pytest.raises(ValueError, match="expected a Comm, ProcessGroup, DeviceMesh or None, got str"):
+    with pytest.raises(ValueError, match="group must be a Comm, ProcessGroup, DeviceMesh or None, got str"):
         ContextParallel("cp")
 
 

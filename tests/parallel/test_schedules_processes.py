@@ -159,10 +159,10 @@ def test_what_cannot_be_is_refused_on_every_rank():
         "schedule='ring+ring' cannot serve this: ring+ring wants a mesh of two dimensions",
         "schedule='ulysses+ring' cannot serve this: ulysses+ring wants a mesh of two dimensions",
         "ranks_per_node must be an integer that divides the 4 ranks, got 3",
-        "ranks_per_node=4 contradicts the mesh, whose second dimension has 2 ranks",
-        "ranks_per_node=1 contradicts the mesh, whose second dimension has 2 ranks",
-        "the mesh must have one dimension, or two (nodes, ranks a node), got 3 of shape (2, 1, 2)",
-        "needs mesh_dim_names",
+        "ranks_per_node must be the size of the second mesh dimension, 2, got 4",
+        "ranks_per_node must be the size of the second mesh dimension, 2, got 1",
+        "or of two (nodes, ranks per node), got 3 of shape (2, 1, 2)",
+        "mesh_dim_names",
     ]
     for heard in run_processes(4, refusals):
         for said, due in zip(heard, words, strict=True):

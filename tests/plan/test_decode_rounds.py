@@ -106,10 +106,10 @@ def test_blocks_that_run_send_these_bytes(degrees, heads, batch):
         block = block_with(config, weights, sharding, comm)
         feeding = Feeding(block, cache_for(block, batch, 7), x)
         feeding.begin(*range(batch)).feed(range(batch), 6)
-        sent = block._ranks.everyone.traffic
+        sent = block._ranks.all_ranks.traffic
         sent.reset()
         feeding.feed(range(batch), 1)
-        return sum(nbytes for _, nbytes in sent.verbs.values())
+        return sum(nbytes for _, nbytes in sent.by_op.values())
 
     shape = DecodeShape(batch, 1, *heads, config.head_dim, config.hidden, itemsize=4)
     counted = sum(exchanged(sharding, DecodeLayer(shape, 1.0, 6)).values())

@@ -168,7 +168,7 @@ def test_spans_tell_what_a_watched_rank_did(run):
     found = run(
         program(2, Round("a", send((0, 1, 500)), kernels, ("rows",))), cluster(near=(1.0, 100.0)), Slow(), keep=[0, 1]
     )
-    told = {(s.rank, s.track, s.name, s.begin, s.end) for s in found.ranges}
+    told = {(s.rank, s.track, s.name, s.begin, s.end) for s in found.spans}
     assert told == {
         (0, "compute", "attention", 0.0, 1.0),
         (0, "compute", "copy", 1.0, 2.0),
@@ -178,13 +178,13 @@ def test_spans_tell_what_a_watched_rank_did(run):
         (1, "receive", "rows", 0.0, 6.0),
         (1, "wait", "rows", 2.0, 6.0),
     }
-    facts = {(s.rank, s.track, s.name): s.facts for s in found.ranges}
+    facts = {(s.rank, s.track, s.name): s.args for s in found.spans}
     assert facts[0, "send", "rows"] == {"bytes": 500, "to": 1, "link": "near"}
     assert facts[1, "receive", "rows"] == {"bytes": 500, "from": 0, "link": "near"}
     assert facts[0, "compute", "copy"] == {"round": "a", "bytes": 0.5, "calls": 1.0}
     assert facts[1, "compute", "attention"] == {"round": "a", "operations": 2.0, "calls": 1.0}
     only = run(program(2, Round("a", send((0, 1, 500)), kernels, ("rows",))), cluster(), Slow(), keep=[1])
-    assert {s.rank for s in only.ranges} == {1}
+    assert {s.rank for s in only.spans} == {1}
 
 
 @both

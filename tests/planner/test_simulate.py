@@ -16,13 +16,13 @@ def test_what_comes_back():
     assert found.seconds == 3.0
     assert found.computed.tolist() == [1.0, 2.0]
     assert found.waited.tolist() == [2.0, 1.0]
-    assert {(s.rank, s.track, s.begin, s.end) for s in found.ranges} == {
+    assert {(s.rank, s.track, s.begin, s.end) for s in found.spans} == {
         (1, "compute", 0.0, 2.0),
         (1, "receive", 0.0, 3.0),
         (1, "send", 0.0, 3.0),
         (1, "wait", 2.0, 3.0),
     }
-    assert [s.begin for s in found.ranges] == sorted(s.begin for s in found.ranges)
+    assert [s.begin for s in found.spans] == sorted(s.begin for s in found.spans)
 
 
 def test_few_messages_are_followed_one_by_one():

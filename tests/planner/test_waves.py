@@ -20,8 +20,8 @@ def same(program: Program, there, slow: Slow) -> None:
     for name in ("finish", "computed", "waited"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-9, abs=1e-9)
     told, expected = (
-        sorted((s.rank, s.track, s.name, s.begin, s.end, repr(s.facts)) for s in ranges if s.end > s.begin + 1e-9)
-        for ranges in (found.ranges, truth.ranges)
+        sorted((s.rank, s.track, s.name, s.begin, s.end, repr(s.args)) for s in spans if s.end > s.begin + 1e-9)
+        for spans in (found.spans, truth.spans)
     )
     assert [span[:3] for span in told] == [span[:3] for span in expected]
     assert [span[5] for span in told] == [span[5] for span in expected]
@@ -153,7 +153,7 @@ def test_a_bundle_by_hand():
     # Begun at 4, 2 seconds of bytes, half a second of sends, half a second of latency. And from 1 on: one rail passes
     # 40 bytes, one message, a latency of 3.
     assert found.finish.tolist() == [7.0, 7.0, 8.25, 8.25]
-    assert [(s.rank, s.track, s.begin, s.end, s.facts.get("bytes")) for s in found.ranges] == [
+    assert [(s.rank, s.track, s.begin, s.end, s.args.get("bytes")) for s in found.spans] == [
         (0, "send", 4.0, 7.0, 200),
         (0, "receive", 4.0, 7.0, 0),
         (3, "send", 1.0, 8.25, 10),

@@ -24,13 +24,13 @@ EVIL = "<img src=x onerror=\"document.title='taken'\">"
 
 def ring_spans() -> list[Span]:
     """Every rank computes for 3 ms per step, with transfers of 2 ms; rank 0 waits once."""
-    ranges = [
+    spans = [
         Span(rank, track, EVIL, 3e-3 * step + begin, 3e-3 * step + end, {"step": step})
         for rank in range(WORLD)
         for step in range(WORLD)
         for track, begin, end in (("compute", 0.0, 3e-3), ("send", 0.0, 2e-3), ("receive", 1e-4, 2e-3))
     ]
-    return [*ranges, Span(0, "wait", "keys", 12e-3, 13e-3)]
+    return [*spans, Span(0, "wait", "keys", 12e-3, 13e-3)]
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +317,8 @@ def overflowing(page) -> list[str]:
     """Elements that scroll sideways."""
     return page.evaluate(
         """() => [...document.querySelectorAll("*")].filter((each) => each.scrollWidth > each.clientWidth + 1
-          && ["auto", "scroll"].includes(getComputedStyle(each).overflowX)).map((each) => each.outerHTML.slice(0, 80))"""
+          && ["auto", "scroll"].includes(getComputedStyle(each).overflowX))
+          .map((each) => each.outerHTML.slice(0, 80))"""
     )
 
 

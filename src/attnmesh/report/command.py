@@ -44,7 +44,8 @@ def write(asked: Asked) -> None:
         raise ValueError(f"{asked.out} is a folder: give a file")
     mask, layout = parse_mask(asked.mask), LAYOUTS[asked.layout]
     made = make_report(
-        mask, layout, asked.length, asked.ranks, asked.shape, ranks_per_node=asked.node, device=asked.device, facts=facts(),
+        mask, layout, asked.length, asked.ranks, asked.shape, ranks_per_node=asked.node, device=asked.device,
+        facts=facts(),
         timelines={path.stem: read_trace(path) for path in asked.traces},
         figures=read_figures(asked.figures) if asked.figures else {},
         outcomes=checked(asked.ranks, layout, mask, asked.node) if asked.check else (),

@@ -280,7 +280,7 @@ def _view(name: str, workload: Workload, cluster: Cluster) -> ScheduleView:
 
 
 def _simulated_forward(schedule: str, workload: Workload, cluster: Cluster, steps: int) -> list[Span]:
-    """Simulate a forward pass; every span gets the fact `step`, the step of the page that it belongs to."""
+    """Simulate a forward pass; every span gets `args["step"]`, the step of the page that it belongs to."""
     whole = program(schedule, workload, backward=False)
     groups = RankGroups.of(whole.world, workload.ranks_per_node)
     ran = simulate(whole, cluster.with_node(workload.ranks_per_node), keep=range(0, whole.world, groups.size))
@@ -292,9 +292,9 @@ def _simulated_forward(schedule: str, workload: Workload, cluster: Cluster, step
         transfer |= dict.fromkeys(part.starts, step)
 
     def step_of(span: Span) -> int | None:
-        return compute.get(str(span.facts.get("round"))) if span.track == "compute" else transfer.get(span.name)
+        return compute.get(str(span.args.get("round"))) if span.track == "compute" else transfer.get(span.name)
 
-    return [replace(span, facts={**span.facts, "step": step_of(span)}) for span in ran.ranges]
+    return [replace(span, args={**span.args, "step": step_of(span)}) for span in ran.spans]
 
 
 def _checked_node(world: int, ranks_per_node: int | None) -> int:

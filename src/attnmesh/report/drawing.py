@@ -79,12 +79,12 @@ def pair_counts(shards: Shards, queries: list[Band], keys: list[Band]) -> list[l
 
 def visible_pairs(mask: Mask, q: range, k: range) -> int:
     """Return the number of visible pairs between the queries `q` and the keys `k`."""
-    verdict = mask.verdict(q, k)
-    if verdict is Coverage.EMPTY:
+    coverage = mask.coverage(q, k)
+    if coverage is Coverage.EMPTY:
         return 0
-    if verdict is Coverage.FULL:
+    if coverage is Coverage.FULL:
         return len(q) * len(k)
-    first, end = mask.visible(torch.arange(q.start, q.stop, q.step))
+    first, end = mask.key_ranges(torch.arange(q.start, q.stop, q.step))
     return int((_rows_before(k, end) - _rows_before(k, first)).sum())
 
 
@@ -141,19 +141,19 @@ def _timeline(name: str, spans: Sequence[Span], groups: RankGroups) -> Json:
         "name": name,
         "left_out": len(drawn) - len(kept),
         "spans": [
-            [span.rank, span.track, span.name, span.begin - start, span.end - start, _step(span), _facts(span)]
+            [span.rank, span.track, span.name, span.begin - start, span.end - start, _step(span), _args(span)]
             for span in kept
         ],
     }
 
 
 def _step(span: Span) -> int | None:
-    step = span.facts.get("step", span.facts.get("round"))
+    step = span.args.get("step", span.args.get("round"))
     return step if isinstance(step, int) else None
 
 
-def _facts(span: Span) -> str:
-    shown = {key: value for key, value in span.facts.items() if key not in ("step", "round")}
+def _args(span: Span) -> str:
+    shown = {key: value for key, value in span.args.items() if key not in ("step", "round")}
     return ", ".join(f"{key} {_figure(value)}" for key, value in shown.items())
 
 

@@ -32,12 +32,15 @@ def write_report(path: Path, report: Report | GenerationReport) -> None:
 
 def page(report: Report | GenerationReport) -> str:
     """Return the report as HTML."""
-    generated = isinstance(report, GenerationReport)
+    if isinstance(report, GenerationReport):
+        main, data = _generation_sections(report), None
+    else:
+        main, data = _schedule_sections(report), drawing_data(report)
     return Template(_part("template.html")).substitute(
         title=_escaped(report.title),
         style=_part("style.css"),
-        main=_generation_sections(report) if generated else _schedule_sections(report),
-        data=as_script(None if generated else drawing_data(report)),
+        main=main,
+        data=as_script(data),
         script=_part("page.js"),
     )
 
@@ -72,8 +75,8 @@ def _schedule_sections(report: Report) -> str:
             ),
             _section(
                 "exactness", "Exactness", _exactness(report),
-                "A small random case over all ranks, forward + backward, compared with float64. An error may be at most "
-                "twice the error of the plain computation in the same precision.",
+                "A small random case over all ranks, forward + backward, compared with float64. An error may be at "
+                "most twice the error of the plain computation in the same precision.",
             ),
             _section("figures", "Figures", _figures(report.figures)),
         ]

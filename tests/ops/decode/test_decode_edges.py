@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmesh import check_decode_faults, decode_attention
+from attnmesh import check_decode_errors, decode_attention
 from attnmesh.ops.decode import device_errors as faults
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Quantized, quantize
@@ -114,8 +114,8 @@ def test_values_in_keys_that_nobody_sees():
 
 
 def reported() -> str:
-    with pytest.raises(ValueError, match="of an earlier decode call") as caught:
-        check_decode_faults() if CUDA else faults.raise_fault(HERE)
+    with pytest.raises(ValueError, match="in an earlier decode call") as caught:
+        check_decode_errors() if CUDA else faults.raise_device_error(HERE)
     return str(caught.value)
 
 
@@ -129,7 +129,7 @@ def test_a_position_past_the_cache_is_no_matter_to_the_others(share, block_size,
     call = made("triton", [150, 20, 100], share=share, block_size=block_size, capacity=192, sinks=True).call()
     expected = Triton().run(replace(call, cur_pos=torch.tensor([150, -1, 100], dtype=dtype, device=HERE)))
     found = Triton().run(replace(call, cur_pos=torch.tensor([150, past, 100], dtype=dtype, device=HERE)))
-    assert f"cur_pos[1] is {past}, past the cache" in reported()
+    assert f"cur_pos[1] is {past}, beyond the cache" in reported()
     assert found.out[1].isnan().all()
     assert found.lse[1].isnan().all()
     assert expected.out[[0, 2]].any()

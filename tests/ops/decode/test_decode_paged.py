@@ -172,7 +172,7 @@ def test_a_wrong_entry_of_a_shared_table_is_named(backend):
 def test_a_position_past_the_table_is_named(dtype, backend):
     problem = drawn([20, 40], block_size=16)
     for cur_pos in ([20, 48], torch.tensor([20, 48], dtype=dtype)):
-        with pytest.raises(ValueError, match=re.escape("cur_pos[1] is 48, but the cache holds positions 0 to 47")):
+        with pytest.raises(ValueError, match=re.escape("cur_pos[1] is 48, but must be 0 to 47")):
             problem.run(backend, cur_pos=cur_pos)
         with pytest.raises(ValueError, match=re.escape("cur_pos[1] is 48")):  # before there is a call at all
             problem.but(cur_pos=cur_pos).call()

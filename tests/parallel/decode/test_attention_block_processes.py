@@ -181,11 +181,11 @@ def refusals(comm):
 
 def test_a_mistake_on_one_rank_is_heard_on_all_at_once():
     words = [
-        "interleave must be a multiple of split_size.*said by rank 2",
+        "interleave must be a multiple of split_size.*on rank 2",
         "ranks disagree: sharding is .*interleave=2",
         "the mesh must have dimensions named tp, cp, kvdp",
-        r"x must be .* got \[1, 2, 24\] \(said by rank 2\)",
-        r"step what its append returned, got ShardedCache and NoneType \(said by rank 2\)",
+        r"x must be .* got \[1, 2, 24\] \(on rank 2\)",
+        r"step what its append returned, got ShardedCache and NoneType \(on rank 2\)",
     ]
     config, weights = made(8, 4)
     truth = answer(config, weights, torch.ones(1, 2, 24))

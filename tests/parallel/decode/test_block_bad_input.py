@@ -131,7 +131,7 @@ def test_wrong_weights_of_a_later_layer_are_heard_on_all():
         make(comm)
         make(comm, weights={"out": torch.ones(24, 64)})
 
-    assert_all_say(r"out must be \[24, 16\] on rank 2, got \[24, 64\] \(said by rank 2\)", program)
+    assert_all_say(r"out must be \[24, 16\] on rank 2, got \[24, 64\] \(on rank 2\)", program)
 
 
 # A cache.
@@ -302,7 +302,7 @@ def test_a_step_that_is_over_on_one_rank_is_refused_on_all(what):
 
     words = {"written": "layer 0 of this step is written already"}.get(what, "is not the latest of this cache")
     for message, unchanged in am.run_virtual(WORLD, rank, timeout=30):
-        assert re.search(words + r".*said by rank 2", message), message
+        assert re.search(words + r".*on rank 2", message), message
         assert unchanged
 
 

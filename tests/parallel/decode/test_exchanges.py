@@ -55,7 +55,7 @@ def test_every_way_to_exchange_is_right_and_sends_what_the_plan_says(case):
 def traffic_of(block):
     """What is counted by everyone, and by the peers that trade, unless they are everyone."""
     ranks = block._ranks
-    return {"everyone": ranks.everyone.traffic, "kvdp": ranks.kvdp.traffic, "cp": ranks.cp.traffic}
+    return {"everyone": ranks.all_ranks.traffic, "kvdp": ranks.kvdp.traffic, "cp": ranks.cp.traffic}
 
 
 def assert_sent(verbs, plan, way, sharding):
@@ -92,7 +92,7 @@ def test_auto_combines_as_the_plan_picks(tokens):
     def rank(comm, way):
         block = block_with(config, weights, sharding, comm, exchange=am.Exchange(cp=way))
         out = Feeding(block, cache_for(block, 2, 9), x).begin(0, 1).feed([0, 1], tokens)
-        return out, dict(comm.traffic.verbs)
+        return out, dict(comm.traffic.by_op)
 
     picked = am.Exchange().combine(sharding, shape, "cpu")
     by_itself = am.run_virtual(4, lambda comm: rank(comm, "auto"))

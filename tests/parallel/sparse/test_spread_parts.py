@@ -9,7 +9,7 @@ import attnmesh as am
 from attnmesh.ops.sparse import choose
 from attnmesh.ops.sparse.mask import Rows, SparseMask
 from attnmesh.parallel.sparse import same_indices
-from attnmesh.parallel.sparse.ranks import Ranks
+from attnmesh.parallel.sparse.ranks import SparseGroups
 from attnmesh.parallel.sparse.same_indices import checksum
 from attnmesh.parallel.sparse.slots import ByOwner
 from attnmesh.parallel.sparse.spread import Spread
@@ -65,7 +65,7 @@ def test_every_valid_slot_belongs_to_one_owner_and_comes_back_to_its_place(layou
     for world in (2, 3, 20):
         for at in range(world):
             comm = type("Comm", (), {"world": world, "rank": at})
-            spread = Spread(Ranks(comm, comm), LAYOUTS[layout], True, 11, 13, torch.device("cpu"))
+            spread = Spread(SparseGroups(comm, comm), LAYOUTS[layout], True, 11, 13, torch.device("cpu"))
             rows = rows_of(problem.indices, 13, causal=True)
             slots, total = ByOwner(problem.indices, rows, spread), torch.full((11, 7), -1)
             for owner in range(world):

@@ -221,7 +221,7 @@ def test_lengths_that_are_not_given_must_be_equal():
         ({"keys": "all"}, 'keys must be "gathered" or "sharded", got \'all\''),
         ({"length": -1}, "length must be an integer >= 0, got -1"),
         ({"key_length": 2.5}, "key_length must be an integer >= 0, got 2.5"),
-        ({"tp": "tp"}, "expected a Comm, ProcessGroup, DeviceMesh or None, got str"),
+        ({"tp": "tp"}, "group must be a Comm, ProcessGroup, DeviceMesh or None, got str"),
     ],
 )
 def test_what_no_object_can_be_made_of(wrong, words):

@@ -15,7 +15,7 @@ CHECKSUM = 8
 def sent(comm: am.Comm, work) -> dict[str, int]:
     comm.traffic.reset()
     work()
-    return {verb: nbytes for verb, (_, nbytes) in comm.traffic.verbs.items() if nbytes}
+    return {verb: nbytes for verb, (_, nbytes) in comm.traffic.by_op.items() if nbytes}
 
 
 def all_reduced(nbytes: int, world: int) -> int:

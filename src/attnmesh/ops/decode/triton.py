@@ -12,7 +12,7 @@ from torch import Tensor
 from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.device_errors import MOST_SEQUENCES, fault_record, raise_fault
+from attnmesh.ops.decode.device_errors import MAX_SEQUENCES, error_record, raise_device_error
 from attnmesh.ops.storage import Quantized, Stored, values_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,8 +36,8 @@ class Triton:
             return f"its kernels take head_dim up to {_WIDEST}, not {width}"
         if values_of(call.k).stride(-1) != 1 or values_of(call.v).stride(-1) != 1:
             return "its kernels take caches whose last dimension is contiguous"
-        if call.q.shape[0] > MOST_SEQUENCES:
-            return f"its kernels take up to {MOST_SEQUENCES} sequences, not {call.q.shape[0]}"
+        if call.q.shape[0] > MAX_SEQUENCES:
+            return f"its kernels take up to {MAX_SEQUENCES} sequences, not {call.q.shape[0]}"
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not call.q.is_cuda and not _interpreted():
@@ -49,9 +49,9 @@ class Triton:
 
     def run(self, call: DecodeCall, into: State | None = None, tiles: Tiles | None = None) -> State:
         """Out and lse, by two launches for each 1024 sequences. Raises what faults earlier calls have met."""
-        raise_fault(call.q.device)
+        raise_device_error(call.q.device)
         batch = call.q.shape[0]
-        state = call.room() if into is None else into
+        state = call.empty_state() if into is None else into
         if state.out.numel():
             for first in range(0, batch, _AT_ONCE):
                 some = slice(first, first + _AT_ONCE)
@@ -74,11 +74,11 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
     heads = call.kv_heads * -(-rows // row_tile)
     lines = 1 if shared else batch
 
-    fixed = call.splits.size is not None or call.splits.most == 1
+    fixed = call.splits.size is not None or call.splits.max_count == 1
     unit = min(call.splits.size or _WHOLE, _WHOLE) if fixed else tiles.keys
     units = lines * -(-call.capacity // unit)
     shares = max(1, min(units, count_shares(lines, heads, tiles.resident * _multiprocessors(q.device))))
-    most = None if fixed else call.splits.most
+    most = None if fixed else call.splits.max_count
     pieces = heads * (units if fixed else 2 * shares)
     part_out = torch.empty(pieces, row_tile, call.value_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(pieces, row_tile, dtype=torch.float32, device=q.device)
@@ -117,7 +117,7 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
         part = pick_merge_tile(shares // lines + 2, row_tile, call.value_dim, fixed)
         _kernel("merge")[(lines * heads, row_tile // part.rows, -(-call.value_dim // part.columns))](
             part_out, part_lse, *table, cur_pos, *key_range, sinks, *written,
-            fault_record(q.device), first_sequence, *numbers,
+            error_record(q.device), first_sequence, *numbers,
             **common, PIECES=part.pieces, SOME_ROWS=part.rows, COLUMNS=part.columns, num_warps=4,
             **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.optional import require
-from attnmesh.ops.merge import GradSum, StateSum
+from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Visibility
 
 
-def unit_strided(x: Tensor) -> Tensor:
+def contiguous_last_dim(x: Tensor) -> Tensor:
     """The tensor itself if its last dimension is contiguous in memory, as kernels need, else a copy that is."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -44,7 +44,7 @@ class Result:
     @classmethod
     def of(cls, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> Result:
         """From what autograd hands to a backward: None where nothing depends on an output."""
-        return cls(out, lse, torch.zeros_like(out) if grad_out is None else unit_strided(grad_out), grad_lse)
+        return cls(out, lse, torch.zeros_like(out) if grad_out is None else contiguous_last_dim(grad_out), grad_lse)
 
     def laid_like(self, q: Tensor, rows: range) -> tuple[Tensor, Tensor]:
         """These rows of out and grad_out in the memory layout of `torch.empty_like(q)`; copied once, if at all."""
@@ -74,9 +74,9 @@ def _strided(x: Tensor, strides: tuple[int, ...]) -> bool:
 class Grads:
     """Where the gradients of a call are summed; None where nobody asked."""
 
-    q: GradSum | None
-    k: GradSum | None
-    v: GradSum | None
+    q: GradAccumulator | None
+    k: GradAccumulator | None
+    v: GradAccumulator | None
 
 
 class Backend(Protocol):
@@ -90,7 +90,7 @@ class Backend(Protocol):
     def backward_refusal(self, call: Call, result: Result) -> str | None:
         """Why it cannot serve the backward of this call; None if it can."""
 
-    def forward(self, call: Call, total: StateSum) -> None:
+    def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merge the attention of this call into the rows' running state."""
 
     def prepare(self, call: Call, result: Result) -> None:
@@ -100,7 +100,7 @@ class Backend(Protocol):
         """Add this call's part of the gradients."""
 
 
-def problem_with(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
+def input_error(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
     """What is wrong with the inputs of attention, in words; None if nothing."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -126,6 +126,6 @@ def problem_with(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | 
     return None
 
 
-def scale_for(q: Tensor, scale: float | None) -> float:
+def resolve_scale(q: Tensor, scale: float | None) -> float:
     """The given scale, or 1 / sqrt(head_dim)."""
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)

@@ -1,10 +1,9 @@
-"""Some of a world's ranks as a world of their own: the verbs, the numbers, and what is counted where."""
+"""Subgroups of a comm: operations, rank numbers, traffic and agreement."""
 
 import pytest
 import torch
 
-from attnmesh.comm import Comm, run_virtual
-from attnmesh.comm.sub import SubComm
+from attnmesh.comm import Comm, CommError, IndependentSubComm, SubComm, run_virtual
 
 WORLD = 6
 NODES = [range(3), range(3, 6)]
@@ -86,7 +85,7 @@ def test_bytes_count_in_the_part_and_in_the_whole():
         assert (outside.traffic.messages, outside.traffic.bytes) == (0, 0)
         assert (comm.traffic.messages, comm.traffic.bytes) == (1, 16)
         outside.all_gather(mine, [(4,), (4,)])
-        assert outside.traffic.verbs == {"all_gather": (1, 16)}
+        assert outside.traffic.by_op == {"all_gather": (1, 16)}
         assert comm.traffic.bytes == 32
         inside.exchange([], []).wait()
         inside.all_to_all([mine[:0]] * 3, [(0,)] * 3)
@@ -130,7 +129,9 @@ def test_it_takes_over_what_the_parent_is():
 def test_members_without_this_rank_are_refused():
     def rank(comm: Comm) -> None:
         others = [other for other in range(3) if other != comm.rank]
-        with pytest.raises(ValueError, match=rf"rank {comm.rank} is not one of the members \[{others[0]}, {others[1]}"):
+        with pytest.raises(
+            ValueError, match=rf"members must include this rank \({comm.rank}\), got \[{others[0]}, {others[1]}"
+        ):
             SubComm(comm, others)
 
     run_virtual(3, rank)
@@ -140,9 +141,9 @@ def test_peers_are_members_and_not_ranks_of_the_whole():
     def rank(comm: Comm) -> None:
         sub = of(comm, NODES)
         for peer in (3, -1):
-            with pytest.raises(ValueError, match=rf"peer {peer} is not a rank of this comm \(0..2\)"):
+            with pytest.raises(ValueError, match=rf"peer must be in 0..2, got {peer}"):
                 sub.exchange([(torch.zeros(1), peer)], [])
-        with pytest.raises(ValueError, match="cannot exchange messages with itself"):
+        with pytest.raises(ValueError, match="peer must be another rank"):
             sub.exchange([(torch.zeros(1), sub.rank)], [])
 
     run_virtual(WORLD, rank)
@@ -171,3 +172,62 @@ def test_a_rank_that_fails_lets_all_of_the_parent_know():
 
     run_virtual(2, rank)
     assert sorted(heard) == ["rank 0 is lost", "rank 1 is lost"]
+
+
+# Independent subgroups.
+
+PARTS = [[0, 2], [1, 3]]
+
+
+def independent(comm: Comm) -> IndependentSubComm:
+    return IndependentSubComm(comm, PARTS[comm.rank % 2])
+
+
+def test_independent_subgroups_do_not_compare_their_calls():
+    def rank(comm: Comm) -> float:
+        sub = independent(comm)
+        sub.agree("work", {"size": comm.rank % 2})
+        if comm.rank % 2:  # and one part does more than the other
+            sub.agree("more", {})
+            sub.all_reduce(torch.ones(1))
+        total = sub.all_reduce(torch.tensor([float(comm.rank)]))
+        comm.agree("together again", {"all": "alike"})
+        return float(total)
+
+    assert run_virtual(4, rank) == [2.0, 4.0, 2.0, 4.0]
+
+
+def test_messages_of_an_independent_subgroup_count_in_the_parent():
+    def rank(comm: Comm) -> None:
+        sub = independent(comm)
+        sub.all_gather(torch.zeros(4), [(4,), (4,)])
+        assert sub.traffic.bytes == comm.traffic.bytes == 16
+
+    run_virtual(4, rank)
+
+
+def test_an_error_in_an_independent_subgroup_is_raised():
+    def rank(comm: Comm) -> None:
+        with pytest.raises(ValueError, match="work: too much"):
+            independent(comm).agree("work", {}, error="too much")
+
+    run_virtual(4, rank)
+
+
+def test_a_member_that_raises_ends_the_wait_of_the_others():
+    heard = {}
+
+    def rank(comm: Comm) -> None:
+        if comm.rank == 2:
+            raise OSError("gone")
+        try:
+            sub = independent(comm)
+            sub.all_reduce(torch.ones(1))
+            comm.barrier()
+        except CommError as error:
+            heard[comm.rank] = str(error)
+            raise
+
+    with pytest.raises(OSError, match="gone"):
+        run_virtual(4, rank, timeout=20)
+    assert set(heard) == {0, 1, 3}

@@ -43,12 +43,12 @@ def every_verb(comm: Comm) -> dict[str, object]:
         seen[f"all_reduce {dtype}"] = total.tolist()
     seen["all_reduce of nothing"] = comm.all_reduce(torch.empty(0)).tolist()
     comm.barrier()
-    seen["traffic"] = dict(comm.traffic.verbs)
+    seen["traffic"] = dict(comm.traffic.by_op)
     return seen
 
 
 def misused(comm: Comm) -> None:
-    with pytest.raises(ValueError, match="with itself"):
+    with pytest.raises(ValueError, match="peer must be another rank"):
         comm.exchange([(torch.zeros(1), comm.rank)], [])
     with pytest.raises(ValueError, match="must be contiguous"):
         comm.exchange([(torch.zeros(2, 3).t(), (comm.rank + 1) % comm.world)], [])
@@ -61,10 +61,10 @@ def agreements(comm: Comm) -> None:
         comm.agree("ring", {"shape": (1, 2), "dtype": torch.float32})
     with pytest.raises(ValueError, match=r"^ring: ranks disagree: n is 0 on ranks 0, 1 but 1 on rank 2$"):
         comm.agree("ring", {"n": comm.rank // 2})
-    with pytest.raises(ValueError, match=r"different things: a\(\) on ranks 0, 2 but b\(\) on rank 1$"):
+    with pytest.raises(ValueError, match=r"different operations: a\(\) on ranks 0, 2 but b\(\) on rank 1$"):
         comm.agree("aba"[comm.rank], {})
     for guilty in range(comm.world):
-        with pytest.raises(ValueError, match=rf"^ring: k is short \(said by rank {guilty}\)$"):
+        with pytest.raises(ValueError, match=rf"^ring: k is short \(on rank {guilty}\)$"):
             comm.agree("ring", {"n": 1}, error="k is short" if comm.rank == guilty else None)
     comm.agree("ring", {"n": 1})
 
@@ -74,7 +74,7 @@ def subsets(comm: Comm) -> None:
     members = [2, 0]
     group = dist.new_group(members)
     if comm.rank not in members:
-        with pytest.raises(ValueError, match="not a member of the process group"):
+        with pytest.raises(ValueError, match="not a member"):
             comm_from(group)
         return
     pair = comm_from(group)
@@ -217,7 +217,7 @@ def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
     for rank in (0, 2):
         message, seconds = ranks[rank]["late_to_agree"]
         assert message.startswith(f"rank {rank} was about to start ring(n=7), but")
-        assert "rank 1 did not come to agree within 1 s" in message
+        assert "rank 1 did not arrive to agree within 1 s" in message
         assert seconds < 4
     assert "failed: rank 0 was about to start ring(n=7)" in ranks[1]["late_to_agree"][0]
 
@@ -263,8 +263,8 @@ def test_a_rank_that_leaves_makes_the_others_raise_at_once(how):
         assert isinstance(gone, Raised)
         assert gone.type == "ZeroDivisionError"
     else:
-        assert (gone.type, gone.message) == ("ValueError", "ring: k is short (said by rank 1)")
-        assert "rank 1 wants to agree on ring(n=1) and says: k is short" in first[0]
+        assert (gone.type, gone.message) == ("ValueError", "ring: k is short (on rank 1)")
+        assert "rank 1 is about to start ring(n=1) with error: k is short" in first[0]
 
 
 def killed_before_agreeing(comm: Comm) -> tuple[str, float]:
@@ -277,7 +277,7 @@ def killed_before_agreeing(comm: Comm) -> tuple[str, float]:
 def test_a_rank_killed_before_an_agreement_is_missed_within_the_timeout():
     (message, seconds), gone = run_processes(2, killed_before_agreeing, strict=False)
     assert gone == Died(-9)
-    assert "rank 0 was about to start ring(n=1), but rank 1 did not come to agree within 1 s" in message
+    assert "rank 0 was about to start ring(n=1), but rank 1 did not arrive to agree within 1 s" in message
     assert seconds < 3
 
 
