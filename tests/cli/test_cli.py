@@ -24,7 +24,7 @@ from attnmesh.parallel.decode.exchange import Kvdp
 from attnmesh.parallel.sparse.row_share import RowShare
 from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import _FollowHome
-from attnmesh.verify import attention as verify
+from attnmesh.verify import run as verify
 
 
 @pytest.fixture(autouse=True)
