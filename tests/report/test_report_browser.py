@@ -359,6 +359,15 @@ def test_32_ranks_are_drawn_by_node(browser, tmp_path):
     page.close()
 
 
+def test_a_single_rank_has_no_communication(browser, tmp_path):
+    page = other_page(browser, tmp_path, make_report(Causal(), Zigzag(), 64, 1, Shape(1, 8, 2, 64, 2, 4)))
+    assert page.locator("h1").inner_text() == "1 rank, 64 tokens"
+    assert page.locator("#now-title").inner_text() == "Forward, 1 step"
+    assert page.locator("#loads h3").all_inner_texts() == ["FLOPs"]
+    assert page.locator("#wheel svg").count() == 0
+    page.close()
+
+
 def test_a_generation_report_needs_no_drawings(browser, tmp_path):
     answers = [GeneratedAnswer("Who?", "word " * 200, 50, 200, 200, 1e-6)]
     stats = [GenerationStats(rank, tokens_held=60 + rank, generated=200, decode_seconds=1.0) for rank in range(4)]
