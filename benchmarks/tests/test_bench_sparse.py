@@ -298,7 +298,7 @@ def test_the_naive_computation_is_the_loss(dense, at_once):
     ).logsumexp(-1)  # fmt: skip
     leaves = [t.detach().double().requires_grad_() for t in i]
     loss = indexer_kl_loss(
-        *leaves, None if dense else x.indices, q=x.q, k=x.kv, lse=lse, scale=x.scale,
+        *leaves, None if dense else x.indices, q=x.q, k=x.kv, lse=lse, attn_scale=x.scale,
         mode="dense" if dense else "sparse", reduction="none",
     )  # fmt: skip
     expected = (loss, *torch.autograd.grad(loss, leaves, grad))
