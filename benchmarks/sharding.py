@@ -16,8 +16,7 @@ from torch import Tensor
 
 from attnmesh.calibration.timing import Run, cold
 from attnmesh.cli.output import Rows
-from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.kv_cache.step import Step
+from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope
@@ -25,8 +24,7 @@ from attnmesh.ops.block.weights import AttentionWeights
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.storage import bytes_per_token, values_of
 from attnmesh.parallel.decode.block import AttentionBlock
-from attnmesh.plan.decode_load import DecodeShape, bytes_sent, cache_bytes
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeShape, DecodeSharding, bytes_sent, cache_bytes
 from benchmarks.alone import AloneComm
 
 Q_HEADS, KV_HEADS, HEAD_DIM, HIDDEN, RANKS = 64, 8, 64, 2880, 64

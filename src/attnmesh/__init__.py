@@ -11,9 +11,9 @@ from attnmesh.integrations.inputs import shard_inputs
 from attnmesh.integrations.load import load_model
 from attnmesh.integrations.problem import ModelError
 from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.kv_cache.stats import CacheFull
 from attnmesh.ops.block.config import AttentionConfig
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope
@@ -35,7 +35,7 @@ from attnmesh.parallel.decode.ranks import decode_rank
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.recommend import recommend_sharding
 
 __version__ = "0.1.0"

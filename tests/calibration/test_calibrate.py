@@ -13,8 +13,8 @@ from attnmesh.calibration.kernels import samples
 from attnmesh.calibration.links import LinkFigures
 from attnmesh.calibration.sample import Sample, curves_of
 from attnmesh.cli.main import app
+from attnmesh.planner.catalog import load
 from attnmesh.planner.hardware import KINDS, Cluster, Link
-from attnmesh.planner.hardware_catalog.catalog import load
 from benchmarks import predicted
 
 

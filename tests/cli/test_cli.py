@@ -13,14 +13,14 @@ from attnmesh import ContextParallel, State
 from attnmesh.cli import output as report
 from attnmesh.cli.main import app
 from attnmesh.core.ranges import Share
-from attnmesh.kv_cache.ledger import Ledger
+from attnmesh.kv_cache.block_manager import Ledger
 from attnmesh.kv_cache.pools import Pools
-from attnmesh.kv_cache.step import StepTensors
+from attnmesh.kv_cache.sharded import StepTensors
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.torch_indexer import Best
-from attnmesh.parallel.decode.kvdp import Kvdp
+from attnmesh.parallel.decode.exchange import Kvdp
 from attnmesh.parallel.sparse.row_share import RowShare
 from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import _FollowHome

@@ -24,7 +24,7 @@ from attnmesh.cli.generate import job, prompts, ranks
 from attnmesh.cli.main import app
 from attnmesh.comm import launch
 from attnmesh.core.optional import installed
-from attnmesh.generation.reading_pass import ReadingPass
+from attnmesh.generation.passes import ReadingPass
 from attnmesh.integrations import default_model
 from tiny_models import tiny_llama, tiny_tokenizer, write_folder
 

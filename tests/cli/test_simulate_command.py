@@ -10,10 +10,10 @@ from attnmesh.core.masks import Causal
 from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.choose import choose_schedule
-from attnmesh.planner.hardware_catalog.catalog import cluster
-from attnmesh.planner.simulate import simulate
+from attnmesh.planner.auto import choose_schedule
+from attnmesh.planner.catalog import cluster
 from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import read_trace
 from commanding import assert_refused, run, words
 

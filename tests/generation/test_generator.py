@@ -10,12 +10,11 @@ import torch
 
 import attnmesh as am
 from attnmesh.comm import CommError
+from attnmesh.generation.engine import Reader
 from attnmesh.generation.generator import Generator, Token, generate
-from attnmesh.generation.lookup import Lookup
-from attnmesh.generation.reader import Reader
-from attnmesh.generation.sampling import Sampling
+from attnmesh.generation.sampling import Lookup, Sampling
 from attnmesh.ops.decode.call import MOST_TOKENS
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from modelling import (
     KINDS,
     LAYOUTS,

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmesh.core import ranges
-from attnmesh.generation.held import Held
+from attnmesh.parallel.decode.positions import Held
 from modelling import LAYOUTS
 
 

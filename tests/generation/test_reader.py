@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import attnmesh as am
 from attnmesh.core import ranges
-from attnmesh.generation.reader import BLOCK_SIZE, Reader
+from attnmesh.generation.engine import BLOCK_SIZE, Reader
 from modelling import KINDS, LAYOUTS, drawn_ids, logits_of, meshed, on_ranks
 
 TEXT = drawn_ids(80, seed=1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnmesh.generation.shared_work import SharedWork
+from attnmesh.generation.tensor_parallel import SharedWork
 from modelling import logits_of, meshed, on_ranks, plain
 
 

@@ -22,7 +22,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from attnmesh import AttentionConfig, Norm, Rope, attention_from_transformers
 from attnmesh.ops.block.heads import split_and_rotate
 from attnmesh.ops.block.norm import rms_norm
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 
 LENGTH, HIDDEN, Q, KV, D = 24, 42, 6, 2, 16
 SIZES = {

@@ -10,7 +10,7 @@ import torch
 
 from attnmesh import CacheFull, ShardedCache
 from attnmesh.kv_cache.sequence import ShardedSequence
-from attnmesh.plan.sharding import DecodeSharding, Place
+from attnmesh.plan.decode import DecodeSharding, Place
 
 LAYERS, WINDOWS = 2, (None, 3, 10)
 OPERATIONS = ("allocate", "allocate", "append", "append", "append", "append", "fork", "truncate", "free")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmesh import BlockCache, CacheFull, paged_decode_attention
-from attnmesh.kv_cache import tables
+from attnmesh.kv_cache import pools as tables
 from attnmesh.ops.storage import STORAGES, values_of
 
 PROMPT = list(range(100, 111))  # 2 full blocks of 4, and 3 more

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from attnmesh import CacheFull
-from attnmesh.kv_cache.blocks import Blocks, link_digest, root_digest
+from attnmesh.kv_cache.block_pool import Blocks, link_digest, root_digest
 
 
 def digest(*ids: int) -> bytes:

@@ -7,11 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from attnmesh.kv_cache.blocks import Blocks
-from attnmesh.kv_cache.ledger import Ledger
-from attnmesh.kv_cache.pools import Pools
+from attnmesh.kv_cache.block_manager import Ledger
+from attnmesh.kv_cache.block_pool import Blocks
+from attnmesh.kv_cache.pools import Pools, Tables
 from attnmesh.kv_cache.sequence import NewTokens, Sequence
-from attnmesh.kv_cache.tables import Tables
 
 SIZES = [
     {"block_size": 2, "num_blocks": 12},
@@ -123,7 +122,7 @@ def ignore_cache_key(monkeypatch):
 
 def forget_parents(monkeypatch):
     """A block is named by its own tokens alone."""
-    import attnmesh.kv_cache.ledger as ledger
+    import attnmesh.kv_cache.block_manager as ledger
 
     real = ledger.link_digest
     monkeypatch.setattr(ledger, "link_digest", lambda parent, ids: real(b"", ids))

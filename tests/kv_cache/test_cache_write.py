@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmesh import BlockCache
-from attnmesh.kv_cache import write
+from attnmesh.kv_cache import pools as write
 from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, quantize, storage_of, values_of
 
 BLOCKS, BLOCK_SIZE = 5, 4

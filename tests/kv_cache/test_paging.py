@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from attnmesh.core.ranges import Share
-from attnmesh.kv_cache.paging import Paging
+from attnmesh.kv_cache.block_manager import Paging
 
 SHARES = list(product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 3, 4)))
 MOST = 110

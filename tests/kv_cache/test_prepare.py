@@ -7,9 +7,8 @@ import torch
 
 from attnmesh import AttentionConfig, AttentionWeights, BlockCache, Norm, Rope
 from attnmesh.kv_cache import prepare as prepare_module
-from attnmesh.kv_cache.prepare import prepare
-from attnmesh.kv_cache.projected import ProjectedTokens
-from attnmesh.kv_cache.write import write_tokens
+from attnmesh.kv_cache.pools import write_tokens
+from attnmesh.kv_cache.prepare import ProjectedTokens, prepare
 from attnmesh.ops.block.heads import split_and_rotate
 from attnmesh.ops.block.rope import LAYOUTS
 from attnmesh.ops.storage import PLAIN, STORAGES, dequantize
@@ -21,7 +20,7 @@ NAME_OF = {dtype: name for name, dtype in PLAIN.items()}
 
 def kernel(*args):
     pytest.importorskip("triton")
-    from attnmesh.kv_cache import triton_prepare
+    from attnmesh.kv_cache import triton_write as triton_prepare
 
     prepare_module._check(*args[:4], args[5])
     return triton_prepare.prepare(*args)

@@ -6,9 +6,9 @@ from sharded_model import OPERATIONS, Mesh, sizes
 
 from attnmesh import CacheFull, ShardedCache
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.step import StepTensors
+from attnmesh.kv_cache.sharded import StepTensors
 from attnmesh.ops.storage import STORAGES
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 
 SHARDINGS = {
     "one": (DecodeSharding(), {}),

@@ -10,9 +10,8 @@ from shared_model import OPERATIONS, drive
 from attnmesh import BlockCache, CacheFull
 from attnmesh.core.ranges import Share
 from attnmesh.kv_cache import cache as cache_module
-from attnmesh.kv_cache.paging import Paging
-from attnmesh.kv_cache.pools import Pools
-from attnmesh.kv_cache.tables import Tables
+from attnmesh.kv_cache.block_manager import Paging
+from attnmesh.kv_cache.pools import Pools, Tables
 
 RUNS, BLOCK_LENS = (1, 2, 3, 4, 8), (1, 3, 4)
 

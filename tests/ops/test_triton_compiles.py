@@ -11,9 +11,8 @@ pytest.importorskip("triton")
 
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.projected import ProjectedTokens
-from attnmesh.kv_cache.triton_prepare import prepare
-from attnmesh.kv_cache.triton_write import write_tokens
+from attnmesh.kv_cache.prepare import ProjectedTokens
+from attnmesh.kv_cache.triton_write import prepare, write_tokens
 from attnmesh.ops.block.config import AttentionConfig
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope

@@ -48,9 +48,9 @@ from attnmesh.plan.load import loads
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.choose import choose_schedule
+from attnmesh.planner.auto import choose_schedule
+from attnmesh.planner.catalog import usual_cluster
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
 
 ULYSSES = ("ulysses", "ulysses+ring", "ulysses+allgather")
 FLAT = tuple(name for name in SCHEDULES if "+" not in name)

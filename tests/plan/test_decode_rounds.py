@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 
 import attnmesh as am
-from attnmesh.plan.decode_load import DecodeShape, bytes_sent, messages_sent
-from attnmesh.plan.rounds.decode import decode_program
-from attnmesh.plan.rounds.decode_layer import AROUND_ATTENTION, EXCHANGE, MERGE, DecodeLayer, Linear
-from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.planner.combine import pick_combine
+from attnmesh.plan.decode import DecodeShape, DecodeSharding, bytes_sent, messages_sent
+from attnmesh.planner.auto import pick_combine
+from attnmesh.planner.catalog import cluster as named_cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.hardware_catalog.catalog import cluster as named_cluster
+from attnmesh.planner.decode import AROUND_ATTENTION, EXCHANGE, MERGE, DecodeLayer, Linear, decode_program
 from feeding import Feeding, block_with, cache_for, inputs, made
 from planning import cluster, link
 

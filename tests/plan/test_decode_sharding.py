@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from attnmesh.plan.sharding import DecodeSharding, Place
+from attnmesh.plan.decode import DecodeSharding, Place
 
 MESHES = [DecodeSharding(*sizes) for sizes in product((1, 2, 3, 4, 8, 16), (1, 2, 3, 4), (1, 2, 3, 4))]
 HEADS = [(64, 8), (8, 8), (9, 3), (24, 8), (40, 8), (7, 1), (6, 2), (32, 4)]

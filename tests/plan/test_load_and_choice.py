@@ -16,10 +16,10 @@ from attnmesh.plan.load import Load, loads
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload, refusal
-from attnmesh.planner.choose import choose_schedule
+from attnmesh.planner.auto import choose_schedule
+from attnmesh.planner.catalog import usual_cluster
 from attnmesh.planner.cost import schedule_cost
 from attnmesh.planner.explain import Explanation
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
 from planning import cluster
 from truth import truth
 

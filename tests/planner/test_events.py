@@ -6,7 +6,7 @@ import pytest
 from attnmesh.plan.program import Bundle, Kernels, Messages, Round
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slow
-from attnmesh.planner.simulator.waves import run_waves
+from attnmesh.planner.simulator.rounds import run_waves
 from simulating import cluster, program, ring, work
 
 both = pytest.mark.parametrize("run", [run_events, run_waves])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attending import drawn, peak_bytes
-from attnmesh import Causal, Comm, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag, ring_distributed_attention
+from attnmesh import Causal, Comm, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.plan import memory, programs
 from attnmesh.plan.programs import SCHEDULES
@@ -76,23 +76,6 @@ def test_peaks_are_those_of_real_ranks(schedule, sizes, mask, layout):
             inputs = drawn(rows * world, batch=1, heads=HEADS, head_dim=HEAD_DIM)
             leaves = [cp.shard(x, 2).clone().requires_grad_() for x in inputs[:3]]
             assert_predicted(lambda *x, cp=cp: cp.attention(*x, mask=mask), leaves, *(int(p[rank]) for p in predicted))
-
-
-@pytest.mark.parametrize("pairs", [1, 2])
-def test_peaks_of_query_distributed_attention(pairs):
-    for world, length in ((1, 512), (4, 640)):
-        predicted = [
-            memory.queries_peak_bytes(SHAPE, length, world, pairs=pairs, backward=backward, cpu=True)
-            for backward in (False, True)
-        ]
-        for rank in {world // 2}:
-            comm = Alone(rank, world, 10)
-            leaves = [x.requires_grad_() for x in drawn(length, batch=1, heads=HEADS, head_dim=HEAD_DIM)[:3]]
-
-            def attend(*x, comm=comm):
-                return ring_distributed_attention(*x, group=comm, pairs=pairs)
-
-            assert_predicted(attend, leaves, *(int(p[rank]) for p in predicted))
 
 
 @pytest.mark.parametrize("backward", [False, True])

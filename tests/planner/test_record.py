@@ -15,7 +15,7 @@ from attnmesh.planner.hardware import Cluster, Curve
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slow
 from attnmesh.planner.simulator.record import beside_kernels
-from attnmesh.planner.simulator.waves import run_waves
+from attnmesh.planner.simulator.rounds import run_waves
 from simulating import cluster, device, program, work
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=4, sum_itemsize=4)

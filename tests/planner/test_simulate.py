@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from attnmesh.plan.program import Bundle, Program, Round
-from attnmesh.planner.simulate import FEW_MESSAGES, simulate
 from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.simulator.simulate import FEW_MESSAGES, simulate
 from simulating import all_to_all, cluster, long_ring, program, ring, work
 
 WIRED = cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnmesh.plan.program import Bundle, Messages, Program, Round
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slow
-from attnmesh.planner.simulator.waves import run_waves
+from attnmesh.planner.simulator.rounds import run_waves
 from simulating import all_to_all, cluster, long_ring, program, work
 
 

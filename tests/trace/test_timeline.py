@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.planner.simulate import simulate
+from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import TRACKS, Span, read_trace, write_trace
 from simulating import all_to_all, cluster
 

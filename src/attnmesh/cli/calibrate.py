@@ -8,9 +8,9 @@ from pathlib import Path
 from attnmesh.calibration.on_cpu import measure_cpu
 from attnmesh.calibration.on_cuda import measure_cuda
 from attnmesh.cli import output as report
-from attnmesh.planner.hardware import Link
-from attnmesh.planner.hardware_catalog.catalog import Wiring, catalog
-from attnmesh.planner.hardware_catalog.catalog_write import as_toml
+from attnmesh.planner.catalog import catalog
+from attnmesh.planner.catalog_file import as_toml
+from attnmesh.planner.hardware import Link, Wiring
 
 
 def check_out(out: Path) -> None:

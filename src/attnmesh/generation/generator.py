@@ -19,13 +19,11 @@ from torch import Tensor
 from attnmesh.comm import Comm, comm_from
 from attnmesh.comm.apart import ApartComm
 from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.generation.lookup import Lookup
-from attnmesh.generation.reader import Reader, Reading
-from attnmesh.generation.sampling import Sampling
-from attnmesh.generation.text import NewText
+from attnmesh.generation.engine import Reader, Reading
+from attnmesh.generation.sampling import Lookup, NewText, Sampling
 from attnmesh.ops.decode.call import MOST_TOKENS
 from attnmesh.parallel.agreement import Facts, agreed
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.recommend import recommend_sharding
 
 _GREEDY = Sampling()

@@ -16,7 +16,7 @@ from attnmesh.ops.block.config import AttentionConfig
 from attnmesh.ops.block.norm import Norm
 from attnmesh.ops.block.rope import Rope
 from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")

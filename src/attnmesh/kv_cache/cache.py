@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.ranges import Share
-from attnmesh.kv_cache import check
-from attnmesh.kv_cache.blocks import Blocks, root_digest
-from attnmesh.kv_cache.ledger import Ledger
-from attnmesh.kv_cache.paging import Paging
-from attnmesh.kv_cache.pools import fp8_scale, make_pools
+from attnmesh.kv_cache import sequence as check
+from attnmesh.kv_cache.block_manager import Ledger, Paging
+from attnmesh.kv_cache.block_pool import Blocks, CacheStats, root_digest
+from attnmesh.kv_cache.pools import Tables, fp8_scale, make_pools, write_tokens
 from attnmesh.kv_cache.sequence import NewTokens, Sequence
-from attnmesh.kv_cache.stats import CacheStats
-from attnmesh.kv_cache.tables import Tables
-from attnmesh.kv_cache.write import write_tokens
 from attnmesh.ops.storage import Stored, check_storage
 
 _MOST_BLOCK_SIZE = 256  # what paged decode reads

@@ -1,25 +1,40 @@
-"""Everything between the projections and attention: queries into a message, keys and values into the cache.
-
-The message is laid out for an exchange among `parts` ranks, each of which attends for a run of the batch's rows (those
-that the part-th of `parts` nearly equal runs holds, `B * part // parts` on)::
-
-    [q heads, rows of part 0, T, D] [q heads, rows of part 1, T, D] ...
-"""
+"""`ProjectedTokens`: the keys and values of one step, on their way to the cache."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.optional import require
-from attnmesh.kv_cache.projected import ProjectedTokens
-from attnmesh.kv_cache.write import write_tokens
+from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.ops.block.config import AttentionConfig
 from attnmesh.ops.block.heads import keys_and_values, queries
 from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.ops.storage import values_of
+from attnmesh.ops.storage import Stored, values_of
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedTokens:
+    """What of the new tokens goes to this rank's cache, and where to.
+
+    `kv` is projected K, then V: [B, T, 2*kv*D] of all rows of the batch, or [len(own), T, 2*kv*D] of the rows `own`
+    alone. Only those are written, to `slots` int64 [len(own), T] of the pools [num_blocks, block_size, kv, D]; slots
+    below 0 are skipped.
+    """
+
+    kv: Tensor
+    own: range
+    slots: Tensor
+    keys: Stored
+    values: Stored
+
+    @property
+    def first(self) -> int:
+        """The row of `kv` that is the first own one."""
+        return 0 if len(self.kv) == len(self.own) else self.own.start
 
 
 def prepare(
@@ -79,4 +94,4 @@ def _check(q: Tensor, positions: Tensor, new: ProjectedTokens | None, config: At
 
 
 def _triton() -> Any:
-    return require("attnmesh.kv_cache.triton_prepare", extra="triton")
+    return require("attnmesh.kv_cache.triton_write", extra="triton")

@@ -25,9 +25,9 @@ from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import Shards, shards
 from attnmesh.plan.workload import Shape, Workload, check_served
-from attnmesh.planner.choose import Choice, choose_schedule
+from attnmesh.planner.auto import Choice, choose_schedule
+from attnmesh.planner.catalog import usual_cluster
 from attnmesh.planner.explain import Explanation, explained
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
 
 _MOST_REMEMBERED = 256
 

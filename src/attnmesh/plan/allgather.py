@@ -14,8 +14,7 @@ from itertools import pairwise
 from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.blocks import Patch
-from attnmesh.plan.pieces import Piece, pieces
-from attnmesh.plan.shards import Shards
+from attnmesh.plan.shards import Piece, Shards, pieces
 
 
 @dataclass(frozen=True)

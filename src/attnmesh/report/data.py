@@ -12,9 +12,9 @@ from attnmesh.plan.load import Load, imbalance, loads
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload, refusal
-from attnmesh.planner.choose import Choice, choose_schedule
+from attnmesh.planner.auto import Choice, choose_schedule
+from attnmesh.planner.catalog import usual_cluster
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
 from attnmesh.report.simulated import simulated
 from attnmesh.report.steps import Steps, steps
 from attnmesh.report.tiles import Band, bands, pair_counts

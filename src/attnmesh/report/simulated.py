@@ -7,7 +7,7 @@ from dataclasses import replace
 from attnmesh.plan.programs import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulate import simulate
+from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import Span
 
 _MOST_RANKS = 16  # rows of a timeline that can be told apart

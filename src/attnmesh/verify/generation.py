@@ -28,7 +28,7 @@ from attnmesh.ops.decode.call import MOST_TOKENS
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.decode.exchange import Exchange
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.verify.decode import fill_with_poison
 from attnmesh.verify.mode import Compared, ComparedMode
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
-from attnmesh.plan.sharding import Place
+from attnmesh.plan.decode import Place
 from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, lengths_of, made
 from generating import forward, generate, layer
 from processes import run_processes

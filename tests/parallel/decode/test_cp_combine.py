@@ -5,7 +5,7 @@ import torch
 
 from attnmesh import State, merge, run_virtual
 from attnmesh.ops.packed import merge_packed, state_in, with_sinks
-from attnmesh.parallel.decode.cp import Cp
+from attnmesh.parallel.decode.core import Cp
 
 WAYS = ["all_to_all", "reduce_scatter", "all_reduce"]
 

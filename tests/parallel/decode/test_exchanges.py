@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.plan.decode_load import COMBINES, TRADES, DecodeShape, bytes_sent
+from attnmesh.plan.decode import COMBINES, TRADES, DecodeShape, bytes_sent
 from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, made
 
 WAYS = [am.Exchange(*way) for way in product(TRADES, COMBINES, (False, True))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmesh import DecodeSharding, run_virtual
-from attnmesh.parallel.decode.kvdp import Kvdp
+from attnmesh.parallel.decode.exchange import Kvdp
 
 
 def trade(comm, batch, heads_each, exchange):

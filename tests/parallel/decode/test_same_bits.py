@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.parallel.decode import attention
+from attnmesh.parallel.decode import core as attention
 from feeding import Feeding, answer, assert_close, block_with, cache_for, exact, lengths_of, made
 
 SPLIT, LENGTH, SEQUENCES = 8, 40, 3

@@ -10,7 +10,7 @@ import torch
 
 from attnmesh.cli.generate.bad_input import BadInput
 from attnmesh.core.layouts import Layout
-from attnmesh.generation.reader import min_prefill_chunk, token_bytes
+from attnmesh.generation.engine import min_prefill_chunk, token_bytes
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.checkpoint import weight_bytes
 from attnmesh.integrations.memory import free_memory, in_gib

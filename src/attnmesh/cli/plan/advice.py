@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attnmesh.planner.ranking import RESERVED, Memory, Ranking
-from attnmesh.planner.words import readable_bytes
+from attnmesh.planner.units import readable_bytes
 
 MOST_DEVICES = 1 << 14
 

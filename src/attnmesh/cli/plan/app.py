@@ -13,9 +13,9 @@ import typer
 from attnmesh.cli.plan import plans, show_sharding, simulation
 from attnmesh.cli.plan.machines import Machines
 from attnmesh.plan.workload import Shape
-from attnmesh.planner.models.known_models import model as model_named
-from attnmesh.planner.models.model import ModelConfig
-from attnmesh.planner.models.model_config import read_config
+from attnmesh.planner.models.config import ModelConfig
+from attnmesh.planner.models.read import model as model_named
+from attnmesh.planner.models.read import read_config
 
 plan_app = typer.Typer(no_args_is_help=True, help="Say what ranks would do, before anything runs.")
 

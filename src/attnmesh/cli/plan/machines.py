@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnmesh.planner.catalog import cluster
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.hardware_catalog.catalog import cluster
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from attnmesh.cli.plan.machines import Machines
 from attnmesh.cli.plan.show import as_json, table
 from attnmesh.core.validation import parse_length
 from attnmesh.ops.storage import bytes_per_token
-from attnmesh.planner.decode_options import Decode, decode_memory, decode_ranking, shardings
+from attnmesh.planner.decode import Decode, decode_memory, decode_ranking, shardings
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.known_models import model as model_named
-from attnmesh.planner.models.model import ModelConfig
-from attnmesh.planner.prefill_options import MOST_CP, Prefill, divisions, prefill_memory, prefill_ranking
+from attnmesh.planner.models.config import ModelConfig
+from attnmesh.planner.models.read import model as model_named
+from attnmesh.planner.prefill import MOST_CP, Prefill, divisions, prefill_memory, prefill_ranking
 from attnmesh.planner.ranking import Memory, Option, Ranking
-from attnmesh.planner.words import readable_bytes, readable_seconds
+from attnmesh.planner.units import readable_bytes, readable_seconds
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from attnmesh.cli import output as report
 from attnmesh.planner.ranking import Option, Ranking
-from attnmesh.planner.words import readable_bytes, readable_seconds
+from attnmesh.planner.units import readable_bytes, readable_seconds
 
 SHOWN = 12
 

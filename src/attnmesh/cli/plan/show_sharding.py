@@ -8,11 +8,10 @@ from dataclasses import astuple
 from attnmesh.cli import output as report
 from attnmesh.core.validation import parse_length
 from attnmesh.ops.storage import bytes_per_token
-from attnmesh.planner.compare import compare_shardings
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.model import ModelConfig
-from attnmesh.planner.recommend import ShardingOption, recommend_sharding
-from attnmesh.planner.words import readable_bytes
+from attnmesh.planner.models.config import ModelConfig
+from attnmesh.planner.recommend import ShardingOption, compare_shardings, recommend_sharding
+from attnmesh.planner.units import readable_bytes
 
 
 def decode(

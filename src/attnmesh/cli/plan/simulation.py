@@ -17,11 +17,11 @@ from attnmesh.plan.load import Load, Tally
 from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload, check_served
-from attnmesh.planner.choose import choose_schedule
+from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulate import Simulated, simulate
 from attnmesh.planner.simulator.network import Slow
-from attnmesh.planner.words import readable_bytes, readable_seconds
+from attnmesh.planner.simulator.simulate import Simulated, simulate
+from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.trace.timeline import write_trace
 
 SHOWN = 16

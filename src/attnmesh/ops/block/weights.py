@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 
 
 @dataclass(frozen=True, eq=False)

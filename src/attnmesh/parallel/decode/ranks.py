@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, comm_from
 from attnmesh.comm.sub import SubComm
 from attnmesh.parallel.together import RankGroups
-from attnmesh.plan.sharding import DecodeSharding, Place
+from attnmesh.plan.decode import DecodeSharding, Place
 
 _DIMENSIONS = ("tp", "cp", "kvdp")
 
