@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.cli.output import Rows
-from attnmesh.ops.sparse.canonical import Slots
+from attnmesh.ops.sparse.arguments import Slots, SparseMask
 from attnmesh.ops.sparse.indexer import indexer_topk
-from attnmesh.ops.sparse.mask import SparseMask
 from benchmarks.sparse import exact, roofline
 from benchmarks.sparse.cases import Indexer
 from benchmarks.sparse.guard import SUMMED, Verdict, choice_error, relative_error, worst

@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from attnmesh.calibration import timing
-from attnmesh.ops.sparse.canonical import Slots
-from attnmesh.ops.sparse.loss import indexer_kl_loss
+from attnmesh.ops.sparse.arguments import Slots
+from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
 from benchmarks.cli import app
 from benchmarks.sparse import attention as attention_part
 from benchmarks.sparse import inputs, naive, parts, recorded, roofline

@@ -18,12 +18,11 @@ from attnmesh.kv_cache.pools import Pools
 from attnmesh.kv_cache.sharded import StepTensors
 from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.decode.cpu import Cpu
-from attnmesh.ops.sparse.mask import Rows
-from attnmesh.ops.sparse.torch_indexer import Best
+from attnmesh.ops.sparse.arguments import Rows
+from attnmesh.ops.sparse.torch_backend import Best
 from attnmesh.parallel.decode.exchange import Kvdp
-from attnmesh.parallel.sparse.row_share import RowShare
-from attnmesh.parallel.sparse.spread import Spread
-from attnmesh.parallel.sparse.visits import _FollowHome
+from attnmesh.parallel.sparse.groups import RowShare
+from attnmesh.parallel.sparse.keys import Spread, _FollowHome
 from attnmesh.verify import attention as verify
 
 

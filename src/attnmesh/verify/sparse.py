@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.ops.sparse import attention, indexer, loss, reference
-from attnmesh.ops.sparse.lse import convert_lse
-from attnmesh.ops.sparse.mask import SparseMask
+from attnmesh.ops.sparse import attention, indexer, reference
+from attnmesh.ops.sparse import indexer_loss as loss
+from attnmesh.ops.sparse.arguments import SparseMask, convert_lse
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.verify.mode import Compared, ComparedMode
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attending import peak_bytes
 from attnmesh import SparseMask, attention_distribution, convert_lse, sparse_attention
-from attnmesh.ops.sparse import reference, torch_gather
+from attnmesh.ops.sparse import reference, torch_backend
 from sparse_cases import (
     BACKENDS,
     CUDA,
@@ -257,7 +257,7 @@ def test_seventy_thousand_rows(backend):
 
 def test_memory_on_a_cpu_grows_with_the_output_only(monkeypatch):
     """Neither [s_q, heads, topk] nor the gathered keys [s_q, topk, d] are ever whole."""
-    monkeypatch.setattr(torch_gather, "_MOST_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(torch_backend, "_MOST_ELEMENTS", 1 << 15)
 
     def peak(s_q: int) -> int:
         case, lse = drawn(s_q, 64, heads=16, d=16, topk=64), torch.zeros(s_q, 16)

@@ -14,7 +14,7 @@ from gluon_emulation import emulated
 pytest.importorskip("triton")
 
 from attnmesh.ops.sparse import gluon_distribution, triton_distribution
-from attnmesh.ops.sparse.triton_distribution import Tiles
+from attnmesh.ops.sparse.triton_distribution import DistributionTiles
 
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
@@ -120,7 +120,7 @@ def test_widths(d, dtype, device):
 @pytest.mark.parametrize("head_group", [4, 5, 16, 24, 100])
 def test_groups_and_a_last_one_that_is_smaller(head_group, dtype, device):
     problem = drawn(s_q=2, h=24, topk=40, dtype=dtype, device=device)
-    check(problem, head_group, tiles=Tiles(32, 16, 4, 1))  # two passes for the larger ones
+    check(problem, head_group, tiles=DistributionTiles(32, 16, 4, 1))  # two passes for the larger ones
 
 
 def test_rows_that_share_one_list_of_keys(device):
@@ -158,7 +158,7 @@ def test_tiles_fit_the_shared_memory(rooms, monkeypatch):
     room, keys, heads, stages = rooms
     monkeypatch.setattr(triton_distribution, "SHARED_MEMORY", room * 1024)
     q = torch.empty(1, 128, 576, dtype=torch.bfloat16)
-    assert triton_distribution.pick_tiles(q, 128, 576) == Tiles(keys, heads, 8, stages)
+    assert triton_distribution.pick_tiles(q, 128, 576) == DistributionTiles(keys, heads, 8, stages)
 
 
 # Gluon's kernel, emulated.

@@ -9,19 +9,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from attnmesh.ops.sparse.triton_indexer_backward import Grads, scores_at_backward
-from attnmesh.ops.sparse.triton_indexer_dense_backward import scores_backward_dense
-from attnmesh.ops.sparse.triton_indexer_scores import scores_at
-from attnmesh.ops.sparse.triton_indexer_tiles import Tiles
-from attnmesh.ops.sparse.triton_indexer_topk import Best, topk
+from attnmesh.ops.sparse.triton_indexer import IndexerTiles, scores_at
+from attnmesh.ops.sparse.triton_indexer_backward import Grads, scores_at_backward, scores_backward_dense
+from attnmesh.ops.sparse.triton_topk import Best, topk
 
 CUDA = torch.cuda.is_available()
 # The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small shapes.
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA
 SLOW_HERE = () if CUDA else (pytest.mark.slow,)
-SMALL = Tiles(keys=16, rows=1, warps=4, stages=1)
-PAIRS = Tiles(keys=32, rows=2, warps=4, stages=1)
-WHOLE = Tiles(keys=64, rows=2, warps=4, stages=1)  # few programs, where only the selection matters
+SMALL = IndexerTiles(keys=16, rows=1, warps=4, stages=1)
+PAIRS = IndexerTiles(keys=32, rows=2, warps=4, stages=1)
+WHOLE = IndexerTiles(keys=64, rows=2, warps=4, stages=1)  # few programs, where only the selection matters
 SCALE = 0.25
 
 
@@ -200,7 +198,7 @@ def test_no_cut_of_the_work_shows_in_the_result(device):
         topk(iq, ik, w, 20, lo, hi, scale=SCALE, relu=True, tiles=tiles, span=span, block=block, workspace=room,
              programs=programs)
         for tiles, span, block, room, programs in [
-            (SMALL, 32, 32, 1, 1), (PAIRS, 150, 64, None, 3), (Tiles(64, 4, 4, 1), 64, 256, 1, 2),
+            (SMALL, 32, 32, 1, 1), (PAIRS, 150, 64, None, 3), (IndexerTiles(64, 4, 4, 1), 64, 256, 1, 2),
         ]
     ]  # fmt: skip
     for result in results[1:]:

@@ -6,11 +6,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from attnmesh.ops.sparse.triton_indexer_backward import scores_at_backward
-from attnmesh.ops.sparse.triton_indexer_dense_backward import scores_backward_dense
-from attnmesh.ops.sparse.triton_indexer_scores import scores_at
-from attnmesh.ops.sparse.triton_indexer_tiles import Tiles
-from attnmesh.ops.sparse.triton_indexer_topk import Best, topk
+from attnmesh.ops.sparse.triton_indexer import IndexerTiles, scores_at
+from attnmesh.ops.sparse.triton_indexer_backward import scores_at_backward, scores_backward_dense
+from attnmesh.ops.sparse.triton_topk import Best, topk
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 HOW = {"scale": (64 * 128) ** -0.5, "relu": True}
@@ -74,7 +72,7 @@ def test_no_cut_of_the_work_shows_in_the_bits():
     lo, hi = seen(500, 20000, True)
     first = topk(iq, ik, w, 512, lo, hi, **HOW)
     for how in (
-        {"tiles": Tiles(128, 2, 4, 2)}, {"tiles": Tiles(64, 1, 4, 3), "span": 512}, {"tiles": Tiles(128, 4, 8, 3)},
+        {"tiles": IndexerTiles(128, 2, 4, 2)}, {"tiles": IndexerTiles(64, 1, 4, 3), "span": 512}, {"tiles": IndexerTiles(128, 4, 8, 3)},
         {"workspace": 1}, {"programs": 1}, {"programs": 40, "span": 256}, {"block": 512}, {"block": 8192},
     ):  # fmt: skip
         other = topk(iq, ik, w, 512, lo, hi, **HOW, **how)

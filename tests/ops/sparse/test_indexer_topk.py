@@ -11,7 +11,7 @@ from torch import Tensor
 from attending import peak_bytes
 from attnmesh import Slots, SparseMask, indexer_scores_at, indexer_topk
 from attnmesh.ops.sparse import reference
-from attnmesh.ops.sparse.select import reselect
+from attnmesh.ops.sparse.arguments import reselect
 from sparse_cases import BACKENDS, DTYPES, EVERY, KEY_MASKS, Indexed, amid, drawn_indexer, home, moved
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -14,10 +14,9 @@ from compiling import assert_fit, compiled_for_hopper, count, tolerated_spills
 pytest.importorskip("triton")
 
 from attnmesh.ops.sparse import gluon_distribution, gluon_forward, triton_backward, triton_distribution, triton_forward
-from attnmesh.ops.sparse.triton_indexer_backward import scores_at_backward
-from attnmesh.ops.sparse.triton_indexer_dense_backward import scores_backward_dense
-from attnmesh.ops.sparse.triton_indexer_scores import scores_at
-from attnmesh.ops.sparse.triton_indexer_topk import topk
+from attnmesh.ops.sparse.triton_indexer import scores_at
+from attnmesh.ops.sparse.triton_indexer_backward import scores_at_backward, scores_backward_dense
+from attnmesh.ops.sparse.triton_topk import topk
 
 ROWS, KEYS = 64, 2048
 NOTHING = torch.zeros(ROWS, dtype=torch.int32)  # bounds, and numbers of slots: no slot is valid

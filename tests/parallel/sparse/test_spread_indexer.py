@@ -104,16 +104,16 @@ def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, keys):
 
 
 def test_each_tp_rank_scores_its_share_of_the_rows_only(monkeypatch):
-    from attnmesh.ops.sparse import choose
+    from attnmesh.ops.sparse import backend as backends
 
     scored = []
-    plain = choose.Torch.topk
+    plain = backends.Torch.topk
 
     def counting(iq, *args, **kwargs):
         scored.append(iq.shape[0])
         return plain(iq, *args, **kwargs)
 
-    monkeypatch.setattr(choose.Torch, "topk", staticmethod(counting))
+    monkeypatch.setattr(backends.Torch, "topk", staticmethod(counting))
     iq, ik, w = torch.randn(10, 2, 8), torch.randn(12, 8), torch.randn(10, 2)
     on_grid(4, 1, am.Contiguous(), lambda place: spread_topk(place, iq, ik, w, 3, "gathered"))
     assert sorted(scored) == [2, 2, 3, 3]

@@ -153,9 +153,9 @@ def test_fewer_rows_than_ranks_and_a_number_of_rows_that_is_given(rows, keys, mo
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 def test_long_keys_are_streamed_in_stretches(mode, monkeypatch):
-    from attnmesh.ops.sparse import dense_kl
+    from attnmesh.ops.sparse import indexer_loss
 
-    monkeypatch.setattr(dense_kl, "_MOST_SLOTS", 1)  # a stretch is 128 keys then
+    monkeypatch.setattr(indexer_loss, "_MOST_SLOTS", 1)  # a stretch is 128 keys then
     problem = drawn(11, 300, topk=40, causal=True, q_start=250)
     problem = replace(problem, kv=torch.randn(300, 12).double(), ik=torch.randn(300, 5).double())
     each, leaves = true_rows(problem, mode)

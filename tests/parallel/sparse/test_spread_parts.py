@@ -6,13 +6,11 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.ops.sparse import choose
-from attnmesh.ops.sparse.mask import Rows, SparseMask
-from attnmesh.parallel.sparse import same_indices
-from attnmesh.parallel.sparse.ranks import Ranks
-from attnmesh.parallel.sparse.same_indices import checksum
-from attnmesh.parallel.sparse.slots import ByOwner
-from attnmesh.parallel.sparse.spread import Spread
+from attnmesh.ops.sparse import backend as backends
+from attnmesh.ops.sparse.arguments import Rows, SparseMask
+from attnmesh.parallel.sparse import groups
+from attnmesh.parallel.sparse.groups import Ranks, checksum
+from attnmesh.parallel.sparse.keys import ByOwner, Spread
 from spreading import LAYOUTS, SCALE, drawn, on_grid
 
 
@@ -55,7 +53,7 @@ def test_the_checksum_is_the_same_in_any_pieces(monkeypatch):
     indices = torch.randint(-2, 1001, (37, 5), dtype=torch.int32)
     whole = checksum_of(indices)
     for most in (1, 12, 99):
-        monkeypatch.setattr(same_indices, "_MOST_ELEMENTS", most)
+        monkeypatch.setattr(groups, "_MOST_ELEMENTS", most)
         assert checksum_of(indices) == whole
 
 
@@ -85,13 +83,13 @@ def test_every_valid_slot_belongs_to_one_owner_and_comes_back_to_its_place(layou
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_ring_computes_on_every_slot_once(layout, monkeypatch):
     counted = []
-    plain = choose.Torch.forward
+    plain = backends.Torch.forward
 
     def counting(q, k, v, indices, rows, **kwargs):
         counted.append(int(rows.valid(indices).sum()))
         return plain(q, k, v, indices, rows, **kwargs)
 
-    monkeypatch.setattr(choose.Torch, "forward", staticmethod(counting))
+    monkeypatch.setattr(backends.Torch, "forward", staticmethod(counting))
     problem = drawn(11, 13, dtype=torch.float32)
 
     def program(place):

@@ -10,11 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_positive
-from attnmesh.ops.sparse import check
-from attnmesh.ops.sparse.backend import Backend
-from attnmesh.ops.sparse.choose import choose
-from attnmesh.ops.sparse.lse import Base, check_base, convert_lse
-from attnmesh.ops.sparse.mask import Rows, SparseMask
+from attnmesh.ops.sparse import arguments as check
+from attnmesh.ops.sparse.arguments import Base, Rows, SparseMask, check_base, convert_lse
+from attnmesh.ops.sparse.backend import Backend, choose
 
 _WIDEST_VALUE = 512  # of a key that holds its value: MLA's latent, before what carries the position
 

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core.validation import check_positive
-from attnmesh.ops.sparse import check
-from attnmesh.ops.sparse.backend import Backend
-from attnmesh.ops.sparse.canonical import Slots
-from attnmesh.ops.sparse.choose import choose
-from attnmesh.ops.sparse.mask import Rows, SparseMask
+from attnmesh.ops.sparse import arguments as check
+from attnmesh.ops.sparse.arguments import Rows, Slots, SparseMask
+from attnmesh.ops.sparse.backend import Backend, choose
 
 
 class Indexing(NamedTuple):

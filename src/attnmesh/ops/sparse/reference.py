@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State
-from attnmesh.ops.sparse.mask import SparseMask
+from attnmesh.ops.sparse.arguments import SparseMask
 
 
 def valid_slots(indices: Tensor, s_kv: int, mask: SparseMask) -> Tensor:

@@ -22,16 +22,15 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.sparse.mask import Rows
-from attnmesh.ops.sparse.triton_backward_kernels import delta_kernel, grad_key_kernel, grad_query_kernel, scores_kernel
-from attnmesh.ops.sparse.triton_by_key import ByKey, add_by_key, by_key
+from attnmesh.ops.sparse.arguments import Rows
 
 _Factors = tuple[Tensor, Tensor]  # a workspace, and the q or dout that it is multiplied with
 
 
-class Tiles(NamedTuple):
+class BackwardTiles(NamedTuple):
     """What a program of one kernel holds at a time, and the warps and pipeline stages that run it."""
 
     heads: int  # at most: fewer heads take a smaller tile, and so do fewer slots and columns
@@ -45,11 +44,17 @@ class Tiles(NamedTuple):
 # fastest of some tried on an H200 with 128 heads of 576 columns. float32 runs without tensor cores (tf32 would not be
 # float32): a thread then holds rows of both operands, which wants small tiles. The others' keys must divide those of
 # SCORES: a tile reads only what a tile of the scores has written.
-SCORES = {2: Tiles(64, 128, 64, 4, 3), 4: Tiles(32, 32, 32, 4, 1)}
-SCORES_UNALIGNED = {2: Tiles(64, 64, 64, 4, 1), 4: Tiles(32, 32, 32, 4, 1)}  # rows that 16 bytes at a time do not fit
-GRAD_QUERY = {2: Tiles(128, 64, 128, 4, 3), 4: Tiles(32, 32, 64, 4, 1)}
-GRAD_KEY = {2: Tiles(128, 64, 128, 8, 3), 4: Tiles(16, 32, 64, 4, 1)}
-GRAD_KEY_MANY_HEADS = {2: Tiles(64, 64, 128, 8, 3), 4: Tiles(16, 32, 64, 4, 1)}  # q and dout are then read anew
+SCORES = {2: BackwardTiles(64, 128, 64, 4, 3), 4: BackwardTiles(32, 32, 32, 4, 1)}
+SCORES_UNALIGNED = {
+    2: BackwardTiles(64, 64, 64, 4, 1),
+    4: BackwardTiles(32, 32, 32, 4, 1),
+}  # rows that 16 bytes at a time do not fit
+GRAD_QUERY = {2: BackwardTiles(128, 64, 128, 4, 3), 4: BackwardTiles(32, 32, 64, 4, 1)}
+GRAD_KEY = {2: BackwardTiles(128, 64, 128, 8, 3), 4: BackwardTiles(16, 32, 64, 4, 1)}
+GRAD_KEY_MANY_HEADS = {
+    2: BackwardTiles(64, 64, 128, 8, 3),
+    4: BackwardTiles(16, 32, 64, 4, 1),
+}  # q and dout are then read anew
 # Bytes that the workspaces of a chunk of rows may take. Some waves of programs: few places idle in the last one.
 WORKSPACE = 1 << 29
 WORKSPACE_DETERMINISTIC = 1 << 30
@@ -189,9 +194,9 @@ class _Plan(NamedTuple):
     slots: int
     padded_heads: int
     padded_slots: int
-    scores: Tiles
-    grad_query: Tiles
-    grad_key: Tiles
+    scores: BackwardTiles
+    grad_query: BackwardTiles
+    grad_key: BackwardTiles
 
 
 def _plan(q: Tensor, indices: Tensor, aligned: bool, deterministic: bool, chunk_rows: int | None) -> _Plan:
@@ -210,12 +215,12 @@ def _plan(q: Tensor, indices: Tensor, aligned: bool, deterministic: bool, chunk_
     return _Plan(min(rows, chunk_rows or max(1, budget // row_bytes)), slots, padded_heads, padded_slots, *every)
 
 
-def _fitted(tiles: Tiles, heads: int, slots: int, width: int) -> Tiles:
+def _fitted(tiles: BackwardTiles, heads: int, slots: int, width: int) -> BackwardTiles:
     """Tiles no larger than the operands need; 16 is the least that a product of Triton's takes."""
     heads, keys, columns = (
         min(most, max(16, _power_of_two(size))) for most, size in zip(tiles, (heads, slots, width), strict=False)
     )
-    return Tiles(heads, keys, columns, tiles.warps, tiles.stages)
+    return BackwardTiles(heads, keys, columns, tiles.warps, tiles.stages)
 
 
 class _Parts(NamedTuple):
@@ -247,3 +252,301 @@ def _check_contiguous(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(f"{name} has stride {x.stride(-1)} along its last dimension; the Triton kernels need 1")
+
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NUMBERS = ["row_begin", "k_offset"]  # not specialized: each chunk has its own
+
+
+@triton.jit
+def _row_of(program, row_begin, lo, hi, slots):
+    """The row of a chunk's program: its number, and which of its slots and keys are valid."""
+    row = (row_begin + program).to(tl.int64)
+    return row, tl.load(lo + row), tl.load(hi + row), tl.load(slots + row)
+
+
+@triton.jit
+def _keys_at(indices, slot, first, end, count, k_offset):
+    """The key rows that some slots of a row name, and which of these slots are valid. An invalid one gives row 0."""
+    there = slot < count
+    key = tl.load(indices + slot, mask=there, other=0)
+    valid = there & (key >= first) & (key < end)
+    return tl.where(valid, key - k_offset, 0).to(tl.int64), valid
+
+
+@triton.jit
+def _load_tile(rows, there, columns, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
+    """Columns of some rows, given as pointers [n, 1]; zeros for rows that are not there and columns past the last.
+
+    What is masked is never read: keys that no valid slot names may hold NaN. With WHOLE all columns are there.
+    """
+    mask = there[:, None]
+    if not WHOLE:
+        mask = mask & (columns < LIMIT)[None, :]
+    return tl.load(rows + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _times_transposed(acc, left_rows, left_there, right_rows, right_there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Adds left @ right^T over all columns, COLUMNS at a time."""
+    WHOLE: tl.constexpr = WIDTH % COLUMNS == 0
+    for begin in range(0, WIDTH, COLUMNS):
+        columns = begin + tl.arange(0, COLUMNS)
+        left = _load_tile(left_rows, left_there, columns, WIDTH, WHOLE)
+        right = _load_tile(right_rows, right_there, columns, WIDTH, WHOLE)
+        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def scores_kernel(
+    q, q_strides, k, k_stride, v, v_stride, dout, dout_strides, indices, indices_stride, lo, hi, slots,
+    lse, lse_strides, delta, delta_strides, weights, grad_scores,
+    row_begin, padded_slots, k_offset, scale, width,
+    D: tl.constexpr, DV: tl.constexpr, V_IN_K: tl.constexpr, H: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile [heads, slots] of the weights and of the gradients of the scores."""
+    head_tiles: tl.constexpr = PADDED_HEADS // HEADS
+    key_tiles = padded_slots // KEYS
+    program = tl.program_id(0)  # neighbours share a row: its queries stay in L2
+    in_chunk = program // (key_tiles * head_tiles)
+    row, first, end, count = _row_of(in_chunk, row_begin, lo, hi, slots)
+    key_begin = program % key_tiles * KEYS
+    if key_begin < count:
+        slot = key_begin + tl.arange(0, KEYS)
+        key, valid = _keys_at(indices + row * indices_stride, slot, first, end, count, k_offset)
+        head = program // key_tiles % head_tiles * HEADS + tl.arange(0, HEADS)
+        real = head < H
+        q_rows = q + row * q_strides[0] + head.to(tl.int64)[:, None] * q_strides[1]
+        dout_rows = dout + row * dout_strides[0] + head.to(tl.int64)[:, None] * dout_strides[1]
+        k_rows = k + key[:, None] * k_stride
+        scores = tl.zeros((HEADS, KEYS), tl.float32)
+        grad_weights = tl.zeros((HEADS, KEYS), tl.float32)
+        if V_IN_K:  # one reading of the keys serves both products; the few columns past DV are multiplied by zeros
+            for begin in range(0, width, COLUMNS):
+                columns = begin + tl.arange(0, COLUMNS)
+                k_tile = _load_tile(k_rows, valid, columns, D, D % COLUMNS == 0)
+                q_tile = _load_tile(q_rows, real, columns, D, D % COLUMNS == 0)
+                dout_tile = _load_tile(dout_rows, real, columns, DV, False)
+                scores = tl.dot(q_tile, tl.trans(k_tile), scores, input_precision="ieee")
+                grad_weights = tl.dot(dout_tile, tl.trans(k_tile), grad_weights, input_precision="ieee")
+        else:
+            v_rows = v + key[:, None] * v_stride
+            scores = _times_transposed(scores, q_rows, real, k_rows, valid, D, COLUMNS)
+            grad_weights = _times_transposed(grad_weights, dout_rows, real, v_rows, valid, DV, COLUMNS)
+
+        row_lse = tl.load(lse + row * lse_strides[0] + head * lse_strides[1], mask=real, other=float("inf"))
+        row_delta = tl.load(delta + row * delta_strides[0] + head * delta_strides[1], mask=real, other=0.0)
+        has_mass = tl.abs(row_lse) != float("inf")
+        p = tl.exp2(scores * (scale * _LOG2_E) - (row_lse * _LOG2_E)[:, None])
+        p = tl.where(valid[None, :] & has_mass[:, None], p, 0.0)
+        # Without weight there is no gradient, even if dout or delta are NaN there.
+        ds = tl.where(p == 0.0, 0.0, p * (grad_weights - row_delta[:, None]))
+
+        at = (in_chunk.to(tl.int64) * PADDED_HEADS + head)[:, None] * padded_slots + slot[None, :]
+        tl.store(weights + at, p.to(weights.dtype.element_ty))
+        tl.store(grad_scores + at, ds.to(grad_scores.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def grad_query_kernel(
+    grad_scores, k, k_stride, indices, indices_stride, lo, hi, slots, dq, dq_strides,
+    row_begin, padded_slots, k_offset, scale,
+    D: tl.constexpr, H: tl.constexpr, PADDED_HEADS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    PARTS: tl.constexpr, MAIN: tl.constexpr, EXTRA: tl.constexpr,
+):  # fmt: skip
+    """dq = scale * ds @ k: one part of the columns, of one tile of heads."""
+    head_tiles: tl.constexpr = PADDED_HEADS // HEADS
+    program = tl.program_id(0)
+    part = program % PARTS
+    in_chunk = program // (PARTS * head_tiles)
+    row, first, end, count = _row_of(in_chunk, row_begin, lo, hi, slots)
+    head = program // PARTS % head_tiles * HEADS + tl.arange(0, HEADS)
+    # Columns are not always a power of two: a part has MAIN of the first PARTS * MAIN, and EXTRA of the rest.
+    main = part * MAIN + tl.arange(0, MAIN)
+    extra = PARTS * MAIN + part * EXTRA + tl.arange(0, EXTRA if EXTRA > 0 else 16)
+    acc = tl.zeros((HEADS, MAIN), tl.float32)
+    acc_extra = tl.zeros((HEADS, EXTRA if EXTRA > 0 else 16), tl.float32)
+    ds_rows = grad_scores + (in_chunk.to(tl.int64) * PADDED_HEADS + head)[:, None] * padded_slots
+    for begin in range(0, count, KEYS):
+        slot = begin + tl.arange(0, KEYS)
+        key, valid = _keys_at(indices + row * indices_stride, slot, first, end, count, k_offset)
+        ds = tl.load(ds_rows + slot[None, :])
+        k_rows = k + key[:, None] * k_stride
+        k_main = _load_tile(k_rows, valid, main, D, PARTS * MAIN <= D)
+        acc = tl.dot(ds, k_main, acc, input_precision="ieee")
+        if EXTRA > 0:
+            k_extra = _load_tile(k_rows, valid, extra, D, PARTS * (MAIN + EXTRA) == D)
+            acc_extra = tl.dot(ds, k_extra, acc_extra, input_precision="ieee")
+    real = (head < H)[:, None]
+    dq_rows = dq + row * dq_strides[0] + head[:, None] * dq_strides[1]
+    tl.store(dq_rows + main[None, :], (acc * scale).to(dq.dtype.element_ty), mask=real & (main < D)[None, :])
+    if EXTRA > 0:
+        value = (acc_extra * scale).to(dq.dtype.element_ty)
+        tl.store(dq_rows + extra[None, :], value, mask=real & (extra < D)[None, :])
+
+
+@triton.jit
+def _times(
+    acc, left, held, rows, there, columns,
+    WIDTH: tl.constexpr, WHOLE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Adds left @ right, where right is held already or read now."""
+    right = held
+    if not HELD:
+        right = _load_tile(rows, there, columns, WIDTH, WHOLE)
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def _put(target, rows, valid, columns, value, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ATOMIC: tl.constexpr):
+    """Adds a tile to the rows of its keys, or stores it in the rows of its slots."""
+    mask = valid[:, None]
+    if not WHOLE:
+        mask = mask & (columns < WIDTH)[None, :]
+    pointers = target + rows[:, None] + columns[None, :]
+    if ATOMIC:
+        tl.atomic_add(pointers, value, mask=mask, sem="relaxed")
+    else:
+        tl.store(pointers, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def grad_key_kernel(
+    left, right, right_strides, left_v, right_v, right_v_strides, indices, indices_stride, lo, hi, slots,
+    target, target_stride, row_begin, padded_slots, k_offset, slot_count, scale,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, H: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, MAIN: tl.constexpr, EXTRA: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):  # fmt: skip
+    """scale * left^T @ right + left_v^T @ right_v, one part of the columns, for all slots of a row.
+
+    left and left_v are workspaces, right [.., WIDTH] and right_v [.., WIDTH_V] are q and dout; without a value in the
+    keys left_v is None. The sum goes to its key's row of the target (ATOMIC), or to its slot's row.
+    """
+    head_tiles: tl.constexpr = PADDED_HEADS // HEADS
+    ONE_TILE: tl.constexpr = head_tiles == 1
+    program = tl.program_id(0)
+    part = program % PARTS
+    in_chunk = program // PARTS
+    row, first, end, count = _row_of(in_chunk, row_begin, lo, hi, slots)
+    main = part * MAIN + tl.arange(0, MAIN)
+    extra = PARTS * MAIN + part * EXTRA + tl.arange(0, EXTRA if EXTRA > 0 else 16)
+    MAIN_WHOLE: tl.constexpr = PARTS * MAIN <= WIDTH
+    MAIN_V_WHOLE: tl.constexpr = PARTS * MAIN <= WIDTH_V
+    EXTRA_WHOLE: tl.constexpr = PARTS * (MAIN + EXTRA) == WIDTH
+    EXTRA_V: tl.constexpr = (left_v is not None) and (WIDTH_V > PARTS * MAIN)
+    member = tl.arange(0, HEADS)
+    wide = member.to(tl.int64)[:, None]
+    right_rows = right + row * right_strides[0] + wide * right_strides[1]
+    right_v_rows = right_v + row * right_v_strides[0] + wide * right_v_strides[1]
+    tile_rows = (in_chunk.to(tl.int64) * PADDED_HEADS + member)[:, None] * padded_slots
+    # If one tile holds all heads, q and dout stay in shared memory for all slots.
+    held = _load_tile(right_rows, member < H, main, WIDTH, MAIN_WHOLE)
+    held_v = _load_tile(right_v_rows, member < H, main, WIDTH_V, MAIN_V_WHOLE)
+    held_extra = _load_tile(right_rows, member < H, extra, WIDTH, EXTRA_WHOLE)
+    held_extra_v = _load_tile(right_v_rows, member < H, extra, WIDTH_V, False)
+    for begin in range(0, count, KEYS):
+        slot = begin + tl.arange(0, KEYS)
+        key, valid = _keys_at(indices + row * indices_stride, slot, first, end, count, k_offset)
+        # Two accumulators rather than one that is scaled in between: the products need not wait for one another.
+        acc = tl.zeros((KEYS, MAIN), tl.float32)
+        acc_v = tl.zeros((KEYS, MAIN), tl.float32)
+        acc_extra = tl.zeros((KEYS, EXTRA if EXTRA > 0 else 16), tl.float32)
+        acc_extra_v = tl.zeros((KEYS, EXTRA if EXTRA > 0 else 16), tl.float32)
+        for tile in range(head_tiles):
+            there = tile * HEADS + member < H
+            at = tile_rows + tile * HEADS * padded_slots + slot[None, :]
+            rows = right_rows + tl.cast(tile * HEADS, tl.int64) * right_strides[1]
+            factor = tl.trans(tl.load(left + at))
+            acc = _times(acc, factor, held, rows, there, main, WIDTH, MAIN_WHOLE, ONE_TILE)
+            if EXTRA > 0:
+                acc_extra = _times(acc_extra, factor, held_extra, rows, there, extra, WIDTH, EXTRA_WHOLE, ONE_TILE)
+            if left_v is not None:
+                rows_v = right_v_rows + tl.cast(tile * HEADS, tl.int64) * right_v_strides[1]
+                factor_v = tl.trans(tl.load(left_v + at))
+                acc_v = _times(acc_v, factor_v, held_v, rows_v, there, main, WIDTH_V, MAIN_V_WHOLE, ONE_TILE)
+                if EXTRA_V:
+                    acc_extra_v = _times(
+                        acc_extra_v, factor_v, held_extra_v, rows_v, there, extra, WIDTH_V, False, ONE_TILE
+                    )
+        # tl.fma, as a plain sum would be folded into one accumulator again.
+        value = tl.fma(acc, scale + tl.zeros_like(acc), acc_v)
+        value_extra = tl.fma(acc_extra, scale + tl.zeros_like(acc_extra), acc_extra_v)
+        target_rows = key
+        if not ATOMIC:
+            target_rows = in_chunk.to(tl.int64) * slot_count + slot
+        _put(target, target_rows * target_stride, valid, main, value, WIDTH, MAIN_WHOLE, ATOMIC)
+        if EXTRA > 0:
+            _put(target, target_rows * target_stride, valid, extra, value_extra, WIDTH, EXTRA_WHOLE, ATOMIC)
+
+
+@triton.jit
+def delta_kernel(
+    out, out_strides, dout, dout_strides, delta, pairs,
+    H: tl.constexpr, DV: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """sum(out * dout) over the value's columns, for PAIRS pairs of a row and a head."""
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    there = pair < pairs
+    row = pair // H
+    head = pair % H
+    columns = tl.arange(0, COLUMNS)
+    left = _load_tile(out + (row * out_strides[0] + head * out_strides[1])[:, None], there, columns, DV, False)
+    right = _load_tile(dout + (row * dout_strides[0] + head * dout_strides[1])[:, None], there, columns, DV, False)
+    tl.store(delta + pair, tl.sum(left.to(tl.float32) * right.to(tl.float32), 1), mask=there)
+
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+
+_MOST_COLUMNS = 1024  # of a program
+_IN_FLIGHT = tl.constexpr(8)  # reads on their way before the first is added
+
+
+class ByKey(NamedTuple):
+    """Slots, numbered row by row, in the `order` of their keys; those of key j begin at `starts[j]`."""
+
+    order: Tensor
+    starts: Tensor
+
+
+def by_key(indices: Tensor, rows: Rows, keys: int) -> ByKey:
+    """The slots of some rows; those of one key in the order of rows and slots, invalid ones after the last key's."""
+    named = torch.where(rows.valid(indices), indices - rows.k_offset, keys).int()
+    named, order = named.flatten().sort(stable=True)
+    return ByKey(order, torch.searchsorted(named, torch.arange(keys + 1, dtype=torch.int32, device=named.device)))
+
+
+def add_by_key(total: Tensor, found: Tensor, slots: ByKey) -> None:
+    """Add what was `found` for each slot, float32 [..., width], to its key's row of `total` [keys, width]."""
+    keys, width = total.shape
+    columns = min(_MOST_COLUMNS, triton.next_power_of_2(width))
+    with torch.cuda.device_of(total):
+        sum_kernel[(keys, triton.cdiv(width, columns))](
+            found, *slots, total, total.stride(0), WIDTH=width, COLUMNS=columns, num_warps=4
+        )
+
+
+@triton.jit
+def sum_kernel(found, order, starts, total, total_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """One key: its slots are added one by one onto what is there, so where a chunk of rows ended leaves no trace."""
+    key = tl.program_id(0).to(tl.int64)
+    begin = tl.load(starts + key)
+    end = tl.load(starts + key + 1)
+    if begin < end:
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        pointers = total + key * total_stride + columns
+        acc = tl.load(pointers, mask=columns < WIDTH, other=0.0)
+        for first in range(begin, end, _IN_FLIGHT):
+            for i in tl.static_range(_IN_FLIGHT):  # one that is not there adds 0, and no partial sum is ever -0
+                slot = tl.load(order + first + i, mask=first + i < end, other=0)
+                acc += tl.load(found + slot * WIDTH + columns, mask=(first + i < end) & (columns < WIDTH), other=0.0)
+        tl.store(pointers, acc, mask=columns < WIDTH)

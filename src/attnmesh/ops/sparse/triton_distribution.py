@@ -21,7 +21,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 _UNSPECIALIZED = ["s_q", "h", "topk", "k_offset", "span", "indices_stride"]  # they vary, and each would compile anew
 
 
-class Tiles(NamedTuple):
+class DistributionTiles(NamedTuple):
     """How one program cuts its work: keys x heads per product, and the warps and pipeline stages that run it."""
 
     keys: int
@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
 TILES = [(64, 64, 3), (64, 64, 2), (32, 64, 2), (64, 64, 1), (32, 32, 2), (32, 16, 2), (32, 16, 1)]
 MAX_HEADS = 64  # of one pass
 # float32 runs without matrix units, where a thread holds whole rows of both operands: small tiles, columns in steps.
-WIDE_TILES = Tiles(32, 16, 4, 2)
+WIDE_TILES = DistributionTiles(32, 16, 4, 2)
 STEPS = {4: 32}  # bytes of a value -> columns of a step; others take them all at once
 SHARED_MEMORY = 227 * 1024  # where no device says what it has: Hopper's
 RESERVED = 4096  # of it, for indices and for what the sums exchange
@@ -57,7 +57,7 @@ def distribution(
     k_offset: int,
     scale: float,
     head_group: int,
-    tiles: Tiles | None = None,
+    tiles: DistributionTiles | None = None,
 ) -> Tensor:
     """Probabilities of q [s_q, h, d] over chosen rows of k [s_kv, d], summed over each group of heads.
 
@@ -89,13 +89,13 @@ def distribution(
     return out
 
 
-def pick_tiles(q: Tensor, group: int, width: int) -> Tiles:
+def pick_tiles(q: Tensor, group: int, width: int) -> DistributionTiles:
     """The first tiles whose keys and queries fit the device's shared memory."""
     if q.element_size() == 4:
         return WIDE_TILES
     heads = min(max(16, triton.next_power_of_2(group)), MAX_HEADS)
     warps = 8 if width > 256 else 4  # the addresses of wide rows fill the registers of few threads
-    choices = [Tiles(keys, min(heads, most), warps, stages) for keys, most, stages in TILES]
+    choices = [DistributionTiles(keys, min(heads, most), warps, stages) for keys, most, stages in TILES]
     room = shared_memory(q.device.index) if q.is_cuda else SHARED_MEMORY
     return next((tiles for tiles in choices if tiles.shared_memory(width) <= room - RESERVED), choices[-1])
 

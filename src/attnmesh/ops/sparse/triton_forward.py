@@ -19,7 +19,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 NUMBERS = ["heads", "k_offset", "scale_log2", "topk"]
 
 
-class Tiles(NamedTuple):
+class ForwardTiles(NamedTuple):
     """How one program cuts its work: heads and keys of a tile, warps, and how many tiles of keys are on their way."""
 
     heads: int
@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-_WIDE = {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)}
+_WIDE = {16: ForwardTiles(16, 64, 4, 2), 32: ForwardTiles(32, 64, 8, 2), 64: ForwardTiles(64, 64, 8, 2)}
 _ROOM_FOR_SUMS = 1024
 
 
@@ -45,7 +45,7 @@ def forward(
     k_offset: int,
     scale: float,
     out_dtype: torch.dtype,
-    tiles: Tiles | None = None,
+    tiles: ForwardTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [s_q, h, d] over the keys that `indices` [s_q, topk] names: out [s_q, h, d_v] and lse [s_q, h].
 
@@ -85,19 +85,19 @@ def split_width(width: int) -> tuple[int, int]:
     return (whole, 0) if rest >= whole // 2 else (whole // 2, rest)
 
 
-def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separate: bool, room: int) -> Tiles:
+def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separate: bool, room: int) -> ForwardTiles:
     """The tile for this many heads and this main width that registers hold, cut until `room` bytes do too.
 
     `width` is what one key takes in shared memory, in elements: itself, and its value if that is `separate`.
     """
     heads = min(64, max(16, triton.next_power_of_2(heads)))
     if dtype == torch.float32:
-        tiles = Tiles(16, 16, 8, 2) if main > 64 else Tiles(16, 32, 4, 2)
+        tiles = ForwardTiles(16, 16, 8, 2) if main > 64 else ForwardTiles(16, 32, 4, 2)
     elif main > 256:
         # 64 keys a tile took three quarters of the time of 32 (H200, 16 and 128 heads).
-        tiles = Tiles(min(heads, 32), 32, 4 if heads == 16 else 8, 2) if separate else _WIDE[heads]
+        tiles = ForwardTiles(min(heads, 32), 32, 4 if heads == 16 else 8, 2) if separate else _WIDE[heads]
     else:
-        tiles = Tiles(heads, 64, 8 if main == 256 and heads == 64 else 4, 2)
+        tiles = ForwardTiles(heads, 64, 8 if main == 256 and heads == 64 else 4, 2)
     while (tiles.heads + tiles.stages * tiles.keys) * width * dtype.itemsize + _ROOM_FOR_SUMS > room:
         if tiles.keys > 16:
             tiles = tiles._replace(keys=tiles.keys // 2)

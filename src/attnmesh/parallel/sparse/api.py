@@ -12,24 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Contiguous, Layout
 from attnmesh.core.validation import check_positive
+from attnmesh.ops.sparse import arguments as check
 from attnmesh.ops.sparse import attention as one_device
-from attnmesh.ops.sparse import check
 from attnmesh.ops.sparse import indexer as one_indexer
-from attnmesh.ops.sparse import loss as one_loss
+from attnmesh.ops.sparse import indexer_loss as one_loss
+from attnmesh.ops.sparse.arguments import Base, Rows, Slots, SparseMask, check_base, convert_lse
 from attnmesh.ops.sparse.attention import normalized
-from attnmesh.ops.sparse.canonical import Slots
-from attnmesh.ops.sparse.loss import Mode, Reduction, reduced
-from attnmesh.ops.sparse.lse import Base, check_base, convert_lse
-from attnmesh.ops.sparse.mask import Rows, SparseMask
+from attnmesh.ops.sparse.indexer_loss import Mode, Reduction, reduced
 from attnmesh.parallel.agreement import Facts, agreed, check_count
-from attnmesh.parallel.sparse import indexer, loss
+from attnmesh.parallel.sparse import indexer
+from attnmesh.parallel.sparse import indexer as loss
 from attnmesh.parallel.sparse.attention import attend, distribute
-from attnmesh.parallel.sparse.facts import gradients, in_words
-from attnmesh.parallel.sparse.ranks import Ranks, spread_over
-from attnmesh.parallel.sparse.row_share import RowShare
-from attnmesh.parallel.sparse.same_indices import check_same_indices
-from attnmesh.parallel.sparse.spread import Spread
-from attnmesh.parallel.sparse.visits import bring
+from attnmesh.parallel.sparse.groups import Ranks, RowShare, check_same_indices, gradients, mask_summary, spread_over
+from attnmesh.parallel.sparse.keys import Spread, bring
 
 Where = Comm | ProcessGroup | DeviceMesh | None
 Bringing = Literal["gathered", "sharded"]
@@ -328,7 +323,7 @@ class SparseParallel:
             "length" + ("" if self.length is not None else inferred): spread.length,
             "key_length" + ("" if self.key_length is not None else inferred): spread.key_length,
             "layout": self.layout, "keys": self.keys, "check_indices": self.check_indices,
-            "dtype": q.dtype, "device": q.device.type, "mask": in_words(mask), "backend": backend, **more,
+            "dtype": q.dtype, "device": q.device.type, "mask": mask_summary(mask), "backend": backend, **more,
         }  # fmt: skip
 
 

@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from attnmesh.core.state import State, accumulation_dtype, merge
 from attnmesh.ops.sparse.attention import Attending, delta_of, sink_gradient, with_sink
-from attnmesh.parallel.sparse.spread import Spread
-from attnmesh.parallel.sparse.visits import Keys, at_slots, bring
+from attnmesh.parallel.sparse.keys import Keys, Spread, at_slots, bring
 
 
 def attend(call: Attending, sink: Tensor | None, spread: Spread, attn_sum: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,12 +12,11 @@ from attnmesh.ops.sparse import (
     triton_distribution,
     triton_forward,
     triton_indexer_backward,
-    triton_indexer_dense_backward,
-    triton_indexer_scores,
-    triton_indexer_topk,
 )
-from attnmesh.ops.sparse.canonical import Slots
-from attnmesh.ops.sparse.mask import Rows
+from attnmesh.ops.sparse import triton_indexer as triton_indexer_scores
+from attnmesh.ops.sparse import triton_indexer_backward as triton_indexer_dense_backward
+from attnmesh.ops.sparse import triton_topk as triton_indexer_topk
+from attnmesh.ops.sparse.arguments import Rows, Slots
 
 
 class Triton:

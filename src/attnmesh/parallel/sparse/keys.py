@@ -1,23 +1,148 @@
-"""Keys of all cp ranks brought to the queries of this one: gathered at once, or visiting in a ring.
-
-Either way a call is a loop over visits. In a ring every block makes its way around: at step t this rank meets the keys
-of rank - t, which it passes on to its right neighbour while it computes. In the backward the gradient of a block
-follows it from rank to rank, one step behind, and comes home at last: sums are in the order of the ring, the same in
-every run. Two buffers beside the own keys are all that a ring takes.
-"""
+"""Who holds which queries and keys in one call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
-from attnmesh.ops.sparse.mask import Rows
-from attnmesh.parallel.sparse.slots import ByOwner, Here
-from attnmesh.parallel.sparse.spread import Spread
+from attnmesh.core.layouts import Layout
+from attnmesh.ops.sparse.arguments import Rows, SparseMask
+from attnmesh.parallel.sparse.groups import Ranks
+
+_MOST_REMEMBERED = 128
+
+
+class KeyTable(NamedTuple):
+    """For every key its owner and its row there; one more entry, for no key, is owned by nobody (`world`)."""
+
+    owner: Tensor
+    row: Tensor
+
+
+@dataclass(frozen=True)
+class Spread:
+    """`length` queries and `key_length` keys, spread over the cp ranks by a layout. Nothing here is exchanged."""
+
+    ranks: Ranks
+    layout: Layout
+    sharded: bool
+    length: int
+    key_length: int
+    device: torch.device
+
+    @property
+    def key_lengths(self) -> list[int]:
+        """How many keys each cp rank holds."""
+        world = self.ranks.cp.world
+        return [self.layout.local_length(self.key_length, world, rank) for rank in range(world)]
+
+    def check(self, what: str, rows: int, length: int) -> None:
+        """Raise ValueError unless this rank has its share."""
+        cp = self.ranks.cp
+        due = self.layout.local_length(length, cp.world, cp.rank)
+        if rows != due:
+            raise ValueError(
+                f"under {self.layout} cp rank {cp.rank} of {cp.world} holds {due} of {length} {what}, got {rows} rows"
+            )
+
+    def local_mask(self, mask: SparseMask) -> SparseMask:
+        """The mask of the whole sequence as one of this rank's rows; or ValueError."""
+        if mask.k_offset:
+            raise ValueError(f"mask.k_offset must be 0, all keys count here wherever they are, got {mask.k_offset}")
+        if not mask.causal or mask.q_positions is not None:
+            return mask
+        cp = self.ranks.cp
+        here = _positions(self.layout, self.length, cp.world, cp.rank, self.device) + mask.q_start
+        return replace(mask, q_start=0, q_positions=here)
+
+    def key_table(self) -> KeyTable:
+        """Where every key is."""
+        return _key_table(self.layout, self.key_length, self.ranks.cp.world, self.device)
+
+    def rows_at(self, owner: int, rows: Rows) -> Rows:
+        """The same ranges of keys, counted in the rows of `owner`: it holds its keys in ascending order."""
+        held = _positions(self.layout, self.key_length, self.ranks.cp.world, owner, self.device)
+        lo, hi = (torch.searchsorted(held, bound, out_int32=True) for bound in (rows.lo, rows.hi))
+        return Rows(lo, hi, rows.slots, 0)
+
+    def keys_of(self, owner: int, rows: Tensor) -> Tensor:
+        """The keys that lie in these rows of `owner`, -1 where there is none."""
+        held = _positions(self.layout, self.key_length, self.ranks.cp.world, owner, self.device)
+        if not held.shape[0]:
+            return rows
+        return torch.where(rows < 0, -1, held[rows.clamp(min=0).long()])
+
+
+@lru_cache(maxsize=_MOST_REMEMBERED)
+def _positions(layout: Layout, length: int, world: int, rank: int, device: torch.device) -> Tensor:
+    """Made once: a GPU would have to wait for the copy in every call."""
+    return layout.positions(length, world, rank).to(device, torch.int32)
+
+
+@lru_cache(maxsize=_MOST_REMEMBERED)
+def _key_table(layout: Layout, length: int, world: int, device: torch.device) -> KeyTable:
+    owner = torch.full((length + 1,), world, dtype=torch.int16, device="cpu")
+    row = torch.full((length + 1,), -1, dtype=torch.int32, device="cpu")
+    for rank in range(world):
+        held = layout.positions(length, world, rank).cpu()
+        owner[held] = rank
+        row[held] = torch.arange(held.shape[0], dtype=torch.int32, device="cpu")
+    return KeyTable(owner.to(device), row.to(device))
+
+
+@dataclass(frozen=True)
+class Here:
+    """Slots whose keys are at hand: `indices` [s_q, width] are rows of the block; `rows` says how many count."""
+
+    indices: Tensor
+    rows: Rows
+    slot: Tensor | None
+    """Which slot of the call each one is, and `topk` where there is none. None: they are the call's own."""
+
+    def put(self, total: Tensor, found: Tensor) -> None:
+        """Bring what was found [..., s_q, width] to its slots in `total` [..., s_q, topk + 1], the last for none."""
+        assert self.slot is not None
+        total.scatter_(-1, self.slot.expand_as(found), found)
+
+    def take(self, given: Tensor) -> Tensor:
+        """From what is given for each slot of the call [s_q, topk], that of these; anything where there is none."""
+        return given if self.slot is None else given.gather(1, self.slot.clamp(max=given.shape[1] - 1))
+
+
+class ByOwner:
+    """The valid slots of every row, sorted by owner once; each block then gets its stretch of them."""
+
+    def __init__(self, indices: Tensor, rows: Rows, spread: Spread) -> None:
+        world = spread.ranks.cp.world
+        table = spread.key_table()
+        at = torch.where(rows.valid(indices), indices, spread.key_length).long()
+        owner = table.owner[at]
+        self._order = owner.argsort(dim=1, stable=True)
+        self._local = table.row[at].gather(1, self._order)
+        ones = torch.ones_like(at)
+        self._count = at.new_zeros(at.shape[0], world + 1).scatter_add_(1, owner.long(), ones)
+        self._first = self._count.cumsum(1) - self._count
+        self._held = spread.key_lengths
+
+    def at(self, owner: int) -> Here:
+        """The slots whose keys `owner` holds, first in every row."""
+        count = self._count[:, owner, None]
+        n, topk = self._local.shape
+        # Reading a number back is free on a CPU. Elsewhere it is not, and kernels stop where slots do.
+        width = max(1, int(count.max()) if n else 1) if count.device.type == "cpu" else topk
+        j = torch.arange(width, device=count.device)
+        source = (self._first[:, owner, None] + j).clamp(max=topk - 1)
+        none = j >= count
+        lo = count.new_zeros(n, dtype=torch.int32)
+        rows = Rows(lo, torch.full_like(lo, self._held[owner]), count[:, 0].int().contiguous(), 0)
+        indices = self._local.gather(1, source).masked_fill(none, -1)
+        return Here(indices, rows, self._order.gather(1, source).masked_fill(none, topk))
 
 
 class Visit(NamedTuple):
