@@ -73,7 +73,7 @@ MASKS: dict[str, Callable[[int, int, int], SparseMask]] = {
         causal=True, q_positions=2 * _zigzag(s_q).int(), k_stride=3
     ),
     "documents": lambda s_q, s_kv, topk: SparseMask(**_documents(s_q, s_kv)),
-    "stretch": lambda s_q, s_kv, topk: SparseMask(k_offset=6),
+    "offset": lambda s_q, s_kv, topk: SparseMask(k_offset=6),
     "everything": lambda s_q, s_kv, topk: SparseMask(
         causal=True, q_positions=_zigzag(s_q) * 4, k_stride=2, k_offset=3, topk_length=_lengths(s_q, topk),
         **_documents(s_q, s_kv + 3),
@@ -138,7 +138,7 @@ class Attended:
     @property
     def times(self) -> Tensor:
         """[s_q, s_kv]: how often a row reads a key."""
-        return reference.times_named(self.indices, self.valid, self.s_kv, self.mask.k_offset)
+        return reference.key_counts(self.indices, self.valid, self.s_kv, self.mask.k_offset)
 
     @property
     def grads(self) -> list[Tensor]:

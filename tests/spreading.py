@@ -126,7 +126,7 @@ def drawn(
     sight = am.SparseMask(**mask)
     kv, v, ik = numbers(key_length, WIDTH), numbers(key_length, D_V), numbers(key_length, 5)
     valid = reference.valid_slots(indices, key_length, sight)
-    unused = reference.times_named(indices, valid, key_length).sum(0) == 0
+    unused = reference.key_counts(indices, valid, key_length).sum(0) == 0
     for x in (kv, v, ik):
         x[unused] = torch.nan
     return Problem(
@@ -158,7 +158,7 @@ class Truth:
     @classmethod
     def of(cls, problem: Problem) -> Truth:
         valid = reference.valid_slots(problem.indices, problem.key_length, problem.mask)
-        times = reference.times_named(problem.indices, valid, problem.key_length)
+        times = reference.key_counts(problem.indices, valid, problem.key_length)
         kv, v, ik = (getattr(problem, name).double().nan_to_num(0.0) for name in ("kv", "v", "ik"))
         return cls(valid, times, kv, v, ik)
 

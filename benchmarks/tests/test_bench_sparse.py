@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from attnmesh.calibration import timing
-from attnmesh.ops.sparse.arguments import Slots
+from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
 from benchmarks.cli import app
 from benchmarks.sparse import attention as attention_part
@@ -192,7 +192,7 @@ def test_top_k_is_judged_by_choice_scores_and_order(spoil):
         indices, scores = indices.flip(1), scores.flip(1)
     if spoil == "scores":
         scores[3] += 0.1
-    slots = Slots(indices.int(), scores, torch.full((6,), 4))
+    slots = TopKIndices(indices.int(), scores, torch.full((6,), 4))
     assert topk_part.judged_choice(slots, exact, torch.arange(6)).verdict == ("ok" if spoil == "none" else "WRONG")
 
 

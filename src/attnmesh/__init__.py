@@ -21,7 +21,7 @@ from attnmesh.ops.block.weights import AttentionWeights
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.decode.faults import check_decode_faults
 from attnmesh.ops.dense.api import attention, explain_attention
-from attnmesh.ops.sparse.arguments import Slots, SparseMask, canonicalize, convert_lse
+from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices, canonicalize, convert_lse
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
 from attnmesh.ops.sparse.indexer import indexer_scores_at, indexer_topk
 from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
@@ -67,7 +67,7 @@ __all__ = [
     "Sampling",
     "ShardedCache",
     "SlidingWindow",
-    "Slots",
+    "TopKIndices",
     "SparseMask",
     "SparseParallel",
     "State",

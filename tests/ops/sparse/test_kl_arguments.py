@@ -39,7 +39,7 @@ def test_many_stretches_of_keys_round_no_more_than_one(monkeypatch):
     given = inputs(torch.bfloat16, 128 * 12)
     true = dense_gradients({name: x.double() for name, x in given.items()})
     whole = dense_gradients(given)
-    monkeypatch.setattr(indexer_loss, "_MOST_SLOTS", 1)  # a stretch is 128 keys then
+    monkeypatch.setattr(indexer_loss, "_MAX_CHUNK_SLOTS", 1)  # a stretch is 128 keys then
     for found, plain, exact in zip(dense_gradients(given), whole, true, strict=True):
         error, least = ((x.double() - exact).abs().mean() for x in (found, plain))
         assert error <= 1.02 * least

@@ -131,7 +131,7 @@ def test_a_few_rows_at_a_time_give_the_same(monkeypatch):
     for case in (drawn(mask="everything", sink=True), drawn(mask="causal", own_values=True)):
         whole = case.found("torch")
         for most in (2 * 11 * 20, 1):
-            monkeypatch.setattr(torch_backend, "_MOST_ELEMENTS", most)
+            monkeypatch.setattr(torch_backend, "_MAX_GATHERED", most)
             for a, b in zip(whole, case.found("torch"), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""What a backend of the sparse family computes: everything else is the same for all."""
+"""The interface of a sparse backend, and which backend serves a call."""
 
 from __future__ import annotations
 
@@ -10,87 +10,98 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.optional import installed
-from attnmesh.ops.sparse import torch_backend as torch_attention
-from attnmesh.ops.sparse import torch_backend as torch_indexer
-from attnmesh.ops.sparse.arguments import Rows, Slots
-
-
-class Backend(Protocol):
-    """Checked tensors in: q [s_q, h, d], k [s_kv, d], indices [s_q, topk], the natural lse in float32."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, rows: Rows,
-        *, scale: float, d_v: int, dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, rows: Rows, lse: Tensor, delta: Tensor,
-        dout: Tensor, *, scale: float, d_v: int, deterministic: bool, dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...  # fmt: skip
-
-    def row_delta(self, out: Tensor, dout: Tensor) -> Tensor: ...
-
-    def distribution(
-        self, q: Tensor, k: Tensor, indices: Tensor, rows: Rows, lse: Tensor, *, scale: float, head_group: int
-    ) -> Tensor: ...
-
-    def scores_at(
-        self, iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, rows: Rows, *, scale: float, relu: bool
-    ) -> Tensor: ...
-
-    def scores_at_backward(
-        self, iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, rows: Rows, grad: Tensor,
-        *, scale: float, relu: bool, deterministic: bool, dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-
-    def stretch_backward(
-        self, iq: Tensor, ik: Tensor, w: Tensor, rows: Rows, grad: Tensor,
-        *, scale: float, relu: bool, dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """As `scores_at_backward`, where every row names all of `ik`, in order. The same bits in every run."""
-        ...
-
-    def topk(
-        self, iq: Tensor, ik: Tensor, w: Tensor, topk: int, rows: Rows, *, scale: float, relu: bool, block: int
-    ) -> Slots: ...
-
+from attnmesh.ops.sparse import torch_backend
+from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
 
 _NAMES = ("auto", "torch", "triton")
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _as_written(compute: Callable[P, R]) -> Callable[P, R]:
-    """Without autocast: what says float32 is computed in float32."""
+class Backend(Protocol):
+    """Takes validated tensors: q [s_q, heads, d], k [s_kv, d], indices [s_q, topk], lse [s_q, heads]."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bounds: RowBounds,
+        *, scale: float, d_v: int, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`out` [s_q, heads, d_v] of `dtype`, and `lse` [s_q, heads]."""
+        ...
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bounds: RowBounds, lse: Tensor, delta: Tensor,
+        dout: Tensor, *, scale: float, d_v: int, deterministic: bool, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """dq of `dtype`; dk and dv in the accumulation dtype. Without `v`, dk includes the gradient of the values."""
+        ...
+
+    def row_delta(self, out: Tensor, dout: Tensor) -> Tensor:
+        """The sum of out * dout over features, [s_q, heads]."""
+        ...
+
+    def distribution(
+        self, q: Tensor, k: Tensor, indices: Tensor, bounds: RowBounds, lse: Tensor, *, scale: float, head_group: int
+    ) -> Tensor:
+        """Probabilities of the slots, summed over the heads of each group: [groups, s_q, topk]."""
+        ...
+
+    def scores_at(
+        self, iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, bounds: RowBounds, *, scale: float, relu: bool
+    ) -> Tensor:
+        """Index scores of the slots [s_q, topk], -inf where a slot is invalid."""
+        ...
+
+    def scores_at_backward(
+        self, iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, bounds: RowBounds, grad: Tensor,
+        *, scale: float, relu: bool, deterministic: bool, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """d_iq of `dtype`; d_ik and d_w in the accumulation dtype."""
+        ...
+
+    def dense_scores_backward(
+        self, iq: Tensor, ik: Tensor, w: Tensor, bounds: RowBounds, grad: Tensor,
+        *, scale: float, relu: bool, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`scores_at_backward` where the slots of every row are all keys of `ik`, in order. Always deterministic."""
+        ...
+
+    def topk(
+        self, iq: Tensor, ik: Tensor, w: Tensor, topk: int, bounds: RowBounds, *, scale: float, relu: bool, block: int
+    ) -> TopKIndices:
+        """The `topk` keys with the highest index scores per row. `block`: keys scored at a time on a CPU."""
+        ...
+
+
+def _without_autocast(compute: Callable[P, R]) -> Callable[P, R]:
+    """Disable autocast in `compute`, which chooses its dtypes itself."""
 
     @functools.wraps(compute)
-    def computed(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         with torch.autocast(cast(Tensor, args[0]).device.type, enabled=False):
             return compute(*args, **kwargs)
 
-    return computed
+    return wrapped
 
 
 class Torch:
-    """Torch operations, any device and dtype."""
+    """Torch operations: any device and dtype."""
 
-    forward = staticmethod(_as_written(torch_attention.forward))
-    backward = staticmethod(_as_written(torch_attention.backward))
-    row_delta = staticmethod(_as_written(torch_attention.row_delta))
-    distribution = staticmethod(_as_written(torch_attention.distribution))
-    scores_at = staticmethod(_as_written(torch_indexer.scores_at))
-    scores_at_backward = staticmethod(_as_written(torch_indexer.scores_at_backward))
-    stretch_backward = staticmethod(_as_written(torch_indexer.stretch_backward))
-    topk = staticmethod(_as_written(torch_indexer.topk))
+    forward = staticmethod(_without_autocast(torch_backend.forward))
+    backward = staticmethod(_without_autocast(torch_backend.backward))
+    row_delta = staticmethod(_without_autocast(torch_backend.row_delta))
+    distribution = staticmethod(_without_autocast(torch_backend.distribution))
+    scores_at = staticmethod(_without_autocast(torch_backend.scores_at))
+    scores_at_backward = staticmethod(_without_autocast(torch_backend.scores_at_backward))
+    dense_scores_backward = staticmethod(_without_autocast(torch_backend.dense_scores_backward))
+    topk = staticmethod(_without_autocast(torch_backend.topk))
 
 
-def choose(q: Tensor, backend: str) -> Backend:
-    """The backend of this name; "auto" is the kernels on a GPU and torch elsewhere. ValueError if it cannot serve."""
+def select_backend(q: Tensor, backend: str) -> Backend:
+    """The backend of this name; "auto" is Triton on a GPU and torch elsewhere. ValueError if it cannot serve `q`."""
     if backend not in _NAMES:
         raise ValueError(f"backend must be one of {', '.join(_NAMES)}, got {backend!r}")
-    refusal = _refusal(q)
+    refusal = _triton_refusal(q)
     if backend == "triton" and refusal is not None:
         raise ValueError(f"backend='triton' cannot serve this call: {refusal}")
     if backend == "triton" or (backend == "auto" and q.is_cuda and refusal is None):
@@ -100,11 +111,11 @@ def choose(q: Tensor, backend: str) -> Backend:
     return Torch()
 
 
-def _refusal(q: Tensor) -> str | None:
+def _triton_refusal(q: Tensor) -> str | None:
     if not installed("triton"):
         return "Triton is not installed"
     if q.dtype == torch.float64:
         return "it computes in float32, and q is float64"
     if q.shape[2] > 576:
-        return f"its heads are at most 576 wide, got {q.shape[2]}"
+        return f"its head dim is at most 576, got {q.shape[2]}"
     return None

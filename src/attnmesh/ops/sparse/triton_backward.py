@@ -1,23 +1,27 @@
-"""The backward of sparse attention in plain Triton: any heads, widths and number of slots; 16-bit or float32.
+"""The backward pass of sparse attention in Triton: any number of heads, widths and slots; 16-bit types or float32.
 
-Three kernels, over chunks of rows, recompute the weights p from the log-sum-exp::
+Three kernels run over chunks of rows and recompute the weights p from the lse::
 
     scores_kernel      p = exp(scale * q @ k^T - lse)     ds = p * (dout @ v^T - delta)    to workspaces
     grad_query_kernel  dq = scale * ds @ k
     grad_key_kernel    dk += scale * ds^T @ q             dv += p^T @ dout                 scattered to the keys
 
-What the backward costs is not the products but what goes to the keys: 4 bytes for each slot and column, 19 GB for 4096
-rows of 2048 slots and 576 columns. That is summed over all heads before it leaves a processor. One kernel for
-everything could not do so: q, dout and dq of 128 heads and 576 columns are more than a processor holds, and half of the
-heads at a time sends twice as much. p and ds, on their way from kernel to kernel, take 2 bytes for each slot and head,
-and every product is a plain tile that reads each key once for 64 heads or more.
+The cost is dominated not by the products but by the gradients of the keys: 4 bytes per slot and column, 19 GB for 4096
+rows of 2048 slots and 576 columns. They are therefore summed over all heads before they leave a multiprocessor. One
+kernel could not do that: q, dout and dq of 128 heads and 576 columns exceed the memory of a multiprocessor, and half of
+the heads at a time would write twice as much. Between kernels p and ds take 2 bytes per slot and head, and every
+product reads each key once for 64 heads or more.
 
-dk and dv are summed by atomics, or, if `deterministic`, written slot by slot and then added key by key in the order
-of rows and slots.
+The workspaces of p and ds are [rows, padded_heads, padded_slots]: 0 where a slot is invalid or a head does not exist.
+Tiles past the last slot of a row are neither written nor read.
+
+dk and dv are summed by atomics or, if `deterministic`, written slot by slot and then summed key by key, in the order of
+rows and slots.
 """
 
-from __future__ import annotations
-
+# Kernels are written in Triton's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from typing import NamedTuple
 
 import torch
@@ -25,40 +29,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.sparse.arguments import Rows
+from attnmesh.ops.sparse.arguments import RowBounds
 
 _Factors = tuple[Tensor, Tensor]  # a workspace, and the q or dout that it is multiplied with
 
 
 class BackwardTiles(NamedTuple):
-    """What a program of one kernel holds at a time, and the warps and pipeline stages that run it."""
+    """The tile of a program, and its warps and pipeline stages."""
 
-    heads: int  # at most: fewer heads take a smaller tile, and so do fewer slots and columns
+    heads: int  # heads, keys and columns are maxima: the tile shrinks with the operands
     keys: int
     columns: int
     warps: int
     stages: int
 
 
-# By bytes of an element. Fixed rather than autotuned: the order of the sums must not depend on a timing. 16 bits: the
-# fastest of some tried on an H200 with 128 heads of 576 columns. float32 runs without tensor cores (tf32 would not be
-# float32): a thread then holds rows of both operands, which wants small tiles. The others' keys must divide those of
-# SCORES: a tile reads only what a tile of the scores has written.
+# By bytes per element. Fixed rather than autotuned: the order of the sums must not depend on a timing. 16 bits: the
+# fastest of those tried on an H200 with 128 heads of 576 columns. float32 runs without tensor cores (tf32 is not
+# float32), so a thread holds rows of both operands, which requires small tiles. The other kernels' keys must divide
+# those of SCORES, because a tile reads only what one tile of the scores has written.
 SCORES = {2: BackwardTiles(64, 128, 64, 4, 3), 4: BackwardTiles(32, 32, 32, 4, 1)}
-SCORES_UNALIGNED = {
-    2: BackwardTiles(64, 64, 64, 4, 1),
-    4: BackwardTiles(32, 32, 32, 4, 1),
-}  # rows that 16 bytes at a time do not fit
+# For rows that are not aligned to 16 bytes.
+SCORES_UNALIGNED = {2: BackwardTiles(64, 64, 64, 4, 1), 4: BackwardTiles(32, 32, 32, 4, 1)}
 GRAD_QUERY = {2: BackwardTiles(128, 64, 128, 4, 3), 4: BackwardTiles(32, 32, 64, 4, 1)}
 GRAD_KEY = {2: BackwardTiles(128, 64, 128, 8, 3), 4: BackwardTiles(16, 32, 64, 4, 1)}
-GRAD_KEY_MANY_HEADS = {
-    2: BackwardTiles(64, 64, 128, 8, 3),
-    4: BackwardTiles(16, 32, 64, 4, 1),
-}  # q and dout are then read anew
-# Bytes that the workspaces of a chunk of rows may take. Some waves of programs: few places idle in the last one.
+# For more heads than one tile of GRAD_KEY holds: q and dout are then read once per tile of keys.
+GRAD_KEY_MANY_HEADS = {2: BackwardTiles(64, 64, 128, 8, 3), 4: BackwardTiles(16, 32, 64, 4, 1)}
+# Bytes of the workspaces of a chunk of rows: enough for several waves of programs.
 WORKSPACE = 1 << 29
 WORKSPACE_DETERMINISTIC = 1 << 30
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NOT_SPECIALIZED = ["row_begin", "k_offset"]  # they differ between chunks
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
@@ -97,15 +99,15 @@ def backward(
     dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients (dq, dk, dv) of sparse attention; dq in `dtype` (that of q unless said), dk and dv in float32.
+    """The gradients (dq, dk, dv) of sparse attention: dq in `dtype`, by default that of q; dk and dv in float32.
 
-    q [s_q, h, d], k [s_kv, d] and v [s_kv, d_v], or None: the value is then the first d_v columns of k, dk holds both
-    gradients and dv is None. Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i], and names
-    the key `indices[i, j] - k_offset`. lse [s_q, h], natural and float32, may be of more keys than these; where it is
-    -inf or +inf the row has no weights. delta [s_q, h], float32, is `row_delta` less the gradient of lse.
+    q [s_q, h, d], k [s_kv, d], v [s_kv, d_v] or None: the values are then the first d_v columns of k, dk includes
+    their gradient and dv is None. Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key
+    is row `indices[i, j] - k_offset`. lse [s_q, h], natural and float32, may cover more keys; a head whose lse is
+    infinite has no weights. delta [s_q, h], float32, is `row_delta` minus the gradient of lse.
 
-    The work is done `chunk_rows` rows at a time, by default as many as fill the workspaces; if `deterministic`, no bit
-    of the result depends on it.
+    `chunk_rows` rows are computed at a time, by default as many as the workspaces allow; with `deterministic` the
+    result has the same bits for every number.
     """
     _check_contiguous(q=q, k=k, v=v, indices=indices, dout=dout)
     rows, heads, width = q.shape
@@ -128,12 +130,12 @@ def backward(
     with torch.cuda.device_of(q):
         for begin in range(0, rows, plan.rows):
             count = min(plan.rows, rows - begin)
-            where = (begin, plan.padded_slots, k_offset)
+            chunk = (begin, plan.padded_slots, k_offset)
             tiles = plan.scores
             scores_kernel[(count * (plan.padded_heads // tiles.heads) * (plan.padded_slots // tiles.keys),)](
                 q, q.stride()[:2], k, k.stride(0), k if v is None else v, k.stride(0) if v is None else v.stride(0),
                 dout, dout.stride()[:2], *listed, lse, lse.stride(), delta, delta.stride(), weights, grad_scores,
-                *where, scale, width,
+                *chunk, scale, width,
                 D=width, DV=d_v, V_IN_K=v is None, H=heads, PADDED_HEADS=plan.padded_heads,
                 HEADS=tiles.heads, KEYS=tiles.keys, COLUMNS=tiles.columns,
                 num_warps=tiles.warps, num_stages=tiles.stages,
@@ -141,18 +143,20 @@ def backward(
             tiles = plan.grad_query
             parts = _parts(width, tiles.columns)
             grad_query_kernel[(count * (plan.padded_heads // tiles.heads) * parts.number,)](
-                grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *where, scale,
+                grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *chunk, scale,
                 D=width, H=heads, PADDED_HEADS=plan.padded_heads, HEADS=tiles.heads, KEYS=tiles.keys,
                 PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
                 num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
             order = None
             if deterministic:
-                order = by_key(
-                    indices[begin : begin + count], Rows(lo, hi, slots, k_offset).part(begin, begin + count), k.shape[0]
+                order = sort_slots_by_key(
+                    indices[begin : begin + count],
+                    RowBounds(lo, hi, slots, k_offset).narrow(begin, begin + count),
+                    k.shape[0],
                 )
             for target, factor, product, second in sums:
-                _add_to_keys(target, factor, product, second, listed, where, count, plan, order)
+                _add_to_keys(target, factor, product, second, listed, chunk, count, plan, order)
     return dq, dk, dv
 
 
@@ -162,12 +166,12 @@ def _add_to_keys(
     product: _Factors,
     second: _Factors | None,
     listed: tuple[Tensor | int, ...],
-    where: tuple[int, int, int],
+    chunk: tuple[int, int, int],
     count: int,
-    plan: _Plan,
-    order: ByKey | None,
+    plan: "_Plan",
+    order: "SlotsByKey | None",
 ) -> None:
-    """Adds `scale * left^T @ right`, and a second such product, of a chunk's rows to the keys they name."""
+    """Adds `scale * left^T @ right`, and a second such product, of the rows of a chunk to their keys."""
     width = target.shape[1]
     left, right = product
     left_v, right_v = second or (None, right)
@@ -178,7 +182,7 @@ def _add_to_keys(
         into = torch.empty((count * plan.slots, width), dtype=torch.float32, device=target.device)
     grad_key_kernel[(count * parts.number,)](
         left, right, right.stride()[:2], left_v, right_v, right_v.stride()[:2], *listed,
-        into, into.stride(0), *where, plan.slots, scale,
+        into, into.stride(0), *chunk, plan.slots, scale,
         WIDTH=width, WIDTH_V=right_v.shape[2], H=right.shape[1], PADDED_HEADS=plan.padded_heads,
         HEADS=tiles.heads, KEYS=tiles.keys, PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
         ATOMIC=order is None, num_warps=tiles.warps, num_stages=tiles.stages,
@@ -188,7 +192,7 @@ def _add_to_keys(
 
 
 class _Plan(NamedTuple):
-    """How many rows make a chunk, how wide a row's workspaces are, and every kernel's tiles."""
+    """Rows per chunk, sizes of the workspaces, and the tiles of every kernel."""
 
     rows: int
     slots: int
@@ -216,7 +220,7 @@ def _plan(q: Tensor, indices: Tensor, aligned: bool, deterministic: bool, chunk_
 
 
 def _fitted(tiles: BackwardTiles, heads: int, slots: int, width: int) -> BackwardTiles:
-    """Tiles no larger than the operands need; 16 is the least that a product of Triton's takes."""
+    """Tiles no larger than the operands; 16 is the minimum of `tl.dot`."""
     heads, keys, columns = (
         min(most, max(16, _power_of_two(size))) for most, size in zip(tiles, (heads, slots, width), strict=False)
     )
@@ -224,7 +228,7 @@ def _fitted(tiles: BackwardTiles, heads: int, slots: int, width: int) -> Backwar
 
 
 class _Parts(NamedTuple):
-    """Columns cut into parts, each of `main` of the first number * main and `extra` of the rest."""
+    """Columns split into `number` parts: each has `main` of the first number * main columns and `extra` of the rest."""
 
     number: int
     main: int
@@ -232,7 +236,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(width: int, most: int) -> _Parts:
-    """Parts of at most `most` columns and half as many: 576 = 4 * (128 + 16). Triton's tiles are powers of two."""
+    """Parts whose `main` is at most `most` and `extra` at most half of it: 576 = 4 * (128 + 16)."""
     main = max(16, min(most, _power_of_two(width)))
     while True:
         number = max(1, width // main)
@@ -251,27 +255,22 @@ def _power_of_two(n: int) -> int:
 def _check_contiguous(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {x.stride(-1)} along its last dimension; the Triton kernels need 1")
+            raise ValueError(f"{name} must have stride 1 along its last dimension, got {x.stride(-1)}")
 
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_NUMBERS = ["row_begin", "k_offset"]  # not specialized: each chunk has its own
+# Kernels.
 
 
 @triton.jit
 def _row_of(program, row_begin, lo, hi, slots):
-    """The row of a chunk's program: its number, and which of its slots and keys are valid."""
+    """The row of a program of a chunk: its number, and the bounds of its valid slots and keys."""
     row = (row_begin + program).to(tl.int64)
     return row, tl.load(lo + row), tl.load(hi + row), tl.load(slots + row)
 
 
 @triton.jit
 def _keys_at(indices, slot, first, end, count, k_offset):
-    """The key rows that some slots of a row name, and which of these slots are valid. An invalid one gives row 0."""
+    """The rows of the keys of some slots, and whether these slots are valid; row 0 for an invalid slot."""
     there = slot < count
     key = tl.load(indices + slot, mask=there, other=0)
     valid = there & (key >= first) & (key < end)
@@ -280,9 +279,9 @@ def _keys_at(indices, slot, first, end, count, k_offset):
 
 @triton.jit
 def _load_tile(rows, there, columns, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
-    """Columns of some rows, given as pointers [n, 1]; zeros for rows that are not there and columns past the last.
+    """Columns of some rows, given as pointers [n, 1]; 0 for rows that do not exist and columns past the last.
 
-    What is masked is never read: keys that no valid slot names may hold NaN. With WHOLE all columns are there.
+    Masked elements are never read: keys of no valid slot may hold NaN. With WHOLE all columns exist.
     """
     mask = there[:, None]
     if not WHOLE:
@@ -302,7 +301,7 @@ def _times_transposed(acc, left_rows, left_there, right_rows, right_there, WIDTH
     return acc
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def scores_kernel(
     q, q_strides, k, k_stride, v, v_stride, dout, dout_strides, indices, indices_stride, lo, hi, slots,
     lse, lse_strides, delta, delta_strides, weights, grad_scores,
@@ -313,7 +312,7 @@ def scores_kernel(
     """One tile [heads, slots] of the weights and of the gradients of the scores."""
     head_tiles: tl.constexpr = PADDED_HEADS // HEADS
     key_tiles = padded_slots // KEYS
-    program = tl.program_id(0)  # neighbours share a row: its queries stay in L2
+    program = tl.program_id(0)  # neighboring programs share a row, so its queries stay in L2
     in_chunk = program // (key_tiles * head_tiles)
     row, first, end, count = _row_of(in_chunk, row_begin, lo, hi, slots)
     key_begin = program % key_tiles * KEYS
@@ -327,7 +326,7 @@ def scores_kernel(
         k_rows = k + key[:, None] * k_stride
         scores = tl.zeros((HEADS, KEYS), tl.float32)
         grad_weights = tl.zeros((HEADS, KEYS), tl.float32)
-        if V_IN_K:  # one reading of the keys serves both products; the few columns past DV are multiplied by zeros
+        if V_IN_K:  # one load of the keys serves both products; the few columns past DV are multiplied by 0
             for begin in range(0, width, COLUMNS):
                 columns = begin + tl.arange(0, COLUMNS)
                 k_tile = _load_tile(k_rows, valid, columns, D, D % COLUMNS == 0)
@@ -345,7 +344,7 @@ def scores_kernel(
         has_mass = tl.abs(row_lse) != float("inf")
         p = tl.exp2(scores * (scale * _LOG2_E) - (row_lse * _LOG2_E)[:, None])
         p = tl.where(valid[None, :] & has_mass[:, None], p, 0.0)
-        # Without weight there is no gradient, even if dout or delta are NaN there.
+        # A weight of 0 has no gradient, even if dout or delta is NaN.
         ds = tl.where(p == 0.0, 0.0, p * (grad_weights - row_delta[:, None]))
 
         at = (in_chunk.to(tl.int64) * PADDED_HEADS + head)[:, None] * padded_slots + slot[None, :]
@@ -353,7 +352,7 @@ def scores_kernel(
         tl.store(grad_scores + at, ds.to(grad_scores.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def grad_query_kernel(
     grad_scores, k, k_stride, indices, indices_stride, lo, hi, slots, dq, dq_strides,
     row_begin, padded_slots, k_offset, scale,
@@ -367,7 +366,7 @@ def grad_query_kernel(
     in_chunk = program // (PARTS * head_tiles)
     row, first, end, count = _row_of(in_chunk, row_begin, lo, hi, slots)
     head = program // PARTS % head_tiles * HEADS + tl.arange(0, HEADS)
-    # Columns are not always a power of two: a part has MAIN of the first PARTS * MAIN, and EXTRA of the rest.
+    # The width need not be a power of two: a part has MAIN of the first PARTS * MAIN columns and EXTRA of the rest.
     main = part * MAIN + tl.arange(0, MAIN)
     extra = PARTS * MAIN + part * EXTRA + tl.arange(0, EXTRA if EXTRA > 0 else 16)
     acc = tl.zeros((HEADS, MAIN), tl.float32)
@@ -396,7 +395,7 @@ def _times(
     acc, left, held, rows, there, columns,
     WIDTH: tl.constexpr, WHOLE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Adds left @ right, where right is held already or read now."""
+    """Adds left @ right, where right is `held` in shared memory or loaded now."""
     right = held
     if not HELD:
         right = _load_tile(rows, there, columns, WIDTH, WHOLE)
@@ -416,7 +415,7 @@ def _put(target, rows, valid, columns, value, WIDTH: tl.constexpr, WHOLE: tl.con
         tl.store(pointers, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def grad_key_kernel(
     left, right, right_strides, left_v, right_v, right_v_strides, indices, indices_stride, lo, hi, slots,
     target, target_stride, row_begin, padded_slots, k_offset, slot_count, scale,
@@ -426,8 +425,8 @@ def grad_key_kernel(
 ):  # fmt: skip
     """scale * left^T @ right + left_v^T @ right_v, one part of the columns, for all slots of a row.
 
-    left and left_v are workspaces, right [.., WIDTH] and right_v [.., WIDTH_V] are q and dout; without a value in the
-    keys left_v is None. The sum goes to its key's row of the target (ATOMIC), or to its slot's row.
+    left and left_v are workspaces, right [.., WIDTH] and right_v [.., WIDTH_V] are q and dout; left_v is None
+    where the values are not in the keys. The sum goes to the row of its key (ATOMIC) or of its slot in the target.
     """
     head_tiles: tl.constexpr = PADDED_HEADS // HEADS
     ONE_TILE: tl.constexpr = head_tiles == 1
@@ -454,7 +453,7 @@ def grad_key_kernel(
     for begin in range(0, count, KEYS):
         slot = begin + tl.arange(0, KEYS)
         key, valid = _keys_at(indices + row * indices_stride, slot, first, end, count, k_offset)
-        # Two accumulators rather than one that is scaled in between: the products need not wait for one another.
+        # Two accumulators instead of one that is scaled in between, so that the products do not wait for each other.
         acc = tl.zeros((KEYS, MAIN), tl.float32)
         acc_v = tl.zeros((KEYS, MAIN), tl.float32)
         acc_extra = tl.zeros((KEYS, EXTRA if EXTRA > 0 else 16), tl.float32)
@@ -475,7 +474,7 @@ def grad_key_kernel(
                     acc_extra_v = _times(
                         acc_extra_v, factor_v, held_extra_v, rows_v, there, extra, WIDTH_V, False, ONE_TILE
                     )
-        # tl.fma, as a plain sum would be folded into one accumulator again.
+        # tl.fma, because the compiler would fold a plain sum into one accumulator.
         value = tl.fma(acc, scale + tl.zeros_like(acc), acc_v)
         value_extra = tl.fma(acc_extra, scale + tl.zeros_like(acc_extra), acc_extra_v)
         target_rows = key
@@ -502,42 +501,41 @@ def delta_kernel(
     tl.store(delta + pair, tl.sum(left.to(tl.float32) * right.to(tl.float32), 1), mask=there)
 
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# Deterministic sums of the gradients of slots.
+
+_MAX_COLUMNS = 1024  # per program
+_IN_FLIGHT = tl.constexpr(8)  # loads issued before the first is added
 
 
-_MOST_COLUMNS = 1024  # of a program
-_IN_FLIGHT = tl.constexpr(8)  # reads on their way before the first is added
-
-
-class ByKey(NamedTuple):
-    """Slots, numbered row by row, in the `order` of their keys; those of key j begin at `starts[j]`."""
+class SlotsByKey(NamedTuple):
+    """Slots, numbered row by row, sorted by key: `order`; the slots of key j begin at `starts[j]`."""
 
     order: Tensor
     starts: Tensor
 
 
-def by_key(indices: Tensor, rows: Rows, keys: int) -> ByKey:
-    """The slots of some rows; those of one key in the order of rows and slots, invalid ones after the last key's."""
-    named = torch.where(rows.valid(indices), indices - rows.k_offset, keys).int()
-    named, order = named.flatten().sort(stable=True)
-    return ByKey(order, torch.searchsorted(named, torch.arange(keys + 1, dtype=torch.int32, device=named.device)))
+def sort_slots_by_key(indices: Tensor, bounds: RowBounds, keys: int) -> SlotsByKey:
+    """Sorts the slots of some rows by key, those of a key by row and slot; invalid slots come last."""
+    slot_keys = torch.where(bounds.valid(indices), indices - bounds.k_offset, keys).int()
+    slot_keys, order = slot_keys.flatten().sort(stable=True)
+    return SlotsByKey(
+        order, torch.searchsorted(slot_keys, torch.arange(keys + 1, dtype=torch.int32, device=slot_keys.device))
+    )
 
 
-def add_by_key(total: Tensor, found: Tensor, slots: ByKey) -> None:
-    """Add what was `found` for each slot, float32 [..., width], to its key's row of `total` [keys, width]."""
+def add_by_key(total: Tensor, grads: Tensor, slots: SlotsByKey) -> None:
+    """Adds the gradient of each slot, float32 [..., width], to the row of its key in `total` [keys, width]."""
     keys, width = total.shape
-    columns = min(_MOST_COLUMNS, triton.next_power_of_2(width))
+    columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
     with torch.cuda.device_of(total):
         sum_kernel[(keys, triton.cdiv(width, columns))](
-            found, *slots, total, total.stride(0), WIDTH=width, COLUMNS=columns, num_warps=4
+            grads, *slots, total, total.stride(0), WIDTH=width, COLUMNS=columns, num_warps=4
         )
 
 
 @triton.jit
-def sum_kernel(found, order, starts, total, total_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """One key: its slots are added one by one onto what is there, so where a chunk of rows ended leaves no trace."""
+def sum_kernel(grads, order, starts, total, total_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Adds the slots of one key to its sum, one by one: the bits do not depend on the chunks of rows."""
     key = tl.program_id(0).to(tl.int64)
     begin = tl.load(starts + key)
     end = tl.load(starts + key + 1)
@@ -546,7 +544,7 @@ def sum_kernel(found, order, starts, total, total_stride, WIDTH: tl.constexpr, C
         pointers = total + key * total_stride + columns
         acc = tl.load(pointers, mask=columns < WIDTH, other=0.0)
         for first in range(begin, end, _IN_FLIGHT):
-            for i in tl.static_range(_IN_FLIGHT):  # one that is not there adds 0, and no partial sum is ever -0
+            for i in tl.static_range(_IN_FLIGHT):  # past the end it adds 0; no partial sum is -0
                 slot = tl.load(order + first + i, mask=first + i < end, other=0)
-                acc += tl.load(found + slot * WIDTH + columns, mask=(first + i < end) & (columns < WIDTH), other=0.0)
+                acc += tl.load(grads + slot * WIDTH + columns, mask=(first + i < end) & (columns < WIDTH), other=0.0)
         tl.store(pointers, acc, mask=columns < WIDTH)

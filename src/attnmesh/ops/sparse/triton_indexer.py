@@ -1,9 +1,13 @@
-"""What the indexer's kernels share: tile sizes, and the one way in which a score is computed.
+"""Index scores of given slots in Triton, and what the kernels of the indexer share: tile sizes and the score itself.
 
 A score is `scale * sum_h w[i, h] * relu(iq[i, h] . ik[j])`. Keys are the rows of the matrix product and heads its
-columns, so that the sum over heads stays within four neighbouring threads, and a key that holds NaN spoils only its
-own score. Every kernel sums in the same order: the score of a pair has the same bits wherever it is computed.
+columns, so the sum over heads stays within four neighboring threads, and a key that holds NaN affects only its own
+score. Every kernel sums in the same order: the score of a pair has the same bits wherever it is computed.
 """
+
+# Kernels are written in Triton's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 
 from typing import NamedTuple
 
@@ -12,16 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
-
-WIDEST = 256
+MAX_HEAD_DIM = 256
 
 
 class IndexerTiles(NamedTuple):
-    """How a program cuts its work: keys and rows of one product, and the warps and pipeline stages that run it."""
+    """Keys and rows of one product, and the warps and pipeline stages of its program."""
 
     keys: int
     rows: int
@@ -30,70 +29,70 @@ class IndexerTiles(NamedTuple):
 
 
 # By bytes per element. Fixed rather than autotuned: the order of the sums, and so the bits of a score, must not depend
-# on a timing. The compile tests keep them from spilling on sm_90. float32 runs without tensor cores: small tiles.
+# on a timing. The compile tests check that they do not spill on sm_90. float32 runs without tensor cores: small tiles.
 #
 # Scores: 64 keys and four warps are the smallest product of Hopper's warp groups. The top-k takes four rows at a time:
-# 256 columns, so that the matrix units and not shared memory set the pace. In float32 the two must be alike, or they
-# would not sum over heads in the same order.
+# 256 columns, so that tensor cores and not shared memory are the bottleneck. In float32 both must be equal, or they
+# would sum over heads in different orders.
 SCORES = {2: IndexerTiles(keys=64, rows=1, warps=4, stages=3), 4: IndexerTiles(keys=16, rows=1, warps=8, stages=2)}
 TOPK = {2: IndexerTiles(keys=64, rows=4, warps=4, stages=3), 4: IndexerTiles(keys=16, rows=1, warps=8, stages=2)}
-# Gradients, at slots and of a stretch of keys; and of both where a head is wider than 128.
+# Gradients at slots, of a chunk of keys, and of both where the head dim exceeds 128.
 GRADS = {2: IndexerTiles(keys=64, rows=1, warps=4, stages=2), 4: IndexerTiles(keys=16, rows=1, warps=8, stages=1)}
 DENSE_GRADS = {2: IndexerTiles(keys=64, rows=1, warps=4, stages=3), 4: IndexerTiles(keys=16, rows=1, warps=8, stages=1)}
 WIDE_GRADS = {2: IndexerTiles(keys=64, rows=1, warps=8, stages=2), 4: IndexerTiles(keys=16, rows=1, warps=16, stages=1)}
 
-MOST_COLUMNS = 256  # of a product: rows times heads
-MOST_HEADS = 128  # of a product; more heads are summed block by block
-MOST_GRAD_HEADS = 64  # at a time: their gradients stay in registers
-MOST_GRAD_COLUMNS = 128  # of the gradients of queries and keys, for the same reason: wider ones take two programs
-DENSE_KEY_PROGRAMS = 256  # about as many as run at a time: fewer tiles of keys than these share out the rows
-LONG_ROW = 65536  # keys; few such rows fit into what the top-k's scores may take: selection must not wait for four
-SPAN = 1024  # keys that a program of the top-k scores at a time
+MAX_COLUMNS = 256  # rows times heads of a product
+MAX_HEADS = 128  # of a product; more heads are summed block by block
+MAX_GRAD_HEADS = 64  # at a time: their gradients stay in registers
+MAX_GRAD_COLUMNS = 128  # of the gradients of queries and keys, likewise; wider heads take two programs
+DENSE_KEY_PROGRAMS = 256  # about as many as run at a time; with fewer tiles of keys the rows are split
+LONG_ROW = 65536  # keys; the workspace of the top-k holds few such rows, so they are scored one at a time
+SPAN = 1024  # keys that one program of the top-k scores at a time
 
 
 def padded(n: int) -> int:
-    """The extent of a tile that holds `n`: the next power of two, and enough for a matrix product."""
+    """The extent of a tile that holds `n`: the next power of two, at least 16 for a matrix product."""
     return max(16, int(triton.next_power_of_2(n)))
 
 
 def head_tile(heads: int) -> int:
-    """How many heads one product takes."""
-    return min(MOST_HEADS, padded(heads))
+    """The number of heads of one product."""
+    return min(MAX_HEADS, padded(heads))
 
 
 def grad_head_tile(heads: int) -> int:
-    """How many heads' gradients one program computes."""
-    return min(MOST_GRAD_HEADS, padded(heads))
+    """The number of heads whose gradients one program computes."""
+    return min(MAX_GRAD_HEADS, padded(heads))
 
 
 def check_inputs(iq: Tensor, ik: Tensor, w: Tensor) -> None:
-    """Refuse what the kernels cannot read."""
-    if iq.shape[2] > WIDEST:
-        raise ValueError(f"the indexer's head dim is {iq.shape[2]}; the Triton kernels take up to {WIDEST}")
+    """Raises ValueError for inputs that the kernels cannot read."""
+    if iq.shape[2] > MAX_HEAD_DIM:
+        raise ValueError(f"the head dim of iq must be at most {MAX_HEAD_DIM} for the Triton kernels, got {iq.shape[2]}")
     if iq.dtype != ik.dtype:
-        raise ValueError(f"iq is {iq.dtype} and ik is {ik.dtype}; the Triton kernels take one dtype")
+        raise ValueError(f"iq and ik must have the same dtype, got {iq.dtype} and {ik.dtype}")
     for name, x in {"iq": iq, "ik": ik}.items():
         if x.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {x.stride(-1)} along its head dim; the Triton kernels need 1")
+            raise ValueError(f"{name} must have stride 1 along its head dim, got {x.stride(-1)}")
     if w.shape != iq.shape[:2]:
-        raise ValueError(f"w has shape {tuple(w.shape)}; iq [{iq.shape[0]}, {iq.shape[1]}, ...] needs one a head")
+        raise ValueError(f"w must be [s_q, heads] = {list(iq.shape[:2])}, got {list(w.shape)}")
 
 
 def pick_topk_tiles(iq: Tensor, s_kv: int) -> IndexerTiles:
-    """For the top-k: no more rows than fill a product, or than fit in memory beside the keys."""
+    """Tiles of the top-k: no more rows than fill a product or fit in shared memory beside the keys."""
     tiles, heads = TOPK[iq.element_size()], head_tile(iq.shape[1])
-    rows = min(tiles.rows, MOST_COLUMNS // heads, max(1, 4 * 128 // padded(iq.shape[2])))
+    rows = min(tiles.rows, MAX_COLUMNS // heads, max(1, 4 * 128 // padded(iq.shape[2])))
     return tiles._replace(rows=rows if iq.shape[1] <= heads and s_kv <= LONG_ROW else 1)
 
 
 def pick_grad_tiles(iq: Tensor) -> IndexerTiles:
-    """For gradients at slots."""
-    return (GRADS if iq.shape[2] <= MOST_GRAD_COLUMNS else WIDE_GRADS)[iq.element_size()]
+    """Tiles of the gradients at slots."""
+    return (GRADS if iq.shape[2] <= MAX_GRAD_COLUMNS else WIDE_GRADS)[iq.element_size()]
 
 
 def pick_dense_tiles(iq: Tensor) -> IndexerTiles:
-    """For gradients of a stretch of keys."""
-    return (DENSE_GRADS if iq.shape[2] <= MOST_GRAD_COLUMNS else WIDE_GRADS)[iq.element_size()]
+    """Tiles of the gradients of a chunk of keys."""
+    return (DENSE_GRADS if iq.shape[2] <= MAX_GRAD_COLUMNS else WIDE_GRADS)[iq.element_size()]
 
 
 @triton.jit
@@ -101,9 +100,9 @@ def load_queries(
     iq, iq_strides, w, w_strides, row, s_q, first_head, heads, first_dim,
     ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Heads [first_head, first_head + HEADS) of some rows as one tile, and their weights; what is not there is 0.
+    """Heads [first_head, first_head + HEADS) of some rows as one tile, and their weights; 0 past the last row or head.
 
-    Of the head dim, the DIMS columns from `first_dim` on.
+    The tile has the DIMS columns of the head dim from `first_dim` on.
     """
     place = tl.arange(0, ROWS * HEADS)
     rows = row + place // HEADS
@@ -117,7 +116,7 @@ def load_queries(
 
 
 @triton.jit
-def products(keys, queries):
+def dot_products(keys, queries):
     """The product of each key (rows) with each query head (columns), in float32."""
     return tl.dot(keys, tl.trans(queries), input_precision="ieee")
 
@@ -131,18 +130,13 @@ def head_sum(dots, weights, RELU: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def finished(total, scale):
-    """The score of a sum over all heads. Zero has one sign only, or equal scores could differ in their bits."""
+def final_score(total, scale):
+    """The score from the sum over all heads. -0.0 becomes 0.0, so that equal scores have equal bits."""
     score = total * scale
     return tl.where(score == 0.0, 0.0, score)
 
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
-
-_ENOUGH_PROGRAMS = 1024  # with fewer rows than this, several programs share a row's slots
+_MIN_PROGRAMS = 1024  # with fewer rows than this, several programs share the slots of a row
 
 
 def scores_at(
@@ -159,7 +153,7 @@ def scores_at(
     relu: bool,
     tiles: IndexerTiles | None = None,
 ) -> Tensor:
-    """Scores of the keys that slots name: float32 [s_q, topk], -inf where a slot is not valid.
+    """Index scores of the slots: float32 [s_q, topk], -inf where a slot is invalid.
 
     iq [s_q, heads, d], ik [s_kv, d], w [s_q, heads]; indices int32 [s_q, topk] with any row stride. Slot j of row i is
     valid if `j < slots[i]` and `lo[i] <= indices[i, j] < hi[i]`; its key is `ik[indices[i, j] - k_offset]`. No other
@@ -171,8 +165,8 @@ def scores_at(
     if scores.numel() == 0:
         return scores
     tiles = tiles or SCORES[iq.element_size()]
-    # As many programs as keep the processors busy, none with less than four tiles.
-    shares = min(-(-_ENOUGH_PROGRAMS // s_q), -(-topk // (4 * tiles.keys)))
+    # Enough programs to fill the GPU, each with at least four tiles.
+    shares = min(-(-_MIN_PROGRAMS // s_q), -(-topk // (4 * tiles.keys)))
     span = -(-topk // (shares * tiles.keys)) * tiles.keys
     with torch.cuda.device_of(iq):
         _scores_kernel[(s_q * triton.cdiv(topk, span),)](
@@ -186,7 +180,7 @@ def scores_at(
 
 @triton.jit
 def valid_keys(indices, j, limit, lo, hi, k_offset):
-    """Which slots j of a row are valid, and where their keys lie (0 if not valid). Without indices j names key j."""
+    """Whether slots j of a row are valid, and the rows of their keys, else 0. Without indices, slot j is key j."""
     index = j
     if indices is not None:
         index = tl.load(indices + j, mask=j < limit, other=0)
@@ -196,7 +190,7 @@ def valid_keys(indices, j, limit, lo, hi, k_offset):
 
 @triton.jit
 def gather_keys(ik, ik_stride, keys, valid, first_dim, D: tl.constexpr, DIMS: tl.constexpr):
-    """Columns [first_dim, first_dim + DIMS) of the keys that valid slots name; 0 for the others."""
+    """Columns [first_dim, first_dim + DIMS) of the keys of valid slots; 0 for the others."""
     dims = first_dim + tl.arange(0, DIMS)
     at = keys.to(tl.int64)[:, None] * ik_stride + dims[None, :]
     return tl.load(ik + at, mask=valid[:, None] & (dims < D)[None, :], other=0.0)
@@ -224,16 +218,16 @@ def _scores_kernel(
         j = first + tl.arange(0, KEYS)
         valid, keys = valid_keys(row_indices, j, limit, row_lo, row_hi, k_offset)
         tile = gather_keys(ik, ik_stride, keys, valid, 0, D, BLOCK_D)
-        total = head_sum(products(tile, queries), weights, RELU, KEYS, 1, HEADS)
+        total = head_sum(dot_products(tile, queries), weights, RELU, KEYS, 1, HEADS)
         if not ONE_TILE:
             for head in range(HEADS, heads, HEADS):
                 more, more_weights = load_queries(
                     iq, iq_strides, w, w_strides, row, row + 1, head, heads, 0, 1, HEADS, D, BLOCK_D
                 )
-                total += head_sum(products(tile, more), more_weights, RELU, KEYS, 1, HEADS)
-        score = tl.where(valid, tl.reshape(finished(total, scale), (KEYS,)), float("-inf"))
+                total += head_sum(dot_products(tile, more), more_weights, RELU, KEYS, 1, HEADS)
+        score = tl.where(valid, tl.reshape(final_score(total, scale), (KEYS,)), float("-inf"))
         tl.store(row_scores + j, score, mask=j < end)
-    # Where no slot can be valid nothing is computed. (The loop above has written a last tile to its end.)
+    # No slot is valid from here on. (The loop above wrote its last tile completely.)
     done = begin + tl.cdiv(tl.maximum(limit - begin, 0), KEYS) * KEYS
     for first in range(done, end, KEYS):
         j = first + tl.arange(0, KEYS)

@@ -1,53 +1,53 @@
-"""The indexer's exact top-k, in Triton: scores are streamed through a workspace that a few rows fit in.
+"""The exact top-k of the indexer in Triton: scores pass through a workspace of a few rows.
 
-One launch does both halves. Programs draw tickets. The work of step t is to score the rows of group t, some keys a
-ticket, then to select from the rows of group t - lag (here 1)::
+One launch computes scores and selects. Programs draw tickets from a counter. Step t scores the rows of group t, some
+keys per ticket, and then selects from the rows of group t - lag (here 1)::
 
     tickets   score 0 | score 1 | select 0 | score 2 | select 1 | score 3 | select 2 | ...
     workspace   A         B                    C                    A
 
 A program waits only for tickets that were drawn before its own: a selection for the scores of its group, scores for
-the selection that last read their part of the workspace. Whoever holds an earlier ticket is running, so all goes on
-however few programs run at a time. While some select, the others keep the matrix units busy.
+the selection that last read their part of the workspace. The holder of an earlier ticket is always running, so there is
+no deadlock with any number of resident programs. While some programs select, the others keep the tensor cores busy.
+
+The selection is exact, without sorting, and writes keys in ascending order. It reads a row of n scores twice. First it
+computes the maxima of BLOCK groups of elements: if k of them are at least t, so are at least k scores. Only scores
+above t are candidates, hardly more than k of them, and fit in registers, where bisection of the interval of values
+finds the k-th. All scores above it are selected, and the first of those that equal it. The k-th score is a property of
+the row, so the result does not depend on how it was found.
+
+Values are compared as floats and bisected as integers of the same order. A score of -inf is never selected: it may be
+that of a key that the row must not see.
 """
 
+# Kernels are written in Triton's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.triton_indexer import (
     SPAN,
     IndexerTiles,
     check_inputs,
-    finished,
+    dot_products,
+    final_score,
     head_sum,
     head_tile,
     load_queries,
     padded,
     pick_topk_tiles,
-    products,
 )
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
-
-_SHARE_OF_MEMORY = 0.09  # of inputs and outputs: what the workspace may take
-_LEAST_MEMORY = 4 << 20
-_MOST_CANDIDATES = 8192  # in registers: a top-k of more than 4096 is selected more slowly
-
-
-class Best(NamedTuple):
-    """The best keys of every row in ascending order, then -1; their scores, then -inf; and how many."""
-
-    indices: Tensor
-    scores: Tensor
-    length: Tensor
+_MEMORY_FRACTION = 0.09  # size of the workspace, relative to inputs and outputs
+_MIN_WORKSPACE = 4 << 20
+_MAX_CANDIDATES = 8192  # in registers; selection is slower for a top-k of more than 4096
 
 
 def topk(
@@ -65,63 +65,63 @@ def topk(
     block: int | None = None,
     workspace: int | None = None,
     programs: int | None = None,
-) -> Best:
-    """The `topk` best keys lo[i] <= j < hi[i] of every row i; of equal scores the lowest key wins.
+) -> TopKIndices:
+    """The `topk` keys with the highest scores among lo[i] <= j < hi[i] of every row i; the lowest key wins a tie.
 
     iq [s_q, heads, d], ik [s_kv, d], w [s_q, heads]; lo and hi int32 [s_q]. A key whose score is NaN or -inf is never
-    chosen. `span` keys are scored by one program at a time; `workspace` is how many bytes the scores may take. The
-    result has the same bits whatever the tiles, the span, the workspace and the number of programs.
+    selected. One program scores `span` keys at a time; `workspace` is the size of the scores in bytes. The result has
+    the same bits for all tiles, spans, workspaces and numbers of programs.
     """
     check_inputs(iq, ik, w)
     (s_q, heads, width), s_kv = iq.shape, ik.shape[0]
     indices = torch.empty(s_q, topk, dtype=torch.int32, device=iq.device)
     scores = torch.empty(s_q, topk, dtype=torch.float32, device=iq.device)
-    length = torch.empty(s_q, dtype=torch.int32, device=iq.device)
+    lengths = torch.empty(s_q, dtype=torch.int32, device=iq.device)
     if s_q == 0:
-        return Best(indices, scores, length)
+        return TopKIndices(indices, scores, lengths)
     tiles = tiles or pick_topk_tiles(iq, s_kv)
     span = max(tiles.keys, span // tiles.keys * tiles.keys)
-    block = block or min(_MOST_CANDIDATES, max(1024, 2 * int(triton.next_power_of_2(topk))))
+    block = block or min(_MAX_CANDIDATES, max(1024, 2 * int(triton.next_power_of_2(topk))))
     if workspace is None:
-        tensors = (iq, ik, w, indices, scores, length)
-        workspace = max(_LEAST_MEMORY, int(_SHARE_OF_MEMORY * sum(x.numel() * x.element_size() for x in tensors)))
+        tensors = (iq, ik, w, indices, scores, lengths)
+        workspace = max(_MIN_WORKSPACE, int(_MEMORY_FRACTION * sum(x.numel() * x.element_size() for x in tensors)))
     row_len = -(-max(s_kv, 1) // tiles.keys) * tiles.keys
     groups, items = -(-s_q // tiles.rows), -(-s_kv // span)
     ring = max(2, min(workspace // (4 * tiles.rows * (row_len + 2 * block)), groups))
     if programs is None:
         programs = min(_resident(iq.device), groups * (items + tiles.rows))
-    # Whoever selects should find the scores ready: what is drawn just before is still being computed.
+    # Select with a lag, so that the scores are ready: those drawn just before are still being computed.
     lag = min(ring - 1, -(-programs // (items + tiles.rows)) + 1)
-    room = torch.empty(ring * tiles.rows, row_len + 2 * block, dtype=torch.float32, device=iq.device)
+    buffer = torch.empty(ring * tiles.rows, row_len + 2 * block, dtype=torch.float32, device=iq.device)
     counters = torch.zeros(1 + 2 * groups, dtype=torch.int32, device=iq.device)
     with torch.cuda.device_of(iq):
         _topk_kernel[(programs,)](
-            iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, indices, scores, length,
-            room, room.view(torch.int32), counters,
+            iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, indices, scores, lengths,
+            buffer, buffer.view(torch.int32), counters,
             s_q, s_kv, heads, topk, scale, row_len, groups, items, ring, lag, span,
             RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads), ONE_TILE=heads <= head_tile(heads),
             D=width, BLOCK_D=padded(width), BLOCK=block, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-    return Best(indices, scores, length)
+    return TopKIndices(indices, scores, lengths)
 
 
 @functools.cache
 def _resident(device: torch.device) -> int:
-    """How many programs run at a time."""
+    """The number of programs that run at a time."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @triton.jit
 def _wait_for(counter, target):
-    """Until the counter has reached `target`. What was written before it did is seen after."""
+    """Waits until the counter reaches `target`, with acquire semantics."""
     seen = tl.atomic_add(counter, 0, sem="acquire")
     while seen < target:
         seen = tl.atomic_add(counter, 0, sem="acquire")
 
 
 @triton.jit
-def _tell(counter):
-    """Adds one to a counter, once every thread of the program has written what it had to."""
+def _signal(counter):
+    """Increments a counter after all writes of the program, with release semantics."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release")
 
@@ -129,13 +129,13 @@ def _tell(counter):
 @triton.jit(do_not_specialize=["s_q", "s_kv", "heads", "topk", "row_len", "groups", "items", "ring", "lag", "span"])
 def _topk_kernel(
     iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi, indices, scores, length,
-    room, room_keys, counters,
+    buffer, buffer_keys, counters,
     s_q, s_kv, heads, topk, scale, row_len, groups, items, ring, lag, span,
     RELU: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ONE_TILE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     scored, selected = counters + 1, counters + 1 + groups
-    room_len = (row_len + 2 * BLOCK).to(tl.int64)
+    buffer_len = (row_len + 2 * BLOCK).to(tl.int64)
     tickets = (groups + lag) * (items + ROWS)
     ticket = tl.atomic_add(counters, 1, sem="relaxed")
     while ticket < tickets:
@@ -146,40 +146,42 @@ def _topk_kernel(
                 if step >= ring:
                     _wait_for(selected + step - ring, ROWS)
                 _score(
-                    iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi, room + step % ring * ROWS * room_len, room_len,
+                    iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi,
+                    buffer + step % ring * ROWS * buffer_len, buffer_len,
                     s_q, s_kv, heads, scale, step * ROWS, item * span, span,
                     RELU, KEYS, ROWS, HEADS, ONE_TILE, D, BLOCK_D,
                 )  # fmt: skip
-                _tell(scored + step)
+                _signal(scored + step)
         elif step >= lag:
             group = step - lag
             row = group * ROWS + item - items
             _wait_for(scored + group, items)
             if row < s_q:
-                at = tl.multiple_of((group % ring * ROWS + item - items) * room_len, 16)
+                at = tl.multiple_of((group % ring * ROWS + item - items) * buffer_len, 16)
                 out = row.to(tl.int64) * topk
                 begin = tl.maximum(tl.load(lo + row), 0)
                 end = tl.maximum(tl.minimum(tl.load(hi + row), s_kv), begin)
-                # Whole tiles: they have been scored, and are -inf where the row sees nothing. Written as differences,
-                # which tell the compiler nothing of multiples: see the selection.
+                # Whole tiles: they have been scored, with -inf for keys that are not visible. Written as differences,
+                # so that the compiler does not learn that they are multiples of KEYS: see `_group_maxima`.
                 first = begin - begin % KEYS
                 stop = tl.where(begin < end, end + (KEYS - 1) - (end + KEYS - 1) % KEYS, first)
                 select_row(
-                    room + at, first, stop, end - begin, topk, room + at + row_len, room_keys + at + row_len + BLOCK,
+                    buffer + at, first, stop, end - begin, topk,
+                    buffer + at + row_len, buffer_keys + at + row_len + BLOCK,
                     indices + out, scores + out, length + row, BLOCK,
                 )  # fmt: skip
-            _tell(selected + group)
+            _signal(selected + group)
         ticket = tl.atomic_add(counters, 1, sem="relaxed")
 
 
 @triton.jit
 def _score(
-    iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi, room, room_len,
+    iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi, buffer, buffer_len,
     s_q, s_kv, heads, scale, row, key, span,
     RELU: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ONE_TILE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Scores of ROWS rows for those of `span` keys that some of them sees."""
+    """Computes the scores of ROWS rows for those of `span` keys that are visible to any of them."""
     rows = tl.arange(0, ROWS)
     lows = tl.load(lo + row + rows, mask=row + rows < s_q, other=0)
     highs = tl.minimum(tl.load(hi + row + rows, mask=row + rows < s_q, other=0), s_kv)
@@ -189,29 +191,24 @@ def _score(
         queries, weights = load_queries(
             iq, iq_strides, w, w_strides, row, s_q, 0, heads, 0, ROWS, HEADS, D, BLOCK_D
         )  # fmt: skip
-        begin = begin // KEYS * KEYS  # a key's place in its tile is the same in every item
+        begin = begin // KEYS * KEYS  # the position of a key in its tile is the same for every item
         dims = tl.arange(0, BLOCK_D)
         at = ik + (begin + tl.arange(0, KEYS)).to(tl.int64)[:, None] * ik_stride + dims[None, :]
         for first in range(begin, end, KEYS):
             keys = first + tl.arange(0, KEYS)
             tile = tl.load(at, mask=(keys < end)[:, None] & (dims < D)[None, :], other=0.0)
             at += KEYS * ik_stride
-            total = head_sum(products(tile, queries), weights, RELU, KEYS, ROWS, HEADS)
+            total = head_sum(dot_products(tile, queries), weights, RELU, KEYS, ROWS, HEADS)
             if not ONE_TILE:
                 for head in range(HEADS, heads, HEADS):
                     more, more_weights = load_queries(
                         iq, iq_strides, w, w_strides, row, s_q, head, heads, 0, ROWS, HEADS, D, BLOCK_D
                     )
-                    total += head_sum(products(tile, more), more_weights, RELU, KEYS, ROWS, HEADS)
-            score = finished(total, scale)
+                    total += head_sum(dot_products(tile, more), more_weights, RELU, KEYS, ROWS, HEADS)
+            score = final_score(total, scale)
             seen = (keys[:, None] >= lows[None, :]) & (keys[:, None] < highs[None, :])
             score = tl.where(seen & (score == score), score, float("-inf"))
-            tl.store(room + rows.to(tl.int64)[None, :] * room_len + keys[:, None], score)
-
-
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+            tl.store(buffer + rows.to(tl.int64)[None, :] * buffer_len + keys[:, None], score)
 
 
 @triton.jit
@@ -228,8 +225,8 @@ def value_of(order):
 
 
 @triton.jit
-def _halved(low, high, count, middle, k, slack):
-    """The interval after `count` values were seen to be at least `middle`; closed if count is k, or a little more."""
+def _bisected(low, high, count, middle, k, slack):
+    """The interval after counting `count` values of at least `middle`; closed if count is in [k, k + slack]."""
     enough = count >= k
     low = tl.where(enough, middle, low)
     high = tl.where(enough, tl.where(count <= k + slack, middle, high), middle - 1)
@@ -238,35 +235,35 @@ def _halved(low, high, count, middle, k, slack):
 
 @triton.jit
 def _middle(low, high):
-    """Rounded up. In 64 bits: the two may be farther apart than 32 bits tell."""
+    """Rounded up. In 64 bits, because the difference may overflow 32."""
     return (low + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)
 
 
 @triton.jit
 def kth(values, k, low, slack):
-    """The largest t that at least k of `values` reach (up to `slack` more: any such t), given that k reach `low`.
+    """The largest t such that at least k of `values` are >= t, given that k are >= `low`.
 
-    If fewer than k do, it is `low`.
+    With `slack`, any t that k to k + slack values reach. If fewer than k values reach `low`, the result is `low`.
     """
     low = order_of(low)
     high = tl.maximum(order_of(tl.max(values, 0)), low)
     while low < high:
         middle = _middle(low, high)
         count = tl.sum((values >= value_of(middle)).to(tl.int32), 0)
-        low, high = _halved(low, high, count, middle, k, slack)
+        low, high = _bisected(low, high, count, middle, k, slack)
     return value_of(low)
 
 
 @triton.jit
 def _load_block(row, at, end, BLOCK: tl.constexpr):
-    """Scores [at, at + BLOCK) of a row, -inf from `end` on. Past the first-level cache: other processors wrote them."""
+    """Scores [at, at + BLOCK) of a row, -inf from `end` on. Bypasses L1: other multiprocessors wrote them."""
     j = at + tl.arange(0, BLOCK)
     return tl.load(row + j, mask=j < end, other=float("-inf"), cache_modifier=".cg")
 
 
 @triton.jit
 def _kth_of_row(row, begin, end, k, low, BLOCK: tl.constexpr):
-    """The same over a row in memory, by reading it again and again: when there are too many candidates."""
+    """`kth` of a row in memory, which it reads repeatedly; used if there are too many candidates."""
     low = order_of(low)
     high = order_of(float("inf") + tl.zeros((), tl.float32))
     while low < high:
@@ -274,15 +271,15 @@ def _kth_of_row(row, begin, end, k, low, BLOCK: tl.constexpr):
         count = tl.zeros((BLOCK,), tl.int32)
         for at in range(begin, end, BLOCK):
             count += (_load_block(row, at, end, BLOCK) >= value_of(middle)).to(tl.int32)
-        low, high = _halved(low, high, tl.sum(count, 0), middle, k, 0)
+        low, high = _bisected(low, high, tl.sum(count, 0), middle, k, 0)
     return value_of(low)
 
 
 @triton.jit
 def _group_maxima(row, begin, end, BLOCK: tl.constexpr):
-    """The maxima of BLOCK groups, of elements that lie BLOCK apart. Neighbours, often alike, are in different ones."""
-    # As they are: written so that the compiler knows it, and reads 16 bytes a thread. Two blocks at a time, which is a
-    # shape of its own: otherwise these reads would decide how the next loop reads, which must write one by one.
+    """The maxima of BLOCK groups of elements that are BLOCK apart: similar neighbors are in different groups."""
+    # No change in value: tells the compiler that they are multiples of 16, for loads of 16 bytes per thread. Two blocks
+    # at a time, to have a shape of its own: otherwise this layout would be used by the next loop, which writes singly.
     begin, end = begin // 16 * 16, end // 16 * 16
     offsets = tl.arange(0, 2)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     best = tl.full((2, BLOCK), float("-inf"), tl.float32)
@@ -293,17 +290,17 @@ def _group_maxima(row, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gather_candidates(row, begin, end, threshold, found_scores, found_keys, BLOCK: tl.constexpr):
-    """Writes the first BLOCK scores above `threshold`, and their keys, in order; returns how many there are in all."""
+def _gather_candidates(row, begin, end, threshold, candidate_scores, candidate_keys, BLOCK: tl.constexpr):
+    """Writes the first BLOCK scores above `threshold` and their keys, in order; returns the number of all of them."""
     count = tl.zeros((), tl.int32)
     value = _load_block(row, begin, end, BLOCK)
     for at in range(begin, end, BLOCK):
-        after = _load_block(row, at + BLOCK, end, BLOCK)  # read ahead
+        after = _load_block(row, at + BLOCK, end, BLOCK)  # prefetch
         taken = (value > threshold).to(tl.int32)
         place = count + tl.cumsum(taken, 0) - 1
         written = (taken > 0) & (place < BLOCK)
-        tl.store(found_scores + place, value, mask=written)
-        tl.store(found_keys + place, at + tl.arange(0, BLOCK), mask=written)
+        tl.store(candidate_scores + place, value, mask=written)
+        tl.store(candidate_keys + place, at + tl.arange(0, BLOCK), mask=written)
         count += tl.sum(taken, 0)
         value = after
     return count
@@ -311,7 +308,7 @@ def _gather_candidates(row, begin, end, threshold, found_scores, found_keys, BLO
 
 @triton.jit
 def _write(value, keys, threshold, ties, tied, place, indices, scores):
-    """Writes what is taken of some values, in order; returns how many ties and places are used now."""
+    """Writes the selected of some values, in order; returns the numbers of ties seen and of values written so far."""
     tie = value == threshold
     tie_rank = tied + tl.cumsum(tie.to(tl.int32), 0)
     taken = (value > threshold) | (tie & (tie_rank <= ties))
@@ -323,35 +320,38 @@ def _write(value, keys, threshold, ties, tied, place, indices, scores):
 
 @triton.jit
 def select_row(
-    row, begin, end, n, topk, found_scores, found_keys, out_indices, out_scores, out_count, BLOCK: tl.constexpr
+    row, begin, end, n, topk, candidate_scores, candidate_keys, out_indices, out_scores, out_count, BLOCK: tl.constexpr
 ):
-    """Writes the best `topk` of row[begin:end]: keys ascending, -1 last; their scores, -inf last; how many.
+    """Writes the top-k of row[begin:end]: keys ascending, then -1; their scores, then -inf; their number.
 
-    `begin` and `end` are multiples of 16, and the row begins at one of 16 bytes. A run of n elements is meant; before
-    and after it all are -inf. `found_scores` and `found_keys` are
-    room for BLOCK elements each. With BLOCK below twice topk this is right, but slow.
+    `begin` and `end` are multiples of 16, and the row is aligned to 16 bytes. n elements may be selected; those before
+    and after them are -inf. `candidate_scores` and `candidate_keys` are buffers of BLOCK elements each. With
+    BLOCK below twice topk the result is correct, but slow.
     """
-    PART: tl.constexpr = BLOCK // 4  # where speed does not matter, less code
+    PART: tl.constexpr = BLOCK // 4  # less code where speed does not matter
     k = tl.minimum(topk, n)
     place = tl.zeros((), tl.int32)
     candidates = n
     threshold = float("-inf") + tl.zeros((), tl.float32)
     short = end - begin <= BLOCK
     if not short:
-        if k < BLOCK:  # k groups or more have some of the run
-            # Not quite the k-th maximum: a few more candidates cost less than the last halvings.
+        if k < BLOCK:  # at least k groups contain some of the n elements
+            # Not exactly the k-th maximum: a few more candidates cost less than the last bisection steps.
             maxima = _group_maxima(row, begin, end, BLOCK)
             threshold = kth(maxima, k, tl.min(maxima, 0), k // 16)
-        candidates = _gather_candidates(row, begin, end, threshold, found_scores, found_keys, BLOCK)
-        tl.debug_barrier()  # the threads read what others have written
+        candidates = _gather_candidates(row, begin, end, threshold, candidate_scores, candidate_keys, BLOCK)
+        tl.debug_barrier()  # threads read what other threads have written
     if short | ((candidates >= k) & (candidates <= BLOCK)):
         if short:
             value = _load_block(row, begin, end, BLOCK)
             keys = begin + tl.arange(0, BLOCK)
         else:
-            value = _load_block(found_scores, 0, candidates, BLOCK)
+            value = _load_block(candidate_scores, 0, candidates, BLOCK)
             keys = tl.load(
-                found_keys + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < candidates, other=0, cache_modifier=".cg"
+                candidate_keys + tl.arange(0, BLOCK),
+                mask=tl.arange(0, BLOCK) < candidates,
+                other=0,
+                cache_modifier=".cg",
             )
         if k < candidates:
             threshold = kth(value, k, tl.min(tl.where(value > float("-inf"), value, float("inf")), 0), 0)
@@ -365,7 +365,7 @@ def select_row(
             candidates = tl.zeros((), tl.int32)
             for at in range(begin, end, BLOCK):
                 candidates += tl.sum((_load_block(row, at, end, BLOCK) > threshold).to(tl.int32), 0)
-        # Otherwise fewer than k are above the threshold, and at least k reach it: it is the k-th score itself.
+        # Otherwise fewer than k are above the threshold and at least k reach it: it is the k-th score.
         ties = tl.where(threshold == float("-inf"), 0, k - candidates)
         tied = tl.zeros((), tl.int32)
         for at in range(begin, end, PART):

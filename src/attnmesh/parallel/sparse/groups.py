@@ -1,4 +1,7 @@
-"""The ranks of the sparse family: those that share the heads (tp), and those that share the sequence (cp)."""
+"""The rank groups of the sparse functions: heads are sharded over tp, the sequence over cp.
+
+Also work that tp ranks share by rows, and checks that ranks agree on arguments and indices.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SoloComm, agreement, comm_from
 from attnmesh.core.layouts import Striped
-from attnmesh.ops.sparse.arguments import Rows, SparseMask
+from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
+
+_ROW_LAYOUT = Striped()  # late rows see more keys
+_STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of splitmix64, as int64
+_MAX_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """This rank's peers in both directions of a grid; a direction that is not spread is a world of one."""
+class SparseGroups:
+    """The tp and cp groups of this rank; a group that is not used has a world size of 1."""
 
     tp: Comm
     cp: Comm
@@ -27,162 +34,166 @@ class Ranks:
     def agree(
         self, operation: str, facts: Mapping[str, object], error: str | None = None, *, anew: bool = False
     ) -> None:
-        """As `Comm.agree`, over the whole grid.
+        """`Comm.agree` over all ranks of the grid.
 
-        First along tp, then along cp, and who heard of a mistake in the first round says it in the second: so it
-        reaches every rank, though no comm has them all.
+        First along tp, then along cp. A rank that learns of an error along tp reports it along cp, so it reaches every
+        rank although no group contains all of them.
         """
         if self.tp.world > 1:
             try:
                 self.tp.agree(operation, facts, error, anew=anew)
-            except ValueError as wrong:
+            except ValueError as raised:
                 if self.cp.world == 1:
                     raise
-                error = f"{str(wrong).removeprefix(f'{operation}: ')}, along tp"
+                error = f"{str(raised).removeprefix(f'{operation}: ')}, along tp"
         self.cp.agree(operation, facts, error, anew=anew)
 
 
-def spread_over(where: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
-    """The comm of these ranks; None is this rank alone."""
-    return SoloComm() if where is None else comm_from(where)
+def comm_or_solo(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+    """The comm of `group`; None is this rank alone."""
+    return SoloComm() if group is None else comm_from(group)
+
+
+# Values that ranks must agree on.
 
 
 def mask_summary(mask: SparseMask) -> str:
-    """What all ranks must say of the whole sequence alike, and which numbers they give for their own rows."""
-    said = f"causal={mask.causal}, q_start={mask.q_start}, k_stride={mask.k_stride}"
-    own = [name for name in ("topk_length", "q_positions", "k_start", "k_end") if getattr(mask, name) is not None]
-    return f"SparseMask({said}{''.join(f', {name}' for name in own)})"
+    """The part of a mask that must be equal on all ranks: its numbers, and which per-row tensors are given."""
+    numbers = f"causal={mask.causal}, q_start={mask.q_start}, k_stride={mask.k_stride}"
+    per_row = [name for name in ("topk_length", "q_positions", "k_start", "k_end") if getattr(mask, name) is not None]
+    return f"SparseMask({numbers}{''.join(f', {name}' for name in per_row)})"
 
 
-def gradients(**tensors: Tensor | None) -> list[str]:
-    """Which of these want one: where one rank sends gradients, all must."""
+def requiring_grad(**tensors: Tensor | None) -> list[str]:
+    """The names of tensors that require a gradient: all ranks must exchange gradients, or none."""
     if not torch.is_grad_enabled():
         return []
     return [name for name, x in tensors.items() if x is not None and x.requires_grad]
 
 
-_DEALT = Striped()
+# Rows that all tp ranks hold.
 
 
 @dataclass(frozen=True)
-class RowShare:
-    """This rank's share of `rows` rows; all of them unless they are `scattered`."""
+class RowSharding:
+    """Rows that are replicated over tp ranks, and computed by all of them or, if `scattered`, by one rank each."""
 
     tp: Comm
     rows: int
     scattered: bool
 
-    def mine(self, x: Tensor) -> Tensor:
-        """The rows of the share."""
-        return _DEALT.shard(x, 0, self.tp.world, self.tp.rank) if self.scattered else x
+    def shard(self, x: Tensor) -> Tensor:
+        """The rows that this rank computes."""
+        return _ROW_LAYOUT.shard(x, 0, self.tp.world, self.tp.rank) if self.scattered else x
 
-    def mine_of(self, rows: Rows) -> Rows:
-        """What the mask says of them."""
-        lo, hi, slots = (self.mine(x).contiguous() for x in rows[:3])
-        return Rows(lo, hi, slots, rows.k_offset)
+    def shard_bounds(self, bounds: RowBounds) -> RowBounds:
+        """The bounds of the rows that this rank computes."""
+        lo, hi, slots = (self.shard(x).contiguous() for x in bounds[:3])
+        return RowBounds(lo, hi, slots, bounds.k_offset)
 
-    def whole(self, mine: Tensor) -> Tensor:
-        """All rows, from the shares of all ranks."""
+    def gather(self, shard: Tensor) -> Tensor:
+        """All rows, from the shards of all ranks."""
         if not self.scattered:
-            return mine
-        counts = [_DEALT.local_length(self.rows, self.tp.world, rank) for rank in range(self.tp.world)]
-        return _DEALT.unshard(self.tp.all_gather(mine.contiguous(), [(n, *mine.shape[1:]) for n in counts]), 0)
+            return shard
+        counts = [_ROW_LAYOUT.local_length(self.rows, self.tp.world, rank) for rank in range(self.tp.world)]
+        return _ROW_LAYOUT.unshard(self.tp.all_gather(shard.contiguous(), [(n, *shard.shape[1:]) for n in counts]), 0)
 
-    def over_heads(self, part: Tensor) -> Tensor:
-        """The sum over all heads, of the rows of the share, from that of this rank's heads for all rows."""
+    def reduce_heads(self, partial: Tensor) -> Tensor:
+        """The sum over all heads for the rows of this rank, given the sum over its own heads for all rows."""
         if self.tp.world == 1:
-            return part
+            return partial
         if not self.scattered:
-            return self.tp.all_reduce(part, reuse=True)
-        shares = [_DEALT.shard(part, 0, self.tp.world, rank).contiguous() for rank in range(self.tp.world)]
-        return self.tp.reduce_scatter(shares)
+            return self.tp.all_reduce(partial, reuse=True)
+        shards = [_ROW_LAYOUT.shard(partial, 0, self.tp.world, rank).contiguous() for rank in range(self.tp.world)]
+        return self.tp.reduce_scatter(shards)
 
-    def over_ranks(self, grad: Tensor) -> Tensor:
-        """The gradient of what the rows of all shares read, from that of the rows of this one."""
+    def reduce_grad(self, grad: Tensor) -> Tensor:
+        """The gradient of a tensor that all rows read, given the part from the rows of this rank."""
         return self.tp.all_reduce(grad, reuse=True) if self.scattered else grad
 
 
-def mine_of_alike(x: Tensor, share: RowShare) -> Tensor:
-    """The rows of the share of a tensor that all ranks hold alike, differentiable: each gets the whole gradient."""
-    mine: Tensor = _Mine.apply(x, share) if share.scattered else x  # type: ignore[no-untyped-call]
-    return mine
+def shard_replicated(x: Tensor, sharding: RowSharding) -> Tensor:
+    """The rows of this rank, differentiable: the gradient of `x` is the whole gradient on every rank."""
+    shard: Tensor = _Shard.apply(x, sharding) if sharding.scattered else x  # type: ignore[no-untyped-call]
+    return shard
 
 
-def alike_from_mine(mine: Tensor, share: RowShare) -> Tensor:
-    """All rows on all ranks, differentiable: what comes back is the same on all, and each keeps its own rows' part."""
-    whole: Tensor = _Whole.apply(mine, share) if share.scattered else mine  # type: ignore[no-untyped-call]
-    return whole
+def gather_replicated(shard: Tensor, sharding: RowSharding) -> Tensor:
+    """All rows on all ranks, differentiable: the incoming gradient is equal on all, and each keeps that of its rows."""
+    rows: Tensor = _Gather.apply(shard, sharding) if sharding.scattered else shard  # type: ignore[no-untyped-call]
+    return rows
 
 
-class _Mine(torch.autograd.Function):
+class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: RowShare) -> Tensor:
-        ctx.share = share
-        return share.mine(x).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.share.whole(grad), None
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, share: RowShare) -> Tensor:
-        ctx.share = share
-        return share.whole(mine)
+    def forward(ctx: Any, x: Tensor, sharding: RowSharding) -> Tensor:
+        ctx.sharding = sharding
+        return sharding.shard(x).contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.share.mine(grad).contiguous(), None
+        return ctx.sharding.gather(grad), None
 
 
-_STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64's, as int64
-_MOST_ELEMENTS = 1 << 22
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, sharding: RowSharding) -> Tensor:
+        ctx.sharding = sharding
+        return sharding.gather(shard)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.sharding.shard(grad).contiguous(), None
 
 
-def check_same_indices(indices: Tensor, rows: Rows, ranks: Ranks) -> None:
-    """Raise ValueError on every rank of the grid if any tp ranks name other keys: one read from the device."""
-    tp, cp = ranks.tp, ranks.cp
+# Indices that must be equal on all tp ranks.
+
+
+def check_same_indices(indices: Tensor, bounds: RowBounds, groups: SparseGroups) -> None:
+    """Raises ValueError on every rank if the valid indices of any tp ranks differ. Reads from the device once.
+
+    Slots are summed over ranks by position. Ranks that select keys independently may break ties differently; without
+    this check the sums would mix the probabilities of different keys unnoticed.
+    """
+    tp, cp = groups.tp, groups.cp
     if tp.world == 1:
         return
-    sums = torch.cat(tp.all_gather(checksum(indices, rows), [(1,)] * tp.world))
-    every = torch.stack(cp.all_gather(sums, [(tp.world,)] * cp.world)).tolist()
-    wrong = [
+    of_tp = torch.cat(tp.all_gather(checksum(indices, bounds), [(1,)] * tp.world))
+    of_all = torch.stack(cp.all_gather(of_tp, [(tp.world,)] * cp.world)).tolist()
+    errors = [
         f"those of tp {agreement.in_words(others)} differ from tp rank 0's"
-        + (f" (on cp rank {at})" if cp.world > 1 else "")
-        for at, (first, *rest) in enumerate(every)
-        if (others := [rank for rank, found in enumerate(rest, 1) if found != first])
+        + (f" (on cp rank {cp_rank})" if cp.world > 1 else "")
+        for cp_rank, (first, *rest) in enumerate(of_all)
+        if (others := [rank for rank, other in enumerate(rest, 1) if other != first])
     ]
-    if wrong:
-        raise ValueError(
-            f"indices (and what the mask says of them) must be the same on every tp rank: {'; '.join(wrong)}"
-        )
+    if errors:
+        raise ValueError(f"indices, where they are valid, must be the same on every tp rank: {'; '.join(errors)}")
 
 
-def checksum(indices: Tensor, rows: Rows) -> Tensor:
-    """64 bits [1] of which key every slot names; slots that are not valid name none, whatever is written there."""
+def checksum(indices: Tensor, bounds: RowBounds) -> Tensor:
+    """A 64-bit hash [1] of the keys of all slots; invalid slots count as no key, whatever their index."""
     total = torch.zeros(1, dtype=torch.int64, device=indices.device)
     s_q, topk = indices.shape
-    step = max(1, _MOST_ELEMENTS // topk)
+    step = max(1, _MAX_ELEMENTS // topk)
     for start in range(0, s_q, step):
-        named = indices[start : start + step]
-        valid = rows.part(start, start + step).valid(named)
-        slot = torch.arange(start * topk, start * topk + named.numel(), device=indices.device).view_as(named)
-        # The place goes through the mixing with the key: a sum of mixed pairs that no exchange of slots leaves alone.
-        mixed = _mixed(slot * _STEP) + torch.where(valid, named, -1)
-        total += _mixed(mixed).sum()
+        chunk = indices[start : start + step]
+        valid = bounds.narrow(start, start + step).valid(chunk)
+        slot = torch.arange(start * topk, start * topk + chunk.numel(), device=indices.device).view_as(chunk)
+        # The position is hashed with the key, so that exchanging two slots changes the sum.
+        mixed = _mix(slot * _STEP) + torch.where(valid, chunk, -1)
+        total += _mix(mixed).sum()
     return total
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """Every bit of the result depends on every bit of x; integers wrap around, on any device alike."""
+def _mix(x: Tensor) -> Tensor:
+    """The mixing function of splitmix64; int64 overflow wraps around on every device."""
     x = (x ^ _logical_shift(x, 30)) * _MIX_1
     x = (x ^ _logical_shift(x, 27)) * _MIX_2
     return x ^ _logical_shift(x, 31)
 
 
 def _logical_shift(x: Tensor, by: int) -> Tensor:
-    """To the right, with zeros coming in: int64 has a sign that `>>` would bring along."""
+    """Shifts right and fills with zeros; `>>` on int64 would fill with the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)

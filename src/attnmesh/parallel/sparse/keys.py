@@ -1,4 +1,10 @@
-"""Who holds which queries and keys in one call."""
+"""Which rank holds which queries and keys, and how keys reach the queries of other cp ranks: all-gather or ring.
+
+In both cases a call is a loop over KV shards: one that holds all keys, or one per rank. In a ring, at step t a rank
+computes with the keys of rank - t, while it sends them to its right neighbor and receives the next from its left. In
+the backward pass the gradient of a shard follows it from rank to rank, one step behind, and ends at its owner: sums are
+in the order of the ring, the same in every run. A ring needs two buffers besides the keys of the rank.
+"""
 
 from __future__ import annotations
 
@@ -12,328 +18,343 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
 from attnmesh.core.layouts import Layout
-from attnmesh.ops.sparse.arguments import Rows, SparseMask
-from attnmesh.parallel.sparse.groups import Ranks
+from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
+from attnmesh.parallel.sparse.groups import SparseGroups
 
-_MOST_REMEMBERED = 128
+_CACHE_SIZE = 128
 
 
-class KeyTable(NamedTuple):
-    """For every key its owner and its row there; one more entry, for no key, is owned by nobody (`world`)."""
+# Which rank holds what.
+
+
+class KeyOwners(NamedTuple):
+    """The cp rank and local row of every key. The last entry is for an invalid slot, and its owner is `world`."""
 
     owner: Tensor
     row: Tensor
 
 
 @dataclass(frozen=True)
-class Spread:
-    """`length` queries and `key_length` keys, spread over the cp ranks by a layout. Nothing here is exchanged."""
+class SequenceSharding:
+    """`length` queries and `key_length` keys, sharded over the cp ranks by a layout."""
 
-    ranks: Ranks
+    groups: SparseGroups
     layout: Layout
-    sharded: bool
+    ring: bool
     length: int
     key_length: int
     device: torch.device
 
     @property
     def key_lengths(self) -> list[int]:
-        """How many keys each cp rank holds."""
-        world = self.ranks.cp.world
+        """The number of keys of each cp rank."""
+        world = self.groups.cp.world
         return [self.layout.local_length(self.key_length, world, rank) for rank in range(world)]
 
-    def check(self, what: str, rows: int, length: int) -> None:
-        """Raise ValueError unless this rank has its share."""
-        cp = self.ranks.cp
-        due = self.layout.local_length(length, cp.world, cp.rank)
-        if rows != due:
+    def check_rows(self, name: str, rows: int, length: int) -> None:
+        """Raises ValueError unless `rows` is the number of rows that this rank holds of `length`."""
+        cp = self.groups.cp
+        expected = self.layout.local_length(length, cp.world, cp.rank)
+        if rows != expected:
             raise ValueError(
-                f"under {self.layout} cp rank {cp.rank} of {cp.world} holds {due} of {length} {what}, got {rows} rows"
+                f"{name} must have {expected} rows on cp rank {cp.rank} of {cp.world} for {length} under "
+                f"{self.layout}, got {rows}"
             )
 
     def local_mask(self, mask: SparseMask) -> SparseMask:
-        """The mask of the whole sequence as one of this rank's rows; or ValueError."""
+        """The mask of the whole sequence as a mask of the rows of this rank."""
         if mask.k_offset:
-            raise ValueError(f"mask.k_offset must be 0, all keys count here wherever they are, got {mask.k_offset}")
+            raise ValueError(f"mask.k_offset must be 0 where keys are sharded by a layout, got {mask.k_offset}")
         if not mask.causal or mask.q_positions is not None:
             return mask
-        cp = self.ranks.cp
-        here = _positions(self.layout, self.length, cp.world, cp.rank, self.device) + mask.q_start
-        return replace(mask, q_start=0, q_positions=here)
+        cp = self.groups.cp
+        positions = _positions(self.layout, self.length, cp.world, cp.rank, self.device) + mask.q_start
+        return replace(mask, q_start=0, q_positions=positions)
 
-    def key_table(self) -> KeyTable:
-        """Where every key is."""
-        return _key_table(self.layout, self.key_length, self.ranks.cp.world, self.device)
+    def key_owners(self) -> KeyOwners:
+        """The owner of every key."""
+        return _key_owners(self.layout, self.key_length, self.groups.cp.world, self.device)
 
-    def rows_at(self, owner: int, rows: Rows) -> Rows:
-        """The same ranges of keys, counted in the rows of `owner`: it holds its keys in ascending order."""
-        held = _positions(self.layout, self.key_length, self.ranks.cp.world, owner, self.device)
-        lo, hi = (torch.searchsorted(held, bound, out_int32=True) for bound in (rows.lo, rows.hi))
-        return Rows(lo, hi, rows.slots, 0)
+    def local_bounds(self, owner: int, bounds: RowBounds) -> RowBounds:
+        """The bounds in rows of `owner`, which holds its keys in ascending order."""
+        keys = _positions(self.layout, self.key_length, self.groups.cp.world, owner, self.device)
+        lo, hi = (torch.searchsorted(keys, bound, out_int32=True) for bound in (bounds.lo, bounds.hi))
+        return RowBounds(lo, hi, bounds.slots, 0)
 
-    def keys_of(self, owner: int, rows: Tensor) -> Tensor:
-        """The keys that lie in these rows of `owner`, -1 where there is none."""
-        held = _positions(self.layout, self.key_length, self.ranks.cp.world, owner, self.device)
-        if not held.shape[0]:
+    def global_indices(self, owner: int, rows: Tensor) -> Tensor:
+        """The indices of the keys in these rows of `owner`; -1 where the row is -1."""
+        keys = _positions(self.layout, self.key_length, self.groups.cp.world, owner, self.device)
+        if not keys.shape[0]:
             return rows
-        return torch.where(rows < 0, -1, held[rows.clamp(min=0).long()])
+        return torch.where(rows < 0, -1, keys[rows.clamp(min=0).long()])
 
 
-@lru_cache(maxsize=_MOST_REMEMBERED)
+@lru_cache(maxsize=_CACHE_SIZE)
 def _positions(layout: Layout, length: int, world: int, rank: int, device: torch.device) -> Tensor:
-    """Made once: a GPU would have to wait for the copy in every call."""
+    """Cached, because the copy to a GPU would synchronize in every call."""
     return layout.positions(length, world, rank).to(device, torch.int32)
 
 
-@lru_cache(maxsize=_MOST_REMEMBERED)
-def _key_table(layout: Layout, length: int, world: int, device: torch.device) -> KeyTable:
+@lru_cache(maxsize=_CACHE_SIZE)
+def _key_owners(layout: Layout, length: int, world: int, device: torch.device) -> KeyOwners:
     owner = torch.full((length + 1,), world, dtype=torch.int16, device="cpu")
     row = torch.full((length + 1,), -1, dtype=torch.int32, device="cpu")
     for rank in range(world):
-        held = layout.positions(length, world, rank).cpu()
-        owner[held] = rank
-        row[held] = torch.arange(held.shape[0], dtype=torch.int32, device="cpu")
-    return KeyTable(owner.to(device), row.to(device))
+        keys = layout.positions(length, world, rank).cpu()
+        owner[keys] = rank
+        row[keys] = torch.arange(keys.shape[0], dtype=torch.int32, device="cpu")
+    return KeyOwners(owner.to(device), row.to(device))
+
+
+# Slots by owner of their keys: a KV shard is read only by the slots of its keys.
 
 
 @dataclass(frozen=True)
-class Here:
-    """Slots whose keys are at hand: `indices` [s_q, width] are rows of the block; `rows` says how many count."""
+class LocalSlots:
+    """The slots whose keys are in a KV shard: `indices` [s_q, width] are rows of the shard."""
 
     indices: Tensor
-    rows: Rows
+    bounds: RowBounds
     slot: Tensor | None
-    """Which slot of the call each one is, and `topk` where there is none. None: they are the call's own."""
+    """The slot of the call [s_q, width], `topk` where there is none. None: the slots are those of the call."""
 
-    def put(self, total: Tensor, found: Tensor) -> None:
-        """Bring what was found [..., s_q, width] to its slots in `total` [..., s_q, topk + 1], the last for none."""
+    def scatter(self, total: Tensor, values: Tensor) -> None:
+        """Write values [..., s_q, width] to their slots in `total` [..., s_q, topk + 1]; the last takes the unused."""
         assert self.slot is not None
-        total.scatter_(-1, self.slot.expand_as(found), found)
+        total.scatter_(-1, self.slot.expand_as(values), values)
 
-    def take(self, given: Tensor) -> Tensor:
-        """From what is given for each slot of the call [s_q, topk], that of these; anything where there is none."""
-        return given if self.slot is None else given.gather(1, self.slot.clamp(max=given.shape[1] - 1))
+    def gather(self, values: Tensor) -> Tensor:
+        """The values [s_q, topk] of these slots, [s_q, width]; arbitrary where there is no slot."""
+        return values if self.slot is None else values.gather(1, self.slot.clamp(max=values.shape[1] - 1))
 
 
-class ByOwner:
-    """The valid slots of every row, sorted by owner once; each block then gets its stretch of them."""
+class SlotsByOwner:
+    """The valid slots of every row, sorted once by the owner of their keys."""
 
-    def __init__(self, indices: Tensor, rows: Rows, spread: Spread) -> None:
-        world = spread.ranks.cp.world
-        table = spread.key_table()
-        at = torch.where(rows.valid(indices), indices, spread.key_length).long()
-        owner = table.owner[at]
+    def __init__(self, indices: Tensor, bounds: RowBounds, sharding: SequenceSharding) -> None:
+        world = sharding.groups.cp.world
+        owners = sharding.key_owners()
+        at = torch.where(bounds.valid(indices), indices, sharding.key_length).long()
+        owner = owners.owner[at]
         self._order = owner.argsort(dim=1, stable=True)
-        self._local = table.row[at].gather(1, self._order)
+        self._local = owners.row[at].gather(1, self._order)
         ones = torch.ones_like(at)
         self._count = at.new_zeros(at.shape[0], world + 1).scatter_add_(1, owner.long(), ones)
         self._first = self._count.cumsum(1) - self._count
-        self._held = spread.key_lengths
+        self._key_lengths = sharding.key_lengths
 
-    def at(self, owner: int) -> Here:
-        """The slots whose keys `owner` holds, first in every row."""
+    def of(self, owner: int) -> LocalSlots:
+        """The slots of the keys of `owner`, in the leading columns of every row."""
         count = self._count[:, owner, None]
         n, topk = self._local.shape
-        # Reading a number back is free on a CPU. Elsewhere it is not, and kernels stop where slots do.
+        # Reading the maximum is free on a CPU. On a GPU it would synchronize, and kernels stop at the last slot anyway.
         width = max(1, int(count.max()) if n else 1) if count.device.type == "cpu" else topk
         j = torch.arange(width, device=count.device)
         source = (self._first[:, owner, None] + j).clamp(max=topk - 1)
-        none = j >= count
+        unused = j >= count
         lo = count.new_zeros(n, dtype=torch.int32)
-        rows = Rows(lo, torch.full_like(lo, self._held[owner]), count[:, 0].int().contiguous(), 0)
-        indices = self._local.gather(1, source).masked_fill(none, -1)
-        return Here(indices, rows, self._order.gather(1, source).masked_fill(none, topk))
+        bounds = RowBounds(lo, torch.full_like(lo, self._key_lengths[owner]), count[:, 0].int().contiguous(), 0)
+        indices = self._local.gather(1, source).masked_fill(unused, -1)
+        return LocalSlots(indices, bounds, self._order.gather(1, source).masked_fill(unused, topk))
 
 
-class Visit(NamedTuple):
-    """The keys of `owner` (of all ranks, where there is only one visit), one tensor for each that was brought."""
+# How keys reach the queries of other ranks.
+
+
+class KVShard(NamedTuple):
+    """The keys of `owner`, or of all ranks after an all-gather: one tensor for each that is exchanged."""
 
     step: int
     owner: int
-    keys: list[Tensor]
+    tensors: list[Tensor]
 
 
 class GradReturn(Protocol):
-    """Sums of gradients on the way to the owners of their keys."""
+    """Sends gradients of keys back to the ranks that own them, and sums them."""
 
-    def leave(self, visit: Visit, grads: list[Tensor]) -> None:
-        """Send off what this rank found for the keys of a visit; it may be reused."""
+    def send(self, shard: KVShard, grads: list[Tensor]) -> None:
+        """Send the gradients of a shard; the tensors may be overwritten."""
 
-    def home(self) -> list[Tensor]:
-        """What all ranks found for this rank's own keys; after the last visit."""
-
-
-class Keys(Protocol):
-    """Keys to be met. `visits` may be gone through more than once."""
-
-    alone: bool
-    """Whether one visit brings all keys."""
-
-    def visits(self) -> Iterator[Visit]:
-        """One after the other, as they come."""
-
-    def slots(self, indices: Tensor, rows: Rows) -> Callable[[Visit], Here]:
-        """The slots that name keys of a visit."""
-
-    def rows_at(self, visit: Visit, rows: Rows) -> Rows:
-        """The ranges of keys, counted in those of a visit."""
-
-    def keys_of(self, visit: Visit, chosen: Tensor) -> Tensor:
-        """What rows of a visit are called in the whole sequence."""
-
-    def homing(self) -> GradReturn:
-        """A way home for gradients."""
+    def collect(self) -> list[Tensor]:
+        """The gradients of the keys of this rank, summed over all ranks; after the last shard."""
 
 
-def bring(own: Sequence[Tensor], spread: Spread) -> Keys:
-    """The keys of all ranks, of which these are this rank's own."""
-    return _Ring(own, spread) if spread.sharded and spread.ranks.cp.world > 1 else _Gathered(own, spread)
+class KeyExchange(Protocol):
+    """The KV shards of all ranks. `shards` may be iterated more than once."""
+
+    single: bool
+    """Whether one shard holds all keys."""
+
+    def shards(self) -> Iterator[KVShard]:
+        """One shard after another, as they arrive."""
+
+    def slots(self, indices: Tensor, bounds: RowBounds) -> Callable[[KVShard], LocalSlots]:
+        """The slots whose keys are in a shard."""
+
+    def local_bounds(self, shard: KVShard, bounds: RowBounds) -> RowBounds:
+        """The bounds in rows of a shard."""
+
+    def global_indices(self, shard: KVShard, rows: Tensor) -> Tensor:
+        """The indices of keys, given their rows in a shard."""
+
+    def grad_return(self) -> GradReturn:
+        """The way back for the gradients of the keys."""
 
 
-class _Gathered:
-    """All keys at once, in the order of the sequence: indices name them as they are."""
+def exchange_keys(own: Sequence[Tensor], sharding: SequenceSharding) -> KeyExchange:
+    """The keys of all ranks; `own` are those of this rank."""
+    if sharding.ring and sharding.groups.cp.world > 1:
+        return _RingExchange(own, sharding)
+    return _AllGather(own, sharding)
 
-    alone = True
 
-    def __init__(self, own: Sequence[Tensor], spread: Spread) -> None:
-        self._spread = spread
-        cp, lengths = spread.ranks.cp, spread.key_lengths
-        self._whole = [
+class _AllGather:
+    """All keys at once, in the order of the sequence, so that indices need no conversion."""
+
+    single = True
+
+    def __init__(self, own: Sequence[Tensor], sharding: SequenceSharding) -> None:
+        self._sharding = sharding
+        cp, lengths = sharding.groups.cp, sharding.key_lengths
+        self._gathered = [
             x
             if cp.world == 1
-            else spread.layout.unshard(cp.all_gather(x.contiguous(), [(n, *x.shape[1:]) for n in lengths]), 0)
+            else sharding.layout.unshard(cp.all_gather(x.contiguous(), [(n, *x.shape[1:]) for n in lengths]), 0)
             for x in own
         ]
 
-    def visits(self) -> Iterator[Visit]:
-        yield Visit(0, self._spread.ranks.cp.rank, self._whole)
+    def shards(self) -> Iterator[KVShard]:
+        yield KVShard(0, self._sharding.groups.cp.rank, self._gathered)
 
-    def slots(self, indices: Tensor, rows: Rows) -> Callable[[Visit], Here]:
-        here = Here(indices, rows, None)
-        return lambda visit: here
+    def slots(self, indices: Tensor, bounds: RowBounds) -> Callable[[KVShard], LocalSlots]:
+        slots = LocalSlots(indices, bounds, None)
+        return lambda shard: slots
 
-    def rows_at(self, visit: Visit, rows: Rows) -> Rows:
+    def local_bounds(self, shard: KVShard, bounds: RowBounds) -> RowBounds:
+        return bounds
+
+    def global_indices(self, shard: KVShard, rows: Tensor) -> Tensor:
         return rows
 
-    def keys_of(self, visit: Visit, chosen: Tensor) -> Tensor:
-        return chosen
-
-    def homing(self) -> GradReturn:
-        return _ScatterHome(self._spread)
+    def grad_return(self) -> GradReturn:
+        return _GradReduceScatter(self._sharding)
 
 
-class _ScatterHome:
-    """Gradients of all keys, each rank's part summed up where it belongs."""
+class _GradReduceScatter:
+    """Reduce-scatters the gradients of all keys."""
 
-    def __init__(self, spread: Spread) -> None:
-        self._spread = spread
-        self._found: list[Tensor] = []
+    def __init__(self, sharding: SequenceSharding) -> None:
+        self._sharding = sharding
+        self._grads: list[Tensor] = []
 
-    def leave(self, visit: Visit, grads: list[Tensor]) -> None:
-        self._found = grads
+    def send(self, shard: KVShard, grads: list[Tensor]) -> None:
+        self._grads = grads
 
-    def home(self) -> list[Tensor]:
-        cp, layout = self._spread.ranks.cp, self._spread.layout
+    def collect(self) -> list[Tensor]:
+        cp, layout = self._sharding.groups.cp, self._sharding.layout
         if cp.world == 1:
-            return self._found
+            return self._grads
         return [
             cp.reduce_scatter([layout.shard(grad, 0, cp.world, rank).contiguous() for rank in range(cp.world)])
-            for grad in self._found
+            for grad in self._grads
         ]
 
 
-class _Ring:
-    """Blocks that visit."""
+class _RingExchange:
+    """One shard per rank, passed around a ring."""
 
-    alone = False
+    single = False
 
-    def __init__(self, own: Sequence[Tensor], spread: Spread) -> None:
-        self._own, self._spread = [x.contiguous() for x in own], spread
+    def __init__(self, own: Sequence[Tensor], sharding: SequenceSharding) -> None:
+        self._own, self._sharding = [x.contiguous() for x in own], sharding
 
-    def visits(self) -> Iterator[Visit]:
-        cp, lengths = self._spread.ranks.cp, self._spread.key_lengths
-        most = max(lengths)
+    def shards(self) -> Iterator[KVShard]:
+        cp, lengths = self._sharding.groups.cp, self._sharding.key_lengths
+        longest = max(lengths)
         buffers = [
-            [cp.buffer((most, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in self._own]
+            [cp.buffer((longest, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in self._own]
             for _ in range(min(2, cp.world - 1))
         ]
-        here = self._own
+        current = self._own
         for step in range(cp.world):
-            owner, after = (cp.rank - step) % cp.world, (cp.rank - step - 1) % cp.world
-            travelling: Pending | None = None
-            coming: list[Tensor] = []
-            if step + 1 < cp.world:  # posted first: the next keys travel while these are computed on
-                coming = [buffer[: lengths[after]] for buffer in buffers[step % len(buffers)]]
-                travelling = _shift(cp, here, coming)
-            yield Visit(step, owner, here)
-            if travelling is not None:
-                travelling.wait()
-            here = coming
+            owner, next_owner = (cp.rank - step) % cp.world, (cp.rank - step - 1) % cp.world
+            pending: Pending | None = None
+            received: list[Tensor] = []
+            if step + 1 < cp.world:  # before the computation, which hides it
+                received = [buffer[: lengths[next_owner]] for buffer in buffers[step % len(buffers)]]
+                pending = _shift_right(cp, current, received)
+            yield KVShard(step, owner, current)
+            if pending is not None:
+                pending.wait()
+            current = received
 
-    def slots(self, indices: Tensor, rows: Rows) -> Callable[[Visit], Here]:
-        by_owner = ByOwner(indices, rows, self._spread)
-        return lambda visit: by_owner.at(visit.owner)
+    def slots(self, indices: Tensor, bounds: RowBounds) -> Callable[[KVShard], LocalSlots]:
+        by_owner = SlotsByOwner(indices, bounds, self._sharding)
+        return lambda shard: by_owner.of(shard.owner)
 
-    def rows_at(self, visit: Visit, rows: Rows) -> Rows:
-        return self._spread.rows_at(visit.owner, rows)
+    def local_bounds(self, shard: KVShard, bounds: RowBounds) -> RowBounds:
+        return self._sharding.local_bounds(shard.owner, bounds)
 
-    def keys_of(self, visit: Visit, chosen: Tensor) -> Tensor:
-        return self._spread.keys_of(visit.owner, chosen)
+    def global_indices(self, shard: KVShard, rows: Tensor) -> Tensor:
+        return self._sharding.global_indices(shard.owner, rows)
 
-    def homing(self) -> GradReturn:
-        return _FollowHome(self._spread)
+    def grad_return(self) -> GradReturn:
+        return _RingGradReturn(self._sharding)
 
 
-class _FollowHome:
-    """Gradients that follow their block; those of the own keys wait here for what comes home."""
+class _RingGradReturn:
+    """Gradients that follow their shard around the ring; those of the rank's own keys are added at the end."""
 
-    def __init__(self, spread: Spread) -> None:
-        self._cp, self._lengths = spread.ranks.cp, spread.key_lengths
+    def __init__(self, sharding: SequenceSharding) -> None:
+        self._cp, self._lengths = sharding.groups.cp, sharding.key_lengths
         self._own: list[Tensor] = []
-        self._arriving: list[Tensor] = []
-        self._leaving: list[Tensor] = []
-        self._travelling: Pending | None = None
+        self._received: list[Tensor] = []
+        self._sent: list[Tensor] = []
+        self._pending: Pending | None = None
 
-    def leave(self, visit: Visit, grads: list[Tensor]) -> None:
-        if visit.step == 0:
+    def send(self, shard: KVShard, grads: list[Tensor]) -> None:
+        if shard.step == 0:
             self._own = grads
             return
         self._wait()
-        if self._arriving:  # what the ranks before found for the same keys
-            grads = [before.add_(grad) for before, grad in zip(self._arriving, grads, strict=True)]
-        # The right neighbour meets these keys next, or owns them. From the left come those of the next visit, or ours.
-        n = self._lengths[(visit.owner - 1) % self._cp.world]
-        self._leaving = [grad.contiguous() for grad in grads]
-        self._arriving = [self._cp.buffer((n, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in grads]
-        self._travelling = _shift(self._cp, self._leaving, self._arriving)
+        if self._received:  # the sum of the ranks before, for the same keys
+            grads = [before.add_(grad) for before, grad in zip(self._received, grads, strict=True)]
+        # The right neighbor has these keys next, or owns them. The left sends those of the next shard, or of this rank.
+        n = self._lengths[(shard.owner - 1) % self._cp.world]
+        self._sent = [grad.contiguous() for grad in grads]
+        self._received = [self._cp.buffer((n, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in grads]
+        self._pending = _shift_right(self._cp, self._sent, self._received)
 
-    def home(self) -> list[Tensor]:
+    def collect(self) -> list[Tensor]:
         self._wait()
-        return [own + came for own, came in zip(self._own, self._arriving, strict=True)]
+        return [own + received for own, received in zip(self._own, self._received, strict=True)]
 
     def _wait(self) -> None:
-        if self._travelling is not None:
-            self._travelling.wait()
-            self._travelling = None
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
 
-def _shift(cp: Comm, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Pending:
-    """To the right neighbour, from the left one."""
+def _shift_right(cp: Comm, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Pending:
+    """Send to the right neighbor, receive from the left."""
     right, left = (cp.rank + 1) % cp.world, (cp.rank - 1) % cp.world
     return cp.exchange([(x, right) for x in sends], [(x, left) for x in recvs])
 
 
-def at_slots(keys: Keys, indices: Tensor, rows: Rows, fill: float, found: Callable[[Visit, Here], Tensor]) -> Tensor:
-    """What is found for each slot [..., s_q, topk], from the visit that brings its key; `fill` where none does."""
-    slots = keys.slots(indices, rows)
+def map_slots(
+    keys: KeyExchange, indices: Tensor, bounds: RowBounds, fill: float, compute: Callable[[KVShard, LocalSlots], Tensor]
+) -> Tensor:
+    """The values [..., s_q, topk] that `compute` returns for the slots of each shard; `fill` for invalid slots."""
+    slots = keys.slots(indices, bounds)
     total: Tensor | None = None
-    for visit in keys.visits():
-        here = slots(visit)
-        part = found(visit, here)
-        if keys.alone:
-            return part
+    for shard in keys.shards():
+        local = slots(shard)
+        values = compute(shard, local)
+        if keys.single:
+            return values
         if total is None:
-            total = torch.full((*part.shape[:-1], indices.shape[1] + 1), fill, dtype=part.dtype, device=part.device)
-        here.put(total, part)
+            shape = (*values.shape[:-1], indices.shape[1] + 1)
+            total = torch.full(shape, fill, dtype=values.dtype, device=values.device)
+        local.scatter(total, values)
     assert total is not None
     return total[..., :-1].contiguous()
