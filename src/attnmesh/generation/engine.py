@@ -26,7 +26,7 @@ from attnmesh.integrations.transformers_attention import check_model
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as Kept
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.positions import Held, Shares, evened, grown, in_turn
@@ -147,7 +147,7 @@ class Reader:
             if len(rest) >= min_prefill_chunk(self.comm.world):
                 reading.logits = self._read_stretch(reading, rest)
             else:
-                reading.logits = self._forward([reading], [rest[:MOST_TOKENS]])[0, -1]
+                reading.logits = self._forward([reading], [rest[:MAX_DECODE_TOKENS]])[0, -1]
             if self._on_read is not None:
                 self._on_read(len(reading.ids), len(ids))
         return reading
@@ -249,7 +249,7 @@ class Reader:
         tokens = torch.tensor(ids)[at - begin]
         device = self.device
         logits = self._call(how, tokens[None].to(device), at[None].to(device), keep=1)[0, -1]
-        self.cache.wrote(new)
+        self.cache.mark_written(new)
         reading.ids += ids
         last = next(rank for rank, part in enumerate(parts) if part[-1][-1] == begin + len(ids) - 1)
         return self._from(last, logits)
@@ -283,7 +283,7 @@ class Reader:
         with self._shared:
             logits = self._step(how, tokens, at.to(self.device))
         for new in appended:
-            self.cache.wrote(new)
+            self.cache.mark_written(new)
         for reading, row in zip(readings, ids, strict=True):
             reading.ids += row
         return logits

@@ -32,7 +32,7 @@ class Shards:
         at = rank, block, rows
         if at not in self._patches:
             held = self.keys[block]
-            kept = held if rows is None else ranges.narrowed(held, rows)
+            kept = held if rows is None else ranges.narrow(held, rows)
             self._patches[at] = Patch(self.mask, self.queries[rank], kept)
         return self._patches[at]
 

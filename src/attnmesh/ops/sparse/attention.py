@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.merge import add_sinks, sink_gradient
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_positive
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
@@ -174,7 +175,7 @@ class _SparseAttention(torch.autograd.Function):
             dtype=q.dtype if sinks is None else wide,
         )  # fmt: skip
         if sinks is not None:
-            out, lse = with_sink(out, lse, sinks)
+            out, lse = add_sinks(State(out, lse), sinks)
             out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call = call.without_tensors()
@@ -202,17 +203,3 @@ def softmax_delta(backend: Backend, out: Tensor, lse: Tensor, d_out: Tensor, d_l
     """[s_q, heads]: sum(out * d_out) - d_lse, which is subtracted from the gradient of every probability."""
     delta = backend.row_delta(out, d_out)
     return delta if d_lse is None else delta - torch.where(torch.isinf(lse), 0.0, d_lse)
-
-
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """The state merged with one key per head that has no value, in the dtype of the state."""
-    total = torch.logaddexp(lse, sink.to(lse.dtype))
-    share = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
-    return out * share[..., None], total
-
-
-def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The gradient of the sinks [heads], summed over rows, in the dtype of lse."""
-    # A sink of -inf is no key; a row whose lse is -inf has no probability to move.
-    p = torch.exp(sink.to(lse.dtype) - lse.masked_fill(torch.isinf(lse), 0.0))
-    return -(p * delta).masked_fill(torch.isinf(lse), 0.0).sum(0)

@@ -9,15 +9,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Contiguous, Layout
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import check_count, check_positive
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, TopKIndices, check_base, convert_lse
 from attnmesh.ops.sparse.attention import AttentionCall, attention_call, normalize_rows
 from attnmesh.ops.sparse.indexer import IndexerCall, check_topk, indexer_call
 from attnmesh.ops.sparse.indexer_loss import LossCall, Mode, Reduction, loss_call, reduce_rows
-from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.sparse import indexer
 from attnmesh.parallel.sparse.attention import attend, distribution
 from attnmesh.parallel.sparse.groups import (
@@ -108,7 +107,7 @@ class SparseParallel:
     ) -> tuple[Tensor, ...]:
         """`attnmesh.sparse_attention` of this rank's rows and heads; `return_attn_sum` is summed over all heads."""
 
-        def check() -> tuple[tuple[AttentionCall, SequenceSharding], Facts]:
+        def check() -> tuple[tuple[AttentionCall, SequenceSharding], SharedValues]:
             sharding = self._sharding("q", q, "kv", kv)
             local_mask = self._local_mask(mask, sharding)
             call = attention_call(
@@ -122,7 +121,7 @@ class SparseParallel:
                 gradients=requiring_grad(q=q, kv=kv, v=v, sinks=sinks),
             )  # fmt: skip
 
-        call, sharding = agreed(self._groups, "SparseParallel.sparse_attention", check)
+        call, sharding = check_on_all_ranks(self._groups, "SparseParallel.sparse_attention", check)
         self._check_same_indices(call.indices, call.bounds)
         out, lse, dist = attend(call, sinks, sharding, return_attn_sum)
         if not return_attn_sum:
@@ -148,7 +147,7 @@ class SparseParallel:
         `head_group` must be None where heads are sharded, because a group could span ranks.
         """
 
-        def check() -> tuple[tuple[AttentionCall, SequenceSharding, Tensor], Facts]:
+        def check() -> tuple[tuple[AttentionCall, SequenceSharding, Tensor], SharedValues]:
             sharding = self._sharding("q", q, "k", k)
             local_mask = self._local_mask(mask, sharding)
             call = attention_call(q, k, indices, scale, None, None, local_mask, False, backend, sharding.key_length)
@@ -166,7 +165,7 @@ class SparseParallel:
                 scale=call.scale, lse_base=lse_base, head_group=head_group, normalize=normalize,
             )  # fmt: skip
 
-        call, sharding, natural = agreed(self._groups, "SparseParallel.attention_distribution", check)
+        call, sharding, natural = check_on_all_ranks(self._groups, "SparseParallel.attention_distribution", check)
         self._check_same_indices(call.indices, call.bounds)
         heads = call.q.shape[1]
         with torch.no_grad():
@@ -195,7 +194,7 @@ class SparseParallel:
     ) -> Tensor:
         """`attnmesh.indexer_scores_at` of this rank's rows, the same on every tp rank."""
 
-        def check() -> tuple[tuple[IndexerCall, Tensor, RowBounds, SequenceSharding], Facts]:
+        def check() -> tuple[tuple[IndexerCall, Tensor, RowBounds, SequenceSharding], SharedValues]:
             sharding = self._sharding("iq", iq, "ik", ik)
             call = indexer_call(iq, ik, w, scale, relu, deterministic, backend)
             checked = arguments.check_same_device(arguments.check_indices(indices, call.iq.shape[0]), call.iq)
@@ -207,7 +206,7 @@ class SparseParallel:
                 gradients=requiring_grad(iq=iq, ik=ik, w=w),
             )  # fmt: skip
 
-        call, checked, bounds, sharding = agreed(self._groups, "SparseParallel.indexer_scores_at", check)
+        call, checked, bounds, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_scores_at", check)
         self._check_same_indices(checked, bounds)
         return indexer.scores_at(call, checked, bounds, sharding, self._replicated_rows(call.iq))
 
@@ -229,7 +228,7 @@ class SparseParallel:
         Each tp rank computes some of the rows, and the results are all-gathered.
         """
 
-        def check() -> tuple[tuple[IndexerCall, RowBounds, SequenceSharding], Facts]:
+        def check() -> tuple[tuple[IndexerCall, RowBounds, SequenceSharding], SharedValues]:
             sharding = self._sharding("iq", iq, "ik", ik)
             check_topk(topk, block, mask)
             call = indexer_call(iq, ik, w, scale, relu, False, backend)
@@ -239,7 +238,7 @@ class SparseParallel:
                 sharding, call.iq, mask, backend, **_indexer_values(call), topk=topk, block=block
             )
 
-        call, bounds, sharding = agreed(self._groups, "SparseParallel.indexer_topk", check)
+        call, bounds, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_topk", check)
         rows = RowSharding(self.tp, call.iq.shape[0], scattered=self.tp.world > 1)
         with torch.no_grad():
             return indexer.topk_keys(call, topk, bounds, block, sharding, rows)
@@ -278,7 +277,7 @@ class SparseParallel:
         computes less and gives all ranks the same bits of the gradients.
         """
 
-        def check() -> tuple[tuple[LossCall, SequenceSharding], Facts]:
+        def check() -> tuple[tuple[LossCall, SequenceSharding], SharedValues]:
             sharding = self._sharding("iq", iq, "ik", ik)
             if rows not in get_args(LossRows):
                 raise ValueError(f'rows must be "replicated" or "scattered", got {rows!r}')
@@ -297,7 +296,7 @@ class SparseParallel:
                 gradients=requiring_grad(iq=iq, ik=ik, w=w),
             )  # fmt: skip
 
-        loss, sharding = agreed(self._groups, "SparseParallel.indexer_kl_loss", check)
+        loss, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_kl_loss", check)
         if loss.indices is not None:
             self._check_same_indices(loss.indices, loss.bounds)
         scattered = rows == "scattered" and self.tp.world > 1
@@ -333,7 +332,7 @@ class SparseParallel:
 
     def _shared_values(
         self, sharding: SequenceSharding, q: Tensor, mask: SparseMask, backend: str, **more: object
-    ) -> Facts:
+    ) -> SharedValues:
         """The values that must be equal on all ranks."""
         inferred = " (rows per rank times world size; set it where ranks hold different numbers)"
         return {
@@ -344,7 +343,7 @@ class SparseParallel:
         }  # fmt: skip
 
 
-def _indexer_values(call: IndexerCall) -> Facts:
+def _indexer_values(call: IndexerCall) -> SharedValues:
     return {
         "indexer heads": call.iq.shape[1], "width": call.iq.shape[2], "scale": call.scale, "relu": call.relu,
         "dtype of w": call.w.dtype,

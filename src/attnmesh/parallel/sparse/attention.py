@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core.state import State, accumulation_dtype, merge
-from attnmesh.ops.sparse.attention import AttentionCall, sink_gradient, softmax_delta, with_sink
+from attnmesh.core.merge import add_sinks, merge, sink_gradient
+from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.ops.sparse.attention import AttentionCall, softmax_delta
 from attnmesh.parallel.sparse.keys import KeyExchange, SequenceSharding, exchange_keys, map_slots
 
 
@@ -57,7 +58,7 @@ class _Attention(torch.autograd.Function):
             ))  # fmt: skip
             state = part if state is None else merge([state, part])
         assert state is not None
-        out, lse = state if sinks is None else with_sink(*state, sinks)
+        out, lse = state if sinks is None else add_sinks(state, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.rest = call.without_tensors(), sharding

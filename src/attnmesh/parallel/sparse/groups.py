@@ -5,7 +5,6 @@ Also work that tp ranks share by rows, and checks that ranks agree on arguments 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SoloComm, agreement, comm_from
+from attnmesh.comm import Comm, RankGroups, SoloComm, comm_from
+from attnmesh.comm.agreement import format_ranks
 from attnmesh.core.layouts import Striped
 from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
 
@@ -24,29 +24,15 @@ _STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECC
 _MAX_ELEMENTS = 1 << 22
 
 
-@dataclass(frozen=True)
-class SparseGroups:
-    """The tp and cp groups of this rank; a group that is not used has a world size of 1."""
+class SparseGroups(RankGroups):
+    """The tp and cp groups of this rank; a group that is not used has a world size of 1.
 
-    tp: Comm
-    cp: Comm
+    No comm contains all ranks of the grid, so agreement goes along tp and then along cp.
+    """
 
-    def agree(
-        self, operation: str, facts: Mapping[str, object], error: str | None = None, *, anew: bool = False
-    ) -> None:
-        """`Comm.agree` over all ranks of the grid.
-
-        First along tp, then along cp. A rank that learns of an error along tp reports it along cp, so it reaches every
-        rank although no group contains all of them.
-        """
-        if self.tp.world > 1:
-            try:
-                self.tp.agree(operation, facts, error, anew=anew)
-            except ValueError as raised:
-                if self.cp.world == 1:
-                    raise
-                error = f"{str(raised).removeprefix(f'{operation}: ')}, along tp"
-        self.cp.agree(operation, facts, error, anew=anew)
+    def __init__(self, tp: Comm, cp: Comm) -> None:
+        super().__init__(None, {"tp": tp, "cp": cp})
+        self.tp, self.cp = tp, cp
 
 
 def comm_or_solo(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
@@ -163,7 +149,7 @@ def check_same_indices(indices: Tensor, bounds: RowBounds, groups: SparseGroups)
     of_tp = torch.cat(tp.all_gather(checksum(indices, bounds), [(1,)] * tp.world))
     of_all = torch.stack(cp.all_gather(of_tp, [(tp.world,)] * cp.world)).tolist()
     errors = [
-        f"those of tp {agreement.in_words(others)} differ from tp rank 0's"
+        f"those of tp {format_ranks(others)} differ from tp rank 0's"
         + (f" (on cp rank {cp_rank})" if cp.world > 1 else "")
         for cp_rank, (first, *rest) in enumerate(of_all)
         if (others := [rank for rank, other in enumerate(rest, 1) if other != first])
