@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh import Slots, SparseMask, indexer_scores_at, indexer_topk
+from attnmesh import SparseMask, TopKIndices, indexer_scores_at, indexer_topk
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.sparse.arguments import merge_topk
 from helpers.memory import peak_bytes
@@ -17,14 +17,14 @@ from helpers.sparse import BACKENDS, DTYPES, EVERY, KEY_MASKS, IndexerCase, devi
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def chosen(case: IndexerCase, topk: int, backend: str, **how: object) -> Slots:
+def chosen(case: IndexerCase, topk: int, backend: str, **how: object) -> TopKIndices:
     """What is chosen where keys that no row may see, and rows that see nothing, are NaN."""
     device = device_of(backend)
     ik = case.ik.masked_fill(~case.visible.any(0)[:, None], torch.nan)
     iq = case.iq.masked_fill(case.empty_rows[:, None, None], torch.nan)
     iq, ik, w = (embedded(x.to(device)) for x in (iq, ik, case.w))
     slots = indexer_topk(iq, ik, w, topk, mask=mask_on(case.mask, device), backend=backend, **case.how, **how)
-    return Slots(*(x.cpu() for x in slots))
+    return TopKIndices(*(x.cpu() for x in slots))
 
 
 def counted(case: IndexerCase, seed: int = 0) -> IndexerCase:
@@ -34,7 +34,7 @@ def counted(case: IndexerCase, seed: int = 0) -> IndexerCase:
     return replace(case, iq=iq, ik=ik, w=w, scale=0.5)
 
 
-def check(case: IndexerCase, topk: int, backend: str, **how: object) -> Slots:
+def check(case: IndexerCase, topk: int, backend: str, **how: object) -> TopKIndices:
     """The best keys in float64, ascending, -1 last; their scores; how many there are."""
     slots, every, first = chosen(case, topk, backend, **how), case.scores(), case.mask.k_offset
     best = reference.topk_keys(every, case.visible, topk)
@@ -48,7 +48,7 @@ def check(case: IndexerCase, topk: int, backend: str, **how: object) -> Slots:
     return slots
 
 
-def same(a: Slots, b: Slots) -> bool:
+def same(a: TopKIndices, b: TopKIndices) -> bool:
     """To the bit."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -160,7 +160,7 @@ def test_a_row_alone_gives_the_same_bits(heads, d, backend):
     whole = chosen(case, 150, backend)
     for row in (0, 5, 8, 20):
         alone = chosen(replace(case, iq=case.iq[row : row + 1], w=case.w[row : row + 1]), 150, backend)
-        assert same(alone, Slots(*(x[row : row + 1] for x in whole))), row
+        assert same(alone, TopKIndices(*(x[row : row + 1] for x in whole))), row
 
 
 @each_backend
@@ -200,7 +200,7 @@ def test_strides_and_repetition_change_no_bit(backend):
         iq.transpose(0, 1).contiguous().transpose(0, 1), ik.T.contiguous().T[:, None], w.T.contiguous().T, 140,
         backend=backend, **case.how,
     )  # fmt: skip
-    assert same(Slots(*(x.cpu() for x in other)), whole)
+    assert same(TopKIndices(*(x.cpu() for x in other)), whole)
     assert same(chosen(case, 140, backend), whole)
 
 
