@@ -17,10 +17,8 @@ from torch import Tensor
 from attnmesh.calibration.timing import Run, cold
 from attnmesh.cli.output import Rows
 from attnmesh.kv_cache.sharded import ShardedCache, Step
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.rope import Rope
-from attnmesh.ops.block.weights import AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm, Rope
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.storage import bytes_per_token, values_of
 from attnmesh.parallel.decode.block import AttentionBlock

@@ -23,7 +23,7 @@ from attending import FLOOR
 from attnmesh import decode_attention, paged_decode_attention
 from attnmesh.core.state import State
 from attnmesh.ops.decode import reference
-from attnmesh.ops.decode.check import checked
+from attnmesh.ops.decode.call import build_call
 from attnmesh.ops.storage import Quantized, Stored, dequantize, quantize
 
 CUDA = torch.cuda.is_available()
@@ -81,7 +81,7 @@ class Problem:
 
     def call(self):
         """As a value."""
-        return checked(self.q, self.k, self.v, self.table, **_FULL | self.options)
+        return build_call(self.q, self.k, self.v, self.table, **_FULL | self.options)
 
     def exact(self) -> State:
         """In float64, from the clear."""
@@ -101,7 +101,7 @@ class Problem:
         if mask is not None and mask.dtype != torch.bool:
             options["mask"] = torch.where(mask.isnan(), 0.0, mask).double()
         q = torch.where(self.q.isnan(), 0.0, self.q).to(dtype)
-        return reference.run(checked(q, *(x.to(dtype) for x in self.clear), None, **options), plain=plain)
+        return reference.run(build_call(q, *(x.to(dtype) for x in self.clear), None, **options), plain=plain)
 
     def but(self, **options: object) -> Problem:
         """The same with other options."""

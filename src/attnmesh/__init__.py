@@ -14,12 +14,10 @@ from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.rope import Rope
-from attnmesh.ops.block.weights import AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm, Rope
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
-from attnmesh.ops.decode.faults import check_decode_faults
+from attnmesh.ops.decode.device_errors import check_decode_errors
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
 from attnmesh.ops.sparse.canonical import Slots, canonicalize
@@ -81,7 +79,7 @@ __all__ = [
     "attention_distribution",
     "attention_from_transformers",
     "canonicalize",
-    "check_decode_faults",
+    "check_decode_errors",
     "comm_from",
     "convert_lse",
     "decode_attention",

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 from attnmesh import ContextParallel, State
 from attnmesh.cli import output as report
 from attnmesh.cli.main import app
-from attnmesh.core.ranges import Share
+from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_manager import Ledger
 from attnmesh.kv_cache.pools import Pools
 from attnmesh.kv_cache.sharded import StepTensors
-from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.decode.cpu import Cpu
+from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.torch_indexer import Best
 from attnmesh.parallel.decode.exchange import Kvdp
@@ -128,7 +128,7 @@ def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
 
 
 def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch):
-    monkeypatch.setattr(GradSum, "pour", lambda self, target: None)
+    monkeypatch.setattr(GradAccumulator, "pour", lambda self, target: None)
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
     assert len(re.findall(r"ring auto zigzag \w+ .*(dk|dv).*WRONG", ran.output)) == 4
@@ -203,7 +203,7 @@ def louder_from_one_rank(scatter_heads):
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [
-        (Share, "length", as_the_first_rank, r" CP2 "),
+        (InterleavedShard, "length", as_the_first_rank, r" CP2 "),
         (StepTensors, "sight", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
         (Kvdp, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
     ],
@@ -312,7 +312,7 @@ def test_verify_starts_processes_of_its_own():
 
 @pytest.mark.slow
 def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
-    fault = "from attnmesh.ops.accumulate import GradSum\nGradSum.pour = lambda self, target: None\n"
+    fault = "from attnmesh.ops.merge import GradAccumulator\nGradAccumulator.add_to = lambda self, target: None\n"
     (tmp_path / "sitecustomize.py").write_text(fault)  # every process imports it as it starts
     ran = in_a_process("attnmesh.cli.main", "verify", "--ranks", "2", "--seed", "3", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1

@@ -13,7 +13,7 @@ from attnmesh.comm import CommError
 from attnmesh.generation.engine import Reader
 from attnmesh.generation.generator import Generator, Token, generate
 from attnmesh.generation.sampling import Lookup, Sampling
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
 from modelling import (
     KINDS,
@@ -244,7 +244,7 @@ def test_a_stop_within_a_draft_ends_the_row(monkeypatch):
     prompt = PROMPTS[0]
     expected = continued("llama", prompt, MOST)
     end = next(i for i in range(3, MOST) if expected[i] not in expected[:i])
-    assert end < MOST_TOKENS < MOST - 1
+    assert end < MAX_DECODE_TOKENS < MOST - 1
     monkeypatch.setattr(Lookup, "draft", lambda self, ids, most: expected[len(ids) - len(prompt) :][:most])
 
     def rank(comm):
@@ -254,7 +254,7 @@ def test_a_stop_within_a_draft_ends_the_row(monkeypatch):
         return rows, effort.steps, effort.generated, effort.drafted, effort.accepted
 
     # The first token comes with the prompt, all others with one step. What was drafted past the stop was of no use.
-    found = ([expected[: end + 1]], 1, end + 1, MOST_TOKENS - 1, end - 1)
+    found = ([expected[: end + 1]], 1, end + 1, MAX_DECODE_TOKENS - 1, end - 1)
     assert on_ranks(2, rank) == [found] * 2
 
 

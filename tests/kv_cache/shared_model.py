@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attnmesh import BlockCache, CacheFull
-from attnmesh.core.ranges import Share
+from attnmesh.core.ranges import InterleavedShard
 
 LAYERS = 2
 OPERATIONS = ("allocate", "allocate", "append", "append", "append", "write", "fork", "truncate", "free")
@@ -43,7 +43,7 @@ class Ranks:
         # Long enough to find something that all ranks can go on from, and room for a few of that length.
         self.max_length = max(12, ranks * (lcm(run, block_size) + 2 * block_size))
         self.num_blocks = 2 + 5 * self.max_length // (2 * ranks * block_size)
-        self.shares = [Share(ranks, rank, run) for rank in range(ranks)]
+        self.shares = [InterleavedShard(ranks, rank, run) for rank in range(ranks)]
         self.caches = [self.make(share, "cpu") for share in self.shares]
         self.follower = self.make(self.shares[0], "meta")
         self.pools = [
@@ -59,7 +59,7 @@ class Ranks:
         self.fresh = count(1)
         self.done = dict.fromkeys((*OPERATIONS, "found", "full", "copied"), 0)
 
-    def make(self, share: Share, device: str) -> BlockCache:
+    def make(self, share: InterleavedShard, device: str) -> BlockCache:
         return BlockCache(
             layers=LAYERS,
             num_blocks=self.num_blocks,

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from attnmesh.core.ranges import Share
+from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_manager import Paging
 
 SHARES = list(product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 3, 4)))
@@ -34,7 +34,7 @@ def full_on_every_rank(places, ranks, block_size):
 
 @pytest.mark.parametrize(("ranks", "run", "block_size"), SHARES)
 def test_blocks_by_counting(ranks, run, block_size):
-    places, paging = by_hand(ranks, run, block_size), Paging(Share(ranks, 0, run), block_size)
+    places, paging = by_hand(ranks, run, block_size), Paging(InterleavedShard(ranks, 0, run), block_size)
     full = [full_on_every_rank(places[:n], ranks, block_size) for n in range(MOST + 1)]
     for length in range(MOST + 1):
         assert paging.blocks(length) == len({block for _, block, _ in places[:length]})
@@ -46,7 +46,7 @@ def test_blocks_by_counting(ranks, run, block_size):
 
 @pytest.mark.parametrize(("ranks", "run", "block_size"), SHARES)
 def test_level_is_where_no_later_position_lies_in_the_blocks_before(ranks, run, block_size):
-    places, paging = by_hand(ranks, run, block_size), Paging(Share(ranks, 0, run), block_size)
+    places, paging = by_hand(ranks, run, block_size), Paging(InterleavedShard(ranks, 0, run), block_size)
     level = 0
     for blocks in range(paging.full_blocks(MOST - 2 * ranks * run) + 1):
         filled = paging.filled(blocks)
@@ -64,7 +64,7 @@ def test_level_is_where_no_later_position_lies_in_the_blocks_before(ranks, run, 
 def test_touched_and_slots_position_by_position(ranks, run, block_size):
     places = by_hand(ranks, run, block_size)
     names = [7 * block % 113 for block in range(MOST)]  # blocks of a sequence are anywhere in the pool
-    pagings = [Paging(Share(ranks, rank, run), block_size) for rank in range(ranks)]
+    pagings = [Paging(InterleavedShard(ranks, rank, run), block_size) for rank in range(ranks)]
     for begin in range(60):
         for count in (1, 2, 3, 5, 8, 13, 24, 31, 32, 33, 50):
             new = places[begin : begin + count]
@@ -75,5 +75,5 @@ def test_touched_and_slots_position_by_position(ranks, run, block_size):
 
 
 def test_a_pool_of_one_rank_is_dealt_in_one_run():
-    assert Paging(Share(run=3), 4).slots([5, 2], 2, 7) == [22, 23, 8, 9, 10]
-    assert [Paging(Share(run=3), 4).level(blocks) for blocks in range(4)] == [0, 1, 2, 3]
+    assert Paging(InterleavedShard(interleave=3), 4).slots([5, 2], 2, 7) == [22, 23, 8, 9, 10]
+    assert [Paging(InterleavedShard(interleave=3), 4).level(blocks) for blocks in range(4)] == [0, 1, 2, 3]

@@ -8,7 +8,7 @@ import torch
 from shared_model import OPERATIONS, drive
 
 from attnmesh import BlockCache, CacheFull
-from attnmesh.core.ranges import Share
+from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache import cache as cache_module
 from attnmesh.kv_cache.block_manager import Paging
 from attnmesh.kv_cache.pools import Pools, Tables
@@ -91,7 +91,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 def make(share=None, **more):
     sizes = {
         "layers": 2, "num_blocks": 40, "block_size": 4, "kv_heads": 2, "head_dim": 8, "storage": "fp32",
-        "device": "cpu", "max_sequences": 4, "max_length": 128, "share": share or Share(),
+        "device": "cpu", "max_sequences": 4, "max_length": 128, "share": share or InterleavedShard(),
     }  # fmt: skip
     return BlockCache(**sizes | more)
 
@@ -106,7 +106,7 @@ def fill(cache, sequence, tokens):
 @pytest.mark.parametrize(("ranks", "run", "block_size"), list(product((1, 2, 3, 4), RUNS, BLOCK_LENS)))
 def test_a_prompt_finds_all_it_can_go_on_from(ranks, run, block_size):
     """The longest prefix that lies in full blocks of which no later token needs one, and that leaves a token over."""
-    written, share = 100, Share(ranks, 0, run)
+    written, share = 100, InterleavedShard(ranks, 0, run)
     cache = make(share, block_size=block_size, device="meta", num_blocks=400, max_length=128)
     prompt = list(range(written))
     sequence = cache.allocate(prompt)
@@ -124,7 +124,7 @@ def test_a_prompt_finds_all_it_can_go_on_from(ranks, run, block_size):
 
 def test_a_run_of_many_blocks_is_copied_where_it_is_written():
     """A rank fills two blocks before the other begins them: a fork's next token copies the first of them again."""
-    cache = make(Share(ranks=2, rank=1, run=8), num_blocks=8)
+    cache = make(InterleavedShard(ranks=2, rank=1, interleave=8), num_blocks=8)
     a = cache.allocate(8)
     fill(cache, a, 8)
     assert (len(a.blocks), cache.cur_pos[0].item()) == (2, -1)  # all of it is rank 0's
@@ -138,7 +138,7 @@ def test_a_run_of_many_blocks_is_copied_where_it_is_written():
 
 
 def test_the_books_cost_no_tensor(monkeypatch):
-    cache = make(Share(2, 1), device="meta")
+    cache = make(InterleavedShard(2, 1), device="meta")
     a = cache.allocate(list(range(9)))
     cache.wrote(cache.append([a], 9))
     cache.truncate(a, 5)

@@ -9,7 +9,7 @@ from functools import partialmethod
 import pytest
 import torch
 import torch.nn.functional as F
-from test_lanes import device as replay  # noqa: F401  (a fixture)
+from test_streams import device as replay  # noqa: F401  (a fixture)
 from torch import Tensor
 
 from attending import (
@@ -30,8 +30,8 @@ from attnmesh.comm.sub import SubComm
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call
-from attnmesh.ops.dense.triton_configs import Tiles
-from attnmesh.ops.lanes import Lanes
+from attnmesh.ops.dense.triton_tiles import Tiles
+from attnmesh.ops.streams import StreamPair
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.plan.blocks import Kind, Patch
 
@@ -135,7 +135,7 @@ def test_every_device_computes_an_equal_share_of_chunk_pairs_and_none_that_is_hi
     seen = {Coverage.FULL: 0, Coverage.PARTIAL: 0}
     for ring_id in range(ring_size):
         mine = ring_chunks(64 * ring_size, ring_size, ring_id)
-        verdicts = [Causal().verdict(q, k) for q in mine for k in chunks]
+        verdicts = [Causal().coverage(q, k) for q in mine for k in chunks]
         assert sum(v is not Coverage.EMPTY for v in verdicts) == 2 * ring_size + 1  # 9 for four devices
         assert verdicts.count(Coverage.PARTIAL) == 2  # the diagonal alone
         for verdict in seen:
@@ -502,7 +502,7 @@ def test_lanes_change_no_result(laned):
 
 
 def test_the_replay_notices_sums_that_do_not_wait(laned, monkeypatch):
-    monkeypatch.setattr(Lanes, "summing", lambda self: nullcontext())
+    monkeypatch.setattr(StreamPair, "exclusive", lambda self: nullcontext())
     run_two_layers(3, 4, 1)
     assert any("memory" in race for race in laned.races)
 
@@ -512,7 +512,7 @@ def test_the_longest_chunk_goes_first(laned, monkeypatch):
     taken = []
 
     def noted(self, call: Call, *more, original):
-        taken.append(call.sight)
+        taken.append(call.visibility)
         original(self, call, *more)
 
     monkeypatch.setattr(Aten, "forward", partialmethod(noted, original=Aten.forward))
@@ -520,12 +520,12 @@ def test_the_longest_chunk_goes_first(laned, monkeypatch):
     leaves = [x.requires_grad_() for x in drawn(96)[:3]]
     out = ring_distributed_attention(*leaves, ring_size=2, ring_id=1, pairs=3)
     chunks = list(Zigzag(3).ranges(96, 2, 1))
-    assert [sight.q for sight in taken] == [
+    assert [visibility.q for visibility in taken] == [
         (chunk,) for chunk in (chunks[2], chunks[4], chunks[3], chunks[1], chunks[0])
     ]
     taken.clear()
     out.sum().backward()
-    blocks = [sight.blocks[0] for sight in taken]
+    blocks = [visibility.blocks[0] for visibility in taken]
     # The fifth is a causal square: half of it counts.
     assert [(len(block.q), len(block.k)) for block in blocks[:5]] == [(16, 40), (8, 80), (8, 64), (8, 24), (16, 16)]
 

@@ -36,7 +36,7 @@ from attnmesh import (
 )
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.ops.dense import aten
-from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
+from attnmesh.ops.dense.api import choose_fused, choose_fused_backward
 from attnmesh.parallel import ring
 from attnmesh.parallel.ring import Ring
 from attnmesh.plan.ring import ring_plan
@@ -298,7 +298,7 @@ def spied(world: int, mask, monkeypatch) -> list[tuple[list[str], list[str], lis
         return forward, spy.events[len(forward) :], sent, spy.messages[len(sent) :]
 
     monkeypatch.setattr(ring, "choose_fused", noting(choose_fused))
-    monkeypatch.setattr(ring, "fused_for_backward", noting(fused_for_backward))
+    monkeypatch.setattr(ring, "fused_for_backward", noting(choose_fused_backward))
     return run_virtual(world, rank)
 
 

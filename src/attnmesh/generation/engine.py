@@ -26,7 +26,7 @@ from attnmesh.integrations.transformers_attention import check_model
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as Kept
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.positions import Held, Shares, evened, grown, in_turn
@@ -147,7 +147,7 @@ class Reader:
             if len(rest) >= min_prefill_chunk(self.comm.world):
                 reading.logits = self._read_stretch(reading, rest)
             else:
-                reading.logits = self._forward([reading], [rest[:MOST_TOKENS]])[0, -1]
+                reading.logits = self._forward([reading], [rest[:MAX_DECODE_TOKENS]])[0, -1]
             if self._on_read is not None:
                 self._on_read(len(reading.ids), len(ids))
         return reading

@@ -21,7 +21,7 @@ from attnmesh.comm.apart import ApartComm
 from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.generation.engine import Reader, Reading
 from attnmesh.generation.sampling import Lookup, NewText, Sampling
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.agreement import Facts, agreed
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.recommend import recommend_sharding
@@ -160,7 +160,7 @@ class Generator:
         try:
             with self._timed("prefill_seconds"):
                 for number in self.sharding.sequences(self.comm.rank, batch):
-                    reading = self.reader.read(rows[number], more=most + MOST_TOKENS)
+                    reading = self.reader.read(rows[number], more=most + MAX_DECODE_TOKENS)
                     mine.append(_Row(number, reading, sampling.dice(number)))
                 fresh = self._agreed([[sampling.draw(row.reading.logits, row.dice)] for row in mine])
                 self._show_logits(mine, [row.reading.logits[None] for row in mine], fresh)
@@ -220,7 +220,7 @@ class Generator:
 
     def _draft(self, row: _Row, most: int) -> list[int]:
         """What may come next; no more than may be generated, or than a step can verify."""
-        room = min(MOST_TOKENS, most - len(row.new)) - 1
+        room = min(MAX_DECODE_TOKENS, most - len(row.new)) - 1
         return row.lookup.draft([*row.reading.ids, row.new[-1]], room) if room > 0 else []
 
     def _agreed(self, tokens: list[list[int]]) -> list[list[int]]:
@@ -240,10 +240,10 @@ class Generator:
             return sorted(by_row.items())
         rows = [self.sharding.sequences(peer, batch) for peer in self.sharding.kvdp_peers(self.comm.rank)]
         own = rows[self._others.rank]
-        x = torch.full((len(own), MOST_TOKENS), _NONE, dtype=torch.int64)
+        x = torch.full((len(own), MAX_DECODE_TOKENS), _NONE, dtype=torch.int64)
         for number, new in by_row.items():
             x[number - own.start, : len(new)] = torch.tensor(new, dtype=torch.int64)
-        everybodys = self._others.all_gather(x.to(self.reader.device), [(len(r), MOST_TOKENS) for r in rows])
+        everybodys = self._others.all_gather(x.to(self.reader.device), [(len(r), MAX_DECODE_TOKENS) for r in rows])
         told = [
             (number, [token for token in new if token != _NONE])
             for numbers, part in zip(rows, everybodys, strict=True)
@@ -281,7 +281,7 @@ class Generator:
                 )
         # Of this group's rows: what one group has no room for, all ranks hear of before any of them reads.
         mine = [rows[number] for number in self.sharding.sequences(self.comm.rank, len(rows))]
-        self.reader.check_room([len(ids) + most + MOST_TOKENS for ids in mine])
+        self.reader.check_room([len(ids) + most + MAX_DECODE_TOKENS for ids in mine])
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -320,7 +320,7 @@ def generate(
     """
     rows = [_ids(tokenizer, prompt) for prompt in prompts]
     generator = Generator(
-        model, tokenizer, comm, tokens=max(1, sum(map(len, rows)) + len(rows) * (max_new_tokens + MOST_TOKENS)),
+        model, tokenizer, comm, tokens=max(1, sum(map(len, rows)) + len(rows) * (max_new_tokens + MAX_DECODE_TOKENS)),
         sequences=max(1, len(rows)), sharding=sharding, layout=layout, prefill_chunk=prefill_chunk,
     )  # fmt: skip
     return generator.generate(

@@ -19,7 +19,7 @@ from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.dense.api import attention_state
-from attnmesh.ops.packed import merge_packed, state_in
+from attnmesh.ops.merge import merge_packed, unpack_state
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.positions import Held
 
@@ -123,7 +123,9 @@ class SteppingPass(CachePass):
         packed = q.new_empty(mine, dtype=accumulation_dtype(q.dtype))
         # One token without a window sees all that a rank holds, and the kernel need not be told.
         key_range = None if tokens == 1 and window is None else self._key_range(window)
-        paged_decode_attention(q, *pools, cur_pos=self.cur_pos, scale=scale, key_range=key_range, into=state_in(packed))
+        paged_decode_attention(
+            q, *pools, cur_pos=self.cur_pos, scale=scale, key_range=key_range, into=unpack_state(packed)
+        )
         everybodys = comm.buffer((comm.world, *mine), dtype=packed.dtype, device=q.device)
         comm.all_gather(packed, [mine] * comm.world, into=everybodys)
         return merge_packed(everybodys, sinks, q.dtype)

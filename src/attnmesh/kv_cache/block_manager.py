@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-from attnmesh.core.ranges import Share
+from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_pool import Blocks, CacheFull, link_digest
 from attnmesh.kv_cache.pools import Tables
 from attnmesh.kv_cache.sequence import Sequence
@@ -29,7 +29,7 @@ from attnmesh.kv_cache.sequence import Sequence
 class Paging:
     """Blocks of `block_size` tokens under a share. Only `slots` depends on the share's own rank."""
 
-    share: Share
+    share: InterleavedShard
     block_size: int
 
     def blocks(self, length: int) -> int:
@@ -50,7 +50,7 @@ class Paging:
         Only there can a sequence go on from blocks that others hold, too. Elsewhere some rank has room in them still
         when another is past them, and the next tokens would be written into what is not its own.
         """
-        run = self.share.run if self.share.ranks > 1 else 1
+        run = self.share.interleave if self.share.ranks > 1 else 1
         return blocks - blocks % (run // gcd(run, self.block_size))
 
     def touched(self, begin: int, end: int) -> abc.Sequence[int]:
@@ -58,7 +58,7 @@ class Paging:
         share = self.share
         if end - begin == 1:  # mostly: a step of decode, for every sequence of a batch
             return (share.index(begin) // self.block_size,)
-        if end - begin >= share.ranks * share.run:  # without a gap, from what the last rank lacks on
+        if end - begin >= share.ranks * share.interleave:  # without a gap, from what the last rank lacks on
             return range(self.full_blocks(begin), self.blocks(end))
         return sorted({share.index(position) // self.block_size for position in range(begin, end)})
 
@@ -72,7 +72,7 @@ class Paging:
         at, stop = share.length(begin), share.length(end)
         while at < stop:  # a stretch of one run in one block at a time
             index, offset = divmod(at, size)
-            run = share.run - at % share.run if share.ranks > 1 else size
+            run = share.interleave - at % share.interleave if share.ranks > 1 else size
             count = min(size - offset, run, stop - at)
             first, slot = share.position(at) - begin, blocks[index] * size + offset
             slots[first : first + count] = range(slot, slot + count)

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attnmesh.core.ranges import Share
+from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache import sequence as check
 from attnmesh.kv_cache.block_manager import Ledger, Paging
 from attnmesh.kv_cache.block_pool import Blocks, CacheStats, root_digest
@@ -18,7 +18,7 @@ from attnmesh.kv_cache.sequence import NewTokens, Sequence
 from attnmesh.ops.storage import Stored, check_storage
 
 _MOST_BLOCK_SIZE = 256  # what paged decode reads
-_WHOLE = Share()
+_WHOLE = InterleavedShard()
 
 
 class BlockCache:
@@ -59,7 +59,7 @@ class BlockCache:
         max_length: int,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
-        share: Share = _WHOLE,
+        share: InterleavedShard = _WHOLE,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
         check.check_sizes(
@@ -68,7 +68,7 @@ class BlockCache:
         )  # fmt: skip
         if block_size > _MOST_BLOCK_SIZE:
             raise ValueError(f"block_size must be 1 to {_MOST_BLOCK_SIZE}, got {block_size}")
-        if not isinstance(share, Share):
+        if not isinstance(share, InterleavedShard):
             raise ValueError(f"share must be a Share, got {type(share).__name__}")
         check_storage(storage, head_dim)
         check_storage(storage, value_dim)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from attnmesh.core.optional import require
 from attnmesh.kv_cache.pools import write_tokens
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.heads import keys_and_values, queries
-from attnmesh.ops.block.weights import AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import keys_and_values, queries
 from attnmesh.ops.storage import Stored, values_of
 
 

@@ -19,7 +19,7 @@ from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import fp8_scale, write_tokens
 from attnmesh.kv_cache.sequence import NewTokens, Sequence, ShardedSequence, check_sizes
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import Stored
 from attnmesh.plan.decode import DecodeSharding
 
@@ -310,7 +310,7 @@ class ShardedCache:
         if tokens in self._tensors:
             return self._tensors[tokens]
         tensors = StepTensors(tokens, self.batch, self.rows, self._held)
-        if tokens <= MOST_TOKENS:
+        if tokens <= MAX_DECODE_TOKENS:
             self._tensors[tokens] = tensors
         return tensors
 

@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.kv_cache.prepare import ProjectedTokens
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.ops.dense.triton_configs import padded
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm
+from attnmesh.ops.dense.triton_tiles import padded
 from attnmesh.ops.storage import BFP_BITS, BFP_GROUP, FP8_MAX, INT8_MAX, Quantized, Stored, storage_of, values_of
 
 # Kernels are Triton's language, not Python's: its names have no Python types.

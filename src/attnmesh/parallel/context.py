@@ -14,8 +14,8 @@ from attnmesh.comm import Comm
 from attnmesh.core.layouts import Layout, Zigzag, dimension
 from attnmesh.core.masks import Causal, Mask
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.ops.dense.check import problem_with, scale_for
-from attnmesh.ops.dense.choose import choose_fused
+from attnmesh.ops.dense.api import choose_fused
+from attnmesh.ops.dense.call import input_error, resolve_scale
 from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.build import Builder
 from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, number_of
@@ -209,7 +209,7 @@ class ContextParallel:
     def _kind(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> _Kind:
         """What this call is; ValueError for what this rank can see to be wrong."""
         mask, scale, length, key_length, key_layout, lse, _ = ask
-        problem = problem_with(q, k, v, scale)
+        problem = input_error(q, k, v, scale)
         if problem is not None:
             raise ValueError(problem)
         _check_layout("key_layout", key_layout)
@@ -219,7 +219,7 @@ class ContextParallel:
         key_length, key_layout = length if key_length is None else key_length, key_layout or self.layout
         self._check_shard(k.shape[2], key_length, key_layout, "keys")
         return _Kind(
-            mask, scale_for(q, scale), length, key_length, key_layout,
+            mask, resolve_scale(q, scale), length, key_length, key_layout,
             _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype), q.dtype, q.device.type,
             lse,
         )  # fmt: skip

@@ -84,7 +84,7 @@ def _seen(shards: Shards, rank: int, end: int) -> Ranges:
     """
     views = []
     for run in shards.queries[rank]:
-        first, stop = max(0, shards.mask.sees(run[0])[0]), min(end, shards.mask.sees(run[-1])[1])
+        first, stop = max(0, shards.mask.key_range(run[0])[0]), min(end, shards.mask.key_range(run[-1])[1])
         if first < stop:
             views.append(range(first, stop))
     joined: list[range] = []

@@ -112,9 +112,15 @@ class Patch:
         return int((end - first).sum())
 
     @cached_property
+<<<<<<< HEAD
     def segments(self) -> int:
         """The number of query segments that the mask and the runs make: about the number of blocks."""
         return sum(1 + len(self.mask.cuts(run)) for run in self.q)
+=======
+    def stretches(self) -> int:
+        """How many stretches of queries the mask and the runs make: about as many blocks there are."""
+        return sum(1 + len(self.mask.boundaries(run)) for run in self.q)
+>>>>>>> main
 
     def _pairs(self, block: Block) -> int:
         if block.kind is Kind.FULL:
@@ -131,8 +137,13 @@ class Patch:
         if not self.q or self.q != self.k:
             return False
         start, last = self.q[0][0], self.q[-1][-1]
+<<<<<<< HEAD
         # The last row sees the first key, so every row sees all keys before it; and a row's view ends at itself.
         return self.mask.sees(last)[0] <= start and self.mask.sees(start)[1] == start + 1 and start < last
+=======
+        # The last row sees the first key, so no row is cut off before; and a row's view ends at itself.
+        return self.mask.key_range(last)[0] <= start and self.mask.key_range(start)[1] == start + 1 and start < last
+>>>>>>> main
 
 
 @lru_cache(maxsize=128)
@@ -143,7 +154,7 @@ def _patch_bounds(patch: Patch, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def bounds_of(mask: Mask, q_positions: Tensor, k_positions: Tensor) -> tuple[Tensor, Tensor]:
     """The key indices each query sees, as `[first, end)`; both position tensors ascending."""
-    first, end = mask.visible(q_positions)
+    first, end = mask.key_ranges(q_positions)
     return (
         torch.searchsorted(k_positions, first.contiguous(), out_int32=True),
         torch.searchsorted(k_positions, end.contiguous(), out_int32=True),
@@ -152,30 +163,45 @@ def bounds_of(mask: Mask, q_positions: Tensor, k_positions: Tensor) -> tuple[Ten
 
 def _outermost(mask: Mask, q: range, k: range) -> list[int]:
     """The first and the last row of `k` that some query of `q` sees, if any does."""
-    if mask.verdict(q, k) is Coverage.EMPTY:
+    if mask.coverage(q, k) is Coverage.EMPTY:
         return []
+<<<<<<< HEAD
     # Visible ranges are non-decreasing: the first query that sees anything sees the first row, the last one the last.
     # Queries before the first see only positions before the keys, those after the last only positions after them.
     early = bisect_left(q, True, key=lambda p: mask.sees(p)[1] > k[0])
     late = bisect_left(q, True, key=lambda p: mask.sees(p)[0] > k[-1]) - 1
     early_rows = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in q[early:]) if rows)
     late_rows = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in reversed(q[: late + 1])) if rows)
+=======
+    # What queries see only moves on: the first query that sees anything sees the first row, the last one the last.
+    # Queries before the first see only what lies before the keys, those after the last only what lies behind them.
+    early = bisect_left(q, True, key=lambda p: mask.key_range(p)[1] > k[0])
+    late = bisect_left(q, True, key=lambda p: mask.key_range(p)[0] > k[-1]) - 1
+    early_rows = next(rows for rows in (rows_between(k, *mask.key_range(p)) for p in q[early:]) if rows)
+    late_rows = next(rows for rows in (rows_between(k, *mask.key_range(p)) for p in reversed(q[: late + 1])) if rows)
+>>>>>>> main
     return [early_rows[0], late_rows[-1]]
 
 
 def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
     """The blocks of one query run against one key run."""
+<<<<<<< HEAD
     segments = list(_segments(mask, q))
     if len(segments) > _MANY and len(q) < _FEW_ROWS * len(segments):
         keys = rows_between(k, mask.sees(q[0])[0], mask.sees(q[-1])[1])
+=======
+    stretches = list(_stretches(mask, q))
+    if len(stretches) > _MANY and len(q) < _FEW_ROWS * len(stretches):
+        keys = rows_between(k, mask.key_range(q[0])[0], mask.key_range(q[-1])[1])
+>>>>>>> main
         if keys:
             yield Block(range(len(q)), keys, Kind.PARTIAL)
         return
     for rows in segments:
         part = q[rows.start : rows.stop]
-        keys = rows_between(k, mask.sees(part[0])[0], mask.sees(part[-1])[1])
+        keys = rows_between(k, mask.key_range(part[0])[0], mask.key_range(part[-1])[1])
         seen = k[keys.start : keys.stop]
-        verdict = mask.verdict(part, seen)
+        verdict = mask.coverage(part, seen)
         if verdict is Coverage.EMPTY:
             continue
         if verdict is Coverage.FULL:
@@ -188,9 +214,15 @@ def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
             yield _moved(block, rows.start, keys.start)
 
 
+<<<<<<< HEAD
 def _segments(mask: Mask, q: range) -> Iterator[range]:
     """The rows of `q` between the cuts of the mask (one segment per document)."""
     edges = [q.start, *mask.cuts(q), q[-1] + 1]
+=======
+def _stretches(mask: Mask, q: range) -> Iterator[range]:
+    """The rows of `q` between the mask's own cuts (one stretch a document)."""
+    edges = [q.start, *mask.boundaries(q), q[-1] + 1]
+>>>>>>> main
     for begin, stop in pairwise(edges):
         rows = rows_between(q, begin, stop)
         if rows:
@@ -200,8 +232,8 @@ def _segments(mask: Mask, q: range) -> Iterator[range]:
 def _is_diagonal(mask: Mask, q: range, k: range) -> bool:
     """Whether, inside one segment, only the causal edge cuts: row views start at or before `k` and end at the row."""
     same_step = q.step == k.step or len(q) == 1 or len(k) == 1
-    starts_before = mask.sees(q[-1])[0] <= k[0]
-    ends_at_itself = all(mask.sees(p)[1] == p + 1 for p in (q[0], q[-1]))
+    starts_before = mask.key_range(q[-1])[0] <= k[0]
+    ends_at_itself = all(mask.key_range(p)[1] == p + 1 for p in (q[0], q[-1]))
     return same_step and starts_before and ends_at_itself
 
 

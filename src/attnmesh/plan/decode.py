@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from attnmesh.core.ranges import Share
+from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.validation import check_positive
 
 
@@ -132,21 +132,21 @@ class DecodeSharding:
 
     # Positions.
 
-    def share(self, rank: int) -> Share:
+    def share(self, rank: int) -> InterleavedShard:
         """The positions of every sequence that a rank holds."""
-        return Share(self.cp, self.place(rank).cp, self.interleave)
+        return InterleavedShard(self.cp, self.place(rank).cp, self.interleave)
 
     def owner(self, position: int) -> int:
         """The CP rank that holds a position."""
-        return Share(self.cp, 0, self.interleave).owner(position)
+        return InterleavedShard(self.cp, 0, self.interleave).owner(position)
 
     def local_index(self, position: int) -> int:
         """Where in its owner's cache a position lies."""
-        return Share(self.cp, 0, self.interleave).index(position)
+        return InterleavedShard(self.cp, 0, self.interleave).index(position)
 
     def local_length(self, length: int, cp_rank: int) -> int:
         """How many of a sequence's first `length` positions a CP rank holds."""
-        return Share(self.cp, cp_rank, self.interleave).length(length)
+        return InterleavedShard(self.cp, cp_rank, self.interleave).length(length)
 
     def slot(self, position: int, blocks: list[int], block_size: int) -> int:
         """A position's slot in its owner's pool of blocks, where the sequence has `blocks`."""

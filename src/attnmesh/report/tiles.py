@@ -49,12 +49,12 @@ def pair_counts(shards: Shards, queries: list[Band], keys: list[Band]) -> list[l
 
 def visible_pairs(mask: Mask, q: range, k: range) -> int:
     """How many of the keys `k` the queries `q` see, in all."""
-    verdict = mask.verdict(q, k)
+    verdict = mask.coverage(q, k)
     if verdict is Coverage.EMPTY:
         return 0
     if verdict is Coverage.FULL:
         return len(q) * len(k)
-    first, end = mask.visible(torch.arange(q.start, q.stop, q.step))
+    first, end = mask.key_ranges(torch.arange(q.start, q.stop, q.step))
     # How many keys lie before a position: what lies before the end of a view and not before its start is seen.
     before_end, before_first = (_rows_before(k, at) for at in (end, first))
     return int((before_end - before_first).sum())

@@ -20,11 +20,9 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.comm.solo import SoloComm
 from attnmesh.kv_cache.sequence import ShardedSequence
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.rope import Rope
-from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.decode.exchange import Exchange
@@ -176,7 +174,7 @@ def _answers(comm: Comm, sharding: DecodeSharding, way: _Way, problem: _Problem)
 
     for sequence, prompt in zip(sequences, _PROMPTS, strict=True):
         while sequence.length < prompt:
-            feed([sequence], min(MOST_TOKENS, prompt - sequence.length))
+            feed([sequence], min(MAX_DECODE_TOKENS, prompt - sequence.length))
     for _ in range(_NEW // way.tokens):
         feed(sequences, way.tokens)
     return found

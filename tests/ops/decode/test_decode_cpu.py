@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State, merge
-from attnmesh.ops.decode import cpu_flash, cpu_keys, reference
-from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.check import checked
+from attnmesh.ops.decode import cpu as cpu_flash
+from attnmesh.ops.decode import cpu_keys, reference
+from attnmesh.ops.decode.call import DecodeCall, build_call
 from attnmesh.ops.decode.cpu import Cpu
-from attnmesh.ops.decode.cpu_sight import Piece, pieces
+from attnmesh.ops.decode.cpu_keys import Piece, pieces
 from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, Stored, quantize
 
 BLOCK = 16
@@ -63,7 +63,7 @@ class Case:
             options["cur_pos"] = [self.k.shape[2] - 1] * self.q.shape[0]
         q = self.q.to(k.dtype) if isinstance(k, Tensor) else self.q
         shared = self.k.shape[0] < q.shape[0]
-        return checked(q, k, v, table, share_cache=shared, **{name: options.get(name) for name in OPTIONS})
+        return build_call(q, k, v, table, share_cache=shared, **{name: options.get(name) for name in OPTIONS})
 
 
 def _stored(x: Tensor, storage: str, head_axis: int) -> Stored:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmesh import check_decode_faults, decode_attention
-from attnmesh.ops.decode import faults
+from attnmesh import check_decode_errors, decode_attention
+from attnmesh.ops.decode import device_errors as faults
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Quantized, quantize
 from decoding import CUDA, drawn, home, made
@@ -115,7 +115,7 @@ def test_values_in_keys_that_nobody_sees():
 
 def reported() -> str:
     with pytest.raises(ValueError, match="of an earlier decode call") as caught:
-        check_decode_faults() if CUDA else faults.raise_fault(HERE)
+        check_decode_errors() if CUDA else faults.raise_device_error(HERE)
     return str(caught.value)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmesh import check_decode_faults
+from attnmesh import check_decode_errors
 from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.triton import Triton
 from decoding import home, made
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("no_fault_left_over")
 
 @pytest.fixture
 def no_fault_left_over():
-    check_decode_faults()
+    check_decode_errors()
     yield
-    check_decode_faults()
+    check_decode_errors()
 
 
 def found_with(call, **wrong):
@@ -37,7 +37,7 @@ def test_an_entry_outside_the_pool(value, how):
     table[1, 2] = value
     found = found_with(call, table=table)
     with pytest.raises(ValueError, match=rf"block_table\[1, 2\] is {value}, outside the pool"):
-        check_decode_faults()
+        check_decode_errors()
     assert found.out[1].isnan().all()
     assert found.lse[1].isnan().all()
     assert_innocent(found, reference.run(call), [0])
@@ -48,7 +48,7 @@ def test_a_position_past_a_cache_that_others_share(length):
     call = made("triton", [length, 3, length // 2], dtype=torch.float32, share="cache", capacity=length + 1).call()
     found = found_with(call, cur_pos=torch.tensor([length, 10**6, length // 2]))
     with pytest.raises(ValueError, match=r"cur_pos\[1\] is 1000000, past the cache"):
-        check_decode_faults()
+        check_decode_errors()
     assert found.out[1].isnan().all()
     assert found.lse[1].isnan().all()
     assert_innocent(found, reference.run(call), [0, 2])

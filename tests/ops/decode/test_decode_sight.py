@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmesh import check_decode_faults, merge, paged_decode_attention
-from attnmesh.core.ranges import Share
+from attnmesh import check_decode_errors, merge, paged_decode_attention
+from attnmesh.core.ranges import InterleavedShard
 from attnmesh.core.state import State
 from attnmesh.ops.decode import triton as triton_backend
 from attnmesh.ops.decode.triton import Triton
@@ -143,17 +143,19 @@ def test_the_kernels_look_at_no_other_entries_either(how):
         assert torch.equal(found.lse[1], expected.lse[1])
         if slot in (1, 2):
             with pytest.raises(ValueError, match=re.escape(f"block_table[0, {slot}] is -9, outside the pool")):
-                check_decode_faults()
+                check_decode_errors()
             assert found.out[0].isnan().all()
         else:
-            check_decode_faults()
+            check_decode_errors()
             assert torch.equal(found.out, expected.out)
 
 
 # Shares of a sequence.
 
 
-def dealt(x: torch.Tensor, share: Share, length: int, block_size: int, storage: str) -> tuple[Stored, torch.Tensor]:
+def dealt(
+    x: torch.Tensor, share: InterleavedShard, length: int, block_size: int, storage: str
+) -> tuple[Stored, torch.Tensor]:
     """The positions of a rank's share, of x [1, Hkv, length, D], in blocks: NaN past the end; and the table."""
     mine = [at for at in range(length) if share.owner(at) == share.rank]
     slots = -(-len(mine) // block_size) or 1
@@ -192,7 +194,7 @@ def assert_shares_merge(backend, ranks, run, window, storage, length, tokens, bl
     own = torch.arange(length - tokens, length)[None]  # [1, T]; below 0 it sees nothing
     states = []
     for rank in range(ranks):
-        share = Share(ranks, rank, run)
+        share = InterleavedShard(ranks, rank, run)
         (k_pool, table), (v_pool, _) = (dealt(x, share, length, block_size, storage) for x in (k, v))
         first = torch.zeros_like(own) if window is None else (own - window + 1).clamp(0)
         key_range = (share.length(first).int(), share.length((own + 1).clamp(0)).int())

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import attnmesh as am
-from attnmesh.ops.block.heads import split_and_rotate
-from attnmesh.ops.block.norm import rms_norm
+from attnmesh.ops.block.stages import rms_norm, split_and_rotate
 from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, lengths_of, made, same, state_of
 
 LENGTH = 18

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmesh import State, merge, run_virtual
-from attnmesh.ops.packed import merge_packed, state_in, with_sinks
+from attnmesh.ops.merge import merge_packed, unpack_state, with_sinks
 from attnmesh.parallel.decode.core import Cp
 
 WAYS = ["all_to_all", "reduce_scatter", "all_reduce"]
@@ -97,7 +97,7 @@ def test_sinks_of_a_row_do_not_depend_on_the_others():
 
 def test_a_state_is_written_where_it_is_sent_from():
     packed = torch.full((4, 3, 2, 6), torch.nan)
-    out, lse = state_in(packed)
+    out, lse = unpack_state(packed)
     assert out.shape == (3, 4, 2, 5)
     assert lse.shape == (3, 4, 2)
     out.fill_(1.0)

@@ -14,7 +14,7 @@ from attnmesh.generation.engine import min_prefill_chunk, token_bytes
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.checkpoint import weight_bytes
 from attnmesh.integrations.memory import free_memory, in_gib
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Job:
     @property
     def room(self) -> int:
         """Tokens that the longest prompt and its answer take, with drafts that are not right."""
-        return max(map(len, self.prompts)) + self.max_new_tokens + MOST_TOKENS
+        return max(map(len, self.prompts)) + self.max_new_tokens + MAX_DECODE_TOKENS
 
 
 def check_job(job: Job, config: Any, ranks: int) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State
-from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.check import check_into, checked
-from attnmesh.ops.decode.choose import choose
-from attnmesh.ops.decode.faults import check_now
+from attnmesh.ops.decode import reference
+from attnmesh.ops.decode.call import Backend, DecodeCall, build_call, check_into
+from attnmesh.ops.decode.cpu import Cpu
+from attnmesh.ops.decode.device_errors import check_positions
+from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Stored
 
 Positions = Sequence[int] | Tensor
@@ -101,7 +102,7 @@ def decode_attention(
     for states that are yet to be merged; by default it is q's. There is no backward.
     `backend` is "auto", "triton", "cpu" or "reference"; one that cannot serve the call raises ValueError.
     """
-    call = checked(
+    call = build_call(
         q,
         k_cache,
         v_cache,
@@ -197,9 +198,9 @@ def paged_decode_attention(
 
     A table entry outside the pool, or a position past the table, is never followed. On the CPU it raises ValueError.
     On a GPU the sequence's out and lse are NaN, and the ValueError, which names sequence, slot and value, comes from
-    the next decode call that finds the report, or at once from `check_decode_faults()`.
+    the next decode call that finds the report, or at once from `check_decode_errors()`.
     """
-    call = checked(
+    call = build_call(
         q, k_pool, v_pool, block_table, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
         share_cache=share_cache, max_splits=max_splits, split_size=split_size, key_range=key_range, out_dtype=out_dtype,
     )  # fmt: skip
@@ -211,6 +212,42 @@ def paged_decode_attention(
 def _run(call: DecodeCall, backend: str, return_lse: bool, into: State | None = None) -> Tensor | tuple[Tensor, Tensor]:
     chosen = choose(call, backend)
     if call.q.device.type == "cpu" or chosen.name == "reference":
-        check_now(call)
+        check_positions(call)
     state = chosen.run(call, into)
     return (state.out, state.lse) if return_lse else state.out
+
+
+class Reference:
+    """The specification, as a backend."""
+
+    name = "reference"
+
+    def refusal(self, call: DecodeCall) -> str | None:
+        """Serves everything."""
+        return None
+
+    def run(self, call: DecodeCall, into: State | None = None) -> State:
+        """Every score in memory."""
+        state = reference.run(call)
+        return state if into is None else State(into.out.copy_(state.out), into.lse.copy_(state.lse))
+
+
+_BACKENDS: tuple[Backend, ...] = (Cpu(), Triton(), Reference())
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError unless there is a backend of this name."""
+    names = ("auto", *(known.name for known in _BACKENDS))
+    if backend not in names:
+        raise ValueError(f"backend must be one of {', '.join(names)}, got {backend!r}")
+
+
+def choose(call: DecodeCall, backend: str) -> Backend:
+    """The backend for a call: by name, or the first that serves it. One that cannot raises ValueError."""
+    check_backend(backend)
+    refusals = {}
+    for known in _BACKENDS:
+        refusals[known.name] = known.refusal(call)
+        if refusals[known.name] is None and backend in ("auto", known.name):
+            return known
+    raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.storage import Stored, values_of
+from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
 
-MOST_TOKENS = 8  # queries a sequence: more is prefill, which `attention` does
+MAX_DECODE_TOKENS = 8  # queries a sequence: more is prefill, which `attention` does
 
 
 @dataclass(frozen=True)
@@ -114,3 +116,271 @@ class Backend(Protocol):
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Out [B, Hq, T, Dv] and its lse [B, Hq, T], written into `into` where that is given."""
+
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def build_call(
+    q: Tensor,
+    k: Stored,
+    v: Stored,
+    table: Tensor | None,
+    *,
+    cur_pos: Sequence[int] | Tensor | None,
+    mask: Tensor | None,
+    tree: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+    share_cache: bool,
+    max_splits: int | None,
+    split_size: int | None,
+    key_range: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> DecodeCall:
+    """The call as a value, or ValueError with names and values. Nothing on a device is read."""
+    _check_tensors(q, k, v, table)
+    _check_storages(q, k, v, axis=1 if table is None else 2)
+    _check_batch(
+        q, values_of(k) if table is None else table, share_cache, "k_cache" if table is None else "block_table"
+    )
+    for name, number in (("window", window), ("max_splits", max_splits), ("split_size", split_size)):
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ValueError(f"{name} must be a positive integer or None, got {number!r}")
+    if max_splits is not None and split_size is not None:
+        raise ValueError(
+            f"split_size fixes the length of a split, max_splits caps their number: give one, not both "
+            f"(got max_splits={max_splits}, split_size={split_size})"
+        )
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    if mask is not None and tree is not None:
+        raise ValueError("mask says everything about who sees whom, tree about the new tokens only: give one, not both")
+    if key_range is not None:
+        others = {"mask": mask, "tree": tree, "window": window, "share_cache": share_cache or None}
+        for name, other in others.items():
+            if other is not None:
+                raise ValueError(f"key_range says everything about who sees whom: it goes without {name}, got both")
+    if out_dtype is not None and out_dtype not in (q.dtype, accumulation_dtype(q.dtype)):
+        raise ValueError(f"out_dtype must be None or {_out_dtypes(q)}, got {out_dtype!r}")
+    capacity = values_of(k).shape[2] if table is None else table.shape[1] * values_of(k).shape[1]
+    return DecodeCall(
+        q,
+        k,
+        v,
+        table,
+        _positions(cur_pos, q, capacity),
+        _checked_mask(mask, q, capacity),
+        _checked_tree(tree, q),
+        1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        window,
+        _checked_key_range(key_range, q),
+        _checked_sinks(sinks, q),
+        Splits(max_splits, split_size),
+        out_dtype in (None, q.dtype),
+    )
+
+
+def check_into(into: State, call: DecodeCall, out_dtype: torch.dtype | None) -> DecodeCall:
+    """The call whose results go where they are wanted, in the dtype that they have there, or ValueError."""
+    q = call.q
+    if not isinstance(into, tuple) or len(into) != 2 or not all(isinstance(x, Tensor) for x in into):
+        raise ValueError(f"into must be a State (out, lse) of two tensors, got {type(into).__name__}")
+    out, lse = into
+    allowed = (q.dtype, accumulation_dtype(q.dtype)) if out_dtype is None else (out_dtype,)
+    if out.dtype not in allowed:
+        wanted = _out_dtypes(q) if out_dtype is None else f"{out_dtype}, as out_dtype says"
+        raise ValueError(f"into.out must be {wanted}, got {out.dtype}")
+    if lse.dtype != accumulation_dtype(q.dtype):
+        raise ValueError(f"into.lse must be {accumulation_dtype(q.dtype)}, got {lse.dtype}")
+    shape = (*q.shape[:3], call.value_dim)
+    for name, x, wanted_shape in (("out", out, shape), ("lse", lse, shape[:3])):
+        if x.shape != wanted_shape:
+            raise ValueError(f"into.{name} must have shape {wanted_shape}, got {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"into.{name} must be on the device of q, {q.device}, got {x.device}")
+        _refuse_gradient(f"into.{name}", x)
+    if out.stride(-1) != 1 and out.shape[-1] > 1:
+        raise ValueError(f"the last dimension of into.out must be contiguous, got strides {out.stride()}")
+    return replace(call, rounded=out.dtype == q.dtype)
+
+
+def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> None:
+    kind = "[batch, kv heads, length, head_dim]" if table is None else "[num_blocks, block_size, kv heads, head_dim]"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) and (name == "q" or not isinstance(x, Quantized)):
+            raise ValueError(f"{name} must be a tensor{'' if name == 'q' else ' or Quantized'}, got {type(x).__name__}")
+        whole = values_of(x)
+        if whole.ndim != 4:
+            shape = "[batch, heads, tokens, head_dim]" if name == "q" else kind
+            raise ValueError(f"{name} must be {shape}, got shape {tuple(whole.shape)}")
+        if whole.device != q.device:
+            raise ValueError(f"q, k and v must be on one device, got {name} on {whole.device} and q on {q.device}")
+        _refuse_gradient(name, whole)
+        if isinstance(x, Quantized):
+            _refuse_gradient(f"the scales of {name}", x.scales)
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q must be floating point, got {q.dtype}")
+    if not 1 <= q.shape[2] <= MAX_DECODE_TOKENS:
+        raise ValueError(
+            f"q has {q.shape[2]} tokens a sequence; decode takes 1 to {MAX_DECODE_TOKENS} (attention() serves longer prompts)"
+        )
+    if not q.shape[3]:
+        raise ValueError("head_dim must be at least 1, got 0")
+    if table is not None:
+        if not isinstance(table, Tensor) or table.ndim != 2 or table.dtype != torch.int32:
+            said = f"{table.dtype} {tuple(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
+            raise ValueError(f"block_table must be int32 [batch, slots], got {said}")
+        if table.device != q.device:
+            raise ValueError(f"block_table must be on the device of q, {q.device}, got {table.device}")
+        if not 1 <= values_of(k).shape[1] <= 256:
+            raise ValueError(f"block_size must be 1 to 256, got {values_of(k).shape[1]}")
+
+
+def _check_storages(q: Tensor, k: Stored, v: Stored, axis: int) -> None:
+    k_values, v_values = values_of(k), values_of(v)
+    if k_values.shape[:3] != v_values.shape[:3]:
+        raise ValueError(
+            f"k and v must agree in all but head_dim, got {tuple(k_values.shape)} and {tuple(v_values.shape)}"
+        )
+    if k_values.shape[3] != q.shape[3]:
+        raise ValueError(f"q and k must have one head_dim, got {q.shape[3]} and {k_values.shape[3]}")
+    if not v_values.shape[3]:
+        raise ValueError("the head_dim of v must be at least 1, got 0")
+    heads, kv_heads = q.shape[1], k_values.shape[axis]
+    if not heads or not kv_heads or heads % kv_heads:
+        raise ValueError(f"the {kv_heads} kv heads must divide the {heads} query heads")
+    if storage_of(k) != storage_of(v):
+        raise ValueError(f"k and v must be stored alike, got {storage_of(k)} and {storage_of(v)}")
+    for name, x in (("k", k), ("v", v)):
+        if isinstance(x, Tensor):
+            if x.dtype != q.dtype:
+                raise ValueError(f"q and a plain cache must have one dtype, got {q.dtype} and {name} in {x.dtype}")
+        elif x.storage == "fp8" and x.scales.ndim and x.scales.shape[0] != kv_heads:
+            raise ValueError(f"{name} has {x.scales.shape[0]} fp8 scales for {kv_heads} kv heads")
+
+
+def _check_batch(q: Tensor, owner: Tensor, share_cache: bool, name: str) -> None:
+    batch = 1 if share_cache else q.shape[0]
+    if owner.shape[0] != batch:
+        raise ValueError(
+            f"{name} must have a batch of {batch} (q has {q.shape[0]}, share_cache={share_cache}), got {owner.shape[0]}"
+        )
+
+
+def _positions(cur_pos: Sequence[int] | Tensor | None, q: Tensor, capacity: int) -> Tensor:
+    batch = q.shape[0]
+    if cur_pos is None:
+        return torch.full((batch,), capacity - 1, dtype=torch.int32, device=q.device)
+    if not isinstance(cur_pos, Tensor):
+        cur_pos = list(cur_pos)
+        if not all(isinstance(at, int) for at in cur_pos):
+            raise ValueError(f"cur_pos must be integers, got {cur_pos!r}")
+        _check_count(len(cur_pos), batch)
+        _check_range(cur_pos, capacity)
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():  # a replay would copy from memory that is gone
+            raise ValueError("cur_pos must be a tensor on the device while a CUDA graph is captured, got a list")
+        return torch.tensor(cur_pos, dtype=torch.int32).to(q.device, non_blocking=True)
+    if cur_pos.ndim != 1 or cur_pos.dtype not in _INTEGERS:
+        raise ValueError(f"cur_pos must be int32 or int64 [batch], got {cur_pos.dtype} {tuple(cur_pos.shape)}")
+    if cur_pos.device != q.device:
+        raise ValueError(f"cur_pos must be a list or on the device of q, {q.device}, got {cur_pos.device}")
+    _check_count(cur_pos.shape[0], batch)
+    if cur_pos.device.type == "cpu":  # free to read; on a device the kernel checks
+        _check_range(cur_pos.tolist(), capacity)
+    return cur_pos
+
+
+def _check_count(count: int, batch: int) -> None:
+    if count != batch:
+        raise ValueError(f"cur_pos must have one position a sequence, {batch}, got {count}")
+
+
+def _check_range(positions: list[int], capacity: int) -> None:
+    for sequence, at in enumerate(positions):
+        if not -1 <= at < capacity:
+            raise ValueError(
+                f"cur_pos[{sequence}] is {at}, but the cache holds positions 0 to {capacity - 1} (-1 skips a sequence)"
+            )
+
+
+def _checked_mask(mask: Tensor | None, q: Tensor, capacity: int) -> Tensor | None:
+    if mask is None:
+        return None
+    batch, heads, tokens, _ = q.shape
+    wanted = f"[{batch} or 1, {heads} or 1, {tokens} or 1, up to {capacity}]"
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        raise ValueError(f"mask must be a boolean or floating point tensor {wanted}, got {_described(mask)}")
+    if mask.ndim != 4 or any(n not in (1, m) for n, m in zip(mask.shape, (batch, heads, tokens), strict=False)):
+        raise ValueError(f"mask must be {wanted}, got shape {tuple(mask.shape)}")
+    if mask.shape[3] > capacity:
+        raise ValueError(f"mask is {mask.shape[3]} keys wide, but the cache holds {capacity}")
+    if mask.device != q.device:
+        raise ValueError(f"mask must be on the device of q, {q.device}, got {mask.device}")
+    _refuse_gradient("mask", mask)
+    return mask
+
+
+def _checked_tree(tree: Tensor | None, q: Tensor) -> Tensor | None:
+    if tree is None:
+        return None
+    batch, tokens = q.shape[0], q.shape[2]
+    if not isinstance(tree, Tensor) or tree.dtype != torch.bool:
+        raise ValueError(
+            f"tree must be a boolean tensor [{tokens}, {tokens}] or [{batch}, ...], got {_described(tree)}"
+        )
+    if tree.ndim == 2:
+        tree = tree[None]
+    if tree.ndim != 3 or tree.shape[0] not in (1, batch) or tree.shape[1:] != (tokens, tokens):
+        raise ValueError(
+            f"tree must be [{tokens}, {tokens}] or [{batch}, {tokens}, {tokens}], got shape {tuple(tree.shape)}"
+        )
+    if tree.device != q.device:
+        raise ValueError(f"tree must be on the device of q, {q.device}, got {tree.device}")
+    return tree
+
+
+def _checked_key_range(key_range: tuple[Tensor, Tensor] | None, q: Tensor) -> tuple[Tensor, Tensor] | None:
+    if key_range is None:
+        return None
+    if not isinstance(key_range, tuple) or len(key_range) != 2:
+        said = f"{len(key_range)} of them" if isinstance(key_range, tuple) else type(key_range).__name__
+        raise ValueError(f"key_range must be a tuple of two tensors, (first, end), got {said}")
+    shape = (q.shape[0], q.shape[2])
+    for name, x in zip(("first", "end"), key_range, strict=True):
+        if not isinstance(x, Tensor) or x.dtype not in _INTEGERS or x.shape != shape:
+            raise ValueError(f"key_range's {name} must be int32 or int64 [{shape[0]}, {shape[1]}], got {_described(x)}")
+        if x.device != q.device:
+            raise ValueError(f"key_range's {name} must be on the device of q, {q.device}, got {x.device}")
+        if x.device.type == "cpu":  # free to read
+            for sequence, token in (x[:, 1:] < x[:, :-1]).nonzero():
+                raise ValueError(
+                    f"key_range's {name} must not decrease from token to token, got {x[sequence].tolist()} "
+                    f"for sequence {int(sequence)} (at token {int(token) + 1})"
+                )
+    return key_range
+
+
+def _checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    if sinks is None:
+        return None
+    if not isinstance(sinks, Tensor) or sinks.shape != (q.shape[1],) or not sinks.dtype.is_floating_point:
+        raise ValueError(f"sinks must be floating point [{q.shape[1]}], one a query head, got {_described(sinks)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
+    _refuse_gradient("sinks", sinks)
+    return sinks
+
+
+def _out_dtypes(q: Tensor) -> str:
+    return " or ".join(str(dtype) for dtype in dict.fromkeys((q.dtype, accumulation_dtype(q.dtype))))
+
+
+def _refuse_gradient(name: str, x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"decode has no backward, and {name} requires a gradient: use attention(), or torch.no_grad()")
+
+
+def _described(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result
+from attnmesh.ops.merge import StateAccumulator
 from attnmesh.trace.recorder import Recorder
 
 
-def forward(backend: Backend, call: Call, total: StateSum, recorder: Recorder | None) -> None:
+def forward(backend: Backend, call: Call, total: StateAccumulator, recorder: Recorder | None) -> None:
     """As `backend.forward`."""
     if recorder is None:
         backend.forward(call, total)

@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm
 from attnmesh.kv_cache.prepare import ProjectedTokens, prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import rms_norm
-from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.ops.decode.call import MOST_TOKENS
-from attnmesh.ops.decode.choose import check_backend
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import rms_norm
+from attnmesh.ops.decode.api import check_backend
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.decode.core import Cp, ShardAttention
@@ -99,8 +98,8 @@ def check_call(
         raise ValueError(
             f"x must have the weights' dtype and device, {weight.dtype} on {weight.device}, got {x.dtype} on {x.device}"
         )
-    if step.tokens > MOST_TOKENS:
-        raise ValueError(f"a block takes 1 to {MOST_TOKENS} new tokens a sequence, got {step.tokens}")
+    if step.tokens > MAX_DECODE_TOKENS:
+        raise ValueError(f"a block takes 1 to {MAX_DECODE_TOKENS} new tokens a sequence, got {step.tokens}")
     _check_cache(settings, cache, rank, weight)
     cache.check_current(step, layer, written=not update_cache)
     return {

@@ -26,8 +26,8 @@ from attnmesh.comm import Comm
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.decode.api import paged_decode_attention
-from attnmesh.ops.decode.faults import MOST_SEQUENCES
-from attnmesh.ops.packed import merge_packed, state_in, with_sinks
+from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
+from attnmesh.ops.merge import merge_packed, unpack_state, with_sinks
 from attnmesh.plan.decode import Combine, DecodeSharding
 
 
@@ -107,7 +107,7 @@ class ShardAttention:
         # One token without a window sees all that its rank holds, and the kernel need not be told.
         key_range = step.key_range(self.window) if step.tokens > 1 or self.window is not None else None
         paged_decode_attention(
-            by_row, *pools, cur_pos=step.cur_pos, scale=self.scale, key_range=key_range, into=state_in(packed),
+            by_row, *pools, cur_pos=step.cur_pos, scale=self.scale, key_range=key_range, into=unpack_state(packed),
             backend=self.backend,
         )  # fmt: skip
         return self.cp.combine(packed, self._own_sinks, q.dtype, combine)
@@ -128,11 +128,11 @@ class ShardAttention:
         first, end = ((x[:, None] - start).clamp(0, size).flatten(0, 1) for x in step.key_range(self.window))
         packed = _packed_like(q.new_empty(heads, rows * pieces, tokens, dim))
         queries = q.transpose(0, 1).repeat_interleave(pieces, 0)
-        for at in range(0, rows * pieces, MOST_SEQUENCES):  # every piece is a sequence to the kernel
-            some = slice(at, at + MOST_SEQUENCES)
+        for at in range(0, rows * pieces, MAX_SEQUENCES):  # every piece is a sequence to the kernel
+            some = slice(at, at + MAX_SEQUENCES)
             paged_decode_attention(
                 queries[some], cache.keys(layer), cache.values(layer), table[some], cur_pos=end[some, -1] - 1,
-                scale=self.scale, key_range=(first[some], end[some]), split_size=size, into=state_in(packed[:, some]),
+                scale=self.scale, key_range=(first[some], end[some]), split_size=size, into=unpack_state(packed[:, some]),
                 backend=self.backend,
             )  # fmt: skip
         packed = packed.view(heads, rows, pieces, tokens, dim + 1)

@@ -27,7 +27,7 @@ class Held:
 
     def truncated(self, length: int) -> Held:
         """Those of a sequence that is cut off at `length` tokens."""
-        return Held(ranges.narrowed(self.runs, range(self.below(length))))
+        return Held(ranges.narrow(self.runs, range(self.below(length))))
 
 
 def _joined(runs: Ranges) -> Ranges:

@@ -11,7 +11,8 @@ import torch
 
 from attnmesh import Causal, ContextParallel, Contiguous, Documents, Full, SlidingWindow, Striped, Zigzag
 from attnmesh.comm.base import Comm, Finished
-from attnmesh.ops import accumulate, lanes
+from attnmesh.ops import merge as accumulate
+from attnmesh.ops import streams
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.parallel import ring
 
@@ -43,7 +44,7 @@ class Stream:
 
 
 class Device:
-    """Stands in for torch.cuda in `lanes`, and remembers who touched what."""
+    """Stands in for torch.cuda in `streams`, and remembers who touched what."""
 
     def __init__(self) -> None:
         self.main = Stream("main")
@@ -114,13 +115,13 @@ def device(monkeypatch) -> Device:
     class FakeTorch:
         cuda = device
 
-    monkeypatch.setattr(lanes, "torch", FakeTorch)
-    monkeypatch.setattr(lanes, "_streams", lambda *_: device.streams)
+    monkeypatch.setattr(streams, "torch", FakeTorch)
+    monkeypatch.setattr(streams, "_streams", lambda *_: device.streams)
 
-    def two_lanes(calls, backends, comm):
-        return lanes.Lanes(enabled=True), sum(len(call.sight.blocks) for call in calls if call)
+    def two_streams(calls, backends, comm):
+        return streams.StreamPair(enabled=True), sum(len(call.visibility.blocks) for call in calls if call)
 
-    monkeypatch.setattr(ring, "_lanes", two_lanes)
+    monkeypatch.setattr(ring, "_two_streams", two_streams)
     for name, method in (("forward", Aten.forward), ("backward", Aten.backward)):
 
         def compute(self, call, *rest, original=method, name=name):
@@ -129,7 +130,7 @@ def device(monkeypatch) -> Device:
             original(self, call, *rest)
 
         monkeypatch.setattr(Aten, name, compute)
-    for kind in (accumulate.StateSum, accumulate.GradSum):
+    for kind in (accumulate.StateAccumulator, accumulate.GradAccumulator):
 
         def add(self, part, row=0, original=kind.add):
             device.made(part[0] if isinstance(part, tuple) else part)
@@ -167,23 +168,23 @@ def test_no_buffer_is_overwritten_and_no_memory_reused_while_it_is_read(device, 
     assert not device.races
 
 
-@pytest.mark.parametrize(("method", "found"), [("wait_for_last_block", "receive"), ("arrived", "keys")])
+@pytest.mark.parametrize(("method", "found"), [("wait_for_last_block", "receive"), ("record_arrival", "keys")])
 def test_the_replay_notices_a_wait_that_is_missing(device, monkeypatch, method, found):
-    monkeypatch.setattr(lanes.Lanes, method, lambda self: None)
+    monkeypatch.setattr(streams.StreamPair, method, lambda self: None)
     run_two_layers(device, Zigzag(), Causal(), 6, 5, "qkv")
     assert any(found in race for race in device.races)
 
 
 def test_the_replay_notices_memory_that_is_reused_too_early(device, monkeypatch):
     @contextmanager
-    def summing(self):
+    def exclusive(self):
         yield
 
-    monkeypatch.setattr(lanes.Lanes, "summing", summing)
+    monkeypatch.setattr(streams.StreamPair, "exclusive", exclusive)
     run_two_layers(device, Zigzag(), Causal(), 8, 7, "")
     assert any("memory" in race for race in device.races)
 
 
-def test_blocks_do_take_turns_on_two_lanes(device):
+def test_blocks_do_take_turns_on_two_streams(device):
     run_two_layers(device, Zigzag(), Causal(), 4, 3, "")
     assert all(stream.clock[stream.name] > 1 for stream in device.streams)

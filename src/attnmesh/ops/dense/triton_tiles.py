@@ -13,14 +13,16 @@ tile of rows therefore visits one contiguous run of key tiles, and only the ends
 The same picture, read by columns, is the loop of a key tile over the rows that see it.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
 
 LENGTHS = ["q_len", "kv_len"]  # not specialized: the blocks of a ring have many, and each would compile anew
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, the hardware's own

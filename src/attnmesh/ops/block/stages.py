@@ -1,9 +1,13 @@
-"""`Rope`: rotary position embedding. Pairs of a head's numbers are turned by an angle that grows with the position.
+"""The per-token stages of an attention block: RMSNorm, rotary embedding, and the split of projections into heads.
 
-| layout | number i turns with | as in |
+Rotary embedding rotates pairs of a head's elements by an angle proportional to the position:
+
+| layout | element i is paired with | as in |
 |---|---|---|
-| `halves` | i + dim / 2 | GPT-NeoX, and Llama as Transformers has it |
+| `halves` | i + dim / 2 | GPT-NeoX, and Llama in Transformers |
 | `pairs` | i + 1 (i even) | GPT-J, and Llama as Meta published it |
+
+Between stages values stay in float32 (float64 for float64); the result is rounded once to the projection's dtype.
 """
 
 from __future__ import annotations
@@ -11,12 +15,40 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.ops.block.norm import widened
+if TYPE_CHECKING:  # config.py imports Norm and Rope
+    from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm: `x / sqrt(mean(x ** 2) + eps)`, times a weight where there is one."""
+
+    eps: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.eps, float | int) and math.isfinite(self.eps) and self.eps > 0):
+            raise ValueError(f"eps must be a positive number, got {self.eps!r}")
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
+    """x normed in float32 (float64 for float64), and rounded once to its own dtype, after the weight."""
+    shape = (x.shape[-1],)
+    if weight is None or weight.dtype == x.dtype:
+        return F.rms_norm(x, shape, weight, norm.eps)  # on a GPU one kernel
+    wide = widened(x)
+    return F.rms_norm(wide, shape, weight.to(wide.dtype), norm.eps).to(x.dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """x as what is computed in: float32, or float64 if it is that already."""
+    return x if x.dtype == torch.float64 else x.float()
+
 
 Layout = Literal["halves", "pairs"]
 LAYOUTS = ("halves", "pairs")
@@ -116,3 +148,47 @@ def _as_floats(frequencies: Tensor) -> tuple[float, ...]:
 @lru_cache(maxsize=256)
 def _frequencies_on(rope: Rope, device: torch.device) -> Tensor:
     return torch.tensor(rope.frequencies, dtype=torch.float32, device=device)
+
+
+def split_and_rotate(
+    q: Tensor, kv: Tensor, positions: Tensor, config: AttentionConfig, weights: AttentionWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, T, q*D] and kv [B, T, 2*kv*D] (keys, then values) as Q [B, q, T, D], K and V [B, kv, T, D].
+
+    Of a fused projection, give two views. Positions are integers [B, T]; below 0 they mark rows that nobody reads.
+    """
+    k, v = keys_and_values(kv, positions, config, weights)
+    return queries(q, positions, config, weights), k, v
+
+
+def queries(q: Tensor, positions: Tensor, config: AttentionConfig, weights: AttentionWeights) -> Tensor:
+    """The queries alone: q [B, T, q*D] as [B, q, T, D]."""
+    norms = weights.q_norm_before_rope, weights.q_norm_after_rope
+    return _stages(_heads(q, config.head_dim), positions, config, *norms)
+
+
+def keys_and_values(
+    kv: Tensor, positions: Tensor, config: AttentionConfig, weights: AttentionWeights
+) -> tuple[Tensor, Tensor]:
+    """Keys and values alone: kv [B, T, 2*kv*D] as two of [B, kv, T, D]."""
+    k, v = _heads(kv, config.head_dim).chunk(2, 1)
+    norms = weights.k_norm_before_rope, weights.k_norm_after_rope
+    return _stages(k, positions, config, *norms), v
+
+
+def _heads(x: Tensor, head_dim: int) -> Tensor:
+    heads: Tensor = x.unflatten(-1, (-1, head_dim))
+    return heads.transpose(1, 2)
+
+
+def _stages(
+    x: Tensor, positions: Tensor, config: AttentionConfig, before: Tensor | None, after: Tensor | None
+) -> Tensor:
+    wide = widened(x)
+    if config.norm_before_rope is not None:
+        wide = rms_norm(wide, before, config.norm_before_rope)
+    if config.rope is not None:
+        wide = config.rope.rotate(wide, positions)
+    if config.norm_after_rope is not None:
+        wide = rms_norm(wide, after, config.norm_after_rope)
+    return wide.to(x.dtype)

@@ -100,7 +100,7 @@ def test_a_thousand_runs_are_still_spans():
 @plenty
 @given(some_spans(), st.integers(0, 40), st.integers(0, 40))
 def test_narrowed_keeps_just_those_rows(some, start, count):
-    kept = ranges.narrowed(some, range(start, start + count))
+    kept = ranges.narrow(some, range(start, start + count))
     assert all(kept)
     assert listed(kept) == listed(some)[start : start + count]
 

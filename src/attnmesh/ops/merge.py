@@ -16,20 +16,20 @@ from torch import Tensor
 
 from attnmesh.core.optional import require
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.lanes import ONE_LANE, Lanes
+from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
 
 _WAITING_FIRST, _WAITING_BESIDE_A_TOTAL = 4, 2
 
 
-class StateSum:
+class StateAccumulator:
     """The merge of states over disjoint keys, each covering some of the rows. Takes over the tensors it is given.
 
     Where a part has an lse of -inf its out is 0, as backends leave it: a part alone is handed on as it is. `parts` is
     how many will be added, if known: the last of them are then merged and rounded in one pass.
     """
 
-    def __init__(self, like: Tensor, lanes: Lanes = ONE_LANE, parts: int | None = None) -> None:
-        self._like, self._lanes, self._due = like, lanes, parts
+    def __init__(self, like: Tensor, streams: StreamPair = SINGLE_STREAM, parts: int | None = None) -> None:
+        self._like, self._streams, self._due = like, streams, parts
         self._dtype = accumulation_dtype(like.dtype)
         self._total: State | None = None
         self._waiting: list[tuple[State, int]] = []
@@ -39,17 +39,17 @@ class StateSum:
         self._waiting.append((part, row))
         self._due = _one_less(self._due)
         if self._due != 0 and len(self._waiting) >= _most_waiting(self._total):
-            self.settle()
+            self.flush()
 
-    def settle(self) -> State | None:
+    def flush(self) -> State | None:
         """The float32 state of everything added so far, for a kernel to continue in place; None before the first."""
         if self._waiting:
             self._total = self._merged(self._dtype)
         return self._total
 
-    def begin(self) -> State:
+    def total(self) -> State:
         """Like `settle`, but the identity before the first."""
-        total = self.settle()
+        total = self.flush()
         if total is None:
             total = self._total = State.identity(self._like.shape, dtype=self._dtype, device=self._like.device)
         return total
@@ -70,13 +70,13 @@ class StateSum:
             return room
         if self._waiting:
             return self._merged(dtype)
-        total = self.begin()
+        total = self.total()
         return State(total.out.to(dtype), total.lse)
 
     def finish_into(self, room: State) -> None:
         """The same, written where it belongs: `room` has the shape of the rows, and may be strided."""
         if self._waiting and _in_triton(self._waiting):
-            with self._lanes.summing():
+            with self._streams.exclusive():
                 _triton().accumulate(self._total, self._waiting, room.out.dtype, self._like.shape, room)
                 self._waiting = []
             return
@@ -85,24 +85,24 @@ class StateSum:
         room.lse.copy_(state.lse)
 
     def _merged(self, dtype: torch.dtype) -> State:
-        with self._lanes.summing():
+        with self._streams.exclusive():
             merged = _merged(self._total, self._waiting, dtype, self._like.shape)
             self._waiting = []
         return merged
 
 
-class GradSum:
+class GradAccumulator:
     """The sum of partial gradients, each covering some of the rows, in the accumulation type. `parts` as above."""
 
     @classmethod
-    def of(cls, whole: Tensor, dtype: torch.dtype) -> GradSum:
+    def from_total(cls, whole: Tensor, dtype: torch.dtype) -> GradAccumulator:
         """A sum that is complete already, to be rounded to `dtype`."""
         total = cls(whole.new_empty((), dtype=dtype).expand(whole.shape))  # a shape, no memory
         total.add(whole)
         return total
 
-    def __init__(self, like: Tensor, lanes: Lanes = ONE_LANE, parts: int | None = None) -> None:
-        self._like, self._lanes, self._due = like, lanes, parts
+    def __init__(self, like: Tensor, streams: StreamPair = SINGLE_STREAM, parts: int | None = None) -> None:
+        self._like, self._streams, self._due = like, streams, parts
         self._total: Tensor | None = None
         self._waiting: list[tuple[Tensor, int]] = []
 
@@ -119,7 +119,7 @@ class GradSum:
             self._total = self._summed(accumulation_dtype(self._like.dtype))
         return self._total
 
-    def pour(self, target: Tensor) -> None:
+    def add_to(self, target: Tensor) -> None:
         """Add everything to `target`, in place. The sum is spent."""
         for group in (self._waiting, [] if self._total is None else [(self._total, 0)]):
             _summed(target, group, target.dtype, target)
@@ -132,7 +132,7 @@ class GradSum:
         return self._summed(self._like.dtype)
 
     def _summed(self, dtype: torch.dtype) -> Tensor:
-        with self._lanes.summing():
+        with self._streams.exclusive():
             summed = _summed(self._total, self._waiting, dtype, self._like)
             self._waiting = []
         return summed
@@ -192,4 +192,46 @@ def merge_into(total: State, part: State, row: int = 0) -> None:
 
 
 def _triton() -> Any:
-    return require("attnmesh.ops.triton_accumulate", extra="triton")
+    return require("attnmesh.ops.triton_merge", extra="triton")
+
+
+def unpack_state(packed: Tensor) -> State:
+    """The state [rows, heads, ...] in a buffer [heads, rows, ..., D + 1], as views of it."""
+    by_row = packed.transpose(0, 1)
+    return State(by_row[..., :-1], by_row[..., -1])
+
+
+def merge_packed(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The out [B, H, T, D] over all keys of `parts` [N, H, B, T, D + 1], whose key sets are disjoint.
+
+    They join one after the other, so the bits depend on their order and on nothing else: identities, wherever they
+    stand, change nothing. `sinks` [H] are scores of keys without a value.
+    """
+    if parts.is_cuda:
+        return _triton_packed().merge_packed(parts, sinks, dtype)  # type: ignore[no-any-return]
+    acc = torch.zeros_like(parts[0, ..., :-1])
+    total = torch.zeros_like(parts[0, ..., -1])
+    peak = torch.full_like(total, -torch.inf)
+    for part in parts:
+        lse = part[..., -1]
+        top = torch.maximum(peak, lse)
+        shift = torch.where(top == -torch.inf, 0.0, top)  # -inf - -inf would be NaN
+        decay, weight = torch.exp(peak - shift), torch.exp(lse - shift)
+        acc = acc * decay.unsqueeze(-1) + part[..., :-1] * weight.unsqueeze(-1)
+        total, peak = total * decay + weight, top
+    out = acc / torch.where(total == 0.0, 1.0, total).unsqueeze(-1)
+    lse = torch.where(total == 0.0, -torch.inf, peak + torch.log(total))
+    return with_sinks(out, lse, sinks).transpose(0, 1).to(dtype)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Out [H, B, T, D] with one more key a head, whose score is the sink and whose value is 0."""
+    if sinks is None:
+        return out
+    # Not by logaddexp: on the CPU its last bit depends on where in the tensor a number stands, and so on the batch.
+    share = 1 / (1 + torch.exp(sinks.to(lse.dtype)[:, None, None] - lse))
+    return out * torch.where(lse == -torch.inf, 0.0, share).unsqueeze(-1)
+
+
+def _triton_packed() -> Any:
+    return require("attnmesh.ops.triton_merge", extra="triton")

@@ -7,7 +7,7 @@ overtake block s, never block s - 1: a ring has two key buffers, and block s + 1
 Memory freed on a lane is used again by that lane. What one lane made and another stream has read is therefore safe
 only if the maker waits for the reader before it goes on, which `summing` and `arrived` see to. (Tensor.record_stream
 would do without waiting, but holds memory back for as long as the host runs ahead of the device: it would grow with
-the ring.) `tests/parallel/test_lanes.py` replays all of this on streams with vector clocks.
+the ring.) `tests/parallel/test_streams.py` replays all of this on streams with vector clocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cache
 import torch
 
 
-class Lanes:
+class StreamPair:
     """The order of one ring's blocks on a device. Without `enabled`, everything stays on the caller's stream."""
 
     def __init__(self, *, enabled: bool) -> None:
@@ -33,7 +33,7 @@ class Lanes:
             self._done: list[torch.cuda.Event] = []  # of the blocks so far, in turns from either lane
 
     @contextmanager
-    def lane(self) -> Iterator[None]:
+    def next_stream(self) -> Iterator[None]:
         """Run a block on the next lane, as soon as what has arrived by now is there."""
         if not self._enabled:
             yield
@@ -47,7 +47,7 @@ class Lanes:
         self._current = self._main
 
     @contextmanager
-    def summing(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Sum what both lanes have made: after all blocks so far, and before any block to come."""
         if not self._enabled:
             yield
@@ -57,7 +57,7 @@ class Lanes:
         yield
         self._summed = self._current.record_event()
 
-    def arrived(self) -> None:
+    def record_arrival(self) -> None:
         """What the caller's stream has waited for is there for the blocks to come."""
         if self._enabled:
             self._arrived = self._main.record_event()
@@ -78,7 +78,7 @@ class Lanes:
                 self._main.wait_event(done)
 
 
-ONE_LANE = Lanes(enabled=False)
+SINGLE_STREAM = StreamPair(enabled=False)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Positions past a cache and table entries outside a pool: never followed, and named in the error.
 
 On the CPU they are looked for before a call. On a GPU the kernels find them: the sequence's rows become NaN, and word
-is left in memory of the host, which later calls (or `check_decode_faults`) turn into the error.
+is left in memory of the host, which later calls (or `check_decode_errors`) turn into the error.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.storage import values_of
 
-MOST_SEQUENCES = 65536  # whose faults there is room to report
+MAX_SEQUENCES = 65536  # whose faults there is room to report
 
 _records: dict[torch.device, Tensor] = {}
 
 
-def check_now(call: DecodeCall) -> None:
+def check_positions(call: DecodeCall) -> None:
     """Raise ValueError for the first fault. Reads the table and the positions: on the CPU, or for a reference."""
     last = call.cur_pos.long()
     for sequence in (last >= call.capacity).nonzero():
@@ -50,18 +50,18 @@ def _positions_read(call: DecodeCall) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(last), last
 
 
-def fault_record(device: torch.device) -> Tensor:
+def error_record(device: torch.device) -> Tensor:
     """Where kernels on a device leave word of a fault: a flag, then a word for each sequence.
 
     Pinned memory of the host: kernels can write it, and the host can read it without waiting for them. It is made once
     and never moves, so captured graphs may hold it.
     """
     if device not in _records:
-        _records[device] = torch.zeros(1 + MOST_SEQUENCES, dtype=torch.int64, pin_memory=device.type == "cuda")
+        _records[device] = torch.zeros(1 + MAX_SEQUENCES, dtype=torch.int64, pin_memory=device.type == "cuda")
     return _records[device]
 
 
-def raise_fault(device: torch.device) -> None:
+def raise_device_error(device: torch.device) -> None:
     """Raise ValueError if word of a fault has come from a device. Does not wait for it."""
     record = _records.get(device)
     if record is None or not int(record[0]):
@@ -85,7 +85,7 @@ def raise_fault(device: torch.device) -> None:
     raise ValueError(f"{what} (of an earlier decode call on {device}, whose out and lse are NaN there)")
 
 
-def check_decode_faults() -> None:
+def check_decode_errors() -> None:
     """Wait for the GPUs and raise ValueError if a decode call met a fault: the sequence, the slot and the value.
 
     A fault is reported once. Later decode calls report it, too, but do not wait: this is for the end of a run.
@@ -93,4 +93,4 @@ def check_decode_faults() -> None:
     for device in list(_records):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        raise_fault(device)
+        raise_device_error(device)
