@@ -15,11 +15,11 @@ def device(cores: int | None = None) -> Device:
 
 
 def cluster(
-    node: int = 8,
+    ranks_per_node: int = 8,
     rails: int = 8,
     *,
-    near: tuple[float, float] = (0.0, 100.0),
-    far: tuple[float, float] = (0.0, 10.0),
+    intra_node: tuple[float, float] = (0.0, 100.0),
+    inter_node: tuple[float, float] = (0.0, 10.0),
     message: float = 0.0,
     shared: bool = False,
     cores: int | None = None,
@@ -27,9 +27,9 @@ def cluster(
     """Links are (latency, bandwidth)."""
     return Cluster(
         device(cores),
-        Link("near", "made up", *near, message=message, shared=shared),
-        Link("far", "made up", *far, message=message),
-        node,
+        Link("near", "made up", *intra_node, message=message, shared=shared),
+        Link("far", "made up", *inter_node, message=message),
+        ranks_per_node,
         rails,
     )
 

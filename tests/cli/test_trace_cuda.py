@@ -12,8 +12,7 @@ from attnmesh import run_virtual
 from attnmesh.cli.trace import Attending, traced
 from attnmesh.comm.parcel import Parcel
 from attnmesh.comm.watch import watch_on_stream
-from attnmesh.plan.load import loads
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, loads
 from attnmesh.trace.recorder import Recorder
 from processes import run_processes
 

@@ -30,7 +30,7 @@ from attnmesh.comm import SoloComm
 from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.parallel import operator
 from attnmesh.parallel.in_numbers import _FIELDS, from_numbers, in_numbers
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES
 from processes import run_processes
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2

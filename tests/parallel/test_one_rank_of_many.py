@@ -13,7 +13,7 @@ import torch
 from attending import relative_error
 from attnmesh import Balanced, Causal, Comm, ContextParallel, Contiguous, Documents, Zigzag, attention, run_virtual
 from attnmesh.comm.base import Pending
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES
 
 BUSY = 20_000_000  # device cycles, about 10 ms
 

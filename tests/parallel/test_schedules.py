@@ -44,12 +44,11 @@ from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.plan.load import loads
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, loads
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
-from attnmesh.planner.catalog import usual_cluster
+from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster
 
 ULYSSES = ("ulysses", "ulysses+ring", "ulysses+allgather")
@@ -589,7 +588,7 @@ def planned(
     positions = shards(mask, layout, q.shape[2], mesh[0], key_layout, k.shape[2])
     workload = Workload(positions, shape, mesh[1] or mesh[0], lse)
     ways = [loads(schedule, workload, backward=backward) for backward in (False, True)]
-    return [[(load.near, load.far) for load in ranks] for ranks in zip(*ways, strict=True)]
+    return [[(load.intra_node, load.inter_node) for load in ranks] for ranks in zip(*ways, strict=True)]
 
 
 @every_schedule
@@ -761,10 +760,10 @@ def test_an_all_gather_holds_the_keys_of_two_groups_of_heads_at_most():
 # Whichever is best.
 
 MACHINES = [
-    usual_cluster("cpu"),
-    planning.cluster(flops=1e12, near=1e12, far=1e6),  # slow links between nodes
-    planning.cluster(flops=1e6, near=1e15, far=1e15),  # work counts
-    planning.cluster(flops=1e15, near=1e15, far=1e15, launch=1.0),  # calls count
+    default_cluster("cpu"),
+    planning.cluster(flops=1e12, intra_node=1e12, inter_node=1e6),  # slow links between nodes
+    planning.cluster(flops=1e6, intra_node=1e15, inter_node=1e15),  # work counts
+    planning.cluster(flops=1e15, intra_node=1e15, inter_node=1e15, launch=1.0),  # calls count
 ]
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attending import assert_right, differentiated, drawn, shard_results, shards_of
 from attnmesh import Causal, Comm, CommError, ContextParallel, Contiguous, Documents, Full, Zigzag, run_virtual
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES
 from processes import Died, run_processes
 
 CASES = [

@@ -112,15 +112,9 @@ class Patch:
         return int((end - first).sum())
 
     @cached_property
-<<<<<<< HEAD
     def segments(self) -> int:
         """The number of query segments that the mask and the runs make: about the number of blocks."""
-        return sum(1 + len(self.mask.cuts(run)) for run in self.q)
-=======
-    def stretches(self) -> int:
-        """How many stretches of queries the mask and the runs make: about as many blocks there are."""
         return sum(1 + len(self.mask.boundaries(run)) for run in self.q)
->>>>>>> main
 
     def _pairs(self, block: Block) -> int:
         if block.kind is Kind.FULL:
@@ -137,13 +131,8 @@ class Patch:
         if not self.q or self.q != self.k:
             return False
         start, last = self.q[0][0], self.q[-1][-1]
-<<<<<<< HEAD
         # The last row sees the first key, so every row sees all keys before it; and a row's view ends at itself.
-        return self.mask.sees(last)[0] <= start and self.mask.sees(start)[1] == start + 1 and start < last
-=======
-        # The last row sees the first key, so no row is cut off before; and a row's view ends at itself.
         return self.mask.key_range(last)[0] <= start and self.mask.key_range(start)[1] == start + 1 and start < last
->>>>>>> main
 
 
 @lru_cache(maxsize=128)
@@ -165,35 +154,20 @@ def _outermost(mask: Mask, q: range, k: range) -> list[int]:
     """The first and the last row of `k` that some query of `q` sees, if any does."""
     if mask.coverage(q, k) is Coverage.EMPTY:
         return []
-<<<<<<< HEAD
     # Visible ranges are non-decreasing: the first query that sees anything sees the first row, the last one the last.
     # Queries before the first see only positions before the keys, those after the last only positions after them.
-    early = bisect_left(q, True, key=lambda p: mask.sees(p)[1] > k[0])
-    late = bisect_left(q, True, key=lambda p: mask.sees(p)[0] > k[-1]) - 1
-    early_rows = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in q[early:]) if rows)
-    late_rows = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in reversed(q[: late + 1])) if rows)
-=======
-    # What queries see only moves on: the first query that sees anything sees the first row, the last one the last.
-    # Queries before the first see only what lies before the keys, those after the last only what lies behind them.
     early = bisect_left(q, True, key=lambda p: mask.key_range(p)[1] > k[0])
     late = bisect_left(q, True, key=lambda p: mask.key_range(p)[0] > k[-1]) - 1
     early_rows = next(rows for rows in (rows_between(k, *mask.key_range(p)) for p in q[early:]) if rows)
     late_rows = next(rows for rows in (rows_between(k, *mask.key_range(p)) for p in reversed(q[: late + 1])) if rows)
->>>>>>> main
     return [early_rows[0], late_rows[-1]]
 
 
 def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
     """The blocks of one query run against one key run."""
-<<<<<<< HEAD
     segments = list(_segments(mask, q))
     if len(segments) > _MANY and len(q) < _FEW_ROWS * len(segments):
-        keys = rows_between(k, mask.sees(q[0])[0], mask.sees(q[-1])[1])
-=======
-    stretches = list(_stretches(mask, q))
-    if len(stretches) > _MANY and len(q) < _FEW_ROWS * len(stretches):
         keys = rows_between(k, mask.key_range(q[0])[0], mask.key_range(q[-1])[1])
->>>>>>> main
         if keys:
             yield Block(range(len(q)), keys, Kind.PARTIAL)
         return
@@ -214,15 +188,9 @@ def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
             yield _moved(block, rows.start, keys.start)
 
 
-<<<<<<< HEAD
 def _segments(mask: Mask, q: range) -> Iterator[range]:
     """The rows of `q` between the cuts of the mask (one segment per document)."""
-    edges = [q.start, *mask.cuts(q), q[-1] + 1]
-=======
-def _stretches(mask: Mask, q: range) -> Iterator[range]:
-    """The rows of `q` between the mask's own cuts (one stretch a document)."""
     edges = [q.start, *mask.boundaries(q), q[-1] + 1]
->>>>>>> main
     for begin, stop in pairwise(edges):
         rows = rows_between(q, begin, stop)
         if rows:

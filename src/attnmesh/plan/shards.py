@@ -31,13 +31,8 @@ class Shards:
         """The queries of `rank` against the keys of the rank `block`, or against those `rows` of them."""
         at = rank, block, rows
         if at not in self._patches:
-<<<<<<< HEAD
             keys = self.keys[block]
-            kept = keys if rows is None else ranges.narrowed(keys, rows)
-=======
-            held = self.keys[block]
-            kept = held if rows is None else ranges.narrow(held, rows)
->>>>>>> main
+            kept = keys if rows is None else ranges.narrow(keys, rows)
             self._patches[at] = Patch(self.mask, self.queries[rank], kept)
         return self._patches[at]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from attnmesh.core.ranges import narrowed
+from attnmesh.core.ranges import narrow
 from attnmesh.plan.program import Floats, Messages, Round
 from attnmesh.plan.ring import (
     PartsCount,
@@ -85,7 +85,7 @@ class TwoLevelPlan:
         return Shards(
             self.shards.mask,
             tuple(self.shards.queries[rank] for rank in ranks),
-            tuple(narrowed(self.shards.keys[s.block * self.ranks_per_node + i], s.seen) for i, s in enumerate(stages)),
+            tuple(narrow(self.shards.keys[s.block * self.ranks_per_node + i], s.seen) for i, s in enumerate(stages)),
         )
 
 

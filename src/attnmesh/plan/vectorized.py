@@ -359,9 +359,9 @@ def _overlap(held: Runs, visible: Runs) -> Ints:
 
 def _totals(rows: Ints, ranks: Ints, world: int, ranks_per_node: int) -> RowTrafficTotals:
     intra_out, intra_in, inter_out, inter_in, sends, group = np.zeros((6, world), dtype=np.int64)
-    for group, members in enumerate(ranks):
+    for index, members in enumerate(ranks):
         nodes = members // ranks_per_node
-        group[members] = group
+        group[members] = index
         sends[members] = (rows > 0).sum(1)
         for place, rank in enumerate(members):
             near = nodes == nodes[place]

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import And, Documents, Mask, SlidingWindow
-from attnmesh.plan.load import Load, imbalance, loads
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.program import Load, imbalance
+from attnmesh.plan.schedule import Step
+from attnmesh.plan.schedules import SCHEDULES, loads, refusal, steps
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload, refusal
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import Choice, choose_schedule
-from attnmesh.planner.catalog import usual_cluster
+from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster
 from attnmesh.report.simulated import simulated
-from attnmesh.report.steps import Steps, steps
 from attnmesh.report.tiles import Band, bands, pair_counts
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.attention import Outcome
@@ -33,7 +33,7 @@ class ScheduleView:
     """A schedule as the page shows it."""
 
     name: str
-    steps: Steps
+    steps: list[Step]  # of the forward
     forward: list[Load]  # by rank
     backward: list[Load]
     simulated: list[Span]  # of the forward
@@ -89,7 +89,7 @@ def make_report(
     mask.check(length)
     workload = Workload(shards(mask, layout, length, world), shape, _ranks_a_node(world, node))
     able = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
-    cluster = usual_cluster(device)
+    cluster = default_cluster(device)
     choice = choose_schedule(workload, cluster)
     cut = bands(workload.shards.queries)
     return Report(
@@ -138,8 +138,7 @@ def runs_of(held: ranges.Ranges) -> list[list[int]]:
 
 def _view(name: str, workload: Workload, cluster: Cluster) -> ScheduleView:
     forward, backward = (loads(name, workload, backward=way) for way in (False, True))
-    taken = steps(name, workload)
-    return ScheduleView(name, taken, forward, backward, simulated(name, workload, cluster, len(taken.names)))
+    return ScheduleView(name, steps(name, workload), forward, backward, simulated(name, workload, cluster))
 
 
 def _ranks_a_node(world: int, node: int | None) -> int:

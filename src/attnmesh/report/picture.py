@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnmesh.core import ranges
-from attnmesh.plan.load import Load
+from attnmesh.plan.program import Load
 from attnmesh.report.data import Report, ScheduleView, runs_of
 from attnmesh.trace.timeline import Span
 
@@ -37,11 +37,13 @@ def picture(report: Report) -> Json:
 def _schedule(view: ScheduleView) -> Json:
     return {
         "name": view.name,
-        "steps": view.steps.names,
+        "steps": [step.name for step in view.steps],
         "visits": [
-            [v.rank, v.step, *_ends(v.heads), *_ends(v.queries), *_ends(v.keys), v.pairs] for v in view.steps.visits
+            [tile.rank, at, *_ends(tile.heads), *_ends(tile.queries), *_ends(tile.keys), tile.pairs]
+            for at, step in enumerate(view.steps)
+            for tile in step.tiles
         ],
-        "messages": [list(message) for message in view.steps.messages],
+        "messages": [[at, *message] for at, step in enumerate(view.steps) for message in step.messages],
         "forward": _loads(view.forward),
         "backward": _loads(view.backward),
         "imbalance": view.imbalance,
@@ -50,7 +52,11 @@ def _schedule(view: ScheduleView) -> Json:
 
 
 def _loads(ranks: Sequence[Load]) -> Json:
-    return {name: [getattr(load, name) for load in ranks] for name in ("flops", "near", "far")}
+    return {
+        "flops": [load.flops for load in ranks],
+        "near": [load.intra_node for load in ranks],
+        "far": [load.inter_node for load in ranks],
+    }
 
 
 def _ends(of: range) -> tuple[int, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attnmesh.plan.programs import program
+from attnmesh.plan.schedule import is_step
+from attnmesh.plan.schedules import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.simulate import simulate
@@ -13,14 +14,17 @@ from attnmesh.trace.timeline import Span
 _MOST_RANKS = 16  # rows of a timeline that can be told apart
 
 
-def simulated(schedule: str, workload: Workload, cluster: Cluster, steps: int) -> list[Span]:
-    """The spans of the first ranks; each says which of the page's `steps` it belongs to."""
+def simulated(schedule: str, workload: Workload, cluster: Cluster) -> list[Span]:
+    """The spans of the first ranks, each with the index of the step that it belongs to."""
     whole = program(schedule, workload, backward=False)
-    ran = simulate(whole, cluster.with_node(workload.ranks_per_node), keep=range(min(whole.world, _MOST_RANKS)))
+    ran = simulate(
+        whole, cluster.with_ranks_per_node(workload.ranks_per_node), keep=range(min(whole.world, _MOST_RANKS))
+    )
     computed: dict[str, int] = {}
     travelled: dict[str, int] = {}
-    for at, part in enumerate(whole.rounds()):
-        step = min(at, steps - 1)
+    step = -1
+    for part in whole.rounds():
+        step += is_step(part)
         computed[part.name] = step
         travelled |= dict.fromkeys(part.starts, step)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.plan.decode import COMBINES, TRADES, DecodeShape, bytes_sent
+from attnmesh.plan.decode import COMBINES, KVDP_EXCHANGES, DecodeShape, bytes_sent
 from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, made
 
-WAYS = [am.Exchange(*way) for way in product(TRADES, COMBINES, (False, True))]
+WAYS = [am.Exchange(*way) for way in product(KVDP_EXCHANGES, COMBINES, (False, True))]
 CASES = [
     # heads, sharding, batch, tokens
     ((8, 2), (1, 2, 2), 4, 1),
