@@ -80,7 +80,7 @@ def test_twice_the_ranks_take_at_least_half_the_time_but_for_better_rates(prefil
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("end", ["near", "far"])
+@pytest.mark.parametrize("end", ["intra_node", "inter_node"])
 def test_wider_links_are_never_slower(schedule, end):
     link = getattr(H200, end)
     narrow = replace(H200, **{end: replace(link, bandwidth=link.bandwidth / 8)})

@@ -69,7 +69,7 @@ def close(program: Program, there, slow: Slow, *, whole: float, each: float) -> 
     assert found.finish == pytest.approx(truth.finish, rel=each)
 
 
-@pytest.mark.parametrize(("node", "rails"), [(8, 8), (4, 4), (4, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize(("ranks_per_node", "rails"), [(8, 8), (4, 4), (4, 2), (4, 1), (1, 1)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_all_to_alls_of_equal_messages_are_close(ranks_per_node, rails, shared):
     there = cluster(ranks_per_node, rails, intra_node=(0.1, 100.0), inter_node=(0.5, 10.0), message=0.01, shared=shared)
@@ -139,7 +139,7 @@ def bundled(nbytes: np.ndarray, ranks_per_node: int, groups: np.ndarray | None =
     return MessageTotals(group, *sums, sends=((intra_node | inter_node) & (nbytes > 0)).sum(1))
 
 
-@pytest.mark.parametrize(("node", "rails"), [(8, 8), (4, 4), (4, 1), (1, 1)])
+@pytest.mark.parametrize(("ranks_per_node", "rails"), [(8, 8), (4, 4), (4, 1), (1, 1)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_bundle_takes_what_its_messages_take(ranks_per_node, rails, shared):
     nbytes = np.full((8, 8), 1000)
