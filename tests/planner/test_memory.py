@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from attending import drawn, peak_bytes
 from attnmesh import Causal, Comm, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.plan import schedules, vectorized
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.testing.attention import random_inputs
+from helpers.memory import peak_bytes
 
 HEADS, HEAD_DIM = (8, 4), 64
 SHAPE = Shape(1, *HEADS, HEAD_DIM, itemsize=4, sum_itemsize=4)
@@ -73,7 +74,7 @@ def test_peaks_are_those_of_real_ranks(schedule, sizes, mask, layout):
             cp = ContextParallel(
                 Alone(rank, world, 10), layout=layout, schedule=schedule, ranks_per_node=ranks_per_node
             )
-            inputs = drawn(rows * world, batch=1, heads=HEADS, head_dim=HEAD_DIM)
+            inputs = random_inputs(rows * world, batch=1, heads=HEADS, head_dim=HEAD_DIM)
             leaves = [cp.shard(x, 2).clone().requires_grad_() for x in inputs[:3]]
             assert_predicted(lambda *x, cp=cp: cp.attention(*x, mask=mask), leaves, *(int(p[rank]) for p in predicted))
 
@@ -84,7 +85,9 @@ def test_rings_take_no_more_on_more_ranks(schedule, backward):
     """Hundreds of ranks with as many rows each hold what a few do."""
     for mask, layout in ((Full(), Contiguous()), (Causal(), Zigzag()), (SlidingWindow(300), Contiguous())):
         few, many = (
-            schedules.peak_bytes(schedule, Workload(shards(mask, layout, 512 * world, world), HALF, 4), backward=backward)
+            schedules.peak_bytes(
+                schedule, Workload(shards(mask, layout, 512 * world, world), HALF, 4), backward=backward
+            )
             for world in (32, 256)
         )
         assert many.max() <= 1.01 * few.max()

@@ -52,7 +52,7 @@ def test_a_report_of_files_is_written(tmp_path):
         (["--figures", "{folder}/text"], "is no JSON"),
         (["--figures", "{folder}/number"], "has no figures"),
         (["--trace", "{folder}/none.json"], "cannot be read"),
-        (["--trace", "{folder}/number"], "is no trace"),
+        (["--trace", "{folder}/number"], "is not a trace"),
     ],
 )
 def test_bad_input_is_answered_with_2_and_a_sentence(tmp_path, arguments, said):
@@ -95,5 +95,5 @@ def test_figures_are_all_tables_that_a_file_holds(tmp_path):
 def test_no_trace_of_ranks_is_refused(tmp_path, events):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    with pytest.raises(ValueError, match="is no trace of ranks"):
+    with pytest.raises(ValueError, match="is not a trace"):
         read_trace(path)

@@ -69,8 +69,8 @@ def test_the_data_inside_is_the_picture(report):
 
 def test_text_from_outside_stays_text(report):
     figures = {EVIL: [{EVIL: EVIL, "n": 3}]}
-    ranges = [Span(0, "compute", EVIL, 0.0, 1.0, {EVIL: EVIL})]
-    text = page(replace(report, facts={EVIL: EVIL}, figures=figures, timelines={EVIL: ranges}))
+    spans = [Span(0, "compute", EVIL, 0.0, 1.0, {EVIL: EVIL})]
+    text = page(replace(report, facts={EVIL: EVIL}, figures=figures, timelines={EVIL: spans}))
     read = Read(text)
     assert not [attributes for tag, attributes in read.tags if tag == "img"]
     assert not any(name.startswith("on") for _, attributes in read.tags for name in attributes)

@@ -23,13 +23,13 @@ EVIL = "<img src=x onerror=\"document.title='taken'\">"
 
 def ring_spans() -> list[Span]:
     """Every rank computes for 3 ms, while keys travel for 2; and once waits."""
-    ranges = [
+    spans = [
         Span(rank, track, EVIL, 3e-3 * step + begin, 3e-3 * step + end, {"step": step})
         for rank in range(WORLD)
         for step in range(WORLD)
         for track, begin, end in (("compute", 0.0, 3e-3), ("send", 0.0, 2e-3), ("receive", 1e-4, 2e-3))
     ]
-    return [*ranges, Span(0, "wait", "keys", 12e-3, 13e-3)]
+    return [*spans, Span(0, "wait", "keys", 12e-3, 13e-3)]
 
 
 @pytest.fixture(scope="module")

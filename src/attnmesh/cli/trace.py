@@ -19,7 +19,7 @@ from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import shards
-from attnmesh.trace.overlap import busy, met
+from attnmesh.trace.overlap import match_messages, summarize_overlap
 from attnmesh.trace.recorder import Recorder
 from attnmesh.trace.timeline import Span, write_trace
 
@@ -65,12 +65,12 @@ class Attending:
 
 def run(comm: Comm, asked: Attending, *, virtual: bool = False) -> None:
     """One rank's part: run once for warmth and once recorded; rank 0 writes the file and shows what it says."""
-    ranges = traced(comm, asked)
+    spans = traced(comm, asked)
     if comm.rank > 0:
         return
     title, facts = _described(comm, asked, virtual)
-    write_trace(asked.out, ranges, title=title, facts=facts)
-    show(ranges, title, asked.out, virtual=virtual)
+    write_trace(asked.out, spans, title=title, metadata=facts)
+    show(spans, title, asked.out, virtual=virtual)
 
 
 def traced(comm: Comm, asked: Attending) -> list[Span]:
@@ -98,25 +98,25 @@ def gathered(comm: Comm, recorder: Recorder, device: str) -> list[Span]:
     The processes of a machine share a clock. Those of different machines left the same barrier when they began: the
     first of a machine to leave it says what time that was there. So they are as exact as a barrier is.
     """
-    mine = _machine(), recorder.began, recorder.ranges()
+    mine = _machine(), recorder.start, recorder.spans()
     ranks = [pickle.loads(data) for data in _all_bytes(comm, pickle.dumps(mine), device)]
     zero: dict[str, float] = {}
     for machine, began, _ in ranks:
         zero[machine] = min(began, zero.get(machine, began))
-    return met(
+    return match_messages(
         replace(span, begin=max(0.0, span.begin - zero[machine]), end=max(0.0, span.end - zero[machine]))
-        for machine, _, ranges in ranks
-        for span in ranges
+        for machine, _, spans in ranks
+        for span in spans
     )
 
 
-def show(ranges: Sequence[Span], title: str, out: Path, *, virtual: bool) -> None:
+def show(spans: Sequence[Span], title: str, out: Path, *, virtual: bool) -> None:
     """Print what ranks did with their time, and where to see it."""
     rows: list[list[object]] = []
-    for each in busy(ranges):
-        share = f"{each.overlapped / each.transferred:.0%}" if each.transferred else "-"
-        times = (each.computed, each.transferred, each.overlapped, each.waited)
-        rows.append([each.rank, *(f"{1e3 * seconds:.2f}" for seconds in times), share, f"{each.sent / 1e6:.2f}"])
+    for each in summarize_overlap(spans):
+        share = f"{each.overlap / each.transfer:.0%}" if each.transfer else "-"
+        times = (each.compute, each.transfer, each.overlap, each.wait)
+        rows.append([each.rank, *(f"{1e3 * seconds:.2f}" for seconds in times), share, f"{each.bytes_sent / 1e6:.2f}"])
     console = report.console()
     columns = ["rank", "computed ms", "transferred ms", "overlapped ms", "waited ms", "hidden", "MB sent"]
     console.print(report.table(f"attnmesh trace: {title}", columns, rows))

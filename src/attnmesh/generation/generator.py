@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm, comm_from
-from attnmesh.comm.apart import ApartComm
+from attnmesh.comm import Comm, IndependentSubComm, SharedValues, check_on_all_ranks, comm_from
 from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.generation.engine import Reader, Reading
 from attnmesh.generation.sampling import Lookup, NewText, Sampling
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
-from attnmesh.parallel.agreement import Facts, agreed
 from attnmesh.plan.decode import DecodeSharding
 
 _GREEDY = Sampling()
@@ -139,7 +137,7 @@ class Generator:
         """
         stops = self._stops() if stop is None else set(stop)
 
-        def examined() -> tuple[list[list[int]], Facts]:
+        def check_arguments() -> tuple[list[list[int]], SharedValues]:
             rows = [_ids(self.tokenizer, prompt) for prompt in prompts]
             self._check(rows, max_new_tokens, sampling, speculative)
             said = sha256(repr((rows, sorted(stops))).encode()).hexdigest()
@@ -148,7 +146,7 @@ class Generator:
                 "speculative": speculative, "sharding": self.sharding,
             }  # fmt: skip
 
-        rows = agreed(self.comm, "generate", examined, anew=True)
+        rows = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
         return self._generate(rows, max_new_tokens, sampling, stops, speculative)
 
     def _generate(
@@ -345,4 +343,4 @@ def _verified(draft: list[int], likeliest: list[int]) -> list[int]:
 
 
 def _part(comm: Comm, members: list[int]) -> Comm:
-    return comm if len(members) == comm.world else ApartComm(comm, members)
+    return comm if len(members) == comm.world else IndependentSubComm(comm, members)

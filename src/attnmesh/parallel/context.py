@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag, dimension
 from attnmesh.core.masks import Causal, Mask
 from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.validation import check_count
 from attnmesh.ops.dense.api import choose_fused
 from attnmesh.ops.dense.call import input_error, resolve_scale
-from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.build import Builder
+from attnmesh.parallel.node_groups import node_groups
 from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, number_of
-from attnmesh.parallel.ranks import ranks_from
 from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
@@ -51,7 +51,7 @@ class _Kind:
 class ContextParallel:
     """Attention over a sequence whose positions are spread over ranks by a layout.
 
-    `where` is a ProcessGroup, a DeviceMesh, a comm, or None for the default group (a world of one without
+    `group` is a ProcessGroup, a DeviceMesh, a comm, or None for the default group (a world of one without
     torch.distributed). A mesh of two dimensions is (nodes, ranks a node); `ranks_per_node` says the same of other ranks: rank
     `node x ranks_per_node + i` is the i-th of its node. All ranks make the same calls in the same order with the same arguments.
     Ranks compare notes before the first call of a kind; what does not fit raises ValueError on every rank.
@@ -71,7 +71,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        where: Comm | ProcessGroup | DeviceMesh | None = None,
+        group: Comm | ProcessGroup | DeviceMesh | None = None,
         *,
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
@@ -85,8 +85,8 @@ class ContextParallel:
             raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        self._ranks = ranks_from(where, ranks_per_node)
-        self.comm = self._ranks.everyone
+        self._ranks = node_groups(group, ranks_per_node)
+        self.comm = self._ranks.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
         self._schedules: dict[_Kind, Schedule] = {}
         self._number = number_of(self)  # by which compiled graphs find it
@@ -112,7 +112,7 @@ class ContextParallel:
     def unshard(self, x: Tensor, dim: int, length: int) -> Tensor:
         """The whole tensor, on every rank, from the shards of all. Differentiable: gradients are summed over ranks."""
 
-        def examined() -> tuple[int, Facts]:
+        def check_arguments() -> tuple[int, SharedValues]:
             if not isinstance(x, Tensor):
                 raise ValueError(f"x must be a tensor, got {type(x).__name__}")
             at = dimension(x, dim)
@@ -123,7 +123,7 @@ class ContextParallel:
                 "gradients": torch.is_grad_enabled() and x.requires_grad,
             }  # fmt: skip
 
-        at = agreed(self._ranks, "ContextParallel.unshard", examined)
+        at = check_on_all_ranks(self._ranks, "ContextParallel.unshard", check_arguments)
         return unshard(x, at, length, self.layout, self.comm)
 
     @overload
@@ -168,11 +168,11 @@ class ContextParallel:
     def agree_on(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Schedule:
         """The schedule that answers, once all ranks agree on what is asked for."""
 
-        def examined() -> tuple[Schedule, Facts]:
+        def check_arguments() -> tuple[Schedule, SharedValues]:
             kind = self._kind(q, k, v, ask)
             return self._schedule(kind, q, k, v), self._facts(kind, ask)
 
-        return agreed(self._ranks, "ContextParallel.attention", examined)
+        return check_on_all_ranks(self._ranks, "ContextParallel.attention", check_arguments)
 
     def schedule_for(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Schedule:
         """The schedule that answers what has been agreed on."""
@@ -265,7 +265,7 @@ class ContextParallel:
                 f"shard has {rows}"
             )
 
-    def _facts(self, kind: _Kind, ask: Ask) -> Facts:
+    def _facts(self, kind: _Kind, ask: Ask) -> SharedValues:
         """What must be the same on all ranks."""
         given = "length"
         if ask.length is None:

@@ -26,16 +26,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SoloComm, comm_from
+from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, comm_from
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.validation import check_count
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.api import choose_fused
 from attnmesh.ops.dense.call import Call, Grads, Result, contiguous_last_dim, input_error, resolve_scale
 from attnmesh.ops.merge import GradAccumulator
-from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.schedule import BACKENDS, KeepsInputs, attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.blocks import Patch
@@ -96,7 +96,7 @@ def ring_distributed_attention(
     """
     comm = SoloComm() if group is None else comm_from(group)
 
-    def examined() -> tuple[_Share, Facts]:
+    def check_arguments() -> tuple[_Share, SharedValues]:
         problem = input_error(q, k, v, scale)
         if problem is not None:
             raise ValueError(problem)
@@ -120,7 +120,7 @@ def ring_distributed_attention(
             "gradient of v": grad and v.requires_grad,
         }  # fmt: skip
 
-    share = agreed(comm, "ring_distributed_attention", examined)
+    share = check_on_all_ranks(comm, "ring_distributed_attention", check_arguments)
     out, lse = attend(q, k, v, share)
     return (out, lse) if return_lse else out
 
@@ -142,7 +142,7 @@ def gather_ring_outputs(
     """
     comm = comm_from(group)
 
-    def examined() -> tuple[Zigzag, Facts]:
+    def check_arguments() -> tuple[Zigzag, SharedValues]:
         layout = Zigzag(pairs)
         check_count("length", length)
         if not isinstance(local_out, Tensor) or local_out.ndim < 3:
@@ -160,7 +160,7 @@ def gather_ring_outputs(
             "gradients": torch.is_grad_enabled() and local_out.requires_grad,
         }  # fmt: skip
 
-    layout = agreed(comm, "gather_ring_outputs", examined)
+    layout = check_on_all_ranks(comm, "gather_ring_outputs", check_arguments)
     return unshard(local_out, 2, length, layout, comm)
 
 

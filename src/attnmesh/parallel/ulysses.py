@@ -20,7 +20,7 @@ from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.heads import HeadExchange
 from attnmesh.parallel.message import heads_first
-from attnmesh.parallel.ranks import Ranks
+from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.parallel.schedule import Schedule
 from attnmesh.plan.ulysses import Segment, head_share, replicated
 
@@ -32,7 +32,7 @@ class Ulysses:
     queries: HeadExchange
     keys: HeadExchange
     between: Schedule  # attends with all rows of some heads
-    comm: Ranks  # all of them, those of other nodes too
+    comm: NodeGroups  # all of them, those of other nodes too
     lse: bool  # whether the lse is asked for: it and its gradient travel only then
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:

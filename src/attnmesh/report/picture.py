@@ -78,12 +78,12 @@ def _timeline(name: str, told: list[Span]) -> Json:
 
 def _step(span: Span) -> int | None:
     """The step that a span belongs to, where it says so."""
-    step = span.facts.get("step", span.facts.get("round"))
+    step = span.args.get("step", span.args.get("round"))
     return step if isinstance(step, int) else None
 
 
 def _said(span: Span) -> str:
-    told = {key: value for key, value in span.facts.items() if key not in ("step", "round")}
+    told = {key: value for key, value in span.args.items() if key not in ("step", "round")}
     return ", ".join(f"{key} {_figure(value)}" for key, value in told.items())
 
 

@@ -29,6 +29,6 @@ def simulated(schedule: str, workload: Workload, cluster: Cluster) -> list[Span]
         travelled |= dict.fromkeys(part.starts, step)
 
     def of(span: Span) -> int | None:
-        return computed.get(str(span.facts.get("round"))) if span.track == "compute" else travelled.get(span.name)
+        return computed.get(str(span.args.get("round"))) if span.track == "compute" else travelled.get(span.name)
 
-    return [replace(span, facts={**span.facts, "step": of(span)}) for span in ran.ranges]
+    return [replace(span, args={**span.args, "step": of(span)}) for span in ran.spans]

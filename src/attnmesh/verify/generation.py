@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.comm import Comm
-from attnmesh.comm.solo import SoloComm
+from attnmesh.comm import Comm, SoloComm
 from attnmesh.kv_cache.sequence import ShardedSequence
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.stages import Norm, Rope

@@ -157,11 +157,11 @@ def _facts(asked: Asked, found: Cluster, schedule: str, runs: Sequence[_Run]) ->
 
 def _write(asked: Asked, path: Path, runs: Sequence[_Run]) -> None:
     """All runs one after the other in one file."""
-    ranges, begin = [], 0.0
+    spans, begin = [], 0.0
     for one in runs:
-        ranges += [replace(span, begin=span.begin + begin, end=span.end + begin) for span in one.simulated.ranges]
+        spans += [replace(span, begin=span.begin + begin, end=span.end + begin) for span in one.simulated.spans]
         begin += one.simulated.seconds
-    write_trace(path, ranges, title=f"simulated {runs[0].schedule}", facts={"ranks": asked.ranks})
+    write_trace(path, spans, title=f"simulated {runs[0].schedule}", metadata={"ranks": asked.ranks})
 
 
 def _factors(given: Sequence[str], option: str, ranks: int) -> dict[int, float]:

@@ -12,7 +12,7 @@ def forward(backend: Backend, call: Call, total: StateAccumulator, recorder: Rec
     if recorder is None:
         backend.forward(call, total)
         return
-    with recorder.noting("compute", "attention", call.q.device, **_facts(backend, call)):
+    with recorder.span("compute", "attention", call.q.device, **_facts(backend, call)):
         backend.forward(call, total)
 
 
@@ -21,7 +21,7 @@ def backward(backend: Backend, call: Call, result: Result, grads: Grads, recorde
     if recorder is None:
         backend.backward(call, result, grads)
         return
-    with recorder.noting("compute", "attention backward", call.q.device, **_facts(backend, call)):
+    with recorder.span("compute", "attention backward", call.q.device, **_facts(backend, call)):
         backend.backward(call, result, grads)
 
 

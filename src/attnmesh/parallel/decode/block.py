@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm
-from attnmesh.kv_cache.prepare import ProjectedTokens, prepare
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.comm.subgroups import propagate_failure
+from attnmesh.core.validation import check_count
+from attnmesh.kv_cache.prepare import ProjectedKV, prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.stages import rms_norm
 from attnmesh.ops.decode.api import check_backend
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN
-from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.decode.core import Cp, ShardAttention
 from attnmesh.parallel.decode.exchange import Exchange, Kvdp
 from attnmesh.parallel.decode.ranks import DecodeRanks, decode_ranks, whole_comm
-from attnmesh.parallel.schedule import propagate_failure
 from attnmesh.plan.decode import DecodeShape, DecodeSharding, KvRows
 
 _TENSORS = [field.name for field in fields(AttentionWeights) if field.name != "out_bias"]  # that one is rank 0's alone
@@ -65,7 +65,7 @@ class Settings:
             )
 
 
-def check_weights(settings: Settings, weights: AttentionWeights, rank: int) -> Facts:
+def check_weights(settings: Settings, weights: AttentionWeights, rank: int) -> SharedValues:
     """Refuse weights that are not this rank's; what must be equal on all ranks."""
     if not isinstance(weights, AttentionWeights):
         raise ValueError(f"weights must be AttentionWeights, got {type(weights).__name__}")
@@ -81,7 +81,7 @@ def check_weights(settings: Settings, weights: AttentionWeights, rank: int) -> F
 def check_call(
     settings: Settings, weight: Tensor, rank: int, x: Tensor, cache: ShardedCache, step: Step, layer: int,
     update_cache: bool,
-) -> Facts:  # fmt: skip
+) -> SharedValues:  # fmt: skip
     """Refuse a call that this rank cannot serve; what must be equal on all ranks."""
     if not isinstance(cache, ShardedCache) or not isinstance(step, Step):
         raise ValueError(
@@ -99,7 +99,7 @@ def check_call(
     if step.tokens > MAX_DECODE_TOKENS:
         raise ValueError(f"a block takes 1 to {MAX_DECODE_TOKENS} new tokens a sequence, got {step.tokens}")
     _check_cache(settings, cache, rank, weight)
-    cache.check_current(step, layer, written=not update_cache)
+    cache.check_step(step, layer, written=not update_cache)
     return {
         "x": x.shape, "layer": layer, "update_cache": update_cache, "block_size": cache.block_size,
         "num_blocks": cache.num_blocks, "max_length": cache.max_length, "storage": cache.storage,
@@ -163,13 +163,13 @@ class AttentionBlock:
         everyone = whole_comm(comm)
         settings = Settings(config, sharding, exchange, kv_rows, split_size, backend)
 
-        def examined() -> tuple[DecodeRanks, Facts]:
+        def check_arguments() -> tuple[DecodeRanks, SharedValues]:
             settings.check()
             ranks = decode_ranks(comm, everyone, sharding)
             return ranks, check_weights(settings, weights, ranks.rank)
 
         # Anew: blocks of other layers have the same settings, but weights of their own.
-        self._ranks = agreed(everyone, "AttentionBlock", examined, anew=True)
+        self._ranks = check_on_all_ranks(everyone, "AttentionBlock", check_arguments, force=True)
         self.rank = self._ranks.rank
         """This rank in the sharding's order; on a mesh that may be another than the process's."""
         self.config, self.weights, self.sharding = config, weights, sharding
@@ -216,15 +216,15 @@ class AttentionBlock:
         written first; `update_cache=False` says that they are there already.
         """
 
-        def examined() -> tuple[None, Facts]:
+        def check_arguments() -> tuple[None, SharedValues]:
             weight = self.weights.qkv
             return None, check_call(self._settings, weight, self.rank, x, cache, step, layer, update_cache)
 
-        agreed(self._ranks, "AttentionBlock call", examined)
+        check_on_all_ranks(self._ranks, "AttentionBlock call", check_arguments)
         with propagate_failure(self._ranks), torch.autocast(x.device.type, enabled=False):
             out = self._attended(x, cache, step, layer, update_cache)
         if update_cache:  # not before: after a failure, a step that is written again is whole
-            cache.wrote(step, layer)
+            cache.mark_written(step, layer)
         return out
 
     def _attended(self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool) -> Tensor:
@@ -260,7 +260,7 @@ class AttentionBlock:
         q, kv = self._q_and_kv(x, cache.rows)
         new = None
         if update_cache:
-            new = ProjectedTokens(kv, cache.rows, step.slots, cache.keys(layer), cache.values(layer))
+            new = ProjectedKV(kv, cache.rows, step.slots, cache.keys(layer), cache.values(layer))
         return prepare(q, step.positions, new, self.config, weights, parts)
 
     def _q_and_kv(self, x: Tensor, own: range) -> tuple[Tensor, Tensor]:
@@ -287,4 +287,4 @@ class AttentionBlock:
         if weights.out is None:
             return out.transpose(1, 2)
         part = F.linear(out.flatten(2), weights.out, weights.out_bias)
-        return part if self.sharding.ranks == 1 else self._ranks.everyone.all_reduce(part, reuse=True)
+        return part if self.sharding.ranks == 1 else self._ranks.all_ranks.all_reduce(part, reuse=True)

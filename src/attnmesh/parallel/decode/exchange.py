@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from attnmesh.comm import Comm
-from attnmesh.comm.base import parts_of
+from attnmesh.comm.base import split_buffer
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvdpExchange
 
 
@@ -67,7 +67,7 @@ class Kvdp:
             sent = [(self.heads[me], rows, tokens, dim) for rows in self.rows]
             shapes = [(heads, self.rows[me], tokens, dim) for heads in self.heads]
             arrived = self._room(message, (sum(self.heads), self.rows[me], tokens, dim))
-            self.comm.all_to_all(parts_of(message, sent), shapes, into=arrived)
+            self.comm.all_to_all(split_buffer(message, sent), shapes, into=arrived)
             return arrived
         shapes = [(heads, sum(self.rows), tokens, dim) for heads in self.heads]
         gathered = self._room(message, (sum(self.heads), sum(self.rows), tokens, dim))

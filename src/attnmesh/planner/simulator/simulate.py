@@ -27,7 +27,7 @@ class Simulated:
     finish: Floats  # when the rank was through, with all of its messages
     computed: Floats
     waited: Floats  # with nothing to compute, for messages: transfer that is not hidden, and ranks that are late
-    ranges: list[Span]  # of the ranks that were asked for, in the order of their beginnings
+    spans: list[Span]  # of the ranks that were asked for, in the order of their beginnings
     method: str  # in words
 
     @property
@@ -63,8 +63,8 @@ def simulate(
 
 
 def _simulated(record: Record, method: str) -> Simulated:
-    ranges = sorted(record.ranges, key=lambda span: (span.begin, span.rank))
-    return Simulated(record.finish, record.computed, record.waited, ranges, method)
+    spans = sorted(record.spans, key=lambda span: (span.begin, span.rank))
+    return Simulated(record.finish, record.computed, record.waited, spans, method)
 
 
 def _too_much(rounds: Iterator[Round], made: list[Round], world: int, cluster: Cluster) -> str | None:
