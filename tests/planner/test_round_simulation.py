@@ -69,7 +69,7 @@ def close(make_program: Program, there, slow: Slow, *, whole: float, each: float
 
 @pytest.mark.parametrize(("ranks_per_node", "rails"), [(8, 8), (4, 4), (4, 2), (4, 1), (1, 1)])
 @pytest.mark.parametrize("shared", [False, True])
-def test_all_to_alls_of_equal_messages_are_close(node, rails, shared):
+def test_all_to_alls_of_equal_messages_are_close(ranks_per_node, rails, shared):
     there = simulated_cluster(
         ranks_per_node, rails, intra_node=(0.1, 100.0), inter_node=(0.5, 10.0), message=0.01, shared=shared
     )
