@@ -184,7 +184,7 @@ def test_estimates_name_device_and_links():
     assert hardware_name(default_cluster("cuda"), nodes=1) == "h200, nvlink4 (450 GB/s)"
     report = make_report(Causal(), Zigzag(), 64, 4, SHAPE, ranks_per_node=2)
     assert report.hardware == "h200, nvlink4 (450 GB/s) within a node, infiniband (50 GB/s) between nodes"
-    assert all(report.hardware in each["timeline"]["name"] for each in drawing_data(report)["schedules"])
+    assert all(report.hardware == each["timeline"]["hardware"] for each in drawing_data(report)["schedules"])
     on_cpu = make_report(Causal(), Zigzag(), 64, 2, SHAPE, device="cpu")
     assert on_cpu.hardware.startswith("cpu, loopback (")
 

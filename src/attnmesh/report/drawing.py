@@ -104,7 +104,6 @@ def _tokens_shown(shards: Shards, length: int) -> int:
 
 
 def _schedule(view: ScheduleView, report: Report) -> Json:
-    simulated = f"{view.name}, forward, simulated for {report.hardware}"
     return {
         "name": view.name,
         "steps": [step.name for step in view.steps],
@@ -117,7 +116,7 @@ def _schedule(view: ScheduleView, report: Report) -> Json:
         "forward": _loads(view.forward),
         "backward": _loads(view.backward),
         "imbalance": view.imbalance,
-        "timeline": _timeline(simulated, view.timeline, report.groups),
+        "timeline": _timeline(f"{view.name}, forward, simulated", view.timeline, report.groups, report.hardware),
     }
 
 
@@ -133,7 +132,7 @@ def _ends(of: range) -> tuple[int, int]:
     return of.start, of.stop
 
 
-def _timeline(name: str, spans: Sequence[Span], groups: RankGroups) -> Json:
+def _timeline(name: str, spans: Sequence[Span], groups: RankGroups, hardware: str | None = None) -> Json:
     """The spans of one timeline. One with more ranks than there may be rows has the first rank of every group."""
     grouped = groups.size > 1 and len({span.rank for span in spans}) > MOST_ROWS
     drawn = [span for span in spans if span.rank % groups.size == 0] if grouped else spans
@@ -141,6 +140,7 @@ def _timeline(name: str, spans: Sequence[Span], groups: RankGroups) -> Json:
     start = kept[0].begin if kept else 0.0
     return {
         "name": name,
+        "hardware": hardware,  # that a simulated one is for
         "left_out": len(drawn) - len(kept),
         "spans": [
             [span.rank, span.track, span.name, span.begin - start, span.end - start, _step(span), _args(span)]
