@@ -14,7 +14,7 @@ import attnmesh as am
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
 
-KERNEL_KINDS = ("llama", "qwen2", "qwen3", "mistral", "gpt_oss")
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "gpt_oss")
 LAYOUTS = {"zigzag": am.Zigzag(), "striped": am.Striped(), "contiguous": am.Contiguous()}
 VOCABULARY, POSITIONS, STOP = 101, 512, 7
 WORDS = ["<s>", "</s>", "<unk>", *"abcdefghijkl", "ab"]
@@ -42,7 +42,7 @@ def transformers_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng():
-        torch.manual_seed(KERNEL_KINDS.index(kind))
+        torch.manual_seed(KINDS.index(kind))
         config = AutoConfig.for_model(kind, **_SIZES | _OWN[kind])
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
         for weight in model.parameters():

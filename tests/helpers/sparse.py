@@ -220,8 +220,8 @@ def assert_sparse_close(
 ) -> None:
     """Assert the error rule for every result, in the precision of `plain`. Positions are rows of the first dimension."""
     for name, *three in zip(names, actual, plain, exact, strict=True):
-        intra_node, simple, right = (x.detach().cpu()[None, None] for x in three)
-        assert_close(name, intra_node, simple, right.double(), rounding=ROUNDING[simple.dtype])
+        near, simple, right = (x.detach().cpu()[None, None] for x in three)
+        assert_close(name, near, simple, right.double(), rounding=ROUNDING[simple.dtype])
 
 
 # The indexer.

@@ -19,7 +19,7 @@ from attnmesh.planner.simulator.rounds import run_waves
 from helpers.clusters import attention_kernels, make_program, simulated_cluster, simulated_device
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=4, sum_itemsize=4)
-SLOW_SQUARES = replace(simulated_device(), squares=(("attention", Curve(((1.0, 3.0),))),))
+SLOW_SQUARES = replace(simulated_device(), causal=(("attention", Curve(((1.0, 3.0),))),))
 
 
 def floats(*values: float) -> np.ndarray:
@@ -30,7 +30,7 @@ def test_squares_run_at_their_own_pace_and_the_rest_at_the_usual_one():
     kernels = Kernels("attention", floats(10, 10, 4), floats(4, 4, 1), causal=(floats(0, 4, 4), floats(0, 2, 1)))
     assert kernels.seconds(SLOW_SQUARES) == pytest.approx([10, 6 + 3 * 4, 3 * 4])
     assert kernels.seconds(simulated_device()) == pytest.approx([10, 10, 4])  # no pace of their own
-    assert replace(kernels, squares=None).seconds(SLOW_SQUARES) == pytest.approx([10, 10, 4])  # nobody looked
+    assert replace(kernels, causal=None).seconds(SLOW_SQUARES) == pytest.approx([10, 10, 4])  # nobody looked
 
 
 def test_squares_shrink_with_their_kernels():
