@@ -125,7 +125,7 @@ def test_a_captured_step_serves_all_later_ones(family, storage):
     for _ in range(STEPS - 2):
         step = feed()
         graph.replay()
-        cache.wrote(step)
+        cache.mark_written(step)
         check(out)
 
 

@@ -295,7 +295,7 @@ def test_a_step_that_is_over_on_one_rank_is_refused_on_all(what):
             elif what == "freed":
                 ready.cache.free(ready.feeding.held[0])
             else:
-                ready.cache.wrote(given[2], 0)
+                ready.cache.mark_written(given[2], 0)
         before = state_of(ready.cache, 2)
         message = said(lambda: ready.block(*given))
         return message, same(state_of(ready.cache, 2), before)

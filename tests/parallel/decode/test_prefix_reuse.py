@@ -142,9 +142,9 @@ def test_a_prompt_goes_where_its_prefix_is_unless_no_row_is_free_there():
         feeding.begin(2, prompts=[ids[2][:9]]).until(2, 9)  # bank 0
         feeding.begin(0, prompts=[ids[0][:25]]).until(0, 25)  # bank 1, which has more rows free
         feeding.begin(1, prompts=[ids[1][:23]]).until(1, 23)
-        banks = [feeding.held[i].bank for i in range(3)]
+        banks = [feeding.held[i].kvdp_rank for i in range(3)]
         twin = feeding.cache.allocate(ids[1][:23])
-        return banks, feeding.held[1].cached, twin.bank, twin.cached
+        return banks, feeding.held[1].cached, twin.kvdp_rank, twin.cached
 
     assert run({}, (1, 2, 1, 1), program, batch=4) == ([1, 1, 0], 20, 0, 0)
 

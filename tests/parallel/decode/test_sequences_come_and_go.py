@@ -75,7 +75,7 @@ def test_rows_that_are_not_in_a_step_are_left_alone(kind, sharding):
                 (pool.view(torch.int32) != old).flatten(2).any(-1).sum().item()
                 for pool, old in zip(pools_of(cache), written, strict=True)
             )
-            share = feeding.block.sharding.share(feeding.block.rank)
+            share = feeding.block.sharding.position_shard(feeding.block.rank)
             ends = [feeding.held[i].length for i in some if feeding.held[i].row in cache.rows]
             assert changed == 2 * sum(share.length(end) - share.length(end - tokens) for end in ends)
 

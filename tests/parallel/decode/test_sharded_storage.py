@@ -43,7 +43,7 @@ def stored(cache, sequence):
     """What this rank holds of a sequence: K and V [2, heads, D] of its positions."""
     if sequence.row not in cache.rows:
         return {}
-    share = cache.sharding.share(cache.rank)
+    share = cache.sharding.position_shard(cache.rank)
     blocks = cache.block_table[sequence.row - cache.rows.start].tolist()
     k, v = (dequantize(pool, torch.float32) for pool in (cache.keys(0), cache.values(0)))
     found = {}
