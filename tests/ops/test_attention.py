@@ -412,7 +412,7 @@ def test_the_choice_can_be_asked_why():
     assert dict(choice.refusals)["triton"] == "its kernels take head_dim 16 to 256, not 8"
     assert str(choice).splitlines() == [
         f"aten: {choice.reason}",
-        "  triton refuses: its kernels take head_dim 16 to 256, not 8",
+        "  triton cannot: its kernels take head_dim 16 to 256, not 8",
     ]
     assert explain_attention(q, k, v, backend="reference").backend == "reference"
 
@@ -445,9 +445,9 @@ def test_a_backend_asked_for_by_name_serves_or_says_why_not(backend, dtype, head
 
 GOOD = dict(zip("qkv", drawn(6), strict=False))
 BAD = {
-    "heads that do not divide": ({"q": torch.zeros(2, 3, 6, 16)}, "2 kv heads must divide the 3 query heads"),
-    "more kv heads than heads": ({"q": torch.zeros(2, 1, 6, 16)}, "2 kv heads must divide the 1 query heads"),
-    "no heads": ({"q": torch.zeros(2, 0, 6, 16)}, "2 kv heads must divide the 0 query heads"),
+    "heads that do not divide": ({"q": torch.zeros(2, 3, 6, 16)}, "got q_heads=3 and kv_heads=2"),
+    "more kv heads than heads": ({"q": torch.zeros(2, 1, 6, 16)}, "got q_heads=1 and kv_heads=2"),
+    "no heads": ({"q": torch.zeros(2, 0, 6, 16)}, "got q_heads=0 and kv_heads=2"),
     "another dtype": ({"k": GOOD["k"].half()}, "one dtype, got torch.float32, torch.float16 and torch.float32"),
     "another device": ({"v": GOOD["v"].to("meta")}, "one device, got cpu, cpu and meta"),
     "k and v of two lengths": ({"v": GOOD["v"][:, :, 1:]}, r"k and v .*\(2, 2, 6, 16\) and \(2, 2, 5, 16\)"),
