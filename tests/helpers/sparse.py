@@ -135,7 +135,7 @@ class AttentionCase:
     @property
     def times(self) -> Tensor:
         """[s_q, s_kv]: how often a row reads a key."""
-        return reference.times_named(self.indices, self.valid, self.s_kv, self.mask.k_offset)
+        return reference.key_counts(self.indices, self.valid, self.s_kv, self.mask.k_offset)
 
     @property
     def grads(self) -> list[Tensor]:

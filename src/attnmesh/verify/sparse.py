@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.ops.sparse import attention, indexer, loss, reference
-from attnmesh.ops.sparse.lse import convert_lse
-from attnmesh.ops.sparse.mask import SparseMask
+from attnmesh.ops.sparse import attention, indexer, reference
+from attnmesh.ops.sparse import indexer_loss as loss
+from attnmesh.ops.sparse.arguments import SparseMask, convert_lse
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.verify.mode import Compared, ComparedMode
 
@@ -193,7 +193,7 @@ def _over_all_keys(mask: SparseMask) -> SparseMask:
 
 def _times(problem: Problem) -> Tensor:
     valid = reference.valid_slots(problem.indices, KEYS, problem.mask)
-    return reference.times_named(problem.indices, valid, KEYS).to(problem.q.dtype)
+    return reference.key_counts(problem.indices, valid, KEYS).to(problem.q.dtype)
 
 
 def _at_slots(x: Tensor, problem: Problem, otherwise: float) -> Tensor:
@@ -313,7 +313,7 @@ def _chosen_by_definition(problem: Problem) -> Results:
     seen = _seen(problem.mask)
     scores = reference.index_scores(*problem.indexer, INDEX_SCALE).masked_fill(~seen, -torch.inf)
     iq, ik, w = (x.round() for x in problem.indexer)
-    keys = reference.best_keys(reference.index_scores(iq, ik, w), seen, TOPK)
+    keys = reference.topk_keys(reference.index_scores(iq, ik, w), seen, TOPK)
     padded = [row + [-1] * (TOPK - len(row)) for row in keys]
     return {
         "best scores": scores.sort(descending=True).values[:, :TOPK],

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, SubComm
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
-from attnmesh.parallel.sparse.api import Bringing, SparseParallel
+from attnmesh.parallel.sparse.api import Schedule, SparseParallel
 from attnmesh.verify.mode import Compared, ComparedMode
 from attnmesh.verify.sparse import (
     DTYPES,
@@ -46,14 +46,14 @@ def sparse_rank_modes(comm: Comm) -> Iterator[ComparedMode]:
     """Every operation on every grid of ranks, keys gathered and sharded; layouts, masks and precisions in turn."""
     number = 0
     for sizes, operation in product(_grids(comm.world), OPERATIONS):
-        for keys in ("gathered", "sharded") if sizes[1] > 1 else ("gathered",):
+        for schedule in ("allgather", "ring") if sizes[1] > 1 else ("allgather",):
             layout, mask, dtype = _LAYOUTS[number % 3], MASKS[number % 4], list(DTYPES)[number // 4 % 2]
             number += 1
-            grid = _Grid.of(comm, sizes, layout, keys)
+            grid = _Grid.of(comm, sizes, layout, schedule)
             compared = partial(_compared, comm, grid, operation, mask, dtype)
             shape = shape_of(_heads(comm.world), dtype)
             yield ComparedMode(f"sparse {operation.name} {grid} {mask}", shape, compared, together=True)
-    grid = _Grid.of(comm, (1, comm.world), Zigzag(), "gathered")
+    grid = _Grid.of(comm, (1, comm.world), Zigzag(), "allgather")
     shape = shape_of(_heads(comm.world), "bf16")
     yield ComparedMode(f"sparse {grid} same bits", shape, partial(_same_bits, comm, grid), together=True)
 
@@ -74,18 +74,18 @@ class _Grid:
     tp: Comm
     cp: Comm
     layout: Layout
-    keys: Bringing
+    schedule: Schedule
 
     @classmethod
-    def of(cls, comm: Comm, sizes: tuple[int, int], layout: Layout, keys: Bringing) -> _Grid:
+    def of(cls, comm: Comm, sizes: tuple[int, int], layout: Layout, schedule: Schedule) -> _Grid:
         """This rank's place in a grid, rank = cp rank x tp + tp rank."""
         tp, first = sizes[0], comm.rank // sizes[0] * sizes[0]
         heads = SubComm(comm, range(first, first + tp))
-        return cls(heads, SubComm(comm, range(comm.rank - first, comm.world, tp)), layout, keys)
+        return cls(heads, SubComm(comm, range(comm.rank - first, comm.world, tp)), layout, schedule)
 
     def __str__(self) -> str:
         sizes = [f"{name}{comm.world}" for name, comm in (("TP", self.tp), ("CP", self.cp)) if comm.world > 1]
-        how = [self.keys, type(self.layout).__name__.lower()] if self.cp.world > 1 else []
+        how = [self.schedule, type(self.layout).__name__.lower()] if self.cp.world > 1 else []
         return " ".join(["-".join(sizes) or "TP1", *how])
 
     def local(self, problem: Problem) -> Problem:
@@ -116,7 +116,9 @@ class _Grid:
 
 
 def _found(comm: Comm, grid: _Grid, operation: Operation, problem: Problem, device: str) -> dict[str, list[Tensor]]:
-    on = SparseParallel(tp=grid.tp, cp=grid.cp, length=ROWS, key_length=KEYS, layout=grid.layout, keys=grid.keys)
+    on = SparseParallel(
+        tp=grid.tp, cp=grid.cp, length=ROWS, key_length=KEYS, layout=grid.layout, schedule=grid.schedule
+    )
     local = grid.local(poisoned(problem, operation.over_slots)).on(device)
     found = operation.found(on, local)
     return {name: grid.whole(name, x, _heads(comm.world)) for name, x in found.items()}
