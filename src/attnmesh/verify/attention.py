@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import cycle, product
 
@@ -16,9 +16,8 @@ from attnmesh.core.merge import merge
 from attnmesh.core.state import State
 from attnmesh.ops.dense.api import attention
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import refusal
 from attnmesh.testing.attention import compare, forward_backward, gather_results, random_inputs, shard_results
 from attnmesh.testing.errors import Comparison
 from attnmesh.verify.mode import DTYPES, Mode
@@ -119,7 +118,7 @@ def _ring_modes(comm: Comm, backend: str) -> Iterator[Mode]:
 def _schedule_modes(comm: Comm) -> Iterator[Mode]:
     """Yield the other schedules, under every mask, on layouts with different requirements."""
     dtypes = cycle(DTYPES)
-    for schedule, ranks_per_node in _schedules(comm.world, ("auto", *SCHEDULES[1:])):
+    for schedule, ranks_per_node in _schedules(comm.world, ("auto", *list(SCHEDULES)[1:])):
         for mask in _masks(LENGTH):
             for layout in (Zigzag(), Balanced(mask), Joint((100, Zigzag()), (LENGTH - 100, Contiguous()))):
                 name = f"{schedule} {_layout_name(layout)} {_mask_name(mask)}"
@@ -151,7 +150,7 @@ def _query_distributed_modes(comm: Comm) -> Iterator[Mode]:
         yield _mode(name, partial(compute, pairs), Causal(), dtype, LENGTH, comm=comm)
 
 
-def _schedules(world: int, names: tuple[str, ...]) -> list[tuple[str, int | None]]:
+def _schedules(world: int, names: Iterable[str]) -> list[tuple[str, int | None]]:
     """Return schedules and their ranks per node; two-level schedules only where `world` has two factors."""
     ranks_per_node = next((n for n in range(2, world) if world % n == 0), None)
     return [(name, ranks_per_node if "+" in name else None) for name in names if ranks_per_node or "+" not in name]

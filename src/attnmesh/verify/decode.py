@@ -46,7 +46,7 @@ def _option_modes(backend: str) -> Iterator[Mode]:
         yield mode(dtype, 4, "window", window=37)
         yield mode(other, 1, "sinks", sinks=True)
         yield mode(dtype, 4, "boolean mask", key_range="bool bht")
-        yield mode(other, 4, "additive mask", key_range="added bht")
+        yield mode(other, 4, "additive mask", key_range="bias bht")
         yield mode(dtype, 4, "tree", key_range="trees")
         yield mode(other, 4, "share_cache", share="cache")
         yield mode(dtype, 1, "skipped sequence", positions=(*POSITIONS[:2], -1))

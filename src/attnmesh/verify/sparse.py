@@ -18,12 +18,10 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.ops.sparse import indexer
-from attnmesh.ops.sparse.lse import convert_lse
+from attnmesh.ops.sparse.arguments import convert_lse
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.testing.errors import Comparison
 from attnmesh.testing.sparse import (
-    INDEX_SCALE,
-    SCALE,
     Functions,
     GridRank,
     OneDevice,
@@ -34,7 +32,8 @@ from attnmesh.testing.sparse import (
 )
 from attnmesh.verify.mode import DTYPES, Mode
 
-ROWS, KEYS, TOPK, WIDTH, D_V = 37, 53, 19, 40, 24
+ROWS, KEYS, TOPK, WIDTH, D_V, INDEX_WIDTH = 37, 53, 19, 40, 24, 16
+SCALE, INDEX_SCALE = WIDTH**-0.5, INDEX_WIDTH**-0.5
 _HEADS, _HEAD_GROUP = 10, 4
 _MASKS = ("no mask", "causal", "causal strided", "documents")
 _LAYOUTS: tuple[Layout, ...] = (Zigzag(), Contiguous(), Striped())
@@ -79,16 +78,16 @@ def sparse_modes() -> Iterator[Mode]:
 
 
 def sparse_parallel_modes(comm: Comm) -> Iterator[Mode]:
-    """Yield every operation on every grid of ranks, keys gathered and sharded; layouts, masks, precisions in turn."""
+    """Yield every operation on every grid of ranks, under both schedules; layouts, masks, precisions in turn."""
     heads, number = comm.world + 9, 0
     for tp, operation in product((n for n in range(1, comm.world + 1) if comm.world % n == 0), _OPERATIONS):
-        for keys in ("gathered", "sharded") if tp < comm.world else ("gathered",):
+        for schedule in ("allgather", "ring") if tp < comm.world else ("allgather",):
             layout, mask, dtype = _LAYOUTS[number % 3], _MASKS[number % 4], list(DTYPES)[number // 4 % 2]
             number += 1
-            name = f"sparse {operation.name} {_grid_name(comm, tp, layout, keys)} {mask}"
-            run = partial(_compare_grid, comm, GridRank.of(comm, tp, layout), keys, operation, mask, dtype)
+            name = f"sparse {operation.name} {_grid_name(comm, tp, layout, schedule)} {mask}"
+            run = partial(_compare_grid, comm, GridRank.of(comm, tp, layout), schedule, operation, mask, dtype)
             yield Mode(name, _shape(heads, dtype), run, collective=True)
-    name = f"sparse {_grid_name(comm, 1, Zigzag(), 'gathered')} same bits"
+    name = f"sparse {_grid_name(comm, 1, Zigzag(), 'allgather')} same bits"
     run = partial(_same_bits_as_one_device, comm, GridRank.of(comm, 1, Zigzag()))
     yield Mode(name, _shape(heads, "bf16"), run, collective=True)
 
@@ -97,10 +96,10 @@ def _shape(heads: int, dtype: str) -> str:
     return f"{heads}/1x{ROWS}:{KEYS}x{WIDTH}/{D_V} {dtype}"
 
 
-def _grid_name(comm: Comm, tp: int, layout: Layout, keys: str) -> str:
+def _grid_name(comm: Comm, tp: int, layout: Layout, schedule: str) -> str:
     cp = comm.world // tp
     sizes = "-".join(f"{name}{size}" for name, size in (("TP", tp), ("CP", cp)) if size > 1) or "TP1"
-    return f"{sizes} {keys} {type(layout).__name__.lower()}" if cp > 1 else sizes
+    return f"{sizes} {schedule} {type(layout).__name__.lower()}" if cp > 1 else sizes
 
 
 def _random(heads: int, mask: str, dtype: str, seed: int) -> SparseProblem:
@@ -121,29 +120,31 @@ def _random(heads: int, mask: str, dtype: str, seed: int) -> SparseProblem:
             start = integers(0, KEYS - 4)
             fields = {"k_start": start, "k_end": (start + integers(0, 30)).clamp(max=KEYS - 3)}
     return random_sparse_problem(
-        ROWS, KEYS, heads=heads, topk=TOPK, width=WIDTH, d_v=D_V, index_width=16, dtype=DTYPES[dtype], seed=seed,
+        ROWS, KEYS, heads=heads, topk=TOPK, width=WIDTH, d_v=D_V, index_width=INDEX_WIDTH, dtype=DTYPES[dtype], seed=seed,
         **fields,
     )  # fmt: skip
 
 
 def _grid_results(
-    place: GridRank, keys: Any, operation: _Operation, problem: SparseProblem, device: str
+    place: GridRank, schedule: Any, operation: _Operation, problem: SparseProblem, device: str
 ) -> dict[str, list[Tensor]]:
-    parallel = SparseParallel(tp=place.tp, cp=place.cp, length=ROWS, key_length=KEYS, layout=place.layout, keys=keys)
+    parallel = SparseParallel(
+        tp=place.tp, cp=place.cp, length=ROWS, key_length=KEYS, layout=place.layout, schedule=schedule
+    )
     own = operation.run(parallel, problem.poisoned(operation.over_indices).shard(place).on(device))
     return {name: place.gather(name, x, problem) for name, x in own.items()}
 
 
 def _compare_grid(
-    comm: Comm, place: GridRank, keys: str, operation: _Operation, mask: str, dtype: str, seed: int, device: str
+    comm: Comm, place: GridRank, schedule: str, operation: _Operation, mask: str, dtype: str, seed: int, device: str
 ) -> list[Comparison]:
     problem = _random(comm.world + 9, mask, dtype, seed)
-    actual = _grid_results(place, keys, operation, problem, device)
+    actual = _grid_results(place, schedule, operation, problem, device)
     return operation.compare(actual, problem) if comm.rank == 0 else []
 
 
 def _same_bits_as_one_device(comm: Comm, place: GridRank, seed: int, device: str) -> list[Comparison]:
-    """With gathered keys, every row is computed as on one device.
+    """With all-gathered keys, every row is computed as on one device.
 
     The BLAS of a CPU may take another path for fewer rows: there only the chosen keys must be equal.
     """
@@ -153,7 +154,7 @@ def _same_bits_as_one_device(comm: Comm, place: GridRank, seed: int, device: str
         equal |= {"out", "lse", "dq", "attn_sum", "sum", "normalized", "loss"}
     results = []
     for operation in _OPERATIONS:
-        actual = _grid_results(place, "gathered", operation, problem, device)
+        actual = _grid_results(place, "allgather", operation, problem, device)
         if comm.rank == 0:
             alone = operation.poisoned_results(OneDevice(), problem, device)
             names = sorted(equal & actual.keys())
