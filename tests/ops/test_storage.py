@@ -244,7 +244,7 @@ KNOWN = "storage must be one of bf16, fp16, fp32, fp8, int8, bfp8, got"
         (f"{KNOWN} 'int4'", lambda: quantize(drawn(1, 16), "int4")),
         (f"{KNOWN} 'fp64'", lambda: bytes_per_token("fp64", 64)),
         ("head_dim must be a multiple of 16 for bfp8, got 40", lambda: bytes_per_token("bfp8", 40)),
-        ("head_dim 24 is not a multiple", lambda: quantize(drawn(2, 24), "bfp8")),
+        ("a multiple of 16 for bfp8, got 24", lambda: quantize(drawn(2, 24), "bfp8")),
         ("got a tensor of torch.int8", lambda: storage_of(torch.zeros(1, dtype=I8))),
         ("values must be float8_e4m3fn or int8, got torch.float32", lambda: made(F32, [4, 16], [4])),
         ("values must be float8_e4m3fn or int8, got torch.float8_e5m2", lambda: made(torch.float8_e5m2, [4], [])),
@@ -254,7 +254,7 @@ KNOWN = "storage must be one of bf16, fp16, fp32, fp8, int8, bfp8, got"
         ("float32 [2, 4], one per token and head, got torch.float32 []", lambda: made(I8, [2, 4, 16], [])),
         ("or int8 [2, 4, 2] (bfp8), got torch.int8 [2, 4, 3]", lambda: made(I8, [2, 4, 32], [2, 4, 3], I8)),
         ("(bfp8), got torch.float16 [2, 4]", lambda: made(I8, [2, 4, 32], [2, 4], F16)),
-        ("head_dim 40 is not a multiple", lambda: made(I8, [2, 4, 40], [2, 4, 2], I8)),
+        ("a multiple of 16 for bfp8, got 40", lambda: made(I8, [2, 4, 40], [2, 4, 2], I8)),
         (
             "values and scales must be on the same device, got cpu and meta",
             lambda: Quantized(torch.zeros(2, 4, 16, dtype=I8), torch.zeros(2, 4, device="meta")),

@@ -38,7 +38,7 @@ class Mask(ABC):
 
     @abstractmethod
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The half-open interval of key positions visible to each query position; both ends are non-decreasing in `q`."""
+        """The half-open interval of key positions visible to each query position; both ends non-decreasing in `q`."""
 
     @abstractmethod
     def key_range(self, q: int) -> tuple[int, int]:
