@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from attnmesh.cli.main import app
 from attnmesh.core.masks import Causal, Full, SlidingWindow, parse_mask
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.report.data import read_figures
 from attnmesh.trace.timeline import Span, read_trace, write_trace
 

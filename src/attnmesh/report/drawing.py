@@ -11,7 +11,7 @@ import torch
 from attnmesh.core import ranges
 from attnmesh.core.masks import Coverage, Mask
 from attnmesh.core.ranges import Ranges
-from attnmesh.plan.load import Load
+from attnmesh.plan.program import Load
 from attnmesh.plan.shards import Shards
 from attnmesh.report.data import MOST_ROWS, RankGroups, Report, ScheduleView
 from attnmesh.trace.timeline import Span
@@ -106,11 +106,13 @@ def _tokens_shown(shards: Shards, length: int) -> int:
 def _schedule(view: ScheduleView, report: Report) -> Json:
     return {
         "name": view.name,
-        "steps": view.steps.names,
+        "steps": [step.name for step in view.steps],
         "visits": [
-            [v.rank, v.step, *_ends(v.heads), *_ends(v.queries), *_ends(v.keys), v.pairs] for v in view.steps.visits
+            [tile.rank, at, *_ends(tile.heads), *_ends(tile.queries), *_ends(tile.keys), tile.pairs]
+            for at, step in enumerate(view.steps)
+            for tile in step.tiles
         ],
-        "messages": [list(message) for message in view.steps.messages],
+        "messages": [[at, *message] for at, step in enumerate(view.steps) for message in step.messages],
         "forward": _loads(view.forward),
         "backward": _loads(view.backward),
         "imbalance": view.imbalance,
@@ -121,8 +123,8 @@ def _schedule(view: ScheduleView, report: Report) -> Json:
 def _loads(ranks: Sequence[Load]) -> Json:
     return {
         "flops": [load.flops for load in ranks],
-        "intra_node": [load.near for load in ranks],
-        "inter_node": [load.far for load in ranks],
+        "intra_node": [load.intra_node for load in ranks],
+        "inter_node": [load.inter_node for load in ranks],
     }
 
 
