@@ -6,14 +6,11 @@ import enum
 import re
 from collections.abc import Callable, Collection, Iterator
 
-import torch
-
 from attnmesh.cli.output import Rows
 from benchmarks.sparse import roofline
 from benchmarks.sparse.attention import BACKWARD, DISTRIBUTION, FORWARD, measure_attention, measure_distribution
 from benchmarks.sparse.cases import Sizes, sizes
 from benchmarks.sparse.loss import DENSE, SPARSE, measure_loss
-from benchmarks.sparse.recorded import recorded_rows
 from benchmarks.sparse.roofline import Ceilings, Work
 from benchmarks.sparse.stage import Stage, freed, measured_ceilings
 from benchmarks.sparse.topk import TOPK, measure_topk
@@ -47,7 +44,6 @@ LOSS = (
     "the indexer's whole loss step, attention's distribution and forward and backward of the loss, beside the naive "
     "one with all scores in memory (`at_once`: as many rows as fit); added_gb: peak beside the inputs"
 )
-RECORDED = "recorded on an H200 in another run, NOT measured in this one: others' kernels on these shapes"
 _TITLES: dict[Part, tuple[str, Callable[[Stage], Rows]]] = {
     Part.DIST: (DIST, measure_distribution),
     Part.ATTENTION: (ATTENTION, measure_attention),
@@ -73,10 +69,6 @@ def _measured(device: str, parts: Collection[Part], given: Sizes) -> Iterator[tu
         if part in parts:
             freed(device)
             yield title, measure(stage)
-    if device == "cuda":
-        operations = [name for part, name in ((Part.DIST, DISTRIBUTION), (Part.ATTENTION, FORWARD)) if part in parts]
-        if recorded := recorded_rows(torch.cuda.get_device_name(), operations, given.lengths):
-            yield RECORDED, recorded
 
 
 def roofline_rows(given: Sizes, parts: Collection[Part], ceilings: Ceilings) -> Rows:
