@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmesh.core.optional import require
-from benchmarks.sparse import parts
+from benchmarks.sparse import measure as parts
 
 FORMATS = (".pdf", ".png", ".svg")
 Lines = Sequence[Mapping[str, Any]]
@@ -30,14 +30,14 @@ def plot_sparse(sections: Mapping[str, Lines], path: Path) -> None:
 def _against_length(panel: Any, lines: Lines) -> None:
     """Draw a curve for each operation and number of heads, its bound dashed."""
     names = [(line["operation"], line["heads"]) for line in lines]
-    column = "ms" if "ms" in lines[0] else "of_bound"
+    column = "ms" if "ms" in lines[0] else "share_of_bound"
     for name in dict.fromkeys(names):
         points = [line for line, at in zip(lines, names, strict=True) if at == name]
         lengths = [x["s_kv"] for x in points]
         label = f"{name[0]}, {name[1]} heads"
         (curve,) = panel.plot(lengths, [x[column] for x in points], marker="o", label=label)
         if column == "ms":
-            bounds = [x["of_bound"] * x["ms"] for x in points]
+            bounds = [x["share_of_bound"] * x["ms"] for x in points]
             panel.plot(lengths, bounds, color=curve.get_color(), linestyle="--", marker="_")
     panel.set_xscale("log", base=2)
     panel.set_xlabel("keys")
