@@ -7,7 +7,7 @@ import attnmesh as am
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.reader import Reader
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.inputs import shard_inputs
+from attnmesh.integrations.transformers_attention import shard_inputs
 from attnmesh.plan.sharding import DecodeSharding
 from modelling import continued, drawn_ids, meshed, on_ranks, rows_of
 from processes import Died, Raised, run_processes

@@ -17,7 +17,7 @@ from attnmesh.core import ranges
 from attnmesh.core.masks import Mask
 from attnmesh.core.ranges import Ranges
 from attnmesh.generation.cache_pass import CachePass
-from attnmesh.integrations.spread_pass import SpreadPass
+from attnmesh.integrations.transformers_attention import ShardedPass
 from attnmesh.ops.dense.api import attention_state
 from attnmesh.ops.packed import merge_packed
 from attnmesh.parallel.context import ContextParallel
@@ -43,7 +43,7 @@ class ReadingPass(CachePass):
     ) -> Tensor:
         """Out of this rank's queries over all that was read, this stretch included."""
         if self.begin == 0:
-            spread = SpreadPass(self.ranks, self.length)
+            spread = ShardedPass(self.ranks, self.length)
             return spread.attend(layer, q, k, v, mask=mask, scale=scale, sinks=sinks)
         comm, (_, heads, _, dim) = self.ranks.comm, q.shape
         rows = [ranges.size(part) for part in self.parts]

@@ -1,4 +1,4 @@
-"""The command line: verify tells right from wrong, and says what it ran on."""
+"""`attnmesh verify` passes correct results and reports faults in every family."""
 
 import os
 import re
@@ -10,7 +10,6 @@ import torch
 from typer.testing import CliRunner
 
 from attnmesh import ContextParallel, State
-from attnmesh.cli import output as report
 from attnmesh.cli.main import app
 from attnmesh.core.ranges import Share
 from attnmesh.kv_cache.ledger import Ledger
@@ -276,27 +275,6 @@ def test_without_a_seed_inputs_are_fresh(few_modes):
     assert len(seeds) == 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [("verify",), ("trace", "--out", "x.json")])
-def test_a_gpu_that_is_not_there_is_a_clear_error(command):
-    ran = run(*command, "--device", "cuda")
-    assert ran.exit_code == 2
-    assert "no CUDA device is available" in ran.output
-    assert "--device" in ran.output
-    assert "Traceback" not in ran.output
-
-
-@pytest.mark.parametrize("arguments", [("verify", "--ranks", "0"), ("verify", "--device", "tpu"), ("verfy",)])
-def test_nonsense_is_refused(arguments):
-    ran = run(*arguments)
-    assert ran.exit_code == 2
-    assert "Traceback" not in ran.output
-
-
-def test_help_comes_without_arguments():
-    assert "verify" in run().output
-
-
 def in_a_process(*command: str, **environment: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=250, env=env)
@@ -304,7 +282,7 @@ def in_a_process(*command: str, **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.slow
 def test_verify_starts_processes_of_its_own():
-    ran = in_a_process("attnmesh.cli.main", "verify", "--ranks", "2", "--seed", "3")
+    ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3")
     assert ran.returncode == 0, ran.stderr
     assert "attnmesh verify: 2 ranks, cpu, seed 3" in ran.stdout
     assert counts(ran.stdout)[1] == 0
@@ -314,7 +292,7 @@ def test_verify_starts_processes_of_its_own():
 def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
     fault = "from attnmesh.ops.accumulate import GradSum\nGradSum.pour = lambda self, target: None\n"
     (tmp_path / "sitecustomize.py").write_text(fault)  # every process imports it as it starts
-    ran = in_a_process("attnmesh.cli.main", "verify", "--ranks", "2", "--seed", "3", PYTHONPATH=str(tmp_path))
+    ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1
     assert counts(ran.stdout)[1] > 0
     assert "Traceback" not in ran.stderr
@@ -328,7 +306,7 @@ def test_verify_joins_the_ranks_of_torchrun():
         "--nproc-per-node",
         "2",
         "-m",
-        "attnmesh.cli.main",
+        "attnmesh",
         "verify",
         "--seed",
         "3",
@@ -336,10 +314,3 @@ def test_verify_joins_the_ranks_of_torchrun():
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("attnmesh verify: 2 ranks, cpu, seed 3") == 1  # rank 0 speaks for all
     assert counts(ran.stdout)[1] == 0
-
-
-def test_figures_name_the_machine_that_they_come_from():
-    machine = report.machine("cpu")
-    assert {"processor", "cores", "python", "torch", "triton"} <= machine.keys()
-    assert machine["torch"] == torch.__version__
-    assert all(isinstance(value, str) and value for value in machine.values())
