@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import Claim
+from attnmesh.comm.agreement import Signature
 from attnmesh.comm.base import Comm, Finished, Message, Pending, Shape
 
 
@@ -62,8 +62,8 @@ class AloneComm(Comm):
             source = self._sources[like.dtype] = torch.randn(like.numel(), device=like.device).to(like.dtype)
         return source
 
-    def _compare(self, claim: Claim) -> Mapping[int, Claim]:
-        return {self.rank: claim}
+    def _compare(self, signature: Signature) -> Mapping[int, Signature]:
+        return {self.rank: signature}
 
 
 class _OnStream(Pending):

@@ -14,7 +14,7 @@ from attnmesh.cli import output as report
 from attnmesh.cli.calibrate import calibrate
 from attnmesh.cli.output import Rows
 from attnmesh.core.optional import require
-from attnmesh.planner.hardware_catalog.catalog import load
+from attnmesh.planner.catalog import load
 from benchmarks.accuracy import measure_accuracy
 from benchmarks.decode.parts import Part, measure_decode
 from benchmarks.decode.plot import plot_decode

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.cli.output import Rows
 from attnmesh.core.optional import require
-from attnmesh.generation.reader import Reader
+from attnmesh.generation.engine import Reader
 from attnmesh.integrations.transformers_attention import NAME, register_attention
 from benchmarks.model_prompt import PEER, STEPS, prompt_ids
 

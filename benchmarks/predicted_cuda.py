@@ -16,7 +16,7 @@ from attnmesh.plan.programs import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster, Floats
-from attnmesh.planner.simulate import simulate
+from attnmesh.planner.simulator.simulate import simulate
 from benchmarks.alone import AloneComm
 from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS, inputs
 from benchmarks.ring import run_rank

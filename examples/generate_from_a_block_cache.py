@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attnmesh import BlockCache, Causal, attention, check_decode_faults, paged_decode_attention, quantize
+from attnmesh import BlockCache, Causal, attention, check_decode_errors, paged_decode_attention, quantize
 from attnmesh.ops.storage import dequantize
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,7 +103,7 @@ while going:
         if len(sample.tokens) >= sample.end:
             cache.free(sample.sequence)
     going = [sample for sample in going if len(sample.tokens) < sample.end]
-check_decode_faults()  # on a GPU, where a fault would be reported late
+check_decode_errors()  # on a GPU, where a fault would be reported late
 
 stats = cache.stats()
 print(f"done: {stats.used} blocks in use, {stats.cached} kept for prompts to come; hit rate {stats.hit_rate:.0%}")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import attnmesh as am
 
 LENGTH, HIDDEN, TOPICS = 256, 64, 8
-HEADS, WIDTH, SM_SCALE = 4, 32, 0.7
+HEADS, WIDTH, ATTN_SCALE = 4, 32, 0.7
 INDEX_HEADS, INDEX_WIDTH, TOPK = 4, 16, 16
 CAUSAL = am.SparseMask(causal=True)
 CHANCE = sum(TOPK / (position + 1) for position in range(TOPK, LENGTH)) / (LENGTH - TOPK)  # of keys drawn blindly
@@ -94,9 +94,16 @@ class Trainer:
     def warm_up_loss(self, x: Tensor) -> Tensor:
         """Over all keys: the indexer comes to know where attention would look if it could look everywhere."""
         q, kv = self.attention(x)
-        _, lse = self.ranks.sparse_attention(q, kv, self.every_key, sm_scale=SM_SCALE, mask=CAUSAL)
+        _, lse = self.ranks.sparse_attention(q, kv, self.every_key, scale=ATTN_SCALE, mask=CAUSAL)
         return self.ranks.indexer_kl_loss(
-            *self.indexer(x), q=q, k=kv, lse=lse, sm_scale=SM_SCALE, mask=CAUSAL, mode="dense", reduction="mean_rows"
+            *self.indexer(x),
+            q=q,
+            k=kv,
+            lse=lse,
+            attn_scale=ATTN_SCALE,
+            mask=CAUSAL,
+            mode="dense",
+            reduction="mean_rows",
         )
 
     def sparse_loss(self, x: Tensor) -> Tensor:
@@ -105,7 +112,7 @@ class Trainer:
         iq, ik, w = self.indexer(x)
         chosen = self.ranks.indexer_topk(iq, ik, w, TOPK, mask=CAUSAL).indices
         _, _, target = self.ranks.sparse_attention(
-            q, kv, chosen, sm_scale=SM_SCALE, mask=CAUSAL, return_attn_sum=True
+            q, kv, chosen, scale=ATTN_SCALE, mask=CAUSAL, return_attn_sum=True
         )  # what comes out first goes on through the model; here there is none
         return self.ranks.indexer_kl_loss(iq, ik, w, chosen, target, mask=CAUSAL, reduction="mean_rows")
 
@@ -124,7 +131,7 @@ class Trainer:
         x = self.own_rows(seed=1)
         q, kv = self.attention(x)
         _, _, mass = self.ranks.sparse_attention(
-            q, kv, self.every_key, sm_scale=SM_SCALE, mask=CAUSAL, return_attn_sum=True
+            q, kv, self.every_key, scale=ATTN_SCALE, mask=CAUSAL, return_attn_sum=True
         )
         chosen = self.ranks.indexer_topk(*self.indexer(x), TOPK, mask=CAUSAL).indices
         found = (mass.topk(TOPK).indices[:, :, None] == chosen[:, None]).any(2).float().mean(1)

@@ -165,7 +165,7 @@ def test_the_checker_sees_the_arrows_that_are_known_to_be_there():
     assert "attnmesh.core.masks" in graph["attnmesh"]
     assert "attnmesh.core.ranges" in graph["attnmesh.plan.blocks"]  # from attnmesh import spans
     assert "attnmesh.comm.base" in graph["attnmesh.comm"]  # from .base import ...
-    assert "attnmesh.ops.triton_accumulate" in graph["attnmesh.ops.accumulate"]  # require("...")
+    assert "attnmesh.ops.triton_merge" in graph["attnmesh.ops.merge"]  # require("...")
     assert "benchmarks.main" in graph["attnmesh.cli.main"]  # inside a function
 
 

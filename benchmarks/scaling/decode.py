@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import product
 
 from attnmesh.cli.output import Rows
-from attnmesh.planner.decode_options import Decode, decode_ranking
+from attnmesh.planner.decode import Decode, decode_ranking
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.known_models import model as model_named
+from attnmesh.planner.models.read import model as model_named
 from attnmesh.planner.ranking import Option, Ranking
 from benchmarks.scaling.cases import CONTEXT, Scope
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from attnmesh.planner.words import readable_bytes, readable_seconds
+from attnmesh.planner.units import readable_bytes, readable_seconds
 from benchmarks.scaling.parts import Part
 
 Line = Mapping[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from attnmesh.cli.output import Rows
-from attnmesh.planner.hardware_catalog.catalog import cluster
+from attnmesh.planner.catalog import cluster
 from benchmarks.scaling.cases import FULL, HARDWARE, QUICK
 from benchmarks.scaling.decode import decode_rows
 from benchmarks.scaling.prefill import prefill_rows

@@ -11,7 +11,7 @@ from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Workload, refusal
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.model_work import pairs
+from attnmesh.planner.models.config import pairs
 from attnmesh.planner.ranking import RESERVED
 from benchmarks.scaling.cases import SHAPE, Scope
 from benchmarks.scaling.holding_up import holding_up

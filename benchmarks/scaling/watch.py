@@ -13,8 +13,8 @@ from attnmesh.plan.program import Bundle, Ints, Messages, Program, Round
 from attnmesh.plan.programs import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulate import Simulated, simulate
 from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.simulator.simulate import Simulated, simulate
 
 # Ulysses' exchanges. What it attends over stays until the end; what it trades back are results of other ranks' rows.
 KEPT, RESULTS = "there", "back"

@@ -35,7 +35,7 @@ def _distribution(stage: Stage, shape: Attention) -> dict[str, object]:
     x = attention_inputs(shape, stage.device, stage.dtype)
     lse = _attend(stage, shape, x)[1]
     run = partial(
-        attention_distribution, x.q, x.kv, x.indices, lse, sm_scale=x.sm_scale, backend=stage.backend
+        attention_distribution, x.q, x.kv, x.indices, lse, scale=x.scale, backend=stage.backend
     )  # fmt: skip
     rows = some_rows(shape.s_q, stage.device)
     verdict = judged((run()[rows], exact.distribution(x, rows, lse), SUMMED))
@@ -68,7 +68,7 @@ def _attention(stage: Stage, shape: Attention) -> Rows:
 
 def _attend(stage: Stage, shape: Attention, x: Attended, deterministic: bool = False) -> tuple[Tensor, ...]:
     return sparse_attention(
-        x.q, x.kv, x.indices, sm_scale=x.sm_scale, d_v=shape.d_v, deterministic=deterministic, backend=stage.backend
+        x.q, x.kv, x.indices, scale=x.scale, d_v=shape.d_v, deterministic=deterministic, backend=stage.backend
     )
 
 

@@ -19,20 +19,20 @@ def named(indices: Tensor, rows: Tensor, s_kv: int) -> Tensor:
 def attention(x: Attended, rows: Tensor, d_v: int) -> State:
     """Out and lse of the rows."""
     kv = x.kv.double()
-    return reference.attend(x.q[rows].double(), kv, kv[:, :d_v], named(x.indices, rows, kv.shape[0]), x.sm_scale)
+    return reference.attend(x.q[rows].double(), kv, kv[:, :d_v], named(x.indices, rows, kv.shape[0]), x.scale)
 
 
 def attention_gradients(x: Attended, rows: Tensor, d_v: int, d_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the rows' queries, and what the rows give to that of all keys."""
     q, kv = (t.detach().double().requires_grad_() for t in (x.q[rows], x.kv))
-    out = reference.attend(q, kv, kv[:, :d_v], named(x.indices, rows, kv.shape[0]), x.sm_scale).out
+    out = reference.attend(q, kv, kv[:, :d_v], named(x.indices, rows, kv.shape[0]), x.scale).out
     d_q, d_kv = torch.autograd.grad(out, (q, kv), d_out[rows].double())
     return d_q, d_kv
 
 
 def distribution(x: Attended, rows: Tensor, lse: Tensor) -> Tensor:
     """[rows, topk], from the lse that is given."""
-    every = reference.distribution(x.q[rows].double(), x.kv.double(), lse[rows].double(), x.sm_scale).sum(0)
+    every = reference.distribution(x.q[rows].double(), x.kv.double(), lse[rows].double(), x.scale).sum(0)
     return every.gather(1, x.indices[rows].long())
 
 
@@ -47,8 +47,8 @@ def loss_gradients(x: Attended, i: Indexed, rows: Tensor, *, dense: bool) -> tup
     times = torch.ones(q.shape[0], k.shape[0], dtype=k.dtype, device=k.device)
     if not dense:
         times = named(x.indices, rows, k.shape[0])
-    lse = reference.attend(q, k, k[:, :1], times, x.sm_scale).lse
-    p = reference.distribution(q, k, lse, x.sm_scale).sum(0)
+    lse = reference.attend(q, k, k[:, :1], times, x.scale).lse
+    p = reference.distribution(q, k, lse, x.scale).sum(0)
     iq, ik, w = (t.detach().double().requires_grad_() for t in (i.iq[rows], i.ik, i.w[rows]))
     loss = reference.kl(p, reference.index_scores(iq, ik, w), times > 0)
     d_iq, d_ik, d_w = torch.autograd.grad(loss.sum(), (iq, ik, w))

@@ -18,7 +18,7 @@ class Attended(NamedTuple):
     q: Tensor
     kv: Tensor
     indices: Tensor
-    sm_scale: float
+    scale: float
 
 
 class Indexed(NamedTuple):

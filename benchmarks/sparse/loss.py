@@ -25,7 +25,7 @@ def measure_loss(stage: Stage) -> Rows:
     shape, indexer = stage.sizes.loss
     x = attention_inputs(shape, stage.device, stage.dtype)
     i = indexer_inputs(indexer, stage.device, stage.dtype)
-    lse = sparse_attention(x.q, x.kv, x.indices, sm_scale=x.sm_scale, d_v=shape.d_v, backend=stage.backend)[1]
+    lse = sparse_attention(x.q, x.kv, x.indices, scale=x.scale, d_v=shape.d_v, backend=stage.backend)[1]
     return [
         *_side_by_side(stage, x, i, lse, dense=False),
         *_side_by_side(stage, x, i, dense_lse(x), dense=True),
@@ -63,7 +63,7 @@ def _side_by_side(stage: Stage, x: Attended, i: Indexed, lse: Tensor, *, dense: 
 
 
 def _sparse_step(stage: Stage, x: Attended, i: Indexed, lse: Tensor, grad: Tensor) -> Step:
-    target = attention_distribution(x.q, x.kv, x.indices, lse, sm_scale=x.sm_scale, backend=stage.backend)
+    target = attention_distribution(x.q, x.kv, x.indices, lse, scale=x.scale, backend=stage.backend)
     iq, ik, w = (t.detach().requires_grad_() for t in i)
     loss = indexer_kl_loss(iq, ik, w, x.indices, target, reduction="none", backend=stage.backend)
     return _differentiated(loss, iq, ik, w, grad)
@@ -72,7 +72,7 @@ def _sparse_step(stage: Stage, x: Attended, i: Indexed, lse: Tensor, grad: Tenso
 def _dense_step(stage: Stage, x: Attended, i: Indexed, lse: Tensor, grad: Tensor) -> Step:
     iq, ik, w = (t.detach().requires_grad_() for t in i)
     loss = indexer_kl_loss(
-        iq, ik, w, q=x.q, k=x.kv, lse=lse, sm_scale=x.sm_scale, mode="dense", reduction="none", backend=stage.backend
+        iq, ik, w, q=x.q, k=x.kv, lse=lse, attn_scale=x.scale, mode="dense", reduction="none", backend=stage.backend
     )  # fmt: skip
     return _differentiated(loss, iq, ik, w, grad)
 
@@ -95,4 +95,4 @@ def dense_lse(x: Attended) -> Tensor:
     """[s_q, heads] over all keys, in float32, some rows at a time."""
     keys = x.kv.float()
     step = max(1, _MOST_SCORES // (x.q.shape[1] * keys.shape[0]))
-    return torch.cat([(q.float() @ keys.T * x.sm_scale).logsumexp(-1) for q in x.q.split(step)])
+    return torch.cat([(q.float() @ keys.T * x.scale).logsumexp(-1) for q in x.q.split(step)])

@@ -57,7 +57,7 @@ def _hidden(indices: Tensor, s_kv: int) -> Tensor:
 def _target(x: Attended, some: slice, hidden: Tensor | None) -> Tensor:
     """[rows, s_kv]: the mean over heads of softmax."""
     q = x.q[some]
-    scores = (q.flatten(0, 1) @ x.kv.T).view(q.shape[0], q.shape[1], -1).mul_(x.sm_scale)
+    scores = (q.flatten(0, 1) @ x.kv.T).view(q.shape[0], q.shape[1], -1).mul_(x.scale)
     if hidden is not None:
         scores.masked_fill_(hidden[:, None], -torch.inf)
     return torch.softmax(scores, -1, dtype=torch.float32).mean(1)

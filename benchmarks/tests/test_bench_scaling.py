@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from attnmesh.plan.load import Load
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.planner.hardware_catalog.catalog import cluster
-from attnmesh.planner.simulate import Simulated
+from attnmesh.planner.catalog import cluster
+from attnmesh.planner.simulator.simulate import Simulated
 from benchmarks.cli import app
 from benchmarks.scaling import cases, markdown, parts
 from benchmarks.scaling.cases import QUICK, SHAPE

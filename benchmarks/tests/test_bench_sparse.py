@@ -293,12 +293,12 @@ def test_the_naive_computation_is_the_loss(dense, at_once):
     i = inputs.indexer_inputs(indexer, "cpu", torch.float64)
     grad = torch.randn(attention.s_q, dtype=torch.float64)
     every = torch.arange(attention.s_kv).expand(attention.s_q, -1)
-    lse = (torch.einsum("ihd,jd->ihj", x.q, x.kv) * x.sm_scale).gather(
+    lse = (torch.einsum("ihd,jd->ihj", x.q, x.kv) * x.scale).gather(
         2, (every if dense else x.indices.long())[:, None].expand(-1, attention.heads, -1)
     ).logsumexp(-1)  # fmt: skip
     leaves = [t.detach().double().requires_grad_() for t in i]
     loss = indexer_kl_loss(
-        *leaves, None if dense else x.indices, q=x.q, k=x.kv, lse=lse, sm_scale=x.sm_scale,
+        *leaves, None if dense else x.indices, q=x.q, k=x.kv, lse=lse, scale=x.scale,
         mode="dense" if dense else "sparse", reduction="none",
     )  # fmt: skip
     expected = (loss, *torch.autograd.grad(loss, leaves, grad))

@@ -3,22 +3,21 @@
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Coverage, Documents, Full, Mask, SlidingWindow
-from attnmesh.core.state import State, merge
+from attnmesh.core.merge import merge
+from attnmesh.core.state import State
 from attnmesh.generation.generator import GenerationStats, Generator, Token, generate
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.attention_weights import attention_from_transformers
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_model
 from attnmesh.integrations.transformers_attention import register_attention, shard_inputs
+from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.kv_cache.stats import CacheFull
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.rope import Rope
-from attnmesh.ops.block.weights import AttentionWeights
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm, Rope
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
-from attnmesh.ops.decode.faults import check_decode_faults
+from attnmesh.ops.decode.device_errors import check_decode_errors
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
 from attnmesh.ops.sparse.canonical import Slots, canonicalize
@@ -34,7 +33,7 @@ from attnmesh.parallel.decode.ranks import decode_rank
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.recommend import recommend_sharding
 
 __version__ = "0.1.0"
@@ -80,7 +79,7 @@ __all__ = [
     "attention_distribution",
     "attention_from_transformers",
     "canonicalize",
-    "check_decode_faults",
+    "check_decode_errors",
     "comm_from",
     "convert_lse",
     "decode_attention",

@@ -12,8 +12,8 @@ from attnmesh.calibration import cpu, runs
 from attnmesh.calibration.kernels import KernelSample, kernel_curves, kernel_samples
 from attnmesh.calibration.links import LinkFigures
 from attnmesh.cli.main import app
+from attnmesh.planner.catalog import load
 from attnmesh.planner.hardware import KINDS, Cluster, Link
-from attnmesh.planner.hardware_catalog.catalog import load
 from benchmarks import predicted
 
 

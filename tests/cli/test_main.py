@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from attnmesh.cli import output
 from attnmesh.cli.main import app
-from commanding import assert_refused, run
+from helpers.cli import assert_refused, run
 
 COMMANDS = [
     ("generate",),

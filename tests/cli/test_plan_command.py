@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from attnmesh import recommend_sharding
 from attnmesh.cli.main import app
-from attnmesh.planner.compare import compare_shardings
-from attnmesh.planner.hardware_catalog.catalog import cluster
-from attnmesh.planner.words import readable_bytes
+from attnmesh.planner.catalog import cluster
+from attnmesh.planner.recommend import compare_shardings
+from attnmesh.planner.units import readable_bytes
 
 HEADS = ("--q-heads", "64", "--kv-heads", "8")
 

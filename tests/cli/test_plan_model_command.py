@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from attnmesh.cli.plan_tables import show_plans
-from attnmesh.planner.decode_options import Decode, decode_ranking
-from attnmesh.planner.hardware_catalog.catalog import cluster
-from attnmesh.planner.models import known_models
-from attnmesh.planner.models.known_models import model
-from attnmesh.planner.prefill_options import Prefill, prefill_ranking
-from commanding import assert_refused, run, words
+from attnmesh.planner.catalog import cluster
+from attnmesh.planner.decode import Decode, decode_ranking
+from attnmesh.planner.models import read as known_models
+from attnmesh.planner.models.read import model
+from attnmesh.planner.prefill import Prefill, prefill_ranking
+from helpers.cli import assert_refused, run, words
 
 SMALL = ("--model", "llama-3.1-8b", "--length", "32k", "--ranks", "4")
 BOTH = pytest.mark.parametrize("what", ["prefill", "decode"])

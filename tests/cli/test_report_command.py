@@ -10,7 +10,7 @@ from attnmesh.cli.report import compare_schedules
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Full, SlidingWindow, parse_mask
 from attnmesh.plan.programs import SCHEDULES
-from attnmesh.report.figures import read_figures
+from attnmesh.report.data import read_figures
 from attnmesh.trace.timeline import Span, read_trace, write_trace
 
 SPAN = Span(3, "send", "keys", 2.0, 2.5, {"bytes": 9})
@@ -49,10 +49,10 @@ def test_a_report_of_files_is_written(tmp_path):
         (["--kv-heads", 5], "kv_heads must divide the 32 query heads, got 5"),
         (["--ranks-per-node", 3], "must divide the 8 ranks, got 3"),
         (["--figures", "{folder}/none.json"], "cannot be read"),
-        (["--figures", "{folder}/text"], "is no JSON"),
-        (["--figures", "{folder}/number"], "has no figures"),
+        (["--figures", "{folder}/text"], "text is not a JSON file"),
+        (["--figures", "{folder}/number"], "number has no table"),
         (["--trace", "{folder}/none.json"], "cannot be read"),
-        (["--trace", "{folder}/number"], "is no trace"),
+        (["--trace", "{folder}/number"], "is not a trace"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, said):
@@ -95,5 +95,5 @@ def test_figures_are_all_tables_that_a_file_holds(tmp_path):
 def test_no_trace_of_ranks_is_refused(tmp_path, events):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    with pytest.raises(ValueError, match="is no trace of ranks"):
+    with pytest.raises(ValueError, match="is not a trace"):
         read_trace(path)

@@ -10,12 +10,12 @@ from attnmesh.core.masks import Causal
 from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.choose import choose_schedule
-from attnmesh.planner.hardware_catalog.catalog import cluster
-from attnmesh.planner.simulate import simulate
+from attnmesh.planner.auto import choose_schedule
+from attnmesh.planner.catalog import cluster
 from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import read_trace
-from commanding import assert_refused, run, words
+from helpers.cli import assert_refused, run, words
 
 USUAL = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)
 H200 = cluster("h200")
@@ -80,13 +80,13 @@ def test_slower_ranks_and_links_never_make_it_faster():
 def test_a_trace_has_the_ranks_that_were_asked_for(tmp_path):
     path = tmp_path / "trace.json"
     found = simulated("--trace", path, "--trace-ranks", "0-2,9", "--backward")
-    ranges = read_trace(path)
-    assert {span.rank for span in ranges} == {0, 1, 2, 9}
-    assert {span.track for span in ranges} >= {"compute", "send", "receive"}
+    spans = read_trace(path)
+    assert {span.rank for span in spans} == {0, 1, 2, 9}
+    assert {span.track for span in spans} >= {"compute", "send", "receive"}
     both = sum(one["seconds"] for one in found["runs"])
-    assert max(span.end for span in ranges) == pytest.approx(both, rel=0.2)
+    assert max(span.end for span in spans) == pytest.approx(both, rel=0.2)
     forward = found["runs"][0]["seconds"]
-    assert max(span.end for span in ranges) > forward  # the backward comes after it
+    assert max(span.end for span in spans) > forward  # the backward comes after it
     simulated("--trace", path)
     assert {span.rank for span in read_trace(path)} == set(range(16))
     simulated("--trace", path, ranks=2)

@@ -17,9 +17,9 @@ from attnmesh.plan.shards import between_nodes, shards
 from attnmesh.plan.two_level import two_level_plan
 from attnmesh.plan.ulysses import head_share
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.trace.overlap import busy
+from attnmesh.trace.overlap import summarize_overlap
 from attnmesh.trace.timeline import TRACKS, Span, read_trace
-from processes import run_processes
+from helpers.processes import run_processes
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, WORLD = 67, 6, 3, 8, 4
 
@@ -67,24 +67,24 @@ def kernels(schedule: str, workload: Workload, rank: int, weight: float) -> int:
     return len(share.segments) * kernels("ring", between, node, weight)
 
 
-def check_spans(ranges: list[Span], workload: Workload, schedule: str) -> None:
+def check_spans(spans: list[Span], workload: Workload, schedule: str) -> None:
     both = [loads(schedule, workload, backward=way) for way in (False, True)]
     for rank in range(workload.shards.world):
         mine = {
-            track: [span for span in ranges if span.rank == rank and span.track == track]
+            track: [span for span in spans if span.rank == rank and span.track == track]
             for track in ("compute", "send", "receive", "wait")
         }
         names = [span.name for span in mine["compute"]]
         assert names.count("attention") == kernels(schedule, workload, rank, 0.0)
         assert names.count("attention backward") == kernels(schedule, workload, rank, workload.shape.grad_weight)
-        assert sum(span.facts["bytes"] for span in mine["send"]) == sum(way[rank].sent for way in both)
+        assert sum(span.args["bytes"] for span in mine["send"]) == sum(way[rank].sent for way in both)
         assert all(0 <= span.begin <= span.end for track in mine.values() for span in track)
         for track in ("compute", "wait"):  # a rank does one thing at a time; messages travel side by side
             in_order = sorted(mine[track], key=lambda span: span.begin)
             assert all(a.end <= b.begin for a, b in pairwise(in_order))
         for waited in mine["wait"]:
             assert not any(c.begin < waited.end and waited.begin < c.end for c in mine["compute"])
-    sent, received = (sum(s.facts["bytes"] for s in ranges if s.track == track) for track in ("send", "receive"))
+    sent, received = (sum(s.args["bytes"] for s in spans if s.track == track) for track in ("send", "receive"))
     assert sent == received > 0
 
 
@@ -102,9 +102,9 @@ def test_virtual_ranks_do_what_their_plan_says(schedule, layout):
 def several(comm: Comm, asks: list[TraceCase]) -> list[tuple[list[Span], int]]:
     found = []
     for ask in asks:
-        before = comm.traffic.verbs.get("exchange", (0, 0))[1]
-        ranges = record_attention(comm, ask)
-        found.append((ranges, comm.traffic.verbs["exchange"][1] - before))
+        before = comm.traffic.by_op.get("exchange", (0, 0))[1]
+        spans = record_attention(comm, ask)
+        found.append((spans, comm.traffic.by_op["exchange"][1] - before))
     return found
 
 
@@ -114,12 +114,12 @@ def test_processes_do_what_their_plan_says():
     asks.append(traced_case("ring", length=2048, q_heads=8, kv_heads=8, head_dim=64, layout="zigzag", dtype="fp32"))
     ranks = run_processes(2, several, asks)
     for at, ask in enumerate(asks[:3]):
-        ranges = ranks[0][at][0]
-        check_spans(ranges, workload(ask, 2), ask.schedule)
+        spans = ranks[0][at][0]
+        check_spans(spans, workload(ask, 2), ask.schedule)
         for rank in range(2):  # as the comm itself counted, in the run before and in the recorded one
-            sent = sum(span.facts["bytes"] for span in ranges if span.rank == rank and span.track == "send")
+            sent = sum(span.args["bytes"] for span in spans if span.rank == rank and span.track == "send")
             assert ranks[rank][at][1] == 2 * sent
-    assert sum(rank.overlapped for rank in busy(ranks[0][3][0])) > 0
+    assert sum(rank.overlap for rank in summarize_overlap(ranks[0][3][0])) > 0
 
 
 def command(*words: object):
@@ -140,8 +140,8 @@ def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule):
     assert schedule != "auto" or any(f"auto ({name})" in done.output for name in SCHEDULES)
     assert f"{out}: open it in" in done.output.replace("\n", "")
     assert all(f"│    {rank} │" in done.output for rank in range(4))
-    ranges = read_trace(out)
-    assert {(span.rank, span.track) for span in ranges} == set(product(range(4), TRACKS))
+    spans = read_trace(out)
+    assert {(span.rank, span.track) for span in spans} == set(product(range(4), TRACKS))
 
 
 @pytest.mark.parametrize(

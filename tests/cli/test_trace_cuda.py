@@ -10,12 +10,11 @@ from test_trace_command import traced_case, workload
 
 from attnmesh import run_virtual
 from attnmesh.cli.trace import TraceCase, record_attention
-from attnmesh.comm.parcel import Parcel
-from attnmesh.comm.watch import watch_on_stream
+from attnmesh.comm.process_group import InFlightMessage, record_on_stream
 from attnmesh.plan.load import loads
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.trace.recorder import Recorder
-from processes import run_processes
+from helpers.processes import run_processes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -24,23 +23,23 @@ def test_moments_on_a_gpu_are_those_of_its_stream():
     x = torch.randn(4096, 4096, device="cuda")
     x @ x
     recorder = Recorder(0, "cuda")
-    with recorder.noting("compute", "matmul", x.device):
+    with recorder.span("compute", "matmul", x.device):
         for _ in range(20):
             x @ x
     queued = time.perf_counter()
-    (span,) = recorder.ranges()
+    (span,) = recorder.spans()
     done = time.perf_counter()
-    assert recorder.began - 1e-4 <= span.begin < span.end <= done + 1e-4
+    assert recorder.start - 1e-4 <= span.begin < span.end <= done + 1e-4
     assert span.end > queued  # the host was long done: the end is the device's
 
 
-def check(ranges, ask: TraceCase, world: int) -> None:
+def check(spans, ask: TraceCase, world: int) -> None:
     problem = workload(ask, world)
     both = [loads(ask.schedule, problem, backward=way) for way in (False, True)]
     for rank in range(world):
-        mine = [span for span in ranges if span.rank == rank]
+        mine = [span for span in spans if span.rank == rank]
         assert all(-1e-3 < span.begin <= span.end for span in mine)
-        sent = sum(span.facts["bytes"] for span in mine if span.track == "send")
+        sent = sum(span.args["bytes"] for span in mine if span.track == "send")
         assert sent == sum(way[rank].sent for way in both)
         assert {span.name for span in mine if span.track == "compute"} == {"attention", "attention backward"}
 
@@ -48,9 +47,9 @@ def check(ranges, ask: TraceCase, world: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_virtual_ranks_share_a_stream_so_their_kernels_never_overlap(schedule):
     ask = traced_case(schedule, device="cuda", length=4096, head_dim=64)
-    ranges = run_virtual(4, partial(record_attention, case=ask))[0]
-    check(ranges, ask, 4)
-    computed = sorted((span.begin, span.end) for span in ranges if span.track == "compute")
+    spans = run_virtual(4, partial(record_attention, case=ask))[0]
+    check(spans, ask, 4)
+    computed = sorted((span.begin, span.end) for span in spans if span.track == "compute")
     assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(computed))
 
 
@@ -76,14 +75,14 @@ def test_messages_that_only_order_streams_are_noted_without_a_wait_of_the_host()
 
     x @ x
     recorder = Recorder(0, "cuda")
-    parcels = [Parcel(x, 1, send=True), Parcel(x, 2, send=False)]
+    messages_in_flight = [InFlightMessage(x, 1, send=True), InFlightMessage(x, 2, send=False)]
     posted = recorder.now(x.device)
-    watch_on_stream([Work()], parcels, "exchange", recorder, posted)
+    record_on_stream([Work()], messages_in_flight, "exchange", recorder, posted)
     begun = recorder.now(x.device)
-    recorder.note("compute", "mine", posted, begun)
+    recorder.add("compute", "mine", posted, begun)
     looked = time.perf_counter()
-    ranges = recorder.ranges()
-    messages = {span.track: span for span in ranges if span.track != "compute"}
+    spans = recorder.spans()
+    messages = {span.track: span for span in spans if span.track != "compute"}
     assert set(messages) == {"send", "receive"}
     assert messages["send"].end == messages["receive"].end > looked
-    assert next(span.end for span in ranges if span.track == "compute") < messages["send"].end
+    assert next(span.end for span in spans if span.track == "compute") < messages["send"].end

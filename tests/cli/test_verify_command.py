@@ -11,15 +11,15 @@ from typer.testing import CliRunner
 
 from attnmesh import ContextParallel, State
 from attnmesh.cli.main import app
-from attnmesh.core.ranges import Share
-from attnmesh.kv_cache.ledger import Ledger
+from attnmesh.core.ranges import InterleavedShard
+from attnmesh.kv_cache.block_manager import BlockManager
 from attnmesh.kv_cache.pools import Pools
-from attnmesh.kv_cache.step import StepTensors
-from attnmesh.ops.accumulate import GradSum
+from attnmesh.kv_cache.sharded import StepTensors
 from attnmesh.ops.decode.cpu import Cpu
+from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.torch_indexer import Best
-from attnmesh.parallel.decode.kvdp import Kvdp
+from attnmesh.parallel.decode.exchange import Kvdp
 from attnmesh.parallel.sparse.row_share import RowShare
 from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import _FollowHome
@@ -127,7 +127,7 @@ def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
 
 
 def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch):
-    monkeypatch.setattr(GradSum, "pour", lambda self, target: None)
+    monkeypatch.setattr(GradAccumulator, "pour", lambda self, target: None)
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
     assert len(re.findall(r"ring auto zigzag \w+ .*(dk|dv).*WRONG", ran.output)) == 4
@@ -164,7 +164,7 @@ def by_the_batch(run):
         (Cpu, "run", louder, r"(decode|cache).*fp32"),
         (Cpu, "run", by_the_batch, r"decode.*split_size same bits"),
         (Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork"),
-        (Ledger, "register", lambda register: lambda *args: None, r"│ cache "),
+        (BlockManager, "cache_full_blocks", lambda register: lambda *args: None, r"│ cache "),
     ],
 )
 def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, one_devices_modes, monkeypatch):
@@ -202,8 +202,8 @@ def louder_from_one_rank(scatter_heads):
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [
-        (Share, "length", as_the_first_rank, r" CP2 "),
-        (StepTensors, "sight", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
+        (InterleavedShard, "length", as_the_first_rank, r" CP2 "),
+        (StepTensors, "key_range", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
         (Kvdp, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
     ],
 )
@@ -290,7 +290,7 @@ def test_verify_starts_processes_of_its_own():
 
 @pytest.mark.slow
 def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
-    fault = "from attnmesh.ops.accumulate import GradSum\nGradSum.pour = lambda self, target: None\n"
+    fault = "from attnmesh.ops.merge import GradAccumulator\nGradAccumulator.add_to = lambda self, target: None\n"
     (tmp_path / "sitecustomize.py").write_text(fault)  # every process imports it as it starts
     ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1

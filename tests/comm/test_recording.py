@@ -8,7 +8,7 @@ import torch
 
 from attnmesh.comm import Comm, CommError, recording, run_virtual
 from attnmesh.trace.timeline import Span
-from processes import Died, run_processes
+from helpers.processes import Died, run_processes
 
 
 def verbs(comm: Comm) -> tuple[list[Span], int, int]:
@@ -27,31 +27,31 @@ def verbs(comm: Comm) -> tuple[list[Span], int, int]:
         comm.exchange([], []).wait()  # nothing to send, nothing to note
         counted = comm.traffic.bytes, comm.traffic.messages
         comm.all_gather(torch.empty(0), [(0,)] * world)
-    return recorder.ranges(), *counted
+    return recorder.spans(), *counted
 
 
 def check_verbs(ranks: list[tuple[list[Span], int, int]]) -> None:
     world = len(ranks)
-    for rank, (ranges, nbytes, _) in enumerate(ranks):
-        tracks = {track: [span for span in ranges if span.track == track] for track in ("send", "receive", "wait")}
-        assert sum(map(len, tracks.values())) == len(ranges)
-        assert all(span.rank == rank and span.begin <= span.end for span in ranges)
-        assert sum(span.facts["bytes"] for span in tracks["send"]) == nbytes
+    for rank, (spans, nbytes, _) in enumerate(ranks):
+        tracks = {track: [span for span in spans if span.track == track] for track in ("send", "receive", "wait")}
+        assert sum(map(len, tracks.values())) == len(spans)
+        assert all(span.rank == rank and span.begin <= span.end for span in spans)
+        assert sum(span.args["bytes"] for span in tracks["send"]) == nbytes
         assert len(tracks["wait"]) == 2 + (rank < 2)
         assert len(tracks["send"]) == 2 * (world - 1) + 2 * (rank == 0)
         assert len(tracks["receive"]) == 2 * (world - 1) + 2 * (rank == 1)
         for span in tracks["send"]:  # the other end noted the same message
-            other = ranks[span.facts["peer"]][0]
-            facts = {**span.facts, "peer": rank}
-            assert [end.facts for end in other if end.track == "receive" and end.facts == facts] == [facts]
+            other = ranks[span.args["peer"]][0]
+            facts = {**span.args, "peer": rank}
+            assert [end.args for end in other if end.track == "receive" and end.args == facts] == [facts]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_virtual_ranks_note_every_message_and_wait(world):
+def test_virtual_ranks_record_every_message_and_wait(world):
     check_verbs(run_virtual(world, verbs))
 
 
-def test_processes_note_every_message_and_wait():
+def test_processes_record_every_message_and_wait():
     check_verbs(run_processes(2, verbs))
 
 
@@ -61,20 +61,20 @@ def behind_compute(comm: Comm) -> list[Span]:
     x, sent, buffer = torch.randn(200, 200), torch.randn(1 << 20), torch.empty(1 << 20)
     with recording(comm) as recorder:
         pending = comm.exchange([(sent, other)], [(buffer, other)])
-        with recorder.noting("compute", "products"):
-            until = time.perf_counter() + 1.0
+        with recorder.span("compute", "products"):
+            until = time.perf_counter() + 0.5
             while time.perf_counter() < until:
                 x @ x
         pending.wait()
-    return recorder.ranges()
+    return recorder.spans()
 
 
 def test_the_end_of_a_message_is_known_although_the_rank_computes():
     """gloo itself would tell only at the wait: the overlap would look as long as the computation."""
-    for ranges in run_processes(2, behind_compute):
-        (computed,) = (span for span in ranges if span.track == "compute")
-        (waited,) = (span for span in ranges if span.track == "wait")
-        ends = [span.end for span in ranges if span.track in ("send", "receive")]
+    for spans in run_processes(2, behind_compute):
+        (computed,) = (span for span in spans if span.track == "compute")
+        (waited,) = (span for span in spans if span.track == "wait")
+        ends = [span.end for span in spans if span.track in ("send", "receive")]
         assert len(ends) == 2
         assert max(ends) < computed.end <= waited.begin <= waited.end  # done before the rank looked
 

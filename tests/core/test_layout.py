@@ -136,7 +136,7 @@ def test_a_fold_is_pairs_of_mirrored_pieces_dealt_in_turn(pairs):
         for length in (0, 1, 7, count - 1, count, count + 1, 3 * count + count // 2 + 1, 5 * count):
             found = {}
             for rank, mine in enumerate(held):
-                pieces = Zigzag(pairs).pieces(length, world, rank)
+                pieces = Zigzag(pairs).chunks(length, world, rank)
                 numbers = sorted([*mine, *(count - 1 - pair for pair in mine)])
                 found |= dict(zip(numbers, pieces, strict=True))
             whole = [p for number in range(count) for p in found[number]]
@@ -156,7 +156,7 @@ def test_a_fold_covers_the_sequence_in_ascending_runs_that_do_not_touch(pairs):
                 ranges = layout.ranges(length, world, rank)
                 assert all(ranges)
                 assert all(a.stop < b.start for a, b in pairwise(ranges))
-                pieces = [p for piece in layout.pieces(length, world, rank) for p in piece]
+                pieces = [p for piece in layout.chunks(length, world, rank) for p in piece]
                 assert layout.positions(length, world, rank).tolist() == pieces
                 held += pieces
             assert sorted(held) == list(range(length))
@@ -204,7 +204,7 @@ def test_a_number_of_pairs_that_cannot_be_is_refused(pairs):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_pairs_for_another_number_of_ranks_are_refused(world):
-    for ask in (Zigzag((2, 1)).ranges, Zigzag((2, 1)).pieces, Zigzag((2, 1)).positions):
+    for ask in (Zigzag((2, 1)).ranges, Zigzag((2, 1)).chunks, Zigzag((2, 1)).positions):
         with pytest.raises(ValueError, match=rf"one entry for each of {world} ranks, got \(2, 1\)"):
             ask(8, world, 0)
 
@@ -212,7 +212,7 @@ def test_pairs_for_another_number_of_ranks_are_refused(world):
 @pytest.mark.parametrize(("length", "world", "rank"), [(-1, 2, 0), (8, 0, 0), (8, 2, 2), (8, 2, -1)])
 def test_pieces_of_a_rank_that_cannot_be_are_refused(length, world, rank):
     with pytest.raises(ValueError, match=r"(length|rank) must"):
-        Zigzag().pieces(length, world, rank)
+        Zigzag().chunks(length, world, rank)
 
 
 def shards_of(layout: Layout, x: torch.Tensor, dim: int, world: int) -> list[torch.Tensor]:

@@ -75,15 +75,15 @@ def test_allows_is_the_truth(mask, sees):
 
 @every_mask
 def test_visible_equals_sees_and_its_ends_never_move_back(mask, sees):
-    first, end = mask.visible(torch.arange(S))
-    assert list(zip(first.tolist(), end.tolist(), strict=True)) == [mask.sees(q) for q in range(S)]
+    first, end = mask.key_ranges(torch.arange(S))
+    assert list(zip(first.tolist(), end.tolist(), strict=True)) == [mask.key_range(q) for q in range(S)]
     assert (first.diff() >= 0).all()
     assert (end.diff() >= 0).all()
 
 
 @every_mask
 def test_every_query_sees_itself(mask, sees):
-    assert all(mask.sees(q)[0] <= q < mask.sees(q)[1] for q in range(S))
+    assert all(mask.key_range(q)[0] <= q < mask.key_range(q)[1] for q in range(S))
 
 
 def ranges(least: int, most: int) -> list[range]:
@@ -111,24 +111,24 @@ def test_verdict_is_exact_for_every_query_range_and_key_range(mask, sees):
                 truth = Coverage.FULL
             else:
                 truth = Coverage.PARTIAL
-            assert mask.verdict(q_range, k_range) is truth, (q_range, k_range)
+            assert mask.coverage(q_range, k_range) is truth, (q_range, k_range)
 
 
 def test_verdict_is_not_inverted_as_in_seed_000():
     # The seed: a block with q_low >= k_high is "all zeros" and is skipped. It is the other way round.
     early, late = range(32), range(32, 64)
-    assert Causal().verdict(q=late, k=early) is Coverage.FULL
-    assert Causal().verdict(q=early, k=late) is Coverage.EMPTY
-    assert Causal().verdict(q=early, k=early) is Coverage.PARTIAL
-    assert Causal().verdict(q=range(31, 40), k=early) is Coverage.FULL  # touching the diagonal from below
-    assert Causal().verdict(q=range(30, 40), k=early) is Coverage.PARTIAL
+    assert Causal().coverage(q=late, k=early) is Coverage.FULL
+    assert Causal().coverage(q=early, k=late) is Coverage.EMPTY
+    assert Causal().coverage(q=early, k=early) is Coverage.PARTIAL
+    assert Causal().coverage(q=range(31, 40), k=early) is Coverage.FULL  # touching the diagonal from below
+    assert Causal().coverage(q=range(30, 40), k=early) is Coverage.PARTIAL
 
 
 def test_seed_000_walkthrough_every_device_computes_nine_of_36_chunk_pairs():
     chunks = [range(32 * i, 32 * (i + 1)) for i in range(8)]  # S = 256, 4 devices
     for device in range(4):
         mine = (chunks[device], chunks[7 - device])
-        computed = [(q, k) for q in mine for k in chunks if Causal().verdict(q, k) is not Coverage.EMPTY]
+        computed = [(q, k) for q in mine for k in chunks if Causal().coverage(q, k) is not Coverage.EMPTY]
         assert len(computed) == 9
 
 
@@ -138,7 +138,7 @@ def test_cuts_are_the_places_where_a_document_begins(mask, sees):
     begins = {b for part in parts if isinstance(part, Documents) for b in accumulate(part.lengths)}
     for q_range in ranges(0, S):
         inside = sorted(b for b in begins if q_range and q_range[0] < b <= q_range[-1])
-        assert mask.cuts(q_range) == inside
+        assert mask.boundaries(q_range) == inside
 
 
 def test_positions_past_the_last_document_see_nothing():
@@ -146,8 +146,8 @@ def test_positions_past_the_last_document_see_nothing():
     positions = torch.arange(-2, 9)
     seen = mask.allows(positions[:, None], positions).any(1)
     assert positions[seen].tolist() == [0, 1, 2, 3, 4]
-    assert [mask.sees(p) for p in positions.tolist()] == list(
-        zip(*(x.tolist() for x in mask.visible(positions)), strict=True)
+    assert [mask.key_range(p) for p in positions.tolist()] == list(
+        zip(*(x.tolist() for x in mask.key_ranges(positions)), strict=True)
     )
     assert not Documents([]).allows(torch.arange(3), torch.arange(3)).any()
 
@@ -192,8 +192,8 @@ def test_masks_hash_and_compare_by_value():
 
 def test_asking_a_mask_anything_does_not_change_its_value():
     asked, fresh = Documents([1, 2]), Documents([1, 2])
-    asked.sees(1)
-    asked.visible(torch.arange(3))
+    asked.key_range(1)
+    asked.key_ranges(torch.arange(3))
     assert asked == fresh
     assert hash(asked) == hash(fresh)
 

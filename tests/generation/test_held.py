@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmesh.core import ranges
-from attnmesh.generation.held import Held
-from modelling import LAYOUTS
+from attnmesh.parallel.decode.positions import Held
+from helpers.models import LAYOUTS
 
 
 def moved(runs, by):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.generation.lookup import Lookup
+from attnmesh.generation.sampling import Lookup
 
 
 def searched(ids, most, longest=4):

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from attnmesh import Striped, Zigzag, run_virtual
-from attnmesh.generation.reader import Reader
+from attnmesh.generation.engine import Reader
 from attnmesh.integrations.transformers_attention import register_attention
 
 pytestmark = [

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmesh.core import ranges
-from attnmesh.generation.shares import Shares, evened, grown, in_turn
+from attnmesh.parallel.decode.positions import Shares, evened, grown, in_turn
 
 
 def positions_of(parts):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.generation.text import NewText
+from attnmesh.generation.sampling import NewText
 
 
 @pytest.fixture(scope="module")

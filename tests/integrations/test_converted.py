@@ -16,7 +16,7 @@ pytest.importorskip("gguf")
 from attnmesh.integrations import checkpoint
 from attnmesh.integrations import gguf as cache
 from attnmesh.integrations.checkpoint import ModelError
-from tiny_models import write_gguf
+from helpers.models import write_gguf
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 

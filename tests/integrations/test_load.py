@@ -22,7 +22,7 @@ from attnmesh.integrations import gguf as gguf_module
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.gguf import read_header
 from attnmesh.integrations.loading import load_model, needs_conversion
-from tiny_models import tiny_config, tiny_llama, write_folder, write_gguf
+from helpers.models import tiny_config, tiny_llama, write_folder, write_gguf
 
 IDS = torch.tensor([[0, 3, 7, 5, 9]])
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh.core.state import State, merge
-from attnmesh.ops.accumulate import GradSum, StateSum
+from attnmesh.core.merge import merge
+from attnmesh.core.state import State
+from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 
 SHAPE = (2, 3, 10, 4)
 
@@ -34,7 +35,7 @@ def spread(part: State, row: int) -> State:
 
 
 def summed(parts: list[tuple[State, int]], dtype: torch.dtype = torch.float32) -> State:
-    total = StateSum(torch.empty(SHAPE, dtype=dtype))
+    total = StateAccumulator(torch.empty(SHAPE, dtype=dtype))
     for part, row in parts:
         total.add(copied(part), row)
     return total.finish(dtype)
@@ -90,7 +91,7 @@ def test_one_part_of_some_rows_leaves_the_others_unseen():
 
 
 def test_a_sum_of_nothing_is_the_identity():
-    found = StateSum(torch.empty(SHAPE, dtype=torch.bfloat16)).finish(torch.bfloat16)
+    found = StateAccumulator(torch.empty(SHAPE, dtype=torch.bfloat16)).finish(torch.bfloat16)
     assert found.out.dtype == torch.bfloat16
     assert found.lse.dtype == torch.float32
     assert not found.out.any()
@@ -127,11 +128,11 @@ def test_extreme_lse_neither_overflow_nor_vanish():
 @pytest.mark.parametrize("before", [0, 1, 3, 4, 6])
 def test_a_kernel_may_continue_the_total_in_place(before):
     parts = [state() for _ in range(before + 1)]
-    total = StateSum(torch.empty(SHAPE))
+    total = StateAccumulator(torch.empty(SHAPE))
     for part in parts[:-1]:
         total.add(copied(part))
-    assert (total.settle() is None) == (before == 0)
-    so_far = total.begin()
+    assert (total.flush() is None) == (before == 0)
+    so_far = total.total()
     if before:
         assert_same(so_far, merge(parts[:-1]))
     continued = merge([so_far, parts[-1]])
@@ -142,8 +143,8 @@ def test_a_kernel_may_continue_the_total_in_place(before):
 
 def test_a_kernel_may_replace_the_total_and_more_may_come():
     parts = [state() for _ in range(6)]
-    total = StateSum(torch.empty(SHAPE))
-    assert total.settle() is None
+    total = StateAccumulator(torch.empty(SHAPE))
+    assert total.flush() is None
     total.replace(copied(parts[0]))
     for part in parts[1:]:
         total.add(copied(part))
@@ -170,8 +171,8 @@ def plain_sum(parts: list[tuple[Tensor, int]]) -> Tensor:
     return total
 
 
-def filled(parts: list[tuple[Tensor, int]], dtype: torch.dtype = torch.float32) -> GradSum:
-    grads = GradSum(torch.empty(SHAPE, dtype=dtype))
+def filled(parts: list[tuple[Tensor, int]], dtype: torch.dtype = torch.float32) -> GradAccumulator:
+    grads = GradAccumulator(torch.empty(SHAPE, dtype=dtype))
     for part, row in parts:
         grads.add(part.clone(), row)
     return grads
@@ -210,10 +211,10 @@ def test_pouring_adds_everything_once(settled, count):
     message = torch.randn(SHAPE[2], *SHAPE[:2], SHAPE[3])
     before = message.clone()
     target = message.permute(1, 2, 0, 3)
-    grads.pour(target)
+    grads.add_to(target)
     expected = plain_sum(parts) + before.permute(1, 2, 0, 3)
     assert_rounded_once(target, expected)
-    grads.pour(target)
+    grads.add_to(target)
     assert_rounded_once(target, expected)
 
 
@@ -221,5 +222,5 @@ def test_a_gradient_sum_of_nothing_is_zero():
     assert torch.equal(filled([]).finish(), torch.zeros(SHAPE))
     target = torch.randn(SHAPE)
     before = target.clone()
-    filled([]).pour(target)
+    filled([]).add_to(target)
     assert torch.equal(target, before)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmesh import AttentionConfig, AttentionWeights, Norm
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 
 HIDDEN, Q, KV, D = 20, 12, 4, 3
 NORM = Norm(1e-6)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from attending import relative_error
 from attnmesh import Causal, attention
-from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.merge import GradAccumulator
 from attnmesh.plan.blocks import Patch
+from attnmesh.testing.errors import relative_error
 
 
 def laid(x: torch.Tensor, how: str) -> torch.Tensor:
@@ -38,7 +38,7 @@ def test_gradients_are_right_however_out_lies(device, q_layout):
         for grad_layout in LAYOUTS:
             out, grad_out = laid(exact_out.detach().to(dtype), out_layout), laid(grad, grad_layout)
             result = Result(out, lse.detach().float(), grad_out, None)
-            sums = [GradSum(x) for x in (q, k, v)]
+            sums = [GradAccumulator(x) for x in (q, k, v)]
             Aten().backward(call, result, Grads(*sums))
             for total, truth in zip(sums, exact, strict=True):
                 assert relative_error(total.finish(), truth) < (1e-2 if dtype == torch.bfloat16 else 1e-5)

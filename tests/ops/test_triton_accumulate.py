@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmesh.core.state import State
-from attnmesh.ops.triton_accumulate import accumulate, add
+from attnmesh.ops.triton_merge import accumulate, add
 
 SHAPE = (2, 3, 50, 24)  # head_dim is no power of two, and 50 rows are no whole number of tiles
 

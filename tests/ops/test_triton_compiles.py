@@ -5,25 +5,22 @@ from itertools import product
 import pytest
 import torch
 
-from compiling import assert_fit, compiled_for_hopper
+from helpers.triton_compile import assert_fit, compiled_for_hopper
 
 pytest.importorskip("triton")
 
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.projected import ProjectedTokens
-from attnmesh.kv_cache.triton_prepare import prepare
-from attnmesh.kv_cache.triton_write import write_tokens
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.rope import Rope
-from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.ops.decode.check import checked
+from attnmesh.kv_cache.prepare import ProjectedKV
+from attnmesh.kv_cache.triton_write import prepare, write_tokens
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.decode.call import build_call
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.dense.triton_backward import backward, delta
 from attnmesh.ops.dense.triton_forward import forward
 from attnmesh.ops.storage import quantize
-from attnmesh.ops.triton_accumulate import accumulate, add
+from attnmesh.ops.triton_merge import accumulate, add
 
 HEAD_DIMS = [64, 80, 128, 256]
 DTYPES = ["bfloat16", "float32"]
@@ -109,7 +106,7 @@ def prepared(head_dim, dtype, storage, q_heads, kv_heads, layout, normed):
             max_length=16,
         )
         kv = torch.empty(2, 1, 2 * kv_heads * head_dim, dtype=dtype)
-        new = ProjectedTokens(kv, range(2), torch.zeros(2, 1, dtype=torch.int64), cache.keys(0), cache.values(0))
+        new = ProjectedKV(kv, range(2), torch.zeros(2, 1, dtype=torch.int64), cache.keys(0), cache.values(0))
     q = torch.empty(2, 1, q_heads * head_dim, dtype=dtype)
     prepare(q, torch.zeros(2, 1, dtype=torch.int32), new, config, weights, 2)
 
@@ -131,7 +128,7 @@ def decode(storage, dtype, head_dim, value_dim, group, options):
     q = torch.empty(2, group, how.pop("tokens", 1), head_dim, dtype=dtype)
     if how.pop("partial", False):  # one rank's part of a sequence that is spread
         how |= {"sight": (torch.zeros(2, q.shape[2], dtype=torch.int32),) * 2, "out_dtype": torch.float32}
-    Triton().run(checked(q, k, v, table, cur_pos=[5, 6], share_cache=False, **how))
+    Triton().run(build_call(q, k, v, table, cur_pos=[5, 6], share_cache=False, **how))
 
 
 LAUNCHERS = {

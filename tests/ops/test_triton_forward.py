@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State
-from attnmesh.ops.dense.triton_configs import Tiles
 from attnmesh.ops.dense.triton_forward import forward
+from attnmesh.ops.dense.triton_tiles import Tiles
 
 CUDA = torch.cuda.is_available()
 # The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small tiles, small shapes.

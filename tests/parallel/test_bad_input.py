@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-from attending import differentiated, drawn
 from attnmesh import (
     Causal,
     Comm,
@@ -20,7 +19,8 @@ from attnmesh import (
     attention,
     run_virtual,
 )
-from processes import run_processes
+from attnmesh.testing.attention import forward_backward, random_inputs
+from helpers.processes import run_processes
 
 LENGTH, WORLD, GUILTY = 12, 3, 1
 
@@ -55,7 +55,7 @@ def shape(*sizes: int) -> torch.Tensor:
 WRONG_ALONE = {
     "heads that do not divide": (
         {"q": shape(1, 3, 4, 16)},
-        r"2 kv heads must divide the 3 query heads \(said by rank 1",
+        r"2 kv heads must divide the 3 query heads \(on rank 1",
     ),
     "a short shard": ({n: shape(1, 2, 3, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 3"),
     "a long shard": ({n: shape(1, 2, 5, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 5"),
@@ -128,7 +128,7 @@ def test_one_rank_is_wrong_and_all_hear_it(what):
 @pytest.mark.parametrize("what", [what for what, (_, words) in WRONG_ALONE.items() if " on ranks " not in words])
 def test_all_ranks_are_wrong_and_all_hear_it(what):
     wrong, words = WRONG_ALONE[what]
-    assert_all_say(words.partition(r" \(said by")[0], lambda comm: attend(comm, wrong))
+    assert_all_say(words.partition(r" \(on rank")[0], lambda comm: attend(comm, wrong))
 
 
 def test_ranks_with_other_layouts_or_backends():
@@ -200,8 +200,8 @@ def test_a_rank_without_gradients_among_others():
 
 def test_one_rank_wants_dk_and_the_other_dv():
     """Each must get its own in full, or all must hear that this cannot be; never half of a gradient."""
-    inputs = drawn(10)
-    everything = differentiated(lambda q, k, v: attention(q, k, v, mask=Causal(), return_lse=True), inputs)
+    inputs = random_inputs(10)
+    everything = forward_backward(lambda q, k, v: attention(q, k, v, mask=Causal(), return_lse=True), inputs)
 
     def rank(comm: Comm) -> str | torch.Tensor:
         cp = ContextParallel(comm)
@@ -257,12 +257,12 @@ def test_a_dtype_that_no_kernel_takes_is_refused_on_every_rank():
         ({"backend": "reference"}, "backend must be one of auto, aten, triton, got 'reference'"),
         ({"layout": "zigzag"}, r"layout must be a layout \(Contiguous\(\), Zigzag\(\), \.\.\.\), got 'zigzag'"),
         ({"layout": Zigzag}, r"layout must be a layout .* got <class"),
-        ({"where": 3}, "expected a Comm, ProcessGroup, DeviceMesh or None, got int"),
+        ({"group": 3}, "group must be a Comm, ProcessGroup, DeviceMesh or None, got int"),
     ],
 )
 def test_unknown_ways_to_spread_a_sequence(how, words):
     with pytest.raises(ValueError, match=words):
-        ContextParallel(how.pop("where", None), **how)
+        ContextParallel(**how)
 
 
 def test_alone_bad_input_is_just_as_bad():

@@ -5,11 +5,19 @@ from itertools import product
 
 import pytest
 
-from attnmesh.plan.decode_load import COMBINES, TRADES, Copies, DecodeShape, bytes_sent, cache_bytes, weight_copies
-from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.planner.combine import combine_seconds, pick_combine
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
-from planning import link
+from attnmesh.plan.decode import (
+    COMBINES,
+    TRADES,
+    Copies,
+    DecodeShape,
+    DecodeSharding,
+    bytes_sent,
+    cache_bytes,
+    weight_copies,
+)
+from attnmesh.planner.auto import combine_seconds, pick_combine
+from attnmesh.planner.catalog import usual_cluster
+from helpers.clusters import link
 
 T, D, HIDDEN = 2, 5, 24
 CASES = [

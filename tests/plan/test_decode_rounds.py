@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 import attnmesh as am
-from attnmesh.plan.decode_load import DecodeShape, bytes_sent, messages_sent
-from attnmesh.plan.rounds.decode import decode_program
-from attnmesh.plan.rounds.decode_layer import AROUND_ATTENTION, EXCHANGE, MERGE, DecodeLayer, Linear
-from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.planner.combine import pick_combine
+from attnmesh.plan.decode import DecodeShape, DecodeSharding, bytes_sent, messages_sent
+from attnmesh.planner.auto import pick_combine
+from attnmesh.planner.catalog import cluster as named_cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.hardware_catalog.catalog import cluster as named_cluster
-from feeding import Feeding, block_with, cache_for, inputs, made
-from planning import cluster, link
+from attnmesh.planner.decode import AROUND_ATTENTION, EXCHANGE, MERGE, DecodeLayer, Linear, decode_program
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
+from helpers.blocks import random_sequences
+from helpers.clusters import cluster, link
 
 CASES = [
     (DecodeSharding(1), (4, 2), 3),
@@ -100,18 +99,18 @@ def test_messages_are_each_peers_own_part(sharding, heads, batch, combine):
 )
 def test_blocks_that_run_send_these_bytes(degrees, heads, batch):
     """Query heads and sequences are uneven in some; ranks are threads that count what they send."""
-    config, weights = made(*heads, sinks=True, window=6)
+    config, weights = random_block(*heads, sinks=True, window=6)
     sharding = am.DecodeSharding(*degrees)
-    x = inputs(batch, 7, config)
+    x = random_sequences(batch, 7, config)
 
     def rank(comm):
-        block = block_with(config, weights, sharding, comm)
-        feeding = Feeding(block, cache_for(block, batch, 7), x)
-        feeding.begin(*range(batch)).feed(range(batch), 6)
-        sent = block._ranks.everyone.traffic
+        block = shard_block(config, weights, sharding, comm)
+        feeding = BlockRunner(block, poisoned_cache(block, batch, 7), x)
+        feeding.allocate(*range(batch)).feed(range(batch), 6)
+        sent = block._ranks.all_ranks.traffic
         sent.reset()
         feeding.feed(range(batch), 1)
-        return sum(nbytes for _, nbytes in sent.verbs.values())
+        return sum(nbytes for _, nbytes in sent.by_op.values())
 
     shape = DecodeShape(batch, 1, *heads, config.head_dim, config.hidden, itemsize=4)
     counted = sum(exchanged(sharding, DecodeLayer(shape, 1.0, 6)).values())

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
-from attnmesh.plan.pieces import Piece, pieces
+from attnmesh.plan.shards import Piece, pieces
 
 
 @st.composite

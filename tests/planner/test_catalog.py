@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from attnmesh.planner.catalog import catalog, cluster, load
 from attnmesh.planner.hardware import KINDS, OF_BYTES
-from attnmesh.planner.hardware_catalog.catalog import catalog, cluster, load
 
 DEVICES = ["a100", "b200", "cpu", "h100", "h200", "mi300x", "trainium2"]
 H200_PEAK = {True: 4.8e12, False: 989.4e12}  # published, in bytes or operations a second

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.planner.hardware import KINDS, Curve, Device, Link
-from attnmesh.planner.hardware_catalog.catalog import Wiring, catalog, load
-from attnmesh.planner.hardware_catalog.catalog_write import as_toml
+from attnmesh.planner.catalog import catalog, load
+from attnmesh.planner.catalog_file import as_toml
+from attnmesh.planner.hardware import KINDS, Curve, Device, Link, Wiring
 
 NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 10\n'
 

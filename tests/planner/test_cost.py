@@ -12,10 +12,10 @@ from attnmesh.plan.program import Kernels, Messages, Program, Round
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.choose import choose_schedule
+from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.cost import Cost, cost, schedule_cost
 from attnmesh.planner.hardware import Cluster
-from planning import cluster, device, link
+from helpers.clusters import cluster, device, link
 
 
 def work(*flops: float) -> tuple[Kernels, ...]:

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.plan.rounds.decode import decode_program
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
+from attnmesh.planner.catalog import cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_options import Decode, decode_layers, decode_memory, decode_ranking, shardings
-from attnmesh.planner.hardware_catalog.catalog import cluster
-from attnmesh.planner.models.known_models import model
-from attnmesh.planner.models.model import ModelConfig
+from attnmesh.planner.decode import Decode, decode_layers, decode_memory, decode_program, decode_ranking, shardings
+from attnmesh.planner.models.config import ModelConfig
+from attnmesh.planner.models.read import model
 from attnmesh.planner.ranking import RESERVED
 
 H200 = cluster("h200")

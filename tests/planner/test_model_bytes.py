@@ -6,17 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.planner.models.known_models import model
-from attnmesh.planner.models.model import Experts, ModelConfig
-from attnmesh.planner.models.model_bytes import (
+from attnmesh.planner.models.config import (
+    Experts,
+    ModelConfig,
     cache_bytes,
     cache_bytes_of_a_position,
     cached_numbers,
     cached_positions,
+    flops_a_pair,
+    linear_flops,
+    pairs,
     parameters,
+    prefill_attention_flops,
     weight_bytes,
 )
-from attnmesh.planner.models.model_work import flops_a_pair, linear_flops, pairs, prefill_attention_flops
+from attnmesh.planner.models.read import model
 
 # Published by their makers, in billions.
 TOTAL = {

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from attnmesh.planner.models.model import Experts, Latent, ModelConfig, Stored
-from attnmesh.planner.models.model_config import read_config, read_whole_config
+from attnmesh.planner.models.config import Experts, Latent, ModelConfig, Stored
+from attnmesh.planner.models.read import read_config, read_whole_config
 
 GPT_OSS_120B = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "hidden_size": 2880, "num_hidden_layers": 36,

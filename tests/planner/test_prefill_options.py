@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.planner.hardware_catalog.catalog import cluster
-from attnmesh.planner.models.known_models import model
-from attnmesh.planner.models.model_work import experts_read, layer_weights_read
-from attnmesh.planner.prefill_options import Division, Prefill, divisions, prefill_memory, prefill_ranking
+from attnmesh.planner.catalog import cluster
+from attnmesh.planner.models.config import experts_read, layer_weights_read
+from attnmesh.planner.models.read import model
+from attnmesh.planner.prefill import Division, Prefill, divisions, prefill_memory, prefill_ranking
 from attnmesh.planner.ranking import RESERVED
 
 H200 = cluster("h200")

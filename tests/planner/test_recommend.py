@@ -8,15 +8,12 @@ from math import gcd
 import pytest
 
 import attnmesh as am
-from attnmesh.plan.decode_load import Copies, DecodeShape, bytes_sent, cache_bytes
-from attnmesh.plan.rounds.decode import decode_program
-from attnmesh.plan.rounds.decode_layer import DecodeLayer
-from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.planner.compare import Compared, compare_shardings
+from attnmesh.plan.decode import Copies, DecodeShape, DecodeSharding, bytes_sent, cache_bytes
+from attnmesh.planner.catalog import cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.hardware_catalog.catalog import cluster
-from attnmesh.planner.recommend import recommend_sharding
-from attnmesh.planner.words import readable_bytes
+from attnmesh.planner.decode import DecodeLayer, decode_program
+from attnmesh.planner.recommend import Compared, compare_shardings, recommend_sharding
+from attnmesh.planner.units import readable_bytes
 
 
 def names(options) -> list[str]:

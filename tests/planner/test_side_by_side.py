@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.planner.hardware_catalog.catalog import cluster
-from attnmesh.planner.side_by_side import one_of_many, ranks_together
+from attnmesh.planner.catalog import cluster
+from attnmesh.planner.hardware import one_of_many, ranks_together
 
 H200 = cluster("h200")
 

@@ -1,4 +1,4 @@
-"""One rank's notes: in order, on one clock, and not there at all while nobody watches."""
+"""Recorder: spans in order on one clock; no overhead without a recording."""
 
 import time
 
@@ -6,26 +6,23 @@ import pytest
 import torch
 
 from attnmesh import Comm, ContextParallel, run_virtual
-from attnmesh.comm import recording
-from attnmesh.comm.sub import SubComm
+from attnmesh.comm import SubComm, recording
 from attnmesh.trace.recorder import Recorder
 
 
-def test_notes_come_back_as_spans_in_the_order_of_their_beginning():
+def test_spans_are_sorted_by_begin():
     recorder = Recorder(3)
-    with recorder.noting("compute", "outer", blocks=2):
+    with recorder.span("compute", "outer", blocks=2):
         begin = recorder.now()
-        recorder.note("wait", "ranks_per_node", begin, recorder.now(), verb="exchange")
-    outer, ranks_per_node = recorder.ranges()
-    assert (outer.rank, outer.track, outer.name, outer.facts) == (3, "compute", "outer", {"blocks": 2})
-    assert (ranks_per_node.track, ranks_per_node.name, ranks_per_node.facts) == (
+        recorder.add("wait", "inner", begin, recorder.now(), verb="exchange")
+    outer, inner = recorder.spans()
+    assert (outer.rank, outer.track, outer.name, outer.args) == (3, "compute", "outer", {"blocks": 2})
+    assert (inner.track, inner.name, inner.args) == (
         "wait",
-        "ranks_per_node",
+        "inner",
         {"verb": "exchange"},
     )
-    assert (
-        recorder.began <= outer.begin <= ranks_per_node.begin <= ranks_per_node.end <= outer.end <= time.perf_counter()
-    )
+    assert recorder.start <= outer.begin <= inner.begin <= inner.end <= outer.end <= time.perf_counter()
 
 
 def test_messages_are_counted_by_direction_and_peer_so_that_both_ends_match():
@@ -33,22 +30,22 @@ def test_messages_are_counted_by_direction_and_peer_so_that_both_ends_match():
     ends = [("send", 1), ("send", 1), ("receive", 1), ("send", 2), ("send", 1)]
     for track, peer in ends:
         recorder.message(track, "exchange", peer, 8).done(recorder.now(), recorder.now())
-    assert [span.facts["number"] for span in recorder.ranges()] == [0, 1, 0, 0, 2]
-    assert [span.name for span in recorder.ranges()][1:3] == ["exchange to rank 1", "exchange from rank 1"]
-    assert all(span.facts["bytes"] == 8 for span in recorder.ranges())
+    assert [span.args["number"] for span in recorder.spans()] == [0, 1, 0, 0, 2]
+    assert [span.name for span in recorder.spans()][1:3] == ["exchange to rank 1", "exchange from rank 1"]
+    assert all(span.args["bytes"] == 8 for span in recorder.spans())
 
 
-def test_a_message_that_is_not_done_is_not_noted():
+def test_an_incomplete_message_is_not_recorded():
     recorder = Recorder(0)
     recorder.message("send", "exchange", 1, 8)
-    assert recorder.ranges() == []
+    assert recorder.spans() == []
 
 
 def test_without_recording_no_recorder_is_touched(monkeypatch):
     def touched(*args: object, **named: object) -> None:
-        raise AssertionError("a recorder was used although nobody watches")
+        raise AssertionError("a recorder was used without a recording")
 
-    for name in ("__init__", "now", "note", "noting", "message"):
+    for name in ("__init__", "now", "add", "span", "message"):
         monkeypatch.setattr(Recorder, name, touched)
 
     def attend(comm: Comm) -> None:
@@ -70,7 +67,7 @@ def test_a_part_of_a_world_is_recorded_with_it_and_the_recording_ends():
                 pass
         assert comm.recorder is None
         assert part.recorder is None
-        return [span.name for span in recorder.ranges()]
+        return [span.name for span in recorder.spans()]
 
     assert run_virtual(2, parts) == [[], []]
 

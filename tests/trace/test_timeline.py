@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.planner.simulate import simulate
+from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import TRACKS, Span, read_trace, write_trace
-from simulating import all_to_all, cluster
+from helpers.clusters import all_to_all_program, simulated_cluster
 
 RING = [
     Span(1, "wait", "keys 0", 0.75, 1.5),
@@ -23,19 +23,19 @@ RING = [
 ]
 
 
-def written(tmp_path, ranges, **kwargs):
-    write_trace(tmp_path / "trace.json", ranges, **{"title": "a ring", **kwargs})
+def written(tmp_path, spans, **kwargs):
+    write_trace(tmp_path / "trace.json", spans, **{"title": "a ring", **kwargs})
     return json.loads((tmp_path / "trace.json").read_text())
 
 
 def test_what_is_written_is_read(tmp_path):
-    write_trace(tmp_path / "trace.json", RING, title="a ring", facts={})
+    write_trace(tmp_path / "trace.json", RING, title="a ring", metadata={})
     found = read_trace(tmp_path / "trace.json")
     assert found == sorted(RING, key=lambda s: (s.rank, TRACKS.index(s.track), s.begin))
 
 
 def test_every_event_has_the_fields_that_viewers_require(tmp_path):
-    trace = written(tmp_path, RING, facts={"world": np.int64(2), "program": "ring"})
+    trace = written(tmp_path, RING, metadata={"world": np.int64(2), "program": "ring"})
     assert trace["otherData"] == {"title": "a ring", "world": 2, "program": "ring"}
     events = trace["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
@@ -75,12 +75,12 @@ def overlaps(events):
 
 
 def test_spans_of_a_track_at_the_same_time_lie_side_by_side(tmp_path):
-    ranges = simulate(all_to_all(np.full((4, 4), 100)), cluster(message=0.1), keep=range(4)).ranges
-    events = written(tmp_path, ranges)["traceEvents"]
+    spans = simulate(all_to_all_program(np.full((4, 4), 100)), simulated_cluster(message=0.1), keep=range(4)).spans
+    events = written(tmp_path, spans)["traceEvents"]
     assert overlaps(events) == []
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2}
     assert {"send", "send 2", "send 3"} <= names
-    assert len(read_trace(tmp_path / "trace.json")) == len(ranges)
+    assert len(read_trace(tmp_path / "trace.json")) == len(spans)
 
 
 @settings(deadline=None, max_examples=50)
@@ -89,28 +89,28 @@ def test_spans_of_a_track_at_the_same_time_lie_side_by_side(tmp_path):
         st.tuples(st.integers(0, 3), st.sampled_from(TRACKS), st.floats(0, 100), st.floats(0, 10)), max_size=30
     ).map(lambda rows: [Span(rank, track, "x", begin, begin + took) for rank, track, begin, took in rows])
 )
-def test_nothing_is_lost_and_nothing_overlaps(tmp_path_factory, ranges):
+def test_nothing_is_lost_and_nothing_overlaps(tmp_path_factory, spans):
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    write_trace(path, ranges, title="any")
+    write_trace(path, spans, title="any")
     assert overlaps(json.loads(path.read_text())["traceEvents"]) == []
     found = sorted((s.rank, s.track, s.begin) for s in read_trace(path))
-    expected = sorted((s.rank, s.track, s.begin) for s in ranges)
+    expected = sorted((s.rank, s.track, s.begin) for s in spans)
     assert [at[:2] for at in found] == [at[:2] for at in expected]
     assert [at[2] for at in found] == pytest.approx([at[2] for at in expected], abs=1e-9)
-    assert sum(s.end for s in read_trace(path)) == pytest.approx(sum(s.end for s in ranges), abs=1e-7)
+    assert sum(s.end for s in read_trace(path)) == pytest.approx(sum(s.end for s in spans), abs=1e-7)
 
 
 @pytest.mark.parametrize(
     ("rank", "begin", "end"),
     [(-1, 0.0, 1.0), (0, 2.0, 1.0), (0, -1.0, 1.0), (0, 0.0, float("inf")), (0, float("nan"), 1.0)],
 )
-def test_a_span_that_cannot_be_is_refused(tmp_path, rank, begin, end):
-    with pytest.raises(ValueError, match="a span must be of a rank"):
+def test_an_impossible_span_is_rejected(tmp_path, rank, begin, end):
+    with pytest.raises(ValueError, match="span must have rank"):
         written(tmp_path, [Span(rank, "send", "x", begin, end)])
 
 
-def test_facts_that_no_viewer_reads_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="facts must be numbers"):
+def test_args_that_are_not_json_are_rejected(tmp_path):
+    with pytest.raises(TypeError, match="args and metadata must be"):
         written(tmp_path, [Span(0, "send", "x", 0.0, 1.0, {"peer": object()})])
     with pytest.raises(ValueError, match="JSON compliant"):
         written(tmp_path, [Span(0, "send", "x", 0.0, 1.0, {"rate": float("nan")})])

@@ -187,7 +187,7 @@ def _sparse(sizes: Sizes, device: str) -> Iterator[KernelSample]:
         kv = torch.randn(sizes.sparse_keys, width, device=device, dtype=sizes.dtype, requires_grad=True)
         indices = torch.rand(rows, sizes.sparse_keys, device=device).argsort(1)[:, :slots].int()
         grad = torch.randn(rows, heads, values, device=device, dtype=sizes.dtype)
-        return [q, kv, grad], lambda: sparse_attention(q, kv, indices, sm_scale=width**-0.5, d_v=values)[0]
+        return [q, kv, grad], lambda: sparse_attention(q, kv, indices, scale=width**-0.5, d_v=values)[0]
 
     def forward(rows: int) -> Run:
         return given(rows)[1]

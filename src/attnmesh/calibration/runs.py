@@ -18,7 +18,7 @@ from attnmesh.plan.programs import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulate import Simulated, simulate
+from attnmesh.planner.simulator.simulate import Simulated, simulate
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 SCHEDULES = ("ring", "allgather", "ulysses")

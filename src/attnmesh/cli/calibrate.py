@@ -12,9 +12,9 @@ from attnmesh.calibration.cpu import measure_cpu
 from attnmesh.calibration.cuda import measure_cuda
 from attnmesh.cli import output
 from attnmesh.cli.options import MeasuredDeviceOption, check_output_file, default_device, reported_errors
-from attnmesh.planner.hardware import Link
-from attnmesh.planner.hardware_catalog.catalog import Wiring, catalog
-from attnmesh.planner.hardware_catalog.catalog_write import as_toml
+from attnmesh.planner.catalog import catalog
+from attnmesh.planner.catalog_file import as_toml
+from attnmesh.planner.hardware import Link, Wiring
 
 
 def calibrate_command(

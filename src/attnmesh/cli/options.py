@@ -14,8 +14,8 @@ import typer
 
 from attnmesh.comm import CommError
 from attnmesh.core.validation import parse_length
+from attnmesh.planner.catalog import cluster
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.hardware_catalog.catalog import cluster
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -28,11 +28,11 @@ from attnmesh.cli.options import (
 )
 from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
 from attnmesh.ops.storage import bytes_per_token
-from attnmesh.planner.decode_options import Decode, decode_memory, decode_ranking, shardings
-from attnmesh.planner.models.known_models import model as known_model
-from attnmesh.planner.models.model import ModelConfig
-from attnmesh.planner.models.model_config import read_config
-from attnmesh.planner.prefill_options import MOST_CP, Prefill, divisions, prefill_memory, prefill_ranking
+from attnmesh.planner.decode import Decode, decode_memory, decode_ranking, shardings
+from attnmesh.planner.models.config import ModelConfig
+from attnmesh.planner.models.read import model as known_model
+from attnmesh.planner.models.read import read_config
+from attnmesh.planner.prefill import MOST_CP, Prefill, divisions, prefill_memory, prefill_ranking
 from attnmesh.planner.ranking import Memory, Ranking
 
 plan_app = typer.Typer(no_args_is_help=True, help="Rank the plans for a model on a cluster, without running anything.")

@@ -10,12 +10,11 @@ from rich.console import Console
 
 from attnmesh.cli import output
 from attnmesh.ops.storage import bytes_per_token
-from attnmesh.planner.compare import compare_shardings
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.model import ModelConfig
+from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.ranking import RESERVED, Memory, Option, Ranking
-from attnmesh.planner.recommend import ShardingOption, recommend_sharding
-from attnmesh.planner.words import readable_bytes, readable_seconds
+from attnmesh.planner.recommend import ShardingOption, compare_shardings, recommend_sharding
+from attnmesh.planner.units import readable_bytes, readable_seconds
 
 SHOWN = 12
 MAX_RANKS = 1 << 14

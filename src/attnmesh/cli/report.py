@@ -27,8 +27,7 @@ from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
 from attnmesh.core.masks import Mask, parse_mask
 from attnmesh.plan.workload import Shape
-from attnmesh.report.data import default_node, make_report
-from attnmesh.report.figures import read_figures
+from attnmesh.report.data import default_node, make_report, read_figures
 from attnmesh.report.page import write_report
 from attnmesh.trace.timeline import read_trace
 from attnmesh.verify import attention as verify
@@ -73,7 +72,7 @@ def report_command(
                 length,
                 ranks,
                 shape,
-                node=ranks_per_node,
+                ranks_per_node=ranks_per_node,
                 device=device.value,
                 facts=run_facts(),
                 timelines=timelines,

@@ -35,12 +35,12 @@ from attnmesh.plan.load import Load, Tally
 from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload, check_served
-from attnmesh.planner.choose import choose_schedule
+from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.known_models import model as known_model
-from attnmesh.planner.simulate import Simulated, simulate
+from attnmesh.planner.models.read import model as known_model
 from attnmesh.planner.simulator.network import Slow
-from attnmesh.planner.words import readable_bytes, readable_seconds
+from attnmesh.planner.simulator.simulate import Simulated, simulate
+from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.trace.timeline import write_trace
 
 TRACED_RANKS = 16
@@ -196,9 +196,9 @@ def _write_trace(path: Path, runs: Sequence[_Run], ranks: int) -> None:
     """Write all runs into one file, one after the other."""
     spans, begin = [], 0.0
     for run in runs:
-        spans += [replace(span, begin=span.begin + begin, end=span.end + begin) for span in run.simulated.ranges]
+        spans += [replace(span, begin=span.begin + begin, end=span.end + begin) for span in run.simulated.spans]
         begin += run.simulated.seconds
-    write_trace(path, spans, title=f"simulated {runs[0].name}", facts={"ranks": ranks})
+    write_trace(path, spans, title=f"simulated {runs[0].name}", metadata={"ranks": ranks})
 
 
 def _factors(given: Sequence[str], option: str, ranks: int) -> dict[int, float]:

@@ -39,7 +39,7 @@ from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import check_served
-from attnmesh.trace.overlap import busy, met
+from attnmesh.trace.overlap import match_messages, summarize_overlap
 from attnmesh.trace.recorder import Recorder
 from attnmesh.trace.timeline import Span, write_trace
 
@@ -122,7 +122,7 @@ def _trace(comm: Comm, *, case: TraceCase, out: Path) -> None:
     schedule = case.schedule if case.schedule != "auto" else f"auto ({_selected(comm, case)})"
     title = _title(comm, case, schedule)
     facts: dict[str, object] = {"schedule": schedule, "ranks": comm.world, **output.machine(case.device)}
-    write_trace(out, spans, title=title, facts=facts)
+    write_trace(out, spans, title=title, metadata=facts)
     _show(spans, title, out, virtual=isinstance(comm, VirtualComm))
 
 
@@ -149,12 +149,12 @@ def gather_spans(comm: Comm, recorder: Recorder, device: str) -> list[Span]:
     Processes on one machine share a clock. Machines are aligned by the barrier that starts the recording: the first
     process of a machine to leave it defines time 0 there, so their clocks agree up to the skew of the barrier.
     """
-    mine = _machine(), recorder.began, recorder.ranges()
+    mine = _machine(), recorder.start, recorder.spans()
     ranks = [pickle.loads(data) for data in _all_gather_bytes(comm, pickle.dumps(mine), device)]
     zero: dict[str, float] = {}
     for machine, began, _ in ranks:
         zero[machine] = min(began, zero.get(machine, began))
-    return met(
+    return match_messages(
         replace(span, begin=max(0.0, span.begin - zero[machine]), end=max(0.0, span.end - zero[machine]))
         for machine, _, spans in ranks
         for span in spans
@@ -163,10 +163,10 @@ def gather_spans(comm: Comm, recorder: Recorder, device: str) -> list[Span]:
 
 def _show(spans: Sequence[Span], title: str, out: Path, *, virtual: bool) -> None:
     rows: list[list[object]] = []
-    for each in busy(spans):
-        share = f"{each.overlapped / each.transferred:.0%}" if each.transferred else "-"
-        times = (each.computed, each.transferred, each.overlapped, each.waited)
-        rows.append([each.rank, *(f"{1e3 * seconds:.2f}" for seconds in times), share, f"{each.sent / 1e6:.2f}"])
+    for each in summarize_overlap(spans):
+        share = f"{each.overlap / each.transfer:.0%}" if each.transfer else "-"
+        times = (each.compute, each.transfer, each.overlap, each.wait)
+        rows.append([each.rank, *(f"{1e3 * seconds:.2f}" for seconds in times), share, f"{each.bytes_sent / 1e6:.2f}"])
     console = output.console()
     columns = ["rank", "compute ms", "communication ms", "overlapped ms", "waiting ms", "overlapped", "MB sent"]
     console.print(output.table(f"attnmesh trace: {title}", columns, rows))

@@ -1,21 +1,24 @@
-"""What ranks exchange: a few verbs over process groups, over virtual ranks in one process, or alone."""
+"""Communication between ranks: process groups, virtual ranks in one process, or a single rank."""
 
-from attnmesh.comm.base import Comm, CommError, Pending
-from attnmesh.comm.group import GroupComm
-from attnmesh.comm.recording import recording
-from attnmesh.comm.resolve import comm_from
-from attnmesh.comm.solo import SoloComm
-from attnmesh.comm.traffic import Traffic
+from attnmesh.comm.agreement import CommError
+from attnmesh.comm.base import Comm, Pending, SoloComm, Traffic, recording
+from attnmesh.comm.process_group import GroupComm, comm_from
+from attnmesh.comm.subgroups import IndependentSubComm, RankGroups, SharedValues, SubComm, check_on_all_ranks
 from attnmesh.comm.virtual import VirtualComm, run_virtual
 
 __all__ = [
     "Comm",
     "CommError",
     "GroupComm",
+    "IndependentSubComm",
     "Pending",
+    "RankGroups",
+    "SharedValues",
     "SoloComm",
+    "SubComm",
     "Traffic",
     "VirtualComm",
+    "check_on_all_ranks",
     "comm_from",
     "recording",
     "run_virtual",

@@ -1,92 +1,236 @@
-"""What ranks tell each other before they exchange, and what is said when they do not agree."""
+"""Agreement between ranks: they compare the operation and its arguments before they exchange data."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class CommError(RuntimeError):
+    """A peer died, raised, or did not arrive in time. The comm cannot be used any more."""
 
 
 @dataclass(frozen=True)
-class Claim:
-    """One rank's view of what it is about to start; `error` is what it finds wrong with its own arguments."""
+class Signature:
+    """An operation that one rank is about to start, its arguments, and the error this rank found in them."""
 
     operation: str
-    facts: dict[str, str]
+    values: dict[str, str]
     error: str | None = None
 
     @classmethod
-    def of(cls, operation: str, facts: Mapping[str, object], error: str | None) -> Claim:
-        """The claim in words, which is all that travels."""
-        return cls(operation, {name: str(_plain(value)) for name, value in facts.items()}, error)
+    def of(cls, operation: str, values: Mapping[str, object], error: str | None) -> Signature:
+        """A signature with its values as strings, which is how they are compared and sent."""
+        return cls(operation, {name: str(_hashable(value)) for name, value in values.items()}, error)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Claim:
-        """Read what `to_json` wrote."""
+    def from_json(cls, text: str | bytes) -> Signature:
+        """Parse the output of `to_json`."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """The claim as text, for a store that holds strings."""
+        """The signature as a string, for a key-value store."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        facts = ", ".join(f"{name}={value}" for name, value in self.facts.items())
-        return f"{self.operation}({facts})"
+        values = ", ".join(f"{name}={value}" for name, value in self.values.items())
+        return f"{self.operation}({values})"
 
 
-def remembered_as(operation: str, facts: Mapping[str, object]) -> Hashable:
-    """The key under which an agreement is kept. Cheap: it is built on every call."""
-    return operation, tuple((name, _plain(value)) for name, value in sorted(facts.items()))
+def agreement_key(operation: str, values: Mapping[str, object]) -> Hashable:
+    """The key under which an agreement is remembered. Built on every call, so without any formatting."""
+    return operation, tuple((name, _hashable(value)) for name, value in sorted(values.items()))
 
 
-def complaint(claims: Mapping[int, Claim]) -> str | None:
-    """Why these claims (by rank) cannot go on together, or None when they agree.
+def disagreement(signatures: Mapping[int, Signature]) -> str | None:
+    """The error message for signatures (by rank) that do not agree; None if they do.
 
-    A rank's own error comes first: it explains the differences that it causes.
+    An error that a rank reports about its own arguments comes first, because it explains other differences.
     """
-    ranks = sorted(claims)
-    said = _grouped({rank: claims[rank].error for rank in ranks if claims[rank].error is not None})
-    if said:
-        operation = claims[next(rank for rank in ranks if claims[rank].error is not None)].operation
-        return f"{operation}: " + "; ".join(f"{error} (said by {in_words(by)})" for error, by in said.items())
+    ranks = sorted(signatures)
+    errors = _ranks_by_value({rank: signatures[rank].error for rank in ranks if signatures[rank].error is not None})
+    if errors:
+        operation = signatures[next(rank for rank in ranks if signatures[rank].error is not None)].operation
+        return f"{operation}: " + "; ".join(f"{error} (on {format_ranks(by)})" for error, by in errors.items())
 
-    operations = {rank: claims[rank].operation for rank in ranks}
+    operations = {rank: signatures[rank].operation for rank in ranks}
     if len(set(operations.values())) > 1:
-        full = _grouped({rank: str(claims[rank]) for rank in ranks})
-        return f"ranks are about to do different things: {_sides(full)}"
+        calls = _ranks_by_value({rank: str(signatures[rank]) for rank in ranks})
+        return f"ranks called different operations: {_alternatives(calls)}"
 
-    names = dict.fromkeys(name for rank in ranks for name in claims[rank].facts)
+    names = dict.fromkeys(name for rank in ranks for name in signatures[rank].values)
     differing = []
     for name in names:
-        sides = _grouped({rank: claims[rank].facts.get(name, "(not given)") for rank in ranks})
-        if len(sides) > 1:
-            differing.append(f"{name} is {_sides(sides)}")
+        values = _ranks_by_value({rank: signatures[rank].values.get(name, "(not given)") for rank in ranks})
+        if len(values) > 1:
+            differing.append(f"{name} is {_alternatives(values)}")
     if differing:
         return f"{operations[ranks[0]]}: ranks disagree: " + "; ".join(differing)
     return None
 
 
-def _plain(value: object) -> Hashable:
-    """Equal for what means the same: a shape is a shape, whether list, tuple or torch.Size."""
+def _hashable(value: object) -> Hashable:
+    """A hashable form of a value, equal for a list, a tuple and a torch.Size of the same numbers."""
     if isinstance(value, list | tuple):
-        return tuple(_plain(item) for item in value)
+        return tuple(_hashable(item) for item in value)
     if isinstance(value, Mapping):
-        return tuple((str(key), _plain(item)) for key, item in sorted(value.items()))
+        return tuple((str(key), _hashable(item)) for key, item in sorted(value.items()))
     return value if isinstance(value, Hashable) else str(value)
 
 
-def _grouped(by_rank: Mapping[int, str | None]) -> dict[str | None, list[int]]:
-    """The ranks behind each different value, in order of the first rank that has it."""
+def _ranks_by_value(by_rank: Mapping[int, str | None]) -> dict[str | None, list[int]]:
+    """The ranks that have each value, in order of the first rank that has it."""
     groups: dict[str | None, list[int]] = {}
     for rank, value in by_rank.items():
         groups.setdefault(value, []).append(rank)
     return groups
 
 
-def _sides(groups: Mapping[str | None, list[int]]) -> str:
-    return " but ".join(f"{value} on {in_words(ranks)}" for value, ranks in groups.items())
+def _alternatives(groups: Mapping[str | None, list[int]]) -> str:
+    return " but ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
 
 
-def in_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0, 2`."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+_MIN_POLL_INTERVAL, _MAX_POLL_INTERVAL = 0.0005, 0.05  # seconds
+
+# Written over a signature to withdraw it. Deleting the key would race with a peer that is about to read its value.
+_WITHDRAWN = ""
+
+
+class AgreementStore:
+    """Signatures and failure notices of all ranks of a process group, in the group's key-value store.
+
+    The store works next to the data, with any backend. Keys are polled rather than waited for: a store's own `wait`
+    cannot watch for the failure of a peer at the same time, and logs to stderr when it times out.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self._store, self._rank, self._world = store, rank, world
+        self._prefix: str | None = None
+        self._round = 0  # number of agreements so far; the same on every rank
+
+    def compare(self, signature: Signature, timeout: float) -> dict[int, Signature]:
+        """Publish this rank's signature and return those of all ranks, or those so far as soon as one has an error."""
+        self._round += 1
+        self._set(self._signature_key(self._round, self._rank), signature.to_json())
+        try:
+            signatures = self._collect(signature, timeout)
+        except CommError:
+            with suppress(CommError):  # withdraw it, so that a rank that arrives later does not take it for agreement
+                self._set(self._signature_key(self._round, self._rank), _WITHDRAWN)
+            raise
+        if len(signatures) == self._world and self._round > 1:
+            # All ranks have entered this round, so none reads the previous one any more.
+            self._delete(self._signature_key(self._round - 1, self._rank))
+        return signatures
+
+    def _collect(self, signature: Signature, timeout: float) -> dict[int, Signature]:
+        signatures = {self._rank: signature}
+        deadline, interval = time.monotonic() + timeout, _MIN_POLL_INTERVAL
+        while len(signatures) < self._world and all(known.error is None for known in signatures.values()):
+            missing = set(range(self._world)) - signatures.keys()
+            new = self._signatures(self._round, missing)
+            signatures |= new
+            if new:
+                continue
+            if failures := self.failures():
+                raise CommError(f"rank {self._rank} was about to start {signature}, but {failures}")
+            if time.monotonic() > deadline:
+                raise CommError(
+                    f"rank {self._rank} was about to start {signature}, but {format_ranks(sorted(missing))} did not "
+                    f"arrive to agree within {timeout} s: dead, stuck, or running something agreed on before"
+                )
+            time.sleep(interval)
+            interval = min(2 * interval, _MAX_POLL_INTERVAL)
+        return signatures
+
+    def all_arrived(self, timeout: float) -> bool:
+        """Whether every rank has entered the latest round within the timeout."""
+        deadline, missing = time.monotonic() + timeout, set(range(self._world)) if self._round else set()
+        while True:
+            missing -= self._signatures(self._round, missing).keys()
+            if not missing or time.monotonic() > deadline or self.failures():
+                return not missing
+            time.sleep(_MAX_POLL_INTERVAL)
+
+    def report_failure(self, message: str) -> None:
+        """Publish that this rank has failed. Best effort: the store may have died with the rank that hosts it."""
+        with suppress(CommError):
+            self._set(f"failure/{self._rank}", message)
+            self._set("failure", "yes")  # the one key that every rank polls
+
+    def failures(self) -> str:
+        """The failures that other ranks reported; empty if there are none."""
+        if not self._check("failure"):
+            return ""
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        messages = [(rank, self._get(f"failure/{rank}")) for rank in others if self._check(f"failure/{rank}")]
+        return "; ".join(f"rank {rank} failed: {message}" for rank, message in messages)
+
+    def explain(self) -> str:
+        """Why a peer may not respond: its reported failure, or the agreement it waits for. Never raises."""
+        try:
+            if failures := self.failures():
+                return f"; {failures}"
+            waiting = self._signatures(self._round + 1, set(range(self._world)) - {self._rank})
+        except CommError:
+            return ""
+        return "".join(
+            f"; rank {rank} is about to start {signature}"
+            + (f" with error: {signature.error}" if signature.error else "")
+            for rank, signature in waiting.items()
+        )
+
+    def _signatures(self, round_: int, ranks: Iterable[int]) -> dict[int, Signature]:
+        keys = {rank: self._signature_key(round_, rank) for rank in sorted(ranks)}
+        texts = {rank: self._get(key) for rank, key in keys.items() if self._check(key)}
+        return {rank: Signature.from_json(text) for rank, text in texts.items() if text != _WITHDRAWN}
+
+    def _signature_key(self, round_: int, rank: int) -> str:
+        return f"agree/{round_}/{rank}"
+
+    # Access to the store, with every failure as a CommError.
+
+    def _key(self, name: str) -> str:
+        if self._prefix is None:
+            # A group that is created again after its destruction may get its old store with all keys. The number of
+            # ranks that ever joined distinguishes the generations: no agreement completes before all have joined.
+            joined = self._store.add("attnmesh/joined", 1)
+            self._prefix = f"attnmesh/{(joined - 1) // self._world}"
+        return f"{self._prefix}/{name}"
+
+    def _set(self, name: str, value: str) -> None:
+        with _store_errors(self._rank):
+            self._store.set(self._key(name), value)
+
+    def _get(self, name: str) -> str:
+        with _store_errors(self._rank):
+            return str(self._store.get(self._key(name)), "utf-8")
+
+    def _check(self, name: str) -> bool:
+        with _store_errors(self._rank):
+            return bool(self._store.check([self._key(name)]))
+
+    def _delete(self, name: str) -> None:
+        with _store_errors(self._rank):
+            self._store.delete_key(self._key(name))
+
+
+@contextmanager
+def _store_errors(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise CommError(f"rank {rank} lost the group's store (has the rank that hosts it died?): {reason}") from error

@@ -1,16 +1,20 @@
-"""The verbs that ranks speak. A transport supplies one, `exchange`; the others are made of it."""
+"""The communicator interface: point-to-point messages, collectives and agreement between ranks.
+
+A transport implements `_exchange` and `_compare`; everything else is built on these two.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import Claim, complaint, remembered_as
-from attnmesh.comm.traffic import Traffic
+from attnmesh.comm.agreement import Signature, agreement_key, disagreement
 from attnmesh.trace.recorder import Recorder
 
 Shape = Sequence[int]
@@ -18,41 +22,61 @@ Message = tuple[Tensor, int]
 """A contiguous buffer and the rank at its other end."""
 
 
-_MOST_REMEMBERED = 4096
-_ONE_ROUND = 1 << 16  # bytes that arrive at a rank: below it a message costs what its sending costs
+_MAX_REMEMBERED = 4096  # agreements
+_ONE_ROUND = 1 << 16  # bytes per rank below which an all-reduce is latency-bound: one round beats two
 
 
-class CommError(RuntimeError):
-    """A peer died, raised, or did not arrive in time. The comm cannot be used any more."""
+@dataclass
+class Traffic:
+    """Messages and payload bytes sent by one rank, in total and per operation.
+
+    Counts what an operation sends by definition, not what a transport does: padding, staging copies and the algorithm
+    of a collective do not show. `all_gather` sends its part to every other rank, `all_reduce` twice all but its share.
+    """
+
+    messages: int = 0
+    bytes: int = 0
+    by_op: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, op: str, messages: int, nbytes: int) -> None:
+        """Count `messages` messages of `nbytes` bytes in total."""
+        self.messages += messages
+        self.bytes += nbytes
+        sent = self.by_op.get(op, (0, 0))
+        self.by_op[op] = (sent[0] + messages, sent[1] + nbytes)
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        self.messages = self.bytes = 0
+        self.by_op.clear()
 
 
 class Pending(ABC):
-    """Messages under way."""
+    """Messages in flight."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when receive buffers are filled and send buffers may be reused. Twice does no harm."""
+        """Return when receive buffers are filled and send buffers may be reused. Safe to call again."""
 
 
 class Finished(Pending):
-    """Nothing under way."""
+    """No messages in flight."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class Comm(ABC):
-    """One rank's end of a world of ranks that call the same verbs in the same order.
+    """One rank's endpoint in a world of ranks that make the same calls in the same order.
 
-    Tensors are moved as they are: no gradient flows through a comm, so its verbs belong inside the forward
-    and the backward of an autograd Function. Results never alias another rank's memory; a rank's own part
-    comes back as it is. Messages without elements are not sent.
+    No gradient flows through a comm: use it inside the forward and the backward of an autograd Function. Results never
+    alias another rank's memory; a rank's own part is returned as is. Messages without elements are not sent.
     """
 
     rank: int
     world: int
     timeout: float
-    """Seconds after which a rank gives up on another."""
+    """Seconds after which a rank gives up waiting for another."""
     traffic: Traffic
     shares_stream = False
     """Whether other ranks queue work on this rank's CUDA stream."""
@@ -71,7 +95,7 @@ class Comm(ABC):
 
     @property
     def recorder(self) -> Recorder | None:
-        """Who notes what this rank does, while somebody watches; see `recording`."""
+        """The recorder of this rank inside `recording`, else None."""
         return self._recorder
 
     @recorder.setter
@@ -79,16 +103,16 @@ class Comm(ABC):
         self._recorder = recorder
 
     def buffer(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory to receive into, contents undefined. A transport with a better kind than plain memory overrides it."""
+        """An uninitialized receive buffer. A transport that needs special memory overrides this."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    # The verbs.
+    # Operations.
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        """Post one batch of point-to-point messages; `wait()` on the result finishes them.
+        """Post one batch of point-to-point messages; `wait()` on the result completes them.
 
-        Several messages between the same two ranks match in order. Buffers must be contiguous and may not
-        be touched before `wait()` returns.
+        Several messages between the same two ranks match in order. Buffers must be contiguous and may not be touched
+        before `wait()` returns.
         """
         self._check_messages(sends, "sends")
         self._check_messages(recvs, "recvs")
@@ -100,156 +124,165 @@ class Comm(ABC):
         return self._exchange("exchange", sends, recvs)
 
     def all_gather(self, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
-        """Everybody's `x`, in rank order. `shapes[i]` is the shape of rank i's; they may differ.
+        """The `x` of all ranks, in rank order. `shapes[i]` is the shape on rank i; shapes may differ.
 
-        They come to lie one after the other in `into`, if given: a contiguous buffer for all of them, the own one too.
+        `into` is a contiguous buffer for all parts, the own one included, which are laid out in rank order.
         """
         self._check_count(shapes, "shapes")
         self._check_shape(x, shapes[self.rank], "x")
-        _check_room(x, shapes, into)
+        _check_into(x, shapes, into)
         self._count("all_gather", x.nbytes * (self.world - 1))
         return self._all_gather("all_gather", x, shapes, into)
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
-        """`parts[i]` goes to rank i; what comes from rank i has shape `shapes[i]`. `into` as for `all_gather`."""
+        """Send `parts[i]` to rank i and return what rank i sent, of shape `shapes[i]`. `into` as for `all_gather`."""
         self._check_count(parts, "parts")
         self._check_count(shapes, "shapes")
         self._check_shape(parts[self.rank], shapes[self.rank], f"parts[{self.rank}]")
         kinds = {(part.dtype, part.device) for part in parts}
         if len(kinds) > 1:
             raise ValueError(f"parts must share one dtype and device, got {sorted(map(str, kinds))}")
-        _check_room(parts[self.rank], shapes, into)
+        _check_into(parts[self.rank], shapes, into)
         self._count("all_to_all", sum(part.nbytes for i, part in enumerate(parts) if i != self.rank))
         return self._all_to_all("all_to_all", parts, shapes, into)
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum of everybody's `parts[rank]`, which is this rank's share; parts may differ in shape."""
+        """The sum over all ranks of their `parts[rank]`; parts may differ in shape."""
         self._check_count(parts, "parts")
         self._count("reduce_scatter", sum(part.nbytes for i, part in enumerate(parts) if i != self.rank))
         return self._reduce_scatter("reduce_scatter", parts)
 
     def all_reduce(self, x: Tensor, *, reuse: bool = False) -> Tensor:
-        """The sum of everybody's `x`: the same bits on every rank. A new tensor, unless `x` may be reused for it."""
+        """The sum of `x` over all ranks, with the same bits on every rank. `reuse` allows it to overwrite `x`."""
         self._count("all_reduce", round(2 * (self.world - 1) / self.world * x.nbytes))
         return self._all_reduce("all_reduce", x, reuse)
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Return when every rank has called it."""
         self._count("barrier", 0)
         self._barrier("barrier")
 
     @final
     def agree(
-        self, operation: str, facts: Mapping[str, object], error: str | None = None, *, anew: bool = False
+        self, operation: str, values: Mapping[str, object], error: str | None = None, *, force: bool = False
     ) -> None:
-        """Make sure that all ranks are about to do the same, or raise ValueError on every one of them.
+        """Check that all ranks are about to start the same operation; raise ValueError on all of them if not.
 
-        `facts` must be equal everywhere (call a device `device`, without its index); `error` is what
-        this rank finds wrong with its own arguments. What was agreed once is remembered and costs no
-        message afterwards, unless all ask `anew`. When one rank remembers and goes on while another comes
-        with something new, the two wait for each other in different places: that ends in a CommError
-        within the timeout.
+        `values` must be equal on all ranks (a device goes in as `device`, without its index); `error` is the error that
+        this rank found in its own arguments. An agreement is remembered and costs no message the next time, unless all
+        ranks set `force`. If one rank remembers it and continues while another has new values, they wait for each other
+        in different operations: that ends in a CommError after the timeout.
         """
         self._operation = operation
-        key = remembered_as(operation, facts)
-        if error is None and not anew and key in self._agreed:
+        key = agreement_key(operation, values)
+        if error is None and not force and key in self._agreed:
             return
-        claim = Claim.of(operation, facts, error)
-        claims = self._compare(claim)
-        problem = complaint(claims)
+        problem = disagreement(self._compare(Signature.of(operation, values, error)))
         if problem is not None:
             raise ValueError(problem)
-        if len(self._agreed) >= _MOST_REMEMBERED:  # on all ranks at the same call: they agree on the same things
+        if len(self._agreed) >= _MAX_REMEMBERED:  # on all ranks in the same call, since they agree on the same values
             self._agreed.clear()
         self._agreed.add(key)
 
     def fail(self, message: str) -> None:
-        """Let the others know that this rank gives up, so that their errors can say why."""
+        """Report to the other ranks that this rank has failed, so that their errors can give the reason."""
 
-    # What a transport supplies.
+    # Implemented by a transport.
 
     @abstractmethod
-    def _exchange(self, verb: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+    def _exchange(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Post checked, non-empty messages to and from other ranks."""
 
     @abstractmethod
-    def _compare(self, claim: Claim) -> Mapping[int, Claim]:
-        """Publish this rank's claim and return every rank's.
+    def _compare(self, signature: Signature) -> Mapping[int, Signature]:
+        """Publish this rank's signature and return those of all ranks.
 
-        As soon as any rank's claim holds an error (the own one above all), it returns with the claims that
-        are there: a rank that has found a mistake does not wait for anybody before it says so.
+        As soon as any signature has an error (this rank's own included), return those that are known: a rank that found
+        an error does not wait for others before it raises.
         """
 
-    # The collectives, made of `_exchange`. A transport that has something better overrides them.
+    # Collectives built on `_exchange`. A transport with native collectives overrides them.
 
-    def _all_gather(self, verb: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
-        return self._all_to_all(verb, [x] * self.world, shapes, into)
+    def _all_gather(self, op: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
+        return self._all_to_all(op, [x] * self.world, shapes, into)
 
     def _all_to_all(
-        self, verb: str, parts: Sequence[Tensor], shapes: Sequence[Shape], into: Tensor | None = None
+        self, op: str, parts: Sequence[Tensor], shapes: Sequence[Shape], into: Tensor | None = None
     ) -> list[Tensor]:
         own = parts[self.rank].detach()
         if into is None:
-            arrived = [own if i == self.rank else own.new_empty(shape) for i, shape in enumerate(shapes)]
+            received = [own if i == self.rank else own.new_empty(shape) for i, shape in enumerate(shapes)]
         else:
-            arrived = parts_of(into, shapes)
-            arrived[self.rank].copy_(own)
-        # Every rank starts with its right neighbour, so that no rank is everybody's first target.
+            received = split_buffer(into, shapes)
+            received[self.rank].copy_(own)
+        # Every rank starts with its right neighbor, so that no rank is the first target of all others.
         others = [(self.rank + step) % self.world for step in range(1, self.world)]
         sends = [(parts[i].detach().contiguous(), i) for i in others if parts[i].numel()]
-        recvs = [(arrived[i], i) for i in reversed(others) if arrived[i].numel()]
+        recvs = [(received[i], i) for i in reversed(others) if received[i].numel()]
         if sends or recvs:
-            self._exchange(verb, sends, recvs).wait()
-        return arrived
+            self._exchange(op, sends, recvs).wait()
+        return received
 
-    def _all_reduce(self, verb: str, x: Tensor, reuse: bool = False) -> Tensor:
-        """Each rank sums one slice, in rank order, and hands the sum around: bits depend on no timing.
+    def _all_reduce(self, op: str, x: Tensor, reuse: bool = False) -> Tensor:
+        """Reduce-scatter and all-gather, with sums in rank order: the result does not depend on timing.
 
-        What is small takes one round instead of two: everybody gets everything, and sums it in the same order.
+        Small tensors take one round instead of two: every rank gathers all parts and sums them in the same order.
         """
         if x.nbytes * self.world <= _ONE_ROUND:
-            return _sum(self._all_gather(verb, x.detach().contiguous(), [x.shape] * self.world))
+            return _sum(self._all_gather(op, x.detach().contiguous(), [x.shape] * self.world))
         slices = x.detach().contiguous().view(-1).tensor_split(self.world)
-        sums = self._all_gather(verb, self._reduce_scatter(verb, slices), [part.shape for part in slices])
+        sums = self._all_gather(op, self._reduce_scatter(op, slices), [part.shape for part in slices])
         return torch.cat(sums).view(x.shape)
 
-    def _reduce_scatter(self, verb: str, parts: Sequence[Tensor]) -> Tensor:
+    def _reduce_scatter(self, op: str, parts: Sequence[Tensor]) -> Tensor:
         own = parts[self.rank]
-        addends = self._all_to_all(verb, parts, [own.shape] * self.world)
-        return _sum(addends)
+        return _sum(self._all_to_all(op, parts, [own.shape] * self.world))
 
-    def _barrier(self, verb: str) -> None:
+    def _barrier(self, op: str) -> None:
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        self._all_gather(verb, token, [(1,)] * self.world)
+        self._all_gather(op, token, [(1,)] * self.world)
 
     # Checks.
 
     def _check_messages(self, messages: Sequence[Message], name: str) -> None:
         for i, (tensor, peer) in enumerate(messages):
             if not 0 <= peer < self.world:
-                raise ValueError(f"{name}[{i}]: peer {peer} is not a rank of this comm (0..{self.world - 1})")
+                raise ValueError(f"{name}[{i}]: peer must be in 0..{self.world - 1}, got {peer}")
             if peer == self.rank:
-                raise ValueError(f"{name}[{i}]: rank {peer} cannot exchange messages with itself")
+                raise ValueError(f"{name}[{i}]: peer must be another rank, got {peer}, which is this rank")
             if not tensor.is_contiguous():
                 shape, stride = tuple(tensor.shape), tensor.stride()
-                raise ValueError(f"{name}[{i}]: buffer must be contiguous, got {shape} with strides {stride}")
+                raise ValueError(f"{name}[{i}]: buffer must be contiguous, got shape {shape} with strides {stride}")
 
     def _check_count(self, given: Sequence[object], name: str) -> None:
         if len(given) != self.world:
-            raise ValueError(f"{name}: need one for each of {self.world} ranks, got {len(given)}")
+            raise ValueError(f"{name} must have one entry for each of {self.world} ranks, got {len(given)}")
 
     def _check_shape(self, x: Tensor, shape: Shape, name: str) -> None:
         if tuple(x.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {tuple(x.shape)} but shapes[{self.rank}] says {tuple(shape)}")
+            raise ValueError(f"{name} must have shape shapes[{self.rank}] = {tuple(shape)}, got {tuple(x.shape)}")
 
-    def _count(self, verb: str, nbytes: int) -> None:
-        """A collective is one message, and none in a world of one."""
+    def _count(self, op: str, nbytes: int) -> None:
+        """Count a collective as one message; in a world of one, as none."""
         if self.world > 1:
-            self.traffic.add(verb, 1, nbytes)
+            self.traffic.add(op, 1, nbytes)
+
+
+class SoloComm(Comm):
+    """A comm with a single rank."""
+
+    def __init__(self, timeout: float = 300) -> None:
+        super().__init__(rank=0, world=1, timeout=timeout)
+
+    def _exchange(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        return Finished()  # there are no peers: the base class rejects messages to the rank itself
+
+    def _compare(self, signature: Signature) -> Mapping[int, Signature]:
+        return {0: signature}
 
 
 def _sum(addends: Sequence[Tensor]) -> Tensor:
-    """A new tensor. 16-bit sums round once, at the end: the error must not grow with the number of ranks."""
+    """A new tensor. 16-bit sums are rounded once, at the end: the error must not grow with the number of ranks."""
     dtype = addends[0].dtype
     total = addends[0].to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype, copy=True)
     for addend in addends[1:]:
@@ -257,16 +290,52 @@ def _sum(addends: Sequence[Tensor]) -> Tensor:
     return total.to(dtype)
 
 
-def parts_of(buffer: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """A contiguous buffer's parts of these shapes, one after the other."""
+def split_buffer(buffer: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """Consecutive parts of a contiguous buffer, as views of these shapes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     return [part.view(tuple(shape)) for part, shape in zip(buffer.view(-1).split(sizes), shapes, strict=True)]
 
 
-def _check_room(like: Tensor, shapes: Sequence[Shape], into: Tensor | None) -> None:
+def _check_into(like: Tensor, shapes: Sequence[Shape], into: Tensor | None) -> None:
     size = sum(torch.Size(shape).numel() for shape in shapes)
     if into is not None and (into.numel() != size or into.dtype != like.dtype or not into.is_contiguous()):
         raise ValueError(
-            f"into must be contiguous, {size} elements of {like.dtype}, got {into.numel()} of {into.dtype} with "
+            f"into must be contiguous with {size} elements of {like.dtype}, got {into.numel()} of {into.dtype} with "
             f"strides {into.stride()}"
         )
+
+
+# Recording.
+
+
+@contextmanager
+def recording(comm: Comm, device: torch.device | str = "cpu") -> Iterator[Recorder]:
+    """Record this rank inside the `with` statement. All ranks must enter it together.
+
+    Subgroups of `comm` (`SubComm`) are recorded with it; other process groups are not.
+    """
+    if comm.recorder is not None:
+        raise RuntimeError(f"rank {comm.rank} is being recorded already")
+    comm.barrier()
+    recorder = comm.recorder = Recorder(comm.rank, device)
+    try:
+        yield recorder
+    finally:
+        comm.recorder = None
+
+
+class RecordedPending(Pending):
+    """Messages in flight whose wait is recorded, on the host or on the stream of `device`."""
+
+    def __init__(self, pending: Pending, op: str, recorder: Recorder, device: torch.device | None) -> None:
+        self._pending, self._op, self._recorder, self._device = pending, op, recorder, device
+        self._waited = False
+
+    def wait(self) -> None:
+        """Wait for the messages. Only the first wait is recorded; further ones take no time."""
+        if self._waited:
+            self._pending.wait()
+            return
+        self._waited = True
+        with self._recorder.span("wait", self._op, self._device):
+            self._pending.wait()

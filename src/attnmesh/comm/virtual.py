@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
-from attnmesh.comm.agreement import Claim, complaint, in_words
-from attnmesh.comm.base import Comm, CommError, Message, Pending
-from attnmesh.comm.hub import Hub, Letter
-from attnmesh.comm.recording import NotedPending
-from attnmesh.comm.surroundings import Surroundings
+import torch
+from torch import Tensor
+
+from attnmesh.comm.agreement import CommError, Signature, disagreement, format_ranks
+from attnmesh.comm.base import Comm, Message, Pending, RecordedPending
+from attnmesh.trace.recorder import MessageRecord, Recorder
+from attnmesh.trace.timeline import Track
 
 T = TypeVar("T")
 
@@ -19,143 +23,321 @@ T = TypeVar("T")
 def run_virtual(world: int, fn: Callable[[Comm], T], *, timeout: float = 300) -> list[T]:
     """Run `fn(comm)` on `world` virtual ranks and return their results in rank order.
 
-    The same program runs on real ranks, forward and backward. Ranks are threads that take turns, so
-    runs repeat exactly. They share the caller's device, CUDA stream, autocast and gradient mode, and
-    torch's global random numbers: a rank that needs its own takes a Generator.
+    The same program runs on real ranks, forward and backward. Ranks are threads that take turns, so runs are
+    reproducible. They share the caller's device, CUDA stream, autocast and gradient mode, and torch's global random
+    number generator: a rank that needs its own random numbers uses a Generator.
 
-    The first error on any rank ends the run and is raised here with the rank as a note. A deadlock is
-    found at once and raised as a CommError that says what each rank waits for. After `timeout` seconds,
-    ranks that still run are left behind with a CommError.
+    The first error on any rank ends the run and is raised here with the rank as a note. A deadlock is detected
+    immediately and raised as a CommError that lists what each rank waits for. After `timeout` seconds, ranks that still
+    run are abandoned with a CommError.
     """
     if world < 1:
         raise ValueError(f"world must be at least 1, got {world}")
-    hub = Hub(world)
-    comms = [VirtualComm(hub, rank, timeout) for rank in range(world)]
+    shared = _VirtualWorld(world)
+    comms = [VirtualComm(shared, rank, timeout) for rank in range(world)]
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}  # in the order in which they were raised
-    surroundings = Surroundings()
+    thread_state = _ThreadState()
 
     def run_rank(comm: VirtualComm) -> None:
         comm.enter()
         error: BaseException | None = None
         try:
-            with surroundings.recreated():
+            with thread_state.restored():
                 results[comm.rank] = fn(comm)
-        except BaseException as caught:
-            error = errors[comm.rank] = caught
+        except BaseException as raised:
+            error = errors[comm.rank] = raised
             error.add_note(f"raised on virtual rank {comm.rank} of {world}")
         finally:
             comm.leave(error)
 
     for comm in comms:
         threading.Thread(target=run_rank, args=(comm,), name=f"virtual rank {comm.rank}", daemon=True).start()
-    hub.scheduler.start()
+    shared.scheduler.start()
     try:
-        in_time = hub.scheduler.all_finished.wait(timeout)
+        in_time = shared.scheduler.all_finished.wait(timeout)
     except BaseException:  # the caller was interrupted
-        hub.scheduler.abandon("run_virtual was interrupted")
+        shared.scheduler.abort("run_virtual was interrupted")
         raise
     if not in_time:
-        still = hub.scheduler.unfinished()
-        hub.scheduler.abandon(f"run_virtual gave up after {timeout} s")
-        raise CommError(f"virtual ranks did not finish within {timeout} s: {still}")
+        unfinished = shared.scheduler.unfinished()
+        shared.scheduler.abort(f"run_virtual gave up after {timeout} s")
+        raise CommError(f"virtual ranks did not finish within {timeout} s: {unfinished}")
     if errors:
-        raise _blamed(errors, world)
+        raise _error_to_raise(errors, world)
     return [results[rank] for rank in range(world)]
 
 
-def _blamed(errors: Mapping[int, BaseException], world: int) -> BaseException:
-    """The first error caused the others, unless all ranks made the same one: then rank 0 speaks for all."""
-    alike = len({type(error) for error in errors.values()}) == 1
-    return errors[0] if alike and len(errors) == world else next(iter(errors.values()))
+def _error_to_raise(errors: Mapping[int, BaseException], world: int) -> BaseException:
+    """The first error, which caused the others; rank 0's if all ranks raised the same type of error."""
+    same_type = len({type(error) for error in errors.values()}) == 1
+    return errors[0] if same_type and len(errors) == world else next(iter(errors.values()))
 
 
 class VirtualComm(Comm):
-    """One virtual rank's end. It works only on the thread that runs the rank."""
+    """The comm of one virtual rank. It can only be used on the thread that runs the rank."""
 
     shares_stream = True
 
-    def __init__(self, hub: Hub, rank: int, timeout: float) -> None:
-        super().__init__(rank, hub.world, timeout)
-        self._hub = hub
+    def __init__(self, shared: _VirtualWorld, rank: int, timeout: float) -> None:
+        super().__init__(rank, shared.world, timeout)
+        self._shared = shared
         self._thread: int | None = None
-        self._round = 0  # of agreements; every rank counts the same
+        self._round = 0  # number of agreements so far; the same on every rank
 
     def enter(self) -> None:
-        """Wait for the first turn on the thread that is to be this rank."""
+        """Wait for the first turn on the thread of this rank."""
         self._thread = threading.get_ident()
-        self._hub.scheduler.enter(self.rank)
+        self._shared.scheduler.enter(self.rank)
 
     def leave(self, error: BaseException | None) -> None:
         """End this rank's run."""
         self._thread = None
-        self._hub.scheduler.finish(self.rank, error)
+        self._shared.scheduler.finish(self.rank, error)
 
-    def _exchange(self, verb: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        self._check_in()
-        letters = [Letter(verb, self.rank, peer, tensor.detach(), send=True) for tensor, peer in sends]
-        letters += [Letter(verb, peer, self.rank, tensor.detach(), send=False) for tensor, peer in recvs]
-        pending: Pending = _Letters(self, letters)
+    def _exchange(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        self._check_usable()
+        messages = [_PostedMessage(op, self.rank, peer, tensor.detach(), send=True) for tensor, peer in sends]
+        messages += [_PostedMessage(op, peer, self.rank, tensor.detach(), send=False) for tensor, peer in recvs]
+        pending: Pending = _PendingMessages(self, messages)
         if self.recorder is not None:
-            for letter in letters:
-                letter.noted_by(self.recorder)
-            pending = NotedPending(pending, verb, self.recorder, letters[0].tensor.device)
-        for letter in letters:
-            self._hub.post(letter)
+            for message in messages:
+                message.record_with(self.recorder)
+            pending = RecordedPending(pending, op, self.recorder, messages[0].tensor.device)
+        for message in messages:
+            self._shared.post(message)
         return pending
 
-    def _compare(self, claim: Claim) -> Mapping[int, Claim]:
-        self._check_in()
+    def _compare(self, signature: Signature) -> Mapping[int, Signature]:
+        self._check_usable()
         self._round += 1
-        claims = self._hub.claims[self._round]
-        claims[self.rank] = claim
-        if len(claims) == self.world:
-            self._hub.claims.pop(self._round - 1, None)  # all are in this round, none needs the last one
+        signatures = self._shared.signatures[self._round]
+        signatures[self.rank] = signature
+        if len(signatures) == self.world:
+            self._shared.signatures.pop(self._round - 1, None)  # all ranks have entered this round
 
-        def settled() -> bool:
-            return len(claims) == self.world or any(known.error is not None for known in claims.values())
+        def decided() -> bool:
+            return len(signatures) == self.world or any(known.error is not None for known in signatures.values())
 
-        self._hub.scheduler.wait_until(self.rank, settled, lambda: f"{self._absent()} to agree on {claim}")
-        return dict(claims)
+        self._shared.scheduler.wait_until(self.rank, decided, lambda: f"{self._missing()} to agree on {signature}")
+        return dict(signatures)
 
-    def _check_in(self) -> None:
-        """Refuse to run on another thread, or out of step with ranks that missed an agreement's error."""
+    def _check_usable(self) -> None:
+        """Raise on another thread; wait for ranks that have not read the disagreement of the latest round."""
         self._check_thread()
-        claims = self._hub.claims[self._round] if self._round else {}
-        if self._round and len(claims) < self.world:
-            self._hub.scheduler.wait_until(
+        signatures = self._shared.signatures[self._round] if self._round else {}
+        if self._round and len(signatures) < self.world:
+            self._shared.scheduler.wait_until(
                 self.rank,
-                lambda: len(claims) == self.world,
-                lambda: f"{self._absent()} to hear that {complaint(claims)}",
+                lambda: len(signatures) == self.world,
+                lambda: f"{self._missing()} to learn that {disagreement(signatures)}",
             )
 
-    def _absent(self) -> str:
-        return in_words([rank for rank in range(self.world) if rank not in self._hub.claims[self._round]])
+    def _missing(self) -> str:
+        return format_ranks([rank for rank in range(self.world) if rank not in self._shared.signatures[self._round]])
 
-    def wait_for(self, letters: Sequence[Letter]) -> None:
-        """Let other ranks run until all letters are delivered."""
+    def wait_for(self, messages: Sequence[_PostedMessage]) -> None:
+        """Let other ranks run until all messages are delivered."""
         self._check_thread()
 
-        def what() -> str:
-            return " and ".join(str(letter) for letter in letters if not letter.delivered)
+        def description() -> str:
+            return " and ".join(str(message) for message in messages if not message.delivered)
 
-        self._hub.scheduler.wait_until(self.rank, lambda: all(letter.delivered for letter in letters), what)
-        for letter in letters:
-            if letter.misfit is not None:
-                raise ValueError(letter.misfit)
+        self._shared.scheduler.wait_until(
+            self.rank, lambda: all(message.delivered for message in messages), description
+        )
+        for message in messages:
+            if message.mismatch is not None:
+                raise ValueError(message.mismatch)
 
     def _check_thread(self) -> None:
         if self._thread != threading.get_ident():
             raise RuntimeError(
-                f"virtual rank {self.rank} was used outside its own thread or after its run: a virtual comm "
-                "belongs to the fn that run_virtual calls, and to backwards that stay on its thread"
+                f"virtual rank {self.rank} was used outside its own thread or after its run: a virtual comm can only "
+                "be used in the fn that run_virtual calls, and in backward passes on the same thread"
             )
 
 
 @dataclass(frozen=True)
-class _Letters(Pending):
+class _PendingMessages(Pending):
     comm: VirtualComm
-    letters: Sequence[Letter]
+    messages: Sequence[_PostedMessage]
 
     def wait(self) -> None:
-        self.comm.wait_for(self.letters)
+        self.comm.wait_for(self.messages)
+
+
+class _VirtualWorld:
+    """State shared by the ranks of one run. Only the rank whose turn it is accesses it."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.scheduler = _Scheduler(world)
+        self.signatures: defaultdict[int, dict[int, Signature]] = defaultdict(dict)  # by round and rank
+        self._posted: defaultdict[tuple[int, int], deque[_PostedMessage]] = defaultdict(deque)
+
+    def post(self, message: _PostedMessage) -> None:
+        """Post one end of a message. When the second end is posted, the data is copied from buffer to buffer."""
+        queue = self._posted[message.source, message.target]
+        if queue and queue[0].send != message.send:
+            other = queue.popleft()
+            _deliver(*((message, other) if message.send else (other, message)))
+        else:
+            queue.append(message)
+
+
+@dataclass(eq=False)
+class _PostedMessage:
+    """One end of a message between two ranks."""
+
+    op: str
+    source: int
+    target: int
+    tensor: Tensor
+    send: bool
+    delivered: bool = False
+    mismatch: str | None = None  # why the two ends do not match
+    record: MessageRecord | None = None  # if the rank is being recorded
+
+    def record_with(self, recorder: Recorder) -> None:
+        """Let the recorder of this end's rank record the message."""
+        track: Track
+        track, peer = ("send", self.target) if self.send else ("receive", self.source)
+        self.record = recorder.message(track, self.op, peer, self.tensor.nbytes)
+
+    def __str__(self) -> str:
+        awaited = f"rank {self.target} to receive" if self.send else f"rank {self.source} to send"
+        return f"{awaited} {self.content()} ({self.op})"
+
+    def content(self) -> str:
+        """Dtype and shape."""
+        return f"{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}"
+
+
+def _deliver(sent: _PostedMessage, received: _PostedMessage) -> None:
+    sent.delivered = received.delivered = True
+    if sent.tensor.dtype != received.tensor.dtype or sent.tensor.numel() != received.tensor.numel():
+        sent.mismatch = received.mismatch = (
+            f"rank {sent.source} sends {sent.content()} ({sent.op}) "
+            f"but rank {sent.target} receives {received.content()} ({received.op})"
+        )
+        return
+    records = [message.record for message in (sent, received) if message.record is not None]
+    begin = records[0].recorder.now(received.tensor.device) if records else 0.0
+    with torch.no_grad():
+        received.tensor.copy_(sent.tensor.view(received.tensor.shape))
+    for record in records:
+        record.done(begin, record.recorder.now(received.tensor.device))
+
+
+@dataclass
+class _Waiting:
+    ready: Callable[[], bool]
+    description: Callable[[], str]
+
+
+class _Scheduler:
+    """Runs `world` threads one at a time.
+
+    Because a single thread runs, state shared between ranks needs no locks, cores are not oversubscribed, and the order
+    of events is the same in every run: a rank runs until it must wait, then the next one in rank order that can run.
+    The running rank also knows the state of all others, so a deadlock is detected without a timeout.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.broken: str | None = None
+        """Why no rank can continue, once that is so."""
+        self.all_finished = threading.Event()
+        self._turn = [threading.Semaphore(0) for _ in range(world)]
+        self._waiting: dict[int, _Waiting] = {}
+        self._finished: dict[int, str] = {}
+
+    def start(self) -> None:
+        """Let rank 0 run."""
+        self._turn[0].release()
+
+    def enter(self, rank: int) -> None:
+        """Wait for this rank's first turn."""
+        self._turn[rank].acquire()
+
+    def wait_until(self, rank: int, ready: Callable[[], bool], description: Callable[[], str]) -> None:
+        """Let others run until `ready()`. Raise CommError as soon as that is known to be impossible."""
+        if ready():
+            return
+        self._waiting[rank] = _Waiting(ready, description)
+        self._run_next(rank)
+        self._turn[rank].acquire()
+        del self._waiting[rank]
+        if not ready():
+            raise CommError(f"rank {rank} was waiting for {description()}; {self.broken}")
+
+    def finish(self, rank: int, error: BaseException | None) -> None:
+        """End a rank; an error ends the wait of every other rank."""
+        self._finished[rank] = "returned" if error is None else f"raised {type(error).__name__}"
+        if error is not None and self.broken is None:
+            self.broken = f"rank {rank} raised {type(error).__name__}: {error}"
+        if len(self._finished) == self.world:
+            self.all_finished.set()
+        else:
+            self._run_next(rank)
+
+    def abort(self, reason: str) -> None:
+        """Make ranks that wait, now or later, raise CommError."""
+        self.broken = reason
+
+    def unfinished(self) -> str:
+        """The states of the ranks that have not finished."""
+        ranks = [rank for rank in range(self.world) if rank not in self._finished]
+        return "; ".join(f"rank {rank} is {self._state(rank)}" for rank in ranks)
+
+    def _run_next(self, rank: int) -> None:
+        """Give the turn to the next rank that can run. If there is none, it is a deadlock: all can run, to raise."""
+        order = [(rank + step) % self.world for step in range(1, self.world + 1)]
+        chosen = next((other for other in order if self._can_run(other)), None)
+        if chosen is None:
+            states = "; ".join(f"rank {r} is {self._state(r)}" for r in range(self.world))
+            self.broken = f"deadlock: no rank can continue: {states}"
+            chosen = next(other for other in order if self._can_run(other))
+        self._turn[chosen].release()
+
+    def _can_run(self, rank: int) -> bool:
+        if rank in self._finished:
+            return False
+        waiting = self._waiting.get(rank)
+        return waiting is None or self.broken is not None or waiting.ready()
+
+    def _state(self, rank: int) -> str:
+        if rank in self._finished:
+            return f"finished ({self._finished[rank]})"
+        waiting = self._waiting.get(rank)
+        return "running" if waiting is None else f"waiting for {waiting.description()}"
+
+
+class _ThreadState:
+    """The caller's thread-local torch state, to be restored on the threads of the ranks."""
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = {
+            device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+        }
+        self.default_device = torch.get_default_device()
+        self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def restored(self) -> ExitStack:
+        """A context manager that sets the same state on the current thread."""
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(self.inference))
+        stack.enter_context(torch.set_grad_enabled(self.grad))
+        # Backward must stay on the rank's thread: CUDA's would run on a thread that is not the rank whose turn it is.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        for device, dtype in self.autocast.items():
+            stack.enter_context(torch.autocast(device, dtype))
+        if self.default_device.type != "cpu":
+            stack.enter_context(self.default_device)
+        if self.stream is not None:
+            stack.enter_context(torch.cuda.device(self.stream.device))
+            stack.enter_context(torch.cuda.stream(self.stream))
+        return stack

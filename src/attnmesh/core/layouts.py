@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.masks import Mask
-from attnmesh.core.ranges import Ranges, as_tensor, narrowed
+from attnmesh.core.ranges import Ranges, as_tensor, narrow
 
 
 class Layout(ABC):
@@ -115,7 +115,7 @@ class Zigzag(Layout):
     def __repr__(self) -> str:
         return "Zigzag()" if self.pairs == 1 else f"Zigzag({self.pairs!r})"
 
-    def pieces(self, length: int, world: int, rank: int) -> tuple[range, ...]:
+    def chunks(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         """The rank's pieces, ascending, two for each of its pairs; some are empty where the sequence is short."""
         _check_place(length, world, rank)
         mine, total = self._dealt(world, rank)
@@ -139,7 +139,7 @@ class Zigzag(Layout):
 
     def _spans(self, length: int, world: int, rank: int) -> tuple[range, ...]:
         runs: list[range] = []
-        for piece in self.pieces(length, world, rank):
+        for piece in self.chunks(length, world, rank):
             if runs and runs[-1].stop == piece.start:
                 piece = range(runs.pop().start, piece.stop)
             runs.append(piece)
@@ -203,7 +203,7 @@ class Balanced(Layout):
 def _shares(mask: Mask, length: int, world: int) -> tuple[Ranges, ...]:
     """What every rank holds."""
     mask.check(length)
-    seen = torch.stack(mask.visible(torch.arange(length, device="cpu"))).clamp(0, length)
+    seen = torch.stack(mask.key_ranges(torch.arange(length, device="cpu"))).clamp(0, length)
     whole = _Strand((range(length),) if length else (), seen[1] - seen[0], seen)
     shares = _shared(whole, world, int(whole.work.sum()) / world)
     # In this order keys travel least far around a ring: shares that end near one another see the same documents.
@@ -222,11 +222,11 @@ class _Strand:
         """The positions in the window."""
         rows = slice(window.start, window.stop)
         seen = (self.seen[:, rows] - window.start).clamp(0, len(window))
-        return _Strand(narrowed(self.ranges, window), self.work[rows], seen)
+        return _Strand(narrow(self.ranges, window), self.work[rows], seen)
 
     def outside(self, window: range) -> _Strand:
         """The positions before and after the window."""
-        ranges = narrowed(self.ranges, range(window.start)) + narrowed(self.ranges, range(window.stop, len(self.work)))
+        ranges = narrow(self.ranges, range(window.start)) + narrow(self.ranges, range(window.stop, len(self.work)))
         work, seen = (torch.cat([x[..., : window.start], x[..., window.stop :]], -1) for x in (self.work, self.seen))
         return _Strand(ranges, work, seen - (seen - window.start).clamp(0, len(window)))
 

@@ -37,11 +37,11 @@ class Mask(ABC):
     """Which keys a query sees. Immutable and hashable; combine masks with `&`."""
 
     @abstractmethod
-    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """The half-open interval of positions that each query position sees; both ends non-decreasing in `q`."""
 
     @abstractmethod
-    def sees(self, q: int) -> tuple[int, int]:
+    def key_range(self, q: int) -> tuple[int, int]:
         """`visible` for one position, in plain integers: plans are made without tensors."""
 
     def check(self, length: int) -> None:
@@ -49,10 +49,10 @@ class Mask(ABC):
 
     def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """The truth: whether the query at `q_pos` sees the key at `k_pos`, element by element with broadcasting."""
-        first, end = self.visible(q_pos)
+        first, end = self.key_ranges(q_pos)
         return (k_pos >= first) & (k_pos < end)
 
-    def verdict(self, q: range, k: range) -> Coverage:
+    def coverage(self, q: range, k: range) -> Coverage:
         """What the queries at positions `q` see of the keys at positions `k` (ascending ranges, any step).
 
         Exact: EMPTY if and only if no pair is allowed, FULL if and only if all are. (The ring-distributed text this
@@ -60,17 +60,17 @@ class Mask(ABC):
         """
         if not q or not k:
             return Coverage.EMPTY
-        first, end = self.sees(q[-1])[0], self.sees(q[0])[1]
+        first, end = self.key_range(q[-1])[0], self.key_range(q[0])[1]
         if first <= k[0] and k[-1] < end:  # the latest start and the earliest end hold for every query between
             return Coverage.FULL
-        first, end = self.sees(q[0])[0], self.sees(q[-1])[1]
+        first, end = self.key_range(q[0])[0], self.key_range(q[-1])[1]
         if end <= k[0] or k[-1] < first:
             return Coverage.EMPTY
         if q.step == 1:  # neighbours' intervals leave no gap between them, since each holds its own query
             return Coverage.PARTIAL if _meets(k, first, end) else Coverage.EMPTY
-        return Coverage.PARTIAL if any(_meets(k, *self.sees(p)) for p in q) else Coverage.EMPTY
+        return Coverage.PARTIAL if any(_meets(k, *self.key_range(p)) for p in q) else Coverage.EMPTY
 
-    def cuts(self, q: range) -> list[int]:
+    def boundaries(self, q: range) -> list[int]:
         """Positions inside `q` at which the mask starts afresh (document boundaries): good places to cut a block."""
         return []
 
@@ -88,10 +88,10 @@ class Mask(ABC):
 class Full(Mask):
     """Every query sees every key."""
 
-    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(q, -_FAR), torch.full_like(q, _FAR)
 
-    def sees(self, q: int) -> tuple[int, int]:
+    def key_range(self, q: int) -> tuple[int, int]:
         return -_FAR, _FAR
 
 
@@ -99,10 +99,10 @@ class Full(Mask):
 class Causal(Mask):
     """A query sees itself and what came before: keys `k <= q`."""
 
-    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(q, -_FAR), q + 1
 
-    def sees(self, q: int) -> tuple[int, int]:
+    def key_range(self, q: int) -> tuple[int, int]:
         return -_FAR, q + 1
 
 
@@ -118,10 +118,10 @@ class SlidingWindow(Mask):
             if isinstance(width, bool) or not isinstance(width, int) or width < 0:
                 raise ValueError(f"SlidingWindow.{name} must be an integer >= 0, got {width!r}")
 
-    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
         return q - self.left, q + (self.right + 1)
 
-    def sees(self, q: int) -> tuple[int, int]:
+    def key_range(self, q: int) -> tuple[int, int]:
         return q - self.left, q + self.right + 1
 
 
@@ -149,14 +149,14 @@ class Documents(Mask):
         """Where documents begin and end: 0, the running sums, the total. Empty documents leave no trace."""
         return tuple(dict.fromkeys(itertools.accumulate(self.lengths, initial=0)))
 
-    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
         bounds = torch.tensor(self.bounds, device=q.device)
         after = torch.bucketize(q.contiguous(), bounds, right=True)  # the first boundary beyond the query
         # Positions outside all documents see nothing.
         last = bounds.numel() - 1
         return bounds[(after - 1).clamp(0, last)], bounds[after.clamp(0, last)]
 
-    def sees(self, q: int) -> tuple[int, int]:
+    def key_range(self, q: int) -> tuple[int, int]:
         after = bisect.bisect_right(self.bounds, q)
         last = len(self.bounds) - 1
         return self.bounds[min(max(after - 1, 0), last)], self.bounds[min(after, last)]
@@ -168,7 +168,7 @@ class Documents(Mask):
                 f"add up to {self.bounds[-1]}"
             )
 
-    def cuts(self, q: range) -> list[int]:
+    def boundaries(self, q: range) -> list[int]:
         return [b for b in self.bounds if q and q[0] < b <= q[-1]]
 
 
@@ -178,23 +178,23 @@ class And(Mask):
 
     parts: tuple[Mask, ...]
 
-    def visible(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        first, end = self.parts[0].visible(q)
+    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        first, end = self.parts[0].key_ranges(q)
         for part in self.parts[1:]:
-            other_first, other_end = part.visible(q)
+            other_first, other_end = part.key_ranges(q)
             first, end = torch.maximum(first, other_first), torch.minimum(end, other_end)
         return first, end
 
-    def sees(self, q: int) -> tuple[int, int]:
-        intervals = [part.sees(q) for part in self.parts]
+    def key_range(self, q: int) -> tuple[int, int]:
+        intervals = [part.key_range(q) for part in self.parts]
         return max(first for first, _ in intervals), min(end for _, end in intervals)
 
     def check(self, length: int) -> None:
         for part in self.parts:
             part.check(length)
 
-    def cuts(self, q: range) -> list[int]:
-        return sorted({cut for part in self.parts for cut in part.cuts(q)})
+    def boundaries(self, q: range) -> list[int]:
+        return sorted({cut for part in self.parts for cut in part.boundaries(q)})
 
 
 def _meets(k: range, first: int, end: int) -> bool:

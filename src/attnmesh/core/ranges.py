@@ -64,7 +64,7 @@ def rows_between(span: range, first: int, end: int) -> range:
     return range(index(first), max(index(first), index(end)))
 
 
-def narrowed(ranges: Ranges, rows: range) -> Ranges:
+def narrow(ranges: Ranges, rows: range) -> Ranges:
     """The spans of the rows `rows.start`, ..., `rows.stop - 1` of a shard that holds `spans`."""
     kept, at = [], 0
     for run in ranges:
@@ -99,36 +99,38 @@ N = TypeVar("N", int, Tensor)
 
 
 @dataclass(frozen=True)
-class Share:
+class InterleavedShard:
     """The share of rank `rank` among `ranks`, dealt `run` positions at a time. Functions take integers or tensors."""
 
     ranks: int = 1
     rank: int = 0
-    run: int = 1
+    interleave: int = 1
 
     def __post_init__(self) -> None:
-        check_positive(ranks=self.ranks, run=self.run)
+        check_positive(ranks=self.ranks, interleave=self.interleave)
         self._checked(self.rank)
 
     def owner(self, position: N) -> N:
         """The rank that holds a position."""
-        return position // self.run % self.ranks
+        return position // self.interleave % self.ranks
 
     def index(self, position: N) -> N:
         """Where its owner holds a position, counted from 0."""
-        return position // (self.ranks * self.run) * self.run + position % self.run
+        return position // (self.ranks * self.interleave) * self.interleave + position % self.interleave
 
     def length(self, length: N, rank: int | None = None) -> N:
         """How many of the first `length` positions a rank (this one) holds. No rank holds more than rank 0."""
         rank = self.rank if rank is None else self._checked(rank)
-        rest = length % (self.ranks * self.run) - rank * self.run
-        rest = rest.clamp(0, self.run) if isinstance(rest, Tensor) else min(max(rest, 0), self.run)
-        return length // (self.ranks * self.run) * self.run + rest
+        rest = length % (self.ranks * self.interleave) - rank * self.interleave
+        rest = rest.clamp(0, self.interleave) if isinstance(rest, Tensor) else min(max(rest, 0), self.interleave)
+        return length // (self.ranks * self.interleave) * self.interleave + rest
 
     def position(self, index: N, rank: int | None = None) -> N:
         """The position that a rank (this one) holds at `index`."""
         rank = self.rank if rank is None else self._checked(rank)
-        return index // self.run * (self.ranks * self.run) + rank * self.run + index % self.run
+        return (
+            index // self.interleave * (self.ranks * self.interleave) + rank * self.interleave + index % self.interleave
+        )
 
     def _checked(self, rank: int) -> int:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:

@@ -13,6 +13,12 @@ def check_positive(**counts: object) -> None:
             raise ValueError(f"{name} must be a positive integer, got {n!r}")
 
 
+def check_count(name: str, n: object, least: int = 0) -> None:
+    """Raise ValueError unless `n` is an integer of at least `least`."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {n!r}")
+
+
 _SUFFIX = {"": 1, "k": 1024, "m": 1024**2}
 _WRITTEN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kKmM]?)", re.ASCII)
 

@@ -16,16 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm, comm_from
-from attnmesh.comm.apart import ApartComm
+from attnmesh.comm import Comm, IndependentSubComm, SharedValues, check_on_all_ranks, comm_from
 from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.generation.lookup import Lookup
-from attnmesh.generation.reader import Reader, Reading
-from attnmesh.generation.sampling import Sampling
-from attnmesh.generation.text import NewText
-from attnmesh.ops.decode.call import MOST_TOKENS
-from attnmesh.parallel.agreement import Facts, agreed
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.generation.engine import Reader, Reading
+from attnmesh.generation.sampling import Lookup, NewText, Sampling
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.recommend import recommend_sharding
 
 _GREEDY = Sampling()
@@ -140,7 +136,7 @@ class Generator:
         """
         stops = self._stops() if stop is None else set(stop)
 
-        def examined() -> tuple[list[list[int]], Facts]:
+        def check_arguments() -> tuple[list[list[int]], SharedValues]:
             rows = [_ids(self.tokenizer, prompt) for prompt in prompts]
             self._check(rows, max_new_tokens, sampling, speculative)
             said = sha256(repr((rows, sorted(stops))).encode()).hexdigest()
@@ -149,7 +145,7 @@ class Generator:
                 "speculative": speculative, "sharding": self.sharding,
             }  # fmt: skip
 
-        rows = agreed(self.comm, "generate", examined, anew=True)
+        rows = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
         return self._generate(rows, max_new_tokens, sampling, stops, speculative)
 
     def _generate(
@@ -162,7 +158,7 @@ class Generator:
         try:
             with self._timed("prefill_seconds"):
                 for number in self.sharding.sequences(self.comm.rank, batch):
-                    reading = self.reader.read(rows[number], more=most + MOST_TOKENS)
+                    reading = self.reader.read(rows[number], more=most + MAX_DECODE_TOKENS)
                     mine.append(_Row(number, reading, sampling.dice(number)))
                 fresh = self._agreed([[sampling.draw(row.reading.logits, row.dice)] for row in mine])
                 self._show_logits(mine, [row.reading.logits[None] for row in mine], fresh)
@@ -222,7 +218,7 @@ class Generator:
 
     def _draft(self, row: _Row, most: int) -> list[int]:
         """What may come next; no more than may be generated, or than a step can verify."""
-        room = min(MOST_TOKENS, most - len(row.new)) - 1
+        room = min(MAX_DECODE_TOKENS, most - len(row.new)) - 1
         return row.lookup.draft([*row.reading.ids, row.new[-1]], room) if room > 0 else []
 
     def _agreed(self, tokens: list[list[int]]) -> list[list[int]]:
@@ -242,10 +238,10 @@ class Generator:
             return sorted(by_row.items())
         rows = [self.sharding.sequences(peer, batch) for peer in self.sharding.kvdp_peers(self.comm.rank)]
         own = rows[self._others.rank]
-        x = torch.full((len(own), MOST_TOKENS), _NONE, dtype=torch.int64)
+        x = torch.full((len(own), MAX_DECODE_TOKENS), _NONE, dtype=torch.int64)
         for number, new in by_row.items():
             x[number - own.start, : len(new)] = torch.tensor(new, dtype=torch.int64)
-        everybodys = self._others.all_gather(x.to(self.reader.device), [(len(r), MOST_TOKENS) for r in rows])
+        everybodys = self._others.all_gather(x.to(self.reader.device), [(len(r), MAX_DECODE_TOKENS) for r in rows])
         told = [
             (number, [token for token in new if token != _NONE])
             for numbers, part in zip(rows, everybodys, strict=True)
@@ -283,7 +279,7 @@ class Generator:
                 )
         # Of this group's rows: what one group has no room for, all ranks hear of before any of them reads.
         mine = [rows[number] for number in self.sharding.sequences(self.comm.rank, len(rows))]
-        self.reader.check_room([len(ids) + most + MOST_TOKENS for ids in mine])
+        self.reader.check_room([len(ids) + most + MAX_DECODE_TOKENS for ids in mine])
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -322,7 +318,7 @@ def generate(
     """
     rows = [_ids(tokenizer, prompt) for prompt in prompts]
     generator = Generator(
-        model, tokenizer, comm, tokens=max(1, sum(map(len, rows)) + len(rows) * (max_new_tokens + MOST_TOKENS)),
+        model, tokenizer, comm, tokens=max(1, sum(map(len, rows)) + len(rows) * (max_new_tokens + MAX_DECODE_TOKENS)),
         sequences=max(1, len(rows)), sharding=sharding, layout=layout, prefill_chunk=prefill_chunk,
     )  # fmt: skip
     return generator.generate(
@@ -346,4 +342,4 @@ def _verified(draft: list[int], likeliest: list[int]) -> list[int]:
 
 
 def _part(comm: Comm, members: list[int]) -> Comm:
-    return comm if len(members) == comm.world else ApartComm(comm, members)
+    return comm if len(members) == comm.world else IndependentSubComm(comm, members)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,3 +49,56 @@ class Sampling:
         before = ordered.cumsum(-1) - ordered  # the likeliest has nothing before it, so one token is always left
         ordered = torch.where(before < self.top_p, ordered, 0.0)
         return int(ids[torch.multinomial(ordered, 1, generator=dice)])
+
+
+_LONGEST = 4  # tokens that must have stood there before: the more, the better the guess
+
+
+class Lookup:
+    """The places of every short run of tokens in a growing text."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._latest: dict[tuple[int, ...], int] = {}  # where the run last ended, if not at the end of the text
+
+    def draft(self, ids: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens that may come next, from the longest match there is; none where nothing matches.
+
+        `ids` is all of the text, and begins with what it was at the last call.
+        """
+        self._learn(ids)
+        for n in range(min(_LONGEST, len(ids)), 0, -1):
+            end = self._latest.get(tuple(ids[-n:]))
+            if end is not None:
+                return list(ids[end : end + most])
+        return []
+
+    def _learn(self, ids: Sequence[int]) -> None:
+        for end in range(max(1, len(self._ids)), len(ids)):
+            for n in range(1, min(_LONGEST, end) + 1):
+                self._latest[tuple(ids[end - n : end])] = end
+        self._ids = list(ids)
+
+
+_UNFINISHED = "\ufffd"  # what a tokenizer says while the bytes of a character are still coming
+
+
+class NewText:
+    """The text of a growing list of tokens, handed out as soon as it can no longer change."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._said = 0
+
+    def add(self, token: int) -> str:
+        """The text that a further token completes; "" within a character, or without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        self._ids.append(token)
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        if text.endswith(_UNFINISHED):
+            return ""
+        new = text[self._said :]
+        self._said = len(text)
+        return new

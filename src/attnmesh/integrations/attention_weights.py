@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.core.optional import require
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.rope import Rope
-from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.plan.decode import DecodeSharding
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")

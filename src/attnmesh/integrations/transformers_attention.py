@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
+from attnmesh.core.merge import discount_sinks
 from attnmesh.core.optional import require
 from attnmesh.ops.dense.api import attention
 from attnmesh.parallel.context import ContextParallel
@@ -56,7 +57,7 @@ class ShardedPass:
         if sinks is None:
             return self.cp.attention(q, k, v, mask=mask, scale=scale, length=self.length)
         out, lse = self.cp.attention(q, k, v, mask=mask, scale=scale, length=self.length, return_lse=True)
-        return discount_sinks(out, lse, sinks)
+        return discount_sinks(out, lse, sinks[:, None])
 
 
 def shard_inputs(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
@@ -154,17 +155,11 @@ def transformers_attention(
     return out.transpose(1, 2), None
 
 
-def discount_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Out [B, H, n, D] with one more key per head, whose score is the sink and whose value is 0. Differentiable."""
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return (out * share.unsqueeze(-1)).to(out.dtype)
-
-
 def _attend_on_one_device(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
     """The queries are the last positions of the keys."""
     positions = torch.arange(k.shape[2] - q.shape[2], k.shape[2])
     out, lse = attention(q, k, v, mask=mask, scale=scale, q_positions=positions, return_lse=True)
-    return out if sinks is None else discount_sinks(out, lse, sinks)
+    return out if sinks is None else discount_sinks(out, lse, sinks[:, None])
 
 
 def _no_mask(

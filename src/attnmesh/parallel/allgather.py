@@ -15,9 +15,9 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense import blockwise
-from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
+from attnmesh.ops.dense.call import Call, Grads, Result, contiguous_last_dim
+from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.arrivals import Arrivals, Arriving, other_ranks, place_of, rows_in
 from attnmesh.parallel.message import message_row, sides
 from attnmesh.parallel.schedule import KeepsInputs
@@ -42,7 +42,7 @@ class AllGather(KeepsInputs):
         """Gather and attend, group by group."""
         states = [
             blockwise.forward(
-                [call], self.backend, lanes_allowed=not self.comm.shares_stream, recorder=self.comm.recorder
+                [call], self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder
             )
             for call, _, _ in self._groups(q, k, v)
         ]
@@ -62,7 +62,7 @@ class AllGather(KeepsInputs):
             )  # fmt: skip
             wanted = [x if need else None for x, need in zip((call.q, call.k, call.v), needed, strict=True)]
             (query,), grads = blockwise.backward(
-                [call], part, self.backend, wanted, lanes_allowed=not self.comm.shares_stream,
+                [call], part, self.backend, wanted, allow_two_streams=not self.comm.shares_stream,
                 recorder=self.comm.recorder,
             )  # fmt: skip
             if needed[0]:
@@ -71,14 +71,14 @@ class AllGather(KeepsInputs):
                 homing.send(grads, kv_heads)
         dq = dk = dv = None
         if needed[0]:
-            dq = GradSum.of(torch.cat(found, 1) if len(found) > 1 else found[0], q.dtype)
+            dq = GradAccumulator.from_total(torch.cat(found, 1) if len(found) > 1 else found[0], q.dtype)
         if homing is not None:
             dk, dv = (total if need else None for total, need in zip(homing.totals(k.dtype), needed[1:], strict=True))
         return Grads(dq, dk, dv)
 
     def _groups(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Call, slice, slice]]:
         """The call of every group of heads, its keys arrived, and its query and kv heads."""
-        q, k, v = unit_strided(q), unit_strided(k), unit_strided(v)
+        q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
         readers = q.shape[1] // k.shape[1]
         patch = self.plan.patch(self.comm.rank)
         groups = head_groups(k.shape[1])
@@ -144,7 +144,7 @@ class _GradReturn:
         found = self._buffer(self._plan.rows(me), row).zero_()
         for side, grad in zip(sides(found), (grads.k, grads.v), strict=True):
             if grad is not None:
-                grad.pour(side)
+                grad.add_to(side)
         sends = [
             (place_of(piece, found).contiguous(), source)
             for source in others
@@ -170,10 +170,10 @@ class _GradReturn:
                 total += came
             self._travelling = None
 
-    def totals(self, dtype: torch.dtype) -> list[GradSum]:
+    def totals(self, dtype: torch.dtype) -> list[GradAccumulator]:
         """The sums of dk and dv, to be rounded to `dtype`."""
         self.wait()
-        return [GradSum.of(side, dtype) for side in sides(self._total)]
+        return [GradAccumulator.from_total(side, dtype) for side in sides(self._total)]
 
     def _buffer(self, rows: int, row: tuple[int, ...]) -> Tensor:
         return self._comm.buffer((rows, *row), dtype=self._dtype, device=self._total.device)

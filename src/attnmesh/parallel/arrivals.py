@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
 from attnmesh.comm.base import Message
-from attnmesh.plan.pieces import Piece
+from attnmesh.plan.shards import Piece
 
 
 class Arrivals:

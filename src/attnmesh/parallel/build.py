@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnmesh.comm.sub import SubComm
+from attnmesh.comm import SubComm
 from attnmesh.core.ranges import Ranges
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.heads import HeadExchange
-from attnmesh.parallel.ranks import Ranks
+from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.parallel.ring import Ring
 from attnmesh.parallel.schedule import Schedule
 from attnmesh.parallel.two_level import TwoLevelRing
@@ -27,13 +27,13 @@ class Builder:
     shards: Shards
     scale: float
     backend: str
-    ranks: Ranks
+    ranks: NodeGroups
     lse: bool  # whether it is asked for
 
     def build(self, schedule: str) -> Schedule:
         """The schedule of that name; ValueError where it cannot serve."""
         check_served(schedule, self.shards, self.ranks.ranks_per_node)
-        everyone = self.ranks.everyone
+        everyone = self.ranks.all_ranks
         if schedule == "ring":
             return Ring(ring_plan(self.shards), self.scale, self.backend, everyone)
         if schedule == "allgather":
@@ -49,10 +49,10 @@ class Builder:
         """Rows traded for heads among `ranks` neighbours; then a schedule between those who have the same heads."""
         between = between_nodes(self.shards, ranks)
         assert between is not None, "see refusal"
-        alone = ranks == self.ranks.everyone.world
-        everyone = self.ranks.everyone
+        alone = ranks == self.ranks.all_ranks.world
+        everyone = self.ranks.all_ranks
         nobody_else = SubComm(everyone, [everyone.rank])
-        inside, outside = (everyone, nobody_else) if alone else (self.ranks.inside, self.ranks.outside)
+        inside, outside = (everyone, nobody_else) if alone else (self.ranks.intra_node, self.ranks.inter_node)
         first = everyone.rank // ranks * ranks
 
         def trade(held: tuple[Ranges, ...], whole: tuple[Ranges, ...]) -> HeadExchange:

@@ -10,24 +10,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag, dimension
 from attnmesh.core.masks import Causal, Mask
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.ops.dense.check import problem_with, scale_for
-from attnmesh.ops.dense.choose import choose_fused
-from attnmesh.parallel.agreement import Facts, agreed, check_count
+from attnmesh.core.validation import check_count
+from attnmesh.ops.dense.api import choose_fused
+from attnmesh.ops.dense.call import input_error, resolve_scale
 from attnmesh.parallel.build import Builder
+from attnmesh.parallel.node_groups import node_groups
 from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, number_of
-from attnmesh.parallel.ranks import ranks_from
 from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import Shards, shards
 from attnmesh.plan.workload import Shape, Workload, check_served
-from attnmesh.planner.choose import Choice, choose_schedule
+from attnmesh.planner.auto import Choice, choose_schedule
+from attnmesh.planner.catalog import usual_cluster
 from attnmesh.planner.explain import Explanation, explained
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
 
 _MOST_REMEMBERED = 256
 
@@ -50,7 +50,7 @@ class _Kind:
 class ContextParallel:
     """Attention over a sequence whose positions are spread over ranks by a layout.
 
-    `where` is a ProcessGroup, a DeviceMesh, a comm, or None for the default group (a world of one without
+    `group` is a ProcessGroup, a DeviceMesh, a comm, or None for the default group (a world of one without
     torch.distributed). A mesh of two dimensions is (nodes, ranks a node); `ranks_per_node` says the same of other ranks: rank
     `node x ranks_per_node + i` is the i-th of its node. All ranks make the same calls in the same order with the same arguments.
     Ranks compare notes before the first call of a kind; what does not fit raises ValueError on every rank.
@@ -70,7 +70,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        where: Comm | ProcessGroup | DeviceMesh | None = None,
+        group: Comm | ProcessGroup | DeviceMesh | None = None,
         *,
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
@@ -84,8 +84,8 @@ class ContextParallel:
             raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        self._ranks = ranks_from(where, ranks_per_node)
-        self.comm = self._ranks.everyone
+        self._ranks = node_groups(group, ranks_per_node)
+        self.comm = self._ranks.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
         self._schedules: dict[_Kind, Schedule] = {}
         self._number = number_of(self)  # by which compiled graphs find it
@@ -111,7 +111,7 @@ class ContextParallel:
     def unshard(self, x: Tensor, dim: int, length: int) -> Tensor:
         """The whole tensor, on every rank, from the shards of all. Differentiable: gradients are summed over ranks."""
 
-        def examined() -> tuple[int, Facts]:
+        def check_arguments() -> tuple[int, SharedValues]:
             if not isinstance(x, Tensor):
                 raise ValueError(f"x must be a tensor, got {type(x).__name__}")
             at = dimension(x, dim)
@@ -122,7 +122,7 @@ class ContextParallel:
                 "gradients": torch.is_grad_enabled() and x.requires_grad,
             }  # fmt: skip
 
-        at = agreed(self._ranks, "ContextParallel.unshard", examined)
+        at = check_on_all_ranks(self._ranks, "ContextParallel.unshard", check_arguments)
         return unshard(x, at, length, self.layout, self.comm)
 
     @overload
@@ -167,11 +167,11 @@ class ContextParallel:
     def agree_on(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Schedule:
         """The schedule that answers, once all ranks agree on what is asked for."""
 
-        def examined() -> tuple[Schedule, Facts]:
+        def check_arguments() -> tuple[Schedule, SharedValues]:
             kind = self._kind(q, k, v, ask)
             return self._schedule(kind, q, k, v), self._facts(kind, ask)
 
-        return agreed(self._ranks, "ContextParallel.attention", examined)
+        return check_on_all_ranks(self._ranks, "ContextParallel.attention", check_arguments)
 
     def schedule_for(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Schedule:
         """The schedule that answers what has been agreed on."""
@@ -209,7 +209,7 @@ class ContextParallel:
     def _kind(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> _Kind:
         """What this call is; ValueError for what this rank can see to be wrong."""
         mask, scale, length, key_length, key_layout, lse, _ = ask
-        problem = problem_with(q, k, v, scale)
+        problem = input_error(q, k, v, scale)
         if problem is not None:
             raise ValueError(problem)
         _check_layout("key_layout", key_layout)
@@ -219,7 +219,7 @@ class ContextParallel:
         key_length, key_layout = length if key_length is None else key_length, key_layout or self.layout
         self._check_shard(k.shape[2], key_length, key_layout, "keys")
         return _Kind(
-            mask, scale_for(q, scale), length, key_length, key_layout,
+            mask, resolve_scale(q, scale), length, key_length, key_layout,
             _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype), q.dtype, q.device.type,
             lse,
         )  # fmt: skip
@@ -256,7 +256,7 @@ class ContextParallel:
                 f"shard has {rows}"
             )
 
-    def _facts(self, kind: _Kind, ask: Ask) -> Facts:
+    def _facts(self, kind: _Kind, ask: Ask) -> SharedValues:
         """What must be the same on all ranks."""
         given = "length"
         if ask.length is None:

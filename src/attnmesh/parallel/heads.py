@@ -12,7 +12,7 @@ from attnmesh.comm import Comm
 from attnmesh.core.ranges import Ranges, size
 from attnmesh.parallel.arrivals import Arrivals, Arriving, other_ranks, place_of, rows_in
 from attnmesh.parallel.message import heads_first, rows_first
-from attnmesh.plan.pieces import pieces
+from attnmesh.plan.shards import pieces
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.ops.accumulate import GradSum
+from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.message import message_row, rows_of, sides, two_buffers
 from attnmesh.plan.ring import RingPlan
 
@@ -58,7 +58,7 @@ class GradReturn:
         self._home = comm.buffer((len(self._home_rows), *message_row(k)), dtype=dtype, device=k.device)
         self._travelling: list[Pending] = []
 
-    def join(self, at: int, mine: tuple[GradSum | None, ...]) -> None:
+    def join(self, at: int, mine: tuple[GradAccumulator | None, ...]) -> None:
         """Add what this rank found at stage `at` to what arrived from the visitors before it."""
         self._wait()
         stage = self._stages[at]
@@ -72,7 +72,7 @@ class GradReturn:
             seen = rows_of(grads, stage.grads_out, stage.seen)
             for side, grad in zip(sides(seen), mine, strict=True):
                 if grad is not None:
-                    grad.pour(side)
+                    grad.add_to(side)
 
     def send_on(self, at: int) -> None:
         """Post the gradients of stage `at` to the next visitor or home, and receive those of the next stage."""
@@ -85,7 +85,7 @@ class GradReturn:
             recvs.append((self._home, self._last_rank))
         self._travelling.append(self._comm.exchange(sends, recvs))
 
-    def arrive(self, dk: GradSum | None, dv: GradSum | None) -> None:
+    def arrive(self, dk: GradAccumulator | None, dv: GradAccumulator | None) -> None:
         """Add what came home to the gradients of this rank's own keys."""
         self._wait()
         if self._home_rows:

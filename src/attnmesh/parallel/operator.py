@@ -15,12 +15,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from attnmesh.comm.subgroups import propagate_failure
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Result
 from attnmesh.parallel.in_numbers import from_numbers, in_numbers
-from attnmesh.parallel.schedule import Schedule, propagate_failure
+from attnmesh.parallel.schedule import Schedule
 
 
 class Ask(NamedTuple):

@@ -26,17 +26,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SoloComm, comm_from
+from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, comm_from
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.accumulate import GradSum
+from attnmesh.core.validation import check_count
 from attnmesh.ops.dense import blockwise
-from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
-from attnmesh.ops.dense.check import problem_with, scale_for
-from attnmesh.ops.dense.choose import choose_fused
-from attnmesh.parallel.agreement import Facts, agreed, check_count
+from attnmesh.ops.dense.api import choose_fused
+from attnmesh.ops.dense.call import Call, Grads, Result, contiguous_last_dim, input_error, resolve_scale
+from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.schedule import BACKENDS, KeepsInputs, attend
 from attnmesh.parallel.unshard import unshard
 from attnmesh.plan.blocks import Patch
@@ -54,7 +53,7 @@ def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[in
     """
     check_count("length", length)
     _check_ring(ring_size, ring_id)
-    return Zigzag(pairs).pieces(length, ring_size, ring_id)
+    return Zigzag(pairs).chunks(length, ring_size, ring_id)
 
 
 @overload
@@ -97,8 +96,8 @@ def ring_distributed_attention(
     """
     comm = SoloComm() if group is None else comm_from(group)
 
-    def examined() -> tuple[_Share, Facts]:
-        problem = problem_with(q, k, v, scale)
+    def check_arguments() -> tuple[_Share, SharedValues]:
+        problem = input_error(q, k, v, scale)
         if problem is not None:
             raise ValueError(problem)
         if q.shape[2] != k.shape[2]:
@@ -109,7 +108,7 @@ def ring_distributed_attention(
         _check_ring(size, place)
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        share = _Share(Zigzag(pairs).ranges(q.shape[2], size, place), scale_for(q, scale), backend, comm)
+        share = _Share(Zigzag(pairs).ranges(q.shape[2], size, place), resolve_scale(q, scale), backend, comm)
         for call in share.calls(q, k, v):
             choose_fused(call, backend)  # raises where it cannot serve
         grad = torch.is_grad_enabled()
@@ -121,7 +120,7 @@ def ring_distributed_attention(
             "gradient of v": grad and v.requires_grad,
         }  # fmt: skip
 
-    share = agreed(comm, "ring_distributed_attention", examined)
+    share = check_on_all_ranks(comm, "ring_distributed_attention", check_arguments)
     out, lse = attend(q, k, v, share)
     return (out, lse) if return_lse else out
 
@@ -143,7 +142,7 @@ def gather_ring_outputs(
     """
     comm = comm_from(group)
 
-    def examined() -> tuple[Zigzag, Facts]:
+    def check_arguments() -> tuple[Zigzag, SharedValues]:
         layout = Zigzag(pairs)
         check_count("length", length)
         if not isinstance(local_out, Tensor) or local_out.ndim < 3:
@@ -161,7 +160,7 @@ def gather_ring_outputs(
             "gradients": torch.is_grad_enabled() and local_out.requires_grad,
         }  # fmt: skip
 
-    layout = agreed(comm, "gather_ring_outputs", examined)
+    layout = check_on_all_ranks(comm, "gather_ring_outputs", check_arguments)
     return unshard(local_out, 2, length, layout, comm)
 
 
@@ -178,8 +177,8 @@ class _Share(KeepsInputs):
         """A call for each chunk, on views: its own queries, and keys up to its end. No kernel may touch others."""
         return [
             Call(
-                unit_strided(q[:, :, chunk.start : chunk.stop]), unit_strided(k[:, :, : chunk.stop]),
-                unit_strided(v[:, :, : chunk.stop]), _patch(chunk), self.scale,
+                contiguous_last_dim(q[:, :, chunk.start : chunk.stop]), contiguous_last_dim(k[:, :, : chunk.stop]),
+                contiguous_last_dim(v[:, :, : chunk.stop]), _patch(chunk), self.scale,
             )
             for chunk in self.chunks
         ]  # fmt: skip
@@ -191,7 +190,7 @@ class _Share(KeepsInputs):
             nothing = torch.empty_like(q[:, :, :0])
             return State(nothing, nothing[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
         state = blockwise.forward(
-            calls, self.backend, lanes_allowed=not self.comm.shares_stream, recorder=self.comm.recorder
+            calls, self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder
         )
         return state, (q, k, v)
 
@@ -200,21 +199,21 @@ class _Share(KeepsInputs):
         q, k, v = kept
         wanted = [x if need else None for x, need in zip(kept, needed, strict=True)]
         queries, keys = blockwise.backward(
-            self.calls(q, k, v), result, self.backend, wanted, lanes_allowed=not self.comm.shares_stream,
+            self.calls(q, k, v), result, self.backend, wanted, allow_two_streams=not self.comm.shares_stream,
             recorder=self.comm.recorder,
         )  # fmt: skip
         dq = None
         if needed[0]:
-            dq = GradSum(q)
+            dq = GradAccumulator(q)
             for chunk, query in zip(self.chunks, queries, strict=True):
                 dq.add(query.finish(), chunk.start)
         return Grads(dq, self._of_all(keys.k, k), self._of_all(keys.v, v))
 
-    def _of_all(self, grad: GradSum | None, x: Tensor) -> GradSum | None:
+    def _of_all(self, grad: GradAccumulator | None, x: Tensor) -> GradAccumulator | None:
         """A gradient of keys from the queries of all ranks: summed as it was accumulated, not rounded yet."""
         if grad is None or self.comm.world == 1:
             return grad
-        return GradSum.of(self.comm.all_reduce(grad.total()), x.dtype)
+        return GradAccumulator.from_total(self.comm.all_reduce(grad.total()), x.dtype)
 
 
 @lru_cache(maxsize=128)

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.comm import CommError
+from attnmesh.comm import Comm, RankGroups
+from attnmesh.comm.subgroups import propagate_failure
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result
 
 BACKENDS = ("auto", "aten", "triton")  # the reference would hold every score in memory
 
 
-class Failing(Protocol):
-    """Ranks that can be told of a failure: a comm, or the ranks of a mesh."""
-
-    def fail(self, message: str) -> None:
-        """As `Comm.fail`."""
-
-
 class Schedule(Protocol):
     """One way to attend from this rank's queries to the keys of all ranks. q, k and v are this rank's shards."""
 
     @property
-    def comm(self) -> Failing:
+    def comm(self) -> Comm | RankGroups:
         """The ranks that take part."""
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Call]:
@@ -76,15 +69,3 @@ class _Attend(torch.autograd.Function):
             result = Result.of(out, lse, grad_out, grad_lse)
             grads = ctx.schedule.backward(tuple(kept), result, ctx.needs_input_grad[:3])
         return *(None if grad is None else grad.finish() for grad in (grads.q, grads.k, grads.v)), None
-
-
-@contextmanager
-def propagate_failure(comm: Failing) -> Iterator[None]:
-    """A rank that fails on the way leaves the others waiting: their errors can at least say why."""
-    try:
-        yield
-    except CommError:
-        raise
-    except Exception as error:
-        comm.fail(f"{type(error).__name__}: {error}")
-        raise

@@ -22,7 +22,7 @@ from attnmesh.parallel.context import ContextParallel
 
 @contextmanager
 def attention_context_parallel(
-    where: ContextParallel | Comm | ProcessGroup | DeviceMesh | None = None,
+    group: ContextParallel | Comm | ProcessGroup | DeviceMesh | None = None,
     *,
     length: int | None = None,
     mask: Mask = Full(),  # noqa: B008  (immutable)
@@ -33,7 +33,7 @@ def attention_context_parallel(
 ) -> Iterator[ContextParallel]:
     """Inside, `scaled_dot_product_attention` on shards is exact attention over the whole sequence of `length`.
 
-    `where` is a ContextParallel, or what ContextParallel takes, as are the `options` (layout, schedule, backend).
+    `group` is a ContextParallel, or what ContextParallel takes, as are the `options` (layout, schedule, backend).
     Yields the ContextParallel: rotary embeddings take its `positions(length)`. A call sees what both `is_causal` and
     `mask` let it see: with `mask=Documents(lengths)`, causal calls are `Causal() & Documents(lengths)`.
 
@@ -42,12 +42,12 @@ def attention_context_parallel(
 
     It holds for the thread that enters it. Run the backward inside it if there are buffers or activation checkpoints.
     """
-    if isinstance(where, ContextParallel):
+    if isinstance(group, ContextParallel):
         if options:
             raise ValueError(f"{', '.join(options)}: the ContextParallel has its own, make one that has these")
-        cp = where
+        cp = group
     else:
-        cp = ContextParallel(where, **options)
+        cp = ContextParallel(group, **options)
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be an attnmesh mask (Documents(...), SlidingWindow(...), ...), got {mask!r}")
     dims = _checked_dims(buffers, buffer_seq_dims, no_restore_buffers)

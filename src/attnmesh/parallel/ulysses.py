@@ -16,11 +16,11 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.accumulate import GradSum
 from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.heads import HeadExchange
 from attnmesh.parallel.message import heads_first
-from attnmesh.parallel.ranks import Ranks
+from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.parallel.schedule import Schedule
 from attnmesh.plan.ulysses import Segment, head_share, replicated
 
@@ -32,7 +32,7 @@ class Ulysses:
     queries: HeadExchange
     keys: HeadExchange
     between: Schedule  # attends with all rows of some heads
-    comm: Ranks  # all of them, those of other nodes too
+    comm: NodeGroups  # all of them, those of other nodes too
     lse: bool  # whether the lse is asked for: it and its gradient travel only then
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
@@ -94,18 +94,18 @@ class Ulysses:
         if needed[0]:
             parts = [grads.q.finish() for grads in found if grads.q is not None]
             (rows,) = self.queries.to_rows([self._joined(self.queries, parts, q, q.dtype)], shares.q, q.shape[1])
-            dq = GradSum.of(rows, q.dtype)
+            dq = GradAccumulator.from_total(rows, q.dtype)
         if needed[1] or needed[2]:
             dk, dv = self._key_grads(found, k, shares)
         return Grads(dq, dk if needed[1] else None, dv if needed[2] else None)
 
-    def _key_grads(self, found: Sequence[Grads], k: Tensor, shares: _Shares) -> list[GradSum]:
+    def _key_grads(self, found: Sequence[Grads], k: Tensor, shares: _Shares) -> list[GradAccumulator]:
         """dk and dv of this rank's rows; zeros for the one nobody asked for."""
         # Where several ranks read a kv head, parts of its gradient travel: in float32, rounded once they are summed.
         dtype = accumulation_dtype(k.dtype) if shares.replicated else k.dtype
         rows = ranges.size(self.keys.whole)
 
-        def finished(grad: GradSum | None, heads: range) -> Tensor:
+        def finished(grad: GradAccumulator | None, heads: range) -> Tensor:
             if grad is None:
                 return torch.zeros(k.shape[0], len(heads), rows, k.shape[3], dtype=dtype, device=k.device)
             return grad.total() if shares.replicated else grad.finish()
@@ -114,7 +114,10 @@ class Ulysses:
             parts = [finished(getattr(grads, name), kv) for grads, (_, kv) in zip(found, shares.segments, strict=True)]
             return self._joined(self.keys, parts, k, dtype)
 
-        return [GradSum.of(rows, k.dtype) for rows in self.keys.to_rows([side("k"), side("v")], shares.kv, k.shape[1])]
+        return [
+            GradAccumulator.from_total(rows, k.dtype)
+            for rows in self.keys.to_rows([side("k"), side("v")], shares.kv, k.shape[1])
+        ]
 
     def _joined(self, trade: HeadExchange, parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
         """The segments' results as one, [B, this rank's heads, all rows, D]; no heads at all is fine."""

@@ -14,8 +14,7 @@ from itertools import pairwise
 from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.blocks import Patch
-from attnmesh.plan.pieces import Piece, pieces
-from attnmesh.plan.shards import Shards
+from attnmesh.plan.shards import Piece, Shards, pieces
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def _seen(shards: Shards, rank: int, end: int) -> Ranges:
     """
     views = []
     for run in shards.queries[rank]:
-        first, stop = max(0, shards.mask.sees(run[0])[0]), min(end, shards.mask.sees(run[-1])[1])
+        first, stop = max(0, shards.mask.key_range(run[0])[0]), min(end, shards.mask.key_range(run[-1])[1])
         if first < stop:
             views.append(range(first, stop))
     joined: list[range] = []

@@ -114,7 +114,7 @@ class Patch:
     @cached_property
     def stretches(self) -> int:
         """How many stretches of queries the mask and the runs make: about as many blocks there are."""
-        return sum(1 + len(self.mask.cuts(run)) for run in self.q)
+        return sum(1 + len(self.mask.boundaries(run)) for run in self.q)
 
     def _pairs(self, block: Block) -> int:
         if block.kind is Kind.FULL:
@@ -132,7 +132,7 @@ class Patch:
             return False
         start, last = self.q[0][0], self.q[-1][-1]
         # The last row sees the first key, so no row is cut off before; and a row's view ends at itself.
-        return self.mask.sees(last)[0] <= start and self.mask.sees(start)[1] == start + 1 and start < last
+        return self.mask.key_range(last)[0] <= start and self.mask.key_range(start)[1] == start + 1 and start < last
 
 
 @lru_cache(maxsize=128)
@@ -143,7 +143,7 @@ def _patch_bounds(patch: Patch, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def bounds_of(mask: Mask, q_positions: Tensor, k_positions: Tensor) -> tuple[Tensor, Tensor]:
     """The key indices each query sees, as `[first, end)`; both position tensors ascending."""
-    first, end = mask.visible(q_positions)
+    first, end = mask.key_ranges(q_positions)
     return (
         torch.searchsorted(k_positions, first.contiguous(), out_int32=True),
         torch.searchsorted(k_positions, end.contiguous(), out_int32=True),
@@ -152,14 +152,14 @@ def bounds_of(mask: Mask, q_positions: Tensor, k_positions: Tensor) -> tuple[Ten
 
 def _outermost(mask: Mask, q: range, k: range) -> list[int]:
     """The first and the last row of `k` that some query of `q` sees, if any does."""
-    if mask.verdict(q, k) is Coverage.EMPTY:
+    if mask.coverage(q, k) is Coverage.EMPTY:
         return []
     # What queries see only moves on: the first query that sees anything sees the first row, the last one the last.
     # Queries before the first see only what lies before the keys, those after the last only what lies behind them.
-    early = bisect_left(q, True, key=lambda p: mask.sees(p)[1] > k[0])
-    late = bisect_left(q, True, key=lambda p: mask.sees(p)[0] > k[-1]) - 1
-    early_rows = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in q[early:]) if rows)
-    late_rows = next(rows for rows in (rows_between(k, *mask.sees(p)) for p in reversed(q[: late + 1])) if rows)
+    early = bisect_left(q, True, key=lambda p: mask.key_range(p)[1] > k[0])
+    late = bisect_left(q, True, key=lambda p: mask.key_range(p)[0] > k[-1]) - 1
+    early_rows = next(rows for rows in (rows_between(k, *mask.key_range(p)) for p in q[early:]) if rows)
+    late_rows = next(rows for rows in (rows_between(k, *mask.key_range(p)) for p in reversed(q[: late + 1])) if rows)
     return [early_rows[0], late_rows[-1]]
 
 
@@ -167,15 +167,15 @@ def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
     """The blocks of one query run against one key run."""
     stretches = list(_stretches(mask, q))
     if len(stretches) > _MANY and len(q) < _FEW_ROWS * len(stretches):
-        keys = rows_between(k, mask.sees(q[0])[0], mask.sees(q[-1])[1])
+        keys = rows_between(k, mask.key_range(q[0])[0], mask.key_range(q[-1])[1])
         if keys:
             yield Block(range(len(q)), keys, Kind.PARTIAL)
         return
     for rows in stretches:
         part = q[rows.start : rows.stop]
-        keys = rows_between(k, mask.sees(part[0])[0], mask.sees(part[-1])[1])
+        keys = rows_between(k, mask.key_range(part[0])[0], mask.key_range(part[-1])[1])
         seen = k[keys.start : keys.stop]
-        verdict = mask.verdict(part, seen)
+        verdict = mask.coverage(part, seen)
         if verdict is Coverage.EMPTY:
             continue
         if verdict is Coverage.FULL:
@@ -190,7 +190,7 @@ def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
 
 def _stretches(mask: Mask, q: range) -> Iterator[range]:
     """The rows of `q` between the mask's own cuts (one stretch a document)."""
-    edges = [q.start, *mask.cuts(q), q[-1] + 1]
+    edges = [q.start, *mask.boundaries(q), q[-1] + 1]
     for begin, stop in pairwise(edges):
         rows = rows_between(q, begin, stop)
         if rows:
@@ -200,8 +200,8 @@ def _stretches(mask: Mask, q: range) -> Iterator[range]:
 def _is_diagonal(mask: Mask, q: range, k: range) -> bool:
     """Whether, inside one stretch, only the causal edge cuts: row views start at or before `k` and end at the row."""
     same_step = q.step == k.step or len(q) == 1 or len(k) == 1
-    starts_before = mask.sees(q[-1])[0] <= k[0]
-    ends_at_itself = all(mask.sees(p)[1] == p + 1 for p in (q[0], q[-1]))
+    starts_before = mask.key_range(q[-1])[0] <= k[0]
+    ends_at_itself = all(mask.key_range(p)[1] == p + 1 for p in (q[0], q[-1]))
     return same_step and starts_before and ends_at_itself
 
 

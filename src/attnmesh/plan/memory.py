@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 
 from attnmesh.core import ranges
-from attnmesh.core.layouts import Zigzag
 from attnmesh.plan import held
 from attnmesh.plan.program import Ints
 from attnmesh.plan.programs import (
@@ -25,7 +24,6 @@ from attnmesh.plan.programs import (
     lanes_by_shape,
     sizes_of,
 )
-from attnmesh.plan.rounds.queries import Answered
 from attnmesh.plan.rounds.sizes import Sizes
 from attnmesh.plan.rounds.ulysses import Trade
 from attnmesh.plan.shards import Shards
@@ -37,30 +35,6 @@ from attnmesh.planner.hardware import Floats
 def peak_bytes(schedule: str, workload: Workload, *, backward: bool) -> Ints:
     """Bytes by rank. The schedule must be able to serve the case: see `refusal`."""
     return _rounded(_PEAKS[schedule](workload, backward))
-
-
-def queries_peak_bytes(
-    shape: Shape, length: int, world: int, *, pairs: int | tuple[int, ...] = 1, backward: bool, cpu: bool = False
-) -> Ints:
-    """The same for query-distributed attention, where every rank holds all of q, k and v."""
-    chunks = [Zigzag(pairs).ranges(length, world, rank) for rank in range(world)]
-    sizes, answered = Sizes.of([shape] * world, [ranges.size(mine) for mine in chunks]), Answered.of(chunks)
-    parts = np.minimum(answered.calls, 2).astype(np.float64)  # of a row: keys before its chunk, and the chunk's own
-    if not backward:
-        longest = np.array([max(map(len, mine), default=0) for mine in chunks]) / np.maximum(sizes.rows, 1)
-        several = np.array([len(mine) > 1 for mine in chunks])
-        room = several * sizes.rows * (sizes.query_row + sizes.lse_row)
-        return _rounded(room + longest * held.states(parts, sizes, cpu=cpu))
-    # dk and dv as kernels leave them, of all keys up to each chunk's end, and their sums.
-    keys = np.array([sum(chunk.stop for chunk in mine) for mine in chunks])
-    sums = length * sizes.key_grad_row
-    found = np.minimum(keys, 4 * length) * sizes.key_row + (answered.calls >= 4) * sums
-    # Over ranks one after the other: the other's sum, and of this one what was found, slices from all, and the whole.
-    over_ranks = (2.5 if world > 1 else 1.0) * sums + sizes.rows * sizes.query_row
-    rounded = length * (sizes.query_row + sizes.key_row) * (shape.sum_itemsize > shape.itemsize)
-    finished = length * sizes.query_sum_row + sums + rounded
-    peak = np.maximum(found + held.query_grads(parts, sizes), np.maximum(over_ranks, finished))
-    return _rounded(peak)
 
 
 def _ring(workload: Workload, backward: bool) -> Floats:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from attnmesh.core.ranges import narrowed
+from attnmesh.core.ranges import narrow
 from attnmesh.plan.ring import RingPlan, both_ways, needed_offsets, ring_plan
 from attnmesh.plan.shards import Shards
 
@@ -64,7 +64,7 @@ class TwoLevelPlan:
         return Shards(
             self.shards.mask,
             tuple(self.shards.queries[rank] for rank in ranks),
-            tuple(narrowed(self.shards.keys[s.block * self.ranks_per_node + i], s.seen) for i, s in enumerate(stages)),
+            tuple(narrow(self.shards.keys[s.block * self.ranks_per_node + i], s.seen) for i, s in enumerate(stages)),
         )
 
 

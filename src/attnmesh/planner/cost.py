@@ -16,7 +16,7 @@ from attnmesh.plan.programs import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.network import Slow
-from attnmesh.planner.simulator.waves import run_waves
+from attnmesh.planner.simulator.rounds import run_waves
 
 _LITTLE = 0.1  # of the time: waiting that does not hold a run up
 

@@ -9,7 +9,7 @@ from attnmesh.core.ranges import Ranges
 from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.load import Load, imbalance, loads
 from attnmesh.plan.workload import Workload
-from attnmesh.planner.choose import Choice
+from attnmesh.planner.auto import Choice
 from attnmesh.planner.hardware import Cluster
 
 

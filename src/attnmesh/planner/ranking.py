@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from attnmesh.planner.words import readable_bytes, readable_seconds
+from attnmesh.planner.units import readable_bytes, readable_seconds
 
 RESERVED = 0.1
 """The share of a device's memory that is left to everything else: the runtime, fragments, buffers of libraries."""

@@ -1,4 +1,4 @@
-"""Both ends of every message: none moves before its sender and its receiver have posted it."""
+"""Overlap of computation and communication, from the spans of a recorded or simulated run."""
 
 from __future__ import annotations
 
@@ -8,87 +8,89 @@ from dataclasses import dataclass, replace
 from attnmesh.trace.timeline import Span
 
 
-def met(ranges: Iterable[Span]) -> list[Span]:
-    """The spans of all ranks, messages from when both ends were posted; `early_ms` is how long this end was before.
+def match_messages(spans: Iterable[Span]) -> list[Span]:
+    """The spans of all ranks, with every message starting when both its send and its receive had been posted.
 
-    What a rank notes of a message begins when it posted its own end. Numbers match ends: messages from one rank to
-    another arrive in order. An end whose other one was not recorded stays as it is.
+    A rank records a message from the moment it posted its own end. The two ends are matched by their number, since
+    messages between two ranks arrive in order. `args["early_ms"]` becomes the time by which this end was posted before
+    the other. An end whose counterpart was not recorded is returned unchanged.
     """
-    ranges = list(ranges)
+    spans = list(spans)
     ends: dict[tuple[object, ...], list[Span]] = {}
-    for span in ranges:
+    for span in spans:
         if span.track in ("send", "receive"):
-            ends.setdefault(_message(span), []).append(span)
-    return [_from_meeting(span, ends[_message(span)]) if span.track in ("send", "receive") else span for span in ranges]
+            ends.setdefault(_message_id(span), []).append(span)
+    return [_matched(span, ends[_message_id(span)]) if span.track in ("send", "receive") else span for span in spans]
 
 
-def _message(span: Span) -> tuple[object, ...]:
-    """Source, target, number."""
-    peer, number = span.facts["peer"], span.facts["number"]
+def _message_id(span: Span) -> tuple[object, ...]:
+    """Source, target and number of a message."""
+    peer, number = span.args["peer"], span.args["number"]
     return (span.rank, peer, number) if span.track == "send" else (peer, span.rank, number)
 
 
-def _from_meeting(span: Span, ends: list[Span]) -> Span:
-    # A sender may be done before the receiver came, where a transport keeps what is small; its time is then its own.
+def _matched(span: Span, ends: list[Span]) -> Span:
+    # A transport that buffers small messages may finish a send before the receive was posted: keep begin <= end.
     begin = min(max(end.begin for end in ends), span.end)
-    return replace(span, begin=begin, facts={**span.facts, "early_ms": 1e3 * (begin - span.begin)})
+    return replace(span, begin=begin, args={**span.args, "early_ms": 1e3 * (begin - span.begin)})
 
 
-_Stretches = list[tuple[float, float]]
+_Intervals = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Busy:
-    """Seconds of one rank."""
+class OverlapSummary:
+    """Seconds that one rank spent computing, communicating and waiting."""
 
     rank: int
-    computed: float
-    transferred: float  # with at least one message under way
-    overlapped: float  # of these, while it computed
-    waited: float
-    sent: int  # bytes
+    compute: float
+    transfer: float  # with at least one message in flight
+    overlap: float  # part of `transfer` during which the rank also computed
+    wait: float
+    bytes_sent: int
 
 
-def busy(ranges: Iterable[Span]) -> list[Busy]:
-    """What every rank did, by rank."""
+def summarize_overlap(spans: Iterable[Span]) -> list[OverlapSummary]:
+    """One summary per rank, in rank order."""
     by_rank: dict[int, list[Span]] = {}
-    for span in ranges:
+    for span in spans:
         by_rank.setdefault(span.rank, []).append(span)
-    return [_of_rank(rank, by_rank[rank]) for rank in sorted(by_rank)]
+    return [_summary(rank, by_rank[rank]) for rank in sorted(by_rank)]
 
 
-def _of_rank(rank: int, ranges: list[Span]) -> Busy:
-    computing = _union(span for span in ranges if span.track == "compute")
-    moving = _union(span for span in ranges if span.track in ("send", "receive"))
-    waiting = _union(span for span in ranges if span.track == "wait")
-    sent = sum(int(str(span.facts["bytes"])) for span in ranges if span.track == "send")
-    return Busy(rank, _length(computing), _length(moving), _length(_both(computing, moving)), _length(waiting), sent)
+def _summary(rank: int, spans: list[Span]) -> OverlapSummary:
+    compute = _union(span for span in spans if span.track == "compute")
+    transfer = _union(span for span in spans if span.track in ("send", "receive"))
+    wait = _union(span for span in spans if span.track == "wait")
+    bytes_sent = sum(int(str(span.args["bytes"])) for span in spans if span.track == "send")
+    both = _intersection(compute, transfer)
+    return OverlapSummary(rank, _length(compute), _length(transfer), _length(both), _length(wait), bytes_sent)
 
 
-def _union(ranges: Iterable[Span]) -> _Stretches:
-    """The time that at least one of them takes, as stretches that are apart."""
-    apart: _Stretches = []
-    for begin, end in sorted((span.begin, span.end) for span in ranges):
-        if apart and begin <= apart[-1][1]:
-            apart[-1] = apart[-1][0], max(apart[-1][1], end)
+def _union(spans: Iterable[Span]) -> _Intervals:
+    """The time covered by at least one span, as disjoint intervals."""
+    disjoint: _Intervals = []
+    for begin, end in sorted((span.begin, span.end) for span in spans):
+        if disjoint and begin <= disjoint[-1][1]:
+            disjoint[-1] = disjoint[-1][0], max(disjoint[-1][1], end)
         else:
-            apart.append((begin, end))
-    return apart
+            disjoint.append((begin, end))
+    return disjoint
 
 
-def _both(one: _Stretches, other: _Stretches) -> _Stretches:
-    """Where both are."""
-    found, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+def _intersection(a: _Intervals, b: _Intervals) -> _Intervals:
+    """The time covered by both."""
+    common, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if begin < end:
-            found.append((begin, end))
-        if one[i][1] < other[j][1]:
+            common.append((begin, end))
+        if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
-def _length(stretches: _Stretches) -> float:
-    return sum(end - begin for begin, end in stretches)
+def _length(intervals: _Intervals) -> float:
+    return sum(end - begin for begin, end in intervals)

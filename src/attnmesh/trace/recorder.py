@@ -1,7 +1,7 @@
-"""What one rank notes of a run while somebody watches: when kernels ran, when messages travelled, when it waited.
+"""Recording of one rank's run: when kernels ran, when messages were in flight, when the rank waited.
 
-Where nobody watches there is no recorder: `comm.recorder` is None, and a hot path looks at that and at nothing else.
-Moments on a GPU are events in its stream. They are read when the run is over: noting them holds nobody up.
+A rank that is not recorded has no recorder (`comm.recorder` is None); a hot path tests for that and does nothing else.
+Times on a GPU are events in its stream and are read after the run, so recording never synchronizes the device.
 """
 
 from __future__ import annotations
@@ -16,84 +16,85 @@ import torch
 
 from attnmesh.trace.timeline import Span, Track
 
-Mark = float | torch.cuda.Event
-"""A moment: the host's, in seconds of its monotonic clock, or one that a CUDA stream comes to."""
+Timestamp = float | torch.cuda.Event
+"""A point in time: seconds of the host's monotonic clock, or an event in a CUDA stream."""
 
 
 @dataclass(frozen=True)
-class _Note:
+class _Record:
     track: Track
     name: str
-    begin: Mark
-    end: Mark
-    facts: dict[str, object]
+    begin: Timestamp
+    end: Timestamp
+    args: dict[str, object]
 
 
 class Recorder:
-    """The notes of rank `rank`, which computes on `device`. It begins when it is made."""
+    """Records the spans of rank `rank`, which computes on `device`. Recording starts on construction."""
 
     def __init__(self, rank: int, device: torch.device | str = "cpu") -> None:
         self.rank = rank
-        self._notes: list[_Note] = []  # other threads append, too
-        self._counted: Counter[tuple[Track, int]] = Counter()
+        self._records: list[_Record] = []  # appended to by several threads
+        self._message_counts: Counter[tuple[Track, int]] = Counter()
         self._device = torch.device(device)
-        self.began = time.perf_counter()
-        """When it began, on the host's clock. That clock is the same for all processes of a machine."""
+        self.start = time.perf_counter()
+        """When recording started, on the host's clock, which all processes of a machine share."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # an idle device comes to the event at once: the two clocks meet here
-            self.began = time.perf_counter()
-            self._first = torch.cuda.Event(enable_timing=True)
-            self._first.record(torch.cuda.current_stream(self._device))
+            # An idle device reaches the event immediately, which ties its clock to the host's.
+            torch.cuda.synchronize(self._device)
+            self.start = time.perf_counter()
+            self._start_event = torch.cuda.Event(enable_timing=True)
+            self._start_event.record(torch.cuda.current_stream(self._device))
 
-    def now(self, device: torch.device | None = None) -> Mark:
-        """This moment on the host; with a CUDA `device`, the one when its current stream has done all so far."""
+    def now(self, device: torch.device | None = None) -> Timestamp:
+        """The current time on the host; for a CUDA `device`, the time when its stream has done all work so far."""
         if device is None or device.type != "cuda":
             return time.perf_counter()
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record(torch.cuda.current_stream(device))
-        return mark
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
 
-    def note(self, track: Track, name: str, begin: Mark, end: Mark, **facts: object) -> None:
-        """Note what lasted from `begin` to `end`."""
-        self._notes.append(_Note(track, name, begin, end, facts))
+    def add(self, track: Track, name: str, begin: Timestamp, end: Timestamp, **args: object) -> None:
+        """Record a span from `begin` to `end`."""
+        self._records.append(_Record(track, name, begin, end, args))
 
     @contextmanager
-    def noting(self, track: Track, name: str, device: torch.device | None = None, **facts: object) -> Iterator[None]:
-        """Note what happens inside."""
+    def span(self, track: Track, name: str, device: torch.device | None = None, **args: object) -> Iterator[None]:
+        """Record the body of a `with` statement as a span."""
         begin = self.now(device)
         yield
-        self.note(track, name, begin, self.now(device), **facts)
+        self.add(track, name, begin, self.now(device), **args)
 
-    def message(self, track: Track, verb: str, peer: int, nbytes: int) -> Message:
-        """A message that is posted now, to be noted once it is done."""
-        number = self._counted[track, peer]
-        self._counted[track, peer] += 1
-        name = f"{verb} {'to' if track == 'send' else 'from'} rank {peer}"
-        return Message(self, track, name, {"bytes": nbytes, "peer": peer, "number": number})
+    def message(self, track: Track, op: str, peer: int, nbytes: int) -> MessageRecord:
+        """A record for a message that is being posted; call its `done` when the message has completed."""
+        number = self._message_counts[track, peer]
+        self._message_counts[track, peer] += 1
+        name = f"{op} {'to' if track == 'send' else 'from'} rank {peer}"
+        return MessageRecord(self, track, name, {"bytes": nbytes, "peer": peer, "number": number})
 
-    def ranges(self) -> list[Span]:
-        """All notes so far, in seconds of the host's clock, by their beginning. On CUDA it waits for the device."""
+    def spans(self) -> list[Span]:
+        """All spans so far in seconds of the host's clock, sorted by begin. Synchronizes a CUDA device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        notes = [
-            Span(self.rank, note.track, note.name, self._seconds(note.begin), self._seconds(note.end), note.facts)
-            for note in list(self._notes)
+        spans = [
+            Span(self.rank, each.track, each.name, self._seconds(each.begin), self._seconds(each.end), each.args)
+            for each in list(self._records)
         ]
-        return sorted(notes, key=lambda span: (span.begin, span.end))
+        return sorted(spans, key=lambda span: (span.begin, span.end))
 
-    def _seconds(self, mark: Mark) -> float:
-        return mark if isinstance(mark, float) else self.began + self._first.elapsed_time(mark) / 1e3
+    def _seconds(self, time: Timestamp) -> float:
+        return time if isinstance(time, float) else self.start + self._start_event.elapsed_time(time) / 1e3
 
 
 @dataclass(frozen=True)
-class Message:
-    """One end of a message under way. `number` counts those of one direction between two ranks: so both ends match."""
+class MessageRecord:
+    """One end of a message in flight. Both ends carry the same `number`, counted per direction and pair of ranks."""
 
     recorder: Recorder
     track: Track
     name: str
-    facts: dict[str, object]
+    args: dict[str, object]
 
-    def done(self, begin: Mark, end: Mark) -> None:
-        """It travelled from `begin`, when this end was posted, to `end`."""
-        self.recorder.note(self.track, self.name, begin, end, **self.facts)
+    def done(self, begin: Timestamp, end: Timestamp) -> None:
+        """Record the message: posted at `begin`, completed at `end`."""
+        self.recorder.add(self.track, self.name, begin, end, **self.args)

@@ -19,10 +19,11 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.core.state import State, merge
+from attnmesh.core.merge import merge
+from attnmesh.core.state import State
 from attnmesh.ops.dense import reference
 from attnmesh.ops.dense.api import attention
-from attnmesh.ops.dense.check import scale_for
+from attnmesh.ops.dense.call import resolve_scale
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from attnmesh.plan.programs import SCHEDULES
@@ -277,7 +278,7 @@ def _spread(cp: ContextParallel, mask: Mask, inputs: list[Tensor], *, key_layout
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, plain: bool = False) -> State:
     at = [torch.arange(x.shape[2], device=q.device) for x in (q, k)]
-    return reference.attention(q, k, v, mask, scale_for(q, None), *at, plain=plain)
+    return reference.attention(q, k, v, mask, resolve_scale(q, None), *at, plain=plain)
 
 
 _plain = partial(_reference, plain=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.decode import api, reference
-from attnmesh.ops.decode.check import checked
+from attnmesh.ops.decode.call import build_call
 from attnmesh.ops.storage import PLAIN, Quantized, Stored, dequantize, quantize
 from attnmesh.verify.mode import Compared, ComparedMode
 
@@ -140,8 +140,8 @@ def by_definition(found: State, q: Tensor, k: Tensor, v: Tensor, **options: Any)
     if mask is not None and mask.is_floating_point():
         options["mask"] = torch.where(mask.isnan(), 0.0, mask)
     dtype = q.dtype
-    exact = reference.run(checked(q.double(), k.double(), v.double(), None, **options))
-    plain = reference.run(checked(q, k.to(dtype), v.to(dtype), None, **options), plain=True)
+    exact = reference.run(build_call(q.double(), k.double(), v.double(), None, **options))
+    plain = reference.run(build_call(q, k.to(dtype), v.to(dtype), None, **options), plain=True)
     return [Compared("out", found.out, exact.out, plain.out), Compared("lse", found.lse, exact.lse, plain.lse)]
 
 

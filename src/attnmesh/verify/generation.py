@@ -17,18 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmesh.comm import Comm
-from attnmesh.comm.solo import SoloComm
+from attnmesh.comm import Comm, SoloComm
 from attnmesh.kv_cache.sequence import ShardedSequence
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import Norm
-from attnmesh.ops.block.rope import Rope
-from attnmesh.ops.block.weights import AttentionWeights
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.decode.exchange import Exchange
-from attnmesh.plan.sharding import DecodeSharding
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.verify.decode import fill_with_poison
 from attnmesh.verify.mode import Compared, ComparedMode
 
@@ -176,7 +173,7 @@ def _answers(comm: Comm, sharding: DecodeSharding, way: _Way, problem: _Problem)
 
     for sequence, prompt in zip(sequences, _PROMPTS, strict=True):
         while sequence.length < prompt:
-            feed([sequence], min(MOST_TOKENS, prompt - sequence.length))
+            feed([sequence], min(MAX_DECODE_TOKENS, prompt - sequence.length))
     for _ in range(_NEW // way.tokens):
         feed(sequences, way.tokens)
     return found

@@ -22,7 +22,7 @@ from attnmesh.verify.mode import Compared, ComparedMode
 
 ROWS, KEYS, TOPK = 37, 53, 19
 WIDTH, VALUE_WIDTH, INDEX_HEADS, INDEX_WIDTH = 40, 24, 3, 16
-SM_SCALE, INDEX_SCALE = WIDTH**-0.5, INDEX_WIDTH**-0.5
+ATTN_SCALE, INDEX_SCALE = WIDTH**-0.5, INDEX_WIDTH**-0.5
 MASKS = ("no mask", "causal", "causal strided", "documents")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _HEADS, _GROUP = 10, 4
@@ -205,7 +205,7 @@ def _at_slots(x: Tensor, problem: Problem, otherwise: float) -> Tensor:
 
 def _shares(problem: Problem, lse: Tensor) -> Tensor:
     """[heads, ROWS, KEYS]: the probability of every key; none where a head has no mass."""
-    shares = reference.distribution(problem.q, problem.kv, lse, SM_SCALE)
+    shares = reference.distribution(problem.q, problem.kv, lse, ATTN_SCALE)
     return torch.where(torch.isinf(lse).T[..., None], 0.0, shares)
 
 
@@ -228,7 +228,7 @@ def _attended(on: Family, problem: Problem) -> Results:
     """Values in the keys, and a sink."""
     q, kv, sink = _leaves(problem.q, problem.kv, problem.sink)
     out, lse, attn_sum = on.sparse_attention(
-        q, kv, problem.indices, sm_scale=SM_SCALE, d_v=VALUE_WIDTH, mask=problem.mask, sinks=sink,
+        q, kv, problem.indices, scale=ATTN_SCALE, d_v=VALUE_WIDTH, mask=problem.mask, sinks=sink,
         return_attn_sum=True,
     )  # fmt: skip
     by = {"dq": q, "dkv": kv, "dsink": sink}
@@ -238,7 +238,7 @@ def _attended(on: Family, problem: Problem) -> Results:
 
 def _attended_by_definition(problem: Problem) -> Results:
     q, kv, sink = _leaves(problem.q, problem.kv, problem.sink)
-    state = reference.attend(q, kv, kv[:, :VALUE_WIDTH], _times(problem), SM_SCALE, sink)
+    state = reference.attend(q, kv, kv[:, :VALUE_WIDTH], _times(problem), ATTN_SCALE, sink)
     by = {"dq": q, "dkv": kv, "dsink": sink}
     results = _differentiated(state._asdict(), by, problem.grad_out, problem.grad_lse)
     return results | {"attn_sum": _at_slots(_shares(problem, results["lse"]).sum(0), problem, 0.0)}
@@ -247,14 +247,14 @@ def _attended_by_definition(problem: Problem) -> Results:
 def _attended_apart(on: Family, problem: Problem) -> Results:
     """Values of their own, and no sink: rows without a key have nothing."""
     q, k, v = _leaves(problem.q, problem.kv, problem.v)
-    out, lse = on.sparse_attention(q, k, problem.indices, sm_scale=SM_SCALE, v=v, mask=problem.mask, deterministic=True)
+    out, lse = on.sparse_attention(q, k, problem.indices, scale=ATTN_SCALE, v=v, mask=problem.mask, deterministic=True)
     by = {"dq": q, "dk": k, "dv": v}
     return _differentiated({"out": out, "lse": lse}, by, problem.grad_out, problem.grad_lse)
 
 
 def _attended_apart_by_definition(problem: Problem) -> Results:
     q, k, v = _leaves(problem.q, problem.kv, problem.v)
-    state = reference.attend(q, k, v, _times(problem), SM_SCALE)
+    state = reference.attend(q, k, v, _times(problem), ATTN_SCALE)
     return _differentiated(state._asdict(), {"dq": q, "dk": k, "dv": v}, problem.grad_out, problem.grad_lse)
 
 
@@ -262,9 +262,9 @@ def _distributed(on: Family, problem: Problem) -> Results:
     q, k, i = problem.q, problem.kv, problem.indices
     binary = convert_lse(problem.lse, "e", "2")
     return {
-        "sum": on.attention_distribution(q, k, i, problem.lse, sm_scale=SM_SCALE, mask=problem.mask),
+        "sum": on.attention_distribution(q, k, i, problem.lse, scale=ATTN_SCALE, mask=problem.mask),
         "normalized": on.attention_distribution(
-            q, k, i, binary, sm_scale=SM_SCALE, mask=problem.mask, lse_base="2", normalize=True
+            q, k, i, binary, scale=ATTN_SCALE, mask=problem.mask, lse_base="2", normalize=True
         ),
     }
 
@@ -277,7 +277,7 @@ def _distributed_by_definition(problem: Problem) -> Results:
 
 def _in_groups(on: Family, problem: Problem) -> Results:
     q, k, i = problem.q, problem.kv, problem.indices
-    dist = on.attention_distribution(q, k, i, problem.lse, sm_scale=SM_SCALE, mask=problem.mask, head_group=_GROUP)
+    dist = on.attention_distribution(q, k, i, problem.lse, scale=ATTN_SCALE, mask=problem.mask, head_group=_GROUP)
     return {"groups": dist}
 
 
@@ -325,8 +325,8 @@ def _lost(on: Family, problem: Problem) -> Results:
     """The loss of every row, over its slots."""
     iq, ik, w = _leaves(*problem.indexer)
     rows = on.indexer_kl_loss(
-        iq, ik, w, problem.indices, q=problem.q, k=problem.kv, lse=problem.lse, sm_scale=SM_SCALE, mask=problem.mask,
-        scale=INDEX_SCALE, reduction="none",
+        iq, ik, w, problem.indices, q=problem.q, k=problem.kv, lse=problem.lse, attn_scale=ATTN_SCALE,
+        mask=problem.mask, scale=INDEX_SCALE, reduction="none",
     )  # fmt: skip
     return _differentiated({"loss": rows}, {"d_iq": iq, "d_ik": ik, "d_w": w}, problem.grad_loss)
 
@@ -343,7 +343,7 @@ def _lost_over_all_keys(on: Family, problem: Problem) -> Results:
     """The mean over rows that count."""
     iq, ik, w = _leaves(*problem.indexer)
     mean = on.indexer_kl_loss(
-        iq, ik, w, q=problem.q, k=problem.kv, lse=problem.lse, sm_scale=SM_SCALE, mask=_over_all_keys(problem.mask),
+        iq, ik, w, q=problem.q, k=problem.kv, lse=problem.lse, attn_scale=ATTN_SCALE, mask=_over_all_keys(problem.mask),
         mode="dense", scale=INDEX_SCALE, reduction="mean_rows", row_mask=_counts(problem),
     )  # fmt: skip
     return _differentiated({"mean": mean}, {"d_iq": iq, "d_ik": ik, "d_w": w}, torch.ones_like(mean))

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm
-from attnmesh.comm.sub import SubComm
+from attnmesh.comm import Comm, SubComm
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.parallel.sparse.api import Bringing, SparseParallel
 from attnmesh.verify.mode import Compared, ComparedMode

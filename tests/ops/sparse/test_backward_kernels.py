@@ -88,7 +88,7 @@ class Case:
         own_lse, delta = self.inputs()
         return backward(
             self.q, self.k, self.v, self.indices, self.lo, self.hi, self.slots, own_lse if lse is None else lse, delta,
-            self.dout, k_offset=self.offset, sm_scale=self.scale, d_v=self.d_v, deterministic=deterministic, **how,
+            self.dout, k_offset=self.offset, scale=self.scale, d_v=self.d_v, deterministic=deterministic, **how,
         )  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def test_no_slots_give_zeros(device):
     rows = torch.zeros(4, 8, device=device)
     dq, dk, dv = backward(
         case.q, case.k, None, case.indices[:, :0], case.lo, case.hi, case.slots, rows, rows, case.dout,
-        k_offset=0, sm_scale=0.2, d_v=64, deterministic=False,
+        k_offset=0, scale=0.2, d_v=64, deterministic=False,
     )  # fmt: skip
     assert dv is None
     assert (dq == 0).all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_emulation import emulated
+from helpers.gluon import emulated
 
 pytest.importorskip("triton")
 
@@ -35,7 +35,7 @@ class Problem:
     slots: Tensor
     lse: Tensor
     k_offset: int
-    sm_scale: float
+    scale: float
 
     def valid(self) -> Tensor:
         slots = torch.arange(self.indices.shape[1], device=self.q.device)
@@ -46,7 +46,7 @@ class Problem:
         """[s_q, h, topk] in float64, -inf where not valid."""
         keys = torch.where(self.valid(), self.indices - self.k_offset, 0).long()
         k = self.k.double()[keys].masked_fill(~self.valid()[..., None], 0.0)
-        scores = torch.einsum("ihd,ijd->ihj", self.q.double(), k) * self.sm_scale
+        scores = torch.einsum("ihd,ijd->ihj", self.q.double(), k) * self.scale
         return scores.masked_fill(~self.valid()[:, None], -torch.inf)
 
     def truth(self, head_group: int) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_emulation import emulated
+from helpers.gluon import emulated
 
 pytest.importorskip("triton")
 
@@ -44,7 +44,7 @@ def problem(
         "slots": torch.full((rows,), topk, dtype=torch.int32, device=device),
         "d_v": d_v,
         "k_offset": k_offset,
-        "sm_scale": d**-0.5,
+        "scale": d**-0.5,
         "out_dtype": dtype,
     }
 
@@ -63,7 +63,7 @@ def truth(case: dict) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     for q, names, counts in zip(case["q"].double(), case["indices"], counted(case), strict=True):
         keys = names[counts].long() - case["k_offset"]
-        scores = case["sm_scale"] * q @ case["k"][keys].double().T
+        scores = case["scale"] * q @ case["k"][keys].double().T
         lses.append(scores.logsumexp(1))
         outs.append(scores.softmax(1) @ v[keys].double())
     return torch.stack(outs), torch.stack(lses)
@@ -166,7 +166,7 @@ def test_partial_results_stay_in_float32(device):
 
 
 def test_scores_far_apart_and_a_negative_scale(device):
-    case = problem(device, torch.float32, 4, 70, 64, 64) | {"sm_scale": -2.0}
+    case = problem(device, torch.float32, 4, 70, 64, 64) | {"scale": -2.0}
     assert_right(case, tolerance=1e-4)  # a score of 60 is known to 60 * 2**-24
 
 

@@ -26,12 +26,12 @@ def inputs(dtype: torch.dtype = torch.float32, s_kv: int = 9) -> dict[str, torch
 def test_what_is_wrong_is_named(wrong, words, mode):
     indices = torch.zeros(6, 2, dtype=torch.int32) if mode == "sparse" else None
     with pytest.raises(ValueError, match=words):
-        am.indexer_kl_loss(**inputs(), indices=indices, sm_scale=1.0, mode=mode, **wrong)
+        am.indexer_kl_loss(**inputs(), indices=indices, attn_scale=1.0, mode=mode, **wrong)
 
 
 def dense_gradients(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     leaves = {name: given[name].clone().requires_grad_() for name in ("iq", "ik", "w")}
-    loss = am.indexer_kl_loss(**given | leaves, sm_scale=0.4, mode="dense")
+    loss = am.indexer_kl_loss(**given | leaves, attn_scale=0.4, mode="dense")
     return list(torch.autograd.grad(loss, list(leaves.values())))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmesh import SparseMask, attention_distribution, indexer_topk, sparse_attention
-from sparse_cases import CUDA
+from helpers.sparse import CUDA
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
 
@@ -17,8 +17,8 @@ def test_an_output_past_two_to_the_31_elements():
     q = torch.randn(s_q, 1, 16, device="cuda", dtype=torch.bfloat16, generator=generator)
     k = torch.randn(s_kv, 16, device="cuda", dtype=torch.bfloat16, generator=generator)
     indices = torch.randint(-1, s_kv, (s_q, topk), device="cuda", dtype=torch.int32, generator=generator)
-    _, lse = sparse_attention(q, k, indices, sm_scale=0.25)
-    dist = attention_distribution(q, k, indices, lse, sm_scale=0.25)
+    _, lse = sparse_attention(q, k, indices, scale=0.25)
+    dist = attention_distribution(q, k, indices, lse, scale=0.25)
     for rows in (slice(0, 3), slice(2**31 // topk - 2, 2**31 // topk + 2), slice(s_q - 3, s_q)):
         named = indices[rows]
         keys = k[named.clamp(min=0)].double()
@@ -38,7 +38,7 @@ def test_the_sizes_of_a_real_model(deterministic):
     results = []
     for _ in range(2):
         out, lse, dist = sparse_attention(
-            q, kv, indices, sm_scale=0.05, d_v=512, mask=mask, return_attn_sum=True, deterministic=deterministic
+            q, kv, indices, scale=0.05, d_v=512, mask=mask, return_attn_sum=True, deterministic=deterministic
         )
         grads = torch.autograd.grad([out, lse], [q, kv], [torch.ones_like(out), torch.ones_like(lse)])
         results.append([out, lse, dist, *grads])

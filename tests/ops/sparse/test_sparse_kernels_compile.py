@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from compiling import assert_fit, compiled_for_hopper, count, tolerated_spills
+from helpers.triton_compile import assert_fit, compiled_for_hopper, count, tolerated_spills
 
 pytest.importorskip("triton")
 
@@ -33,7 +33,7 @@ def forward(what, dtype, heads, d, d_v, separate=False, out_dtype="bfloat16"):
     module = {"forward triton": triton_forward, "forward gluon": gluon_forward}[what]
     module.forward(
         rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), v, rows(128, dtype=torch.int32),
-        NOTHING, NOTHING, NOTHING, d_v=d_v, k_offset=0, sm_scale=0.1, out_dtype=getattr(torch, out_dtype),
+        NOTHING, NOTHING, NOTHING, d_v=d_v, k_offset=0, scale=0.1, out_dtype=getattr(torch, out_dtype),
     )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def distribution(what, dtype, heads, d, head_group):
     module = {"distribution triton": triton_distribution, "distribution gluon": gluon_distribution}[what]
     module.distribution(
         rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype), rows(256, dtype=torch.int32),
-        NOTHING, NOTHING, NOTHING, rows(heads), k_offset=0, sm_scale=0.1, head_group=head_group,
+        NOTHING, NOTHING, NOTHING, rows(heads), k_offset=0, scale=0.1, head_group=head_group,
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def backward(_, dtype, heads, d, d_v, separate, deterministic):
         rows(heads, d, dtype=dtype), torch.empty(KEYS, d, dtype=dtype),
         torch.empty(KEYS, d_v, dtype=dtype) if separate else None, rows(KEYS, dtype=torch.int32),
         NOTHING, NOTHING, NOTHING, rows(heads), rows(heads), dout,
-        k_offset=0, sm_scale=0.1, d_v=d_v, deterministic=deterministic,
+        k_offset=0, scale=0.1, d_v=d_v, deterministic=deterministic,
     )  # fmt: skip
 
 

@@ -22,15 +22,15 @@ ELSEWHERE = torch.device("meta")
 
 INDEXER = {"iq": Q, "ik": KV, "w": LSE}
 SLOTS = {"indices": INDICES}
-ATTENTION = {"q": Q, "k": KV, "lse": LSE, "sm_scale": 0.5}
+ATTENTION = {"q": Q, "k": KV, "lse": LSE}
 CALLS = {
-    "attention": (sparse_attention, {"q": Q, "kv": KV, "sm_scale": 0.5, **SLOTS}),
-    "distribution": (attention_distribution, {**ATTENTION, **SLOTS}),
+    "attention": (sparse_attention, {"q": Q, "kv": KV, "scale": 0.5, **SLOTS}),
+    "distribution": (attention_distribution, {**ATTENTION, **SLOTS, "scale": 0.5}),
     "scores": (indexer_scores_at, INDEXER | SLOTS),
     "topk": (indexer_topk, INDEXER | {"topk": 3}),
-    "sparse loss": (indexer_kl_loss, INDEXER | SLOTS | ATTENTION),
+    "sparse loss": (indexer_kl_loss, INDEXER | SLOTS | ATTENTION | {"attn_scale": 0.5}),
     "given loss": (indexer_kl_loss, INDEXER | SLOTS | {"target": TARGET}),
-    "dense loss": (indexer_kl_loss, INDEXER | ATTENTION | {"mode": "dense"}),
+    "dense loss": (indexer_kl_loss, INDEXER | ATTENTION | {"attn_scale": 0.5, "mode": "dense"}),
 }
 WITH_SLOTS = ["attention", "distribution", "scores", "sparse loss", "given loss"]
 
@@ -171,7 +171,7 @@ def test_groups_of_heads(group):
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), "1", torch.tensor(1.0), True])
 def test_scales(name, scale):
-    for argument in {"sm_scale", "scale"} & CALLS[name][1].keys() | ({"scale"} if "iq" in CALLS[name][1] else set()):
+    for argument in {"scale", "attn_scale"} & CALLS[name][1].keys() | ({"scale"} if "iq" in CALLS[name][1] else set()):
         refuses(name, f"{argument} must be a finite number, got {scale!r}", **{argument: scale})
 
 
@@ -215,9 +215,9 @@ def test_the_top_k_has_no_slots_to_count():
         ("dense loss", SLOTS, 'mode="dense" goes over all keys: give no indices, target or topk_length'),
         ("dense loss", {"target": TARGET}, 'mode="dense" goes over all keys'),
         ("dense loss", {"mask": SparseMask(topk_length=torch.ones(4).int())}, 'mode="dense" goes over all'),
-        ("sparse loss", {"target": TARGET}, "give target, or q, k, lse and sm_scale to compute it from, not both"),
-        ("given loss", {"sm_scale": 1.0}, "give target, or q, k, lse and sm_scale to compute it from, not both"),
-        ("sparse loss", {"lse": None, "sm_scale": None}, "missing: ['lse', 'sm_scale']"),
+        ("sparse loss", {"target": TARGET}, "give target, or q, k, lse and attn_scale to compute it from, not both"),
+        ("given loss", {"attn_scale": 1.0}, "give target, or q, k, lse and attn_scale to compute it from, not both"),
+        ("sparse loss", {"lse": None, "attn_scale": None}, "missing: ['lse', 'attn_scale']"),
         ("given loss", {"target": TARGET[:, :2]}, "target must be [4, 3], one a slot, on cpu, got [4, 2] on cpu"),
         ("given loss", {"target": 1.0}, "target must be [4, 3], one a slot, on cpu, got float"),
         ("given loss", {"target": TARGET.to(ELSEWHERE)}, "one a slot, on cpu, got [4, 3] on meta"),

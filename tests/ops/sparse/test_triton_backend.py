@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from sparse_cases import home
+from helpers.sparse import device_of
 
 pytest.importorskip("triton")
 
@@ -25,10 +25,10 @@ def step(backend, device, mode):
     x, mask = tensors(device)
     chosen = am.indexer_topk(x["iq"], x["ik"], x["w"], TOPK, mask=mask, backend=backend)
     out, lse, attn_sum = am.sparse_attention(
-        x["q"], x["kv"], chosen.indices, sm_scale=0.2, d_v=32, mask=mask, return_attn_sum=True, deterministic=True,
+        x["q"], x["kv"], chosen.indices, scale=0.2, d_v=32, mask=mask, return_attn_sum=True, deterministic=True,
         backend=backend,
     )  # fmt: skip
-    attention = {"q": x["q"].detach(), "k": x["kv"].detach(), "lse": lse.detach(), "sm_scale": 0.2}
+    attention = {"q": x["q"].detach(), "k": x["kv"].detach(), "lse": lse.detach(), "scale": 0.2}
     loss = am.indexer_kl_loss(
         x["iq"], x["ik"], x["w"], chosen.indices if mode == "sparse" else None, **attention, mask=mask, mode=mode,
         deterministic=True, backend=backend,
@@ -39,6 +39,6 @@ def step(backend, device, mode):
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 def test_kernels_and_torch_agree_on_everything(mode):
-    device = home("triton")
+    device = device_of("triton")
     for found, right in zip(step("triton", device, mode), step("torch", device, mode), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmesh import DecodeSharding, run_virtual
-from attnmesh.parallel.decode.kvdp import Kvdp
+from attnmesh.parallel.decode.exchange import Kvdp
 
 
 def trade(comm, batch, heads_each, exchange):
@@ -45,7 +45,7 @@ def test_heads_of_all_sequences_become_all_heads_of_some_and_back(exchange, batc
         assert torch.equal(arrived.transpose(0, 1), q[rows.start : rows.stop])
         back = kvdp.scatter_heads(arrived.transpose(0, 1).contiguous())
         assert torch.equal(back, mine.transpose(1, 2))
-        return dict(comm.traffic.verbs)
+        return dict(comm.traffic.by_op)
 
     element = 4 * tokens * dim
     for me, sent in enumerate(run_virtual(world, rank)):

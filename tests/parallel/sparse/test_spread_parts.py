@@ -9,11 +9,12 @@ import attnmesh as am
 from attnmesh.ops.sparse import choose
 from attnmesh.ops.sparse.mask import Rows, SparseMask
 from attnmesh.parallel.sparse import same_indices
-from attnmesh.parallel.sparse.ranks import Ranks
+from attnmesh.parallel.sparse.ranks import SparseGroups
 from attnmesh.parallel.sparse.same_indices import checksum
 from attnmesh.parallel.sparse.slots import ByOwner
 from attnmesh.parallel.sparse.spread import Spread
-from spreading import LAYOUTS, SCALE, drawn, on_grid
+from attnmesh.testing.sparse import SCALE
+from helpers.sparse_grid import LAYOUTS, random_problem, run_grid
 
 
 def rows_of(indices: torch.Tensor, s_kv: int = 1000, **mask) -> Rows:
@@ -61,11 +62,11 @@ def test_the_checksum_is_the_same_in_any_pieces(monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_valid_slot_belongs_to_one_owner_and_comes_back_to_its_place(layout):
-    problem = drawn(11, 13, causal=True)
+    problem = random_problem(11, 13, causal=True)
     for world in (2, 3, 20):
         for at in range(world):
             comm = type("Comm", (), {"world": world, "rank": at})
-            spread = Spread(Ranks(comm, comm), LAYOUTS[layout], True, 11, 13, torch.device("cpu"))
+            spread = Spread(SparseGroups(comm, comm), LAYOUTS[layout], True, 11, 13, torch.device("cpu"))
             rows = rows_of(problem.indices, 13, causal=True)
             slots, total = ByOwner(problem.indices, rows, spread), torch.full((11, 7), -1)
             for owner in range(world):
@@ -92,13 +93,13 @@ def test_a_ring_computes_on_every_slot_once(layout, monkeypatch):
         return plain(q, k, v, indices, rows, **kwargs)
 
     monkeypatch.setattr(choose.Torch, "forward", staticmethod(counting))
-    problem = drawn(11, 13, dtype=torch.float32)
+    problem = random_problem(11, 13, dtype=torch.float32)
 
     def program(place):
         mine = problem.shard(place)
         parallel = am.SparseParallel(cp=place.cp, length=11, key_length=13, layout=place.layout, keys="sharded")
-        parallel.sparse_attention(mine.q, mine.kv, mine.indices, sm_scale=SCALE)
+        parallel.sparse_attention(mine.q, mine.kv, mine.indices, scale=SCALE)
 
-    on_grid(1, 4, LAYOUTS[layout], program)
+    run_grid(1, 4, LAYOUTS[layout], program)
     assert len(counted) == 16
     assert sum(counted) == int(rows_of(problem.indices, 13).valid(problem.indices).sum())

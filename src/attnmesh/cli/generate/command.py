@@ -129,7 +129,7 @@ def generate_command(
         checks = _compare(job, result, tokenizer, display) if check else []
         if report is not None:
             with display.status("writing the report"):
-                write_generation_report(report, job, config, result, checks)
+                write_generation_report(report, job, config, tokenizer, result, checks)
             output.console().print(f"Report: {report}", soft_wrap=True)
     if not all(comparison.equal for comparison in checks):
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +15,13 @@ from rich.table import Table
 
 from attnmesh.cli import output
 from attnmesh.cli.generate.job import Comparison, Job, Result
-from attnmesh.cli.report import compare_schedules, run_facts
-from attnmesh.core.masks import Causal
-from attnmesh.core.state import accumulation_dtype
+from attnmesh.cli.report import run_facts
 from attnmesh.generation.generator import GenerationStats
-from attnmesh.plan.workload import Shape
-from attnmesh.report.data import make_report
-from attnmesh.report.page import write_report
+from attnmesh.report import GeneratedAnswer, generation_report, write_report
+from attnmesh.report.data import in_words
 
 _MIB = 2**20
+_PROMPT_TOKENS_SHOWN = 64  # the last tokens of a prompt without a question
 
 
 class Display:
@@ -106,35 +105,26 @@ def verdict(number: int, one: Comparison, tokenizer: Any) -> str:
     return f"Check of answer {number}: {compared}; logits differ by at most {one.logit_error:.1e} of the largest."
 
 
-def write_generation_report(path: Path, job: Job, config: Any, result: Result, checks: Sequence[Comparison]) -> None:
-    """Write an HTML report about the prefill of the first prompt, with the statistics of the run."""
-    world = len(result.stats)
-    figures: dict[str, list[dict[str, object]]] = {
-        f"attnmesh generate: {world} ranks, {job.device}": [
-            dict(zip(_columns(job), _row(job, stats), strict=True)) for stats in result.stats
-        ]
+def write_generation_report(
+    path: Path, job: Job, config: Any, tokenizer: Any, result: Result, checks: Sequence[Comparison]
+) -> None:
+    """Write an HTML report: questions and answers, statistics of every rank and, with `checks`, the comparison."""
+    answers = []
+    for i, (prompt, answer) in enumerate(zip(job.prompts, result.answers, strict=True)):
+        shown = job.questions[i] if job.questions else tokenizer.decode(prompt[-_PROMPT_TOKENS_SHOWN:])
+        compared = (checks[i].equal_tokens, checks[i].logit_error) if checks else (None, None)
+        answers.append(GeneratedAnswer(shown, tokenizer.decode(answer.ids), len(prompt), len(answer.ids), *compared))
+    facts = {
+        "model": _describe_model(config),
+        "device": job.device,
+        "dtype": str(job.dtype).removeprefix("torch."),
+        "layout": in_words(job.layout),
+        "prefill chunk": f"{job.prefill_chunk:,} tokens",
+        **run_facts(),
     }
-    if checks:
-        figures["Compared with a single process"] = [
-            {
-                "answer": number,
-                "tokens": len(one.ours),
-                "equal tokens": "all" if one.equal else one.equal_tokens,
-                "largest difference of logits, relative": f"{one.logit_error:.1e}",
-            }
-            for number, one in enumerate(checks, 1)
-        ]
-    report = make_report(
-        Causal(),
-        job.layout,
-        len(job.prompts[0]),
-        world,
-        _shape(job, config),
-        node=world,
-        device=job.device,
-        facts={"model": _describe_model(config), **run_facts()},
-        outcomes=compare_schedules(world, job.layout, Causal(), world),
-        figures=figures,
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", len(result.stats)))
+    report = generation_report(
+        answers, result.stats, facts=facts, speculative=job.speculative, ranks_per_node=ranks_per_node
     )
     write_report(path, report)
 
@@ -163,10 +153,3 @@ def _describe_model(config: Any) -> str:
     """The architecture, because the folder may be a cache entry whose name means nothing."""
     kind = ", ".join(config.architectures or ()) or config.model_type
     return f"{kind}, {config.num_hidden_layers} layers, hidden size {config.hidden_size}"
-
-
-def _shape(job: Job, config: Any) -> Shape:
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return Shape(1, heads, kv_heads, head_dim, job.dtype.itemsize, accumulation_dtype(job.dtype).itemsize)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
+from attnmesh.generation.engine import min_prefill_chunk, token_bytes
 from attnmesh.generation.generator import GenerationStats
-from attnmesh.generation.reader import min_prefill_chunk, token_bytes
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.checkpoint import free_memory, readable_gib, translated_errors, weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model
-from attnmesh.ops.decode.call import MOST_TOKENS
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 
 _EAGER_ONLY = ("gpt_oss",)  # Transformers implements sinks on every device only in its eager attention
 
@@ -42,7 +42,7 @@ class Job:
     @property
     def capacity(self) -> int:
         """Tokens of the longest prompt and its answer, with drafts that are rejected."""
-        return max(map(len, self.prompts)) + self.max_new_tokens + MOST_TOKENS
+        return max(map(len, self.prompts)) + self.max_new_tokens + MAX_DECODE_TOKENS
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 from attnmesh.core import ranges
 from attnmesh.core.masks import Full, Mask
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense import reference
-from attnmesh.ops.dense.call import Call, Grads, Result, unit_strided
-from attnmesh.ops.dense.check import problem_with, scale_for
-from attnmesh.ops.dense.choose import Choice, choose, choose_fused, fused_for_backward
+from attnmesh.ops.dense.aten import Aten
+from attnmesh.ops.dense.call import Backend, Call, Grads, Result, contiguous_last_dim, input_error, resolve_scale
+from attnmesh.ops.dense.triton import Triton
+from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of
 
 # Each pair of runs is planned for: with more, row bounds alone are cheaper than a plan.
@@ -77,7 +77,7 @@ def attention_state(
 ) -> State:  # fmt: skip
     """`attention` as it was summed, in float32, for a state that is yet to be merged. Positions ascend."""
     call = _prepared(q, k, v, mask, scale, q_positions, k_positions).call
-    total = StateSum(call.q)
+    total = StateAccumulator(call.q)
     choose_fused(call, backend).forward(call, total)
     return total.finish(accumulation_dtype(q.dtype))
 
@@ -98,7 +98,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         call = Call(q.detach(), k.detach(), v.detach(), visibility, scale)
-        total = StateSum(call.q)
+        total = StateAccumulator(call.q)
         choose_fused(call, backend).forward(call, total)
         state = total.finish(q.dtype)
         ctx.save_for_backward(q, k, v, *state)
@@ -112,8 +112,10 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         call = Call(q, k, v, ctx.visibility, ctx.scale)
         result = Result.of(out, lse, grad_out, grad_lse)
-        sums = [GradSum(x) if needed else None for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)]
-        fused_for_backward(call, result, ctx.backend).backward(call, result, Grads(*sums))
+        sums = [
+            GradAccumulator(x) if needed else None for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
+        ]
+        choose_fused_backward(call, result, ctx.backend).backward(call, result, Grads(*sums))
         return *(None if grad is None else grad.finish() for grad in sums), None, None, None
 
 
@@ -128,18 +130,18 @@ class _Prepared:
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, q_at: Tensor | None, k_at: Tensor | None
 ) -> _Prepared:
-    problem = problem_with(q, k, v, scale)
+    problem = input_error(q, k, v, scale)
     if problem is not None:
         raise ValueError(problem)
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be an attnmesh mask (Full(), Causal(), ...), got {mask!r}")
     if k_at is None:
         mask.check(k.shape[2])
-    q, k, v = (unit_strided(x) for x in (q, k, v))
+    q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
     q_runs = _runs("q_positions", q_at, q)
     k_runs = _runs("k_positions", k_at, k)
     if q_runs is not None and k_runs is not None and len(q_runs) * len(k_runs) <= _MOST_RUN_PAIRS:
-        return _Prepared(Call(q, k, v, Patch(mask, q_runs, k_runs), scale_for(q, scale)), None)
+        return _Prepared(Call(q, k, v, Patch(mask, q_runs, k_runs), resolve_scale(q, scale)), None)
 
     # Irregular positions: put both sides in ascending order (attention does not mind), and go by row bounds.
     q_pos, k_pos = (
@@ -149,7 +151,7 @@ def _prepared(
     q_pos, q_order = q_pos.sort(stable=True)
     k_pos, k_order = k_pos.sort(stable=True)
     q, k, v = q[:, :, q_order], k[:, :, k_order], v[:, :, k_order]
-    return _Prepared(Call(q, k, v, _Irregular(mask, q_pos, k_pos), scale_for(q, scale)), q_order)
+    return _Prepared(Call(q, k, v, _Irregular(mask, q_pos, k_pos), resolve_scale(q, scale)), q_order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,3 +187,66 @@ def _runs(name: str, positions: Tensor | None, x: Tensor) -> ranges.Ranges | Non
             raise ValueError(f"{name} must be on the CPU or on {x.device}, got {positions.device}")
         return None
     return ranges.from_tensor(positions.long())
+
+
+BACKENDS = ("auto", "aten", "triton", "reference")
+
+_ATEN, _TRITON = Aten(), Triton()
+_FUSED: dict[str, Backend] = {"aten": _ATEN, "triton": _TRITON}
+
+# Each block is a kernel launch and a partial result to merge; one Triton launch serves any number of them.
+_MOST_ATEN_BLOCKS_ON_CUDA = 8
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves a call, the reason, and what the others said."""
+
+    backend: str
+    reason: str
+    refusals: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        others = "".join(f"\n  {name} refuses: {why}" for name, why in self.refusals)
+        return f"{self.backend}: {self.reason}{others}"
+
+
+def choose(call: Call, backend: str) -> Choice:
+    """The backend for a call. A backend asked for by name that cannot serve raises ValueError."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "reference":
+        return Choice("reference", "asked for by name", ())
+    refusals = {name: fused.refusal(call) for name, fused in _FUSED.items()}
+    said = tuple((name, why) for name, why in refusals.items() if why is not None)
+    if backend != "auto":
+        if refusals[backend] is not None:
+            raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
+        return Choice(backend, "asked for by name", said)
+    if refusals["aten"] is None:
+        if not call.q.is_cuda:
+            return Choice("aten", "torch's flash kernel is the fastest on the CPU", said)
+        if len(call.visibility.blocks) <= _MOST_ATEN_BLOCKS_ON_CUDA or refusals["triton"] is not None:
+            return Choice("aten", "every block is full or square causal: torch's fused kernels are fastest", said)
+    if refusals["triton"] is None:
+        return Choice("triton", "one launch serves this mask by row bounds", said)
+    return Choice("reference", "no fused kernel serves this call; every score is held in memory", said)
+
+
+def choose_fused(call: Call, backend: str) -> Backend:
+    """The backend for the forward of a call that must be fused (it merges into a running state)."""
+    choice = choose(call, backend)
+    if choice.backend not in _FUSED:
+        raise ValueError(f"no fused kernel serves this call: {choice}")
+    return _FUSED[choice.backend]
+
+
+def choose_fused_backward(call: Call, result: Result, backend: str) -> Backend:
+    """The backend for the backward of a call: the forward's if it serves this too; under "auto", else Triton."""
+    forward = choose_fused(call, backend)
+    why = forward.backward_refusal(call, result)
+    if why is None:
+        return forward
+    if backend == "auto" and _TRITON.backward_refusal(call, result) is None:
+        return _TRITON
+    raise ValueError(f"backend={forward.name!r} cannot serve this backward: {why}")

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.core.state import State
-from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.merge import StateAccumulator
 from attnmesh.plan.blocks import Block, Kind
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ class Aten:
             return "cuDNN sums dq in no fixed order, and torch.use_deterministic_algorithms is on"
         return self.refusal(call)
 
-    def forward(self, call: Call, total: StateSum) -> None:
+    def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merge the attention of this call into the rows' running state."""
         kernel = _cuda_forward
         if call.q.device.type == "cpu":

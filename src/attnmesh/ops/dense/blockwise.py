@@ -18,40 +18,40 @@ from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.accumulate import GradSum, StateSum
 from attnmesh.ops.dense import recorded
+from attnmesh.ops.dense.api import choose_fused, choose_fused_backward
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result
-from attnmesh.ops.dense.choose import choose_fused, fused_for_backward
-from attnmesh.ops.lanes import ONE_LANE, Lanes
+from attnmesh.ops.merge import GradAccumulator, StateAccumulator
+from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
 from attnmesh.trace.recorder import Recorder
 
 
-def forward(calls: Sequence[Call], backend: str, *, lanes_allowed: bool, recorder: Recorder | None = None) -> State:
+def forward(calls: Sequence[Call], backend: str, *, allow_two_streams: bool, recorder: Recorder | None = None) -> State:
     """The states of the calls' rows, one call after another. Lanes are for a stream that no other rank uses."""
     served = [(call, choose_fused(call, backend)) for call in calls]
-    on_lanes = lanes_allowed and _gain_by_lanes(served)
-    if on_lanes:
+    on_two_streams = allow_two_streams and _gain_by_two_streams(served)
+    if on_two_streams:
         served = [(run, serving) for call, serving in served for run in _by_run(call, alone=len(calls) == 1)]
     if not served:  # no queries at all
         return State.identity(calls[0].q.shape, dtype=accumulation_dtype(calls[0].q.dtype), device=calls[0].q.device)
     if len(served) == 1:
         call, serving = served[0]
-        total = StateSum(call.q)
+        total = StateAccumulator(call.q)
         recorded.forward(serving, call, total, recorder)
         return total.finish(call.q.dtype)
-    lanes = Lanes(enabled=True) if on_lanes else ONE_LANE
+    streams = StreamPair(enabled=True) if on_two_streams else SINGLE_STREAM
     whole = _room_for([call.q for call, _ in served])
     ends = accumulate(call.q.shape[2] for call, _ in served)
     work = zip(served, ends, strict=True)
     for (call, serving), end in sorted(work, key=lambda item: _work(item[0][0]), reverse=True):
         rows = slice(end - call.q.shape[2], end)
-        with lanes.lane():
-            total = StateSum(call.q, parts=len(call.visibility.blocks) if on_lanes else None)
+        with streams.next_stream():
+            total = StateAccumulator(call.q, parts=len(call.visibility.blocks) if on_two_streams else None)
             recorded.forward(serving, call, total, recorder)
             total.finish_into(State(whole.out[:, :, rows], whole.lse[:, :, rows]))
-    lanes.join()
+    streams.join()
     return whole
 
 
@@ -61,9 +61,9 @@ def backward(
     backend: str,
     wanted: Sequence[Tensor | None],
     *,
-    lanes_allowed: bool,
+    allow_two_streams: bool,
     recorder: Recorder | None = None,
-) -> tuple[list[GradSum], Grads]:
+) -> tuple[list[GradAccumulator], Grads]:
     """The sums of every call's dq, and those of dk and dv over all calls; complete on the caller's stream.
 
     `result` covers the calls' rows, one call after another, and the keys of all calls begin with the same key.
@@ -71,28 +71,28 @@ def backward(
     calls see; these get a gradient of zero.
     """
     results = list(_parted(result, calls))
-    served = [(call, fused_for_backward(call, part, backend)) for call, part in zip(calls, results, strict=True)]
+    served = [(call, choose_fused_backward(call, part, backend)) for call, part in zip(calls, results, strict=True)]
     for (call, serving), part in zip(served, results, strict=True):
         serving.prepare(call, part)
-    on_lanes = lanes_allowed and _gain_by_lanes(served)
-    lanes = Lanes(enabled=True) if on_lanes else ONE_LANE
-    blocks = sum(len(call.visibility.blocks) for call in calls) if on_lanes else None
-    keys = [None if x is None else GradSum(x, lanes, blocks) for x in wanted[1:]]
-    queries: list[GradSum] = []
+    on_two_streams = allow_two_streams and _gain_by_two_streams(served)
+    streams = StreamPair(enabled=True) if on_two_streams else SINGLE_STREAM
+    blocks = sum(len(call.visibility.blocks) for call in calls) if on_two_streams else None
+    keys = [None if x is None else GradAccumulator(x, streams, blocks) for x in wanted[1:]]
+    queries: list[GradAccumulator] = []
     work = []
     for (call, serving), part in zip(served, results, strict=True):
-        query = GradSum(call.q, lanes, len(call.visibility.blocks) if on_lanes else None)
+        query = GradAccumulator(call.q, streams, len(call.visibility.blocks) if on_two_streams else None)
         queries.append(query)
         grads = Grads(query if wanted[0] is not None else None, *keys)
-        work += [(block, part, serving, grads) for block in (_blocks(call) if on_lanes else [call])]
+        work += [(block, part, serving, grads) for block in (_blocks(call) if on_two_streams else [call])]
     for call, part, serving, grads in sorted(work, key=lambda item: _work(item[0]), reverse=True):
-        with lanes.lane():
+        with streams.next_stream():
             recorded.backward(serving, call, part, grads, recorder)
-    lanes.join()
+    streams.join()
     return queries, Grads(None, *keys)
 
 
-def _gain_by_lanes(served: Sequence[tuple[Call, Backend]]) -> bool:
+def _gain_by_two_streams(served: Sequence[tuple[Call, Backend]]) -> bool:
     return bool(served) and all(call.q.is_cuda and isinstance(serving, Aten) for call, serving in served)
 
 
@@ -114,7 +114,7 @@ def _runs(visibility: Patch, alone: bool) -> tuple[tuple[slice, slice, Patch], .
     found, row = [], 0
     for run in runs:
         seen = Patch(visibility.mask, (run,), visibility.k).seen
-        patch = Patch(visibility.mask, (run,), ranges.narrowed(visibility.k, seen))
+        patch = Patch(visibility.mask, (run,), ranges.narrow(visibility.k, seen))
         found.append((slice(row, row + len(run)), slice(seen.start, seen.stop), patch))
         row += len(run)
     if any(block.kind is Kind.PARTIAL for _, _, patch in found for block in patch.blocks):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result
+from attnmesh.ops.merge import StateAccumulator
 from attnmesh.trace.recorder import Recorder
 
 
-def forward(backend: Backend, call: Call, total: StateSum, recorder: Recorder | None) -> None:
+def forward(backend: Backend, call: Call, total: StateAccumulator, recorder: Recorder | None) -> None:
     """As `backend.forward`."""
     if recorder is None:
         backend.forward(call, total)
         return
-    with recorder.noting("compute", "attention", call.q.device, **_facts(backend, call)):
+    with recorder.span("compute", "attention", call.q.device, **_facts(backend, call)):
         backend.forward(call, total)
 
 
@@ -21,7 +21,7 @@ def backward(backend: Backend, call: Call, result: Result, grads: Grads, recorde
     if recorder is None:
         backend.backward(call, result, grads)
         return
-    with recorder.noting("compute", "attention backward", call.q.device, **_facts(backend, call)):
+    with recorder.span("compute", "attention backward", call.q.device, **_facts(backend, call)):
         backend.backward(call, result, grads)
 
 

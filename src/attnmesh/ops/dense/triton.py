@@ -8,8 +8,8 @@ import torch
 
 from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
-from attnmesh.ops.accumulate import StateSum
 from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.merge import StateAccumulator
 from attnmesh.plan.blocks import Block, Kind
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,14 +37,14 @@ class Triton:
         """Why it cannot serve the backward of this call; None if it can."""
         return self.refusal(call)
 
-    def forward(self, call: Call, total: StateSum) -> None:
+    def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merge the attention of this call into the rows' running state."""
         kernel = require("attnmesh.ops.dense.triton_forward", extra="triton").forward
         for block in _launches(call):
             q, k, v = _sliced(call, block)
             whole = len(block.q) == call.q.shape[2]
             # The kernel continues the state it is given, so that partial results never round to bf16.
-            state = total.settle() if whole else total.begin()
+            state = total.flush() if whole else total.total()
             if state is not None:
                 rows = slice(block.q.start, block.q.stop)
                 state = State(state.out[:, :, rows], state.lse[:, :, rows])

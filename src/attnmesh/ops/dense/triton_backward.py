@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.dense.triton_configs import (
+from attnmesh.ops.dense.triton_tiles import (
     GRAD_KEY_TILES,
     GRAD_QUERY_TILES,
     LENGTHS,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.core.state import State
-from attnmesh.ops.dense.triton_configs import (
+from attnmesh.ops.dense.triton_tiles import (
     FORWARD_TILES,
     LENGTHS,
     LOG2_E,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.merge import add_sinks, sink_gradient
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_positive
 from attnmesh.ops.sparse import check
 from attnmesh.ops.sparse.backend import Backend
@@ -27,7 +28,7 @@ class Attending(NamedTuple):
     v: Tensor | None
     indices: Tensor
     rows: Rows
-    sm_scale: float
+    scale: float
     d_v: int
     deterministic: bool
     backend: Backend
@@ -38,7 +39,7 @@ def sparse_attention(
     kv: Tensor,
     indices: Tensor,
     *,
-    sm_scale: float,
+    scale: float,
     d_v: int | None = None,
     v: Tensor | None = None,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
@@ -59,7 +60,7 @@ def sparse_attention(
     merged. `deterministic`: the gradient of kv has the same bits in every run, at some cost on a GPU.
     `return_attn_sum` adds `attention_distribution` of the same call.
     """
-    call = checked(q, kv, indices, sm_scale, d_v, v, mask, deterministic, backend)
+    call = checked(q, kv, indices, scale, d_v, v, mask, deterministic, backend)
     check.check_sink(sinks, call.q)
     out, lse = _SparseAttention.apply(call.q, call.k, call.v, sinks, call)  # type: ignore[no-untyped-call]
     if not return_attn_sum:
@@ -73,7 +74,7 @@ def attention_distribution(
     indices: Tensor,
     lse: Tensor,
     *,
-    sm_scale: float,
+    scale: float,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
     lse_base: Base = "e",
     head_group: int | None = None,
@@ -88,7 +89,7 @@ def attention_distribution(
     Nothing is normalized, so that sums over ranks with other heads add up, unless `normalize` asks that every
     row with any mass sum to 1. No gradient flows.
     """
-    call = checked(q, k, indices, sm_scale, None, None, mask, False, backend, k_name="k")
+    call = checked(q, k, indices, scale, None, None, mask, False, backend, k_name="k")
     check_base("lse_base", lse_base)
     lse = check.check_per_head("lse", lse, call.q).detach().to(accumulation_dtype(call.q.dtype))
     lse = convert_lse(lse, lse_base, "e")
@@ -117,13 +118,13 @@ def distribution(call: Attending, lse: Tensor, head_group: int) -> Tensor:
             call.indices,
             call.rows,
             lse,
-            sm_scale=call.sm_scale,
+            scale=call.scale,
             head_group=head_group,
         )
 
 
 def checked(
-    q: Tensor, k: Tensor, indices: Tensor, sm_scale: float, d_v: int | None, v: Tensor | None, mask: SparseMask,
+    q: Tensor, k: Tensor, indices: Tensor, scale: float, d_v: int | None, v: Tensor | None, mask: SparseMask,
     deterministic: bool, backend: str, s_kv: int | None = None, k_name: str = "kv",
 ) -> Attending:  # fmt: skip
     """A call that can be served, or ValueError. `s_kv`: how many keys there are, where `k` is only some of them."""
@@ -144,7 +145,7 @@ def checked(
         raise ValueError(f"d_v must be at most the width of a key, {width}, got {d_v}")
     return Attending(
         q, k, v, indices, check.rows_of(mask, q, k.shape[0] if s_kv is None else s_kv, indices.shape[1]),
-        check.check_scale("sm_scale", sm_scale), d_v, deterministic, choose(q, backend),
+        check.check_scale("scale", scale), d_v, deterministic, choose(q, backend),
     )  # fmt: skip
 
 
@@ -157,11 +158,11 @@ class _SparseAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = accumulation_dtype(q.dtype)
         out, lse = call.backend.forward(
-            q, k, v, call.indices, call.rows, sm_scale=call.sm_scale, d_v=call.d_v,
+            q, k, v, call.indices, call.rows, scale=call.scale, d_v=call.d_v,
             dtype=q.dtype if sink is None else wide,
         )  # fmt: skip
         if sink is not None:
-            out, lse = with_sink(out, lse, sink)
+            out, lse = add_sinks(State(out, lse), sink)
             out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.call = call._replace(q=None, k=None, v=None)  # type: ignore[arg-type]  # saved above, where autograd watches over them
@@ -178,28 +179,14 @@ class _SparseAttention(torch.autograd.Function):
         d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
         delta = delta_of(call.backend, out, lse, d_out, d_lse)
         d_q, d_k, d_v = call.backend.backward(
-            q, k, v, call.indices, call.rows, lse, delta, d_out, sm_scale=call.sm_scale, d_v=call.d_v,
+            q, k, v, call.indices, call.rows, lse, delta, d_out, scale=call.scale, d_v=call.d_v,
             deterministic=call.deterministic, dtype=q.dtype,
         )  # fmt: skip
         d_sink = None if sink is None else sink_gradient(sink, lse, delta).to(sink.dtype)
         return d_q, d_k.to(k.dtype), None if d_v is None else d_v.to(k.dtype), d_sink, None
 
 
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """The state once a key without a value has joined it; not rounded."""
-    total = torch.logaddexp(lse, sink.to(lse.dtype))
-    share = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
-    return out * share[..., None], total
-
-
 def delta_of(backend: Backend, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor:
     """[s_q, h]: what is taken from the gradient of every probability."""
     delta = backend.row_delta(out, d_out)
     return delta if d_lse is None else delta - torch.where(torch.isinf(lse), 0.0, d_lse)
-
-
-def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """[h], summed up over rows, not rounded."""
-    # A sink at -inf is no key; where everything is -inf there is no mass to move.
-    p = torch.exp(sink.to(lse.dtype) - lse.masked_fill(torch.isinf(lse), 0.0))
-    return -(p * delta).masked_fill(torch.isinf(lse), 0.0).sum(0)

@@ -16,18 +16,18 @@ class Backend(Protocol):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, rows: Rows,
-        *, sm_scale: float, d_v: int, dtype: torch.dtype,
+        *, scale: float, d_v: int, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, rows: Rows, lse: Tensor, delta: Tensor,
-        dout: Tensor, *, sm_scale: float, d_v: int, deterministic: bool, dtype: torch.dtype,
+        dout: Tensor, *, scale: float, d_v: int, deterministic: bool, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor | None]: ...  # fmt: skip
 
     def row_delta(self, out: Tensor, dout: Tensor) -> Tensor: ...
 
     def distribution(
-        self, q: Tensor, k: Tensor, indices: Tensor, rows: Rows, lse: Tensor, *, sm_scale: float, head_group: int
+        self, q: Tensor, k: Tensor, indices: Tensor, rows: Rows, lse: Tensor, *, scale: float, head_group: int
     ) -> Tensor: ...
 
     def scores_at(

@@ -123,14 +123,14 @@ def distribution(
     lse: Tensor,
     *,
     k_offset: int,
-    sm_scale: float,
+    scale: float,
     head_group: int,
 ) -> Tensor:
     """Probabilities of q [s_q, h, d] over chosen rows of k [s_kv, d], summed over each group of heads.
 
     Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
     of k. Returns float32 [ceil(h / head_group), s_q, topk], where valid the sum over the group's heads of
-    exp(sm_scale q k - lse), else 0. A head whose lse [s_q, h] is infinite has no mass.
+    exp(scale q k - lse), else 0. A head whose lse [s_q, h] is infinite has no mass.
     """
     s_q, h, d = q.shape
     topk = indices.shape[1]
@@ -145,7 +145,7 @@ def distribution(
         _distribution_kernel[(processors(q.device),)](
             q, q.stride(0) // 8, q.stride(1) // 8, k, k.stride(0) // 8, indices, indices.stride(0),
             lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(0), lse.stride(1), out,
-            s_q, h, topk, k_offset, sm_scale * LOG2_E,
+            s_q, h, topk, k_offset, scale * LOG2_E,
             CONSUMERS=consumers, MAIN=main, TAIL=tail, GROUPS=groups, HANDOVER=handover(d // TILE),
             CONSUMER_REGISTERS=of_consumer, PRODUCER_REGISTERS=of_producer, num_warps=4, maxnreg=cap,
         )  # fmt: skip

@@ -72,7 +72,7 @@ def forward(
     *,
     d_v: int,
     k_offset: int,
-    sm_scale: float,
+    scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """What `triton_forward.forward` computes, for operands that `suits` this kernel."""
@@ -86,7 +86,7 @@ def forward(
         items = s_q * triton.cdiv(heads, HEADS)
         _forward_kernel[(min(items, _processors(q)),)](
             q, q.stride(0), q.stride(1), k, k.stride(0), indices, indices.stride(0), lo, hi, slots, out, lse,
-            items, heads, indices.shape[1], k_offset, sm_scale * LOG2_E,
+            items, heads, indices.shape[1], k_offset, scale * LOG2_E,
             TAILED=d > D_V, NARROW_OUT=out_dtype.itemsize == 2, HEADS=HEADS, KEYS=KEYS, num_warps=4,
         )  # fmt: skip
     return out, lse

@@ -30,7 +30,7 @@ def indexer_kl_loss(
     q: Tensor | None = None,
     k: Tensor | None = None,
     lse: Tensor | None = None,
-    sm_scale: float | None = None,
+    attn_scale: float | None = None,
     lse_base: Base = "e",
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
     mode: Mode = "sparse",
@@ -45,7 +45,7 @@ def indexer_kl_loss(
     """How far the indexer is from attention: KL(p || softmax(I)), summed over rows.
 
     "sparse": over the keys that `indices` name; p is `target` [s_q, topk], or `attention_distribution` of attention's
-    (q, k, lse, sm_scale). "dense": over all keys that `mask` shows, for the warm-up; p from (q, k, lse, sm_scale), with
+    (q, k, lse, attn_scale). "dense": over all keys that `mask` shows, for the warm-up; p from the same, with
     the lse of dense attention. Keys are streamed: memory stays far below [s_q, s_kv]. Rows of p are normalized here; a
     row without mass costs nothing, and 0 log 0 is 0. p is a constant; gradients flow to iq, ik and w. Indexer shapes as
     in `indexer_scores_at`.
@@ -55,7 +55,7 @@ def indexer_kl_loss(
     may hold anything.
     """
     loss = checked(
-        iq, ik, w, indices, target, q, k, lse, sm_scale, lse_base, mask, mode, scale, relu, reduction, row_mask,
+        iq, ik, w, indices, target, q, k, lse, attn_scale, lse_base, mask, mode, scale, relu, reduction, row_mask,
         global_rows, deterministic, backend,
     )  # fmt: skip
     return reduced(_each_row(loss), reduction, row_mask, global_rows)
@@ -73,7 +73,7 @@ class Losing(NamedTuple):
 
 def checked(
     iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None, target: Tensor | None, q: Tensor | None,
-    k: Tensor | None, lse: Tensor | None, sm_scale: float | None, lse_base: Base, mask: SparseMask, mode: Mode,
+    k: Tensor | None, lse: Tensor | None, attn_scale: float | None, lse_base: Base, mask: SparseMask, mode: Mode,
     scale: float, relu: bool, reduction: Reduction, row_mask: Tensor | None, global_rows: int | Tensor | None,
     deterministic: bool, backend: str, s_kv: int | None = None,
 ) -> Losing:  # fmt: skip
@@ -90,9 +90,9 @@ def checked(
         indices = check.same_device(check.check_indices(indices, call.iq.shape[0]), call.iq)
     source = None
     if target is None:
-        source = target_from(q, k, lse, sm_scale, lse_base, call, backend)
-    elif any(given is not None for given in (q, k, lse, sm_scale)):
-        raise ValueError("give target, or q, k, lse and sm_scale to compute it from, not both")
+        source = target_from(q, k, lse, attn_scale, lse_base, call, backend)
+    elif any(given is not None for given in (q, k, lse, attn_scale)):
+        raise ValueError("give target, or q, k, lse and attn_scale to compute it from, not both")
     else:
         assert indices is not None
         target = check_target(target, indices)
@@ -132,13 +132,13 @@ def check_target(target: object, indices: Tensor) -> Tensor:
 
 
 def target_from(
-    q: Tensor | None, k: Tensor | None, lse: Tensor | None, sm_scale: float | None, lse_base: Base,
+    q: Tensor | None, k: Tensor | None, lse: Tensor | None, attn_scale: float | None, lse_base: Base,
     call: indexer.Indexing, backend: str,
 ) -> AttentionTarget:  # fmt: skip
     """Where attention looks, from its queries and keys; or ValueError."""
-    if q is None or k is None or lse is None or sm_scale is None:
-        missing = [name for name, x in (("q", q), ("k", k), ("lse", lse), ("sm_scale", sm_scale)) if x is None]
-        raise ValueError(f"without target, attention's q, k, lse and sm_scale must be given; missing: {missing}")
+    if q is None or k is None or lse is None or attn_scale is None:
+        missing = [name for name, x in (("q", q), ("k", k), ("lse", lse), ("attn_scale", attn_scale)) if x is None]
+        raise ValueError(f"without target, attention's q, k, lse and attn_scale must be given; missing: {missing}")
     q = check.check_queries("q", q)
     k = check.check_keys("k", k, q, q.shape[2])
     check_base("lse_base", lse_base)
@@ -151,7 +151,7 @@ def target_from(
             f"attention and indexer must have the same rows and keys: q has {q.shape[0]} rows and iq "
             f"{call.iq.shape[0]}, k has {k.shape[0]} keys and ik {call.ik.shape[0]}"
         )
-    scale = check.check_scale("sm_scale", sm_scale)
+    scale = check.check_scale("attn_scale", attn_scale)
     return AttentionTarget(q.detach(), k.detach(), lse, scale, choose(q, backend))
 
 

@@ -41,9 +41,9 @@ def times_named(indices: Tensor, valid: Tensor, s_kv: int, k_offset: int = 0) ->
     return times.scatter_add(1, at, valid.double()) if s_kv else times
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, times: Tensor, sm_scale: float, sink: Tensor | None = None) -> State:
+def attend(q: Tensor, k: Tensor, v: Tensor, times: Tensor, scale: float, sink: Tensor | None = None) -> State:
     """out [s_q, h, d_v] and lse [s_q, h]."""
-    scores = torch.einsum("ihd,jd->ihj", q, k) * sm_scale
+    scores = torch.einsum("ihd,jd->ihj", q, k) * scale
     weight = times[:, None] * torch.exp(scores)
     total = weight.sum(-1)
     if sink is not None:
@@ -53,9 +53,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, times: Tensor, sm_scale: float, sink
     return State(out, torch.where(seen, torch.where(seen, total, 1.0).log(), -torch.inf))
 
 
-def distribution(q: Tensor, k: Tensor, lse: Tensor, sm_scale: float) -> Tensor:
+def distribution(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
     """[h, s_q, s_kv]: the probability of every key, per head."""
-    scores = torch.einsum("ihd,jd->hij", q, k) * sm_scale
+    scores = torch.einsum("ihd,jd->hij", q, k) * scale
     return torch.exp(scores - lse.T[..., None])
 
 

@@ -18,7 +18,7 @@ class AttentionTarget(NamedTuple):
     q: Tensor
     k: Tensor
     lse: Tensor
-    sm_scale: float
+    scale: float
     backend: Backend
 
     def over(self, keys: slice) -> AttentionTarget:
@@ -30,5 +30,5 @@ class AttentionTarget(NamedTuple):
         lse = self.lse.to(accumulation_dtype(self.q.dtype))
         with torch.no_grad():
             return self.backend.distribution(
-                self.q, self.k, indices, rows, lse, sm_scale=self.sm_scale, head_group=self.q.shape[1]
+                self.q, self.k, indices, rows, lse, scale=self.scale, head_group=self.q.shape[1]
             )[0]

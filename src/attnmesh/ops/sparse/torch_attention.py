@@ -20,7 +20,7 @@ def forward(
     indices: Tensor,
     rows: Rows,
     *,
-    sm_scale: float,
+    scale: float,
     d_v: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def forward(
     out = q.new_empty(s_q, h, d_v, dtype=dtype)
     lse = q.new_empty(s_q, h, dtype=accumulation_dtype(q.dtype))
     for part, values in _parts(q, k, v, indices, rows, d_v):
-        s = _scores(q, part, sm_scale)
+        s = _scores(q, part, scale)
         top = s.amax(-1, keepdim=True)
         top = top.masked_fill(top == -torch.inf, 0.0)
         p = torch.exp(s - top)
@@ -41,18 +41,18 @@ def forward(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, rows: Rows, lse: Tensor, delta: Tensor, dout: Tensor,
-    *, sm_scale: float, d_v: int, deterministic: bool, dtype: torch.dtype,
+    *, scale: float, d_v: int, deterministic: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """dq of `dtype`; dk and dv summed up, not rounded. Without `v`, dk has the values' gradient, too."""
     dq = torch.empty_like(q, dtype=dtype)
     dk = _sum(q, k.shape[0], k.shape[1])
     dv = None if v is None else _sum(q, v.shape[0], d_v)
     for part, values in _parts(q, k, v, indices, rows, d_v):
-        p = _probabilities(q, part, lse, sm_scale)
+        p = _probabilities(q, part, lse, scale)
         grad = dout[part.rows].to(p.dtype)
         seen = part.valid[:, None] & torch.isfinite(lse[part.rows, :, None])
         dp = values.dots(grad)
-        ds = torch.where(seen, p * (dp - delta[part.rows, :, None]), 0.0) * sm_scale
+        ds = torch.where(seen, p * (dp - delta[part.rows, :, None]), 0.0) * scale
         dq[part.rows] = torch.matmul(ds, part.keys).to(dq.dtype)
         to_keys = part.for_keys(ds, q[part.rows].to(p.dtype))
         to_values = values.for_keys(p, grad)
@@ -65,13 +65,13 @@ def backward(
 
 
 def distribution(
-    q: Tensor, k: Tensor, indices: Tensor, rows: Rows, lse: Tensor, *, sm_scale: float, head_group: int
+    q: Tensor, k: Tensor, indices: Tensor, rows: Rows, lse: Tensor, *, scale: float, head_group: int
 ) -> Tensor:
     """[groups, s_q, topk]: for each slot, its probabilities summed over the heads of a group."""
     s_q, h, d = q.shape
     dist = lse.new_empty(-(-h // head_group), s_q, indices.shape[1], dtype=accumulation_dtype(q.dtype))
     for part in parts(k, indices, rows, d + h):
-        p = _probabilities(q, part, lse, sm_scale)
+        p = _probabilities(q, part, lse, scale)
         for group, heads in enumerate(p.split(head_group, 1)):
             dist[group, part.rows] = heads.sum(1)
     return dist
@@ -95,16 +95,16 @@ def _parts(
         yield from zip(parts(k, indices, rows, per_slot), parts(v, indices, rows, per_slot), strict=True)
 
 
-def _scores(q: Tensor, part: Part, sm_scale: float) -> Tensor:
-    s = part.dots(q[part.rows].to(part.keys.dtype)) * sm_scale
+def _scores(q: Tensor, part: Part, scale: float) -> Tensor:
+    s = part.dots(q[part.rows].to(part.keys.dtype)) * scale
     return s.masked_fill(~part.valid[:, None], -torch.inf)
 
 
-def _probabilities(q: Tensor, part: Part, lse: Tensor, sm_scale: float) -> Tensor:
+def _probabilities(q: Tensor, part: Part, lse: Tensor, scale: float) -> Tensor:
     """exp(score - lse); nothing where the slot is not valid, or the head saw no key (or all the mass is elsewhere)."""
     lse = lse[part.rows, :, None]
     infinite = torch.isinf(lse)
-    p = torch.exp(_scores(q, part, sm_scale) - lse.masked_fill(infinite, 0.0))
+    p = torch.exp(_scores(q, part, scale) - lse.masked_fill(infinite, 0.0))
     return p.masked_fill(infinite | ~part.valid[:, None], 0.0)  # where nothing is valid, lse may be anything
 
 

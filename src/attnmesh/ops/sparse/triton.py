@@ -25,23 +25,23 @@ class Triton:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, rows: Rows,
-        *, sm_scale: float, d_v: int, dtype: torch.dtype,
+        *, scale: float, d_v: int, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`out` of `dtype` and `lse`."""
         forward = gluon_forward.forward if gluon_forward.suits(q, k, v, d_v=d_v) else triton_forward.forward
         return forward(
-            q, k, v, indices, rows.lo, rows.hi, rows.slots, d_v=d_v, k_offset=rows.k_offset, sm_scale=sm_scale,
+            q, k, v, indices, rows.lo, rows.hi, rows.slots, d_v=d_v, k_offset=rows.k_offset, scale=scale,
             out_dtype=dtype,
         )  # fmt: skip
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, rows: Rows, lse: Tensor, delta: Tensor,
-        dout: Tensor, *, sm_scale: float, d_v: int, deterministic: bool, dtype: torch.dtype,
+        dout: Tensor, *, scale: float, d_v: int, deterministic: bool, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """dq of `dtype`; dk and dv in float32."""
         return triton_backward.backward(
             q, k, v, indices, rows.lo, rows.hi, rows.slots, lse, delta, dout, k_offset=rows.k_offset,
-            sm_scale=sm_scale, d_v=d_v, deterministic=deterministic, dtype=dtype,
+            scale=scale, d_v=d_v, deterministic=deterministic, dtype=dtype,
         )  # fmt: skip
 
     def row_delta(self, out: Tensor, dout: Tensor) -> Tensor:
@@ -49,13 +49,13 @@ class Triton:
         return triton_backward.row_delta(out, dout)
 
     def distribution(
-        self, q: Tensor, k: Tensor, indices: Tensor, rows: Rows, lse: Tensor, *, sm_scale: float, head_group: int
+        self, q: Tensor, k: Tensor, indices: Tensor, rows: Rows, lse: Tensor, *, scale: float, head_group: int
     ) -> Tensor:
         """[groups, s_q, topk]."""
         hopper = gluon_distribution.suits(q, k, head_group=head_group)
         distribution = gluon_distribution.distribution if hopper else triton_distribution.distribution
         return distribution(
-            q, k, indices, rows.lo, rows.hi, rows.slots, lse, k_offset=rows.k_offset, sm_scale=sm_scale,
+            q, k, indices, rows.lo, rows.hi, rows.slots, lse, k_offset=rows.k_offset, scale=scale,
             head_group=head_group,
         )  # fmt: skip
 

@@ -86,7 +86,7 @@ def backward(
     dout: Tensor,
     *,
     k_offset: int,
-    sm_scale: float,
+    scale: float,
     d_v: int,
     deterministic: bool,
     dtype: torch.dtype | None = None,
@@ -116,7 +116,7 @@ def backward(
     weights, grad_scores = (torch.empty(workspace, dtype=q.dtype, device=q.device) for _ in range(2))
     listed = (indices, indices.stride(0), lo, hi, slots)
     for_k, for_v = (grad_scores, q), (weights, dout)
-    sums: list[tuple[Tensor, float, _Factors, _Factors | None]] = [(dk, sm_scale, for_k, for_v if dv is None else None)]
+    sums: list[tuple[Tensor, float, _Factors, _Factors | None]] = [(dk, scale, for_k, for_v if dv is None else None)]
     if dv is not None:
         sums.append((dv, 1.0, for_v, None))
 
@@ -128,7 +128,7 @@ def backward(
             scores_kernel[(count * (plan.padded_heads // tiles.heads) * (plan.padded_slots // tiles.keys),)](
                 q, q.stride()[:2], k, k.stride(0), k if v is None else v, k.stride(0) if v is None else v.stride(0),
                 dout, dout.stride()[:2], *listed, lse, lse.stride(), delta, delta.stride(), weights, grad_scores,
-                *where, sm_scale, width,
+                *where, scale, width,
                 D=width, DV=d_v, V_IN_K=v is None, H=heads, PADDED_HEADS=plan.padded_heads,
                 HEADS=tiles.heads, KEYS=tiles.keys, COLUMNS=tiles.columns,
                 num_warps=tiles.warps, num_stages=tiles.stages,
@@ -136,7 +136,7 @@ def backward(
             tiles = plan.grad_query
             parts = _parts(width, tiles.columns)
             grad_query_kernel[(count * (plan.padded_heads // tiles.heads) * parts.number,)](
-                grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *where, sm_scale,
+                grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *where, scale,
                 D=width, H=heads, PADDED_HEADS=plan.padded_heads, HEADS=tiles.heads, KEYS=tiles.keys,
                 PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
                 num_warps=tiles.warps, num_stages=tiles.stages,
@@ -146,8 +146,8 @@ def backward(
                 order = by_key(
                     indices[begin : begin + count], Rows(lo, hi, slots, k_offset).part(begin, begin + count), k.shape[0]
                 )
-            for target, scale, product, second in sums:
-                _add_to_keys(target, scale, product, second, listed, where, count, plan, order)
+            for target, factor, product, second in sums:
+                _add_to_keys(target, factor, product, second, listed, where, count, plan, order)
     return dq, dk, dv
 
 

@@ -55,7 +55,7 @@ def distribution(
     lse: Tensor,
     *,
     k_offset: int,
-    sm_scale: float,
+    scale: float,
     head_group: int,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -63,7 +63,7 @@ def distribution(
 
     Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
     of k. Returns float32 [ceil(h / head_group), s_q, topk], where valid the sum over the group's heads of
-    exp(sm_scale q k - lse), else 0. A head whose lse [s_q, h] is infinite has no mass.
+    exp(scale q k - lse), else 0. A head whose lse [s_q, h] is infinite has no mass.
     """
     s_q, h, d = q.shape
     topk = indices.shape[1]
@@ -82,7 +82,7 @@ def distribution(
         _distribution_kernel[(s_q * groups * triton.cdiv(topk, span),)](
             q, q.stride(), k, k.stride(), indices, indices.stride(0),
             lo.contiguous(), hi.contiguous(), slots.contiguous(), lse, lse.stride(), out,
-            s_q, h, topk, k_offset, sm_scale * LOG2_E, span, group,
+            s_q, h, topk, k_offset, scale * LOG2_E, span, group,
             D=d, MAIN=main, TAIL=tail, STEP=STEPS.get(q.element_size(), 0), HEADS=tiles.heads, KEYS=tiles.keys,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

@@ -43,7 +43,7 @@ def forward(
     *,
     d_v: int,
     k_offset: int,
-    sm_scale: float,
+    scale: float,
     out_dtype: torch.dtype,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ def forward(
         _forward_kernel[(s_q * triton.cdiv(heads, tiles.heads),)](
             q, q.stride(0), q.stride(1), k, k.stride(0), v, 0 if v is None else v.stride(0),
             indices, indices.stride(0), lo, hi, slots, out, lse,
-            heads, indices.shape[1], k_offset, sm_scale * LOG2_E,
+            heads, indices.shape[1], k_offset, scale * LOG2_E,
             D=d, MAIN=main, TAIL=tail, D_V=d_v, VALUE_MAIN=value_main, VALUE_TAIL=value_tail,
             HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

@@ -1,22 +1,9 @@
-"""`AttentionBlock`: the attention of one layer for tokens being generated, its KV cache spread over ranks.
-
-    X [B, S, hidden]                                    on every rank, all sequences
-    RMSNorm, fused QKV projection                       this rank's query heads, its kv heads
-    RMSNorm of Q and K, RoPE, RMSNorm of Q and K
-    quantize, cache update                              its sequences, its positions
-    KVDP in                                             more heads, its sequences
-    CP in                                               all heads of its kv heads
-    attention                                           over its positions
-    CP out                                              over all positions
-    KVDP out                                            its query heads, all sequences
-    output projection, sum over all ranks               [B, S, hidden] on every rank
-
-Every stage but the projection of Q, K and V and the attention is optional. New tokens are written before anybody
-attends: the owner of a position keeps it, and it is attended where it lies, once. (The text this grew from updates the
-cache last, and lets one rank attend to the new tokens.)
-"""
+"""What a block may be made of and called with: ValueError with names and values, before anything is exchanged."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,27 +11,128 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm
-from attnmesh.kv_cache.prepare import prepare
-from attnmesh.kv_cache.projected import ProjectedTokens
-from attnmesh.kv_cache.sharded import ShardedCache
-from attnmesh.kv_cache.step import Step
-from attnmesh.ops.block.config import AttentionConfig
-from attnmesh.ops.block.norm import rms_norm
-from attnmesh.ops.block.weights import AttentionWeights
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.comm.subgroups import propagate_failure
+from attnmesh.core.validation import check_count
+from attnmesh.kv_cache.prepare import ProjectedKV, prepare
+from attnmesh.kv_cache.sharded import ShardedCache, Step
+from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
+from attnmesh.ops.block.stages import rms_norm
+from attnmesh.ops.decode.api import check_backend
+from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN
-from attnmesh.parallel.agreement import Facts, agreed
-from attnmesh.parallel.decode.attention import ShardAttention
-from attnmesh.parallel.decode.check import Settings, check_call, check_weights
-from attnmesh.parallel.decode.cp import Cp
-from attnmesh.parallel.decode.exchange import Exchange
-from attnmesh.parallel.decode.kvdp import Kvdp
+from attnmesh.parallel.decode.core import Cp, ShardAttention
+from attnmesh.parallel.decode.exchange import Exchange, Kvdp
 from attnmesh.parallel.decode.ranks import DecodeRanks, decode_ranks, whole_comm
-from attnmesh.parallel.schedule import propagate_failure
-from attnmesh.plan.decode_load import DecodeShape
-from attnmesh.plan.sharding import DecodeSharding
-from attnmesh.planner.hardware_catalog.catalog import usual_cluster
-from attnmesh.planner.kv_rows import KvRows, own_rows_pay
+from attnmesh.plan.decode import DecodeShape, DecodeSharding
+from attnmesh.planner.auto import KvRows, own_rows_pay
+from attnmesh.planner.catalog import usual_cluster
+
+_TENSORS = [field.name for field in fields(AttentionWeights) if field.name != "out_bias"]  # that one is rank 0's alone
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks of a block have in common."""
+
+    config: AttentionConfig
+    sharding: DecodeSharding
+    exchange: Exchange
+    kv_rows: KvRows
+    split_size: int | None
+    backend: str
+
+    def check(self) -> None:
+        """Refuse what does not fit together."""
+        for name, kind in (("config", AttentionConfig), ("sharding", DecodeSharding), ("exchange", Exchange)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} must be of type {kind.__name__}, got {type(getattr(self, name)).__name__}")
+        self.sharding.check_heads(self.config.q_heads, self.config.kv_heads)
+        check_backend(self.backend)
+        if self.kv_rows not in get_args(KvRows):
+            raise ValueError(f"kv_rows must be one of {', '.join(get_args(KvRows))}, got {self.kv_rows!r}")
+        if self.split_size is None:
+            return
+        check_count("split_size", self.split_size, least=1)
+        interleave = self.sharding.interleave
+        if self.sharding.cp > 1 and interleave % self.split_size:
+            raise ValueError(
+                f"the sharding's interleave must be a multiple of split_size, or ranks would cut splits: got "
+                f"interleave={interleave} and split_size={self.split_size}"
+            )
+        if self.exchange.cp not in ("auto", "all_to_all"):
+            raise ValueError(
+                f"split_size merges pieces, which all_to_all brings: exchange.cp must be that or auto, got "
+                f"{self.exchange.cp!r}"
+            )
+
+
+def check_weights(settings: Settings, weights: AttentionWeights, rank: int) -> SharedValues:
+    """Refuse weights that are not this rank's; what must be equal on all ranks."""
+    if not isinstance(weights, AttentionWeights):
+        raise ValueError(f"weights must be AttentionWeights, got {type(weights).__name__}")
+    weights.check(settings.config, settings.sharding, rank, replicate_q=settings.exchange.replicate_q)
+    return {
+        "config": settings.config, "sharding": repr(settings.sharding), "exchange": settings.exchange,
+        "kv_rows": settings.kv_rows, "split_size": settings.split_size, "dtype": weights.qkv.dtype,
+        "device": weights.qkv.device.type, "backend": settings.backend,
+        "tensors": [name for name in _TENSORS if getattr(weights, name) is not None],
+    }  # fmt: skip
+
+
+def check_call(
+    settings: Settings, weight: Tensor, rank: int, x: Tensor, cache: ShardedCache, step: Step, layer: int,
+    update_cache: bool,
+) -> SharedValues:  # fmt: skip
+    """Refuse a call that this rank cannot serve; what must be equal on all ranks."""
+    if not isinstance(cache, ShardedCache) or not isinstance(step, Step):
+        raise ValueError(
+            f"cache must be a ShardedCache and step what its append returned, got {type(cache).__name__} and "
+            f"{type(step).__name__}"
+        )
+    shape = (cache.batch, step.tokens, settings.config.hidden)
+    if not isinstance(x, Tensor) or tuple(x.shape) != shape:
+        said = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be [batch, tokens, hidden] = {list(shape)}, got {said}")
+    if x.dtype != weight.dtype or x.device != weight.device:
+        raise ValueError(
+            f"x must have the weights' dtype and device, {weight.dtype} on {weight.device}, got {x.dtype} on {x.device}"
+        )
+    if step.tokens > MAX_DECODE_TOKENS:
+        raise ValueError(f"a block takes 1 to {MAX_DECODE_TOKENS} new tokens a sequence, got {step.tokens}")
+    _check_cache(settings, cache, rank, weight)
+    cache.check_step(step, layer, written=not update_cache)
+    return {
+        "x": x.shape, "layer": layer, "update_cache": update_cache, "block_size": cache.block_size,
+        "num_blocks": cache.num_blocks, "max_length": cache.max_length, "storage": cache.storage,
+        "device": x.device.type,
+    }  # fmt: skip
+
+
+def _check_cache(settings: Settings, cache: ShardedCache, rank: int, weight: Tensor) -> None:
+    config, sharding = settings.config, settings.sharding
+    if (cache.sharding, cache.rank) != (sharding, rank):
+        raise ValueError(
+            f"the cache is that of rank {cache.rank} under {cache.sharding!r}, the block is rank {rank}'s under "
+            f"{sharding!r}"
+        )
+    held = (cache.kv_heads, cache.head_dim, cache.value_dim)
+    if held != (config.kv_heads, config.head_dim, config.head_dim):
+        raise ValueError(
+            f"the cache must be for {config.kv_heads} kv heads of {config.head_dim}, got {held[0]} heads of {held[1]} "
+            f"with values of {held[2]}"
+        )
+    if cache.block_table.device != weight.device:
+        raise ValueError(f"the cache must be where the weights are, {weight.device}, got {cache.block_table.device}")
+    dtype = PLAIN.get(cache.storage)
+    if dtype is not None and dtype != weight.dtype:
+        raise ValueError(f"a plain cache must have the weights' dtype, {weight.dtype}, got storage={cache.storage!r}")
+    if settings.split_size is not None and settings.split_size % cache.block_size:
+        raise ValueError(
+            f"split_size must be a multiple of the cache's block_size, got split_size={settings.split_size} and "
+            f"block_size={cache.block_size}"
+        )
+
 
 _BY_DEFAULT = Exchange()
 
@@ -77,13 +165,13 @@ class AttentionBlock:
         everyone = whole_comm(comm)
         settings = Settings(config, sharding, exchange, kv_rows, split_size, backend)
 
-        def examined() -> tuple[DecodeRanks, Facts]:
+        def check_arguments() -> tuple[DecodeRanks, SharedValues]:
             settings.check()
             ranks = decode_ranks(comm, everyone, sharding)
             return ranks, check_weights(settings, weights, ranks.rank)
 
         # Anew: blocks of other layers have the same settings, but weights of their own.
-        self._ranks = agreed(everyone, "AttentionBlock", examined, anew=True)
+        self._ranks = check_on_all_ranks(everyone, "AttentionBlock", check_arguments, force=True)
         self.rank = self._ranks.rank
         """This rank in the sharding's order; on a mesh that may be another than the process's."""
         self.config, self.weights, self.sharding = config, weights, sharding
@@ -130,15 +218,15 @@ class AttentionBlock:
         written first; `update_cache=False` says that they are there already.
         """
 
-        def examined() -> tuple[None, Facts]:
+        def check_arguments() -> tuple[None, SharedValues]:
             weight = self.weights.qkv
             return None, check_call(self._settings, weight, self.rank, x, cache, step, layer, update_cache)
 
-        agreed(self._ranks, "AttentionBlock call", examined)
+        check_on_all_ranks(self._ranks, "AttentionBlock call", check_arguments)
         with propagate_failure(self._ranks), torch.autocast(x.device.type, enabled=False):
             out = self._attended(x, cache, step, layer, update_cache)
         if update_cache:  # not before: after a failure, a step that is written again is whole
-            cache.wrote(step, layer)
+            cache.mark_written(step, layer)
         return out
 
     def _attended(self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool) -> Tensor:
@@ -174,7 +262,7 @@ class AttentionBlock:
         q, kv = self._q_and_kv(x, cache.rows)
         new = None
         if update_cache:
-            new = ProjectedTokens(kv, cache.rows, step.slots, cache.keys(layer), cache.values(layer))
+            new = ProjectedKV(kv, cache.rows, step.slots, cache.keys(layer), cache.values(layer))
         return prepare(q, step.positions, new, self.config, weights, parts)
 
     def _q_and_kv(self, x: Tensor, own: range) -> tuple[Tensor, Tensor]:
@@ -198,4 +286,4 @@ class AttentionBlock:
         if weights.out is None:
             return out.transpose(1, 2)
         part = F.linear(out.flatten(2), weights.out, weights.out_bias)
-        return part if self.sharding.ranks == 1 else self._ranks.everyone.all_reduce(part, reuse=True)
+        return part if self.sharding.ranks == 1 else self._ranks.all_ranks.all_reduce(part, reuse=True)

@@ -1,76 +1,70 @@
-"""The ranks that share a KV cache: everyone, those that trade sequences for heads, those that share positions."""
+"""The ranks that share a KV cache: all ranks, those that trade sequences for heads, those that share positions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, comm_from
-from attnmesh.comm.sub import SubComm
-from attnmesh.parallel.together import RankGroups
-from attnmesh.plan.sharding import DecodeSharding, Place
+from attnmesh.comm import Comm, RankGroups, SubComm, comm_from
+from attnmesh.plan.decode import DecodeSharding, Place
 
 _DIMENSIONS = ("tp", "cp", "kvdp")
 
 
-@dataclass(frozen=True)
 class DecodeRanks(RankGroups):
-    """`rank` is this one's number in the order of the sharding; the comms count their ranks by their own coordinate."""
+    """All ranks, and this rank's KVDP and CP groups, in which ranks are numbered by their coordinate.
 
-    kvdp: Comm
-    cp: Comm
-    rank: int
+    `rank` is this rank's number in the order of the sharding.
+    """
 
-    @property
-    def parts(self) -> tuple[Comm, ...]:
-        """Those that trade sequences for heads, and those that share positions."""
-        return self.kvdp, self.cp
+    def __init__(self, all_ranks: Comm, kvdp: Comm, cp: Comm, rank: int) -> None:
+        super().__init__(all_ranks, {"kvdp": kvdp, "cp": cp})
+        self.kvdp, self.cp, self.rank = kvdp, cp, rank
 
 
-def whole_comm(where: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+def whole_comm(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
     """All ranks, in any order: they only sum and agree."""
-    if not isinstance(where, DeviceMesh) or where.ndim == 1:
-        return comm_from(where)
-    return comm_from(None if prod(where.shape) == dist.get_world_size() else where._flatten())
+    if not isinstance(group, DeviceMesh) or group.ndim == 1:
+        return comm_from(group)
+    return comm_from(None if prod(group.shape) == dist.get_world_size() else group._flatten())
 
 
-def decode_rank(where: Comm | ProcessGroup | DeviceMesh | None, sharding: DecodeSharding) -> int:
+def decode_rank(group: Comm | ProcessGroup | DeviceMesh | None, sharding: DecodeSharding) -> int:
     """This process's rank in the order of a sharding: the one whose weights and cache it must have.
 
     On a comm or a group it is the rank there; on a mesh it follows from the names of the dimensions.
     """
-    return decode_ranks(where, whole_comm(where), sharding).rank
+    return decode_ranks(group, whole_comm(group), sharding).rank
 
 
 def decode_ranks(
-    where: Comm | ProcessGroup | DeviceMesh | None, everyone: Comm, sharding: DecodeSharding
+    group: Comm | ProcessGroup | DeviceMesh | None, all_ranks: Comm, sharding: DecodeSharding
 ) -> DecodeRanks:
     """The ranks of a comm or group in the sharding's order; or of a mesh with dimensions named tp, cp and kvdp.
 
-    A mesh may have its dimensions in any order, and leave out those of size 1. `everyone` is their `whole_comm`.
+    A mesh may have its dimensions in any order, and leave out those of size 1. `all_ranks` is their `whole_comm`.
     """
-    if everyone.world != sharding.ranks:
+    if all_ranks.world != sharding.ranks:
         raise ValueError(
             f"the sharding wants tp x kvdp x cp = {sharding.tp} x {sharding.kvdp} x {sharding.cp} = {sharding.ranks} "
-            f"ranks, there are {everyone.world}"
+            f"ranks, there are {all_ranks.world}"
         )
-    if isinstance(where, DeviceMesh) and (where.ndim > 1 or set(where.mesh_dim_names or ()) & set(_DIMENSIONS)):
-        return _on_mesh(where, everyone, sharding)
-    rank = everyone.rank
+    if isinstance(group, DeviceMesh) and (group.ndim > 1 or set(group.mesh_dim_names or ()) & set(_DIMENSIONS)):
+        return _on_mesh(group, all_ranks, sharding)
+    rank = all_ranks.rank
     return DecodeRanks(
-        everyone, _part(everyone, sharding.kvdp_peers(rank)), _part(everyone, sharding.cp_peers(rank)), rank
+        all_ranks, _part(all_ranks, sharding.kvdp_peers(rank)), _part(all_ranks, sharding.cp_peers(rank)), rank
     )
 
 
-def _part(everyone: Comm, members: list[int]) -> Comm:
-    return everyone if len(members) == everyone.world else SubComm(everyone, members)
+def _part(all_ranks: Comm, members: list[int]) -> Comm:
+    return all_ranks if len(members) == all_ranks.world else SubComm(all_ranks, members)
 
 
-def _on_mesh(mesh: DeviceMesh, everyone: Comm, sharding: DecodeSharding) -> DecodeRanks:
+def _on_mesh(mesh: DeviceMesh, all_ranks: Comm, sharding: DecodeSharding) -> DecodeRanks:
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True)) if names else {}
     wanted = {name: getattr(sharding, name) for name in _DIMENSIONS}
@@ -84,9 +78,9 @@ def _on_mesh(mesh: DeviceMesh, everyone: Comm, sharding: DecodeSharding) -> Deco
     place = Place(**{name: mesh.get_local_rank(name) if name in sizes else 0 for name in _DIMENSIONS})
 
     def along(name: str) -> Comm:
-        comm = comm_from(mesh.get_group(name)) if name in sizes else SubComm(everyone, [everyone.rank])
+        comm = comm_from(mesh.get_group(name)) if name in sizes else SubComm(all_ranks, [all_ranks.rank])
         if comm.rank != getattr(place, name):
             raise ValueError(f"the mesh must have its ranks in ascending order along {name}, got {mesh.mesh.tolist()}")
         return comm
 
-    return DecodeRanks(everyone, along("kvdp"), along("cp"), sharding.rank(place))
+    return DecodeRanks(all_ranks, along("kvdp"), along("cp"), sharding.rank(place))

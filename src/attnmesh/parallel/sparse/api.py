@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Contiguous, Layout
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import check_count, check_positive
 from attnmesh.ops.sparse import attention as one_device
 from attnmesh.ops.sparse import check
 from attnmesh.ops.sparse import indexer as one_indexer
@@ -21,17 +21,16 @@ from attnmesh.ops.sparse.canonical import Slots
 from attnmesh.ops.sparse.loss import Mode, Reduction, reduced
 from attnmesh.ops.sparse.lse import Base, check_base, convert_lse
 from attnmesh.ops.sparse.mask import Rows, SparseMask
-from attnmesh.parallel.agreement import Facts, agreed, check_count
 from attnmesh.parallel.sparse import indexer, loss
 from attnmesh.parallel.sparse.attention import attend, distribute
 from attnmesh.parallel.sparse.facts import gradients, in_words
-from attnmesh.parallel.sparse.ranks import Ranks, spread_over
+from attnmesh.parallel.sparse.ranks import SparseGroups, comm_or_solo
 from attnmesh.parallel.sparse.row_share import RowShare
 from attnmesh.parallel.sparse.same_indices import check_same_indices
 from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import bring
 
-Where = Comm | ProcessGroup | DeviceMesh | None
+Group = Comm | ProcessGroup | DeviceMesh | None
 Bringing = Literal["gathered", "sharded"]
 LossRows = Literal["replicated", "scattered"]
 
@@ -52,7 +51,7 @@ class SparseParallel:
     Indices are the numbers of keys in the whole sequence. `mask` speaks of it, too: row i stands at `q_start` plus its
     place in the sequence, unless `q_positions` says where this rank's rows stand; what it says of each row is of this
     rank's rows. All ranks make the same calls in the same order, forward and backward, or get ValueError on every
-    one. Where indices are given, tp ranks compare a checksum of them, which a GPU has to be waited for:
+    one. Group indices are given, tp ranks compare a checksum of them, which a GPU has to be waited for:
     `check_indices=False` trusts them. Gradients are those of one device: what several ranks hold alike gets the whole
     gradient on each of them.
     """
@@ -60,8 +59,8 @@ class SparseParallel:
     def __init__(
         self,
         *,
-        tp: Where = None,
-        cp: Where = None,
+        tp: Group = None,
+        cp: Group = None,
         length: int | None = None,
         key_length: int | None = None,
         layout: Layout = Contiguous(),  # noqa: B008  (immutable)
@@ -77,7 +76,7 @@ class SparseParallel:
                 check_count(name, n)
         self.layout, self.keys, self.check_indices = layout, keys, check_indices
         self.length, self.key_length = length, length if key_length is None else key_length
-        self._ranks = Ranks(spread_over(tp), spread_over(cp))
+        self._ranks = SparseGroups(comm_or_solo(tp), comm_or_solo(cp))
 
     @property
     def tp(self) -> Comm:
@@ -95,7 +94,7 @@ class SparseParallel:
         kv: Tensor,
         indices: Tensor,
         *,
-        sm_scale: float,
+        scale: float,
         d_v: int | None = None,
         v: Tensor | None = None,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
@@ -106,20 +105,20 @@ class SparseParallel:
     ) -> tuple[Tensor, ...]:
         """`attnmesh.sparse_attention` of this rank's rows and heads; `return_attn_sum` is summed over all heads."""
 
-        def examined() -> tuple[tuple[one_device.Attending, Spread], Facts]:
+        def check_arguments() -> tuple[tuple[one_device.Attending, Spread], SharedValues]:
             spread = self._spread("q", q, "kv", kv)
             call = one_device.checked(
-                q, kv, indices, sm_scale, d_v, v, self._mask(mask, spread), deterministic, backend, spread.key_length
+                q, kv, indices, scale, d_v, v, self._mask(mask, spread), deterministic, backend, spread.key_length
             )
             check.check_sink(sinks, call.q)
             return (call, spread), self._facts(
                 spread, call.q, mask, backend, width=call.q.shape[2], d_v=call.d_v, topk=call.indices.shape[1],
-                sm_scale=call.sm_scale, values=v is not None, sinks=sinks is not None,
+                scale=call.scale, values=v is not None, sinks=sinks is not None,
                 return_attn_sum=return_attn_sum, deterministic=deterministic,
                 gradients=gradients(q=q, kv=kv, v=v, sinks=sinks),
             )  # fmt: skip
 
-        call, spread = agreed(self._ranks, "SparseParallel.sparse_attention", examined)
+        call, spread = check_on_all_ranks(self._ranks, "SparseParallel.sparse_attention", check_arguments)
         self._check_indices(call.indices, call.rows)
         out, lse, dist = attend(call, sinks, spread, return_attn_sum)
         if not return_attn_sum:
@@ -133,7 +132,7 @@ class SparseParallel:
         indices: Tensor,
         lse: Tensor,
         *,
-        sm_scale: float,
+        scale: float,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
         lse_base: Base = "e",
         head_group: int | None = None,
@@ -145,10 +144,10 @@ class SparseParallel:
         `head_group` must be None where heads are spread: a group could not be told from another rank's.
         """
 
-        def examined() -> tuple[tuple[one_device.Attending, Spread, Tensor], Facts]:
+        def check_arguments() -> tuple[tuple[one_device.Attending, Spread, Tensor], SharedValues]:
             spread = self._spread("q", q, "k", k)
             call = one_device.checked(
-                q, k, indices, sm_scale, None, None, self._mask(mask, spread), False, backend, spread.key_length
+                q, k, indices, scale, None, None, self._mask(mask, spread), False, backend, spread.key_length
             )
             check_base("lse_base", lse_base)
             natural = convert_lse(check.check_per_head("lse", lse, call.q).detach(), lse_base, "e")
@@ -161,10 +160,12 @@ class SparseParallel:
                     )
             return (call._replace(q=call.q.detach(), k=call.k.detach()), spread, natural), self._facts(
                 spread, call.q, mask, backend, width=call.q.shape[2], topk=call.indices.shape[1],
-                sm_scale=call.sm_scale, lse_base=lse_base, head_group=head_group, normalize=normalize,
+                scale=call.scale, lse_base=lse_base, head_group=head_group, normalize=normalize,
             )  # fmt: skip
 
-        call, spread, natural = agreed(self._ranks, "SparseParallel.attention_distribution", examined)
+        call, spread, natural = check_on_all_ranks(
+            self._ranks, "SparseParallel.attention_distribution", check_arguments
+        )
         self._check_indices(call.indices, call.rows)
         heads = call.q.shape[1]
         with torch.no_grad():
@@ -190,7 +191,7 @@ class SparseParallel:
     ) -> Tensor:
         """`attnmesh.indexer_scores_at` of this rank's rows, the same on every tp rank."""
 
-        def examined() -> tuple[tuple[one_indexer.Indexing, Tensor, Rows, Spread], Facts]:
+        def check_arguments() -> tuple[tuple[one_indexer.Indexing, Tensor, Rows, Spread], SharedValues]:
             spread = self._spread("iq", iq, "ik", ik)
             call = one_indexer.checked(iq, ik, w, scale, relu, deterministic, backend)
             named = check.same_device(check.check_indices(indices, call.iq.shape[0]), call.iq)
@@ -200,7 +201,7 @@ class SparseParallel:
                 gradients=gradients(iq=iq, ik=ik, w=w),
             )  # fmt: skip
 
-        call, named, rows, spread = agreed(self._ranks, "SparseParallel.indexer_scores_at", examined)
+        call, named, rows, spread = check_on_all_ranks(self._ranks, "SparseParallel.indexer_scores_at", check_arguments)
         self._check_indices(named, rows)
         return indexer.scores_at(call, named, rows, spread, self._all_rows(call.iq))
 
@@ -222,7 +223,7 @@ class SparseParallel:
         Each tp rank scores its share of the rows, and they exchange what they have found.
         """
 
-        def examined() -> tuple[tuple[one_indexer.Indexing, Rows, Spread], Facts]:
+        def check_arguments() -> tuple[tuple[one_indexer.Indexing, Rows, Spread], SharedValues]:
             spread = self._spread("iq", iq, "ik", ik)
             one_indexer.check_choosing(topk, block, mask)
             call = one_indexer.checked(iq, ik, w, scale, relu, False, backend)
@@ -232,7 +233,7 @@ class SparseParallel:
                 spread, call.iq, mask, backend, **_indexer_facts(call), topk=topk, block=block
             )
 
-        call, rows, spread = agreed(self._ranks, "SparseParallel.indexer_topk", examined)
+        call, rows, spread = check_on_all_ranks(self._ranks, "SparseParallel.indexer_topk", check_arguments)
         share = RowShare(self.tp, call.iq.shape[0], scattered=self.tp.world > 1)
         with torch.no_grad():
             return indexer.choose_keys(call, topk, rows, block, spread, share)
@@ -248,7 +249,7 @@ class SparseParallel:
         q: Tensor | None = None,
         k: Tensor | None = None,
         lse: Tensor | None = None,
-        sm_scale: float | None = None,
+        attn_scale: float | None = None,
         lse_base: Base = "e",
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
         mode: Mode = "sparse",
@@ -271,25 +272,25 @@ class SparseParallel:
         less, and gives every rank the same bits of the gradients by construction.
         """
 
-        def examined() -> tuple[tuple[one_loss.Losing, Spread], Facts]:
+        def check_arguments() -> tuple[tuple[one_loss.Losing, Spread], SharedValues]:
             spread = self._spread("iq", iq, "ik", ik)
             if rows not in get_args(LossRows):
                 raise ValueError(f'rows must be "replicated" or "scattered", got {rows!r}')
             found = one_loss.checked(
-                iq, ik, w, indices, target, q, k, lse, sm_scale, lse_base, self._mask(mask, spread), mode, scale, relu,
-                reduction, row_mask, global_rows, deterministic, backend, spread.key_length,
+                iq, ik, w, indices, target, q, k, lse, attn_scale, lse_base, self._mask(mask, spread), mode, scale,
+                relu, reduction, row_mask, global_rows, deterministic, backend, spread.key_length,
             )  # fmt: skip
             source = found.source
             return (found, spread), self._facts(
                 spread, found.call.iq, mask, backend, **_indexer_facts(found.call),
                 topk=None if found.indices is None else found.indices.shape[1], mode=mode, reduction=reduction,
-                target=None if source is None else (source.q.shape[2], source.q.dtype, source.sm_scale, lse_base),
+                target=None if source is None else (source.q.shape[2], source.q.dtype, source.scale, lse_base),
                 row_mask=row_mask is not None, rows=rows, deterministic=deterministic,
                 global_rows=global_rows if isinstance(global_rows, int | None) else "a tensor",
                 gradients=gradients(iq=iq, ik=ik, w=w),
             )  # fmt: skip
 
-        found, spread = agreed(self._ranks, "SparseParallel.indexer_kl_loss", examined)
+        found, spread = check_on_all_ranks(self._ranks, "SparseParallel.indexer_kl_loss", check_arguments)
         if found.indices is not None:
             self._check_indices(found.indices, found.rows)
         share = RowShare(self.tp, found.call.iq.shape[0], scattered=rows == "scattered" and self.tp.world > 1)
@@ -321,7 +322,7 @@ class SparseParallel:
         if self.check_indices:
             check_same_indices(indices, rows, self._ranks)
 
-    def _facts(self, spread: Spread, q: Tensor, mask: SparseMask, backend: str, **more: object) -> Facts:
+    def _facts(self, spread: Spread, q: Tensor, mask: SparseMask, backend: str, **more: object) -> SharedValues:
         """What must be equal on all ranks."""
         inferred = " (rows a rank x world; give it where they differ)"
         return {
@@ -332,7 +333,7 @@ class SparseParallel:
         }  # fmt: skip
 
 
-def _indexer_facts(call: one_indexer.Indexing) -> Facts:
+def _indexer_facts(call: one_indexer.Indexing) -> SharedValues:
     return {
         "indexer heads": call.iq.shape[1], "width": call.iq.shape[2], "scale": call.scale, "relu": call.relu,
         "dtype of w": call.w.dtype,

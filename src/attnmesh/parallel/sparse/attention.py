@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core.state import State, accumulation_dtype, merge
-from attnmesh.ops.sparse.attention import Attending, delta_of, sink_gradient, with_sink
+from attnmesh.core.merge import add_sinks, merge, sink_gradient
+from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.ops.sparse.attention import Attending, delta_of
 from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import Keys, at_slots, bring
 
@@ -31,7 +32,7 @@ def distribute(call: Attending, keys: Keys, lse: Tensor, head_group: int) -> Ten
         call.rows,
         0.0,
         lambda visit, here: call.backend.distribution(
-            call.q, visit.keys[0], here.indices, here.rows, lse, sm_scale=call.sm_scale, head_group=head_group
+            call.q, visit.keys[0], here.indices, here.rows, lse, scale=call.scale, head_group=head_group
         ),
     )
 
@@ -52,11 +53,11 @@ class _Attention(torch.autograd.Function):
             here = slots(visit)
             part = State(*call.backend.forward(
                 q, visit.keys[0], None if v is None else visit.keys[1], here.indices, here.rows,
-                sm_scale=call.sm_scale, d_v=call.d_v, dtype=q.dtype if keys.alone and sink is None else wide,
+                scale=call.scale, d_v=call.d_v, dtype=q.dtype if keys.alone and sink is None else wide,
             ))  # fmt: skip
             state = part if state is None else merge([state, part])
         assert state is not None
-        out, lse = state if sink is None else with_sink(*state, sink)
+        out, lse = state if sink is None else add_sinks(state, sink)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.rest = call._replace(q=None, k=None, v=None), spread  # type: ignore[arg-type]  # saved above
@@ -99,7 +100,7 @@ def _to_queries_and_keys(
         here = slots(visit)
         part, d_k, d_v = call.backend.backward(
             q, visit.keys[0], None if v is None else visit.keys[1], here.indices, here.rows, lse, delta, d_out,
-            sm_scale=call.sm_scale, d_v=call.d_v, deterministic=call.deterministic, dtype=dtype,
+            scale=call.scale, d_v=call.d_v, deterministic=call.deterministic, dtype=dtype,
         )  # fmt: skip
         d_q = part if d_q is None else d_q.add_(part)
         if for_keys:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import in_words
+from attnmesh.comm.agreement import format_ranks
 from attnmesh.ops.sparse.mask import Rows
-from attnmesh.parallel.sparse.ranks import Ranks
+from attnmesh.parallel.sparse.ranks import SparseGroups
 
 _STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64's, as int64
 _MOST_ELEMENTS = 1 << 22
 
 
-def check_same_indices(indices: Tensor, rows: Rows, ranks: Ranks) -> None:
+def check_same_indices(indices: Tensor, rows: Rows, ranks: SparseGroups) -> None:
     """Raise ValueError on every rank of the grid if any tp ranks name other keys: one read from the device."""
     tp, cp = ranks.tp, ranks.cp
     if tp.world == 1:
@@ -25,7 +25,7 @@ def check_same_indices(indices: Tensor, rows: Rows, ranks: Ranks) -> None:
     sums = torch.cat(tp.all_gather(checksum(indices, rows), [(1,)] * tp.world))
     every = torch.stack(cp.all_gather(sums, [(tp.world,)] * cp.world)).tolist()
     wrong = [
-        f"those of tp {in_words(others)} differ from tp rank 0's" + (f" (on cp rank {at})" if cp.world > 1 else "")
+        f"those of tp {format_ranks(others)} differ from tp rank 0's" + (f" (on cp rank {at})" if cp.world > 1 else "")
         for at, (first, *rest) in enumerate(every)
         if (others := [rank for rank, found in enumerate(rest, 1) if found != first])
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmesh.core.layouts import Layout
 from attnmesh.ops.sparse.mask import Rows, SparseMask
-from attnmesh.parallel.sparse.ranks import Ranks
+from attnmesh.parallel.sparse.ranks import SparseGroups
 
 _MOST_REMEMBERED = 128
 
@@ -27,7 +27,7 @@ class KeyTable(NamedTuple):
 class Spread:
     """`length` queries and `key_length` keys, spread over the cp ranks by a layout. Nothing here is exchanged."""
 
-    ranks: Ranks
+    ranks: SparseGroups
     layout: Layout
     sharded: bool
     length: int

@@ -65,7 +65,7 @@ class Record:
         self.finish: Floats = np.zeros(world)
         self.computed: Floats = np.zeros(world)
         self.waited: Floats = np.zeros(world)
-        self.ranges: list[Span] = []
+        self.spans: list[Span] = []
         self.keep = sorted(set(keep))
         self.kept = np.zeros(world, dtype=bool)
         self.kept[self.keep] = True
@@ -81,7 +81,7 @@ class Record:
             if seconds > 0:
                 until = at + (end - begin) * seconds / whole
                 facts: dict[str, object] = {"round": round_name, **_size(kernels, rank, self.kept.shape)}
-                self.ranges.append(Span(rank, "compute", kernels.kind, at, until, facts))
+                self.spans.append(Span(rank, "compute", kernels.kind, at, until, facts))
                 at = until
 
     def message(
@@ -90,22 +90,22 @@ class Record:
         """A message, at either end if that is watched: sent when its last byte left, received when it is there."""
         if self.kept[source]:
             facts: dict[str, object] = {"bytes": nbytes, "to": target, "link": link}
-            self.ranges.append(Span(source, "send", name, begin, left, facts))
+            self.spans.append(Span(source, "send", name, begin, left, facts))
         if self.kept[target]:
             facts = {"bytes": nbytes, "from": source, "link": link}
-            self.ranges.append(Span(target, "receive", name, begin, there, facts))
+            self.spans.append(Span(target, "receive", name, begin, there, facts))
 
     def bundle(self, name: str, rank: int, bundle: Bundle, begin: float, end: float) -> None:
         """A rank's part in a bundle."""
         out, into = int(bundle.near_out[rank] + bundle.far_out[rank]), int(bundle.near_in[rank] + bundle.far_in[rank])
         sent: dict[str, object] = {"bytes": out, "messages": int(bundle.sends[rank])}
-        self.ranges.append(Span(rank, "send", name, begin, end, sent))
-        self.ranges.append(Span(rank, "receive", name, begin, end, {"bytes": into}))
+        self.spans.append(Span(rank, "send", name, begin, end, sent))
+        self.spans.append(Span(rank, "receive", name, begin, end, {"bytes": into}))
 
     def waiting(self, rank: int, names: Sequence[str], begin: float, end: float) -> None:
         """A rank that had nothing to do before these exchanges were done."""
         if end > begin:
-            self.ranges.append(Span(rank, "wait", ", ".join(names), begin, end))
+            self.spans.append(Span(rank, "wait", ", ".join(names), begin, end))
 
 
 def _size(kernels: Kernels, rank: int, shape: tuple[int, ...]) -> dict[str, object]:

@@ -1,0 +1,415 @@
+"""Ranks that are processes: a comm over a torch.distributed process group."""
+
+from __future__ import annotations
+
+import _thread
+import re
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm.agreement import AgreementStore, CommError, Signature, disagreement
+from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
+from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class GroupComm(Comm):
+    """A comm over a process group with gloo, NCCL, or both.
+
+    Over gloo, all operations are built from point-to-point messages: sums are taken in rank order, errors name the
+    peer, and one deadline bounds each wait. CUDA tensors sent over gloo are staged through pinned host memory. Over
+    NCCL, waiting orders streams and does not block the host; NCCL's own watchdog enforces the timeout.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float = 300) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
+        # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
+        self._group_ref = weakref.ref(group)
+        self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        self._store = AgreementStore(_store_of(group), self.rank, self.world)
+        self._broken: str | None = None
+        self._unread: str | None = None  # a disagreement that not all ranks have read yet
+        self._nccl_is_initialized = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The underlying process group."""
+        group = self._group_ref()
+        if group is None:
+            raise CommError("the process group of this comm has been destroyed")
+        return group
+
+    def fail(self, message: str) -> None:
+        """Report to the other ranks that this rank has failed; their errors quote the message."""
+        self._store.report_failure(message)
+
+    # Agreement.
+
+    def _compare(self, signature: Signature) -> Mapping[int, Signature]:
+        self._check_usable()
+        if self.world == 1:
+            return {0: signature}
+        try:
+            signatures = self._store.compare(signature, self.timeout)
+        except CommError as error:
+            raise self._failed(str(error)) from error
+        if len(signatures) < self.world:
+            self._unread = disagreement(signatures)
+        elif disagreement(signatures) is None and self._will_use_nccl(signature):
+            self._initialize_nccl()
+        return signatures
+
+    def _will_use_nccl(self, signature: Signature) -> bool:
+        """A group that has gloo beside NCCL may never move a CUDA tensor, or have no GPU for every rank."""
+        on_cuda = "cpu" not in self._backends or signature.values.get("device", "").startswith("cuda")
+        return on_cuda and self._backends.get("cuda") == "nccl"
+
+    def _initialize_nccl(self) -> None:
+        """NCCL needs all ranks in a group's first operation, and the first messages of a ring may leave some out."""
+        if not self._nccl_is_initialized:
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
+            self._nccl_is_initialized = True
+
+    def _check_usable(self) -> None:
+        """Raise after a failure, or if other ranks did not read the disagreement that this rank raised before."""
+        if self._broken is not None:
+            raise CommError(f"this comm has failed before: {self._broken}")
+        _ = self.group  # raises if it has been destroyed
+        if self._unread is not None:
+            problem, self._unread = self._unread, None
+            if not self._store.all_arrived(self.timeout):
+                raise self._failed(f"rank {self.rank}: not all ranks arrived to learn that {problem}")
+
+    # Messages.
+
+    def _exchange(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        self._check_usable()
+        backend = self._common_backend([tensor for tensor, _ in (*sends, *recvs)])
+        messages = [InFlightMessage(tensor.detach(), peer, send=True) for tensor, peer in sends]
+        messages += [InFlightMessage(tensor.detach(), peer, send=False) for tensor, peer in recvs]
+        if backend != "nccl":
+            stage(messages)
+        if self.recorder is not None:
+            return self._recorded_exchange(op, messages, self.recorder, blocking=backend != "nccl")
+        return _Batch(self, op, messages, self._post(op, messages), blocking=backend != "nccl")
+
+    def _recorded_exchange(
+        self, op: str, messages: list[InFlightMessage], recorder: Recorder, *, blocking: bool
+    ) -> Pending:
+        """Post messages; record when each one completed and how long this rank waited."""
+        device = None if blocking else messages[0].tensor.device
+        posted = recorder.now(device)
+        works: Sequence[Waitable] = self._post(op, messages)
+        if blocking:
+            works = record_on_threads(works, messages, op, recorder, self.timeout, posted)
+        else:
+            record_on_stream(works, messages, op, recorder, posted)
+        return RecordedPending(_Batch(self, op, messages, works, blocking=blocking), op, recorder, device)
+
+    def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[dist.Work]:
+        # As bytes, so that every dtype can be sent, whether the backend knows it or not.
+        try:
+            return dist.batch_isend_irecv(
+                [
+                    dist.P2POp(
+                        dist.isend if message.send else dist.irecv,
+                        message.wire_buffer.view(-1).view(torch.uint8),
+                        group=self.group,
+                        group_peer=message.peer,
+                    )
+                    for message in messages
+                ]
+            )
+        except RuntimeError as error:
+            raise self.message_error(op, messages, error) from error
+
+    def _common_backend(self, tensors: Sequence[Tensor]) -> str:
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            raise ValueError(
+                f"all buffers of an exchange must be on one device, got {', '.join(sorted(map(str, devices)))}"
+            )
+        return self._backend(tensors[0].device)
+
+    def _backend(self, device: torch.device) -> str:
+        """The backend that moves tensors of this device."""
+        backend = self._backends.get(device.type)
+        if backend is None:
+            able = ", ".join(f"{kind} ({backend})" for kind, backend in self._backends.items())
+            raise ValueError(f"this process group cannot carry {device.type} tensors, only {able}")
+        return backend
+
+    def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception) -> CommError:
+        """Mark this comm as failed because of undelivered messages, and return the error to raise."""
+        in_flight = " and ".join(map(str, messages))
+        return self._failed(
+            f"rank {self.rank} failed in {op} ({self._operation}) while {in_flight}: "
+            f"{_reason(error)}{self._store.explain()}"
+        )
+
+    def _failed(self, message: str) -> CommError:
+        self._broken = message
+        self.fail(message)
+        return CommError(message)
+
+    # Operations that NCCL does better than a batch of messages.
+
+    def _all_gather(self, op: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
+        if self._backend(x.device) != "nccl":
+            return super()._all_gather(op, x, shapes, into)
+        return self._padded_all_gather(x, shapes, into)
+
+    def _padded_all_gather(self, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
+        """One native all-gather; parts of different sizes are padded to the largest."""
+        self._check_usable()
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        largest = max(sizes)
+        if largest == 0:
+            return [x.new_empty(shape) for shape in shapes]
+        own = x.detach().contiguous().view(-1)
+        if own.numel() < largest:
+            own = torch.cat([own, own.new_zeros(largest - own.numel())])
+        in_place = into is not None and len(set(sizes)) == 1
+        gathered = into.view(-1) if into is not None and in_place else own.new_empty(self.world * largest)
+        # The name since torch 2.13, and the one before.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(gathered.view(torch.uint8), own.view(torch.uint8), group=self.group)
+        parts = [
+            part[:size].view(shape)
+            for part, size, shape in zip(gathered.view(self.world, largest), sizes, shapes, strict=True)
+        ]
+        if into is None or in_place:
+            return parts
+        targets = split_buffer(into, shapes)
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(part)
+        return targets
+
+    def _all_reduce(self, op: str, x: Tensor, reuse: bool = False) -> Tensor:
+        if self._backend(x.device) != "nccl":
+            return super()._all_reduce(op, x)
+        self._check_usable()
+        if x.dtype in (torch.float16, torch.bfloat16):  # NCCL would round at every rank; here sums are rounded once
+            total = x.detach().float().contiguous()
+        else:
+            total = (
+                x.detach() if reuse and x.is_contiguous() else x.detach().clone(memory_format=torch.contiguous_format)
+            )
+        dist.all_reduce(total, group=self.group)
+        return total.to(x.dtype)
+
+    def _reduce_scatter(self, op: str, parts: Sequence[Tensor]) -> Tensor:
+        own = parts[self.rank]
+        if self._backend(own.device) != "nccl" or len({part.shape for part in parts}) > 1:
+            return super()._reduce_scatter(op, parts)
+        self._check_usable()
+        total = torch.empty_like(own, memory_format=torch.contiguous_format)
+        dist.reduce_scatter(total, [part.detach().contiguous() for part in parts], group=self.group)
+        return total
+
+    def _barrier(self, op: str) -> None:
+        if "cpu" in self._backends:
+            super()._barrier(op)
+        else:
+            self._check_usable()
+            dist.barrier(self.group)
+
+
+class Waitable(Protocol):
+    """The part of `torch.distributed.Work` that is used here."""
+
+    def wait(self, timeout: timedelta = ..., /) -> bool:
+        """Return when the work has completed."""
+
+
+@dataclass
+class InFlightMessage:
+    """A message in flight and the buffer that the backend uses: the tensor itself, or a pinned copy."""
+
+    tensor: Tensor
+    peer: int
+    send: bool
+    staged: Tensor | None = None
+
+    @property
+    def wire_buffer(self) -> Tensor:
+        """The buffer that the backend reads or writes."""
+        return self.tensor if self.staged is None else self.staged
+
+    def unstage(self) -> None:
+        """Copy a received message from its staging buffer to the tensor."""
+        if self.staged is not None and not self.send:
+            self.tensor.copy_(self.staged, non_blocking=True)
+
+    def __str__(self) -> str:
+        action, preposition = ("sending", "to") if self.send else ("receiving", "from")
+        return f"{action} {self.tensor.nbytes} bytes {preposition} rank {self.peer}"
+
+
+def stage(messages: Sequence[InFlightMessage]) -> None:
+    """Give CUDA tensors pinned host buffers, filled for those to be sent."""
+    on_device = [message for message in messages if message.tensor.is_cuda]
+    for message in on_device:
+        message.staged = torch.empty_like(message.tensor, device="cpu", pin_memory=True)
+        if message.send:
+            message.staged.copy_(message.tensor, non_blocking=True)
+    for device in {message.tensor.device for message in on_device if message.send}:
+        torch.cuda.current_stream(device).synchronize()  # gloo reads host memory without regard to streams
+
+
+class _Batch(Pending):
+    def __init__(
+        self, comm: GroupComm, op: str, messages: list[InFlightMessage], works: Sequence[Waitable], *, blocking: bool
+    ) -> None:
+        self._comm, self._op, self._messages, self._works = comm, op, messages, works
+        self._blocking = blocking
+
+    def wait(self) -> None:
+        if self._blocking:
+            self._wait_on_host()
+        else:
+            for work in self._works:
+                work.wait()
+        self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
+
+    def _wait_on_host(self) -> None:
+        deadline = time.monotonic() + self._comm.timeout
+        for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
+            remaining = max(deadline - time.monotonic(), 0.001)
+            try:
+                work.wait(timedelta(seconds=remaining))
+            except RuntimeError as error:
+                raise self._comm.message_error(self._op, self._messages[i:], error) from error
+            message.unstage()
+
+
+# Recording when messages complete while the rank does something else. gloo's works have no future and are not
+# `is_completed` before a wait, so during a recording a thread waits for each message. NCCL's works order streams: a
+# stream of its own waits for them.
+
+_NO_LIMIT = timedelta(days=1)
+
+
+class RecordedWork:
+    """A work that a thread waits for and records. Others wait for the thread: a gloo work supports a single wait."""
+
+    def __init__(self, work: Waitable, timeout: float, record: MessageRecord, posted: Timestamp) -> None:
+        self._completed = threading.Event()
+        self._error: RuntimeError | None = None
+        # Not a threading.Thread: its start() blocks until the thread has been scheduled for the first time.
+        _thread.start_new_thread(self._wait_and_record, (work, timeout, record, posted))
+
+    def _wait_and_record(self, work: Waitable, timeout: float, record: MessageRecord, posted: Timestamp) -> None:
+        try:
+            work.wait(timedelta(seconds=timeout))
+            record.done(posted, record.recorder.now())
+        except RuntimeError as error:
+            self._error = error
+        finally:
+            self._completed.set()
+
+    def wait(self, timeout: timedelta = _NO_LIMIT, /) -> bool:
+        """Wait as for the work itself."""
+        if not self._completed.wait(timeout.total_seconds()):
+            raise RuntimeError(f"Timed out after {timeout.total_seconds():.1f} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+def record_on_threads(
+    works: Sequence[Waitable], messages: Sequence[InFlightMessage], op: str, recorder: Recorder, timeout: float,
+    posted: Timestamp,
+) -> list[RecordedWork]:  # fmt: skip
+    """Record each message when its gloo work completes; wait for the returned works instead."""
+    records = _message_records(messages, op, recorder)
+    return [RecordedWork(work, timeout, record, posted) for work, record in zip(works, records, strict=True)]
+
+
+def record_on_stream(
+    works: Sequence[Waitable], messages: Sequence[InFlightMessage], op: str, recorder: Recorder, posted: Timestamp
+) -> None:
+    """Record messages that NCCL carries as one batch, which complete together."""
+    device = messages[0].tensor.device
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        for work in works:
+            work.wait()
+        end = recorder.now(device)
+    for record in _message_records(messages, op, recorder):
+        record.done(posted, end)
+
+
+def _message_records(messages: Sequence[InFlightMessage], op: str, recorder: Recorder) -> list[MessageRecord]:
+    return [recorder.message("send" if m.send else "receive", op, m.peer, m.tensor.nbytes) for m in messages]
+
+
+def _store_of(group: dist.ProcessGroup) -> Store:
+    try:
+        return group.get_group_store()
+    except (AttributeError, RuntimeError):  # a group that was created without setting its store
+        return dist.distributed_c10d._get_process_group_store(group)
+
+
+def _reason(error: Exception) -> str:
+    """The message of a backend's error without its source line and general advice."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+\.cc:\d+\] ", "", text).partition(". This is typically")[0]
+
+
+_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupComm] = weakref.WeakKeyDictionary()
+"""One comm per process group, because it counts the group's agreements. Removed when the group is destroyed."""
+
+
+def comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None) -> Comm:
+    """The comm over `group`: a ProcessGroup, a one-dimensional DeviceMesh, or a comm, which is returned as is.
+
+    None is the default process group, or a single rank if torch.distributed is not initialized. `timeout`, in seconds,
+    is set on the comm for all its users.
+    """
+    comm = _comm_from(group)
+    if timeout is not None:
+        if timeout <= 0:
+            raise ValueError(f"timeout must be positive seconds, got {timeout}")
+        comm.timeout = timeout
+    return comm
+
+
+def _comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None) -> Comm:
+    if isinstance(group, Comm):
+        return group
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return SoloComm()
+        group = dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        group = _group_of(group)
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("group must contain this rank, which is not a member of it")
+        raise ValueError(f"group must be a Comm, ProcessGroup, DeviceMesh or None, got {type(group).__name__}")
+    if group not in _comms:
+        _comms[group] = GroupComm(group)
+    return _comms[group]
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        example = f'mesh["{names[-1]}"]' if names else 'mesh["cp"], after naming its dimensions with mesh_dim_names'
+        raise ValueError(
+            f"the mesh must be one-dimensional, got {mesh.ndim} dimensions {names or ''} of shape "
+            f"{tuple(mesh.shape)}: slice it, for example {example}"
+        )
+    return mesh.get_group()

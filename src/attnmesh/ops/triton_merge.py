@@ -1,0 +1,248 @@
+"""Merging states and summing gradients in Triton: every part is read once, the result is written once.
+
+Kernels that cannot continue from a state (cuDNN's, FlashAttention's) return one each step. Merging them one
+by one would read and write the running total every step; here up to four parts join it in one pass.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnmesh.core.state import State
+from attnmesh.ops.dense.triton_tiles import at_head, locate, padded, row_strides, store_rows, tile_mask, tile_pointers
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+
+MOST_PARTS = 4
+_ELEMENTS = 2048  # of one tensor per program: four 16-byte accesses in flight for each thread
+
+
+def accumulate(
+    total: State | None,
+    parts: Sequence[tuple[State, int]],
+    out_dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    room: State | None = None,
+) -> State:
+    """The state over all keys of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
+
+    A part `(state, row_begin)` covers rows [row_begin, row_begin + n); it may be strided, its `out` fp16,
+    bf16 or fp32. `total` is float32, over all rows. When `out_dtype` is float32 it is overwritten with the
+    result, and rows before and after all parts are not touched; else the result is new, or in `room`. A row with
+    lse -inf contributes nothing, whatever its `out` holds; one that no state covers is (0, -inf).
+    """
+    _check_count(parts)
+    batch, heads, length, head_dim = shape
+    if room is not None:
+        result = room
+        begin, stop = 0, length
+    elif total is not None and out_dtype == torch.float32:
+        result = total
+        begin, stop = _covered_rows([(state.out, row_begin) for state, row_begin in parts])
+    else:
+        device = parts[0][0].out.device
+        result = State(
+            torch.empty(shape, dtype=out_dtype, device=device),
+            torch.empty(shape[:3], dtype=torch.float32, device=device),
+        )
+        begin, stop = 0, length
+    rows = _rows_per_program(head_dim)
+    programs = triton.cdiv(stop - begin, rows) * batch * heads
+    if programs == 0 or head_dim == 0:
+        return result
+
+    # The total is one more part.
+    states = [*([] if total is None else [(total, 0)]), *parts]
+    out_strides = row_strides(**{f"parts[{i}].out": state.out for i, (state, _) in enumerate(states)})
+    (result_strides,) = row_strides(out=result.out)
+    with torch.cuda.device_of(result.out):
+        _accumulate_kernel[(programs,)](
+            tuple(state.out for state, _ in states), tuple(out_strides),
+            tuple(state.lse for state, _ in states), tuple(state.lse.stride() for state, _ in states),
+            tuple(row_begin for _, row_begin in states), tuple(state.out.shape[2] for state, _ in states),
+            result.out, result_strides, result.lse, result.lse.stride(), begin, stop, heads,
+            PARTS=len(states), D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
+        )  # fmt: skip
+    return result
+
+
+def add(
+    total: Tensor | None,
+    parts: Sequence[tuple[Tensor, int]],
+    out_dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+) -> Tensor:
+    """The sum of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
+
+    A part `(x, row_begin)` covers rows [row_begin, row_begin + n). `total` is float32, over all rows; when
+    `out_dtype` is float32 it is overwritten with the sum, else the sum is new. Rows that nothing covers are 0.
+    """
+    _check_count(parts)
+    batch, heads, length, head_dim = shape
+    if total is not None and out_dtype == torch.float32:
+        result = total
+        begin, stop = _covered_rows(parts)
+    else:
+        result = torch.empty(shape, dtype=out_dtype, device=parts[0][0].device)
+        begin, stop = 0, length
+    rows = _rows_per_program(head_dim)
+    programs = triton.cdiv(stop - begin, rows) * batch * heads
+    if programs == 0 or head_dim == 0:
+        return result
+    addends = [*([] if total is None else [(total, 0)]), *parts]  # the total is one more part
+    strides = row_strides(**{f"parts[{i}]": x for i, (x, _) in enumerate(addends)})
+    (result_strides,) = row_strides(result=result)
+    with torch.cuda.device_of(result):
+        _add_kernel[(programs,)](
+            tuple(x for x, _ in addends), tuple(strides),
+            tuple(row_begin for _, row_begin in addends), tuple(x.shape[2] for x, _ in addends),
+            result, result_strides, begin, stop, heads,
+            PARTS=len(addends), D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
+        )  # fmt: skip
+    return result
+
+
+def _check_count(parts: Sequence[object]) -> None:
+    if not 1 <= len(parts) <= MOST_PARTS:
+        raise ValueError(f"parts holds {len(parts)} parts; allowed are 1 to {MOST_PARTS}")
+
+
+def _covered_rows(parts: Sequence[tuple[Tensor, int]]) -> tuple[int, int]:
+    """The rows from the first to the last that any part covers: in place, the others stay as they are."""
+    return min(begin for _, begin in parts), max(begin + x.shape[2] for x, begin in parts)
+
+
+def _rows_per_program(head_dim: int) -> int:
+    return max(1, _ELEMENTS // padded(head_dim))
+
+
+@triton.jit
+def _accumulate_kernel(
+    outs, out_strides, lses, lse_strides, row_begins, row_counts,
+    result_out, result_out_strides, result_lse, result_lse_strides, begin, stop, heads,
+    PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, head, batch = locate(tl.cdiv(stop - begin, ROWS), heads)
+    row_begin = begin + tile * ROWS
+
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    for i in tl.static_range(PARTS):
+        lse = _load_lse(lses[i], lse_strides[i], batch, head, row_begin - row_begins[i], row_counts[i], ROWS)
+        peak = tl.maximum(peak, lse)
+    # Nothing seen at all: subtract 0, since -inf - -inf would be NaN.
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    for i in tl.static_range(PARTS):
+        near = row_begin - row_begins[i]
+        # Read again rather than kept: it is in the cache, and the loop needs no list of tensors.
+        lse = _load_lse(lses[i], lse_strides[i], batch, head, near, row_counts[i], ROWS)
+        pointers = tile_pointers(at_head(outs[i], out_strides[i], batch, head), out_strides[i][2], near, ROWS, BLOCK_D)
+        # An `out` of weight 0 is not read: 0 * NaN would be NaN.
+        covered = (near + tl.arange(0, ROWS) >= 0) & (lse != float("-inf"))
+        mask = tile_mask(near, row_counts[i], ROWS, D, BLOCK_D) & covered[:, None]
+        out = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        part_weight = tl.exp(lse - shift)
+        acc += out * part_weight[:, None]
+        weight += part_weight
+
+    acc /= tl.where(weight == 0.0, 1.0, weight)[:, None]
+    pointers = tile_pointers(
+        at_head(result_out, result_out_strides, batch, head), result_out_strides[2], row_begin, ROWS, BLOCK_D
+    )
+    tl.store(pointers, acc.to(result_out.dtype.element_ty), mask=tile_mask(row_begin, stop, ROWS, D, BLOCK_D))
+    result_lse_head = at_head(result_lse, result_lse_strides, batch, head)
+    store_rows(result_lse_head, result_lse_strides[2], row_begin, stop, peak + tl.log(weight), ROWS)
+
+
+@triton.jit
+def _load_lse(lse, strides, batch, head, begin, count, ROWS: tl.constexpr):
+    """A part's lse over its rows [begin, begin + ROWS), -inf where it has none: it may begin later."""
+    near = begin + tl.arange(0, ROWS)
+    pointers = at_head(lse, strides, batch, head) + near.to(tl.int64) * strides[2]
+    return tl.load(pointers, mask=(near >= 0) & (near < count), other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _add_kernel(
+    parts, part_strides, row_begins, row_counts, result, result_strides, begin, stop, heads,
+    PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, head, batch = locate(tl.cdiv(stop - begin, ROWS), heads)
+    row_begin = begin + tile * ROWS
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for i in tl.static_range(PARTS):
+        near = row_begin - row_begins[i]
+        pointers = tile_pointers(
+            at_head(parts[i], part_strides[i], batch, head), part_strides[i][2], near, ROWS, BLOCK_D
+        )
+        mask = tile_mask(near, row_counts[i], ROWS, D, BLOCK_D) & (near + tl.arange(0, ROWS) >= 0)[:, None]
+        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    pointers = tile_pointers(at_head(result, result_strides, batch, head), result_strides[2], row_begin, ROWS, BLOCK_D)
+    tl.store(pointers, acc.to(result.dtype.element_ty), mask=tile_mask(row_begin, stop, ROWS, D, BLOCK_D))
+
+
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+_ROWS = 4
+
+
+def merge_packed(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """As `attnmesh.ops.merge.merge_packed`."""
+    count, heads, batch, tokens, width = parts.shape
+    parts = parts if parts.stride(-1) == 1 else parts.contiguous()
+    out = torch.empty(batch, heads, tokens, width - 1, dtype=dtype, device=parts.device)
+    rows = heads * batch * tokens
+    if rows:
+        with torch.cuda.device_of(parts):
+            _merge_kernel[(triton.cdiv(rows, _ROWS),)](
+                parts, parts.stride()[:4], sinks, out, out.stride()[:3], count, rows, batch, tokens,
+                D=width - 1, BLOCK_D=triton.next_power_of_2(width - 1), ROWS=_ROWS, num_warps=4,
+            )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["count", "rows", "batch", "tokens"])
+def _merge_kernel(
+    parts, strides, sinks, out, out_strides, count, rows, batch, tokens,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some rows (head, sequence, token) of all parts, one part after the other."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < rows
+    head = (row // (batch * tokens)).to(tl.int64)
+    sequence = (row // tokens % batch).to(tl.int64)
+    token = row % tokens
+    column = tl.arange(0, BLOCK_D)
+    inside = real[:, None] & (column < D)[None, :]
+    place = parts + head * strides[1] + sequence * strides[2] + token * strides[3]
+
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    for _ in range(count):
+        lse = tl.load(place + D, mask=real, other=float("-inf"))
+        part = tl.load(place[:, None] + column[None, :], mask=inside, other=0.0)
+        top = tl.maximum(peak, lse)
+        shift = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
+        decay, weight = tl.exp(peak - shift), tl.exp(lse - shift)
+        acc = acc * decay[:, None] + part * weight[:, None]
+        total = total * decay + weight
+        peak = top
+        place += strides[0]
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32)
+        # A row that saw nothing stays 0: its peak is -inf.
+        total += tl.exp(tl.where(peak == float("-inf"), float("-inf"), sink - peak))
+    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+    target = out + sequence * out_strides[0] + head * out_strides[1] + token * out_strides[2]
+    tl.store(target[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=inside)

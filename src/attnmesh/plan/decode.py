@@ -1,0 +1,315 @@
+"""`DecodeSharding`: which rank holds which heads, sequences and positions of a KV cache that is spread over ranks.
+
+    K/V cache  [batch, kv heads, positions, head_dim]
+                KVDP   TP        CP
+
+Tensor parallelism (TP) divides heads, KV data parallelism (KVDP) sequences, context parallelism (CP) positions. The
+weights are not divided this way: all `tp x kvdp x cp` ranks project a part of the query heads each, in the order of
+ranks, exactly as plain tensor parallelism over all ranks would. The `kvdp x cp` ranks of one TP rank share its kv
+heads; they trade queries before attention and results after it.
+
+    rank = (tp_rank x cp + cp_rank) x kvdp + kvdp_rank
+
+In this order the ranks that trade hold query heads side by side: what arrives lies in order of heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from attnmesh.core.ranges import InterleavedShard
+from attnmesh.core.validation import check_positive
+
+
+class Place(NamedTuple):
+    """A rank's three coordinates."""
+
+    tp: int
+    cp: int
+    kvdp: int
+
+
+@dataclass(frozen=True)
+class DecodeSharding:
+    """`tp` x `kvdp` x `cp` ranks; positions are dealt to the CP ranks `interleave` at a time.
+
+    `tp` divides the kv heads, or the kv heads divide it: then each is held by several TP ranks (plain tensor
+    parallelism beyond the number of kv heads). Batches and query heads that do not divide leave some ranks one more.
+    """
+
+    tp: int = 1
+    kvdp: int = 1
+    cp: int = 1
+    interleave: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive(tp=self.tp, kvdp=self.kvdp, cp=self.cp, interleave=self.interleave)
+
+    def __str__(self) -> str:
+        parts = [f"{name.upper()}{n}" for name in ("tp", "kvdp", "cp") if (n := getattr(self, name)) > 1]
+        return "-".join(parts) or "TP1"
+
+    # Ranks.
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.tp * self.kvdp * self.cp
+
+    def place(self, rank: int) -> Place:
+        """The coordinates of a rank."""
+        self._check_rank(rank)
+        rest, kvdp = divmod(rank, self.kvdp)
+        return Place(*divmod(rest, self.cp), kvdp)
+
+    def rank(self, place: Place) -> int:
+        """The rank at these coordinates."""
+        for name, n, ranks in zip(place._fields, place, (self.tp, self.cp, self.kvdp), strict=True):
+            if not 0 <= n < ranks:
+                raise ValueError(f"{name} of a place must be 0 to {ranks - 1} under {self}, got {n}")
+        return (place.tp * self.cp + place.cp) * self.kvdp + place.kvdp
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must be 0 to {self.ranks - 1} under {self}, got {rank}")
+
+    def kvdp_peers(self, rank: int) -> list[int]:
+        """Those with this rank's kv heads and positions, in the order of their sequences."""
+        place = self.place(rank)
+        return [self.rank(place._replace(kvdp=kvdp)) for kvdp in range(self.kvdp)]
+
+    def cp_peers(self, rank: int) -> list[int]:
+        """Those with this rank's kv heads and sequences, in the order of their first positions."""
+        place = self.place(rank)
+        return [self.rank(place._replace(cp=cp)) for cp in range(self.cp)]
+
+    # Heads.
+
+    def check_heads(self, q_heads: int, kv_heads: int) -> None:
+        """Raise ValueError unless these heads can be divided this way."""
+        if kv_heads < 1 or q_heads % kv_heads:
+            raise ValueError(f"q_heads must be a multiple of kv_heads, got q_heads={q_heads} and kv_heads={kv_heads}")
+        if kv_heads % self.tp and self.tp % kv_heads:
+            raise ValueError(
+                f"tp must divide the kv heads or be a multiple of them, got tp={self.tp}, kv_heads={kv_heads}"
+            )
+        if self.ranks > q_heads:
+            raise ValueError(
+                f"every rank needs a query head, got q_heads={q_heads} for {self.tp} x {self.kvdp} x {self.cp} = "
+                f"{self.ranks} ranks"
+            )
+
+    def kv_heads(self, rank: int, kv_heads: int) -> range:
+        """The kv heads whose keys and values a rank holds (as do all that share its TP rank)."""
+        return _part(kv_heads, self.tp, self.place(rank).tp, least=1)
+
+    def group_heads(self, rank: int, q_heads: int) -> range:
+        """The query heads of a rank's TP rank: those it attends with, after it has traded."""
+        return _part(q_heads, self.tp, self.place(rank).tp)
+
+    def q_heads(self, rank: int, q_heads: int) -> range:
+        """The query heads that a rank projects, and whose part of the output projection it has."""
+        self._check_rank(rank)
+        return _part(q_heads, self.ranks, rank)
+
+    def replicated_q_heads(self, rank: int, q_heads: int) -> range:
+        """The query heads that a rank projects where CP ranks project the same ones, and need not gather them."""
+        group = self.group_heads(rank, q_heads)
+        part = _part(len(group), self.kvdp, self.place(rank).kvdp)
+        return group[part.start : part.stop]
+
+    def cp_heads(self, rank: int, q_heads: int) -> range:
+        """The query heads of all KVDP peers of a rank: what CP ranks gather, and what they share out again."""
+        place = self.place(rank)
+        return _part(q_heads, self.tp * self.cp, place.tp * self.cp + place.cp)
+
+    # Sequences.
+
+    def sequences(self, rank: int, batch: int) -> range:
+        """The rows of a batch whose keys and values a rank holds."""
+        return _part(batch, self.kvdp, self.place(rank).kvdp)
+
+    # Positions.
+
+    def position_shard(self, rank: int) -> InterleavedShard:
+        """The positions of every sequence that a rank holds."""
+        return InterleavedShard(self.cp, self.place(rank).cp, self.interleave)
+
+    def owner(self, position: int) -> int:
+        """The CP rank that holds a position."""
+        return InterleavedShard(self.cp, 0, self.interleave).owner(position)
+
+    def local_index(self, position: int) -> int:
+        """Where in its owner's cache a position lies."""
+        return InterleavedShard(self.cp, 0, self.interleave).index(position)
+
+    def local_length(self, length: int, cp_rank: int) -> int:
+        """How many of a sequence's first `length` positions a CP rank holds."""
+        return InterleavedShard(self.cp, cp_rank, self.interleave).length(length)
+
+    def slot(self, position: int, blocks: list[int], block_size: int) -> int:
+        """A position's slot in its owner's pool of blocks, where the sequence has `blocks`."""
+        index = self.local_index(position)
+        return blocks[index // block_size] * block_size + index % block_size
+
+
+def _part(count: int, parts: int, part: int, least: int = 0) -> range:
+    """The part-th of `parts` nearly equal runs of `count` things; with `least`, several parts may hold the same one."""
+    start, stop = count * part // parts, count * (part + 1) // parts
+    return range(start, max(stop, start + least))
+
+
+Trade = Literal["all_to_all", "all_gather"]
+"""How KVDP ranks trade query heads for sequences and back: each its part, or all to all and slice."""
+
+Combine = Literal["all_to_all", "reduce_scatter", "all_reduce"]
+"""How CP ranks merge results: `(out, lse)` in one message, or the lse first and then a sum."""
+
+TRADES: tuple[Trade, ...] = get_args(Trade)
+COMBINES: tuple[Combine, ...] = get_args(Combine)
+
+_STATE_ITEMSIZE = 4  # (out, lse) travel in float32 until they are merged
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """The attention of one layer in a step of `tokens` new tokens for each of `batch` sequences."""
+
+    batch: int
+    tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int  # width of what the output projection returns
+    itemsize: int = 2  # bytes an element of the activations
+
+    def __post_init__(self) -> None:
+        check_positive(**vars(self))
+
+
+class Copies(NamedTuple):
+    """On how many ranks every part of a weight is held."""
+
+    w_q: int
+    w_kv: int
+    w_out: int
+
+
+def bytes_sent(
+    sharding: DecodeSharding,
+    shape: DecodeShape,
+    rank: int,
+    *,
+    trade: Trade = "all_to_all",
+    combine: Combine = "all_to_all",
+    replicate_q: bool = False,
+) -> dict[str, int]:
+    """Bytes that a rank sends in each collective of a step.
+
+    With `replicate_q` a rank projects the queries of all its CP peers: they need not be gathered.
+    """
+    sharding.check_heads(shape.q_heads, shape.kv_heads)
+    _check_one_of("trade", trade, TRADES)
+    _check_one_of("combine", combine, COMBINES)
+    traded_in, traded_out = _traded(sharding, shape, rank, trade, replicate_q)
+    lse, out = _combined(sharding, shape, rank, combine)
+    gathered = 0 if replicate_q else (sharding.cp - 1) * _cp_heads(sharding, shape, rank) * _row(sharding, shape, rank)
+    projected = shape.batch * shape.tokens * shape.hidden * shape.itemsize
+    return {
+        "kvdp in": traded_in,
+        "cp in": gathered,
+        "cp lse": lse,
+        "cp out": out,
+        "kvdp out": traded_out,
+        "projection": _all_reduced(projected, sharding.ranks),
+    }
+
+
+def messages_sent(
+    sharding: DecodeSharding, shape: DecodeShape, rank: int, *, combine: Literal["all_to_all", "reduce_scatter"]
+) -> dict[str, dict[int, int]]:
+    """Bytes of each message between peers, by collective and by whom it goes to, where KVDP ranks trade all-to-all.
+
+    They add up to `bytes_sent`. The projection is left out: an all-reduce goes to nobody in particular.
+    """
+    kvdp, cp = ([peer for peer in peers(rank) if peer != rank] for peers in (sharding.kvdp_peers, sharding.cp_peers))
+    mine, lse_row = _row(sharding, shape, rank), _lse_row(sharding, shape, rank)
+    projected, gathered = len(sharding.q_heads(rank, shape.q_heads)), _cp_heads(sharding, shape, rank)
+    result_row = lse_row * (shape.head_dim + 1) if combine == "all_to_all" else lse_row * shape.head_dim
+    lse = 0 if combine == "all_to_all" else len(sharding.group_heads(rank, shape.q_heads)) * lse_row
+    return {
+        "kvdp in": {peer: projected * _row(sharding, shape, peer) for peer in kvdp},
+        "cp in": dict.fromkeys(cp, gathered * mine),
+        "cp lse": dict.fromkeys(cp, lse),
+        "cp out": {peer: _cp_heads(sharding, shape, peer) * result_row for peer in cp},
+        "kvdp out": {peer: len(sharding.q_heads(peer, shape.q_heads)) * mine for peer in kvdp},
+    }
+
+
+def cache_bytes(sharding: DecodeSharding, shape: DecodeShape, rank: int, context: int, kv_bytes: int) -> int:
+    """Bytes of keys and values that a rank keeps of `context` positions a sequence.
+
+    `kv_bytes` is what K and V of one token and kv head take: of one layer, or of all of them together.
+    """
+    sharding.check_heads(shape.q_heads, shape.kv_heads)
+    check_positive(context=context, kv_bytes=kv_bytes)
+    heads, sequences = sharding.kv_heads(rank, shape.kv_heads), sharding.sequences(rank, shape.batch)
+    return len(heads) * len(sequences) * sharding.position_shard(rank).length(context) * kv_bytes
+
+
+def weight_copies(sharding: DecodeSharding, kv_heads: int, *, replicate_q: bool = False) -> Copies:
+    """W_q and W_out are divided over all ranks; W_kv lies with the kv heads, on every rank that shares them."""
+    shared = sharding.kvdp * sharding.cp * max(1, sharding.tp // kv_heads)
+    return Copies(w_q=sharding.cp if replicate_q else 1, w_kv=shared, w_out=1)
+
+
+def _traded(
+    sharding: DecodeSharding, shape: DecodeShape, rank: int, trade: Trade, replicate_q: bool
+) -> tuple[int, int]:
+    """Between KVDP peers: query heads of all sequences on the way in, results of all query heads on the way out."""
+    peers, others = sharding.kvdp_peers(rank), sharding.kvdp - 1
+    projected = sharding.replicated_q_heads if replicate_q else sharding.q_heads
+    heads = len(projected(rank, shape.q_heads))
+    if trade == "all_gather":
+        all_rows = shape.batch * shape.tokens * shape.head_dim * shape.itemsize
+        return others * heads * all_rows, others * _cp_heads(sharding, shape, rank) * _row(sharding, shape, rank)
+    there = sum(heads * _row(sharding, shape, peer) for peer in peers if peer != rank)
+    back = sum(len(sharding.q_heads(peer, shape.q_heads)) for peer in peers if peer != rank)
+    return there, back * _row(sharding, shape, rank)
+
+
+def _combined(sharding: DecodeSharding, shape: DecodeShape, rank: int, combine: Combine) -> tuple[int, int]:
+    """Between CP peers: the lse on its own, and out (with the lse, where one message holds both)."""
+    lse_row = _lse_row(sharding, shape, rank)
+    out_row = lse_row * shape.head_dim
+    heads = len(sharding.group_heads(rank, shape.q_heads))
+    theirs = heads - _cp_heads(sharding, shape, rank)
+    if combine == "all_to_all":
+        return 0, theirs * (out_row + lse_row)
+    lse = (sharding.cp - 1) * heads * lse_row
+    return lse, theirs * out_row if combine == "reduce_scatter" else _all_reduced(heads * out_row, sharding.cp)
+
+
+def _row(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:
+    """Bytes of one query head of all sequences that a rank holds."""
+    return len(sharding.sequences(rank, shape.batch)) * shape.tokens * shape.head_dim * shape.itemsize
+
+
+def _lse_row(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:
+    """Bytes of the lse of one query head of all sequences that a rank holds."""
+    return len(sharding.sequences(rank, shape.batch)) * shape.tokens * _STATE_ITEMSIZE
+
+
+def _cp_heads(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:
+    return len(sharding.cp_heads(rank, shape.q_heads))
+
+
+def _all_reduced(nbytes: int, ranks: int) -> int:
+    """An all-reduce scatters sums and gathers them: everything but the own part, twice."""
+    return round(2 * (ranks - 1) / ranks * nbytes)
+
+
+def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

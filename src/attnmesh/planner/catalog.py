@@ -1,0 +1,168 @@
+"""Devices and links by name, and clusters of them. What is built in stands in `hardware.toml`; a file may change it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from attnmesh.planner.catalog_file import FIELD_OF, SQUARES_OF, Table, Tables, read_tables, unknown
+from attnmesh.planner.hardware import KINDS, OF_BYTES, Cluster, Curve, Device, Kind, Link, Wiring
+
+_BUILT_IN = Path(__file__).with_name("hardware.toml")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Devices, links and wirings, by their names in small letters."""
+
+    devices: Mapping[str, Device]
+    links: Mapping[str, Link]
+    wirings: Mapping[str, Wiring]
+
+    def device(self, name: str) -> Device:
+        """A device by name; capitals do not matter. ValueError says the nearest names, and all."""
+        return _found("device", name, self.devices)
+
+    def link(self, name: str) -> Link:
+        """A link by name."""
+        return _found("link", name, self.links)
+
+    def cluster(
+        self, device: str, *, node: int | None = None, near: str | None = None, far: str | None = None,
+        rails: int | None = None,
+    ) -> Cluster:  # fmt: skip
+        """Devices of one kind, wired as is usual for them but for what is given."""
+        found, usual = self.device(device), _found("device", device, self.wirings)
+        near, far = near or usual.near, far or usual.far
+        ranks, ports = usual.node or node, usual.rails or rails
+        if near is None or far is None or ranks is None or ports is None:
+            parts = {"near": near, "far": far, "node": ranks, "rails": ports}
+            missing = " and ".join(name for name, part in parts.items() if part is None)
+            raise ValueError(f"the catalogue does not say how {found.name} is wired: give {missing}")
+        made = Cluster(found, self.link(near), self.link(far), ranks, ports)
+        if node is not None:
+            made = made.with_node(node)
+        return made if rails is None else replace(made, rails=rails)
+
+
+def catalog(extra: Path | None = None) -> Catalog:
+    """What is built in, changed and extended by a file if there is one."""
+    return _built_in() if extra is None else load(extra)
+
+
+def load(path: Path) -> Catalog:
+    """What is built in, changed and extended by a file: fields that it gives replace those of the same name."""
+    ours, given = _built_in_tables(), read_tables(path)
+    merged = Tables(
+        device=_merged(ours.device, given.device, path),
+        link=_merged(ours.link, given.link, path),
+        efficiency={**ours.efficiency, **given.efficiency},
+    )
+    for name, table in given.device.items():
+        for peak in ("peak_tflops", "peak_gbs"):
+            if peak in table and all(FIELD_OF[kind] in merged.device[name] for kind in KINDS if _peak_of(kind) == peak):
+                raise ValueError(f"{path}: device.{name}.{peak} changes nothing: its kernels have figures of their own")
+    return _catalog(merged, path)
+
+
+def cluster(
+    device: str, *, node: int | None = None, near: str | None = None, far: str | None = None,
+    rails: int | None = None, extra: Path | None = None,
+) -> Cluster:  # fmt: skip
+    """A cluster by the names of its parts; `extra` is a file that changes or adds some."""
+    return catalog(extra).cluster(device, node=node, near=near, far=far, rails=rails)
+
+
+@cache
+def usual_cluster(device: str) -> Cluster:
+    """What to plan for on a kind of torch device if nobody says more: anything but a CPU is taken for an H200."""
+    return cluster("cpu" if torch.device(device).type == "cpu" else "h200")
+
+
+@cache
+def _built_in() -> Catalog:
+    return _catalog(_built_in_tables(), _BUILT_IN)
+
+
+@cache
+def _built_in_tables() -> Tables:
+    return read_tables(_BUILT_IN)
+
+
+def _found(what: str, name: str, among: Mapping[str, T]) -> T:
+    key = name.strip().lower()
+    if key not in among:
+        raise unknown(what, name, among)
+    return among[key]
+
+
+def _merged(ours: Mapping[str, Table], given: Mapping[str, Table], path: Path) -> dict[str, Table]:
+    merged = dict(ours)
+    for name, table in given.items():
+        before = ours.get(name, {})
+        merged[name] = {**before, **table}
+        changed = [field for field in table if field != "name"]
+        if before and changed and "source" not in table:  # figures of several sources: say which are whose
+            merged[name] = {**merged[name], "source": f"{before['source']}; {', '.join(changed)}: {path}"}
+    return merged
+
+
+def _catalog(tables: Tables, path: Path) -> Catalog:
+    links = {name: _link(table, path) for name, table in tables.link.items()}
+    for table in tables.device.values():
+        for end in ("near", "far"):
+            if end in table and str(table[end]).lower() not in links:
+                raise unknown(f"link in {path}: device.{table['name']}.{end} names", str(table[end]), links)
+    return Catalog(
+        devices={name: _device(table, tables.efficiency, path) for name, table in tables.device.items()},
+        links=links,
+        wirings={
+            name: Wiring(**{end: table.get(end) for end in ("near", "far", "node", "rails")})  # type: ignore[arg-type]
+            for name, table in tables.device.items()
+        },
+    )
+
+
+def _device(table: Mapping[str, Any], efficiency: Table, path: Path) -> Device:
+    _require(table, ("source", "memory_gb", "launch_us"), f"device.{table['name']}", path)
+    curves = tuple((kind, curve) for kind in KINDS if (curve := _curve(kind, table, efficiency)) is not None)
+    if not curves:
+        kinds = ", ".join(FIELD_OF.values())
+        raise ValueError(f"{path}: device.{table['name']} has no figures: give peak_tflops, peak_gbs or any of {kinds}")
+    return Device(
+        table["name"], table["source"], table["memory_gb"], table["launch_us"], curves, cores=table.get("cores"),
+        squares=tuple((kind, table[name]) for kind, name in SQUARES_OF.items() if name in table),
+        round=table.get("round_us", 0.0),
+    )  # fmt: skip
+
+
+def _curve(kind: Kind, table: Mapping[str, Any], efficiency: Mapping[str, Any]) -> Curve | None:
+    given: Curve | None = table.get(FIELD_OF[kind])
+    if given is not None or _peak_of(kind) not in table:
+        return given
+    return Curve(((table[_peak_of(kind)] * efficiency[FIELD_OF[kind]], 1.0),))
+
+
+def _peak_of(kind: Kind) -> str:
+    return "peak_gbs" if kind in OF_BYTES else "peak_tflops"
+
+
+def _link(table: Mapping[str, Any], path: Path) -> Link:
+    _require(table, ("source", "latency_us", "bandwidth_gbs"), f"link.{table['name']}", path)
+    usual = Link("", "", 0, 1)
+    return Link(
+        table["name"], table["source"], table["latency_us"], table["bandwidth_gbs"],
+        message=table.get("message_us", usual.message), shared=table.get("shared", usual.shared),
+    )  # fmt: skip
+
+
+def _require(table: Table, fields: tuple[str, ...], where: str, path: Path) -> None:
+    missing = [field for field in fields if field not in table]
+    if missing:
+        raise ValueError(f"{path}: {where} is new and has no {' and no '.join(missing)}")

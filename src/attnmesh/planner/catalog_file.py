@@ -1,0 +1,237 @@
+"""What to say about a name that is not known."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from difflib import get_close_matches
+from math import isfinite
+from pathlib import Path
+
+from attnmesh.planner.hardware import KINDS, OF_BYTES, Curve, Device, Kind, Link, Wiring
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> ValueError:
+    """The error for a name that none of the known ones is: the nearest of them, then all."""
+    names = sorted(known)
+    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    return ValueError(f"unknown {what} {name!r}.{meant} Known: {', '.join(names)}")
+
+
+Value = str | bool | int | float | Curve
+Table = Mapping[str, Value]
+
+FIELD_OF: dict[Kind, str] = {kind: kind.replace(" ", "_") for kind in KINDS}
+SQUARES_OF: dict[Kind, str] = {
+    "attention": "causal_attention",
+    "attention backward": "causal_attention_backward",
+}
+
+# Decimal places between the units of files and seconds, bytes, operations.
+GIGA, MILLI, MICRO = 9, -3, -6
+
+
+def rate_places(kind: Kind) -> int:
+    """Of a kernel's rate: GB/s or TFLOP/s."""
+    return 9 if kind in OF_BYTES else 12
+
+
+def size_places(kind: Kind) -> int:
+    """Of the size of a sample: MB or GFLOP. Over milliseconds they are the units of rates."""
+    return 6 if kind in OF_BYTES else 9
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a file says: the fields of each device and link that it names, and efficiencies by kind.
+
+    Fields have their names in the file, values are in seconds, bytes and operations. Devices and links are kept by
+    their names in small letters; the field `name` has them as written.
+    """
+
+    device: Mapping[str, Table] = field(default_factory=dict)
+    link: Mapping[str, Table] = field(default_factory=dict)
+    efficiency: Table = field(default_factory=dict)
+
+
+def read_tables(path: Path) -> Tables:
+    """The tables of a file; ValueError names the file, the field, what it has and what it must have."""
+    try:
+        whole = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    for name in whole:
+        if name not in ("device", "link", "efficiency"):
+            raise unknown(f"table in {path}:", name, ("device", "link", "efficiency"))
+    return Tables(
+        device=_named(whole.get("device", {}), "device", _DEVICE, path),
+        link=_named(whole.get("link", {}), "link", _LINK, path),
+        efficiency=_fields(whole.get("efficiency", {}), "efficiency", _EFFICIENCY, path),
+    )
+
+
+@dataclass(frozen=True)
+class _Field:
+    """How a field is read; `read` gives None where it is not what is allowed."""
+
+    allowed: str
+    read: Callable[[object], Value | None]
+
+
+def _named(tables: object, what: str, known: Mapping[str, _Field], path: Path) -> dict[str, Table]:
+    if not isinstance(tables, dict):
+        raise ValueError(f"{path}: {what} must be tables, [{what}.NAME], got {tables!r}")
+    return {
+        name.lower(): {"name": name, **_fields(fields, f"{what}.{name}", known, path)}
+        for name, fields in tables.items()
+    }
+
+
+def _fields(fields: object, where: str, known: Mapping[str, _Field], path: Path) -> dict[str, Value]:
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: {where} must be a table, got {fields!r}")
+    read: dict[str, Value] = {}
+    for name, given in fields.items():
+        if name not in known:
+            raise unknown(f"field of {where} in {path}:", name, known)
+        value = known[name].read(given)
+        if value is None:
+            raise ValueError(f"{path}: {where}.{name} must be {known[name].allowed}, got {_shown(given)}")
+        read[name] = value
+    return read
+
+
+def _shown(given: object) -> str:
+    if isinstance(given, list):
+        return f"[{', '.join(map(_shown, given))}]"
+    return str(given) if isinstance(given, Decimal) else repr(given)
+
+
+def _text(given: object) -> str | None:
+    return given if isinstance(given, str) and given else None
+
+
+def _flag(given: object) -> bool | None:
+    return given if isinstance(given, bool) else None
+
+
+def _whole(given: object) -> int | None:
+    return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
+
+
+def _number(given: object, places: int) -> float | None:
+    """A number of at least 0, `places` decimal places larger than it is written."""
+    if isinstance(given, bool) or not isinstance(given, int | Decimal) or not Decimal(given).is_finite():
+        return None
+    value = float(Decimal(given).scaleb(places))
+    return value if value >= 0 and isfinite(value) else None
+
+
+def _above_0(places: int) -> _Field:
+    return _Field("a number above 0", lambda given: _number(given, places) or None)
+
+
+def _at_least_0(places: int) -> _Field:
+    return _Field("a number of at least 0", lambda given: _number(given, places))
+
+
+def _share(given: object) -> float | None:
+    share = _number(given, 0)
+    return share if share is not None and 0 < share <= 1 else None
+
+
+def _curve(kind: Kind) -> _Field:
+    units = ("GB/s", "[MB, ms]") if kind in OF_BYTES else ("TFLOP/s", "[GFLOP, ms]")
+
+    def samples(given: object) -> list[tuple[float | None, float | None]]:
+        if not isinstance(given, list):
+            return [(_number(given, rate_places(kind)), 1.0)]  # a rate is what one second does
+        pairs = [pair if isinstance(pair, list) and len(pair) == 2 else (None, None) for pair in given]
+        return [(_number(size, size_places(kind)), _number(time, MILLI)) for size, time in pairs]
+
+    def read(given: object) -> Curve | None:
+        try:
+            return Curve(tuple((size or 0, seconds or 0) for size, seconds in samples(given)))
+        except ValueError:  # none, not above 0, or not ascending
+            return None
+
+    return _Field(f"a rate in {units[0]}, or samples {units[1]} above 0, ascending in size", read)
+
+
+_DEVICE: dict[str, _Field] = {
+    "source": _Field("text", _text),
+    "memory_gb": _above_0(GIGA),
+    "launch_us": _above_0(MICRO),
+    "round_us": _at_least_0(MICRO),
+    "peak_tflops": _above_0(12),
+    "peak_gbs": _above_0(GIGA),
+    "near": _Field("the name of a link", _text),
+    "far": _Field("the name of a link", _text),
+    "node": _Field("a whole number above 0", _whole),
+    "rails": _Field("a whole number above 0", _whole),
+    "cores": _Field("a whole number above 0", _whole),
+    **{FIELD_OF[kind]: _curve(kind) for kind in KINDS},
+    **{name: _curve(kind) for kind, name in SQUARES_OF.items()},
+}
+_LINK: dict[str, _Field] = {
+    "source": _Field("text", _text),
+    "bandwidth_gbs": _above_0(GIGA),
+    "latency_us": _at_least_0(MICRO),
+    "message_us": _at_least_0(MICRO),
+    "shared": _Field("true or false", _flag),
+}
+_EFFICIENCY: dict[str, _Field] = {FIELD_OF[kind]: _Field("a number above 0, at most 1", _share) for kind in KINDS}
+
+
+def as_toml(device: Device, links: Iterable[Link] = (), wiring: Wiring | None = None) -> str:
+    """A file that says a device, links, and how the device is wired.
+
+    Read back, it gives equal objects. (If the catalogue has a device of that name already, it keeps what is not said
+    here: kinds of kernels that `device` has no curve for.)
+    """
+    lines = [
+        f"[device.{_quoted(device.name)}]",
+        f"source = {_quoted(device.source)}",
+        f"memory_gb = {_moved(device.memory, -GIGA)}",
+        f"launch_us = {_moved(device.launch, -MICRO)}",
+    ]
+    if device.cores is not None:
+        lines.append(f"cores = {device.cores}")
+    if device.round:
+        lines.append(f"round_us = {_moved(device.round, -MICRO)}")
+    for name, value in vars(wiring or Wiring()).items():
+        if value is not None:
+            lines.append(f"{name} = {_quoted(value) if isinstance(value, str) else value}")
+    lines += [_curve_catalog_write(FIELD_OF[kind], kind, curve) for kind, curve in device.curves]
+    lines += [_curve_catalog_write(SQUARES_OF[kind], kind, curve) for kind, curve in device.squares]
+    for link in links:
+        lines += [
+            "",
+            f"[link.{_quoted(link.name)}]",
+            f"source = {_quoted(link.source)}",
+            f"bandwidth_gbs = {_moved(link.bandwidth, -GIGA)}",
+            f"latency_us = {_moved(link.latency, -MICRO)}",
+            f"message_us = {_moved(link.message, -MICRO)}",
+            f"shared = {str(link.shared).lower()}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _curve_catalog_write(field: str, kind: Kind, curve: Curve) -> str:
+    samples = (f"[{_moved(size, -size_places(kind))}, {_moved(time, -MILLI)}]" for size, time in curve.samples)
+    return f"{field} = [{', '.join(samples)}]  # [{'MB' if kind in OF_BYTES else 'GFLOP'}, ms]"
+
+
+def _moved(value: float, places: int) -> str:
+    text = format(Decimal(repr(float(value))).scaleb(places), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's strings are TOML's but for this one

@@ -1,1 +1,0 @@
-"""Devices and links by name."""

@@ -1,0 +1,243 @@
+"""A program run a round at a time, all ranks at once: what `plan.events` finds, for thousands of ranks.
+
+Where events follow every change, this fixes a message's rate when its round begins (see `plan.port_shares`). A message
+starts when both ends have posted it, sends of a rank one after another. Where no two messages meet on a port, as in a
+ring, this is exact. Shared cores are divided as if the ranks of a node began the round at once.
+
+A bundle begins for a group when the last of its ranks has posted it, and is over for all of them at once: when the
+busiest of their ports has passed its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnmesh.plan.program import Bundle, Ints, Messages, Program, Round
+from attnmesh.planner.hardware import Cluster, Floats
+from attnmesh.planner.simulator.network import Network, PortShares, Routes, Slow, UnderWay, sums
+from attnmesh.planner.simulator.record import Record, beside_kernels, timed
+
+NEVER = -np.inf
+TINY = 1e-300  # seconds, for what takes none
+REMEMBERED = 4  # exchanges whose routes are kept, in case the next have the same ends: a ring's always do
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """The routes of an exchange, and what follows from them."""
+
+    routes: Routes
+    users: Ints  # by port
+    place: Floats  # seconds after the rank's first send
+    gaps: Floats  # by rank: seconds that it takes to start all of its sends
+    once: tuple[bool, bool]  # whether no rank has two sends, and none two receives
+
+    @staticmethod
+    def of(messages: Messages, network: Network) -> _Paths:
+        routes = network.routes(messages)
+        users = np.bincount(routes.out, minlength=network.ports) + np.bincount(routes.into, minlength=network.ports)
+        sends, receives = (np.bincount(ranks, minlength=network.world) for ranks in (routes.source, routes.target))
+        once = bool(sends.max(initial=0) <= 1), bool(receives.max(initial=0) <= 1)
+        gaps = sums(routes.source, routes.message, network.world)
+        place = np.zeros(len(messages))
+        if not once[0]:
+            order = np.argsort(routes.source, kind="stable")
+            before = np.cumsum(routes.message[order]) - routes.message[order]
+            ranks = routes.source[order]
+            first = np.flatnonzero(np.r_[True, ranks[1:] != ranks[:-1]])
+            place[order] = before - np.repeat(before[first], np.diff(np.r_[first, len(ranks)]))
+        return _Paths(routes, users, place, gaps, once)
+
+    def fits(self, messages: Messages) -> bool:
+        """Whether these messages have the same ends."""
+        return np.array_equal(self.routes.source, messages.source) and np.array_equal(
+            self.routes.target, messages.target
+        )
+
+
+class _Waves:
+    def __init__(self, program: Program, cluster: Cluster, slow: Slow, keep: Collection[int]) -> None:
+        world = program.world
+        self.program, self.cluster, self.world = program, cluster, world
+        self.network = Network(cluster, world, slow)
+        self.slower = slow.computing(world)
+        self.record = Record(world, keep)
+        self.now = np.zeros(world)
+        self.free = np.zeros(world)  # when a rank can start its next send
+        self.done: dict[str, Floats] = {}  # by exchange: when a rank's messages are done, NEVER if it has none
+        self.seen: set[str] = set()
+        self.under_way: list[UnderWay] = []
+        self.recent: list[_Paths] = []
+
+    def run(self) -> Record:
+        record = self.record
+        for round_ in self.program.rounds():
+            self.start(round_)
+            worked = self.work(round_)
+            after = self.wait(worked, round_.waits, round_)
+            record.waited += after - worked
+            self.now = after
+        end = self.wait(self.now, tuple(self.done), None)
+        record.waited += end - self.now
+        record.finish = end
+        return record
+
+    def work(self, round_: Round) -> Floats:
+        """When every rank has computed."""
+        work = timed(round_.work, self.cluster, self.slower)
+        seconds: Floats = sum((part.seconds for part in work), np.zeros(self.world))
+        seconds = seconds + beside_kernels(round_, seconds, self.cluster) * self.slower
+        if not seconds.any():
+            return self.now
+        if self.cluster.device.cores is not None:
+            seconds = self.on_shared_cores(seconds, self.cluster.device.cores)
+        worked: Floats = self.now + seconds
+        self.record.computed += seconds
+        for rank in self.record.keep:
+            if seconds[rank] > 0:
+                self.record.computing(rank, round_.name, work, float(self.now[rank]), float(worked[rank]))
+        return worked
+
+    def on_shared_cores(self, seconds: Floats, cores: int) -> Floats:
+        """What work takes, begun at once by the ranks of a node, that would take `seconds` on a core of its own."""
+        node = self.network.node
+        ranks = np.bincount(node)
+        order = np.lexsort((seconds, node))  # the shortest of a node first; all that are left share the cores till then
+        place = np.arange(self.world) - (np.cumsum(ranks) - ranks)[node]
+        more = np.diff(seconds[order], prepend=0.0)
+        more[place == 0] = seconds[order][place == 0]
+        until = np.cumsum(more * np.maximum((ranks[node] - place) / cores, 1.0))
+        before = np.r_[0.0, until[:-1]][place == 0]
+        shared = np.empty(self.world)
+        shared[order] = until - before[node]
+        return shared
+
+    def wait(self, since: Floats, names: tuple[str, ...], round_: Round | None) -> Floats:
+        """When every rank has the exchanges of these names done."""
+        until = since
+        for name in names:
+            if name not in self.seen:
+                where = round_.name if round_ else "at the end"
+                raise ValueError(f"round {where!r} waits for {name!r}, which no round has started")
+            if name in self.done:  # otherwise it was waited for before
+                until = np.maximum(until, self.done.pop(name))
+        for rank in self.record.keep:
+            shown = names if round_ else ("the rest",)
+            self.record.waiting(rank, shown, float(since[rank]), float(until[rank]))
+        return until
+
+    def start(self, round_: Round) -> None:
+        """Start a round's exchanges, all at once: they share ports with one another and with what is under way."""
+        if not round_.starts:
+            return
+        self.under_way = [still for these in self.under_way if (still := these.still(self.now))]
+        ports = PortShares(self.network, self.now, self.under_way)
+        paths: dict[str, _Paths] = {}
+        begins: dict[str, Floats] = {}
+        loads: dict[str, Floats] = {}
+        for name, exchange in round_.starts.items():
+            if name in self.seen:
+                raise ValueError(f"names of exchanges must be unique in a program, got {name!r} twice")
+            self.seen.add(name)
+            if isinstance(exchange, Bundle):
+                loads[name] = self.load(exchange)
+                ports.put_bundle(loads[name])
+            else:
+                paths[name] = self.paths(exchange)
+                begins[name] = self.begins(paths[name])
+                ports.put(paths[name].routes, paths[name].users, begins[name], exchange.nbytes)
+        for name, exchange in round_.starts.items():
+            if isinstance(exchange, Bundle):
+                self.done[name] = self.bundle(name, exchange, loads[name], ports)
+            else:
+                self.done[name] = self.messages(name, exchange, paths[name], begins[name], ports)
+
+    def paths(self, messages: Messages) -> _Paths:
+        for i, known in enumerate(self.recent):
+            if known.fits(messages):
+                self.recent.insert(0, self.recent.pop(i))
+                return known
+        self.recent = [_Paths.of(messages, self.network), *self.recent[: REMEMBERED - 1]]
+        return self.recent[0]
+
+    def begins(self, paths: _Paths) -> Floats:
+        """When the messages of an exchange start."""
+        posted = np.maximum(self.now, self.free)
+        self.free = np.where(paths.gaps > 0, posted + paths.gaps, self.free)
+        return np.maximum(posted[paths.routes.source] + paths.place, self.now[paths.routes.target])
+
+    def messages(self, name: str, messages: Messages, paths: _Paths, begin: Floats, ports: PortShares) -> Floats:
+        """When the messages of an exchange are done, by rank."""
+        routes = paths.routes
+        source, target = routes.source, routes.target
+        left = ports.left(routes, begin, messages.nbytes)
+        there = left + routes.latency
+        done = np.full(self.world, NEVER)
+        for ranks, at, once in ((source, left, paths.once[0]), (target, there, paths.once[1])):
+            if once:
+                done[ranks] = np.maximum(done[ranks], at)
+            else:
+                np.maximum.at(done, ranks, at)
+        rate = messages.nbytes / np.maximum(left - begin, TINY)
+        self.under_way += [UnderWay(routes.out, source, left, rate), UnderWay(routes.into, target, left, rate)]
+        if self.record.keep:
+            kept = self.record.kept
+            for i in np.flatnonzero(kept[source] | kept[target]).tolist():
+                link = self.cluster.near if routes.near[i] else self.cluster.far
+                ends = int(source[i]), int(target[i])
+                times = float(begin[i]), float(left[i]), float(there[i])
+                self.record.message(name, *ends, int(messages.nbytes[i]), link.name, *times)
+        return done
+
+    def load(self, bundle: Bundle) -> Floats:
+        """Bytes by port."""
+        network = self.network
+        near = ((network.near_out, bundle.near_out), (network.near_in, bundle.near_in))
+        far = ((network.far_out, bundle.far_out), (network.far_in, bundle.far_in))
+        return sum(
+            (sums(ports, nbytes, network.ports) for ports, nbytes in (*near, *far)),
+            np.zeros(network.ports),
+        )
+
+    def bundle(self, name: str, bundle: Bundle, load: Floats, ports: PortShares) -> Floats:
+        """When a bundle is done, by rank."""
+        network, near, far = self.network, self.cluster.near, self.cluster.far
+        seconds = ports.bundle_seconds(load)
+        is_near = (bundle.near_out > 0) | (bundle.near_in > 0)
+        is_far = (bundle.far_out > 0) | (bundle.far_in > 0)
+        part = is_near | is_far
+        passing = np.zeros(self.world)
+        for used, nbytes in (
+            (network.near_out, bundle.near_out),
+            (network.near_in, bundle.near_in),
+            (network.far_out, bundle.far_out),
+            (network.far_in, bundle.far_in),
+        ):
+            passing = np.maximum(passing, np.where(nbytes > 0, seconds[used], 0.0))
+        gap = np.maximum(np.where(is_near, near.message, 0.0), np.where(is_far, far.message, 0.0))
+        latency = np.maximum(np.where(is_near, near.latency, 0.0), np.where(is_far, far.latency, 0.0))
+        taking = passing + bundle.sends * gap + latency
+        groups, group = np.unique(bundle.group, return_inverse=True)
+        begin, longest = np.full(len(groups), NEVER), np.zeros(len(groups))
+        np.maximum.at(begin, group[part], self.now[part])
+        np.maximum.at(longest, group[part], taking[part])
+        done = np.where(part, (begin + longest)[group], NEVER)
+        for port_of in (network.near_out, network.near_in, network.far_out, network.far_in):
+            # One rank stands for all that use a port: a bundle counts once there.
+            found, owner = np.unique(port_of[part], return_index=True)
+            busy = load[found] > 0
+            found, ranks = found[busy], np.flatnonzero(part)[owner[busy]]
+            rate = load[found] / np.maximum(longest[group[ranks]], TINY)
+            self.under_way.append(UnderWay(found, ranks, done[ranks], rate))
+        for rank in self.record.keep:
+            if part[rank]:
+                self.record.bundle(name, rank, bundle, float(begin[group[rank]]), float(done[rank]))
+        return done
+
+
+def run_waves(program: Program, cluster: Cluster, slow: Slow, keep: Collection[int] = ()) -> Record:
+    """Run a program on a cluster, a round at a time."""
+    return _Waves(program, cluster, slow, keep).run()

@@ -1,0 +1,318 @@
+"""Process groups: the same verbs between real processes, and no hang when one of them fails."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from attnmesh.comm import Comm, CommError, comm_from, run_virtual
+from helpers.processes import Died, Raised, run_processes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn]
+
+
+# Every verb, on real and on virtual ranks.
+
+
+def every_verb(comm: Comm) -> dict[str, object]:
+    rank, world = comm.rank, comm.world
+    after, before = (rank + 1) % world, (rank - 1) % world
+    random = torch.Generator().manual_seed(rank)  # virtual ranks share the global one
+    seen: dict[str, object] = {}
+
+    for dtype in DTYPES:
+        small, large = torch.ones(3).to(dtype), torch.full((2, 2), float(rank)).to(dtype)
+        got_small, got_large = torch.empty_like(small), torch.empty_like(large)
+        comm.exchange([(small, after), (large, after)], [(got_small, before), (got_large, before)]).wait()
+        seen[f"exchange {dtype}"] = [got_small.float().tolist(), got_large.float().tolist()]
+    comm.exchange([], []).wait()
+
+    x = torch.randn(rank, 3, generator=random)
+    seen["all_gather"] = [part.tolist() for part in comm.all_gather(x, [(i, 3) for i in range(world)])]
+    view = torch.arange(6.0).view(2, 3).t() + rank
+    seen["all_gather of a view"] = [part.tolist() for part in comm.all_gather(view, [(3, 2)] * world)]
+    nothing = comm.all_gather(torch.empty(0, 2), [(0, 2)] * world)
+    seen["all_gather of nothing"] = [tuple(part.shape) for part in nothing]
+    parts = [torch.full((rank, i), float(10 * rank + i), requires_grad=True) for i in range(world)]
+    seen["all_to_all"] = [part.tolist() for part in comm.all_to_all(parts, [(i, rank) for i in range(world)])]
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        total = comm.all_reduce((torch.randn(7, 3, generator=random) * 100).to(dtype))
+        seen[f"all_reduce {dtype}"] = total.tolist()
+    seen["all_reduce of nothing"] = comm.all_reduce(torch.empty(0)).tolist()
+    comm.barrier()
+    seen["traffic"] = dict(comm.traffic.by_op)
+    return seen
+
+
+def misused(comm: Comm) -> None:
+    with pytest.raises(ValueError, match="peer must be another rank"):
+        comm.exchange([(torch.zeros(1), comm.rank)], [])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        comm.exchange([(torch.zeros(2, 3).t(), (comm.rank + 1) % comm.world)], [])
+    with pytest.raises(ValueError, match=r"cannot carry meta tensors, only cpu \(gloo\), cuda \(gloo\)"):
+        comm.exchange([(torch.zeros(1, device="meta"), (comm.rank + 1) % comm.world)], [])
+
+
+def agreements(comm: Comm) -> None:
+    for _ in range(2):
+        comm.agree("ring", {"shape": (1, 2), "dtype": torch.float32})
+    with pytest.raises(ValueError, match=r"^ring: ranks disagree: n is 0 on ranks 0, 1 but 1 on rank 2$"):
+        comm.agree("ring", {"n": comm.rank // 2})
+    with pytest.raises(ValueError, match=r"different operations: a\(\) on ranks 0, 2 but b\(\) on rank 1$"):
+        comm.agree("aba"[comm.rank], {})
+    for guilty in range(comm.world):
+        with pytest.raises(ValueError, match=rf"^ring: k is short \(on rank {guilty}\)$"):
+            comm.agree("ring", {"n": 1}, error="k is short" if comm.rank == guilty else None)
+    comm.agree("ring", {"n": 1})
+
+
+def subsets(comm: Comm) -> None:
+    """Ranks of a comm are ranks of its group, wherever they are in the world."""
+    members = [2, 0]
+    group = dist.new_group(members)
+    if comm.rank not in members:
+        with pytest.raises(ValueError, match="not a member"):
+            comm_from(group)
+        return
+    pair = comm_from(group)
+    assert pair is comm_from(group)
+    assert pair is not comm
+    assert (pair.rank, pair.world) == (dist.get_group_rank(group, comm.rank), 2)
+    got = torch.empty(1)
+    pair.exchange([(torch.tensor([float(comm.rank)]), 1 - pair.rank)], [(got, 1 - pair.rank)]).wait()
+    assert got.item() == 2 - comm.rank
+    assert pair.all_reduce(torch.tensor([comm.rank])).item() == 2
+    with pytest.raises(ValueError, match="n is 0 on rank 0 but 1 on rank 1"):
+        pair.agree("op", {"n": pair.rank})
+
+
+def meshes(comm: Comm) -> None:
+    mesh = init_device_mesh("cpu", (1, comm.world), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(ValueError, match=r"one-dimensional, got 2 dimensions \('dp', 'cp'\).*mesh\[\"cp\"\]"):
+        comm_from(mesh)
+    along = comm_from(mesh["cp"])
+    assert along is comm_from(mesh["cp"])
+    assert (along.rank, along.world) == (comm.rank, comm.world)
+    assert along.all_reduce(torch.ones(1)).item() == comm.world
+    alone = comm_from(mesh["dp"])
+    assert (alone.rank, alone.world) == (0, 1)
+    alone.agree("op", {"n": comm.rank})
+    assert alone.all_reduce(torch.ones(1)).item() == 1
+
+
+def padded_all_gather(comm: Comm) -> None:
+    """NCCL's way, which gloo can show as well."""
+    shapes = [(0,), (2, 2), (3,)]
+    got = comm._padded_all_gather(torch.full(shapes[comm.rank], float(comm.rank)), shapes)
+    for i, shape in enumerate(shapes):
+        assert torch.equal(got[i], torch.full(shape, float(i)))
+
+
+def reinitialised(comm: Comm) -> None:
+    """A new default group gets a new comm; the old one says what became of it."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, world = comm.rank, comm.world
+    assert comm_from(None) is comm
+    comm.agree("before", {"n": 1})
+    dist.destroy_process_group()
+    assert comm_from(None).world == 1
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+    fresh = comm_from(None, timeout=20)
+    assert fresh is not comm
+    assert fresh is comm_from(dist.group.WORLD)
+    with pytest.raises(CommError, match="process group of this comm has been destroyed"):
+        comm.barrier()
+    with pytest.raises(ValueError, match="n is 0 on rank 0 but 1 on rank 1 but 2 on rank 2"):
+        fresh.agree("after", {"n": rank})
+    assert fresh.all_reduce(torch.ones(1)).item() == world
+
+
+def all_that_works(comm: Comm) -> dict[str, object]:
+    comm.timeout = 20
+    seen = every_verb(comm)
+    misused(comm)
+    agreements(comm)
+    subsets(comm)
+    meshes(comm)
+    padded_all_gather(comm)
+    reinitialised(comm)
+    return seen
+
+
+def test_real_ranks_do_what_virtual_ranks_do():
+    """Bit for bit, sums and traffic included."""
+    assert run_processes(3, all_that_works) == run_virtual(3, every_verb)
+
+
+# Failures.
+
+
+def timed(action) -> tuple[str, float]:
+    """The CommError that must come, and the seconds it took."""
+    started = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        action()
+    return str(caught.value), time.monotonic() - started
+
+
+def late_in_exchange(comm: Comm) -> tuple[str, float] | None:
+    """Rank 1 sleeps past the others' patience; rank 2, which waits for nobody, is not disturbed."""
+    comm = comm_from(dist.new_group(), timeout=1)
+    comm.agree("ring", {"n": 1})
+    if comm.rank == 2:
+        return None
+    if comm.rank == 1:
+        time.sleep(2.4)
+    first = timed(lambda: comm.exchange([], [(torch.empty(3), 1 - comm.rank)]).wait())
+    again, _ = timed(comm.barrier)
+    assert again.startswith("this comm has failed before: rank")
+    return first
+
+
+def late_to_agree(comm: Comm) -> tuple[str, float]:
+    comm = comm_from(dist.new_group(), timeout=1)
+    if comm.rank == 1:
+        time.sleep(2.4)
+    return timed(lambda: comm.agree("ring", {"n": 7}))
+
+
+def remembered_and_new(comm: Comm) -> tuple[str, float]:
+    comm = comm_from(dist.new_group(), timeout=3)
+    comm.agree("ring", {"n": 1})
+
+    def go() -> None:
+        comm.agree("ring", {"n": 2 if comm.rank == 1 else 1})
+        comm.barrier()
+
+    return timed(go)
+
+
+def fails_out_loud(comm: Comm) -> tuple[str, float] | None:
+    comm = comm_from(dist.new_group(), timeout=20)
+    comm.agree("ring", {"n": 1})
+    comm.barrier()
+    if comm.rank == 1:
+        comm.fail("out of memory")
+        return None
+    return timed(lambda: comm.agree("ring", {"n": 2}))
+
+
+def all_that_fails(comm: Comm) -> dict[str, tuple[str, float] | None]:
+    scenes = late_in_exchange, late_to_agree, remembered_and_new, fails_out_loud
+    return {scene.__name__: scene(comm) for scene in scenes}
+
+
+@pytest.mark.slow
+def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
+    ranks = run_processes(3, all_that_fails, timeout=120)  # a busy machine takes its time
+
+    message, seconds = ranks[0]["late_in_exchange"]
+    assert message.startswith("rank 0 failed in exchange (ring) while receiving 12 bytes from rank 1: Timed out")
+    assert seconds < 4
+    assert "rank 0 failed in exchange (ring)" in ranks[1]["late_in_exchange"][0]
+
+    for rank in (0, 2):
+        message, seconds = ranks[rank]["late_to_agree"]
+        assert message.startswith(f"rank {rank} was about to start ring(n=7), but")
+        assert "rank 1 did not arrive to agree within 1 s" in message
+        assert seconds < 4
+    assert "failed: rank 0 was about to start ring(n=7)" in ranks[1]["late_to_agree"][0]
+
+    for rank in (0, 2):
+        message, seconds = ranks[rank]["remembered_and_new"]
+        assert f"rank {rank} failed in barrier (ring) while" in message
+        assert seconds < 7
+    assert any("rank 1 wants to agree on ring(n=2)" in ranks[rank]["remembered_and_new"][0] for rank in (0, 2))
+    message, seconds = ranks[1]["remembered_and_new"]
+    assert message.startswith("rank 1 was about to start ring(n=2), but")
+    assert seconds < 7
+
+    for rank in (0, 2):
+        message, seconds = ranks[rank]["fails_out_loud"]
+        assert message.startswith("rank ")
+        assert "rank 1 failed: out of memory" in message
+        assert seconds < 5
+
+
+def one_leaves(comm: Comm, how: str) -> tuple[str, float]:
+    comm.timeout = 10
+    comm.agree("ring", {"n": 1})
+    if comm.rank == 1:
+        if how == "dies":
+            os._exit(7)
+        if how == "raises":
+            raise ZeroDivisionError("my fault")
+        comm.agree("ring", {"n": 1}, error="k is short")
+    peer = 1
+    return timed(lambda: comm.exchange([(torch.ones(1 << 20), peer)], [(torch.empty(1 << 20), peer)]).wait())
+
+
+@pytest.mark.parametrize("how", ["dies", "raises", "refuses"])
+def test_a_rank_that_leaves_makes_the_others_raise_at_once(how):
+    first, gone, third = run_processes(3, one_leaves, how, strict=False)
+    for rank, (message, seconds) in ((0, first), (2, third)):
+        assert f"rank {rank} failed in exchange (ring) while" in message
+        assert "4194304 bytes" in message
+        assert seconds < 5
+    if how == "dies":
+        assert gone == Died(7)
+    elif how == "raises":
+        assert isinstance(gone, Raised)
+        assert gone.type == "ZeroDivisionError"
+    else:
+        assert (gone.type, gone.message) == ("ValueError", "ring: k is short (on rank 1)")
+        assert "rank 1 is about to start ring(n=1) with error: k is short" in first[0]
+
+
+def killed_before_agreeing(comm: Comm) -> tuple[str, float]:
+    comm.timeout = 1
+    if comm.rank == 1:
+        os.kill(os.getpid(), 9)
+    return timed(lambda: comm.agree("ring", {"n": 1}))
+
+
+def test_a_rank_killed_before_an_agreement_is_missed_within_the_timeout():
+    (message, seconds), gone = run_processes(2, killed_before_agreeing, strict=False)
+    assert gone == Died(-9)
+    assert "rank 0 was about to start ring(n=1), but rank 1 did not arrive to agree within 1 s" in message
+    assert seconds < 3
+
+
+def staged_cuda(comm: Comm) -> bool:
+    comm.timeout = 30
+    torch.cuda.set_device(0)
+    x = torch.full((1000,), float(comm.rank), device="cuda")
+    got = torch.empty_like(x)
+    peer = 1 - comm.rank
+    comm.exchange([(x, peer)], [(got, peer)]).wait()
+    gathered = comm.all_gather(x[: comm.rank], [(0,), (1,)])
+    total = comm.all_reduce(x)
+    return bool((got == peer).all() and gathered[1].item() == 1 and (total == 1).all() and total.is_cuda)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_tensors_travel_over_gloo():
+    assert run_processes(2, staged_cuda) == [True, True]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nccl_in_a_world_of_one():
+    """One GPU holds one NCCL rank: enough to see that the native calls are made as NCCL wants them."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        comm = comm_from(None)
+        x = torch.randn(5, device="cuda", dtype=torch.bfloat16)
+        comm._warm_up_nccl()
+        comm.agree("op", {"n": 1})
+        assert torch.equal(comm.all_gather(x, [(5,)])[0], x)
+        assert torch.equal(comm.all_reduce(x), x)
+        comm.barrier()
+        with pytest.raises(ValueError, match=r"cannot carry cpu tensors, only cuda \(nccl\)"):
+            comm.all_reduce(torch.zeros(1))
+    finally:
+        dist.destroy_process_group()

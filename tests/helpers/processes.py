@@ -1,0 +1,104 @@
+"""Ranks as processes over gloo, started, monitored and ended by the test."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attnmesh.comm import comm_from
+
+# A fork server imports torch once for all tests of a session; its forks start in milliseconds, not seconds.
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "attnmesh.comm"])
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception of a rank, as text, because not every exception can be pickled."""
+
+    type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Died:
+    """The exit code of a rank that ended without a result."""
+
+    exitcode: int | None
+
+
+def run_processes(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, strict: bool = True
+) -> list[Any]:
+    """Run `fn(comm, *args)` on `world` gloo processes of one thread and return the results in rank order.
+
+    `fn` lives at the top of a module. With `strict`, a rank that raises or dies fails the test at once, with
+    the rank's own traceback; without it, its result is `Raised` or `Died`. After `timeout` seconds all
+    processes are killed and TimeoutError is raised.
+    """
+    # The test serves the store: it takes a free port for sure, and outlives every rank.
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    pipes: list[Connection] = []
+    processes = []
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        for rank in range(world):
+            ours, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(target=_rank_main, args=(theirs, rank, world, store.port, fn, args), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        while len(results) < world:
+            waiting = {pipes[rank]: rank for rank in range(world) if rank not in results}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting.values())} had no result after {timeout} s")
+            for pipe in ready:
+                rank = waiting[pipe]
+                results[rank] = _result(pipe, processes[rank])
+                if strict and isinstance(results[rank], Raised):
+                    raise AssertionError(f"rank {rank} raised:\n{results[rank].traceback}")
+                if strict and isinstance(results[rank], Died):
+                    raise AssertionError(f"rank {rank} died with exit code {results[rank].exitcode}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [results[rank] for rank in range(world)]
+
+
+def _result(pipe: Connection, process: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join(10)
+        return Died(process.exitcode)
+
+
+def _rank_main(
+    pipe: Connection, rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+        limit = timedelta(seconds=30)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        result = fn(comm_from(None), *args)
+    except BaseException as error:
+        pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
+        os._exit(1)  # at once, as a program with an uncaught exception would
+    pipe.send(result)
+    time.sleep(3600)  # a peer may still read what this rank sent: the test ends it when all are done

@@ -1,0 +1,119 @@
+"""Compile kernels for Hopper on a machine without a GPU.
+
+A subprocess runs the launchers with a driver that reports "sm_90", stops each launch after its compilation, and reads
+the machine code. (A subprocess, because Triton interprets kernels in the tests' own process.)
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+SHARED_MEMORY = 227 * 1024  # of one program on sm_90
+
+
+def compiled_for_hopper(test_file: str, cases: list[tuple], processes: int = 2) -> list[dict]:
+    """Run `launch(*case)` of a test file for every case; returns the resources of each kernel that was launched.
+
+    Compiling takes all the time, and test machines have two cores: more processes do not help.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    shares = [cases[i::processes] for i in range(min(processes, len(cases)))]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, __file__, test_file, json.dumps(share)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for share in shares
+    ]  # fmt: skip
+    lines = []
+    for run in runs:
+        out, err = run.communicate()
+        assert run.returncode == 0, err
+        lines += out.splitlines()
+    kernels = [json.loads(line) for line in lines]
+    for kernel in kernels:
+        kernel["case"] = tuple(kernel["case"])
+    launched = [kernel["case"] for kernel in kernels]
+    assert all(case in launched for case in cases), "a case launched nothing"
+    return kernels
+
+
+def tolerated_spills(kernel: dict) -> int:
+    """Return the bytes that a kernel may spill.
+
+    Far from 255 registers the assembler may still push out a few values, to fit one more program on a processor:
+    that costs nothing. At the limit one address (8 bytes) is tolerated; more means the tiles are too large.
+    """
+    return 32 if kernel["registers"] <= 168 else 8
+
+
+def assert_fit(kernels: list[dict], tolerated: Callable[[dict], int] = tolerated_spills) -> None:
+    misfits = [
+        kernel for kernel in kernels if kernel["spilled"] > tolerated(kernel) or kernel["shared"] > SHARED_MEMORY
+    ]
+    assert not misfits, "\n".join(map(str, misfits))
+
+
+def count(kernel: dict, pattern: str) -> int:
+    """Return how many machine instructions start with the pattern."""
+    return sum(n for name, n in kernel["instructions"].items() if re.match(pattern, name))
+
+
+def compile_launches(test_file: str, cases: list[list]) -> None:
+    """Print a line of JSON for every kernel; runs in the subprocess."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Hopper:
+        """A GPU driver, as far as compiling needs one."""
+
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 0)
+
+    def compile_only(kernel, *args, warmup, **options):
+        binary = launch(kernel, *args, warmup=True, **options)
+        report = {"case": case, "kernel": kernel.fn.__name__} | resources(binary, disassemble=kernel.is_gluon())
+        print(json.dumps(report), flush=True)
+
+    driver.set_active(Hopper())
+    launch, JITFunction.run = JITFunction.run, compile_only
+    sys.path[:0] = [str(Path(test_file).parent), str(Path(__file__).parents[1])]
+    launcher = importlib.import_module(Path(test_file).stem)
+    for case in cases:
+        launcher.launch(*case)
+
+
+def resources(binary, *, disassemble: bool) -> dict:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = tool("cuobjdump", "--dump-resource-usage", file.name)
+        code = tool("nvdisasm", "-c", "-ndf", file.name) if disassemble else ""  # half as long as compiling
+    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage).groups())
+    return {
+        "registers": registers,
+        "spilled": stack + local,  # kernels have no arrays or calls of their own: what lies there was spilled
+        "shared": binary.metadata.shared,
+        "warps": binary.metadata.num_warps,
+        "wgmma": "wgmma.mma_async" in binary.asm["ptx"],
+        "instructions": Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([\w.]+)", code, re.MULTILINE)),
+    }
+
+
+def tool(name: str, *args: str) -> str:
+    import triton
+
+    return subprocess.check_output([Path(triton.__file__).parent / "backends/nvidia/bin" / name, *args], text=True)
+
+
+if __name__ == "__main__":
+    compile_launches(sys.argv[1], json.loads(sys.argv[2]))
