@@ -81,7 +81,7 @@ def test_verify_on_virtual_ranks_finds_everything_right():
         "sparse CP2 gathered zigzag same bits",
     ):
         assert mode in ran.output
-    passed, failed = counts(ran.output)
+    passed, failed = counts(ran.stdout)
     assert passed == len(re.findall(r"\bok\b", ran.output)) >= 36  # 3 layouts, 6 masks, 2 dtypes
     assert failed == 0
     assert "WRONG" not in ran.output
@@ -123,15 +123,15 @@ def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
     assert ran.exit_code == 1
     assert len(re.findall(r"ring auto zigzag \w+ .* fp32 .*WRONG", ran.output)) == 2
     assert not re.search(r"attention .*WRONG", ran.output)
-    assert counts(ran.output) == (ran.output.count(" ok "), ran.output.count("WRONG"))
+    assert counts(ran.stdout) == (ran.stdout.count(" ok "), ran.stdout.count("WRONG"))
 
 
 def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch):
-    monkeypatch.setattr(GradAccumulator, "pour", lambda self, target: None)
+    monkeypatch.setattr(GradAccumulator, "add_to", lambda self, target: None)
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
     assert len(re.findall(r"ring auto zigzag \w+ .*(dk|dv).*WRONG", ran.output)) == 4
-    assert counts(ran.output) == (4, 4)
+    assert counts(ran.stdout) == (4, 4)
 
 
 @pytest.fixture
@@ -171,8 +171,8 @@ def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, one_
     monkeypatch.setattr(place, name, fault(getattr(place, name)))
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    lines = [line for line in ran.output.splitlines() if re.search(r"decode|cache", line)]
-    assert len(lines) == sum(counts(ran.output)) >= 30
+    lines = [line for line in ran.stdout.splitlines() if re.search(r"decode|cache", line)]
+    assert len(lines) == sum(counts(ran.stdout)) >= 30
     found = {line for line in lines if "WRONG" in line}
     assert found == {line for line in lines if re.search(wrong, line)}
 
@@ -211,8 +211,8 @@ def test_verify_sees_a_fault_in_generation_over_ranks(place, name, fault, wrong,
     monkeypatch.setattr(place, name, fault(getattr(place, name)))
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    lines = [line for line in ran.output.splitlines() if "generation" in line]
-    assert len(lines) == sum(counts(ran.output)) >= 15
+    lines = [line for line in ran.stdout.splitlines() if "generation" in line]
+    assert len(lines) == sum(counts(ran.stdout)) >= 15
     found = {line for line in lines if "WRONG" in line}
     assert found == {line for line in lines if re.search(wrong, line)}
     assert found
@@ -254,8 +254,8 @@ def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wron
     monkeypatch.setattr(place, name, fault(getattr(place, name)))
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    lines = [line for line in ran.output.splitlines() if "│ sparse" in line]
-    assert len(lines) == sum(counts(ran.output)) >= 10
+    lines = [line for line in ran.stdout.splitlines() if "│ sparse" in line]
+    assert len(lines) == sum(counts(ran.stdout)) >= 10
     found = {line for line in lines if "WRONG" in line}
     assert found == {line for line in lines if re.search(wrong, line)}
     assert found != set(lines)
@@ -263,7 +263,7 @@ def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wron
 
 @pytest.mark.slow
 def test_a_seed_repeats_a_test_and_another_does_not(few_modes):
-    first, again, other = (run("verify", "--ranks", "2", "--virtual", "--seed", s).output for s in "112")
+    first, again, other = (run("verify", "--ranks", "2", "--virtual", "--seed", s).stdout for s in "112")
     assert first == again
     assert re.findall(r"\de-\d\d", first)
     assert re.findall(r"[\d.]+e-\d\d", first) != re.findall(r"[\d.]+e-\d\d", other)
