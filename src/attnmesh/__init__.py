@@ -1,5 +1,7 @@
 """Exact attention over a mesh of devices."""
 
+from typing import TYPE_CHECKING, Any
+
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Coverage, Documents, Full, Mask, SlidingWindow
@@ -34,7 +36,9 @@ from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.planner.recommend import recommend_sharding
+
+if TYPE_CHECKING:
+    from attnmesh.planner.recommend import recommend_sharding
 
 __version__ = "0.1.0"
 
@@ -102,3 +106,12 @@ __all__ = [
     "shard_inputs",
     "sparse_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the planner on first use: attention with an explicit schedule does not need it."""
+    if name == "recommend_sharding":
+        from attnmesh.planner.recommend import recommend_sharding
+
+        return recommend_sharding
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

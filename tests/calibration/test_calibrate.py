@@ -12,8 +12,9 @@ from attnmesh.calibration import cpu, runs
 from attnmesh.calibration.kernels import KernelSample, kernel_curves, kernel_samples
 from attnmesh.calibration.links import LinkFigures
 from attnmesh.cli.main import app
+from attnmesh.plan.program import KERNEL_KINDS
 from attnmesh.planner.catalog import load
-from attnmesh.planner.hardware import KINDS, Cluster, Link
+from attnmesh.planner.hardware import Cluster, Link
 from benchmarks import predicted
 
 
@@ -32,17 +33,17 @@ def written(tmp_path_factory):
 def test_the_file_is_read_and_has_every_kind(written):
     found = load(written)
     device = found.device("here")
-    assert [kind for kind, _ in device.curves] == list(KINDS)
-    assert [kind for kind, _ in device.squares] == ["attention", "attention backward"]
+    assert [kind for kind, _ in device.curves] == list(KERNEL_KINDS)
+    assert [kind for kind, _ in device.causal] == ["attention", "attention backward"]
     assert device.cores == len(os.sched_getaffinity(0))
     assert 0 < device.launch < 1e-3
     assert 0 <= device.round < 0.1
     assert device.memory > 1e8
     cluster = found.cluster("here")
-    assert cluster.near.shared
-    assert 1e-6 < cluster.near.latency < 0.1
-    assert 1e7 < cluster.near.bandwidth < 1e12
-    assert cluster.node == device.cores
+    assert cluster.intra_node.shared
+    assert 1e-6 < cluster.intra_node.latency < 0.1
+    assert 1e7 < cluster.intra_node.bandwidth < 1e12
+    assert cluster.ranks_per_node == device.cores
 
 
 def test_the_file_says_what_it_was_measured_on(written):
@@ -78,9 +79,9 @@ def test_what_is_predicted_for_two_processes_is_about_what_they_take(written):
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_kind_is_timed_at_ascending_sizes(device, quick):
     timed = kernel_samples(device, quick=quick)
-    for square in (False, True):
-        curves = dict(kernel_curves(timed, [1.0] * len(timed), square=square))
-        assert set(curves) == ({"attention", "attention backward"} if square else set(KINDS))
+    for causal in (False, True):
+        curves = dict(kernel_curves(timed, [1.0] * len(timed), causal=causal))
+        assert set(curves) == ({"attention", "attention backward"} if causal else set(KERNEL_KINDS))
     if not quick:
         sizes = [sample.size for sample in timed if sample.kind == "attention"]
         assert max(sizes) > 1e3 * min(sizes)
@@ -93,11 +94,11 @@ def test_a_backward_is_timed_without_the_forward_before_it():
 def test_curves_are_by_kind_and_by_form():
     timed = [
         KernelSample("copy", 2.0, None),
-        KernelSample("attention", 3.0, None, square=True),
+        KernelSample("attention", 3.0, None, causal=True),
         KernelSample("copy", 1.0, None),
     ]
-    assert dict(kernel_curves(timed, [20.0, 30.0, 10.0], square=False))["copy"].samples == ((1.0, 10.0), (2.0, 20.0))
-    assert dict(kernel_curves(timed, [20.0, 30.0, 10.0], square=True))["attention"].samples == ((3.0, 30.0),)
+    assert dict(kernel_curves(timed, [20.0, 30.0, 10.0], causal=False))["copy"].samples == ((1.0, 10.0), (2.0, 20.0))
+    assert dict(kernel_curves(timed, [20.0, 30.0, 10.0], causal=True))["attention"].samples == ((3.0, 30.0),)
 
 
 def test_a_link_is_told_from_its_exchanges():

@@ -7,7 +7,7 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.programs import SCHEDULES, program
+from attnmesh.plan.schedules import SCHEDULES, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
@@ -126,7 +126,7 @@ def test_256_ranks_are_quick():
         (("--ranks", 0), "0 is not in the range"),
         (("--ranks", 12), "--ranks must be a multiple of the 8 ranks per node, got 12"),
         (("--schedule", "rong"), "schedule must be one of auto, ring, allgather"),
-        (("--schedule", "ring+ring"), "ring+ring wants a mesh of two dimensions"),
+        (("--schedule", "ring+ring"), "schedule='ring+ring'"),
         (("--mask", "window:0"), "mask must be causal, full or window:N"),
         (("--mask", "window:"), "got 'window:'"),
         (("--layout", "spiral"), "'spiral' is not one of"),

@@ -10,10 +10,9 @@ from attnmesh import Causal, Comm, run_virtual
 from attnmesh.cli.main import app
 from attnmesh.cli.trace import LAYOUTS, TraceCase, record_attention
 from attnmesh.plan.allgather import head_groups
-from attnmesh.plan.load import loads
-from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.ring import RingPlan, ring_plan
-from attnmesh.plan.shards import between_nodes, shards
+from attnmesh.plan.schedules import SCHEDULES, loads
+from attnmesh.plan.shards import node_shards, shards
 from attnmesh.plan.two_level import two_level_plan
 from attnmesh.plan.ulysses import head_share
 from attnmesh.plan.workload import Shape, Workload
@@ -61,7 +60,7 @@ def kernels(schedule: str, workload: Workload, rank: int, weight: float) -> int:
         plan = two_level_plan(workload.shards, workload.ranks_per_node, grad_weight=weight)
         return sum(working(plan.inner_ring(node, stage, weight), i) for stage in range(len(plan.outer_offsets)))
     share = head_share(workload.shape.q_heads, workload.shape.kv_heads, workload.ranks_per_node, i)
-    between = Workload(between_nodes(workload.shards, workload.ranks_per_node), workload.shape, 1)
+    between = Workload(node_shards(workload.shards, workload.ranks_per_node), workload.shape, 1)
     if schedule == "ulysses+allgather":
         return sum(len(head_groups(len(kv))) for _, kv in share.segments)
     return len(share.segments) * kernels("ring", between, node, weight)
@@ -150,7 +149,7 @@ def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule):
         (("--schedule", "rong"), "schedule must be one of auto, ring"),
         (("--ranks", 0), "0 is not in the range"),
         (("--length", 0), "got '0'"),
-        (("--schedule", "ring+ring"), "wants a mesh of two dimensions"),
+        (("--schedule", "ring+ring"), "schedule='ring+ring'"),
         (("--schedule", "ulysses+ring", "--ranks-per-node", 2, "--layout", "striped"), "interleave"),
         (("--ranks-per-node", 3), "ranks_per_node must divide the 4 ranks, got 3"),
         (("--kv-heads", 3), "kv_heads must divide the 8 query heads, got 3"),

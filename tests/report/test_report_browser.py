@@ -127,6 +127,8 @@ def test_every_drawing_has_its_elements(open_page):
     assert page.locator("#wheel circle").count() == WORLD
     assert page.locator("#loads tbody tr").count() == 2 * WORLD
     assert page.locator(".timeline:nth-child(2) rect").count() == 1 + 3 * WORLD * WORLD + 1  # one is the hatching's
+    summaries = page.locator(".timeline p:not(.detail)").all_inner_texts()
+    assert ["estimated for h200, nvlink4" in summary for summary in summaries] == [True, False]
     assert page.locator("#timelines text", has_text="rank 3").count() == 2  # simulated, and as given
     assert page.locator("img").count() == 0
     assert colors(page) > WORLD

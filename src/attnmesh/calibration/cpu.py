@@ -43,9 +43,9 @@ def measure_cpu(name: str, source: str, *, quick: bool, progress: Progress | Non
         f"{source}; {busy} single-threaded processes at once",
         _memory_per_core(cores),
         seconds[-1],
-        kernel_curves(samples, seconds[:-1], square=False),
+        kernel_curves(samples, seconds[:-1], causal=False),
         cores,
-        kernel_curves(samples, seconds[:-1], square=True),
+        kernel_curves(samples, seconds[:-1], causal=True),
     )
     figures = LinkFigures.from_times(ranks[0].exchanges)
     origin = f"{source}; two processes that both send, over gloo"

@@ -37,9 +37,9 @@ def measure_cuda(
         source,
         float(torch.cuda.get_device_properties(0).total_memory),
         shortest,
-        kernel_curves(samples, seconds, square=False),
+        kernel_curves(samples, seconds, causal=False),
         None,
-        kernel_curves(samples, seconds, square=True),
+        kernel_curves(samples, seconds, causal=True),
     )
     return device, _measure_link(name, source, quick) if torch.cuda.device_count() > 1 else None
 

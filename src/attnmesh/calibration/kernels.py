@@ -17,7 +17,8 @@ from attnmesh.ops.decode.api import decode_attention
 from attnmesh.ops.dense.api import attention
 from attnmesh.ops.sparse.attention import sparse_attention
 from attnmesh.ops.sparse.indexer import indexer_topk
-from attnmesh.planner.hardware import Curve, Kind
+from attnmesh.plan.program import KernelKind
+from attnmesh.planner.hardware import Curve
 
 Run = Callable[[], Tensor]
 
@@ -26,10 +27,10 @@ Run = Callable[[], Tensor]
 class KernelSample:
     """One call of a kind of kernel."""
 
-    kind: Kind
+    kind: KernelKind
     size: float  # in the unit of the kind: operations or bytes
     make: Callable[[], Run]  # creates the inputs, so that only one sample's inputs are in memory
-    square: bool = False  # whether it is a causal square
+    causal: bool = False  # whether it is a causal square
     before: Callable[[], Run] | None = None  # a call that `make` includes and whose time is subtracted
 
 
@@ -81,12 +82,12 @@ def kernel_samples(device: str, *, quick: bool) -> list[KernelSample]:
 
 
 def kernel_curves(
-    samples: Iterable[KernelSample], seconds: Sequence[float], *, square: bool
-) -> tuple[tuple[Kind, Curve], ...]:
+    samples: Iterable[KernelSample], seconds: Sequence[float], *, causal: bool
+) -> tuple[tuple[KernelKind, Curve], ...]:
     """The curve of every kind, from the seconds of each sample."""
-    found: dict[Kind, list[tuple[float, float]]] = {}
+    found: dict[KernelKind, list[tuple[float, float]]] = {}
     for sample, time in zip(samples, seconds, strict=True):
-        if sample.square == square:
+        if sample.causal == causal:
             found.setdefault(sample.kind, []).append((sample.size, time))
     return tuple((kind, Curve(tuple(sorted(pairs)))) for kind, pairs in found.items())
 
@@ -98,31 +99,31 @@ def empty_call(device: str) -> Run:
 
 
 def _attention(sizes: Sizes, device: str) -> Iterator[KernelSample]:
-    for square in (False, True):
+    for causal in (False, True):
         for side in sizes.sides:
-            yield from _forward_and_backward(sizes, device, side, square)
+            yield from _forward_and_backward(sizes, device, side, causal)
     for side, heads, kv_heads in sizes.long:
         yield from _forward_and_backward(replace(sizes, heads=heads, kv_heads=kv_heads), device, side, True)
 
 
-def _forward_and_backward(sizes: Sizes, device: str, side: int, square: bool) -> Iterator[KernelSample]:
-    pairs = side * (side + 1) // 2 if square else side * side
+def _forward_and_backward(sizes: Sizes, device: str, side: int, causal: bool) -> Iterator[KernelSample]:
+    pairs = side * (side + 1) // 2 if causal else side * side
     operations = 4.0 * sizes.heads * sizes.head_dim * pairs
-    given = partial(_attention_inputs, sizes, device, side, square)
-    yield KernelSample("attention", operations, partial(_forward, given), square)
+    given = partial(_attention_inputs, sizes, device, side, causal)
+    yield KernelSample("attention", operations, partial(_forward, given), causal)
     if device == "cpu":  # the backward alone; on CUDA a graph has both, and the forward is subtracted
-        yield KernelSample("attention backward", 2.5 * operations, partial(_backward, given), square)
+        yield KernelSample("attention backward", 2.5 * operations, partial(_backward, given), causal)
     else:
         both = partial(_forward_with_backward, given)
-        yield KernelSample("attention backward", 2.5 * operations, both, square, partial(_forward, given))
+        yield KernelSample("attention backward", 2.5 * operations, both, causal, partial(_forward, given))
 
 
-def _attention_inputs(sizes: Sizes, device: str, side: int, square: bool) -> tuple[list[Tensor], Callable[[], Tensor]]:
+def _attention_inputs(sizes: Sizes, device: str, side: int, causal: bool) -> tuple[list[Tensor], Callable[[], Tensor]]:
     """q, k, v and the gradient of out, and their attention."""
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
     drawn = [torch.randn(1, n, side, sizes.head_dim, device=device, dtype=sizes.dtype) for n in heads]
     q, k, v = (x.requires_grad_() for x in drawn[:3])
-    return drawn, partial(attention, q, k, v, mask=Causal() if square else Full())
+    return drawn, partial(attention, q, k, v, mask=Causal() if causal else Full())
 
 
 def _forward(given: Callable[[], tuple[list[Tensor], Run]]) -> Run:

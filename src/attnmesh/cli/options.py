@@ -139,23 +139,30 @@ def resolve_cluster(
     hardware: str, links: str | None, ranks_per_node: int | None, rails: int | None, hardware_file: Path | None
 ) -> Cluster:
     """The cluster that the hardware options describe."""
-    near = far = None
+    intra_node = inter_node = None
     if links is not None:
-        near, _, far = links.partition(",")
-        far = far or near
+        intra_node, _, inter_node = links.partition(",")
+        inter_node = inter_node or intra_node
     if hardware_file is not None and not hardware_file.is_file():
         raise ValueError(f"--hardware-file must be an existing file, got {hardware_file}")
-    return cluster(hardware, node=ranks_per_node, near=near, far=far, rails=rails, extra=hardware_file)
+    return cluster(
+        hardware,
+        ranks_per_node=ranks_per_node,
+        intra_node=intra_node,
+        inter_node=inter_node,
+        rails=rails,
+        extra=hardware_file,
+    )
 
 
 def describe_cluster(found: Cluster, ranks: int) -> str:
     """One line: devices, nodes, links, and the source of the device's figures."""
-    nodes = -(-ranks // found.node)
+    nodes = -(-ranks // found.ranks_per_node)
     text = f"{ranks} x {found.device.name}"
     if nodes == 1:
-        text += f", one node, {found.near.name}"
+        text += f", one node, {found.intra_node.name}"
     else:
-        text += f", {nodes} nodes of {found.node}, {found.near.name} within nodes, {found.far.name} between nodes"
+        text += f", {nodes} nodes of {found.ranks_per_node}, {found.intra_node.name} within nodes, {found.inter_node.name} between nodes"
         text += f" ({found.rails} ports per node)"
     return f"{text}; device figures: {found.device.source}"
 

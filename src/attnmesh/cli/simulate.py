@@ -31,10 +31,10 @@ from attnmesh.cli.options import (
 )
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.masks import parse_mask
-from attnmesh.plan.load import Load, Tally
-from attnmesh.plan.programs import SCHEDULES, program
+from attnmesh.plan.program import Load, LoadCounter
+from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload, check_served
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.read import model as known_model
@@ -96,14 +96,14 @@ def simulate_command(
             raise ValueError(f"--trace-ranks {trace_ranks} requires --trace")
         shape = _shape(model, batch, q_heads, kv_heads, head_dim)
         cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
-        if cluster.node < ranks and ranks % cluster.node:
-            raise ValueError(f"--ranks must be a multiple of the {cluster.node} ranks per node, got {ranks}")
+        if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
+            raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
         held = shards(parse_mask(mask), LAYOUTS[layout.value], length, ranks)
-        workload = Workload(held, shape, min(cluster.node, ranks))
+        workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
         slow = Slow(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
         keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
         chosen = _schedule(schedule, workload, cluster)
-        nodes = cluster.with_node(workload.ranks_per_node)
+        nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
         runs = []
         for way in (False, True) if backward else (False,):
             with output.status(f"simulating {chosen} {'backward' if way else 'forward'} on {ranks:,} ranks"):
@@ -146,7 +146,7 @@ def _schedule(schedule: str, workload: Workload, cluster: Cluster) -> str:
         return choose_schedule(workload, cluster).schedule
     if schedule not in SCHEDULES:
         raise ValueError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
-    check_served(schedule, workload.shards, workload.ranks_per_node)
+    check_schedule(schedule, workload.shards, workload.ranks_per_node)
     return schedule
 
 
@@ -154,11 +154,11 @@ def _simulate(
     schedule: str, workload: Workload, cluster: Cluster, backward: bool, slow: Slow, keep: Sequence[int]
 ) -> _Run:
     whole = program(schedule, workload, backward=backward)
-    tally = Tally(whole.world, cluster.node)
+    counter = LoadCounter(whole.world, cluster.ranks_per_node)
     begin = time.perf_counter()
-    simulated = simulate(tally.counting(whole), cluster, slow=slow, keep=keep)
+    simulated = simulate(counter.counting(whole), cluster, slow=slow, keep=keep)
     name = f"{schedule} {'backward' if backward else 'forward'}"
-    return _Run(name, simulated, tally.most(), time.perf_counter() - begin)
+    return _Run(name, simulated, counter.maximum(), time.perf_counter() - begin)
 
 
 def _row(run: _Run) -> dict[str, object]:
@@ -172,7 +172,7 @@ def _row(run: _Run) -> dict[str, object]:
         "max waiting": readable_seconds(float(simulated.waited.max())),
         "min utilization": f"{100 * (1 - waiting.max(initial=0.0)):.1f}%",
         "max bytes sent": readable_bytes(run.busiest.sent),
-        "between nodes": readable_bytes(run.busiest.far),
+        "between nodes": readable_bytes(run.busiest.inter_node),
         "TFLOP per rank": f"{run.busiest.flops / 1e12:.4g}",
         "simulated in": f"{run.wall:.1f} s",
     }
@@ -186,7 +186,7 @@ def _facts(run: _Run) -> dict[str, object]:
         "computed": float(simulated.computed.max()),
         "waited": float(simulated.waited.max()),
         "bytes_sent": run.busiest.sent,
-        "bytes_between_nodes": run.busiest.far,
+        "bytes_between_nodes": run.busiest.inter_node,
         "flops": run.busiest.flops,
         "method": simulated.method,
     }

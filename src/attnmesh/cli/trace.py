@@ -36,9 +36,8 @@ from attnmesh.comm import Comm, VirtualComm, launch, recording
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import check_served
 from attnmesh.trace.overlap import match_messages, summarize_overlap
 from attnmesh.trace.recorder import Recorder
 from attnmesh.trace.timeline import Span, write_trace
@@ -105,7 +104,7 @@ class TraceCase:
             raise ValueError(f"ranks_per_node must divide the {ranks} ranks, got {self.ranks_per_node}")
         if self.schedule != "auto":
             places = shards(Causal(), LAYOUTS[self.layout], self.length, ranks)
-            check_served(self.schedule, places, ranks if self.ranks_per_node is None else self.ranks_per_node)
+            check_schedule(self.schedule, places, ranks if self.ranks_per_node is None else self.ranks_per_node)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -112,8 +112,9 @@
   };
   const segments = (of, group, labelled) => intervals(of).map(([from, to]) => {
     const width = (100 * (to - from)) / data.strip;
+    const pixels = (width / 100) * (at("strips").clientWidth - 150);  // without the columns beside the bar
     const made = element("i", { style: `left:${(100 * from) / data.strip}%;width:${width}%;background:${groupColor(group)}` });
-    if (labelled && width > 2.5) made.append(element("b", { style: `color:${inkOn(groupColor(group))}` }, String(group)));
+    if (labelled && pixels > 14) made.append(element("b", { style: `color:${inkOn(groupColor(group))}` }, String(group)));
     return made;
   });
 
@@ -296,15 +297,15 @@
     drawWheel(messages);
 
     const head = [noun, "FLOPs", "sent", "to", "received"].map((name) => element("th", { scope: "col" }, name));
-    const target = (group, peer) => (group === peer ? "itself" : String(peer));
     const rows = groups.map((group) => {
       const computes = sum(members(group).map((rank) => work[rank]));
-      const to = [...peers[group]].sort((a, b) => a - b);
+      const to = [...peers[group]].filter((peer) => peer !== group).sort((a, b) => a - b);
+      if (peers[group].has(group)) to.push("own");
       return element("tr", isDim(group) ? { class: "dim" } : {},
         element("td", {}, swatch(group), String(group)),
         element("td", {}, computes ? flops(computes, true) : "–"),
         element("td", {}, sent[group] ? bytes(sent[group]) : "–"),
-        element("td", {}, to.length > 3 ? plural(to.length, noun) : to.map((peer) => target(group, peer)).join(", ") || "–"),
+        element("td", {}, to.length > 3 ? plural(to.length, noun) : to.join(", ") || "–"),
         element("td", {}, received[group] ? bytes(received[group]) : "–"));
     });
     at("now-table").replaceChildren(element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
@@ -433,7 +434,7 @@
     svg.append(bars);
     const of = (track) => sum(one.spans.filter((span) => span[1] === track).map((span) => span[4] - span[3]));
     const share = (time) => `${((100 * time) / (end * rows.length)).toFixed(0)}%`;
-    const summary = `${seconds(end)} in total. On average a rank computes ${share(of("compute"))} of the time and waits ${share(of("wait"))}.`
+    const summary = `${seconds(end)} in total${one.hardware ? `, estimated for ${one.hardware}` : ""}. On average a rank computes ${share(of("compute"))} of the time and waits ${share(of("wait"))}.`
       + (stands ? ` Each row is the first rank of a ${noun}.` : "")
       + (one.left_out ? ` Only the first ${whole(one.spans.length)} events are drawn; ${whole(one.left_out)} more follow.` : "");
     const legend = element("div", { class: "legend" }, ...TRACKS.map((track) => element("span", {},
@@ -542,7 +543,7 @@
 
   let width = 0;
   new ResizeObserver(() => {
-    if (canvas.clientWidth !== width) { width = canvas.clientWidth; drawTiles(); drawTimelines(); }
+    if (canvas.clientWidth !== width) { width = canvas.clientWidth; drawStrips(); drawTiles(); drawTimelines(); }
   }).observe(canvas);
   draw();
 })();

@@ -26,9 +26,8 @@ from attnmesh.ops.dense.api import attention
 from attnmesh.ops.dense.call import resolve_scale
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import refusal
 from attnmesh.verify.cache import cache_modes
 from attnmesh.verify.decode import decode_modes
 from attnmesh.verify.generation import generation_modes
@@ -163,7 +162,7 @@ def _schedules(comm: Comm) -> Iterator[Mode]:
     """The other schedules, under every mask, on layouts that ask different things of them."""
     length = 263
     dtypes = cycle((torch.float32, torch.bfloat16))
-    for schedule in ("auto", *SCHEDULES[1:]):
+    for schedule in ("auto", *list(SCHEDULES)[1:]):
         ranks_per_node = _ranks_a_node(comm.world) if "+" in schedule else None
         if "+" in schedule and ranks_per_node is None:
             continue  # no mesh of two dimensions has so many ranks
