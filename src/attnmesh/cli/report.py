@@ -30,7 +30,9 @@ from attnmesh.plan.workload import Shape
 from attnmesh.report.data import default_node, make_report, read_figures
 from attnmesh.report.page import write_report
 from attnmesh.trace.timeline import read_trace
-from attnmesh.verify import attention as verify
+from attnmesh.verify import run as verify
+from attnmesh.verify.attention import schedule_modes
+from attnmesh.verify.mode import Outcome
 
 
 def report_command(
@@ -61,7 +63,7 @@ def report_command(
         chosen_mask, chosen_layout = parse_mask(mask), LAYOUTS[layout.value]
         timelines = {path.stem: read_trace(path) for path in traces or ()}
         tables = read_figures(figures) if figures else {}
-        outcomes: list[verify.Outcome] = []
+        outcomes: list[Outcome] = []
         if check:
             with output.status("comparing every schedule with float64"):
                 outcomes = compare_schedules(ranks, chosen_layout, chosen_mask, ranks_per_node)
@@ -96,11 +98,11 @@ def run_facts() -> dict[str, object]:
 
 def compare_schedules(
     ranks: int, layout: Layout, mask: Mask, ranks_per_node: int | None = None, seed: int = 0
-) -> list[verify.Outcome]:
+) -> list[Outcome]:
     """Every schedule on virtual ranks, a small random case, compared with float64."""
     per_node = ranks_per_node or default_node(ranks)
 
-    def run(comm: Comm) -> list[verify.Outcome]:
-        return list(verify.run(comm, "cpu", seed, verify.schedule_modes(comm, layout, mask, per_node)))
+    def run(comm: Comm) -> list[Outcome]:
+        return list(verify.run(comm, "cpu", seed, schedule_modes(comm, layout, mask, per_node)))
 
     return run_virtual(ranks, run)[0]

@@ -13,7 +13,8 @@ import typer
 from attnmesh.cli import output
 from attnmesh.cli.options import Device, DeviceOption, RanksOption, VirtualOption, check_device, reported_errors
 from attnmesh.comm import Comm, launch
-from attnmesh.verify import attention as verify
+from attnmesh.verify import run as verify
+from attnmesh.verify.mode import Outcome
 
 
 def verify_command(
@@ -38,7 +39,7 @@ def _verify(comm: Comm, *, device: str, seed: int | None) -> int:
         seed = int(comm.all_gather(drawn, [(1,)] * comm.world)[0])
     # torch warns on every rank of CPUs without bf16 instructions, and computes all the same.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    outcomes: list[verify.Outcome] = []
+    outcomes: list[Outcome] = []
     total = len(verify.modes(comm, device))
     with output.Progress(quiet=comm.rank > 0) as progress:
         for outcome in verify.run(comm, device, seed):
