@@ -1,4 +1,4 @@
-"""The command line: verify tells right from wrong, and says what it ran on."""
+"""`attnmesh verify` passes correct results and reports faults in every family."""
 
 import os
 import re
@@ -10,7 +10,6 @@ import torch
 from typer.testing import CliRunner
 
 from attnmesh import ContextParallel, State
-from attnmesh.cli import output as report
 from attnmesh.cli.main import app
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_manager import BlockManager
@@ -23,7 +22,7 @@ from attnmesh.ops.sparse.torch_backend import RunningTopK
 from attnmesh.parallel.decode.exchange import Kvdp
 from attnmesh.parallel.sparse.groups import RowSharding
 from attnmesh.parallel.sparse.keys import SequenceSharding, _RingGradReturn
-from attnmesh.verify import attention as verify
+from attnmesh.verify import run as verify
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +80,7 @@ def test_verify_on_virtual_ranks_finds_everything_right():
         "sparse CP2 gathered zigzag same bits",
     ):
         assert mode in ran.output
-    passed, failed = counts(ran.output)
+    passed, failed = counts(ran.stdout)
     assert passed == len(re.findall(r"\bok\b", ran.output)) >= 36  # 3 layouts, 6 masks, 2 dtypes
     assert failed == 0
     assert "WRONG" not in ran.output
@@ -123,15 +122,15 @@ def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
     assert ran.exit_code == 1
     assert len(re.findall(r"ring auto zigzag \w+ .* fp32 .*WRONG", ran.output)) == 2
     assert not re.search(r"attention .*WRONG", ran.output)
-    assert counts(ran.output) == (ran.output.count(" ok "), ran.output.count("WRONG"))
+    assert counts(ran.stdout) == (ran.stdout.count(" ok "), ran.stdout.count("WRONG"))
 
 
 def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch):
-    monkeypatch.setattr(GradAccumulator, "pour", lambda self, target: None)
+    monkeypatch.setattr(GradAccumulator, "add_to", lambda self, target: None)
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
     assert len(re.findall(r"ring auto zigzag \w+ .*(dk|dv).*WRONG", ran.output)) == 4
-    assert counts(ran.output) == (4, 4)
+    assert counts(ran.stdout) == (4, 4)
 
 
 @pytest.fixture
@@ -171,8 +170,8 @@ def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, one_
     monkeypatch.setattr(place, name, fault(getattr(place, name)))
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    lines = [line for line in ran.output.splitlines() if re.search(r"decode|cache", line)]
-    assert len(lines) == sum(counts(ran.output)) >= 30
+    lines = [line for line in ran.stdout.splitlines() if re.search(r"decode|cache", line)]
+    assert len(lines) == sum(counts(ran.stdout)) >= 30
     found = {line for line in lines if "WRONG" in line}
     assert found == {line for line in lines if re.search(wrong, line)}
 
@@ -211,8 +210,8 @@ def test_verify_sees_a_fault_in_generation_over_ranks(place, name, fault, wrong,
     monkeypatch.setattr(place, name, fault(getattr(place, name)))
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    lines = [line for line in ran.output.splitlines() if "generation" in line]
-    assert len(lines) == sum(counts(ran.output)) >= 15
+    lines = [line for line in ran.stdout.splitlines() if "generation" in line]
+    assert len(lines) == sum(counts(ran.stdout)) >= 15
     found = {line for line in lines if "WRONG" in line}
     assert found == {line for line in lines if re.search(wrong, line)}
     assert found
@@ -254,8 +253,8 @@ def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wron
     monkeypatch.setattr(place, name, fault(getattr(place, name)))
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    lines = [line for line in ran.output.splitlines() if "│ sparse" in line]
-    assert len(lines) == sum(counts(ran.output)) >= 10
+    lines = [line for line in ran.stdout.splitlines() if "│ sparse" in line]
+    assert len(lines) == sum(counts(ran.stdout)) >= 10
     found = {line for line in lines if "WRONG" in line}
     assert found == {line for line in lines if re.search(wrong, line)}
     assert found != set(lines)
@@ -263,7 +262,7 @@ def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wron
 
 @pytest.mark.slow
 def test_a_seed_repeats_a_test_and_another_does_not(few_modes):
-    first, again, other = (run("verify", "--ranks", "2", "--virtual", "--seed", s).output for s in "112")
+    first, again, other = (run("verify", "--ranks", "2", "--virtual", "--seed", s).stdout for s in "112")
     assert first == again
     assert re.findall(r"\de-\d\d", first)
     assert re.findall(r"[\d.]+e-\d\d", first) != re.findall(r"[\d.]+e-\d\d", other)
@@ -275,27 +274,6 @@ def test_without_a_seed_inputs_are_fresh(few_modes):
     assert len(seeds) == 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [("verify",), ("trace", "--out", "x.json")])
-def test_a_gpu_that_is_not_there_is_a_clear_error(command):
-    ran = run(*command, "--device", "cuda")
-    assert ran.exit_code == 2
-    assert "no CUDA device is available" in ran.output
-    assert "--device" in ran.output
-    assert "Traceback" not in ran.output
-
-
-@pytest.mark.parametrize("arguments", [("verify", "--ranks", "0"), ("verify", "--device", "tpu"), ("verfy",)])
-def test_nonsense_is_refused(arguments):
-    ran = run(*arguments)
-    assert ran.exit_code == 2
-    assert "Traceback" not in ran.output
-
-
-def test_help_comes_without_arguments():
-    assert "verify" in run().output
-
-
 def in_a_process(*command: str, **environment: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=250, env=env)
@@ -303,7 +281,7 @@ def in_a_process(*command: str, **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.slow
 def test_verify_starts_processes_of_its_own():
-    ran = in_a_process("attnmesh.cli.main", "verify", "--ranks", "2", "--seed", "3")
+    ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3")
     assert ran.returncode == 0, ran.stderr
     assert "attnmesh verify: 2 ranks, cpu, seed 3" in ran.stdout
     assert counts(ran.stdout)[1] == 0
@@ -313,7 +291,7 @@ def test_verify_starts_processes_of_its_own():
 def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
     fault = "from attnmesh.ops.merge import GradAccumulator\nGradAccumulator.add_to = lambda self, target: None\n"
     (tmp_path / "sitecustomize.py").write_text(fault)  # every process imports it as it starts
-    ran = in_a_process("attnmesh.cli.main", "verify", "--ranks", "2", "--seed", "3", PYTHONPATH=str(tmp_path))
+    ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3", PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1
     assert counts(ran.stdout)[1] > 0
     assert "Traceback" not in ran.stderr
@@ -327,7 +305,7 @@ def test_verify_joins_the_ranks_of_torchrun():
         "--nproc-per-node",
         "2",
         "-m",
-        "attnmesh.cli.main",
+        "attnmesh",
         "verify",
         "--seed",
         "3",
@@ -335,10 +313,3 @@ def test_verify_joins_the_ranks_of_torchrun():
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("attnmesh verify: 2 ranks, cpu, seed 3") == 1  # rank 0 speaks for all
     assert counts(ran.stdout)[1] == 0
-
-
-def test_figures_name_the_machine_that_they_come_from():
-    machine = report.machine("cpu")
-    assert {"processor", "cores", "python", "torch", "triton"} <= machine.keys()
-    assert machine["torch"] == torch.__version__
-    assert all(isinstance(value, str) and value for value in machine.values())

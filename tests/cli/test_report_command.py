@@ -1,4 +1,4 @@
-"""`attnmesh report`: a file, or exit code 2 and a sentence."""
+"""`attnmesh report` writes a file, or exits with 2 and one line."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def test_a_report_of_files_is_written(tmp_path):
     write_trace(trace, [SPAN], title="a run")
     figures.write_text(json.dumps({"rows": [{"rank": 0, "tokens": 1024}]}))
     ran = run(
-        "--out", out, "--ranks", 4, "--length", 300, "--trace", trace, "--figures", figures, "--mask", "window:20"
+        "--out", out, "--ranks", 4, "--length", "0.25k", "--trace", trace, "--figures", figures, "--mask", "window:20"
     )
     assert ran.exit_code == 0, ran.output
     text = out.read_text(encoding="utf-8")
@@ -41,16 +41,16 @@ def test_a_report_of_files_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--out", "{folder}/none/report.html"], "none does not exist"),
-        (["--out", "{folder}"], "is a folder: give a file"),
+        (["--out", "{folder}/none/report.html"], "--out must be in an existing folder"),
+        (["--out", "{folder}"], "--out must be a file, got the folder"),
         (["--ranks", 0], "Invalid value"),
         (["--ranks", 65], "1 to 64 ranks"),
-        (["--length", "long"], "Invalid value"),
+        (["--length", "long"], "got 'long'"),
         (["--mask", "window:0"], "mask must be causal, full or window:N"),
         (["--mask", "diagonal"], "got 'diagonal'"),
         (["--layout", "heap"], "Invalid value"),
         (["--kv-heads", 5], "kv_heads must divide the 32 query heads, got 5"),
-        (["--node", 3], "must divide the 8 ranks, got 3"),
+        (["--ranks-per-node", 3], "must divide the 8 ranks, got 3"),
         (["--figures", "{folder}/none.json"], "cannot be read"),
         (["--figures", "{folder}/text"], "text is not a JSON file"),
         (["--figures", "{folder}/number"], "number has no table"),
@@ -58,7 +58,7 @@ def test_a_report_of_files_is_written(tmp_path):
         (["--trace", "{folder}/number"], "is not a trace"),
     ],
 )
-def test_bad_input_is_answered_with_2_and_a_sentence(tmp_path, arguments, said):
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, said):
     (tmp_path / "text").write_text("no JSON")
     (tmp_path / "number").write_text("3")
     given = [str(each).format(folder=tmp_path) for each in arguments]
