@@ -20,7 +20,7 @@ from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import Span
-from attnmesh.verify.attention import Outcome
+from attnmesh.verify.mode import Outcome
 
 Rows = Sequence[Mapping[str, object]]
 """A table: one dictionary per row, keyed by column."""
