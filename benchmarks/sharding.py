@@ -88,28 +88,30 @@ class RankStep:
         )
         comm = AloneComm(rank, sharding.ranks)
         block = AttentionBlock(config, _weights(config, sharding, rank), sharding, comm)
-        slots = -(-sharding.share(0).length(context, 0) // _BLOCK_SIZE)
+        slots = -(-sharding.position_shard(0).length(context, 0) // _BLOCK_SIZE)
         rows = max(len(sharding.sequences(peer, batch)) for peer in range(sharding.ranks))
         cache = block.make_cache(batch=batch, num_blocks=slots * rows, block_size=_BLOCK_SIZE, max_length=context)
         for pool in (cache.keys(0), cache.values(0)):
             values_of(pool).normal_()
         sequences = [cache.allocate(context) for _ in range(batch)]
         for sequence in sequences:  # one at a time: a step of all of them would be a large table
-            cache.wrote(cache.append([sequence], context - 1))
+            cache.mark_written(cache.append([sequence], context - 1))
         x = torch.randn(batch, 1, HIDDEN, device="cuda", dtype=torch.bfloat16)
         return cls(comm, block, x, cache, cache.append(sequences, 1))
 
     def run(self) -> Tensor:
         """The whole step. Its tokens are as if they were new every time."""
         for part in self.step.parts.values():
-            part.missing.add(0)
+            part.unwritten_layers.add(0)
         self.comm.begin()
         return self.block(self.x, self.cache, self.step)
 
 
 def busiest_rank(sharding: DecodeSharding, batch: int, context: int) -> int:
     """The rank with most keys to read; the first of equals."""
-    kept = [len(sharding.sequences(r, batch)) * sharding.share(r).length(context) for r in range(sharding.ranks)]
+    kept = [
+        len(sharding.sequences(r, batch)) * sharding.position_shard(r).length(context) for r in range(sharding.ranks)
+    ]
     return kept.index(max(kept))
 
 

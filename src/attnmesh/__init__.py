@@ -3,7 +3,8 @@
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Coverage, Documents, Full, Mask, SlidingWindow
-from attnmesh.core.state import State, merge
+from attnmesh.core.merge import merge
+from attnmesh.core.state import State
 from attnmesh.generation.generator import GenerationStats, Generator, Token, generate
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.attention import attention_from_transformers

@@ -13,7 +13,7 @@ from attnmesh import ContextParallel, State
 from attnmesh.cli import output as report
 from attnmesh.cli.main import app
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.kv_cache.block_manager import Ledger
+from attnmesh.kv_cache.block_manager import BlockManager
 from attnmesh.kv_cache.pools import Pools
 from attnmesh.kv_cache.sharded import StepTensors
 from attnmesh.ops.decode.cpu import Cpu
@@ -165,7 +165,7 @@ def by_the_batch(run):
         (Cpu, "run", louder, r"(decode|cache).*fp32"),
         (Cpu, "run", by_the_batch, r"decode.*split_size same bits"),
         (Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork"),
-        (Ledger, "register", lambda register: lambda *args: None, r"│ cache "),
+        (BlockManager, "cache_full_blocks", lambda register: lambda *args: None, r"│ cache "),
     ],
 )
 def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, one_devices_modes, monkeypatch):
@@ -204,7 +204,7 @@ def louder_from_one_rank(scatter_heads):
     ("place", "name", "fault", "wrong"),
     [
         (InterleavedShard, "length", as_the_first_rank, r" CP2 "),
-        (StepTensors, "sight", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
+        (StepTensors, "key_range", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
         (Kvdp, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
     ],
 )

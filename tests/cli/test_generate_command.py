@@ -26,7 +26,7 @@ from attnmesh.comm import launch
 from attnmesh.core.optional import installed
 from attnmesh.generation.passes import ReadingPass
 from attnmesh.integrations import default_model
-from tiny_models import tiny_llama, tiny_tokenizer, write_folder
+from helpers.models import tiny_llama, tiny_tokenizer, write_folder
 
 DOCUMENT = "a b c d e f g h i j k l " * 4
 POSITIONS = 4096

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh.core.state import State, accumulation_dtype, merge
+from attnmesh.core.merge import merge
+from attnmesh.core.state import State, accumulation_dtype
 
 INF = math.inf
 D = 3

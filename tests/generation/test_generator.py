@@ -15,28 +15,28 @@ from attnmesh.generation.generator import Generator, Token, generate
 from attnmesh.generation.sampling import Lookup, Sampling
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
-from modelling import (
+from helpers.models import (
     KINDS,
     LAYOUTS,
     POSITIONS,
     STOP,
     VOCABULARY,
-    continued,
-    drawn_ids,
-    meshed,
-    on_ranks,
-    plain,
-    rows_of,
+    attnmesh_model,
+    generated_rows,
+    greedy_tokens,
+    on_virtual_ranks,
+    random_ids,
+    transformers_model,
 )
 
 MOST = 12
 # Of different lengths, and repetitive, so that there are drafts.
-PROMPTS = [drawn_ids(n, seed, high=30) * 3 for n, seed in ((7, 1), (13, 2), (5, 3))]
+PROMPTS = [random_ids(n, seed, high=30) * 3 for n, seed in ((7, 1), (13, 2), (5, 3))]
 
 
 def second(kind, prompts):
     """Another question about the same: it begins with the prompt, and some of the answer."""
-    return [[*prompt, *continued(kind, prompt, MOST)[:4], 9, 9, 8] for prompt in prompts]
+    return [[*prompt, *greedy_tokens(kind, prompt, MOST)[:4], 9, 9, 8] for prompt in prompts]
 
 
 class HalfRight(Lookup):
@@ -52,19 +52,19 @@ class HalfRight(Lookup):
 
 def check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, most=MOST):
     rounds = [PROMPTS[:batch], second(kind, PROMPTS[:batch])] if reuse else [PROMPTS[:batch]]
-    expected = [[continued(kind, prompt, most) for prompt in prompts] for prompts in rounds]
+    expected = [[greedy_tokens(kind, prompt, most) for prompt in prompts] for prompts in rounds]
     HalfRight.texts = [
         [*p, *new] for prompts, row in zip(rounds, expected, strict=True) for p, new in zip(prompts, row, strict=True)
     ]
 
     def rank(comm):
         generator = Generator(
-            meshed(kind), None, comm, tokens=600, sequences=batch, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk
+            attnmesh_model(kind), None, comm, tokens=600, sequences=batch, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk
         )  # fmt: skip
-        rows = [rows_of(generator, prompts, max_new_tokens=most, speculative=speculative) for prompts in rounds]
+        rows = [generated_rows(generator, prompts, max_new_tokens=most, speculative=speculative) for prompts in rounds]
         return rows, generator.effort
 
-    found = on_ranks(world, rank)
+    found = on_virtual_ranks(world, rank)
     for rows, effort in found:
         assert rows == expected
         assert effort.generated == effort.steps + effort.accepted + len(rounds) or batch > 1
@@ -117,17 +117,17 @@ def test_tokens_are_those_of_one_process_in_every_way(
 )
 def test_sequences_are_dealt_to_groups(kvdp, cp, batch):
     speculative = kvdp + batch == 5
-    expected = [continued("llama", prompt, MOST) for prompt in PROMPTS[:batch]]
+    expected = [greedy_tokens("llama", prompt, MOST) for prompt in PROMPTS[:batch]]
     sharding = DecodeSharding(kvdp=kvdp, cp=cp)
 
     def rank(comm):
-        generator = Generator(meshed("llama"), None, comm, tokens=400, sequences=3, sharding=sharding)
-        rows = rows_of(generator, PROMPTS[:batch], max_new_tokens=MOST, speculative=speculative)
-        again = rows_of(generator, PROMPTS[:batch], max_new_tokens=MOST, speculative=speculative)
+        generator = Generator(attnmesh_model("llama"), None, comm, tokens=400, sequences=3, sharding=sharding)
+        rows = generated_rows(generator, PROMPTS[:batch], max_new_tokens=MOST, speculative=speculative)
+        again = generated_rows(generator, PROMPTS[:batch], max_new_tokens=MOST, speculative=speculative)
         held = [(len(r.ids), len(r.held)) for r in generator.reader.readings]
         return rows, again, held, generator.effort
 
-    found = on_ranks(kvdp * cp, rank)
+    found = on_virtual_ranks(kvdp * cp, rank)
     for me, (rows, again, held, effort) in enumerate(found):
         assert rows == again == expected
         mine = sharding.sequences(me, batch)
@@ -141,19 +141,19 @@ def test_sequences_are_dealt_to_groups(kvdp, cp, batch):
 @pytest.mark.parametrize(("sequences", "expected"), [(1, (1, 4)), (2, (2, 2)), (3, (2, 2)), (4, (4, 1)), (9, (4, 1))])
 def test_without_a_sharding_the_recommended_one_is_taken(sequences, expected):
     def rank(comm):
-        sharding = Generator(meshed("llama"), None, comm, tokens=100, sequences=sequences).sharding
+        sharding = Generator(attnmesh_model("llama"), None, comm, tokens=100, sequences=sequences).sharding
         return sharding.kvdp, sharding.cp
 
-    assert on_ranks(4, rank) == [expected] * 4
+    assert on_virtual_ranks(4, rank) == [expected] * 4
 
 
 @pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2, cp=2), DecodeSharding(tp=3)])
 def test_a_sharding_for_other_ranks_is_refused(sharding):
     def rank(comm):
         with pytest.raises(ValueError, match="sharding must be kvdp x cp = 3 ranks and tp = 1, got"):
-            Generator(meshed("llama"), None, comm, tokens=100, sharding=sharding)
+            Generator(attnmesh_model("llama"), None, comm, tokens=100, sharding=sharding)
 
-    on_ranks(3, rank)
+    on_virtual_ranks(3, rank)
 
 
 # Drawn tokens.
@@ -161,10 +161,10 @@ def test_a_sharding_for_other_ranks_is_refused(sharding):
 
 def drawn(world, prompts, sampling, sharding=None, most=8):
     def rank(comm):
-        generator = Generator(meshed("llama"), None, comm, tokens=500, sequences=3, sharding=sharding)
-        return rows_of(generator, prompts, max_new_tokens=most, sampling=sampling, stop=())
+        generator = Generator(attnmesh_model("llama"), None, comm, tokens=500, sequences=3, sharding=sharding)
+        return generated_rows(generator, prompts, max_new_tokens=most, sampling=sampling, stop=())
 
-    found = on_ranks(world, rank)
+    found = on_virtual_ranks(world, rank)
     assert all(rows == found[0] for rows in found)
     return found[0]
 
@@ -197,13 +197,13 @@ def test_ranks_agree_on_tokens_even_where_their_logits_differ(how, monkeypatch):
         return reading
 
     def generated(comm):
-        generator = Generator(meshed("qwen3"), None, comm, tokens=400)
-        return rows_of(generator, PROMPTS[1:2], max_new_tokens=MOST, stop=(), **how)
+        generator = Generator(attnmesh_model("qwen3"), None, comm, tokens=400)
+        return generated_rows(generator, PROMPTS[1:2], max_new_tokens=MOST, stop=(), **how)
 
-    expected = on_ranks(2, generated)[0]
+    expected = on_virtual_ranks(2, generated)[0]
     monkeypatch.setattr(Reader, "read", disturbed_read)
     monkeypatch.setattr(Reader, "step", lambda self, *args: disturbed(self, step(self, *args)))
-    assert on_ranks(2, generated) == [expected] * 2
+    assert on_virtual_ranks(2, generated) == [expected] * 2
 
 
 # Drafts.
@@ -211,11 +211,11 @@ def test_ranks_agree_on_tokens_even_where_their_logits_differ(how, monkeypatch):
 
 def test_drafts_make_fewer_steps_of_repetitive_text():
     """Where nothing comes of attention, the last token says what comes next, and soon all goes round in circles."""
-    plainly, forgetful = copy.deepcopy(plain("llama")), copy.deepcopy(meshed("llama"))
+    plainly, forgetful = copy.deepcopy(transformers_model("llama")), copy.deepcopy(attnmesh_model("llama"))
     for model in (plainly, forgetful):
         for layer in model.model.layers:
             torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-    ids = torch.tensor([drawn_ids(4, 1)])
+    ids = torch.tensor([random_ids(4, 1)])
     circling = plainly.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=100, eos_token_id=-1
     )
@@ -226,12 +226,12 @@ def test_drafts_make_fewer_steps_of_repetitive_text():
         for speculative in (False, True):
             generator = Generator(forgetful, None, comm, tokens=400)
             found += [
-                rows_of(generator, [prompt], max_new_tokens=40, stop=(), speculative=speculative),
+                generated_rows(generator, [prompt], max_new_tokens=40, stop=(), speculative=speculative),
                 generator.effort,
             ]
         return found
 
-    for stepped, without, drafted, effort in on_ranks(2, rank):
+    for stepped, without, drafted, effort in on_virtual_ranks(2, rank):
         assert stepped == drafted == [expected]
         assert (without.steps, without.drafted, without.accepted, without.generated) == (39, 0, 0, 40)
         assert effort.accepted == effort.drafted  # all drafts are right here
@@ -242,67 +242,67 @@ def test_drafts_make_fewer_steps_of_repetitive_text():
 
 def test_a_stop_within_a_draft_ends_the_row(monkeypatch):
     prompt = PROMPTS[0]
-    expected = continued("llama", prompt, MOST)
+    expected = greedy_tokens("llama", prompt, MOST)
     end = next(i for i in range(3, MOST) if expected[i] not in expected[:i])
     assert end < MAX_DECODE_TOKENS < MOST - 1
     monkeypatch.setattr(Lookup, "draft", lambda self, ids, most: expected[len(ids) - len(prompt) :][:most])
 
     def rank(comm):
-        generator = Generator(meshed("llama"), None, comm, tokens=200)
-        rows = rows_of(generator, [prompt], max_new_tokens=MOST, stop=[expected[end]], speculative=True)
+        generator = Generator(attnmesh_model("llama"), None, comm, tokens=200)
+        rows = generated_rows(generator, [prompt], max_new_tokens=MOST, stop=[expected[end]], speculative=True)
         effort = generator.effort
         return rows, effort.steps, effort.generated, effort.drafted, effort.accepted
 
     # The first token comes with the prompt, all others with one step. What was drafted past the stop was of no use.
     found = ([expected[: end + 1]], 1, end + 1, MAX_DECODE_TOKENS - 1, end - 1)
-    assert on_ranks(2, rank) == [found] * 2
+    assert on_virtual_ranks(2, rank) == [found] * 2
 
 
 # When it ends.
 
 
 def test_a_row_ends_with_a_stop_token_and_the_others_go_on():
-    rows = [continued("gpt_oss", prompt, MOST) for prompt in PROMPTS]
+    rows = [greedy_tokens("gpt_oss", prompt, MOST) for prompt in PROMPTS]
     stop = rows[0][2]
     expected = [row[: row.index(stop) + 1] if stop in row else row for row in rows]
     assert len(expected[0]) <= 3 < max(map(len, expected))
 
     def rank(comm):
-        generator = Generator(meshed("gpt_oss"), None, comm, tokens=500, sequences=3)
-        return rows_of(generator, PROMPTS, max_new_tokens=MOST, stop=[stop, 100_000])
+        generator = Generator(attnmesh_model("gpt_oss"), None, comm, tokens=500, sequences=3)
+        return generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=[stop, 100_000])
 
-    assert on_ranks(2, rank) == [expected] * 2
+    assert on_virtual_ranks(2, rank) == [expected] * 2
 
 
 def test_stops_are_the_model_s_own_unless_given():
-    generator = Generator(meshed("llama"), None, tokens=200)
+    generator = Generator(attnmesh_model("llama"), None, tokens=200)
     assert generator._stops() == {STOP}
-    prompt = drawn_ids(12, seed=10)
-    row = continued("llama", prompt, 20)
+    prompt = random_ids(12, seed=10)
+    row = greedy_tokens("llama", prompt, 20)
     assert (len(row), row[-1]) == (5, STOP)
-    assert rows_of(generator, [prompt], max_new_tokens=20) == [row]
-    further = rows_of(generator, [prompt], max_new_tokens=20, stop=())[0]
+    assert generated_rows(generator, [prompt], max_new_tokens=20) == [row]
+    further = generated_rows(generator, [prompt], max_new_tokens=20, stop=())[0]
     assert (further[: len(row)], len(further)) == (row, 20)
 
 
 def test_one_token_is_enough():
     def rank(comm):
-        return [token.id for token in generate(meshed("llama"), None, PROMPTS[:1], comm, max_new_tokens=1)]
+        return [token.id for token in generate(attnmesh_model("llama"), None, PROMPTS[:1], comm, max_new_tokens=1)]
 
-    assert on_ranks(2, rank) == [continued("llama", PROMPTS[0], MOST)[:1]] * 2
+    assert on_virtual_ranks(2, rank) == [greedy_tokens("llama", PROMPTS[0], MOST)[:1]] * 2
 
 
 def test_who_has_heard_enough_may_leave():
     def rank(comm):
-        generator = Generator(meshed("llama"), None, comm, tokens=100)
+        generator = Generator(attnmesh_model("llama"), None, comm, tokens=100)
         heard = generator.generate(PROMPTS[:1], max_new_tokens=MOST)
         first = next(heard)
         heard.close()
         assert not any(reading.busy for reading in generator.reader.readings)
-        return first.id, rows_of(generator, PROMPTS[:1], max_new_tokens=MOST)[0]
+        return first.id, generated_rows(generator, PROMPTS[:1], max_new_tokens=MOST)[0]
 
-    expected = continued("llama", PROMPTS[0], MOST)
-    assert on_ranks(2, rank) == [(expected[0], expected)] * 2
+    expected = greedy_tokens("llama", PROMPTS[0], MOST)
+    assert on_virtual_ranks(2, rank) == [(expected[0], expected)] * 2
 
 
 # What it says of itself.
@@ -310,13 +310,13 @@ def test_who_has_heard_enough_may_leave():
 
 def test_effort_says_what_a_rank_has_done_and_holds():
     def rank(comm):
-        generator = Generator(meshed("llama"), None, comm, tokens=300)
-        rows_of(generator, PROMPTS[1:2], max_new_tokens=MOST, stop=())
-        rows_of(generator, [[*PROMPTS[1], 9]], max_new_tokens=1)
+        generator = Generator(attnmesh_model("llama"), None, comm, tokens=300)
+        generated_rows(generator, PROMPTS[1:2], max_new_tokens=MOST, stop=())
+        generated_rows(generator, [[*PROMPTS[1], 9]], max_new_tokens=1)
         return generator.effort, comm.traffic.bytes
 
     # 39 tokens of the prompt, and one more; the first answer's last token was never read.
-    found = on_ranks(2, rank)
+    found = on_virtual_ranks(2, rank)
     assert sum(effort.tokens_held for effort, _ in found) == 40
     for effort, sent in found:
         token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, numbers, bytes
@@ -339,12 +339,12 @@ def test_text_comes_along():
     ids = [ord(letter) for letter in prompt]
     assert max(ids) >= VOCABULARY
     prompt = "".join(chr(32 + ord(letter) % 64) for letter in prompt)
-    expected = continued("llama", [ord(letter) for letter in prompt], MOST)
+    expected = greedy_tokens("llama", [ord(letter) for letter in prompt], MOST)
 
     def rank(comm):
-        return list(generate(meshed("llama"), Tokenizer(), [prompt], comm, max_new_tokens=MOST))
+        return list(generate(attnmesh_model("llama"), Tokenizer(), [prompt], comm, max_new_tokens=MOST))
 
-    for tokens in on_ranks(2, rank):
+    for tokens in on_virtual_ranks(2, rank):
         assert tokens == [Token(0, token, "" if token == STOP else chr(token)) for token in expected]
 
 
@@ -359,13 +359,13 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
 
     def rank(comm):
         rows = [[], []]
-        for token in generate(meshed("llama"), None, PROMPTS[:2], comm, max_new_tokens=MOST, **how):
+        for token in generate(attnmesh_model("llama"), None, PROMPTS[:2], comm, max_new_tokens=MOST, **how):
             rows[token.row].append(token.id)
         return rows
 
-    expected = [continued("llama", prompt, MOST) for prompt in PROMPTS[:2]]
-    assert on_ranks(2, rank) == [expected] * 2
-    assert [t.id for t in generate(meshed("llama"), None, PROMPTS[:1], max_new_tokens=MOST)] == expected[0]
+    expected = [greedy_tokens("llama", prompt, MOST) for prompt in PROMPTS[:2]]
+    assert on_virtual_ranks(2, rank) == [expected] * 2
+    assert [t.id for t in generate(attnmesh_model("llama"), None, PROMPTS[:1], max_new_tokens=MOST)] == expected[0]
 
 
 # What is refused.
@@ -394,18 +394,18 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
     ],
 )
 def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, message):
-    expected = continued("llama", PROMPTS[0], 2)
+    expected = greedy_tokens("llama", PROMPTS[0], 2)
 
     def rank(comm):
         generator = Generator(
-            meshed("llama"), None, comm, tokens=100, sequences=2, sharding=DecodeSharding(cp=3)
+            attnmesh_model("llama"), None, comm, tokens=100, sequences=2, sharding=DecodeSharding(cp=3)
         )  # fmt: skip
         with pytest.raises(ValueError, match=message):
             generator.generate(prompts, **how)
         assert generator.reader.readings == []
-        return rows_of(generator, PROMPTS[:1], max_new_tokens=2)
+        return generated_rows(generator, PROMPTS[:1], max_new_tokens=2)
 
-    assert on_ranks(3, rank) == [[expected]] * 3
+    assert on_virtual_ranks(3, rank) == [[expected]] * 3
 
 
 @pytest.mark.parametrize(
@@ -425,31 +425,31 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
 )
 def test_ranks_that_ask_different_things_are_all_told(mine, how, message):
     def rank(comm):
-        generator = Generator(meshed("llama"), None, comm, tokens=200)
+        generator = Generator(attnmesh_model("llama"), None, comm, tokens=200)
         given = {"max_new_tokens": 4} | (how if comm.rank == 1 else {})
         with pytest.raises(ValueError, match=message):
             generator.generate([mine if comm.rank == 1 else PROMPTS[0]], **given)
-        return rows_of(generator, PROMPTS[:1], max_new_tokens=4)
+        return generated_rows(generator, PROMPTS[:1], max_new_tokens=4)
 
-    assert on_ranks(2, rank) == [[continued("llama", PROMPTS[0], MOST)[:4]]] * 2
+    assert on_virtual_ranks(2, rank) == [[greedy_tokens("llama", PROMPTS[0], MOST)[:4]]] * 2
 
 
 def test_what_one_group_has_no_room_for_all_are_told():
     def rank(comm):
         generator = Generator(
-            meshed("llama"), None, comm, tokens=80, sequences=2, sharding=DecodeSharding(kvdp=2)
+            attnmesh_model("llama"), None, comm, tokens=80, sequences=2, sharding=DecodeSharding(kvdp=2)
         )  # fmt: skip
         with pytest.raises(ValueError, match=r"98 tokens of 1 sequences do not fit .* \(on rank 1\)"):
             generator.generate([PROMPTS[0], [8] * 82], max_new_tokens=8)
-        return rows_of(generator, PROMPTS[:2], max_new_tokens=8)
+        return generated_rows(generator, PROMPTS[:2], max_new_tokens=8)
 
-    expected = [continued("llama", prompt, MOST)[:8] for prompt in PROMPTS[:2]]
-    assert on_ranks(2, rank) == [expected] * 2
+    expected = [greedy_tokens("llama", prompt, MOST)[:8] for prompt in PROMPTS[:2]]
+    assert on_virtual_ranks(2, rank) == [expected] * 2
 
 
 def test_a_model_that_does_not_ask_us_is_refused():
     with pytest.raises(ValueError, match="must be loaded with attn_implementation='attnmesh'"):
-        Generator(plain("llama"), None, tokens=100)
+        Generator(transformers_model("llama"), None, tokens=100)
 
 
 # What breaks.
@@ -467,9 +467,9 @@ def test_a_rank_that_is_lost_ends_the_others_wait(world, sharding, monkeypatch):
     monkeypatch.setattr(Reader, "step", lost)
 
     def rank(comm):
-        generator = Generator(meshed("llama"), None, comm, tokens=300, sequences=2, sharding=sharding)
+        generator = Generator(attnmesh_model("llama"), None, comm, tokens=300, sequences=2, sharding=sharding)
         try:
-            rows_of(generator, PROMPTS[:2], max_new_tokens=MOST, stop=())
+            generated_rows(generator, PROMPTS[:2], max_new_tokens=MOST, stop=())
         except CommError as error:
             heard[comm.rank] = str(error)
             raise

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from attnmesh.core import ranges
 from attnmesh.parallel.decode.positions import Held
-from modelling import LAYOUTS
+from helpers.models import LAYOUTS
 
 
 def moved(runs, by):

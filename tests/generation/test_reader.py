@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import attnmesh as am
 from attnmesh.core import ranges
 from attnmesh.generation.engine import BLOCK_SIZE, Reader
-from modelling import KINDS, LAYOUTS, drawn_ids, logits_of, meshed, on_ranks
+from helpers.models import KINDS, LAYOUTS, attnmesh_model, logits_of, on_virtual_ranks, random_ids
 
-TEXT = drawn_ids(80, seed=1)
-OTHER = drawn_ids(80, seed=2)
+TEXT = random_ids(80, seed=1)
+OTHER = random_ids(80, seed=2)
 
 
 def far_apart(found, expected):
@@ -35,7 +35,7 @@ def a_long_story(kind, layout, prefill_chunk):
     """Everything that a reader does, in one story: logits as they come, and the text that each of them follows."""
 
     def rank(comm):
-        reader = Reader(meshed(kind), comm, tokens=400, sequences=4, layout=layout, prefill_chunk=prefill_chunk)
+        reader = Reader(attnmesh_model(kind), comm, tokens=400, sequences=4, layout=layout, prefill_chunk=prefill_chunk)
         poison(reader)
         found = []
 
@@ -67,7 +67,7 @@ def a_long_story(kind, layout, prefill_chunk):
 
 
 def check_story(kind, world, layout, prefill_chunk):
-    found = on_ranks(world, a_long_story(kind, LAYOUTS[layout], prefill_chunk))
+    found = on_virtual_ranks(world, a_long_story(kind, LAYOUTS[layout], prefill_chunk))
     for at, (logits, ids) in enumerate(found[0]):
         assert far_apart(logits, logits_of(kind, ids)[-1]) < 1e-5, at  # 1e-4 is what is promised
         for other in found[1:]:
@@ -100,12 +100,12 @@ def test_text_fed_token_by_token_has_the_logits_of_one_pass(world):
     expected = logits_of("qwen3", TEXT)
 
     def rank(comm):
-        reader = Reader(meshed("qwen3"), comm, tokens=100)
+        reader = Reader(attnmesh_model("qwen3"), comm, tokens=100)
         reading = reader.read(TEXT[:1])  # fewer tokens than ranks: all ranks read them
         rows = [reading.logits, *(reader.step([reading], [[token]])[0, 0] for token in TEXT[1:18])]
         return torch.stack(rows)
 
-    for found in on_ranks(world, rank):
+    for found in on_virtual_ranks(world, rank):
         assert far_apart(found, expected[:18]) < 1e-5
 
 
@@ -115,10 +115,10 @@ def test_half_precision_reads_as_well_as_one_process():
     plain = logits_of("llama", TEXT[:60], torch.bfloat16)[-1].double()
 
     def rank(comm):
-        reader = Reader(meshed("llama", torch.bfloat16), comm, tokens=100, prefill_chunk=24)
+        reader = Reader(attnmesh_model("llama", torch.bfloat16), comm, tokens=100, prefill_chunk=24)
         return reader.read(TEXT[:60]).logits
 
-    for found in on_ranks(3, rank):
+    for found in on_virtual_ranks(3, rank):
         assert found.dtype == torch.bfloat16
         assert far_apart(found.double(), exact) <= 2 * far_apart(plain, exact)
 
@@ -220,7 +220,7 @@ def live_through(adventure):
                     reader.step([reading], [OTHER[-how:]])
             check_books(reader)
 
-    on_ranks(world, rank)
+    on_virtual_ranks(world, rank)
 
 
 @settings(max_examples=40, deadline=None)
@@ -242,13 +242,13 @@ def test_every_position_is_held_once_whatever_happens_for_long(adventure):
 def test_a_rank_holds_its_share(world, layout, prefill_chunk):
     def rank(comm):
         reader = Reader(Recorder(), comm, tokens=1000, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk)
-        reading = reader.read(drawn_ids(501, 3), more=300)
+        reading = reader.read(random_ids(501, 3), more=300)
         for _ in range(25):
             reader.step([reading], [[5] * 8])
         pool = reader.cache.stats().total * BLOCK_SIZE
         return len(reading.held), pool
 
-    for held, pool in on_ranks(world, rank):
+    for held, pool in on_virtual_ranks(world, rank):
         assert abs(held - 701 / world) <= 3
         assert pool <= 1000 / world + 6 * BLOCK_SIZE  # there is no room for much more than that
 
@@ -258,20 +258,20 @@ def test_cuts_leave_no_rank_with_more_than_there_is_room_for():
 
     def rank(comm):
         reader = Reader(Recorder(), comm, tokens=200)
-        reader.rest(reader.read(drawn_ids(160, 1)))
+        reader.rest(reader.read(random_ids(160, 1)))
         for seed in range(2, 6):
-            reading = reader.read([*drawn_ids(20, 1), seed, *drawn_ids(169, seed)])
+            reading = reader.read([*random_ids(20, 1), seed, *random_ids(169, seed)])
             assert reading.reused == 20
             check_books(reader)
             assert max(reading.shares.counts) - min(reading.shares.counts) <= 1
             reader.rest(reading)
 
-    on_ranks(4, rank)
+    on_virtual_ranks(4, rank)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_conversation_of_many_turns_stays_even(layout):
-    text = drawn_ids(400, 1)
+    text = random_ids(400, 1)
 
     def rank(comm):
         reader = Reader(Recorder(), comm, tokens=400, layout=LAYOUTS[layout])
@@ -282,35 +282,35 @@ def test_a_conversation_of_many_turns_stays_even(layout):
             reader.rest(reading)
         check_books(reader)
 
-    on_ranks(4, rank)
+    on_virtual_ranks(4, rank)
 
 
 def test_what_one_rank_has_kept_is_read_again_where_it_would_be_too_much():
-    text = drawn_ids(400, 1)
+    text = random_ids(400, 1)
 
     def rank(comm):
         reader = Reader(Recorder(), comm, tokens=400, layout=am.Contiguous())
         reader.rest(reader.read(text))
         reused = []
         for length in range(109, 200, 9):  # its first rank alone has the first hundred tokens
-            reading = reader.read([*text[:100], 2, *drawn_ids(length - 101, 2)])
+            reading = reader.read([*text[:100], 2, *random_ids(length - 101, 2)])
             reused.append(reading.reused)
             check_books(reader)
             reader.rest(reading)
         return reused
 
-    found = on_ranks(4, rank)
+    found = on_virtual_ranks(4, rank)
     assert all(reused == found[0] for reused in found)
     assert found[0].count(0) == 1
 
 
 def test_ranks_may_have_uneven_shares():
     def rank(comm):
-        reader = Reader(meshed("llama"), comm, tokens=90, layout=am.Zigzag(pairs=(1, 3)))
+        reader = Reader(attnmesh_model("llama"), comm, tokens=90, layout=am.Zigzag(pairs=(1, 3)))
         reading = reader.read(TEXT[:79])
         return reading.logits, len(reading.held)
 
-    found = on_ranks(2, rank)
+    found = on_virtual_ranks(2, rank)
     assert [held for _, held in found] == [19, 60] or [held for _, held in found] == [20, 59]
     for logits, _ in found:
         assert far_apart(logits, logits_of("llama", TEXT[:79])[-1]) < 1e-5
@@ -334,19 +334,19 @@ def test_an_idle_sequence_is_taken_over_and_a_busy_one_is_shared():
         assert float(d.logits) == TEXT[39]
         check_books(reader)
 
-    on_ranks(3, rank)
+    on_virtual_ranks(3, rank)
 
 
 def test_the_same_prompt_again_and_again():
     def rank(comm):
-        reader = Reader(meshed("llama"), comm, tokens=300, sequences=3)
+        reader = Reader(attnmesh_model("llama"), comm, tokens=300, sequences=3)
         readings = [reader.read(TEXT[:33]) for _ in range(3)]
         assert [reading.reused for reading in readings] == [0, 32, 32]
         for i, reading in enumerate(readings):  # each goes its own way
             reader.step([reading], [OTHER[10 * i : 10 * i + 5]])
         return [reader.step([r], [[9]])[0, 0] for r in readings]
 
-    for found in on_ranks(2, rank):
+    for found in on_virtual_ranks(2, rank):
         for i, logits in enumerate(found):
             expected = logits_of("llama", [*TEXT[:33], *OTHER[10 * i : 10 * i + 5], 9])[-1]
             assert far_apart(logits, expected) < 1e-5
@@ -355,15 +355,15 @@ def test_the_same_prompt_again_and_again():
 def test_sequences_that_nobody_uses_make_room_the_oldest_first():
     def rank(comm):
         reader = Reader(Recorder(), comm, tokens=100, sequences=3)
-        a, b, c = (reader.read([seed, *drawn_ids(29, seed)]) for seed in range(3))
+        a, b, c = (reader.read([seed, *random_ids(29, seed)]) for seed in range(3))
         for reading in (b, a):
             reader.rest(reading)
-        d = reader.read([50, *drawn_ids(29, 50)])
+        d = reader.read([50, *random_ids(29, 50)])
         assert reader.readings == [b, c, d]  # a was read first
         with pytest.raises(ValueError, match="41 tokens do not fit beside 60 of 2 sequences in use: there is room for"):
-            reader.read([51, *drawn_ids(39, 51)], more=1)
+            reader.read([51, *random_ids(39, 51)], more=1)
         assert reader.readings == [b, c, d]  # b would not have been enough: it stays
-        e = reader.read([51, *drawn_ids(38, 51)], more=1)
+        e = reader.read([51, *random_ids(38, 51)], more=1)
         assert reader.readings == [c, d, e]
         check_books(reader)
         with pytest.raises(ValueError, match="1 tokens do not fit beside 100 of 3 sequences in use"):
@@ -372,7 +372,7 @@ def test_sequences_that_nobody_uses_make_room_the_oldest_first():
         assert reader.readings == [d, e]
         reader.read([5])
 
-    on_ranks(2, rank)
+    on_virtual_ranks(2, rank)
 
 
 def test_room_is_kept_for_what_a_sequence_may_grow_by():
@@ -387,7 +387,7 @@ def test_room_is_kept_for_what_a_sequence_may_grow_by():
         check_books(reader)
         assert (len(a.ids), len(b.ids)) == (70, 30)
 
-    on_ranks(3, rank)
+    on_virtual_ranks(3, rank)
 
 
 # What is refused.
@@ -405,7 +405,7 @@ def test_what_cannot_be_read_is_refused():
         with pytest.raises(ValueError, match="layout must give every one of 3 ranks a part of the sequence"):
             Reader(Recorder(), comm, tokens=100, layout=am.Zigzag(pairs=(1, 0, 1)))
 
-    on_ranks(3, rank)
+    on_virtual_ranks(3, rank)
 
 
 def test_models_of_other_numbers_are_refused():

@@ -47,7 +47,7 @@ class Outstanding:
 
     new: object
     rows: list[list[Token]]
-    missing: list[int]
+    unwritten_layers: list[int]
 
 
 class Pair:
@@ -64,7 +64,7 @@ class Pair:
         self.numbers: dict[tuple, int] = {}
         self.fresh = count(1)
         self.done: dict[str, int] = {}
-        self.pools = [x.whole[0].numpy()[..., 0, 0] for x in (self.cache._keys, self.cache._values)]
+        self.pools = [x.tensors[0].numpy()[..., 0, 0] for x in (self.cache._keys, self.cache._values)]
         self.addresses = self.where()
 
     def make(self) -> BlockCache:
@@ -75,7 +75,7 @@ class Pair:
         )  # fmt: skip
 
     def where(self) -> tuple[int, ...]:
-        return tuple(x.data_ptr() for x in (self.cache.block_table, self.cache.cur_pos, *self.cache._keys.whole))
+        return tuple(x.data_ptr() for x in (self.cache.block_table, self.cache.cur_pos, *self.cache._keys.tensors))
 
     def step(self, operation: str, random: Random) -> None:
         """One random operation of a kind, then everything is compared."""
@@ -149,14 +149,14 @@ class Pair:
         if not self.outstanding:
             return
         one = random.choice(self.outstanding)
-        layer = one.missing.pop()
+        layer = one.unwritten_layers.pop()
         numbers = torch.tensor([[token.number for token in row] for row in one.rows], dtype=torch.float32)
         k = self.content(numbers, layer, 0)[:, None, :, None]
         self.cache.write(layer, one.new, k, k + 1)
         for row in one.rows:
             for token in row:
                 token.layers |= 1 << layer
-        if not one.missing:
+        if not one.unwritten_layers:
             self.outstanding.remove(one)
 
     def fork(self, random: Random) -> None:
@@ -250,15 +250,13 @@ class Pair:
                 id(s.owner),
                 list(s.blocks),
                 list(s.ids),
-                list(s.digests),
+                list(s.hashes),
                 len(s.pending),
             )
             for s in (*self.live, *self.dead)
         ]
-        books = copy.deepcopy(
-            {name: list(x) if hasattr(x, "popitem") else x for name, x in vars(cache._blocks).items()}
-        )
-        mirror = (cache._tables._mirror.tobytes(), dict(cache._tables._changed), list(cache._ledger._rows))
+        books = copy.deepcopy({name: list(x) if hasattr(x, "popitem") else x for name, x in vars(cache._pool).items()})
+        mirror = (cache._tables._mirror.tobytes(), dict(cache._tables._changed), list(cache._manager._free_rows))
         device = (cache._tables._device_copy.numpy().tobytes(), *(pool.tobytes() for pool in self.pools))
         return sequences, books, mirror, device, cache.stats()
 
@@ -288,13 +286,13 @@ class Pair:
 
     def shares_tail(self, sequence) -> bool:
         index, filled = divmod(sequence.length, self.sizes[2])
-        return bool(filled) and self.cache._blocks.holders(sequence.blocks[index]) > 1
+        return bool(filled) and self.cache._pool.ref_count(sequence.blocks[index]) > 1
 
     # What must hold after every operation.
 
     def check(self) -> None:
         cache, block_size, every = self.cache, self.sizes[2], (1 << self.sizes[0]) - 1
-        cache._blocks.audit([sequence.blocks for sequence in self.live])
+        cache._pool.check_invariants([sequence.blocks for sequence in self.live])
         table, last = cache.block_table.numpy(), cache.cur_pos.numpy()
         wanted_table, wanted_last = np.full_like(table, -1), np.full_like(last, -1)
         rows = [sequence.row for sequence in self.live]
@@ -304,9 +302,9 @@ class Pair:
             wanted_table[sequence.row, : len(sequence.blocks)] = sequence.blocks
             wanted_last[sequence.row] = sequence.length - 1
             reserved = sequence.blocks[-(-sequence.length // block_size) :]
-            assert all(cache._blocks.holders(block) == 1 for block in reserved), "reserved for two"
+            assert all(cache._pool.ref_count(block) == 1 for block in reserved), "reserved for two"
             for i, block in enumerate(sequence.blocks):
-                if block in cache._blocks._digests:
+                if block in cache._pool._hash_of_block:
                     tokens = model.tokens[i * block_size : (i + 1) * block_size]
                     assert all(token.layers & every == every for token in tokens), "findable before it is written"
         assert (table == wanted_table).all()

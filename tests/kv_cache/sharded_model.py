@@ -72,13 +72,13 @@ class Mesh:
             prompt = [random.randrange(2) for _ in range(random.randrange(most + 1))]
             if self.said and random.random() < 0.6:
                 prompt = [*random.choice(self.said), *prompt][:most]
-        found = [bank.find(prompt) for bank in self.caches[0]._banks]
+        found = [bank.find_prefix(prompt) for bank in self.caches[0]._caches]
         handles = self.each(lambda cache, rank: cache.allocate(prompt))
         if handles is None:
             return None
-        assert len({(one.row, one.bank, one.length, one.cached) for one in handles}) == 1
-        assert handles[0].row in self.rows(handles[0].bank)
-        assert handles[0].cached == found[handles[0].bank]
+        assert len({(one.row, one.kvdp_rank, one.length, one.cached) for one in handles}) == 1
+        assert handles[0].row in self.rows(handles[0].kvdp_rank)
+        assert handles[0].cached == found[handles[0].kvdp_rank]
         self.live[handles], self.prompts[handles] = [], prompt[handles[0].cached :]
         for id in prompt[: handles[0].cached]:
             self.add(handles, id)
@@ -119,7 +119,7 @@ class Mesh:
                     k[handles[rank].row - cache.rows.start, :, :, 0] = self.content(
                         numbers, layer, torch.tensor(list(heads))[:, None]
                     )
-            cache.check_current(step, layer)
+            cache.check_step(step, layer)
             cache.write(layer, step, k, -k)
 
     def fork(self) -> None:
@@ -127,7 +127,7 @@ class Mesh:
             handles = self.random.choice(list(self.live))
             twins = self.each(lambda cache, rank: cache.fork(handles[rank]))
             if twins is not None:
-                assert twins[0].bank == handles[0].bank
+                assert twins[0].kvdp_rank == handles[0].kvdp_rank
                 self.live[twins], self.prompts[twins] = list(self.live[handles]), []
 
     def truncate(self) -> None:
@@ -166,11 +166,19 @@ class Mesh:
         cache = self.caches[rank]
         handles: list[ShardedSequence] = [each[rank] for each in self.live]
         sequences = [
-            (one.row, one.bank, one.held.row, one.length, one.cached, list(one.held.blocks), list(one.held.digests))
+            (
+                one.row,
+                one.kvdp_rank,
+                one.sequence.row,
+                one.length,
+                one.cached,
+                list(one.sequence.blocks),
+                list(one.sequence.hashes),
+            )
             for one in handles
         ]
-        banks = [[repr(x) for _, x in sorted(vars(bank._blocks).items())] for bank in cache._banks]
-        return sequences, banks, cache.stats(), [list(bank._ledger._rows) for bank in cache._banks]
+        banks = [[repr(x) for _, x in sorted(vars(bank._pool).items())] for bank in cache._caches]
+        return sequences, banks, cache.stats(), [list(bank._manager._free_rows) for bank in cache._caches]
 
     def check(self) -> None:
         first = self.books(0)
@@ -178,14 +186,14 @@ class Mesh:
         assert len(set(rows)) == len(rows)
         for rank, cache in enumerate(self.caches):
             assert self.books(rank) == first, f"the books of rank {rank} are others"
-            for i, bank in enumerate(cache._banks):
-                bank._blocks.audit([h[rank].held.blocks for h in self.live if h[rank].bank == i])
+            for i, bank in enumerate(cache._caches):
+                bank._pool.check_invariants([h[rank].sequence.blocks for h in self.live if h[rank].kvdp_rank == i])
             for handles, tokens in self.live.items():
                 if handles[rank].row in cache.rows:
                     self.check_content(rank, handles[rank], tokens)
 
     def check_content(self, rank: int, sequence: ShardedSequence, tokens: list[tuple[int, int]]) -> None:
-        cache, share, size = self.caches[rank], self.sharding.share(rank), self.sizes["block_size"]
+        cache, share, size = self.caches[rank], self.sharding.position_shard(rank), self.sizes["block_size"]
         index = np.arange(share.length(len(tokens)))
         row = cache.block_table[sequence.row - cache.rows.start].numpy()
         numbers = np.array([tokens[share.position(int(i))][1] for i in index], dtype=np.int64)
@@ -197,7 +205,7 @@ class Mesh:
 
     def check_step(self, rank: int, step, begins: dict[int, int]) -> None:
         """The tensors of a step, number by number."""
-        cache, share, tokens = self.caches[rank], self.sharding.share(rank), step.tokens
+        cache, share, tokens = self.caches[rank], self.sharding.position_shard(rank), step.tokens
         size, rows = self.sizes["block_size"], cache.rows
         after = [[begins[row] + t + 1 if row in begins else 0 for t in range(tokens)] for row in range(cache.batch)]
         assert step.positions.tolist() == [[n - 1 for n in row] for row in after]

@@ -364,9 +364,12 @@ NEW = torch.zeros(1, 2, 3, 16)
         (lambda c, a, new: c.append([a], 0), "tokens must be a positive integer, got 0"),
         (lambda c, a, new: c.append([a], None), "tokens must be a number, or a list"),
         (lambda c, a, new: c.append([a], [[1], [2]]), "for each of 1 sequences, got 2 lists"),
-        (lambda c, a, new: c.append([a], [[]]), r"equally many tokens, at least 1, got \[0\]"),
+        (lambda c, a, new: c.append([a], [[]]), r"same number of ids for every sequence, at least 1, got \[0\]"),
         (lambda c, a, new: c.append([a], [["x"]]), r"tokens\[0\] must be 64-bit integers"),
-        (lambda c, a, new: c.append([a, c.allocate(2)], [[1], [2, 3]]), r"equally many tokens, .* got \[1, 2\]"),
+        (
+            lambda c, a, new: c.append([a, c.allocate(2)], [[1], [2, 3]]),
+            r"same number of ids for every sequence, .* got \[1, 2\]",
+        ),
         (lambda c, a, new: c.append([a], [[103, 9]]), "token 4 of .* is 9, but the prompt .* has 104"),
         (lambda c, a, new: c.append([a, a], 1), "sequences must be different ones"),
         (lambda c, a, new: c.append([], 1), "sequences must be a list of at least one"),
@@ -378,7 +381,10 @@ NEW = torch.zeros(1, 2, 3, 16)
         (lambda c, a, new: c.keys(2), "layer must be 0 to 1, got 2"),
         (lambda c, a, new: c.values(-1), "layer must be 0 to 1, got -1"),
         (lambda c, a, new: c.write(2, new, NEW, NEW), "layer must be 0 to 1, got 2"),
-        (lambda c, a, new: c.write(0, new, NEW, NEW), r"layer 0 of these tokens is written already; missing are \[1\]"),
+        (
+            lambda c, a, new: c.write(0, new, NEW, NEW),
+            r"layer 0 of these tokens is already written, unwritten are \[1\]",
+        ),
         (lambda c, a, new: c.write(1, new.slots, NEW, NEW), "new must be what append of this cache returned"),
         (lambda c, a, new: c.write(1, new, NEW[..., :8], NEW), r"k must be \[1, 2, 3, 16\], got \[1, 2, 3, 8\]"),
         (lambda c, a, new: c.write(1, new, NEW, NEW[:, :1]), r"v must be \[1, 2, 3, 16\], got \[1, 1, 3, 16\]"),
@@ -395,7 +401,7 @@ def test_bad_input_is_named_and_changes_nothing(operation, said):
     before = whole_state(cache, a, new)
     with pytest.raises(ValueError, match=said):
         operation(cache, a, new)
-    if "equally many tokens, .* " not in said:  # that one allocates a second sequence
+    if "same number of ids for every sequence, .* " not in said:  # that one allocates a second sequence
         assert whole_state(cache, a, new) == before
 
 
@@ -414,9 +420,9 @@ def test_a_freed_handle_is_refused():
 def whole_state(cache, a, new):
     """Everything an operation could have changed."""
     return (
-        cache.stats(), a.length, a.row, list(a.blocks), list(a.ids), list(a.digests), dict(a.pending),
-        sorted(new.missing), new.slots.tolist(), cache.block_table.tolist(), cache.cur_pos.tolist(),
-        list(cache._ledger._rows),
-        [x.tolist() for pools in (cache._keys, cache._values) for x in pools.whole],
-        list(cache._blocks._free), list(cache._blocks._holders), dict(cache._blocks._digests),
+        cache.stats(), a.length, a.row, list(a.blocks), list(a.ids), list(a.hashes), dict(a.pending),
+        sorted(new.unwritten_layers), new.slots.tolist(), cache.block_table.tolist(), cache.cur_pos.tolist(),
+        list(cache._manager._free_rows),
+        [x.tolist() for pools in (cache._keys, cache._values) for x in pools.tensors],
+        list(cache._pool._free_blocks), list(cache._pool._ref_counts), dict(cache._pool._hash_of_block),
     )  # fmt: skip

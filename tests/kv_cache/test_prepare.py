@@ -8,7 +8,7 @@ import torch
 from attnmesh import AttentionConfig, AttentionWeights, BlockCache, Norm, Rope
 from attnmesh.kv_cache import prepare as prepare_module
 from attnmesh.kv_cache.pools import write_tokens
-from attnmesh.kv_cache.prepare import ProjectedTokens, prepare
+from attnmesh.kv_cache.prepare import ProjectedKV, prepare
 from attnmesh.ops.block.stages import LAYOUTS, split_and_rotate
 from attnmesh.ops.storage import PLAIN, STORAGES, dequantize
 
@@ -51,7 +51,7 @@ def pool(storage, kv_heads, dim, device):
 
 
 def memory(cache) -> list[torch.Tensor]:
-    return [*cache._keys.whole, *cache._values.whole]
+    return [*cache._keys.tensors, *cache._values.tensors]
 
 
 def bits(cache) -> list[torch.Tensor]:
@@ -94,8 +94,8 @@ class Step:
         self.q, self.kv = self.qkv.split([q_heads * dim, 2 * kv_heads * dim], -1)
         self.given_kv = self.kv[own.start : own.stop].clone() if only_own else self.kv
 
-    def new(self, cache) -> ProjectedTokens:
-        return ProjectedTokens(self.given_kv, self.own, self.slots, cache.keys(1), cache.values(1))
+    def new(self, cache) -> ProjectedKV:
+        return ProjectedKV(self.given_kv, self.own, self.slots, cache.keys(1), cache.values(1))
 
     def in_float64(self, config, weights):
         """What the message and the cache should hold, as [B, heads, T, D]."""
@@ -150,9 +150,9 @@ def check(way, step, storage, config, weights, parts):
 
 def alike_on_a_gpu(cache, expected, at):
     """Values bit for bit, keys to one step of their storage, and everything else bit for bit."""
-    for x, y in zip(map(raw, cache._values.whole), map(raw, expected._values.whole), strict=True):
+    for x, y in zip(map(raw, cache._values.tensors), map(raw, expected._values.tensors), strict=True):
         assert torch.equal(x, y)
-    for x, y in zip(map(raw, cache._keys.whole), map(raw, expected._keys.whole), strict=True):
+    for x, y in zip(map(raw, cache._keys.tensors), map(raw, expected._keys.tensors), strict=True):
         if x.ndim > 1:  # not fp8's scales
             assert torch.equal(x[0], y[0])
             x, y = (pool[1].flatten(0, 1).clone() for pool in (x, y))
@@ -291,7 +291,7 @@ def test_an_empty_batch(way, device):
     config, weights = stages(16, device=device)
     step = Step(3, 2, 16, batch=1, own=range(0), dtype=torch.float32, device=device)
     cache = pool("int8", 2, 16, device)
-    new = ProjectedTokens(step.kv[:0], range(0), step.slots, cache.keys(1), cache.values(1))
+    new = ProjectedKV(step.kv[:0], range(0), step.slots, cache.keys(1), cache.values(1))
     assert way(step.q[:0], step.positions[:0], new, config, weights, 2).shape == (0,)
 
 
@@ -309,7 +309,7 @@ def test_float64_stays_float64():
 def test_float64_on_a_gpu_is_refused(device):
     config, weights = stages(16, dtype=torch.float64, device=device)
     step = Step(3, 2, 16, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match="float64 is computed on the CPU only, got q on cuda"):
+    with pytest.raises(ValueError, match="q must not be float64 on a GPU, got torch.float64 on cuda"):
         prepare(step.q, step.positions, None, config, weights, 1)
 
 
@@ -329,15 +329,15 @@ def test_what_does_not_fit_is_refused():
     cache = pool("fp32", 2, 16, "cpu")
 
     def refuses(message, *, q=step.q, positions=step.positions, parts=1, **changed):
-        new = ProjectedTokens(**(vars(step.new(cache)) | changed))
+        new = ProjectedKV(**(vars(step.new(cache)) | changed))
         with pytest.raises(ValueError, match=message):
             prepare(q, positions, new, config, weights, parts)
 
     refuses(r"q must be \[B, T, heads \* 16\], got \[4, 2, 47\]", q=step.q[..., 1:])
-    refuses(r"positions must be \[4, 2\], as q has it, got \[4, 1\]", positions=step.positions[:, 1:])
+    refuses(r"positions must be \[4, 2\], as in q, got \[4, 1\]", positions=step.positions[:, 1:])
     refuses("parts must be a positive integer, got 0", parts=0)
-    refuses(r"own must be a run of the 4 rows of the batch, got range\(3, 5\)", own=range(3, 5))
-    refuses(r"own must be a run of the 4 rows of the batch, got range\(0, 4, 2\)", own=range(0, 4, 2))
+    refuses(r"rows must be consecutive rows of the batch of 4, got range\(3, 5\)", rows=range(3, 5))
+    refuses(r"rows must be consecutive rows of the batch of 4, got range\(0, 4, 2\)", rows=range(0, 4, 2))
     refuses(r"kv must be \[4 or 2, 2, 64\].*got \[3, 2, 64\]", kv=step.kv[:3])
     refuses(r"kv must be \[4 or 2, 2, 64\].*got \[4, 2, 48\]", kv=step.kv[..., :48])
     refuses(r"slots must be \[2, 2\], got \[1, 2\]", slots=step.slots[:1])

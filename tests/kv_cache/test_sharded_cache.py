@@ -32,9 +32,9 @@ def test_ranks_in_lockstep_hold_whole_sequences(name):
 
 def forget_the_others(monkeypatch):
     """The books of other banks are not told what was written."""
-    real = BlockCache.wrote
+    real = BlockCache.mark_written
     monkeypatch.setattr(
-        BlockCache, "wrote", lambda self, new, layer=None: None if new.slots.is_meta else real(self, new, layer)
+        BlockCache, "mark_written", lambda self, new, layer=None: None if new.slots.is_meta else real(self, new, layer)
     )
 
 
@@ -58,7 +58,9 @@ def keep_old_sight(monkeypatch):
 
 def move_tensors(monkeypatch):
     """Every step has tensors of its own."""
-    monkeypatch.setattr(ShardedCache, "_tensors_for", lambda self, n: StepTensors(n, self.batch, self.rows, self._held))
+    monkeypatch.setattr(
+        ShardedCache, "_tensors_for", lambda self, n: StepTensors(n, self.batch, self.rows, self._local_lengths)
+    )
 
 
 @pytest.mark.parametrize("fault", [forget_the_others, check_no_bank, keep_old_sight, move_tensors])
@@ -101,7 +103,7 @@ def test_a_bank_without_room_leaves_a_prompt_to_the_next():
     first = mesh.allocate([1] * 22)
     mesh.append([first], 22)
     found = mesh.allocate([1] * 30)  # 10 blocks, 7 of them found: 3 more would fit, and 2 are left
-    assert (found[0].bank, found[0].cached) == (1, 0)
+    assert (found[0].kvdp_rank, found[0].cached) == (1, 0)
     for cache in mesh.caches:
         with pytest.raises(CacheFull, match="7 more blocks needed, 2 are free"):  # what the preferred bank said
             cache.allocate([5] * 21)
@@ -110,7 +112,7 @@ def test_a_bank_without_room_leaves_a_prompt_to_the_next():
 def test_a_step_is_on_all_banks_or_on_none():
     mesh = Mesh(DecodeSharding(kvdp=2, cp=2), batch=2, num_blocks=5)
     a, b = mesh.allocate([1] * 12), mesh.allocate([2] * 30)
-    assert (a[0].bank, b[0].bank) == (0, 1)
+    assert (a[0].kvdp_rank, b[0].kvdp_rank) == (0, 1)
     mesh.append([b], 30)
     with pytest.raises(ValueError, match=r"ShardedSequence\(row=1, .* would have 31 tokens, max_length is 30"):
         mesh.caches[0].append([a[0], b[0]], 1)
@@ -153,7 +155,7 @@ def pair():
     """A cache with two sequences of 4 tokens, all written."""
     cache = ShardedCache(DecodeSharding(cp=2), 0, **sizes())
     a, b = cache.allocate(4), cache.allocate(4)
-    cache.wrote(cache.append([a, b], 4))
+    cache.mark_written(cache.append([a, b], 4))
     return cache, a, b
 
 
@@ -164,24 +166,24 @@ def test_a_step_serves_until_the_next(pair):
     cache, a, b = pair
     old = cache.append([a], 1)
     cache.write(0, old, NEW, NEW)
-    with pytest.raises(ValueError, match=r"layer 0 of this step is written already; missing are \[1\]"):
+    with pytest.raises(ValueError, match=r"layer 0 of this step is already written, unwritten are \[1\]"):
         cache.write(0, old, NEW, NEW)
-    cache.check_current(old, 0, written=True)  # it may be read
+    cache.check_step(old, 0, written=True)  # it may be read
     with pytest.raises(ValueError, match="layer 1 of this step is not written yet"):
-        cache.check_current(old, 1, written=True)
-    cache.wrote(old)
-    cache.wrote(old)  # nothing is missing
-    cache.check_current(old, 1, written=True)
+        cache.check_step(old, 1, written=True)
+    cache.mark_written(old)
+    cache.mark_written(old)  # nothing is missing
+    cache.check_step(old, 1, written=True)
     new = cache.append([b], 1)
     for use in (
-        lambda: cache.check_current(old, 0, written=True),
+        lambda: cache.check_step(old, 0, written=True),
         lambda: cache.write(0, old, NEW, NEW),
-        lambda: cache.wrote(old),
-        lambda: cache.wrote(old, 1),
+        lambda: cache.mark_written(old),
+        lambda: cache.mark_written(old, 1),
     ):
-        with pytest.raises(ValueError, match=r"is not the latest of this cache, .* positions would skip or repeat"):
+        with pytest.raises(ValueError, match="step must be the latest of this cache"):
             use()
-    cache.check_current(new, 0)
+    cache.check_step(new, 0)
 
 
 @pytest.mark.parametrize("end", [lambda cache, a: cache.truncate(a, 4), lambda cache, a: cache.free(a)])
@@ -189,7 +191,7 @@ def test_a_step_ends_with_one_of_its_sequences(pair, end):
     cache, a, b = pair
     step = cache.append([a, b], 1)
     end(cache, a)
-    with pytest.raises(ValueError, match="positions would skip"):
+    with pytest.raises(ValueError, match="step must be the latest of this cache"):
         cache.write(0, step, NEW, NEW)
 
 
@@ -206,23 +208,23 @@ def test_a_step_outlives_what_happens_to_others(pair):
 
 def test_tokens_that_were_never_written_are_not_skipped(pair):
     cache, a, b = pair
-    cache.wrote(cache.append([a, b], 1), 0)
+    cache.mark_written(cache.append([a, b], 1), 0)
     step = cache.append([b], 1)
-    cache.check_current(step, 0)
-    cache.wrote(step, 0)
+    cache.check_step(step, 0)
+    cache.mark_written(step, 0)
     for use in (
-        lambda: cache.check_current(step, 1),
+        lambda: cache.check_step(step, 1),
         lambda: cache.write(1, step, NEW, NEW),
-        lambda: cache.wrote(step, 1),
-        lambda: cache.wrote(step),
+        lambda: cache.mark_written(step, 1),
+        lambda: cache.mark_written(step),
     ):
-        with pytest.raises(ValueError, match=r"would skip tokens of .*row=1.* in layer 1: truncate it to 4 tokens"):
+        with pytest.raises(ValueError, match=r"row=1.* has earlier tokens .* layer 1: truncate it to 4 tokens"):
             use()
-    assert step.missing == {1}
+    assert step.unwritten_layers == {1}
     cache.truncate(b, 4)
-    cache.wrote(cache.append([b], 1))
+    cache.mark_written(cache.append([b], 1))
     with pytest.raises(ValueError, match="truncate it to 4 tokens"):
-        cache.wrote(cache.append([a], 1))
+        cache.mark_written(cache.append([a], 1))
 
 
 def test_tensors_of_a_step_are_filled_in_and_out_of_inference_mode(pair):
@@ -230,12 +232,12 @@ def test_tensors_of_a_step_are_filled_in_and_out_of_inference_mode(pair):
     with torch.inference_mode():
         step = cache.append([a], 2)
         first, end = step.key_range(2)
-        cache.wrote(step)
+        cache.mark_written(step)
     new = cache.append([a], 2)
     assert (first[0].tolist(), end[0].tolist()) == ([3, 3], [4, 4])
     assert new.key_range(2)[0] is first
     assert new.key_range(5)[0][0].tolist() == [1, 2]
-    cache.wrote(new)
+    cache.mark_written(new)
     with torch.inference_mode():
         cache.append([a], 2)
     assert end[0].tolist() == [5, 5]
@@ -252,7 +254,7 @@ def test_all_of_a_step_goes_up_at_once(pair, monkeypatch):
     cache, a, b = pair
     uploads, real = [], torch.tensor
     cache.append([a], 1).key_range(3)
-    cache.wrote(cache._current)
+    cache.mark_written(cache._current)
     monkeypatch.setattr(torch, "tensor", lambda data, **more: uploads.append(len(data)) or real(data, **more))
     cache.append([a, b], 1)
     assert uploads == [2 * 1 + 2 + 5 + 2]  # a position in the tables, two slots, where rows begin, which rows these are
@@ -310,17 +312,17 @@ def test_bad_input_is_named_and_changes_nothing(pair):
         (lambda: cache.append([a, theirs], 1), "belongs to another cache"),
         (lambda: cache.append([a, freed], 1), "row=2, length=0, cached=0, freed.* was freed"),
         (lambda: cache.append([a], [[1], [2]]), "for each of 1 sequences"),
-        (lambda: cache.append([a.held], 1), "what allocate or fork returned, got Sequence"),
+        (lambda: cache.append([a.sequence], 1), "what allocate or fork returned, got Sequence"),
         (lambda: cache.fork(a), "not written in every layer"),
         (lambda: cache.fork(freed), "was freed"),
         (lambda: cache.free(theirs), "belongs to another cache"),
         (lambda: cache.truncate(freed, 0), "was freed"),
         (lambda: cache.keys(2), "layer must be 0 to 1"),
-        (lambda: cache.check_current(step, 2), "layer must be 0 to 1, got 2"),
-        (lambda: cache.check_current(None, 0), "step must be what append returned, got NoneType"),
+        (lambda: cache.check_step(step, 2), "layer must be 0 to 1, got 2"),
+        (lambda: cache.check_step(None, 0), "step must be what append returned, got NoneType"),
         (lambda: cache.write(0, step, NEW[:2], NEW), r"k must be \[5, 2, 1, 1\], got \[2, 2, 1, 1\]"),
         (lambda: cache.write(0, step, NEW, NEW.int()), "v must be one of"),
-        (lambda: stranger.write(0, step, NEW, NEW), "not the latest of this cache"),
+        (lambda: stranger.write(0, step, NEW, NEW), "must be the latest of this cache"),
         (lambda: cache.allocate([1] * 31), "prompt would have 31 tokens"),
         (lambda: cache.allocate([1], cache_key=3), "cache_key must be a string"),
     ]:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh.core.state import State, merge
+from attnmesh.core.merge import merge
+from attnmesh.core.state import State
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 
 SHAPE = (2, 3, 10, 4)

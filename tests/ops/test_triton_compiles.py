@@ -5,13 +5,13 @@ from itertools import product
 import pytest
 import torch
 
-from compiling import assert_fit, compiled_for_hopper
+from helpers.triton_compile import assert_fit, compiled_for_hopper
 
 pytest.importorskip("triton")
 
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.prepare import ProjectedTokens
+from attnmesh.kv_cache.prepare import ProjectedKV
 from attnmesh.kv_cache.triton_write import prepare, write_tokens
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.stages import Norm, Rope
@@ -106,7 +106,7 @@ def prepared(head_dim, dtype, storage, q_heads, kv_heads, layout, normed):
             max_length=16,
         )
         kv = torch.empty(2, 1, 2 * kv_heads * head_dim, dtype=dtype)
-        new = ProjectedTokens(kv, range(2), torch.zeros(2, 1, dtype=torch.int64), cache.keys(0), cache.values(0))
+        new = ProjectedKV(kv, range(2), torch.zeros(2, 1, dtype=torch.int64), cache.keys(0), cache.values(0))
     q = torch.empty(2, 1, q_heads * head_dim, dtype=dtype)
     prepare(q, torch.zeros(2, 1, dtype=torch.int32), new, config, weights, 2)
 

@@ -127,9 +127,9 @@ def test_every_sequence_is_on_one_kvdp_rank_and_on_all_that_differ_otherwise(bat
 def test_positions_by_rank_and_their_slots(cp, interleave):
     sharding, block_size, length = DecodeSharding(2, 2, cp, interleave), 4, 90
     for rank in range(sharding.ranks):
-        place, share = sharding.place(rank), sharding.share(rank)
+        place, position_shard = sharding.place(rank), sharding.position_shard(rank)
         mine = [p for p in range(length) if sharding.owner(p) == place.cp]
-        assert mine == [share.position(i) for i in range(share.length(length))]
+        assert mine == [position_shard.position(i) for i in range(position_shard.length(length))]
         assert [sharding.local_index(p) for p in mine] == list(range(len(mine)))
         assert sharding.local_length(length, place.cp) == len(mine)
         blocks = list(range(100, 100 - len(mine) // block_size - 1, -1))  # backwards: a slot must go through them
@@ -152,7 +152,7 @@ def test_a_rank_that_is_not_there_is_refused(rank):
     sharding = DecodeSharding(2, 3, 4)
     functions = [
         sharding.place,
-        sharding.share,
+        sharding.position_shard,
         sharding.kvdp_peers,
         sharding.cp_peers,
         *(lambda r, f=f: f(r, 24) for f in (sharding.q_heads, sharding.cp_heads, sharding.group_heads)),

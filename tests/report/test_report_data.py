@@ -20,7 +20,7 @@ from attnmesh.report.picture import picture
 from attnmesh.report.steps import steps
 from attnmesh.report.tiles import bands, pair_counts, visible_pairs
 from attnmesh.trace.timeline import Span
-from truth import truth
+from helpers.cases import allowed_pairs
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
 LAYOUTS = [Contiguous(), Zigzag(), Striped()]
@@ -28,7 +28,7 @@ MASKS = [Full(), Causal(), Causal() & SlidingWindow(5), SlidingWindow(3, 4), Doc
 
 
 def seen(mask: Mask, length: int) -> torch.Tensor:
-    return truth(mask, torch.arange(length), torch.arange(length))
+    return allowed_pairs(mask, torch.arange(length), torch.arange(length))
 
 
 def positions(workload: Workload, shards: range) -> torch.Tensor:

@@ -249,7 +249,7 @@ class Reader:
         tokens = torch.tensor(ids)[at - begin]
         device = self.device
         logits = self._call(how, tokens[None].to(device), at[None].to(device), keep=1)[0, -1]
-        self.cache.wrote(new)
+        self.cache.mark_written(new)
         reading.ids += ids
         last = next(rank for rank, part in enumerate(parts) if part[-1][-1] == begin + len(ids) - 1)
         return self._from(last, logits)
@@ -283,7 +283,7 @@ class Reader:
         with self._shared:
             logits = self._step(how, tokens, at.to(self.device))
         for new in appended:
-            self.cache.wrote(new)
+            self.cache.mark_written(new)
         for reading, row in zip(readings, ids, strict=True):
             reading.ids += row
         return logits

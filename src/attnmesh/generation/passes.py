@@ -12,6 +12,7 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
+from attnmesh.core.merge import unpack_state
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.integrations.spread_pass import SpreadPass
@@ -19,7 +20,7 @@ from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.dense.api import attention_state
-from attnmesh.ops.merge import merge_packed, unpack_state
+from attnmesh.ops.merge import merge_packed
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.positions import Held
 

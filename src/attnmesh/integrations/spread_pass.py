@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnmesh.core.masks import Mask
-from attnmesh.integrations.transformers_attention import discount_sinks
+from attnmesh.core.merge import discount_sinks
 from attnmesh.parallel.context import ContextParallel
 
 
@@ -25,4 +25,4 @@ class SpreadPass:
         if sinks is None:
             return self.ranks.attention(q, k, v, mask=mask, scale=scale, length=self.length)
         out, lse = self.ranks.attention(q, k, v, mask=mask, scale=scale, length=self.length, return_lse=True)
-        return discount_sinks(out, lse, sinks)
+        return discount_sinks(out, lse, sinks[:, None])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
+from attnmesh.core.merge import discount_sinks
 from attnmesh.core.optional import require
 from attnmesh.ops.dense.api import attention
 
@@ -90,17 +91,11 @@ def transformers_attention(
     return out.transpose(1, 2), None
 
 
-def discount_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Out [B, H, n, D] with one more key a head, whose score is the sink and whose value is 0. Differentiable."""
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return (out * share.unsqueeze(-1)).to(out.dtype)
-
-
 def _alone(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
     """On one device: the queries are the last of the keys' positions."""
     at = torch.arange(k.shape[2] - q.shape[2], k.shape[2])
     out, lse = attention(q, k, v, mask=mask, scale=scale, q_positions=at, return_lse=True)
-    return out if sinks is None else discount_sinks(out, lse, sinks)
+    return out if sinks is None else discount_sinks(out, lse, sinks[:, None])
 
 
 def _no_mask(

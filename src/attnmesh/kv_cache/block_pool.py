@@ -1,4 +1,13 @@
-"""The cache in numbers: what it holds, and why it can hold no more."""
+"""`BlockPool`: free blocks, reference counts, prefix hashes and eviction. Pure Python, no tensors.
+
+Every block is in one of three states:
+
+- *free*: not referenced, and its content is not reusable;
+- *used*: referenced by one or more sequences;
+- *cached*: not referenced, but registered under its prefix hash, so that a prompt with the same prefix can reuse it.
+
+Cached blocks are evicted in least recently used order once no block is free.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ from hashlib import sha256
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Blocks: `free`, `used` and `cached` (held by nobody, but findable). Tokens of prompts: `lookups`, `hits`."""
+    """Counts of blocks (`total`, `free`, `used`, `cached`, `evictions`) and of prompt tokens (`lookups`, `hits`)."""
 
     total: int
     free: int
@@ -23,14 +32,14 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Found tokens among those looked up; 0 before the first."""
+        """The fraction of prompt tokens that were reused; 0 before the first prompt."""
         return self.hits / self.lookups if self.lookups else 0.0
 
 
 class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mistake
-    """There is no room, and nothing has changed: end a sequence, or wait until one ends.
+    """The cache has no room, and nothing has changed: free a sequence, or wait until one is freed.
 
-    `resource` is "blocks" or "sequences"; `cached` are blocks that could be evicted, and are too few.
+    `resource` is "blocks" or "sequences". `free` and `cached` are the blocks that could have been taken.
     """
 
     def __init__(self, resource: str, *, needed: int, free: int, cached: int, total: int) -> None:
@@ -42,110 +51,110 @@ class CacheFull(RuntimeError):  # noqa: N818 - a state one waits out, not a mist
         self.resource, self.needed, self.free, self.cached, self.total = resource, needed, free, cached, total
 
 
-def root_digest(cache_key: str) -> bytes:
-    """Where the chains of a cache key begin: two keys never find one another's blocks."""
+def root_hash(cache_key: str) -> bytes:
+    """The parent hash of the first block of every sequence under `cache_key`. Keys do not share blocks."""
     return sha256(b"root:" + cache_key.encode()).digest()
 
 
-def link_digest(parent: bytes, ids: array[int]) -> bytes:
-    """The name of a full block: its own tokens and, through its parent, all tokens before them."""
+def block_hash(parent: bytes, ids: array[int]) -> bytes:
+    """The prefix hash of a full block: its token ids and, through `parent`, all token ids before them."""
     return sha256(b"link:" + parent + ids.tobytes()).digest()
 
 
-class Blocks:
-    """The state of every block. Every method leaves each block in exactly one state; `audit` proves it."""
+class BlockPool:
+    """The state of every block. `check_invariants` verifies that each block is in exactly one state."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.evictions = 0
-        self._holders = [0] * total
-        self._free = list(range(total - 1, -1, -1))  # a stack: 0 is taken first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self._by_digest: dict[bytes, int] = {}
-        self._digests: dict[int, bytes] = {}
+        self._ref_counts = [0] * total
+        self._free_blocks = list(range(total - 1, -1, -1))  # a stack: block 0 is allocated first
+        self._cached_blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._block_of_hash: dict[bytes, int] = {}
+        self._hash_of_block: dict[int, bytes] = {}
 
     @property
-    def free(self) -> int:
-        """How many blocks are nobody's and hold nothing findable."""
-        return len(self._free)
+    def num_free(self) -> int:
+        """The number of free blocks."""
+        return len(self._free_blocks)
 
     @property
-    def cached(self) -> int:
-        """How many blocks are held by nobody, but findable."""
-        return len(self._cached)
+    def num_cached(self) -> int:
+        """The number of cached blocks that no sequence references."""
+        return len(self._cached_blocks)
 
-    def holders(self, block: int) -> int:
-        """How many sequences hold a block."""
-        return self._holders[block]
+    def ref_count(self, block: int) -> int:
+        """The number of sequences that reference a block."""
+        return self._ref_counts[block]
 
-    def find(self, digest: bytes) -> int | None:
-        """The block registered under a digest."""
-        return self._by_digest.get(digest)
+    def lookup(self, prefix_hash: bytes) -> int | None:
+        """The block registered under a prefix hash, or None."""
+        return self._block_of_hash.get(prefix_hash)
 
-    def check_room(self, needed: int, keeping: Iterable[int] = ()) -> None:
-        """Raise CacheFull unless so many can be taken, without evicting any of `keeping`."""
-        cached = self.cached - sum(block in self._cached for block in keeping)
-        if needed > self.free + cached:
-            raise CacheFull("blocks", needed=needed, free=self.free, cached=cached, total=self.total)
+    def check_available(self, needed: int, keep: Iterable[int] = ()) -> None:
+        """Raise CacheFull unless `needed` blocks can be allocated without evicting any block of `keep`."""
+        cached = self.num_cached - sum(block in self._cached_blocks for block in keep)
+        if needed > self.num_free + cached:
+            raise CacheFull("blocks", needed=needed, free=self.num_free, cached=cached, total=self.total)
 
-    def take(self, count: int) -> list[int]:
-        """So many blocks for one holder: free ones first, then the least recently used of the cached."""
-        self.check_room(count)
-        return [self._take() for _ in range(count)]
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with a reference count of 1: free blocks first, then the least recently used cached ones."""
+        self.check_available(count)
+        return [self._allocate() for _ in range(count)]
 
-    def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
+    def _allocate(self) -> int:
+        if self._free_blocks:
+            block = self._free_blocks.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
-            self.forget(block)
+            block, _ = self._cached_blocks.popitem(last=False)
+            self.remove_hash(block)
             self.evictions += 1
-        self._holders[block] = 1
+        self._ref_counts[block] = 1
         return block
 
-    def hold(self, block: int) -> None:
-        """One more holder, of a block that is held or cached."""
-        self._cached.pop(block, None)
-        self._holders[block] += 1
+    def acquire(self, block: int) -> None:
+        """Add a reference to a used or cached block."""
+        self._cached_blocks.pop(block, None)
+        self._ref_counts[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """One holder less, for each of a sequence's blocks in their order.
+    def free(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each of a sequence's blocks, given in sequence order.
 
-        The last goes back first: what is evicted first is then the end of a prefix, and its beginning, which more
-        prompts share and without which no later block is found, lives longest.
+        The last block is freed first, so that the end of a prefix is evicted before its beginning: more prompts share
+        the beginning, and no later block can be looked up without it.
         """
         for block in reversed(list(blocks)):
-            if not self._holders[block]:
-                raise RuntimeError(f"block {block} is held by nobody and cannot be released")
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                if block in self._digests:
-                    self._cached[block] = None
+            if not self._ref_counts[block]:
+                raise RuntimeError(f"block {block} has a reference count of 0 and cannot be freed")
+            self._ref_counts[block] -= 1
+            if not self._ref_counts[block]:
+                if block in self._hash_of_block:
+                    self._cached_blocks[block] = None
                 else:
-                    self._free.append(block)
+                    self._free_blocks.append(block)
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Make a held block findable. If another one has the same content, that one stays, and this one is not."""
-        if digest not in self._by_digest:
-            self._by_digest[digest] = block
-            self._digests[block] = digest
+    def add_hash(self, block: int, prefix_hash: bytes) -> None:
+        """Register a used block under its prefix hash. If another block has the same content, that one stays."""
+        if prefix_hash not in self._block_of_hash:
+            self._block_of_hash[prefix_hash] = block
+            self._hash_of_block[block] = prefix_hash
 
-    def forget(self, block: int) -> None:
-        """Let a block be found no more, because its content is about to change."""
-        digest = self._digests.pop(block, None)
-        if digest is not None:
-            del self._by_digest[digest]
+    def remove_hash(self, block: int) -> None:
+        """Remove a block from the lookup table, because its content is about to change."""
+        prefix_hash = self._hash_of_block.pop(block, None)
+        if prefix_hash is not None:
+            del self._block_of_hash[prefix_hash]
 
-    def audit(self, held: Iterable[Iterable[int]]) -> None:
-        """Raise AssertionError unless the books agree with what every sequence says it holds."""
-        said = Counter(block for blocks in held for block in blocks)
-        if dict(said) != {block: n for block, n in enumerate(self._holders) if n}:
-            raise AssertionError(f"sequences hold {dict(said)}, the books say {self._holders}")
-        everywhere = sorted([*self._free, *self._cached, *said])
-        if everywhere != list(range(self.total)):
-            raise AssertionError(f"free {self._free}, cached {list(self._cached)}, held {sorted(said)}: not each once")
-        if {digest: block for block, digest in self._digests.items()} != self._by_digest:
-            raise AssertionError("blocks and digests do not name one another")
-        findable = set(self._digests)
-        if not set(self._cached) <= findable or findable & set(self._free):
-            raise AssertionError(f"findable are {findable}, cached {list(self._cached)}, free {self._free}")
+    def check_invariants(self, block_lists: Iterable[Iterable[int]]) -> None:
+        """Raise AssertionError unless the state agrees with the blocks of all sequences."""
+        used = Counter(block for blocks in block_lists for block in blocks)
+        if dict(used) != {block: n for block, n in enumerate(self._ref_counts) if n}:
+            raise AssertionError(f"sequences reference {dict(used)}, reference counts are {self._ref_counts}")
+        free, cached = self._free_blocks, list(self._cached_blocks)
+        if sorted([*free, *cached, *used]) != list(range(self.total)):
+            raise AssertionError(f"free {free}, cached {cached}, used {sorted(used)}: not every block exactly once")
+        if {prefix_hash: block for block, prefix_hash in self._hash_of_block.items()} != self._block_of_hash:
+            raise AssertionError("the two hash tables disagree")
+        hashed = set(self._hash_of_block)
+        if not set(cached) <= hashed or hashed & set(free):
+            raise AssertionError(f"blocks with a hash {hashed}, cached {cached}, free {free}")

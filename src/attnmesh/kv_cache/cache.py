@@ -1,4 +1,4 @@
-"""`BlockCache`: keys and values of many sequences in one pool of blocks, prefixes shared and found again."""
+"""`BlockCache`: keys and values of many sequences in one pool of blocks, with prefix caching and copy-on-write."""
 
 from __future__ import annotations
 
@@ -10,38 +10,49 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.kv_cache import sequence as check
-from attnmesh.kv_cache.block_manager import Ledger, Paging
-from attnmesh.kv_cache.block_pool import Blocks, CacheStats, root_digest
-from attnmesh.kv_cache.pools import Tables, fp8_scale, make_pools, write_tokens
-from attnmesh.kv_cache.sequence import NewTokens, Sequence
+from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager
+from attnmesh.kv_cache.block_pool import BlockPool, CacheStats, root_hash
+from attnmesh.kv_cache.pools import DeviceTables, fp8_scale, make_pools, write_tokens
+from attnmesh.kv_cache.sequence import (
+    NewTokens,
+    Sequence,
+    check_distinct,
+    check_layer,
+    check_length,
+    check_new_kv,
+    check_prompt_ids,
+    check_sizes,
+    new_ids,
+    prompt_ids,
+)
 from attnmesh.ops.storage import Stored, check_storage
 
-_MOST_BLOCK_SIZE = 256  # what paged decode reads
-_WHOLE = InterleavedShard()
+_MAX_BLOCK_SIZE = 256  # the largest that paged decode reads
+_UNSHARDED = InterleavedShard()
 
 
 class BlockCache:
     """A paged KV cache for `paged_decode_attention`: `keys(layer)`, `values(layer)`, `block_table` and `cur_pos`.
 
-    The tables are int32 [max_sequences, blocks of max_length] and [max_sequences], -1 where there is nothing. They stay
-    where they are for the life of the cache, so CUDA graphs over them see every later change. No operation reads the
-    device, and one that raises has changed nothing.
+    `block_table` is int32 [max_sequences, blocks of max_length] and `cur_pos` int32 [max_sequences], -1 where empty.
+    Both keep their addresses for the life of the cache, so CUDA graphs over them see every later change. No operation
+    reads the device, and an operation that raises has changed nothing.
 
-    A sequence lives from `allocate` (or `fork`) to `free`. Its tokens get slots by `append`, and `write` fills them
-    layer by layer. A full block whose ids are known is found again by later prompts once all its layers are written.
+    A sequence lives from `allocate` (or `fork`) to `free`. `append` assigns slots to its tokens, and `write` fills them
+    layer by layer. Once all layers of a full block with known token ids are written, later prompts with the same prefix
+    reuse it.
 
-    `storage` is bf16, fp16, fp32, fp8, int8 or bfp8. `k_scale` and `v_scale`, a number, [] or [kv_heads], are fp8's:
-    values up to 448 times the scale are kept, larger ones become the largest. They are 1 by default.
+    `storage` is bf16, fp16, fp32, fp8, int8 or bfp8. `k_scale` and `v_scale` (a number, [] or [kv_heads], default 1)
+    are for fp8: values are saturated at 448 times the scale.
 
-    With a `share` the positions of every sequence are dealt to several ranks, and this cache holds one rank's. Prompts,
-    ids, `max_length` and a sequence's `length` remain those of the whole sequence; `cur_pos` and the slots are this
-    rank's: the last of `share.length(length)` tokens, in the order of their positions. Ranks that perform the same
-    operations have the same blocks, hits and CacheFull without a word between them. A found prefix ends where all
-    ranks have filled the same blocks and none has begun the next: with a run that divides block_size after any block,
-    otherwise after blocks that make whole runs.
+    With a `shard`, the positions of every sequence are sharded over ranks, and this cache stores those of one rank.
+    Prompts, ids, `max_length` and a sequence's `length` remain those of the whole sequence; `cur_pos` and the slots are
+    those of the `shard.length(length)` tokens stored here, in position order. Ranks that perform the same operations
+    have the same blocks, prefix hits and CacheFull without communication. A reused prefix ends where all ranks have
+    filled the same blocks and none has started the next: after any block if the interleave divides block_size,
+    otherwise after blocks that make whole multiples of the interleave.
 
-    On the meta device a cache is books only, to follow another rank's: no operation touches a tensor.
+    On the meta device a cache has no memory. It tracks the blocks of another rank's cache.
     """
 
     def __init__(
@@ -59,23 +70,23 @@ class BlockCache:
         max_length: int,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
-        share: InterleavedShard = _WHOLE,
+        shard: InterleavedShard = _UNSHARDED,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        check.check_sizes(
+        check_sizes(
             layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim,
             value_dim=value_dim, max_sequences=max_sequences, max_length=max_length,
         )  # fmt: skip
-        if block_size > _MOST_BLOCK_SIZE:
-            raise ValueError(f"block_size must be 1 to {_MOST_BLOCK_SIZE}, got {block_size}")
-        if not isinstance(share, InterleavedShard):
-            raise ValueError(f"share must be a Share, got {type(share).__name__}")
+        if block_size > _MAX_BLOCK_SIZE:
+            raise ValueError(f"block_size must be 1 to {_MAX_BLOCK_SIZE}, got {block_size}")
+        if not isinstance(shard, InterleavedShard):
+            raise ValueError(f"shard must be a InterleavedShard, got {type(shard).__name__}")
         check_storage(storage, head_dim)
         check_storage(storage, value_dim)
         self._layers, self._max_length = layers, max_length
         self._heads, self._dim, self._value_dim = kv_heads, head_dim, value_dim
-        self._paging = Paging(share, block_size)
-        self._tables = Tables(max_sequences, self._paging.blocks(max_length), device)
+        self._layout = BlockLayout(shard, block_size)
+        self._tables = DeviceTables(max_sequences, self._layout.num_blocks(max_length), device)
         self.block_table, self.cur_pos = self._tables.block_table, self._tables.cur_pos
         device = self.cur_pos.device
         shape = (layers, num_blocks, block_size, kv_heads)
@@ -83,79 +94,79 @@ class BlockCache:
         v_scale = fp8_scale("v_scale", v_scale, storage, kv_heads, device)
         self._keys = make_pools((*shape, head_dim), storage, k_scale, device)
         self._values = make_pools((*shape, value_dim), storage, v_scale, device)
-        self._blocks = Blocks(num_blocks)
-        self._ledger = Ledger(self, self._blocks, self._tables, self._paging, max_sequences)
+        self._pool = BlockPool(num_blocks)
+        self._manager = BlockManager(self, self._pool, self._tables, self._layout, max_sequences)
         self._lookups = self._hits = 0
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, kv_heads, head_dim]."""
-        check.check_layer(layer, self._layers)
+        check_layer(layer, self._layers)
         return self._keys.layers[layer]
 
     def values(self, layer: int) -> Stored:
         """The pool of a layer's values, [num_blocks, block_size, kv_heads, value_dim]."""
-        check.check_layer(layer, self._layers)
+        check_layer(layer, self._layers)
         return self._values.layers[layer]
 
     @property
     def free_rows(self) -> int:
-        """How many more sequences there can be."""
-        return self._ledger.free_rows
+        """The number of sequences that can still be allocated."""
+        return self._manager.free_rows
 
     def stats(self) -> CacheStats:
-        """The cache in numbers."""
-        blocks = self._blocks
+        """The number of free, used and cached blocks, prefix hits and evictions."""
+        pool = self._pool
         return CacheStats(
-            total=blocks.total, free=blocks.free, used=blocks.total - blocks.free - blocks.cached,
-            cached=blocks.cached, lookups=self._lookups, hits=self._hits, evictions=blocks.evictions,
+            total=pool.total, free=pool.num_free, used=pool.total - pool.num_free - pool.num_cached,
+            cached=pool.num_cached, lookups=self._lookups, hits=self._hits, evictions=pool.evictions,
         )  # fmt: skip
 
     def allocate(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> Sequence:
-        """A sequence for a prompt, with room for all of it: appending that cannot fail (unless it is forked meanwhile).
+        """A sequence with blocks for the whole prompt: appending the prompt cannot fail (unless it is forked before).
 
-        It begins with the full blocks that are cached already, `length == cached` tokens of the prompt. The last token
-        is never among them: it has to be computed, to say what comes next. The rest, `prompt[cached:]`, is to be
-        appended, in one or more chunks. A prompt given as a count reserves room, and neither finds nor is found.
-        Prompts find only what was written under the same `cache_key`.
+        It starts with the cached blocks of the longest known prefix, `length == cached` tokens. The last prompt token
+        is never among them, because its logits have to be computed. Append the rest, `prompt[cached:]`, in one or more
+        chunks. A prompt given as a length reserves blocks and takes no part in prefix caching. Prompts reuse only
+        blocks with the same `cache_key`.
         """
         count, ids, root = self._check_prompt(prompt, cache_key)
-        sequence = self._ledger.begin(count, ids, root)
+        sequence = self._manager.allocate(count, ids, root)
         self._tables.upload()
         self._lookups += len(ids)
         self._hits += sequence.cached
         return sequence
 
-    def find(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> int:
-        """How many tokens of a prompt `allocate` would find. Nothing is held, nor counted as a lookup."""
+    def find_prefix(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> int:
+        """The number of tokens of a prompt that `allocate` would reuse. Does not count as a lookup."""
         _, ids, root = self._check_prompt(prompt, cache_key)
-        return self._ledger.find(root, ids)
+        return self._manager.find_prefix(root, ids)
 
     def append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> NewTokens:
-        """Slots for T more tokens on each of n sequences: on all of them or, with CacheFull, on none.
+        """Slots for T more tokens of each of n sequences. Raises CacheFull, for all of them, if blocks are missing.
 
-        `tokens` are lists of ids, or their number T. Where a prompt is outstanding, T stands for its next ids, and
-        given ids must be those. After tokens whose ids were not given, a sequence's blocks are not found again.
-        The tables count the new tokens at once: write a layer before it is read. Blocks with new tokens that others
-        hold, too, are copied first, in all layers.
+        `tokens` are lists of ids, or their number T. While a prompt is incomplete, a number stands for its next ids,
+        and given ids must be those. After tokens with unknown ids, a sequence's further blocks are not reused. The
+        tables include the new tokens at once: write a layer before reading it. Blocks that other sequences reference
+        are copied first, in all layers.
         """
-        return self.append_along(sequences, tokens, ())[0]
+        return self.append_with(sequences, tokens, ())[0]
 
-    def append_along(
+    def append_with(
         self,
         sequences: abc.Sequence[Sequence],
         tokens: int | abc.Sequence[abc.Sequence[int]],
         numbers: abc.Sequence[int],
     ) -> tuple[NewTokens, Tensor]:
-        """`append`, and `numbers` that come along in the same upload, int64 on the device."""
+        """As `append`, and `numbers` as int64 on the device, copied in the same transfer."""
         sequences, count, given = self._check_append(sequences, tokens)
         begins = tuple(sequence.length for sequence in sequences)
-        sources, targets = self._ledger.grow(sequences, count, given)
+        sources, targets = self._manager.append(sequences, count, given)
         if self._tables.is_meta:
-            slots, along = _no_slots(len(sequences), count), self._tables.upload()
+            slots, extra = _meta_slots(len(sequences), count), self._tables.upload()
         else:
             places = [slot for sequence in sequences for slot in self._new_slots(sequence, count)]
             sent = self._tables.upload([*places, *sources, *targets, *numbers])
-            placed, source, target, along = sent.split([len(places), len(sources), len(targets), len(numbers)])
+            placed, source, target, extra = sent.split([len(places), len(sources), len(targets), len(numbers)])
             slots = placed.view(len(sequences), count)
             if sources:
                 self._keys.copy_blocks(source, target)
@@ -163,98 +174,101 @@ class BlockCache:
         new = NewTokens(slots, sequences, set(range(self._layers)), self)
         for sequence, begin in zip(sequences, begins, strict=True):
             sequence.pending[new] = begin
-        return new, along
+        return new, extra
 
-    def send(self, numbers: abc.Sequence[int]) -> Tensor:
-        """Numbers to the device, as `append_along` sends them, when nothing is appended."""
+    def upload(self, numbers: abc.Sequence[int]) -> Tensor:
+        """`numbers` as int64 on the device, where `append_with` has nothing to append."""
         return self._tables.upload(numbers)
 
     def check_append(self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> None:
-        """Raise what `append` would raise. Nothing changes."""
+        """Raise what `append` would raise, without changing anything."""
         sequences, count, _ = self._check_append(sequences, tokens)
-        self._ledger.check_growth(sequences, count)
+        self._manager.check_append(sequences, count)
 
     def write(self, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
-        """Fill one layer of new tokens: k [n, kv_heads, T, head_dim] and v [n, kv_heads, T, value_dim], any strides.
+        """Write one layer of new tokens: k [n, kv_heads, T, head_dim] and v [n, kv_heads, T, value_dim], any strides.
 
-        Each layer once. With the last one, full blocks become findable. On the meta device k and v are not looked at.
+        Each layer is written once. After the last one, full blocks are available to other prompts. On the meta device
+        k and v are ignored.
         """
-        self._check_missing(new, layer)
+        self._check_unwritten(new, layer)
         if not self._tables.is_meta:
-            check.check_new(new.slots, k, v, self._heads, self._dim, self._value_dim)
+            check_new_kv(new.slots, k, v, self._heads, self._dim, self._value_dim)
             write_tokens(self.keys(layer), self.values(layer), new.slots, k, v)
-        self.wrote(new, layer)
+        self.mark_written(new, layer)
 
-    def wrote(self, new: NewTokens, layer: int | None = None) -> None:
-        """The books of `write`, where somebody else has filled the slots: in one layer, or in all that are missing."""
-        self._check_missing(new, layer)
-        for each in sorted(new.missing) if layer is None else [layer]:
-            new.missing.discard(each)
-        if not new.missing:
+    def mark_written(self, new: NewTokens, layer: int | None = None) -> None:
+        """Record that the slots of one layer, or of all unwritten layers, were filled by other means than `write`."""
+        self._check_unwritten(new, layer)
+        for each in sorted(new.unwritten_layers) if layer is None else [layer]:
+            new.unwritten_layers.discard(each)
+        if not new.unwritten_layers:
             for sequence in new.sequences:
                 if sequence.pending.pop(new, None) is not None:
-                    self._ledger.register(sequence)
+                    self._manager.cache_full_blocks(sequence)
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """A second sequence with the same tokens in the same blocks; whoever appends first copies what it appends to.
+        """A second sequence with the same tokens in the same blocks, copied when either appends to them.
 
-        What remains of a prompt that is outstanding stays with the first.
+        The rest of an incomplete prompt stays with the first sequence.
         """
-        self._own(sequence)
+        self._check_sequence(sequence)
         if sequence.pending:
             raise ValueError(f"{sequence} has tokens from {sequence.written} on that are not written in every layer")
-        twin = self._ledger.fork(sequence)
+        forked = self._manager.fork(sequence)
         self._tables.upload()
-        return twin
+        return forked
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Keep the first `length` tokens, as after rejected drafts. Room that a prompt had reserved goes back, too."""
-        self._own(sequence)
+        """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""
+        self._check_sequence(sequence)
         if not isinstance(length, int) or not 0 <= length <= sequence.length:
             raise ValueError(f"length must be 0 to {sequence.length}, the length of {sequence}, got {length!r}")
-        self._ledger.truncate(sequence, length)
+        self._manager.truncate(sequence, length)
         self._tables.upload()
 
     def free(self, sequence: Sequence) -> None:
-        """End a sequence. Its blocks go back; those that can be found again stay as long as there is room."""
-        self._own(sequence)
-        self._ledger.end(sequence)
+        """End a sequence and free its blocks. Blocks with a prefix hash stay cached until they are evicted."""
+        self._check_sequence(sequence)
+        self._manager.free(sequence)
         self._tables.upload()
 
     def _new_slots(self, sequence: Sequence, count: int) -> list[int]:
-        return self._paging.slots(sequence.blocks, sequence.length - count, sequence.length)
+        return self._layout.slots(sequence.blocks, sequence.length - count, sequence.length)
 
     def _check_prompt(self, prompt: abc.Sequence[int] | int, cache_key: str) -> tuple[int, array[int], bytes]:
-        """The length of a prompt, its ids, and where their chain begins."""
-        count, ids = check.prompt_ids(prompt)
-        check.check_length("prompt", count, self._max_length)
+        """The length of a prompt, its ids, and the parent hash of its first block."""
+        count, ids = prompt_ids(prompt)
+        check_length("prompt", count, self._max_length)
         if not isinstance(cache_key, str):
             raise ValueError(f"cache_key must be a string, got {cache_key!r}")
-        return count, ids, root_digest(cache_key)
+        return count, ids, root_hash(cache_key)
 
     def _check_append(
         self, sequences: abc.Sequence[Sequence], tokens: int | abc.Sequence[abc.Sequence[int]]
     ) -> tuple[tuple[Sequence, ...], int, list[array[int]] | None]:
-        """The sequences, how many tokens each gets, and which, if that was said."""
-        sequences = check.each_once(sequences, self._own)
-        count, given = check.new_ids(tokens, len(sequences))
+        """The sequences, the number of new tokens per sequence, and their ids if given."""
+        sequences = check_distinct(sequences, self._check_sequence)
+        count, given = new_ids(tokens, len(sequences))
         longest = max(sequences, key=lambda sequence: sequence.length)
-        check.check_length(longest, longest.length + count, self._max_length)
+        check_length(longest, longest.length + count, self._max_length)
         if given is not None:
             for sequence, ids in zip(sequences, given, strict=True):
-                check.check_prompt_kept(sequence, ids)
+                check_prompt_ids(sequence, ids)
         return sequences, count, given
 
-    def _check_missing(self, new: NewTokens, layer: int | None) -> None:
-        """Refuse what is not new tokens of this cache, and a layer of them that is written."""
+    def _check_unwritten(self, new: NewTokens, layer: int | None) -> None:
+        """Raise ValueError unless `new` are tokens of this cache whose `layer` is not written yet."""
         if layer is not None:
-            check.check_layer(layer, self._layers)
+            check_layer(layer, self._layers)
         if not isinstance(new, NewTokens) or new.owner is not self:
             raise ValueError(f"new must be what append of this cache returned, got {new!r}")
-        if layer is not None and layer not in new.missing:
-            raise ValueError(f"layer {layer} of these tokens is written already; missing are {sorted(new.missing)}")
+        if layer is not None and layer not in new.unwritten_layers:
+            raise ValueError(
+                f"layer {layer} of these tokens is already written, unwritten are {sorted(new.unwritten_layers)}"
+            )
 
-    def _own(self, sequence: Sequence) -> None:
+    def _check_sequence(self, sequence: Sequence) -> None:
         if not isinstance(sequence, Sequence):
             raise ValueError(f"sequence must be what allocate or fork returned, got {type(sequence).__name__}")
         if sequence.owner is not self:
@@ -262,6 +276,6 @@ class BlockCache:
 
 
 @lru_cache
-def _no_slots(sequences: int, tokens: int) -> Tensor:
-    """The slots of a cache on the meta device: only their shape means something, so they are made once for each."""
+def _meta_slots(sequences: int, tokens: int) -> Tensor:
+    """Slots on the meta device, which have a shape only: made once per shape."""
     return torch.empty(sequences, tokens, dtype=torch.int64, device="meta")

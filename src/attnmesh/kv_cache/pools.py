@@ -1,4 +1,4 @@
-"""The memory of all layers: keys or values in blocks, as plain numbers or quantized."""
+"""The device memory of a cache: pools of keys and values, the block table, and the write of new tokens."""
 
 from __future__ import annotations
 
@@ -14,31 +14,37 @@ from torch import Tensor
 from attnmesh.core.optional import require
 from attnmesh.ops.storage import BFP_GROUP, PLAIN, Quantized, Stored, quantize, storage_of, values_of
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ALIGNMENT = 64  # entries: the block table starts at a multiple of 256 bytes, as a tensor of its own would
+
+
+# Pools.
+
 
 @dataclass(frozen=True)
 class Pools:
-    """Keys (or values) of all layers, `whole` [layers, num_blocks, block_size, kv_heads, D], and each `layer` of it."""
+    """Keys (or values) of all layers, [layers, num_blocks, block_size, kv_heads, D], and a view of each layer."""
 
-    whole: tuple[Tensor, ...]  # what is written a token: values, and scales unless they are fp8's
+    tensors: tuple[Tensor, ...]  # everything that is stored per token: values, and scales unless the storage is fp8
     layers: tuple[Stored, ...]
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
         """Copy blocks to other blocks in every layer, on the device."""
-        for x in self.whole:
+        for x in self.tensors:
             x[:, target] = x[:, source]
 
 
 def make_pools(shape: tuple[int, int, int, int, int], storage: str, scale: Tensor, device: torch.device) -> Pools:
-    """Empty pools of a shape [layers, num_blocks, block_size, kv_heads, D]; `scale` is fp8's."""
+    """Empty pools of shape [layers, num_blocks, block_size, kv_heads, D]; `scale` is used by fp8 only."""
     if storage in PLAIN:
         plain = torch.zeros(shape, dtype=PLAIN[storage], device=device)
         return Pools((plain,), tuple(plain))
     if storage == "fp8":
-        raw = torch.zeros(shape, dtype=torch.uint8, device=device)  # copied as bytes: torch indexes no fp8 on the CPU
+        raw = torch.zeros(shape, dtype=torch.uint8, device=device)  # as bytes: torch cannot index fp8 on the CPU
         return Pools((raw,), tuple(Quantized(x.view(torch.float8_e4m3fn), scale) for x in raw))
     values = torch.zeros(shape, dtype=torch.int8, device=device)
     *front, block_size, heads, dim = shape
-    # The scales of one head's tokens lie next to one another: a kernel reads one head of a block at a time.
+    # The scales of one head's tokens are contiguous: a kernel reads one head of a block at a time.
     if storage == "int8":
         scales = torch.zeros((*front, heads, block_size), dtype=torch.float32, device=device).transpose(2, 3)
     else:
@@ -52,13 +58,13 @@ def fp8_scale(name: str, scale: float | Tensor | None, storage: str, kv_heads: i
     if scale is None:
         return torch.ones((), dtype=torch.float32, device=device)
     if storage != "fp8":
-        raise ValueError(f"{name} is for storage 'fp8' only: {storage!r} finds its scales itself")
+        raise ValueError(f"{name} is for storage 'fp8' only: {storage!r} computes its scales")
     if isinstance(scale, Tensor):
         if scale.shape not in ((), (kv_heads,)) or not scale.dtype.is_floating_point:
             raise ValueError(
                 f"{name} must be a number or floating point [] or [{kv_heads}], got {scale.dtype} {list(scale.shape)}"
             )
-        numbers = scale.detach().float().cpu().flatten().tolist()  # once, when the cache is made
+        numbers = scale.detach().float().cpu().flatten().tolist()  # synchronizes once, when the cache is made
         scale = scale.detach()
     elif isinstance(scale, (int, float)):
         numbers = [float(scale)]
@@ -69,35 +75,35 @@ def fp8_scale(name: str, scale: float | Tensor | None, storage: str, kv_heads: i
     return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 
-_ALIGNED = 64  # entries: the table starts at a multiple of 256 bytes, as a tensor of its own would
+# Tables.
 
 
-class Tables:
-    """`block_table` int32 [rows, slots] and `cur_pos` int32 [rows], -1 where there is nothing.
+class DeviceTables:
+    """`block_table` int32 [rows, slots] and `cur_pos` int32 [rows], -1 where empty, at fixed addresses.
 
-    Both are views of one tensor, so that one upload and one scatter bring all changes of an operation. The host keeps
-    a mirror, and so knows what changed without ever reading the device. On the meta device there is nothing to keep.
+    Both are views of one tensor, so one copy to the device and one scatter apply all changes of an operation. The host
+    keeps a mirror and never reads the device. On the meta device nothing is stored.
     """
 
     def __init__(self, rows: int, slots: int, device: torch.device | str | None) -> None:
-        self._begin = rows + -rows % _ALIGNED
+        self._table_begin = rows + -rows % _ALIGNMENT
         self._slots = slots
-        size = self._begin + rows * slots
+        size = self._table_begin + rows * slots
         self._device_copy = torch.full((size,), -1, dtype=torch.int32, device=device)
         self.cur_pos = self._device_copy[:rows]
-        self.block_table = self._device_copy[self._begin :].view(rows, slots)
+        self.block_table = self._device_copy[self._table_begin :].view(rows, slots)
         self.is_meta = self._device_copy.is_meta
         self._mirror = array("i", [-1]) * (0 if self.is_meta else size)
         self._changed: dict[int, int] = {}
-        self._nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._empty = torch.empty(0, dtype=torch.int64, device=device)
 
     def set_length(self, row: int, length: int) -> None:
-        """The last of a row's `length` tokens that are held here is at length - 1; a row without tokens has -1."""
+        """Set the number of a row's tokens that this rank stores: `cur_pos` is length - 1."""
         self._set(row, length - 1)
 
     def set_blocks(self, row: int, first: int, blocks: Iterable[int]) -> None:
-        """Put blocks into a row from slot `first` on."""
-        begin = self._begin + row * self._slots + first
+        """Set entries of a row of the block table from index `first` on."""
+        begin = self._table_begin + row * self._slots + first
         for at, block in enumerate(blocks, begin):
             self._set(at, block)
 
@@ -105,29 +111,28 @@ class Tables:
         if not self.is_meta and self._mirror[at] != value:
             self._mirror[at] = self._changed[at] = value
 
-    def upload(self, more: Iterable[int] = ()) -> Tensor:
-        """Bring all changes to the device, and in the same upload `more`, which comes back as int64 there."""
+    def upload(self, numbers: Iterable[int] = ()) -> Tensor:
+        """Copy all changes to the device, and `numbers` in the same transfer; returns those as int64 on the device."""
         count = len(self._changed)
-        numbers = [*self._changed, *self._changed.values(), *more]
-        if not numbers or self.is_meta:
-            return self._nothing
+        packed = [*self._changed, *self._changed.values(), *numbers]
+        if not packed or self.is_meta:
+            return self._empty
         # Pinned: from pageable memory the host would wait for the device.
-        packed = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.cur_pos.is_cuda)
-        packed = packed.to(self.cur_pos.device, non_blocking=True)
+        sent = torch.tensor(packed, dtype=torch.int64, pin_memory=self.cur_pos.is_cuda)
+        sent = sent.to(self.cur_pos.device, non_blocking=True)
         if count:
-            self._device_copy[packed[:count]] = packed[count : 2 * count].to(torch.int32)
+            self._device_copy[sent[:count]] = sent[count : 2 * count].to(torch.int32)
             self._changed = {}
-        return packed[2 * count :]
+        return sent[2 * count :]
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Writing.
 
 
 def write_tokens(keys: Stored, values: Stored, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Write k [n, Hkv, T, D] and v [n, Hkv, T, Dv] to `slots` [n, T] of the pools, as `quantize` would store them.
 
-    A slot is block * block_size + offset; those below 0 are skipped. Nothing else is touched, and on a GPU it is one
-    kernel.
+    A slot is block * block_size + offset; slots below 0 are skipped. On a GPU this is one kernel launch.
     """
     if slots.is_cuda:
         _triton().write_tokens(keys, values, slots, k, v)
@@ -140,18 +145,18 @@ def _write(pool: Stored, slots: Tensor, x: Tensor) -> None:
     kept = slots >= 0
     at = slots[kept]
     block_size = values_of(pool).shape[1]
-    where = (at // block_size, at % block_size)
+    index = (at // block_size, at % block_size)
     tokens = x.transpose(1, 2)[kept]  # [tokens, Hkv, D]
     if isinstance(pool, Tensor):
-        pool[where] = tokens.to(pool.dtype)
+        pool[index] = tokens.to(pool.dtype)
         return
     scale = pool.scales if pool.storage == "fp8" else None
     new = quantize(tokens, storage_of(pool), scale=scale)
     assert isinstance(new, Quantized)
-    as_bytes = torch.int8  # torch indexes no fp8 on the CPU
-    pool.values.view(as_bytes)[where] = new.values.view(as_bytes)
+    as_bytes = torch.int8  # torch cannot index fp8 on the CPU
+    pool.values.view(as_bytes)[index] = new.values.view(as_bytes)
     if scale is None:
-        pool.scales[where] = new.scales
+        pool.scales[index] = new.scales
 
 
 def _triton() -> Any:

@@ -1,4 +1,7 @@
-"""What the cache hands out: a handle for a sequence, and the places of its new tokens."""
+"""Handles that a cache returns (`Sequence`, `ShardedSequence`, `NewTokens`) and the validation of its arguments.
+
+Validation raises ValueError with the argument's name and value, before anything changes.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,30 @@ from torch import Tensor
 
 from attnmesh.kv_cache.pools import DTYPES
 
+T = TypeVar("T")
+
 
 @dataclass(eq=False, repr=False)
 class Sequence:
-    """A sequence in a cache. `row` is its row in the cache's tables, `length` its tokens, `cached` how many of them
-    were there when it began. The rest is the cache's own; all of it changes through the cache only.
+    """A sequence in a `BlockCache`. All fields change through the cache only.
+
+    `row` is its row in the cache's tables, `length` its number of tokens, and `cached` the number of prompt tokens that
+    were reused when it was allocated.
     """
 
     row: int
     length: int
     cached: int
-    owner: object | None  # its cache; None once freed
-    blocks: list[int]  # may reach past the length: what a prompt has reserved
-    ids: array[int]  # known tokens: past the length while a prompt is outstanding, short of it after an anonymous token
-    root: bytes
-    digests: list[bytes]  # of the full blocks that were registered or found
-    pending: dict[NewTokens, int]  # tokens not yet written in every layer, and where they begin, in their order
+    owner: object | None  # the cache; None once freed
+    blocks: list[int]  # may reach past the length: blocks reserved for the prompt
+    ids: array[int]  # known token ids: longer than `length` while a prompt is incomplete, shorter after unknown tokens
+    root: bytes  # the parent hash of the first block
+    hashes: list[bytes]  # prefix hashes of the full blocks that were registered or reused
+    pending: dict[NewTokens, int]  # tokens not yet written in every layer, and their first position, in order
 
     @property
     def written(self) -> int:
-        """How many tokens, from the first on, are in the cache with all their layers."""
+        """The number of leading tokens that are written in every layer."""
         return next(iter(self.pending.values()), self.length)
 
     def __repr__(self) -> str:
@@ -41,27 +48,27 @@ class Sequence:
 
 @dataclass(eq=False, repr=False)
 class ShardedSequence:
-    """A sequence in a cache that is spread over ranks. `row` is its row in the batch; the rest is as of `Sequence`."""
+    """A sequence in a `ShardedCache`. `row` is its row in the batch; the rest is as in `Sequence`."""
 
     row: int
-    bank: int  # which KVDP rank's sequences it is among
-    held: Sequence  # as its bank knows it
-    owner: object  # its cache
+    kvdp_rank: int  # the KVDP rank that stores it
+    sequence: Sequence  # in the cache of that KVDP rank
+    owner: object  # the cache
 
     @property
     def length(self) -> int:
-        """Its tokens, whoever holds them."""
-        return self.held.length
+        """The number of tokens, over all ranks."""
+        return self.sequence.length
 
     @property
     def cached(self) -> int:
-        """How many of them were there when it began."""
-        return self.held.cached
+        """The number of prompt tokens that were reused when it was allocated."""
+        return self.sequence.cached
 
     @property
     def freed(self) -> bool:
-        """Whether it has ended."""
-        return self.held.owner is None
+        """Whether it was freed."""
+        return self.sequence.owner is None
 
     def __repr__(self) -> str:
         state = ", freed" if self.freed else ""
@@ -72,52 +79,49 @@ class ShardedSequence:
 class NewTokens:
     """Slots for T new tokens of n sequences: `slots` int64 [n, T] on the device, block * block_size + offset.
 
-    The slot of a token that another rank of the share holds is -1, which `write` skips. So is that of a token truncated
-    or freed before it was written.
+    A slot is -1, and skipped by `write`, where another rank stores the token, or where the token was truncated or freed
+    before it was written.
     """
 
     slots: Tensor
     sequences: tuple[Sequence, ...]
-    missing: set[int]  # layers not yet written
-    owner: object  # their cache
+    unwritten_layers: set[int]
+    owner: object  # the cache
 
-    def skip(self, sequence: Sequence, begin: int) -> None:
-        """Give up a sequence's tokens from the `begin`th on: by now their slots may be someone else's."""
+    def drop(self, sequence: Sequence, begin: int) -> None:
+        """Do not write a sequence's new tokens from index `begin` on: their slots may be in use elsewhere by now."""
         if not self.slots.is_meta:
             self.slots[self.sequences.index(sequence), begin:] = -1
 
     def __repr__(self) -> str:
-        return f"NewTokens({list(self.slots.shape)} slots, missing layers {sorted(self.missing)})"
-
-
-T = TypeVar("T")
+        return f"NewTokens({list(self.slots.shape)} slots, unwritten layers {sorted(self.unwritten_layers)})"
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse a size below 1."""
+    """Raise ValueError for a size below 1."""
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 
 def check_layer(layer: int, layers: int) -> None:
-    """Refuse a layer that is not there."""
+    """Raise ValueError unless 0 <= layer < layers."""
     if not isinstance(layer, int) or not 0 <= layer < layers:
         raise ValueError(f"layer must be 0 to {layers - 1}, got {layer!r}")
 
 
 def token_ids(name: str, ids: object) -> array[int]:
-    """Token ids as 64-bit integers."""
+    """Token ids as an array of 64-bit integers."""
     if not isinstance(ids, abc.Iterable) or isinstance(ids, (str, bytes)):
         raise ValueError(f"{name} must be integers, got {type(ids).__name__}")
     try:
         return array("q", list(ids))
-    except (TypeError, OverflowError) as wrong:
-        raise ValueError(f"{name} must be 64-bit integers: {wrong}") from wrong
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"{name} must be 64-bit integers: {error}") from error
 
 
 def prompt_ids(prompt: object) -> tuple[int, array[int]]:
-    """The length of a prompt and its ids; of a mere count no ids are known."""
+    """The length of a prompt and its token ids, which are empty if only the length is given."""
     if not isinstance(prompt, int):
         ids = token_ids("prompt", prompt)
         return len(ids), ids
@@ -127,24 +131,24 @@ def prompt_ids(prompt: object) -> tuple[int, array[int]]:
 
 
 def new_ids(tokens: object, sequences: int) -> tuple[int, list[array[int]] | None]:
-    """How many tokens each sequence gets, and which, if `tokens` says more than the number."""
+    """The number of new tokens per sequence, and their ids unless only the number is given."""
     if isinstance(tokens, int):
         check_sizes(tokens=tokens)
         return tokens, None
     if not isinstance(tokens, abc.Sequence) or len(tokens) != sequences:
-        said = f"{len(tokens)} lists" if isinstance(tokens, abc.Sequence) else type(tokens).__name__
+        given = f"{len(tokens)} lists" if isinstance(tokens, abc.Sequence) else type(tokens).__name__
         raise ValueError(
-            f"tokens must be a number, or a list of token ids for each of {sequences} sequences, got {said}"
+            f"tokens must be a number, or a list of token ids for each of {sequences} sequences, got {given}"
         )
     each = [token_ids(f"tokens[{i}]", ids) for i, ids in enumerate(tokens)]
     lengths = [len(ids) for ids in each]
     if len(set(lengths)) > 1 or not lengths[0]:
-        raise ValueError(f"every sequence must get equally many tokens, at least 1, got {lengths}")
+        raise ValueError(f"tokens must have the same number of ids for every sequence, at least 1, got {lengths}")
     return lengths[0], each
 
 
-def each_once(sequences: object, check_one: abc.Callable[[T], None]) -> tuple[T, ...]:
-    """Different sequences, at least one, each of which passes a check."""
+def check_distinct(sequences: object, check_one: abc.Callable[[T], None]) -> tuple[T, ...]:
+    """At least one sequence, all different, each of which passes `check_one`."""
     if not isinstance(sequences, abc.Sequence) or not sequences:
         raise ValueError(f"sequences must be a list of at least one sequence, got {sequences!r}")
     for sequence in sequences:
@@ -154,24 +158,24 @@ def each_once(sequences: object, check_one: abc.Callable[[T], None]) -> tuple[T,
     return tuple(sequences)
 
 
-def check_length(what: object, length: int, max_length: int) -> None:
-    """Refuse what would not fit into a row of the table."""
+def check_length(name: object, length: int, max_length: int) -> None:
+    """Raise ValueError for a length that does not fit into a row of the block table."""
     if length > max_length:
-        raise ValueError(f"{what} would have {length} tokens, max_length is {max_length}")
+        raise ValueError(f"{name} would have {length} tokens, max_length is {max_length}")
 
 
-def check_prompt_kept(sequence: Sequence, given: array[int]) -> None:
-    """Refuse ids that are not those of the prompt, as far as that is outstanding."""
+def check_prompt_ids(sequence: Sequence, given: array[int]) -> None:
+    """Raise ValueError if new ids differ from those of the prompt that are still to be appended."""
     if len(sequence.ids) <= sequence.length:
         return
-    promised = sequence.ids[sequence.length : sequence.length + len(given)]
-    for at, (wanted, got) in enumerate(zip(promised, given, strict=False), sequence.length):
-        if wanted != got:
-            raise ValueError(f"token {at} of {sequence} is {got}, but the prompt it was allocated with has {wanted}")
+    prompt = sequence.ids[sequence.length : sequence.length + len(given)]
+    for at, (expected, got) in enumerate(zip(prompt, given, strict=False), sequence.length):
+        if expected != got:
+            raise ValueError(f"token {at} of {sequence} is {got}, but the prompt it was allocated with has {expected}")
 
 
-def check_new(slots: Tensor, k: Tensor, v: Tensor, kv_heads: int, head_dim: int, value_dim: int) -> None:
-    """Refuse keys and values that are not [n, kv_heads, T, D] for slots [n, T]."""
+def check_new_kv(slots: Tensor, k: Tensor, v: Tensor, kv_heads: int, head_dim: int, value_dim: int) -> None:
+    """Raise ValueError unless keys and values are [n, kv_heads, T, D] for slots [n, T]."""
     n, tokens = slots.shape
     for name, x, dim in (("k", k, head_dim), ("v", v, value_dim)):
         if not isinstance(x, Tensor):
@@ -183,4 +187,4 @@ def check_new(slots: Tensor, k: Tensor, v: Tensor, kv_heads: int, head_dim: int,
         if x.device != slots.device:
             raise ValueError(f"{name} must be on the cache's device, {slots.device}, got {x.device}")
         if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(f"the cache has no backward, and {name} requires a gradient: use torch.no_grad()")
+            raise ValueError(f"{name} requires a gradient, and the cache has no backward: use torch.no_grad()")

@@ -1,7 +1,7 @@
-"""A step of generation over a cache that is spread over ranks: where its tokens are, and what they see, on a device.
+"""`ShardedCache`: a block cache sharded over ranks by heads, sequences and positions. `Step`: its new tokens.
 
-Steps of equally many tokens share their tensors. Each append fills them anew, where they are: a CUDA graph captured
-with one step serves all later ones.
+Steps with the same number of tokens share their tensors, which each append refills in place: a CUDA graph captured with
+one step serves all later ones.
 """
 
 from __future__ import annotations
@@ -13,47 +13,60 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.kv_cache import sequence as check
-from attnmesh.kv_cache.block_manager import Paging
+from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import fp8_scale, write_tokens
-from attnmesh.kv_cache.sequence import NewTokens, Sequence, ShardedSequence, check_sizes
+from attnmesh.kv_cache.sequence import (
+    NewTokens,
+    Sequence,
+    ShardedSequence,
+    check_distinct,
+    check_layer,
+    check_length,
+    check_new_kv,
+    check_sizes,
+    new_ids,
+)
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import Stored
 from attnmesh.plan.decode import DecodeSharding
 
+_Appended = tuple[list[Sequence], int | abc.Sequence[abc.Sequence[int]]]  # sequences and their new tokens
+
 
 class StepTensors:
-    """The tensors of steps of `tokens` tokens each. `held[n]` is how many of the first n positions this rank holds."""
+    """The tensors of steps of `tokens` tokens. `local_lengths[n]` is the number of the first n positions stored here."""
 
-    def __init__(self, tokens: int, batch: int, rows: range, held: Tensor) -> None:
-        self._rows, self._held = rows, held
-        with torch.inference_mode(False):  # what is made within inference mode could not be filled outside it
-            device = held.device
+    def __init__(self, tokens: int, batch: int, rows: range, local_lengths: Tensor) -> None:
+        self._rows, self._local_lengths = rows, local_lengths
+        with torch.inference_mode(False):  # tensors made in inference mode could not be filled outside it
+            device = local_lengths.device
             self._steps = torch.arange(1, tokens + 1, device=device)
             self.positions = torch.empty(batch, tokens, dtype=torch.int32, device=device)
             self.slots = torch.empty(len(rows), tokens, dtype=torch.int64, device=device)
             self.cur_pos = torch.empty(len(rows), dtype=torch.int32, device=device)
             self._end = torch.empty(len(rows), tokens, dtype=torch.int32, device=device)
-            # One more than a token's position. It stays where it is, too: a captured graph may fill `first` from it.
+            # Position + 1 of each token. It keeps its address, too: a captured graph may compute `first` from it.
             self._after = torch.empty(len(rows), tokens, dtype=torch.int64, device=device)
         self._first: dict[int | None, Tensor] = {}
 
     def fill(self, begins: Tensor, at: Tensor, slots: Tensor) -> None:
-        """A new step: where each row of the batch begins (-1: not in the step), and the slots of own rows `at`."""
+        """Set a new step: the first position of each row of the batch (-1: not in the step), and the slots of rows
+        `at` of this rank.
+        """
         begins = begins[:, None]
         after = torch.where(begins >= 0, begins + self._steps, 0)
         self.positions.copy_(after - 1)
         self._after.copy_(after[self._rows.start : self._rows.stop])
-        self._end.copy_(self._held[self._after])
+        self._end.copy_(self._local_lengths[self._after])
         self.cur_pos.copy_(self._end[:, -1] - 1)
         self.slots.fill_(-1).index_copy_(0, at, slots)
         for window in self._first:
             self._fill_first(window)
 
     def key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """What each new token sees of this rank's keys."""
+        """The keys on this rank that each new token attends to, as `Step.key_range`."""
         if window not in self._first:
             if window is not None:
                 check_sizes(window=window)
@@ -64,70 +77,68 @@ class StepTensors:
 
     def _fill_first(self, window: int | None) -> None:
         if window is not None:
-            self._first[window].copy_(self._held[(self._after - window).clamp_(min=0)])
+            self._first[window].copy_(self._local_lengths[(self._after - window).clamp_(min=0)])
 
 
 @dataclass(eq=False, repr=False)
 class Step:
     """T new `tokens` for some rows of a batch, whose keys and values are to be written. Made by `ShardedCache.append`.
 
-    `positions` int32 [batch, T] are the new tokens', -1 in rows that are not in the step. Of the rows whose keys this
-    rank holds: `slots` int64 [rows, T], -1 where there is nothing to write here, and `cur_pos` int32 [rows], the index
-    of the last key held here, -1 where there is none or the row is not in the step.
+    `positions` int32 [batch, T] are those of the new tokens, -1 in rows that are not in the step. Of the rows that this
+    rank stores: `slots` int64 [rows, T], -1 where there is nothing to write here, and `cur_pos` int32 [rows], the index
+    of the last key stored here, -1 if there is none or the row is not in the step.
 
-    Up to 8 tokens, the tensors stay where they are and are those of the latest step with as many tokens.
+    Up to 8 tokens, the tensors keep their addresses and hold the latest step with as many tokens.
     """
 
     tokens: int
     sequences: tuple[ShardedSequence, ...]
-    parts: dict[int, NewTokens]  # of each bank that has some of the sequences
-    skipped: dict[int, ShardedSequence]  # layers in which a sequence lacks tokens before these, and one that does
+    new_tokens: dict[int, NewTokens]  # by KVDP rank
+    skipped: dict[int, ShardedSequence]  # layers in which a sequence lacks earlier tokens, and one such sequence
     tensors: StepTensors
 
     @property
     def positions(self) -> Tensor:
-        """Of the new tokens, in the whole sequence."""
+        """The positions of the new tokens in the whole sequence."""
         return self.tensors.positions
 
     @property
     def slots(self) -> Tensor:
-        """Where new tokens are written on this rank."""
+        """The slots that new tokens are written to on this rank."""
         return self.tensors.slots
 
     @property
     def cur_pos(self) -> Tensor:
-        """The last key of each row on this rank."""
+        """The index of each row's last key on this rank."""
         return self.tensors.cur_pos
 
     @property
-    def missing(self) -> set[int]:
-        """The layers that are not yet written: the same in all banks."""
-        return next(iter(self.parts.values())).missing
+    def unwritten_layers(self) -> set[int]:
+        """The layers that are not written yet: the same for all KVDP ranks."""
+        return next(iter(self.new_tokens.values())).unwritten_layers
 
     def key_range(self, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """What each new token sees of the keys this rank holds: `first` and `end`, int32 [rows, T], indices of keys.
+        """The keys on this rank that each new token attends to: indices `first` and `end`, int32 [rows, T].
 
-        With a window, of the last `window` positions. Both are 0 in rows that are not in the step. Once asked for,
-        they are filled by every later step with as many tokens; so ask before a graph is captured.
+        With a window, those among the last `window` positions. Both are 0 in rows that are not in the step. After the
+        first call for a window, every later step with as many tokens fills them: call it before capturing a graph.
         """
         return self.tensors.key_range(window)
 
     def __repr__(self) -> str:
-        return f"Step({self.tokens} tokens on {list(self.sequences)}, missing layers {sorted(self.missing)})"
-
-
-_Part = tuple[list[Sequence], int | abc.Sequence[abc.Sequence[int]]]  # a bank's sequences, and their new tokens
+        layers = sorted(self.unwritten_layers)
+        return f"Step({self.tokens} tokens on {list(self.sequences)}, unwritten layers {layers})"
 
 
 class ShardedCache:
-    """One rank's part of a cache for a batch of sequences: its kv heads, its rows of the batch, its positions.
+    """One rank's shard of the cache of a batch of sequences: its kv heads, its rows of the batch, its positions.
 
-    All ranks perform the same operations in the same order, and then their books are equal: rows, prefixes found and
-    CacheFull come out alike on all of them, without a message. `batch`, `kv_heads`, `max_length` and fp8's scales are
-    the model's; `num_blocks` is each rank's.
+    All ranks must perform the same operations in the same order. They then agree on rows, reused prefixes and CacheFull
+    without communication. `batch`, `kv_heads`, `max_length` and the fp8 scales are those of the whole model;
+    `num_blocks` is per rank.
 
-    The rows of each KVDP rank are a bank: a `BlockCache` of their own. A rank has the memory of its own bank, and keeps
-    the books of the others.
+    The rows of each KVDP rank are a `BlockCache` of their own. A rank has the memory of its own rows, and tracks the
+    blocks of the other KVDP ranks on the meta device.
     """
 
     def __init__(
@@ -148,13 +159,11 @@ class ShardedCache:
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
     ) -> None:
-        _check_place(sharding, rank)
-        check.check_sizes(
-            batch=batch, kv_heads=kv_heads, num_blocks=num_blocks, block_size=block_size, max_length=max_length
-        )
-        sharding.check_heads(kv_heads * sharding.ranks, kv_heads)  # however many query heads there are
-        share, heads = sharding.share(rank), sharding.kv_heads(rank, kv_heads)
-        needed = Paging(share, block_size).blocks(max_length)
+        _check_rank(sharding, rank)
+        check_sizes(batch=batch, kv_heads=kv_heads, num_blocks=num_blocks, block_size=block_size, max_length=max_length)
+        sharding.check_heads(kv_heads * sharding.ranks, kv_heads)  # valid for any number of query heads
+        shard, heads = sharding.position_shard(rank), sharding.kv_heads(rank, kv_heads)
+        needed = BlockLayout(shard, block_size).num_blocks(max_length)
         if needed > num_blocks:
             raise ValueError(
                 f"num_blocks must be at least {needed}, what one sequence of max_length={max_length} needs on a rank "
@@ -165,180 +174,182 @@ class ShardedCache:
         self.block_size, self.num_blocks, self.max_length, self.storage = block_size, num_blocks, max_length, storage
         self._layers = layers
         self._shape = (len(heads), head_dim, head_dim if value_dim is None else value_dim)
-        self._bank_rows = [sharding.sequences(peer, batch) for peer in sharding.kvdp_peers(rank)]
-        own = sharding.place(rank).kvdp
-        self._banks = [
+        self._rows_of_rank = [sharding.sequences(peer, batch) for peer in sharding.kvdp_peers(rank)]
+        kvdp_rank = sharding.place(rank).kvdp
+        self._caches = [
             BlockCache(
                 layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=len(heads), head_dim=head_dim,
-                value_dim=value_dim, storage=storage, device=device if bank == own else "meta",
-                max_sequences=max(1, len(rows)), max_length=max_length, share=share,
-                k_scale=_own_scale("k_scale", k_scale, storage, kv_heads, heads),
-                v_scale=_own_scale("v_scale", v_scale, storage, kv_heads, heads),
+                value_dim=value_dim, storage=storage, device=device if peer == kvdp_rank else "meta",
+                max_sequences=max(1, len(rows)), max_length=max_length, shard=shard,
+                k_scale=_local_scale("k_scale", k_scale, storage, kv_heads, heads),
+                v_scale=_local_scale("v_scale", v_scale, storage, kv_heads, heads),
             )
-            for bank, rows in enumerate(self._bank_rows)
+            for peer, rows in enumerate(self._rows_of_rank)
         ]  # fmt: skip
-        self._own_bank, self._own = own, self._banks[own]
-        self.rows = self._bank_rows[own]
-        self.block_table = self._own.block_table[: len(self.rows)]
+        self._kvdp_rank, self._local = kvdp_rank, self._caches[kvdp_rank]
+        self.rows = self._rows_of_rank[kvdp_rank]
+        self.block_table = self._local.block_table[: len(self.rows)]
         lengths = torch.arange(max_length + 1, device=self.block_table.device)
-        self._held = share.length(lengths).to(torch.int32)
+        self._local_lengths = shard.length(lengths).to(torch.int32)
         self._tensors: dict[int, StepTensors] = {}
         self._current: Step | None = None
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, own kv heads, head_dim]."""
-        return self._own.keys(layer)
+        return self._local.keys(layer)
 
     def values(self, layer: int) -> Stored:
         """The pool of a layer's values, [num_blocks, block_size, own kv heads, value_dim]."""
-        return self._own.values(layer)
+        return self._local.values(layer)
 
     def stats(self) -> list[CacheStats]:
-        """Each bank in numbers: on every rank the same."""
-        return [bank.stats() for bank in self._banks]
+        """The statistics of each KVDP rank's cache, the same on every rank."""
+        return [cache.stats() for cache in self._caches]
 
     def allocate(self, prompt: abc.Sequence[int] | int, *, cache_key: str = "") -> ShardedSequence:
-        """A sequence for a prompt, as `BlockCache.allocate` has it, in the bank that serves it best.
+        """A sequence for a prompt, as `BlockCache.allocate`, on the KVDP rank that reuses the longest prefix.
 
-        That is the one that finds most of the prompt; of equal ones that with most rows free; then the first. If it is
-        full, the next one serves. CacheFull means that all are.
+        Ties go to the KVDP rank with the most free rows, then to the first. If one is full, the next is tried. Raises
+        CacheFull if all are full.
         """
-        banks = [bank for bank, rows in enumerate(self._bank_rows) if rows]  # a batch may be smaller than kvdp
-        if len(banks) > 1:
-            found = {bank: self._banks[bank].find(prompt, cache_key=cache_key) for bank in banks}
-            banks.sort(key=lambda bank: (-found[bank], -self._banks[bank].free_rows, bank))
+        ranks = [peer for peer, rows in enumerate(self._rows_of_rank) if rows]  # a batch may be smaller than kvdp
+        if len(ranks) > 1:
+            cached = {peer: self._caches[peer].find_prefix(prompt, cache_key=cache_key) for peer in ranks}
+            ranks.sort(key=lambda peer: (-cached[peer], -self._caches[peer].free_rows, peer))
         full: CacheFull | None = None
-        for bank in banks:
+        for peer in ranks:
             try:
-                return self._enter(bank, self._banks[bank].allocate(prompt, cache_key=cache_key))
+                return self._sharded(peer, self._caches[peer].allocate(prompt, cache_key=cache_key))
             except CacheFull as error:
                 full = full or error
-        assert full is not None  # a batch has a row, and so a bank
+        assert full is not None  # a batch has at least one row
         raise full
 
     def append(self, sequences: abc.Sequence[ShardedSequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> Step:
-        """T more tokens on each of these sequences: on all of them or, with CacheFull, on none.
+        """A step of T more tokens for each sequence. Raises CacheFull, for all of them, if blocks are missing.
 
-        `tokens` is as for `BlockCache.append`. Write every layer of a step before the next one: it is current until the
-        next append, or until one of its sequences is truncated or freed.
+        `tokens` is as for `BlockCache.append`. Write every layer of a step before the next append. A step is valid until
+        the next append, or until one of its sequences is truncated or freed.
         """
-        sequences = check.each_once(sequences, self._check_own)
-        count, given = check.new_ids(tokens, len(sequences))
+        sequences = check_distinct(sequences, self._check_sequence)
+        count, given = new_ids(tokens, len(sequences))
         longest = max(sequences, key=lambda sequence: sequence.length)
-        check.check_length(longest, longest.length + count, self.max_length)
-        parts = _by_bank(sequences, count, given)
-        if len(parts) > 1:  # one bank alone changes nothing when it raises
-            for bank, part in parts.items():
-                self._banks[bank].check_append(*part)
+        check_length(longest, longest.length + count, self.max_length)
+        parts = _by_kvdp_rank(sequences, count, given)
+        if len(parts) > 1:  # a single cache changes nothing when it raises
+            for kvdp_rank, part in parts.items():
+                self._caches[kvdp_rank].check_append(*part)
         begins = [-1] * self.batch
         for sequence in sequences:
             begins[sequence.row] = sequence.length
-        skipped = _skipped(sequences)
-        new = {bank: self._banks[bank].append(*part) for bank, part in parts.items() if bank != self._own_bank}
+        skipped = _unwritten_layers(sequences)
+        own = self._kvdp_rank
+        new = {peer: self._caches[peer].append(*part) for peer, part in parts.items() if peer != own}
         tensors = self._tensors_for(count)
-        if self._own_bank in parts:
-            held, own_tokens = parts[self._own_bank]
-            numbers = [*begins, *(sequence.row for sequence in held)]
-            new[self._own_bank], along = self._own.append_along(held, own_tokens, numbers)
-            tensors.fill(along[: self.batch], along[self.batch :], new[self._own_bank].slots)
+        if own in parts:
+            local, local_tokens = parts[own]
+            numbers = [*begins, *(sequence.row for sequence in local)]
+            new[own], sent = self._local.append_with(local, local_tokens, numbers)
+            tensors.fill(sent[: self.batch], sent[self.batch :], new[own].slots)
         else:
-            along = self._own.send(begins)
-            tensors.fill(along, along[:0], along[:0, None].expand(0, count))
+            sent = self._local.upload(begins)
+            tensors.fill(sent, sent[:0], sent[:0, None].expand(0, count))
         self._current = Step(count, sequences, new, skipped, tensors)
         return self._current
 
-    def check_current(self, step: Step, layer: int, *, written: bool = False) -> None:
-        """Raise ValueError unless a step is the latest, and all tokens before its own are written in a layer.
+    def check_step(self, step: Step, layer: int, *, written: bool = False) -> None:
+        """Raise ValueError unless a step is the latest, and all earlier tokens are written in a layer.
 
-        Its own are not written there yet, or, with `written`, they are.
+        The step's own tokens must not be written there yet or, with `written`, must be.
         """
-        check.check_layer(layer, self._layers)
-        self._check_step(step)
+        check_layer(layer, self._layers)
+        self._check_latest(step)
         if layer in step.skipped:
             sequence = step.skipped[layer]
             raise ValueError(
-                f"positions would skip tokens of {sequence} that were never written in layer {layer}: truncate it to "
-                f"{sequence.held.written} tokens, and append those again"
+                f"{sequence} has earlier tokens that are not written in layer {layer}: truncate it to "
+                f"{sequence.sequence.written} tokens, and append those again"
             )
-        if layer in step.missing and written:
+        if layer in step.unwritten_layers and written:
             raise ValueError(f"layer {layer} of this step is not written yet")
-        if layer not in step.missing and not written:
-            raise ValueError(f"layer {layer} of this step is written already; missing are {sorted(step.missing)}")
+        if layer not in step.unwritten_layers and not written:
+            raise ValueError(
+                f"layer {layer} of this step is already written, unwritten are {sorted(step.unwritten_layers)}"
+            )
 
     def write(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
-        """Fill one layer of a step: k [rows, own kv heads, T, head_dim] and v [rows, own kv heads, T, value_dim].
+        """Write one layer of a step: k [rows, own kv heads, T, head_dim] and v [rows, own kv heads, T, value_dim].
 
-        Rows are this rank's, and those that are not in the step are ignored. Positions that other ranks hold are, too:
-        every rank is given all T tokens.
+        Rows are those of this rank; rows that are not in the step are ignored. Every rank passes all T tokens, and
+        those that other ranks store are skipped.
         """
-        self.check_current(step, layer)
-        check.check_new(step.slots, k, v, *self._shape)
+        self.check_step(step, layer)
+        check_new_kv(step.slots, k, v, *self._shape)
         write_tokens(self.keys(layer), self.values(layer), step.slots, k, v)
-        self._keep(step, layer)
+        self._mark_written(step, layer)
 
-    def wrote(self, step: Step, layer: int | None = None) -> None:
-        """The books of `write`, where somebody else has filled the slots: in one layer, or in all that are missing."""
-        self._check_step(step)
-        layers = sorted(step.missing) if layer is None else [layer]
+    def mark_written(self, step: Step, layer: int | None = None) -> None:
+        """Record that the slots of one layer, or of all unwritten layers, were filled by other means than `write`."""
+        self._check_latest(step)
+        layers = sorted(step.unwritten_layers) if layer is None else [layer]
         for each in layers:
-            self.check_current(step, each)
+            self.check_step(step, each)
         for each in layers:
-            self._keep(step, each)
+            self._mark_written(step, each)
 
     def fork(self, sequence: ShardedSequence) -> ShardedSequence:
-        """A second sequence with the same tokens in the same blocks, and so in the same bank."""
-        self._check_own(sequence)
-        return self._enter(sequence.bank, self._banks[sequence.bank].fork(sequence.held))
+        """A second sequence with the same tokens in the same blocks, and so on the same KVDP rank."""
+        self._check_sequence(sequence)
+        return self._sharded(sequence.kvdp_rank, self._caches[sequence.kvdp_rank].fork(sequence.sequence))
 
     def truncate(self, sequence: ShardedSequence, length: int) -> None:
-        """Keep the first `length` tokens, as after rejected drafts. Room that a prompt had reserved goes back, too."""
-        self._check_own(sequence)
-        self._banks[sequence.bank].truncate(sequence.held, length)
-        self._outdate(sequence)
+        """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""
+        self._check_sequence(sequence)
+        self._caches[sequence.kvdp_rank].truncate(sequence.sequence, length)
+        self._invalidate_step(sequence)
 
     def free(self, sequence: ShardedSequence) -> None:
-        """End a sequence. Its blocks go back; those that can be found again stay as long as there is room."""
-        self._check_own(sequence)
-        self._banks[sequence.bank].free(sequence.held)
-        self._outdate(sequence)
+        """End a sequence and free its blocks. Blocks with a prefix hash stay cached until they are evicted."""
+        self._check_sequence(sequence)
+        self._caches[sequence.kvdp_rank].free(sequence.sequence)
+        self._invalidate_step(sequence)
 
-    def _enter(self, bank: int, held: Sequence) -> ShardedSequence:
-        return ShardedSequence(self._bank_rows[bank][held.row], bank, held, self)
+    def _sharded(self, kvdp_rank: int, sequence: Sequence) -> ShardedSequence:
+        return ShardedSequence(self._rows_of_rank[kvdp_rank][sequence.row], kvdp_rank, sequence, self)
 
     def _tensors_for(self, tokens: int) -> StepTensors:
-        """Those of all steps of decode with so many tokens; a longer one, of a prompt, has its own."""
+        """The tensors shared by all decode steps of `tokens` tokens; a longer step, of a prompt, gets its own."""
         if tokens in self._tensors:
             return self._tensors[tokens]
-        tensors = StepTensors(tokens, self.batch, self.rows, self._held)
+        tensors = StepTensors(tokens, self.batch, self.rows, self._local_lengths)
         if tokens <= MAX_DECODE_TOKENS:
             self._tensors[tokens] = tensors
         return tensors
 
-    def _keep(self, step: Step, layer: int) -> None:
-        for bank, new in step.parts.items():
-            self._banks[bank].wrote(new, layer)
+    def _mark_written(self, step: Step, layer: int) -> None:
+        for kvdp_rank, new in step.new_tokens.items():
+            self._caches[kvdp_rank].mark_written(new, layer)
 
-    def _outdate(self, sequence: ShardedSequence) -> None:
+    def _invalidate_step(self, sequence: ShardedSequence) -> None:
         if self._current is not None and sequence in self._current.sequences:
             self._current = None
 
-    def _check_step(self, step: Step) -> None:
+    def _check_latest(self, step: Step) -> None:
         if not isinstance(step, Step):
             raise ValueError(f"step must be what append returned, got {type(step).__name__}")
         if step is not self._current:
             raise ValueError(
-                f"{step} is not the latest of this cache, or one of its sequences was truncated or freed: "
-                "its positions would skip or repeat tokens"
+                f"step must be the latest of this cache, with no sequence truncated or freed since, got {step}"
             )
 
-    def _check_own(self, sequence: ShardedSequence) -> None:
+    def _check_sequence(self, sequence: ShardedSequence) -> None:
         if not isinstance(sequence, ShardedSequence):
             raise ValueError(f"sequence must be what allocate or fork returned, got {type(sequence).__name__}")
         if sequence.owner is not self or sequence.freed:
             raise ValueError(f"{sequence} {'was freed' if sequence.freed else 'belongs to another cache'}")
 
 
-def _check_place(sharding: DecodeSharding, rank: int) -> None:
+def _check_rank(sharding: DecodeSharding, rank: int) -> None:
     if not isinstance(sharding, DecodeSharding):
         raise ValueError(f"sharding must be a DecodeSharding, got {type(sharding).__name__}")
     if isinstance(rank, bool) or not isinstance(rank, int):
@@ -346,25 +357,29 @@ def _check_place(sharding: DecodeSharding, rank: int) -> None:
     sharding.place(rank)
 
 
-def _own_scale(
+def _local_scale(
     name: str, scale: float | Tensor | None, storage: str, kv_heads: int, heads: range
 ) -> float | Tensor | None:
-    """What belongs to a rank's heads of the scales of a model; a scale for all heads is everybody's."""
+    """The scales of a rank's heads, from those of a model; a single scale applies to all heads."""
     if isinstance(scale, Tensor) and scale.dim():
         return fp8_scale(name, scale, storage, kv_heads, scale.device)[heads.start : heads.stop]
     return scale
 
 
-def _by_bank(sequences: tuple[ShardedSequence, ...], count: int, given: list[array[int]] | None) -> dict[int, _Part]:
-    """What every bank is to append, if anything."""
-    parts: dict[int, _Part] = {}
-    for bank in sorted({sequence.bank for sequence in sequences}):
-        mine = [i for i, sequence in enumerate(sequences) if sequence.bank == bank]
-        tokens = count if given is None else [given[i] for i in mine]
-        parts[bank] = ([sequences[i].held for i in mine], tokens)
+def _by_kvdp_rank(
+    sequences: tuple[ShardedSequence, ...], count: int, given: list[array[int]] | None
+) -> dict[int, _Appended]:
+    """The sequences and new tokens of each KVDP rank that has any."""
+    parts: dict[int, _Appended] = {}
+    for kvdp_rank in sorted({sequence.kvdp_rank for sequence in sequences}):
+        indices = [i for i, sequence in enumerate(sequences) if sequence.kvdp_rank == kvdp_rank]
+        tokens = count if given is None else [given[i] for i in indices]
+        parts[kvdp_rank] = ([sequences[i].sequence for i in indices], tokens)
     return parts
 
 
-def _skipped(sequences: tuple[ShardedSequence, ...]) -> dict[int, ShardedSequence]:
-    """The layers in which tokens wait to be written, and one sequence whose tokens do."""
-    return {layer: sequence for sequence in sequences for new in sequence.held.pending for layer in new.missing}
+def _unwritten_layers(sequences: tuple[ShardedSequence, ...]) -> dict[int, ShardedSequence]:
+    """The layers in which tokens of a sequence are still unwritten, and one such sequence."""
+    return {
+        layer: sequence for sequence in sequences for new in sequence.sequence.pending for layer in new.unwritten_layers
+    }

@@ -1,7 +1,13 @@
-"""Writing to the cache in Triton: keys and values are read once, quantized in registers and stored with their scales.
+"""Triton kernels that write to the cache: `write_tokens`, and `prepare`, which includes RMSNorm and RoPE.
 
-The bits are those of `quantize`. So divisions are exact ones (Triton's `/` is not), halves round to even, and fp8 is
-rounded by hand, which also serves GPUs without fp8 of their own.
+`write_tokens` reads keys and values once, quantizes them in registers and stores them with their scales. The bits are
+those of `quantize`: divisions are exact (Triton's `/` is not), halves round to even, and fp8 is rounded in integer
+arithmetic, which also serves GPUs without native fp8.
+
+`prepare` is one kernel between the QKV projection and attention, in which each number is read and written once. A
+program handles one token and a few heads of Q, K or V; norms and the rotation are computed in float32 registers. RoPE
+rotates a number together with one that another thread holds: it is loaded a second time, from the L1 cache, instead of
+being exchanged between threads. Any RoPE layout is then only another column to load.
 """
 
 from typing import Any
@@ -11,18 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.kv_cache.prepare import ProjectedTokens
+from attnmesh.kv_cache.prepare import ProjectedKV
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.stages import Norm
 from attnmesh.ops.dense.triton_tiles import padded
 from attnmesh.ops.storage import BFP_BITS, BFP_GROUP, FP8_MAX, INT8_MAX, Quantized, Stored, storage_of, values_of
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
+# Triton kernels have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 
 
-_ELEMENTS = 2048  # of one token's keys per program
+_WRITE_ELEMENTS = 2048  # of one token's keys per program
+_PREPARE_ELEMENTS = 1024  # per program: few, so that the few tokens of a step fill the GPU
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _INT8_MAX = tl.constexpr(INT8_MAX)
 _BFP_GROUP = tl.constexpr(BFP_GROUP)
@@ -33,14 +40,14 @@ _ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
 def write_tokens(keys: Stored, values: Stored, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write k [n, Hkv, T, D] and v [n, Hkv, T, Dv] of any strides to `slots` [n, T]; those below 0 are skipped."""
+    """Write k [n, Hkv, T, D] and v [n, Hkv, T, Dv] of any strides to `slots` [n, T]; slots below 0 are skipped."""
     sequences, heads, tokens, dim = k.shape
     value_dim = v.shape[-1]
     if not slots.numel():
         return
     storage = storage_of(keys)
     block_d, block_dv = padded(max(dim, BFP_GROUP)), padded(max(value_dim, BFP_GROUP))
-    tile = min(padded(heads), max(1, _ELEMENTS // max(block_d, block_dv)))
+    tile = min(padded(heads), max(1, _WRITE_ELEMENTS // max(block_d, block_dv)))
     with torch.cuda.device_of(slots):
         _write_kernel[(sequences * tokens, triton.cdiv(heads, tile))](
             slots, slots.stride(), tokens, values_of(keys).shape[1], heads,
@@ -50,7 +57,7 @@ def write_tokens(keys: Stored, values: Stored, slots: Tensor, k: Tensor, v: Tens
 
 
 def pool_pointers(pool: Stored) -> tuple[Tensor, tuple[int, ...], Tensor | None, tuple[int, ...]]:
-    """The values and scales of a pool and their strides; an fp8 scale by head, stride 0 where they share it."""
+    """The values and scales of a pool and their strides; the stride of an fp8 scale shared by all heads is 0."""
     if isinstance(pool, Tensor):
         return pool, pool.stride(), None, (0,)
     assert isinstance(pool, Quantized)
@@ -88,7 +95,7 @@ def write_heads(
     x, head_stride, dim_stride, pool, pool_strides, scales, scales_strides, block, offset, head, heads,
     STORAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One token's HEADS heads, [HEADS, BLOCK_D], to where its block keeps them."""
+    """Load HEADS heads of one token, [HEADS, BLOCK_D], and store them in its block."""
     at = head.to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     mask = (head < heads)[:, None] & (column < D)[None, :]
@@ -103,7 +110,7 @@ def store_heads(
     wide, pool, pool_strides, scales, scales_strides, block, offset, head, heads,
     STORAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Heads that are in registers, float32 [HEADS, BLOCK_D] and 0 beyond D, quantized to where the block keeps them."""
+    """Quantize heads in registers, float32 [HEADS, BLOCK_D] and 0 beyond D, and store them in their block."""
     at = head.to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     mask = (head < heads)[:, None] & (column < D)[None, :]
@@ -118,13 +125,13 @@ def store_heads(
         divisor = tl.where(scale > 0.0, scale, 1.0)
         steps = _steps(tl.div_rn(wide, tl.broadcast_to(divisor[:, None], wide.shape)))
         tl.store(target, steps, mask=mask)
-        place = scales + block * scales_strides[0] + offset * scales_strides[1] + at * scales_strides[2]
-        tl.store(place, scale, mask=head < heads)
+        address = scales + block * scales_strides[0] + offset * scales_strides[1] + at * scales_strides[2]
+        tl.store(address, scale, mask=head < heads)
     elif STORAGE == "bfp8":
         GROUPS: tl.constexpr = BLOCK_D // _BFP_GROUP
         grouped = tl.reshape(wide, (HEADS, GROUPS, _BFP_GROUP))
         peak = tl.max(tl.abs(grouped), 2)
-        # The exponent field of a float32 is that of its leading one, plus 127; frexp says 0 for a 0, ours is one less.
+        # The exponent field of a float32 is that of its leading one, plus 127; for 0, frexp gives 0, and this is one less.
         leading = (peak.to(tl.int32, bitcast=True) >> 23) - 127
         leading = tl.where(peak == 0.0, -1, tl.minimum(tl.maximum(leading, -120), 127))
         exponent = leading - _BFP_BITS
@@ -132,23 +139,23 @@ def store_heads(
         steps = tl.reshape(_steps(grouped * step[:, :, None]), (HEADS, BLOCK_D))
         tl.store(target, steps, mask=mask)
         group = tl.arange(0, GROUPS)
-        place = scales + block * scales_strides[0] + offset * scales_strides[1] + at * scales_strides[2]
+        address = scales + block * scales_strides[0] + offset * scales_strides[1] + at * scales_strides[2]
         real = (head < heads)[:, None] & (group < D // _BFP_GROUP)[None, :]
-        tl.store(place[:, None] + group[None, :] * scales_strides[3], exponent.to(tl.int8), mask=real)
+        tl.store(address[:, None] + group[None, :] * scales_strides[3], exponent.to(tl.int8), mask=real)
     else:
         tl.store(target, wide.to(pool.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _steps(x):
-    """The nearest integer, halves to even, at most 127 either way."""
+    """The nearest integer, halves to even, clamped to [-127, 127]."""
     rounded = (x + _ROUNDER) - _ROUNDER
     return tl.minimum(tl.maximum(rounded, -_INT8_MAX), _INT8_MAX).to(tl.int8)
 
 
 @triton.jit
 def _e4m3(x):
-    """The nearest e4m3, halves to even, at most 448 either way, as a byte: sign, 4 bits of exponent, 3 of mantissa."""
+    """The nearest e4m3, halves to even, clamped to [-448, 448], as a byte: sign, 4 exponent bits, 3 mantissa bits."""
     size = tl.minimum(tl.abs(x), _FP8_MAX)
     bits = size.to(tl.int32, bitcast=True)
     # Round off 20 of the 23 bits of the mantissa; a carry moves on into the exponent, whose bias is 7, not 127.
@@ -161,51 +168,43 @@ def _e4m3(x):
     return (code | sign).to(tl.uint8)
 
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
-
-_ELEMENTS_triton_prepare = 1024  # of one token per program: few, since there are few tokens and they should spread
-
-
 def prepare(
-    q: Tensor, positions: Tensor, new: ProjectedTokens | None, config: AttentionConfig, weights: AttentionWeights,
+    q: Tensor, positions: Tensor, new: ProjectedKV | None, config: AttentionConfig, weights: AttentionWeights,
     parts: int,
 ) -> Tensor:  # fmt: skip
-    """As `attnmesh.kv_cache.prepare.prepare`, which has checked the arguments."""
+    """As `attnmesh.kv_cache.prepare.prepare`, which validates the arguments."""
     batch, tokens, width = q.shape
     dim, rope = config.head_dim, config.rope
     heads = width // dim
-    message = q.new_empty(q.numel())
-    if not message.numel():
-        return message
+    buffer = q.new_empty(q.numel())
+    if not buffer.numel():
+        return buffer
     block_d = padded(max(dim, BFP_GROUP))
-    tile = max(1, _ELEMENTS_triton_prepare // block_d)
+    tile = max(1, _PREPARE_ELEMENTS // block_d)
     kv_heads = 0 if new is None else values_of(new.keys).shape[2]
     grid = batch * tokens, triton.cdiv(heads, tile) + 2 * triton.cdiv(kv_heads, tile)
     with torch.cuda.device_of(q):
         _prepare_kernel[grid](
-            q, q.stride(), message, positions, positions.stride(), batch, tokens, parts, heads,
+            q, q.stride(), buffer, positions, positions.stride(), batch, tokens, parts, heads,
             None if rope is None else rope.on(q.device),
             weights.q_norm_before_rope, weights.q_norm_after_rope,
             weights.k_norm_before_rope, weights.k_norm_after_rope,
-            kv_heads, *_written(new),
+            kv_heads, *_cache_arguments(new),
             EPS_BEFORE=_eps(config.norm_before_rope), EPS_AFTER=_eps(config.norm_after_rope),
             ROTARY=0 if rope is None else rope.dim, PAIRS=rope is not None and rope.layout == "pairs",
             FACTOR=1.0 if rope is None else rope.factor,
             D=dim, BLOCK_D=block_d, HEADS=tile, num_warps=4,
         )  # fmt: skip
-    return message
+    return buffer
 
 
-def _written(new: ProjectedTokens | None) -> tuple[Any, ...]:
-    """The kernel's arguments about the cache, down to the name of its storage; None where nothing is written."""
+def _cache_arguments(new: ProjectedKV | None) -> tuple[Any, ...]:
+    """The kernel's arguments from `kv` to STORAGE; None where nothing is written."""
     if new is None:
         nothing = (None, (0,))
         return (*nothing, 0, 0, 0, *nothing, 1, *nothing, *nothing, *nothing, *nothing, None)
     return (
-        new.kv, new.kv.stride(), new.own.start, new.own.stop, new.first, new.slots, new.slots.stride(),
+        new.kv, new.kv.stride(), new.rows.start, new.rows.stop, new.first, new.slots, new.slots.stride(),
         values_of(new.keys).shape[1], *pool_pointers(new.keys), *pool_pointers(new.values), storage_of(new.keys),
     )  # fmt: skip
 
@@ -214,11 +213,11 @@ def _eps(norm: Norm | None) -> float | None:
     return None if norm is None else norm.eps
 
 
-@triton.jit(do_not_specialize=["batch", "tokens", "parts", "own_start", "own_stop", "kv_first"])
+@triton.jit(do_not_specialize=["batch", "tokens", "parts", "rows_start", "rows_stop", "kv_first"])
 def _prepare_kernel(
-    q, q_strides, message, positions, position_strides, batch, tokens, parts, q_heads, frequencies,
+    q, q_strides, buffer, positions, position_strides, batch, tokens, parts, q_heads, frequencies,
     q_before, q_after, k_before, k_after, kv_heads,
-    kv, kv_strides, own_start, own_stop, kv_first, slots, slot_strides, block_size,
+    kv, kv_strides, rows_start, rows_stop, kv_first, slots, slot_strides, block_size,
     keys, keys_strides, key_scales, key_scales_strides, values, values_strides, value_scales, value_scales_strides,
     STORAGE: tl.constexpr, EPS_BEFORE: tl.constexpr, EPS_AFTER: tl.constexpr,
     ROTARY: tl.constexpr, PAIRS: tl.constexpr, FACTOR: tl.constexpr,
@@ -232,27 +231,27 @@ def _prepare_kernel(
     if tile < q_tiles:
         head = tile * HEADS + tl.arange(0, HEADS)
         x = q + row * q_strides[0] + token * q_strides[1]
-        turned = _stages(
+        rotated = _norm_rope_norm(
             x, q_strides[2], head, q_heads, position, frequencies, q_before, q_after,
             EPS_BEFORE, EPS_AFTER, ROTARY, PAIRS, FACTOR, D, BLOCK_D,
         )  # fmt: skip
-        _send(turned, message, row, token, head, q_heads, batch, tokens, parts, D, BLOCK_D)
+        _store_queries(rotated, buffer, row, token, head, q_heads, batch, tokens, parts, D, BLOCK_D)
     elif STORAGE is not None:
-        if (row >= own_start) & (row < own_stop):
-            slot = tl.load(slots + (row - own_start) * slot_strides[0] + token * slot_strides[1])
+        if (row >= rows_start) & (row < rows_stop):
+            slot = tl.load(slots + (row - rows_start) * slot_strides[0] + token * slot_strides[1])
             if slot >= 0:
                 block, offset = slot // block_size, slot % block_size
                 kv_tiles = tl.cdiv(kv_heads, HEADS)
-                x = kv + (row - own_start + kv_first) * kv_strides[0] + token * kv_strides[1]
+                x = kv + (row - rows_start + kv_first) * kv_strides[0] + token * kv_strides[1]
                 if tile < q_tiles + kv_tiles:
                     head = (tile - q_tiles) * HEADS + tl.arange(0, HEADS)
-                    turned = _stages(
+                    rotated = _norm_rope_norm(
                         x, kv_strides[2], head, kv_heads, position, frequencies, k_before, k_after,
                         EPS_BEFORE, EPS_AFTER, ROTARY, PAIRS, FACTOR, D, BLOCK_D,
                     )  # fmt: skip
-                    turned = turned.to(kv.dtype.element_ty).to(tl.float32)
+                    rotated = rotated.to(kv.dtype.element_ty).to(tl.float32)
                     store_heads(
-                        turned, keys, keys_strides, key_scales, key_scales_strides, block, offset, head, kv_heads,
+                        rotated, keys, keys_strides, key_scales, key_scales_strides, block, offset, head, kv_heads,
                         STORAGE, D, BLOCK_D, HEADS,
                     )  # fmt: skip
                 else:
@@ -264,60 +263,60 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _stages(
+def _norm_rope_norm(
     x, stride, head, heads, position, frequencies, before, after,
     EPS_BEFORE: tl.constexpr, EPS_AFTER: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr,
     FACTOR: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token, normed, turned and normed again: float32 [HEADS, BLOCK_D], 0 beyond D."""
+    """RMSNorm, RoPE and RMSNorm of heads of one token: float32 [HEADS, BLOCK_D], 0 beyond D."""
     column = tl.arange(0, BLOCK_D)
     wide = _load(x, stride, head, heads, column, D)
     if EPS_BEFORE is not None:
         shrink = tl.rsqrt(tl.sum(wide * wide, 1) / D + EPS_BEFORE)[:, None]
-        wide = _weighed(wide * shrink, before, column, D)
+        wide = _apply_weight(wide * shrink, before, column, D)
     if ROTARY > 0:
         if PAIRS:
             partner, pair, lower = column ^ 1, column // 2, column % 2 == 0
         else:
             lower = column < ROTARY // 2
             partner, pair = tl.where(lower, column + ROTARY // 2, column - ROTARY // 2), column % (ROTARY // 2)
-        turning = column < ROTARY
-        partner = tl.where(turning, partner, 0)
+        rotates = column < ROTARY
+        partner = tl.where(rotates, partner, 0)
         other = _load(x, stride, head, heads, partner, D)
         if EPS_BEFORE is not None:
-            other = _weighed(other * shrink, before, partner, D)
-        angle = position.to(tl.float32) * tl.load(frequencies + pair, mask=turning, other=0.0)
-        cos = tl.where(turning, tl.cos(angle) * FACTOR, 1.0)
-        sin = tl.where(turning, tl.where(lower, -tl.sin(angle), tl.sin(angle)) * FACTOR, 0.0)
+            other = _apply_weight(other * shrink, before, partner, D)
+        angle = position.to(tl.float32) * tl.load(frequencies + pair, mask=rotates, other=0.0)
+        cos = tl.where(rotates, tl.cos(angle) * FACTOR, 1.0)
+        sin = tl.where(rotates, tl.where(lower, -tl.sin(angle), tl.sin(angle)) * FACTOR, 0.0)
         wide = wide * cos[None, :] + other * sin[None, :]
     if EPS_AFTER is not None:
         shrink = tl.rsqrt(tl.sum(wide * wide, 1) / D + EPS_AFTER)[:, None]
-        wide = _weighed(wide * shrink, after, column, D)
+        wide = _apply_weight(wide * shrink, after, column, D)
     return wide
 
 
 @triton.jit
 def _load(x, stride, head, heads, column, D: tl.constexpr):
-    """Some columns of some heads of one token, in float32; 0 beyond D."""
-    place = head.to(tl.int64)[:, None] * D + column[None, :]
+    """Columns of heads of one token, in float32; 0 beyond D."""
+    address = head.to(tl.int64)[:, None] * D + column[None, :]
     mask = (head < heads)[:, None] & (column < D)[None, :]
-    return tl.load(x + place * stride, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(x + address * stride, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _weighed(x, weight, column, D: tl.constexpr):
+def _apply_weight(x, weight, column, D: tl.constexpr):
     if weight is not None:
         x = x * tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     return x
 
 
 @triton.jit
-def _send(x, message, row, token, head, heads, batch, tokens, parts, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Queries into the message: [heads, rows of the part, tokens, D], one part after the other."""
+def _store_queries(x, buffer, row, token, head, heads, batch, tokens, parts, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store queries in the send buffer: [heads, rows of the part, tokens, D], one part after the other."""
     part = ((row + 1) * parts - 1) // batch
     start, stop = batch * part // parts, batch * (part + 1) // parts
     part_begins = start * heads * tokens
-    place = part_begins + (head.to(tl.int64) * (stop - start) + (row - start)) * tokens + token
+    address = part_begins + (head.to(tl.int64) * (stop - start) + (row - start)) * tokens + token
     column = tl.arange(0, BLOCK_D)
     mask = (head < heads)[:, None] & (column < D)[None, :]
-    tl.store(message + place[:, None] * D + column[None, :], x.to(message.dtype.element_ty), mask=mask)
+    tl.store(buffer + address[:, None] * D + column[None, :], x.to(buffer.dtype.element_ty), mask=mask)

@@ -1,13 +1,14 @@
-"""Two CUDA streams that blocks of work take in turn.
+"""A pair of CUDA streams that blocks of work use in turn.
 
-A kernel over one block of a ring ends with a wave of tiles that does not fill the device, and before and after it run
-small kernels that only move bytes. On two streams the next block starts while the last one drains. Block s + 1 may
-overtake block s, never block s - 1: a ring has two key buffers, and block s + 1 reads the one block s - 1 has left.
+A kernel over one block of a ring ends with a wave of tiles that does not fill the device, and small memory-bound
+kernels run before and after it. With two streams the next block starts while the previous one drains. Block s + 1 may
+overtake block s, never block s - 1: a ring has two key buffers, and block s + 1 reads the one that block s - 1 has
+finished with.
 
-Memory freed on a lane is used again by that lane. What one lane made and another stream has read is therefore safe
-only if the maker waits for the reader before it goes on, which `summing` and `arrived` see to. (Tensor.record_stream
-would do without waiting, but holds memory back for as long as the host runs ahead of the device: it would grow with
-the ring.) `tests/parallel/test_streams.py` replays all of this on streams with vector clocks.
+The caching allocator reuses memory on the stream that freed it. Memory that one stream allocated and another has read
+is therefore safe only if the first waits for the second before it continues, which `exclusive` and `record_arrival`
+ensure. (`Tensor.record_stream` would not need the wait, but it holds memory back for as long as the host runs ahead of
+the device, so memory would grow with the ring.) `tests/parallel/test_streams.py` checks the order with vector clocks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 
 class StreamPair:
-    """The order of one ring's blocks on a device. Without `enabled`, everything stays on the caller's stream."""
+    """Orders the blocks of one ring on two streams. Unless `enabled`, everything stays on the caller's stream."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -30,11 +31,11 @@ class StreamPair:
             self._current = self._main
             self._arrived = self._main.record_event()
             self._summed = self._arrived
-            self._done: list[torch.cuda.Event] = []  # of the blocks so far, in turns from either lane
+            self._done: list[torch.cuda.Event] = []  # one per block so far, alternating between the streams
 
     @contextmanager
     def next_stream(self) -> Iterator[None]:
-        """Run a block on the next lane, as soon as what has arrived by now is there."""
+        """Runs a block on the next stream, after everything whose arrival has been recorded."""
         if not self._enabled:
             yield
             return
@@ -48,7 +49,7 @@ class StreamPair:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Sum what both lanes have made: after all blocks so far, and before any block to come."""
+        """Runs work that reads results of both streams: after all blocks so far, and before any later block."""
         if not self._enabled:
             yield
             return
@@ -58,23 +59,23 @@ class StreamPair:
         self._summed = self._current.record_event()
 
     def record_arrival(self) -> None:
-        """What the caller's stream has waited for is there for the blocks to come."""
+        """Makes everything that the caller's stream has waited for available to later blocks."""
         if self._enabled:
             self._arrived = self._main.record_event()
 
     def wait_for_last_block(self) -> None:
-        """Let the caller's stream wait for the last block begun.
+        """Makes the caller's stream wait for the last block.
 
-        Before it lets keys be received into the buffer which that block reads; and before it reads what that block has
-        made. The lane comes to use that memory again with the block after next, which waits for `arrived`.
+        Call it before receiving keys into the buffer which that block reads, and before reading what the block
+        produced. Its stream reuses that memory in the block after next, which waits for `record_arrival`.
         """
         if self._enabled and self._done:
             self._main.wait_event(self._done[-1])
 
     def join(self) -> None:
-        """Let the caller's stream wait for all blocks."""
+        """Makes the caller's stream wait for all blocks."""
         if self._enabled:
-            for done in self._done[-2:]:  # the last of either lane
+            for done in self._done[-2:]:  # the last block of each stream
                 self._main.wait_event(done)
 
 
@@ -83,5 +84,5 @@ SINGLE_STREAM = StreamPair(enabled=False)
 
 @cache
 def _streams(device: int, caller: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The lanes beside one stream of the caller's: rings on two streams of his must not share lanes."""
+    """The pair that belongs to one stream of the caller: rings on different streams must not share a pair."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -132,7 +132,7 @@ class DecodeSharding:
 
     # Positions.
 
-    def share(self, rank: int) -> InterleavedShard:
+    def position_shard(self, rank: int) -> InterleavedShard:
         """The positions of every sequence that a rank holds."""
         return InterleavedShard(self.cp, self.place(rank).cp, self.interleave)
 
@@ -255,7 +255,7 @@ def cache_bytes(sharding: DecodeSharding, shape: DecodeShape, rank: int, context
     sharding.check_heads(shape.q_heads, shape.kv_heads)
     check_positive(context=context, kv_bytes=kv_bytes)
     heads, sequences = sharding.kv_heads(rank, shape.kv_heads), sharding.sequences(rank, shape.batch)
-    return len(heads) * len(sequences) * sharding.share(rank).length(context) * kv_bytes
+    return len(heads) * len(sequences) * sharding.position_shard(rank).length(context) * kv_bytes
 
 
 def weight_copies(sharding: DecodeSharding, kv_heads: int, *, replicate_q: bool = False) -> Copies:

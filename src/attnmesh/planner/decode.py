@@ -81,7 +81,7 @@ class DecodeLayer:
         """
         shape, flops, read = self.shape, [], []
         for rank in range(sharding.ranks):
-            held = len(sharding.sequences(rank, shape.batch)) * sharding.share(rank).length(self.context)
+            held = len(sharding.sequences(rank, shape.batch)) * sharding.position_shard(rank).length(self.context)
             heads = len(sharding.group_heads(rank, shape.q_heads))
             flops.append(4.0 * heads * shape.tokens * held * shape.head_dim)
             read.append(len(sharding.kv_heads(rank, shape.kv_heads)) * held * self.cached)
@@ -266,7 +266,7 @@ def decode_memory(asked: Decode, sharding: DecodeSharding, sequences: int) -> Me
     cached = cached_numbers(model) / kv_heads * asked.cached_number
     kept = 0.0
     for window, layers in model.window_layers.items():
-        positions = sharding.share(0).length(min(asked.context, window or asked.context))
+        positions = sharding.position_shard(0).length(min(asked.context, window or asked.context))
         kept += layers * positions * cached
     heads, held = len(sharding.kv_heads(0, kv_heads)), -(-sequences // sharding.kvdp)
     working = 8.0 * sequences * asked.tokens * (model.hidden + model.q_heads * shape.head_dim) * _ACTIVATION

@@ -19,7 +19,8 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.core.state import State, merge
+from attnmesh.core.merge import merge
+from attnmesh.core.state import State
 from attnmesh.ops.dense import reference
 from attnmesh.ops.dense.api import attention
 from attnmesh.ops.dense.call import resolve_scale

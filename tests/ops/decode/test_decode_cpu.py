@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh.core.state import State, merge
-from attnmesh.ops.decode import cpu as cpu_flash
+from attnmesh.core.merge import merge, merge_stacked
+from attnmesh.core.state import State
 from attnmesh.ops.decode import cpu_keys, reference
 from attnmesh.ops.decode.call import DecodeCall, build_call
 from attnmesh.ops.decode.cpu import Cpu
-from attnmesh.ops.decode.cpu_keys import Piece, pieces
+from attnmesh.ops.decode.cpu_keys import KeyPart, split_keys
 from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, Stored, quantize
 
 BLOCK = 16
@@ -283,13 +283,13 @@ def _rows(stored: Stored, index: Tensor, capacity: int) -> Stored:
 def test_pieces_cover_a_span_in_order() -> None:
     for span, plain in ((range(50), range(50)), (range(3, 50), range(9, 44)), (range(5, 20), range(0))):
         for size, origin, most in ((1, 0, 3), (7, 0, 2), (7, plain.start, 64), (64, 0, 1)):
-            found: list[Piece] = list(pieces(span, plain, size, origin, most))
+            found: list[KeyPart] = list(split_keys(span, plain, size, origin, most))
             assert [at for piece in found for at in range(piece.first, piece.end)] == list(span)
             for piece in found:
                 assert (piece.end - piece.first) % piece.parts == 0
                 assert (piece.end - piece.first) // piece.parts <= size
                 assert piece.parts <= most
-                assert all((at in plain) == piece.plain for at in range(piece.first, piece.end))
+                assert all((at in plain) == piece.unmasked for at in range(piece.first, piece.end))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -297,7 +297,7 @@ def test_parts_merge_as_states_do(n: int) -> None:
     parts = [State(torch.randn(n, 2, 4, 8), 30 * torch.randn(n, 2, 4)) for _ in range(5)]
     for i, part in enumerate(parts):  # rows that some parts, and that no part, saw
         part.lse[:, 0, : i % 3 + 1], part.out[:, 0, : i % 3 + 1] = -torch.inf, 0.0
-    torch.testing.assert_close(cpu_flash.merged(parts, n), merge(parts))
+    torch.testing.assert_close(merge_stacked(parts, n), merge(parts))
 
 
 def test_nothing_to_do() -> None:

@@ -6,8 +6,8 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from attnmesh.ops.decode.triton import count_shares, pick_merge_tile
-from attnmesh.ops.decode.triton_schedule import before, cut, picked
+from attnmesh.ops.decode.triton import count_shares, pick_merge_tile  # noqa: E402
+from attnmesh.ops.decode.triton_schedule import before, cut, picked  # noqa: E402
 
 
 @triton.jit

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from attnmesh import State, merge, run_virtual
-from attnmesh.ops.merge import merge_packed, unpack_state, with_sinks
+from attnmesh.core.merge import discount_sinks_batch_invariant, unpack_state
+from attnmesh.ops.merge import merge_packed
 from attnmesh.parallel.decode.core import Cp
 
 WAYS = ["all_to_all", "reduce_scatter", "all_reduce"]
@@ -85,14 +86,17 @@ def test_identities_do_not_change_a_bit():
 
 def test_sinks_are_one_more_key_without_a_value():
     out, lse, sinks = torch.ones(2, 3, 1, 4), torch.tensor([0.0, 1000.0, -torch.inf]), torch.tensor([0.0, -torch.inf])
-    share = with_sinks(out, lse.view(1, 3, 1).expand(2, 3, 1), sinks)[..., 0, 0]
+    share = discount_sinks_batch_invariant(out, lse.view(1, 3, 1).expand(2, 3, 1), sinks[:, None, None])[..., 0, 0]
     assert torch.equal(share, torch.tensor([[0.5, 1.0, 0.0], [1.0, 1.0, 0.0]]))
 
 
 def test_sinks_of_a_row_do_not_depend_on_the_others():
     out, lse, sinks = torch.ones(3, 67, 1, 1), 3 * torch.randn(3, 67, 1), torch.randn(3)
-    alone = [with_sinks(out[:, row : row + 1], lse[:, row : row + 1], sinks) for row in range(67)]
-    assert torch.equal(with_sinks(out, lse, sinks), torch.cat(alone, 1))
+    alone = [
+        discount_sinks_batch_invariant(out[:, row : row + 1], lse[:, row : row + 1], sinks[:, None, None])
+        for row in range(67)
+    ]
+    assert torch.equal(discount_sinks_batch_invariant(out, lse, sinks[:, None, None]), torch.cat(alone, 1))
 
 
 def test_a_state_is_written_where_it_is_sent_from():

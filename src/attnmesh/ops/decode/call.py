@@ -1,4 +1,4 @@
-"""A decode call as a value: what every backend is given, already checked."""
+"""`DecodeCall`: a validated decode call as a value, which every backend takes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ from torch import Tensor
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
 
-MAX_DECODE_TOKENS = 8  # queries a sequence: more is prefill, which `attention` does
+MAX_DECODE_TOKENS = 8  # queries per sequence: more is prefill, which `attention` computes
+_INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
 class Splits:
-    """How a sequence's keys are split among programs: to fill the chip, at most `most`, or by a fixed `size`."""
+    """How the keys of a sequence are split among programs: at most `max_count` parts, or parts of a fixed `size`."""
 
-    most: int | None = None
+    max_count: int | None = None
     size: int | None = None
 
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """T queries a sequence, at positions `cur_pos - T + 1 .. cur_pos`, against the keys 0 .. cur_pos of its cache.
+    """T queries per sequence, at positions `cur_pos - T + 1 .. cur_pos`, over the keys 0 .. cur_pos of its cache.
 
-    `k` and `v` are caches [B or 1, Hkv, L, D], or pools [blocks, block_size, Hkv, D] with a `table` [B or 1, slots].
-    A query sees the keys up to its own position; with `tree` [B or 1, T, T] it sees those before the T new tokens
-    and the new ones its row names; with `mask` [B or 1, Hq or 1, T or 1, width], the keys up to cur_pos that it names
-    (True) or weighs (added to the score), and none from `width` on. `window` keeps the last so many keys up to a
-    query's position, itself among them. `key_range` is two tensors [B, T], first and end: query t sees `first <= k < end`
-    of the keys up to cur_pos, whatever its own position. `sinks` [Hq] are scores of keys without a value.
-    `cur_pos < 0` skips it. `rounded`: out comes in the dtype of q, and not in that of its sums.
+    `k` and `v` are caches [B or 1, Hkv, L, D], or pools [blocks, block_size, Hkv, D] with a block `table` [B or 1,
+    slots].
+
+    - By default a query attends to the keys up to its own position.
+    - `tree` [B or 1, T, T]: to the keys before the T new tokens, and to the new tokens that its row selects.
+    - `mask` [B or 1, Hq or 1, T or 1, width]: to the keys up to cur_pos that are True, or with the given bias added to
+      their scores; to none from `width` on.
+    - `window`: to the last `window` keys up to its own position, itself included.
+    - `key_range`, two tensors [B, T]: to the keys `first <= k < end` up to cur_pos, whatever its own position.
+
+    `sinks` [Hq] are scores of keys without a value. `cur_pos < 0` skips a sequence. `rounded`: `out` has the dtype of q
+    rather than the accumulation dtype.
     """
 
     q: Tensor
@@ -64,22 +70,22 @@ class DecodeCall:
 
     @property
     def head_axis(self) -> int:
-        """The dimension of k and v that is the kv heads."""
+        """The dimension of k and v that indexes kv heads."""
         return 2 if self.paged else 1
 
     @property
     def kv_heads(self) -> int:
-        """How many kv heads k and v have."""
+        """The number of kv heads."""
         return values_of(self.k).shape[self.head_axis]
 
     @property
     def group(self) -> int:
-        """Query heads a kv head."""
+        """Query heads per kv head."""
         return self.q.shape[1] // self.kv_heads
 
     @property
     def value_dim(self) -> int:
-        """The width of a value, and of out."""
+        """The head dimension of v and of out."""
         return values_of(self.v).shape[-1]
 
     @property
@@ -89,36 +95,33 @@ class DecodeCall:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block; 1 in a contiguous cache."""
+        """Tokens per block; 1 in a contiguous cache."""
         return values_of(self.k).shape[1] if self.paged else 1
 
-    def room(self) -> State:
-        """Memory for out and lse."""
+    @property
+    def capacity(self) -> int:
+        """Maximum number of keys per sequence: the length of the cache, or what a row of the table can hold."""
+        return values_of(self.k).shape[2] if self.table is None else self.table.shape[1] * self.block_size
+
+    def empty_state(self) -> State:
+        """Uninitialized tensors for out and lse."""
         shape = (*self.q.shape[:3], self.value_dim)
         return State(
             self.q.new_empty(shape, dtype=self.out_dtype),
             self.q.new_empty(shape[:3], dtype=accumulation_dtype(self.q.dtype)),
         )
 
-    @property
-    def capacity(self) -> int:
-        """Keys a sequence can have: the length of its cache, or of what its table can name."""
-        return values_of(self.k).shape[2] if self.table is None else self.table.shape[1] * self.block_size
-
 
 class Backend(Protocol):
-    """One way to compute a call. It serves the call or says what it cannot do."""
+    """One implementation. It serves a call, or returns the reason why it cannot."""
 
     name: str
 
     def refusal(self, call: DecodeCall) -> str | None:
-        """Why it cannot serve this call; None if it can."""
+        """The reason why this backend cannot serve the call; None if it can."""
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:
-        """Out [B, Hq, T, Dv] and its lse [B, Hq, T], written into `into` where that is given."""
-
-
-_INTEGERS = (torch.int32, torch.int64)
+        """Out [B, Hq, T, Dv] and lse [B, Hq, T], written to `into` if given."""
 
 
 def build_call(
@@ -139,7 +142,7 @@ def build_call(
     key_range: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> DecodeCall:
-    """The call as a value, or ValueError with names and values. Nothing on a device is read."""
+    """Validates the arguments of a decode call; raises ValueError. Does not read tensors on a device."""
     _check_tensors(q, k, v, table)
     _check_storages(q, k, v, axis=1 if table is None else 2)
     _check_batch(
@@ -150,18 +153,17 @@ def build_call(
             raise ValueError(f"{name} must be a positive integer or None, got {number!r}")
     if max_splits is not None and split_size is not None:
         raise ValueError(
-            f"split_size fixes the length of a split, max_splits caps their number: give one, not both "
-            f"(got max_splits={max_splits}, split_size={split_size})"
+            f"max_splits and split_size are mutually exclusive, got max_splits={max_splits} and split_size={split_size}"
         )
     if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     if mask is not None and tree is not None:
-        raise ValueError("mask says everything about who sees whom, tree about the new tokens only: give one, not both")
+        raise ValueError("mask and tree are mutually exclusive, got both")
     if key_range is not None:
         others = {"mask": mask, "tree": tree, "window": window, "share_cache": share_cache or None}
         for name, other in others.items():
             if other is not None:
-                raise ValueError(f"key_range says everything about who sees whom: it goes without {name}, got both")
+                raise ValueError(f"key_range and {name} are mutually exclusive, got both")
     if out_dtype is not None and out_dtype not in (q.dtype, accumulation_dtype(q.dtype)):
         raise ValueError(f"out_dtype must be None or {_out_dtypes(q)}, got {out_dtype!r}")
     capacity = values_of(k).shape[2] if table is None else table.shape[1] * values_of(k).shape[1]
@@ -183,14 +185,14 @@ def build_call(
 
 
 def check_into(into: State, call: DecodeCall, out_dtype: torch.dtype | None) -> DecodeCall:
-    """The call whose results go where they are wanted, in the dtype that they have there, or ValueError."""
+    """Validates `into`; returns the call with the output dtype that `into` has."""
     q = call.q
     if not isinstance(into, tuple) or len(into) != 2 or not all(isinstance(x, Tensor) for x in into):
         raise ValueError(f"into must be a State (out, lse) of two tensors, got {type(into).__name__}")
     out, lse = into
     allowed = (q.dtype, accumulation_dtype(q.dtype)) if out_dtype is None else (out_dtype,)
     if out.dtype not in allowed:
-        wanted = _out_dtypes(q) if out_dtype is None else f"{out_dtype}, as out_dtype says"
+        wanted = _out_dtypes(q) if out_dtype is None else f"{out_dtype} (out_dtype)"
         raise ValueError(f"into.out must be {wanted}, got {out.dtype}")
     if lse.dtype != accumulation_dtype(q.dtype):
         raise ValueError(f"into.lse must be {accumulation_dtype(q.dtype)}, got {lse.dtype}")
@@ -216,7 +218,7 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> Non
             shape = "[batch, heads, tokens, head_dim]" if name == "q" else kind
             raise ValueError(f"{name} must be {shape}, got shape {tuple(whole.shape)}")
         if whole.device != q.device:
-            raise ValueError(f"q, k and v must be on one device, got {name} on {whole.device} and q on {q.device}")
+            raise ValueError(f"q, k and v must be on the same device, got {name} on {whole.device} and q on {q.device}")
         _refuse_gradient(name, whole)
         if isinstance(x, Quantized):
             _refuse_gradient(f"the scales of {name}", x.scales)
@@ -224,14 +226,13 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> Non
         raise ValueError(f"q must be floating point, got {q.dtype}")
     if not 1 <= q.shape[2] <= MAX_DECODE_TOKENS:
         raise ValueError(
-            f"q has {q.shape[2]} tokens a sequence; decode takes 1 to {MAX_DECODE_TOKENS} (attention() serves longer prompts)"
+            f"q must have 1 to {MAX_DECODE_TOKENS} tokens per sequence, got {q.shape[2]} (use attention() for prompts)"
         )
     if not q.shape[3]:
         raise ValueError("head_dim must be at least 1, got 0")
     if table is not None:
         if not isinstance(table, Tensor) or table.ndim != 2 or table.dtype != torch.int32:
-            said = f"{table.dtype} {tuple(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
-            raise ValueError(f"block_table must be int32 [batch, slots], got {said}")
+            raise ValueError(f"block_table must be int32 [batch, slots], got {_described(table)}")
         if table.device != q.device:
             raise ValueError(f"block_table must be on the device of q, {q.device}, got {table.device}")
         if not 1 <= values_of(k).shape[1] <= 256:
@@ -242,23 +243,25 @@ def _check_storages(q: Tensor, k: Stored, v: Stored, axis: int) -> None:
     k_values, v_values = values_of(k), values_of(v)
     if k_values.shape[:3] != v_values.shape[:3]:
         raise ValueError(
-            f"k and v must agree in all but head_dim, got {tuple(k_values.shape)} and {tuple(v_values.shape)}"
+            f"k and v must have the same shape up to head_dim, got {tuple(k_values.shape)} and {tuple(v_values.shape)}"
         )
     if k_values.shape[3] != q.shape[3]:
-        raise ValueError(f"q and k must have one head_dim, got {q.shape[3]} and {k_values.shape[3]}")
+        raise ValueError(f"q and k must have the same head_dim, got {q.shape[3]} and {k_values.shape[3]}")
     if not v_values.shape[3]:
         raise ValueError("the head_dim of v must be at least 1, got 0")
     heads, kv_heads = q.shape[1], k_values.shape[axis]
     if not heads or not kv_heads or heads % kv_heads:
-        raise ValueError(f"the {kv_heads} kv heads must divide the {heads} query heads")
+        raise ValueError(f"q_heads must be a multiple of kv_heads, got q_heads={heads} and kv_heads={kv_heads}")
     if storage_of(k) != storage_of(v):
-        raise ValueError(f"k and v must be stored alike, got {storage_of(k)} and {storage_of(v)}")
+        raise ValueError(f"k and v must have the same storage type, got {storage_of(k)} and {storage_of(v)}")
     for name, x in (("k", k), ("v", v)):
         if isinstance(x, Tensor):
             if x.dtype != q.dtype:
-                raise ValueError(f"q and a plain cache must have one dtype, got {q.dtype} and {name} in {x.dtype}")
+                raise ValueError(
+                    f"q and {name} must have the same dtype or {name} be Quantized, got {q.dtype} and {x.dtype}"
+                )
         elif x.storage == "fp8" and x.scales.ndim and x.scales.shape[0] != kv_heads:
-            raise ValueError(f"{name} has {x.scales.shape[0]} fp8 scales for {kv_heads} kv heads")
+            raise ValueError(f"{name} must have one fp8 scale per kv head, {kv_heads}, got {x.scales.shape[0]}")
 
 
 def _check_batch(q: Tensor, owner: Tensor, share_cache: bool, name: str) -> None:
@@ -279,7 +282,7 @@ def _positions(cur_pos: Sequence[int] | Tensor | None, q: Tensor, capacity: int)
             raise ValueError(f"cur_pos must be integers, got {cur_pos!r}")
         _check_count(len(cur_pos), batch)
         _check_range(cur_pos, capacity)
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():  # a replay would copy from memory that is gone
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():  # a replay would copy from freed memory
             raise ValueError("cur_pos must be a tensor on the device while a CUDA graph is captured, got a list")
         return torch.tensor(cur_pos, dtype=torch.int32).to(q.device, non_blocking=True)
     if cur_pos.ndim != 1 or cur_pos.dtype not in _INTEGERS:
@@ -287,21 +290,21 @@ def _positions(cur_pos: Sequence[int] | Tensor | None, q: Tensor, capacity: int)
     if cur_pos.device != q.device:
         raise ValueError(f"cur_pos must be a list or on the device of q, {q.device}, got {cur_pos.device}")
     _check_count(cur_pos.shape[0], batch)
-    if cur_pos.device.type == "cpu":  # free to read; on a device the kernel checks
+    if cur_pos.device.type == "cpu":  # free to read here; on a device the kernel checks
         _check_range(cur_pos.tolist(), capacity)
     return cur_pos
 
 
 def _check_count(count: int, batch: int) -> None:
     if count != batch:
-        raise ValueError(f"cur_pos must have one position a sequence, {batch}, got {count}")
+        raise ValueError(f"cur_pos must have one position per sequence, {batch}, got {count}")
 
 
 def _check_range(positions: list[int], capacity: int) -> None:
     for sequence, at in enumerate(positions):
         if not -1 <= at < capacity:
             raise ValueError(
-                f"cur_pos[{sequence}] is {at}, but the cache holds positions 0 to {capacity - 1} (-1 skips a sequence)"
+                f"cur_pos[{sequence}] is {at}, but must be 0 to {capacity - 1}, or -1 to skip the sequence"
             )
 
 
@@ -315,7 +318,7 @@ def _checked_mask(mask: Tensor | None, q: Tensor, capacity: int) -> Tensor | Non
     if mask.ndim != 4 or any(n not in (1, m) for n, m in zip(mask.shape, (batch, heads, tokens), strict=False)):
         raise ValueError(f"mask must be {wanted}, got shape {tuple(mask.shape)}")
     if mask.shape[3] > capacity:
-        raise ValueError(f"mask is {mask.shape[3]} keys wide, but the cache holds {capacity}")
+        raise ValueError(f"mask must cover at most {capacity} keys, the capacity of the cache, got {mask.shape[3]}")
     if mask.device != q.device:
         raise ValueError(f"mask must be on the device of q, {q.device}, got {mask.device}")
     _refuse_gradient("mask", mask)
@@ -345,18 +348,18 @@ def _checked_key_range(key_range: tuple[Tensor, Tensor] | None, q: Tensor) -> tu
     if key_range is None:
         return None
     if not isinstance(key_range, tuple) or len(key_range) != 2:
-        said = f"{len(key_range)} of them" if isinstance(key_range, tuple) else type(key_range).__name__
-        raise ValueError(f"key_range must be a tuple of two tensors, (first, end), got {said}")
+        got = f"{len(key_range)} elements" if isinstance(key_range, tuple) else type(key_range).__name__
+        raise ValueError(f"key_range must be a tuple of two tensors, (first, end), got {got}")
     shape = (q.shape[0], q.shape[2])
     for name, x in zip(("first", "end"), key_range, strict=True):
         if not isinstance(x, Tensor) or x.dtype not in _INTEGERS or x.shape != shape:
-            raise ValueError(f"key_range's {name} must be int32 or int64 [{shape[0]}, {shape[1]}], got {_described(x)}")
+            raise ValueError(f"key_range {name} must be int32 or int64 [{shape[0]}, {shape[1]}], got {_described(x)}")
         if x.device != q.device:
-            raise ValueError(f"key_range's {name} must be on the device of q, {q.device}, got {x.device}")
+            raise ValueError(f"key_range {name} must be on the device of q, {q.device}, got {x.device}")
         if x.device.type == "cpu":  # free to read
             for sequence, token in (x[:, 1:] < x[:, :-1]).nonzero():
                 raise ValueError(
-                    f"key_range's {name} must not decrease from token to token, got {x[sequence].tolist()} "
+                    f"key_range {name} must not decrease from token to token, got {x[sequence].tolist()} "
                     f"for sequence {int(sequence)} (at token {int(token) + 1})"
                 )
     return key_range
@@ -366,7 +369,7 @@ def _checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     if sinks is None:
         return None
     if not isinstance(sinks, Tensor) or sinks.shape != (q.shape[1],) or not sinks.dtype.is_floating_point:
-        raise ValueError(f"sinks must be floating point [{q.shape[1]}], one a query head, got {_described(sinks)}")
+        raise ValueError(f"sinks must be floating point [{q.shape[1]}], one per query head, got {_described(sinks)}")
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
     _refuse_gradient("sinks", sinks)
@@ -379,7 +382,7 @@ def _out_dtypes(q: Tensor) -> str:
 
 def _refuse_gradient(name: str, x: Tensor) -> None:
     if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError(f"decode has no backward, and {name} requires a gradient: use attention(), or torch.no_grad()")
+        raise ValueError(f"{name} must not require a gradient (decode has no backward): use attention() or no_grad()")
 
 
 def _described(x: object) -> str:

@@ -1,4 +1,4 @@
-"""Keys and values of a sequence as the plain numbers that the CPU kernel takes, a range of positions at a time."""
+"""The keys that a sequence reads on the CPU: which of them are visible, and their values in the kernel's dtype."""
 
 from __future__ import annotations
 
@@ -14,52 +14,142 @@ from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.storage import BFP_GROUP, Quantized, Stored, values_of
 
-_CHUNK_BYTES = 16 << 20  # keys and values, widened, that are still in the cores' caches when they are read again
-_LEAST_CHUNK = 256
+_CHUNK_BYTES = 16 << 20  # widened keys and values that are still in the cores' caches when they are read again
+_MIN_CHUNK = 256
 
 
-class KeysAndValues:
-    """What a call's sequences read. One width for keys and values: the kernel takes no other."""
+class KeyPart(NamedTuple):
+    """Keys [first, end) in `parts` equal parts. `unmasked`: every row attends to all of them."""
+
+    first: int
+    end: int
+    parts: int
+    unmasked: bool
+
+
+def split_keys(keys: range, unmasked: range, size: int, origin: int, max_count: int) -> Iterator[KeyPart]:
+    """Cuts `keys` every `size` keys from `origin` on and at the ends of `unmasked`, joining up to `max_count` parts."""
+    at = keys.start
+    while at < keys.stop:
+        whole = (unmasked.stop - at) // size if at in unmasked and (at - origin) % size == 0 else 0
+        if whole:
+            count = min(whole, max_count)
+            yield KeyPart(at, at := at + count * size, count, True)
+            continue
+        ends = (at + size - (at - origin) % size, keys.stop, unmasked.start, unmasked.stop)
+        inside = at in unmasked
+        yield KeyPart(at, at := min(end for end in ends if end > at), 1, inside)
+
+
+class VisibleKeys:
+    """The keys visible to sequences with the same last position and `key_range`, and one cache if it is shared."""
+
+    def __init__(self, call: DecodeCall, sequences: range, last: int) -> None:
+        tokens = call.q.shape[2]
+        self._call, self._sequences = call, sequences
+        self._first_position = last - tokens + 1  # of the first token; below 0 it attends to nothing
+        if call.key_range is None:
+            window = call.window or last + 1
+            self._firsts = [max(0, own - window + 1) for own in range(self._first_position, last + 1)]
+            self._ends = list(range(self._first_position + 1, last + 2))
+        else:
+            firsts, ends = (x[sequences.start].tolist() for x in call.key_range)
+            self._firsts, self._ends = [max(0, first) for first in firsts], [min(end, last + 1) for end in ends]
+        self.keys = range(self._firsts[0], self._ends[-1] if call.mask is None else min(last + 1, call.mask.shape[3]))
+        # The last row begins last. The first row ends first: before the new tokens, if a tree decides about them.
+        first, stop = self._firsts[-1], self._ends[0] - (call.tree is not None)
+        self.unmasked = range(first, stop) if stop > first and call.mask is None else range(0)
+        self.owners = range(1) if call.shared else sequences
+        self._rows_of_all = call.shared and len(sequences) > 1  # the rows of several sequences read one cache
+
+    @property
+    def may_have_gaps(self) -> bool:
+        """Whether some keys in the range may be visible to no row."""
+        return self._call.mask is not None or self._call.tree is not None
+
+    def as_rows(self, x: Tensor) -> Tensor:
+        """x [n, heads, T, X] as the rows of the owners' kv heads: [owners, Hkv, rows, X]. A single head stays one."""
+        heads = self._call.kv_heads if x.shape[1] == self._call.q.shape[1] else 1
+        if self._rows_of_all:
+            x = x.unflatten(1, (heads, -1)).transpose(0, 1)  # [Hkv, n, group, T, X]
+        return x.reshape(len(self.owners), heads, -1, x.shape[-1])
+
+    def from_rows(self, x: Tensor) -> Tensor:
+        """The inverse of `as_rows` for all heads: [n, Hq, T, X]."""
+        n, (heads, tokens) = len(self._sequences), self._call.q.shape[1:3]
+        if self._rows_of_all:
+            x = x[0].unflatten(1, (n, -1)).transpose(0, 1)  # [n, Hkv, group * T, X]
+        return x.reshape(n, heads, tokens, x.shape[-1])
+
+    def bias(self, first: int, end: int, dtype: torch.dtype) -> Tensor:
+        """The additive mask of keys [first, end): [owners, Hkv or 1, rows, N], -inf where a key is not visible."""
+        call, tokens, n = self._call, self._call.q.shape[2], len(self._sequences)
+        keys = torch.arange(first, end)
+        visible = keys >= torch.tensor(self._firsts)[:, None]
+        bias = torch.zeros((), dtype=dtype)
+        if call.mask is not None:
+            mask = self._of_sequences(call.mask)[..., first:end]
+            if mask.dtype == torch.bool:
+                visible = visible & mask
+            else:
+                bias = mask.to(dtype)
+        elif call.tree is not None:
+            column = keys - self._first_position  # the index of a key among the new tokens
+            in_tree = self._of_sequences(call.tree)[:, :, column.clamp(0)]
+            visible = (visible & ((column < 0) | in_tree))[:, None]
+        else:
+            visible = visible & (keys < torch.tensor(self._ends)[:, None])
+        bias = bias.masked_fill(~visible, -torch.inf)
+        bias = bias[(None,) * (4 - bias.ndim)]
+        heads = call.group if bias.shape[1] == 1 else bias.shape[1]
+        return self.as_rows(bias.expand(n, heads, tokens, -1))
+
+    def _of_sequences(self, x: Tensor) -> Tensor:
+        return x if x.shape[0] == 1 else x[self._sequences.start : self._sequences.stop]
+
+
+class CacheReader:
+    """Reads the keys and values of a call. Both have one width, the larger of the two, which the kernel requires."""
 
     def __init__(self, call: DecodeCall) -> None:
         self.dtype = accumulation_dtype(call.q.dtype)
         self._width = max(call.q.shape[3], call.value_dim)
-        self._k, self._v = (_Reader(call, stored, self.dtype, self._width) for stored in (call.k, call.v))
+        self._k, self._v = (_TensorReader(call, stored, self.dtype, self._width) for stored in (call.k, call.v))
         self._heads = call.kv_heads
-        self._block_len = call.block_size
+        self._block_size = call.block_size
         self.in_place = self._k.in_place and self._v.in_place  # nothing is gathered, widened or padded
         self.padded = self._width > call.value_dim
 
     @property
     def chunk(self) -> int:
-        """Keys that are gathered and widened at a time, whole blocks. It depends on no sequence and no batch."""
+        """Keys that are gathered and widened at a time, a multiple of the block size. Independent of the batch."""
         key = self._heads * 2 * self._width * self.dtype.itemsize
-        return -(-max(_LEAST_CHUNK, _CHUNK_BYTES // key) // self._block_len) * self._block_len
+        return -(-max(_MIN_CHUNK, _CHUNK_BYTES // key) // self._block_size) * self._block_size
 
     def read(self, owners: range, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [n, Hkv, end - first, width] of the owners' caches; valid until the next read."""
         return self._k.read(owners, first, end), self._v.read(owners, first, end)
 
     def query(self, q: Tensor, scale: float) -> Tensor:
-        """q [B, Hq, T, D] as it meets what `read` gives: scaled, in its width, times the scale of the keys' heads."""
+        """q [B, Hq, T, D] for the product with `read` keys: scaled, padded, times the scale of the keys' heads."""
         q = q.to(self.dtype) * scale
         if self._k.head_scale is not None:
             q = (q.unflatten(1, (self._heads, -1)) * self._k.head_scale.unsqueeze(-1)).flatten(1, 2)
         return q if q.shape[3] == self._width else F.pad(q, (0, self._width - q.shape[3]))
 
     def scaled_out(self, out: Tensor) -> Tensor:
-        """Out [n, Hkv, R, Dv] over what `read` gives, times the scale of the values' heads."""
+        """Out [n, Hkv, R, Dv] over what `read` returns, times the scale of the values' heads."""
         return out if self._v.head_scale is None else out * self._v.head_scale
 
 
-class _Reader:
-    """One of the two. Its buffers live as long as the call: a fresh one for each chunk would fault its pages in again.
+class _TensorReader:
+    """Reads the keys or the values. Buffers live as long as the call: allocating per chunk would fault pages in again.
 
-    fp8's scales are not multiplied in: they are the same for all keys of a head (`head_scale`, [] or [Hkv, 1, 1]).
+    The scales of fp8 are not multiplied in: they are the same for all keys of a head (`head_scale`, [] or [Hkv, 1, 1]).
     """
 
     def __init__(self, call: DecodeCall, stored: Stored, dtype: torch.dtype, width: int) -> None:
-        self._stored, self._table, self._block_len = stored, call.table, call.block_size
+        self._stored, self._table, self._block_size = stored, call.table, call.block_size
         self._dtype, self._width = dtype, width
         self._buffers: dict[str, Tensor] = {}
         values = values_of(stored)
@@ -83,9 +173,9 @@ class _Reader:
         if raw.dtype == self._dtype and raw.shape[3] == self._width and raw.stride(3) == 1:
             return raw
         if self._table is None:
-            wide = self._room("wide", (*raw.shape[:3], self._width), self._dtype)
-        else:  # by token, as the pool is
-            wide = self._room("wide", (raw.shape[2], raw.shape[1], self._width), self._dtype).transpose(0, 1)[None]
+            wide = self._buffer("wide", (*raw.shape[:3], self._width), self._dtype)
+        else:  # token-major, as in the pool
+            wide = self._buffer("wide", (raw.shape[2], raw.shape[1], self._width), self._dtype).transpose(0, 1)[None]
         numbers = wide[..., : raw.shape[3]]
         numbers.copy_(raw)
         wide[..., raw.shape[3] :] = 0.0
@@ -98,114 +188,24 @@ class _Reader:
                 numbers.unflatten(-1, (-1, BFP_GROUP)).mul_(steps.unsqueeze(-1))
         return wide
 
-    def _raw(self, name: str, held: Tensor, owners: range, first: int, end: int) -> Tensor:
+    def _raw(self, name: str, stored: Tensor, owners: range, first: int, end: int) -> Tensor:
         """What is stored for these positions, [n, Hkv, end - first, ...]: a view of a cache, or gathered blocks."""
         if self._table is None:
-            return held[owners.start : owners.stop, :, first:end]
-        assert len(owners) == 1, "a table's rows are gathered one by one"
-        slot = first // self._block_len
-        blocks = self._table[owners.start, slot : -(-end // self._block_len)]
-        begin = first - slot * self._block_len
-        gathered = self._room(name, (len(blocks), *held.shape[1:]), held.dtype)
-        if held.dtype.itemsize == 1:  # torch selects no float8
-            torch.index_select(held.view(torch.int8), 0, blocks, out=gathered.view(torch.int8))
+            return stored[owners.start : owners.stop, :, first:end]
+        assert len(owners) == 1, "rows of a block table are gathered one at a time"
+        slot = first // self._block_size
+        blocks = self._table[owners.start, slot : -(-end // self._block_size)]
+        begin = first - slot * self._block_size
+        gathered = self._buffer(name, (len(blocks), *stored.shape[1:]), stored.dtype)
+        if stored.dtype.itemsize == 1:  # index_select does not take float8
+            torch.index_select(stored.view(torch.int8), 0, blocks, out=gathered.view(torch.int8))
         else:
-            torch.index_select(held, 0, blocks, out=gathered)
-        # By token, as they lie in the pool: the kernel loses less by that than an order by head would cost.
+            torch.index_select(stored, 0, blocks, out=gathered)
+        # Token-major, as in the pool: the kernel loses less by that than a transposed copy would cost.
         return gathered.flatten(0, 1)[begin : begin + end - first].transpose(0, 1).unsqueeze(0)
 
-    def _room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = torch.empty(size, dtype=dtype)
         return self._buffers[name][:size].view(shape)
-
-
-class Piece(NamedTuple):
-    """Keys [first, end) in `parts` equal parts. `plain`: all rows see all of them."""
-
-    first: int
-    end: int
-    parts: int
-    plain: bool
-
-
-def pieces(span: range, plain: range, size: int, origin: int, most: int) -> Iterator[Piece]:
-    """A span cut every `size` keys from `origin` on and at the ends of `plain`, at most `most` parts a piece."""
-    at = span.start
-    while at < span.stop:
-        whole = (plain.stop - at) // size if at in plain and (at - origin) % size == 0 else 0
-        if whole:
-            parts = min(whole, most)
-            yield Piece(at, at := at + parts * size, parts, True)
-            continue
-        ends = (at + size - (at - origin) % size, span.stop, plain.start, plain.stop)
-        inside = at in plain
-        yield Piece(at, at := min(end for end in ends if end > at), 1, inside)
-
-
-class Sight:
-    """What some sequences see that have one last position (and one `key_range`), and one cache if they share it."""
-
-    def __init__(self, call: DecodeCall, sequences: range, last: int) -> None:
-        tokens = call.q.shape[2]
-        self._call, self._sequences = call, sequences
-        self._own = last - tokens + 1  # position of the first token; below 0 it sees nothing
-        if call.key_range is None:
-            window = call.window or last + 1
-            self._firsts = [max(0, own - window + 1) for own in range(self._own, last + 1)]
-            self._ends = list(range(self._own + 1, last + 2))
-        else:
-            firsts, ends = (x[sequences.start].tolist() for x in call.key_range)
-            self._firsts, self._ends = [max(0, first) for first in firsts], [min(end, last + 1) for end in ends]
-        self.span = range(self._firsts[0], self._ends[-1] if call.mask is None else min(last + 1, call.mask.shape[3]))
-        # The last row begins last; the first row ends first, before the new tokens if a tree speaks of them.
-        first, stop = self._firsts[-1], self._ends[0] - (call.tree is not None)
-        self.plain = range(first, stop) if stop > first and call.mask is None else range(0)
-        self.owners = range(1) if call.shared else sequences
-        self._pooled = call.shared and len(sequences) > 1  # the rows of several sequences meet one cache
-
-    @property
-    def may_have_gaps(self) -> bool:
-        """Whether there may be keys in the span that nobody sees."""
-        return self._call.mask is not None or self._call.tree is not None
-
-    def as_rows(self, x: Tensor) -> Tensor:
-        """x [n, heads, T, X] as the rows of the owners' kv heads: [owners, Hkv, rows, X]; one head stays one."""
-        heads = self._call.kv_heads if x.shape[1] == self._call.q.shape[1] else 1
-        if self._pooled:
-            x = x.unflatten(1, (heads, -1)).transpose(0, 1)  # [Hkv, n, group, T, X]
-        return x.reshape(len(self.owners), heads, -1, x.shape[-1])
-
-    def from_rows(self, x: Tensor) -> Tensor:
-        """The inverse for all heads: [n, Hq, T, X]."""
-        n, (heads, tokens) = len(self._sequences), self._call.q.shape[1:3]
-        if self._pooled:
-            x = x[0].unflatten(1, (n, -1)).transpose(0, 1)  # [n, Hkv, group * T, X]
-        return x.reshape(n, heads, tokens, x.shape[-1])
-
-    def bias(self, first: int, end: int, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores of keys [first, end): [owners, Hkv or 1, rows, N], -inf where a row is blind."""
-        call, tokens, n = self._call, self._call.q.shape[2], len(self._sequences)
-        keys = torch.arange(first, end)
-        seen = keys >= torch.tensor(self._firsts)[:, None]
-        bias = torch.zeros((), dtype=dtype)
-        if call.mask is not None:
-            mask = self._of_sequences(call.mask)[..., first:end]
-            if mask.dtype == torch.bool:
-                seen = seen & mask
-            else:
-                bias = mask.to(dtype)
-        elif call.tree is not None:
-            column = keys - self._own  # which of the new tokens a key is
-            named = self._of_sequences(call.tree)[:, :, column.clamp(0)]
-            seen = (seen & ((column < 0) | named))[:, None]
-        else:
-            seen = seen & (keys < torch.tensor(self._ends)[:, None])
-        bias = bias.masked_fill(~seen, -torch.inf)
-        bias = bias[(None,) * (4 - bias.ndim)]
-        heads = call.group if bias.shape[1] == 1 else bias.shape[1]
-        return self.as_rows(bias.expand(n, heads, tokens, -1))
-
-    def _of_sequences(self, x: Tensor) -> Tensor:
-        return x if x.shape[0] == 1 else x[self._sequences.start : self._sequences.stop]

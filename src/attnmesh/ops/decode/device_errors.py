@@ -1,7 +1,7 @@
-"""Positions past a cache and table entries outside a pool: never followed, and named in the error.
+"""Invalid positions and block table entries: never dereferenced, and reported with sequence, slot and value.
 
-On the CPU they are looked for before a call. On a GPU the kernels find them: the sequence's rows become NaN, and word
-is left in memory of the host, which later calls (or `check_decode_errors`) turn into the error.
+On the CPU they are checked before a call. On a GPU the kernels detect them: the rows of the sequence become NaN, and a
+record in host memory is raised as an error by a later decode call or by `check_decode_errors`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from torch import Tensor
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.storage import values_of
 
-MAX_SEQUENCES = 65536  # whose faults there is room to report
+MAX_SEQUENCES = 65536  # that the record has space for
 
 _records: dict[torch.device, Tensor] = {}
 
 
 def check_positions(call: DecodeCall) -> None:
-    """Raise ValueError for the first fault. Reads the table and the positions: on the CPU, or for a reference."""
+    """Raises ValueError for the first invalid position or block. Reads the table: for the CPU and the reference."""
     last = call.cur_pos.long()
     for sequence in (last >= call.capacity).nonzero():
-        raise ValueError(
-            f"cur_pos[{int(sequence)}] is {int(last[sequence])}, but the cache holds positions 0 to {call.capacity - 1}"
-        )
+        raise ValueError(f"cur_pos[{int(sequence)}] is {int(last[sequence])}, but must be 0 to {call.capacity - 1}")
     if call.table is None or not call.table.numel():
         return
     first, last = _positions_read(call)
@@ -39,7 +37,7 @@ def check_positions(call: DecodeCall) -> None:
 
 
 def _positions_read(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """The first and the last position that each sequence reads; a last of -1 where it reads nothing."""
+    """The first and the last position that each sequence reads; the last is -1 if it reads nothing."""
     last = call.cur_pos.long()
     if call.key_range is not None:
         first, end = call.key_range[0][:, 0].long().clamp(0), call.key_range[1][:, -1].long()
@@ -51,10 +49,10 @@ def _positions_read(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def error_record(device: torch.device) -> Tensor:
-    """Where kernels on a device leave word of a fault: a flag, then a word for each sequence.
+    """The record that kernels on a device write errors to: a flag, then one word per sequence.
 
-    Pinned memory of the host: kernels can write it, and the host can read it without waiting for them. It is made once
-    and never moves, so captured graphs may hold it.
+    It is in pinned host memory: kernels can write it, and the host can read it without synchronizing. It is allocated
+    once and never moves, so captured graphs may refer to it.
     """
     if device not in _records:
         _records[device] = torch.zeros(1 + MAX_SEQUENCES, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -62,33 +60,34 @@ def error_record(device: torch.device) -> Tensor:
 
 
 def raise_device_error(device: torch.device) -> None:
-    """Raise ValueError if word of a fault has come from a device. Does not wait for it."""
+    """Raises ValueError if a kernel on the device has recorded an error. Does not wait for running kernels."""
     record = _records.get(device)
     if record is None or not int(record[0]):
         return
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            return  # a capture may not wait; a later call reports
-        torch.cuda.synchronize(device)  # the flag may come before the words
-    told = record[1:].nonzero()
-    if not len(told):  # another thread has raised it
+            return  # a capture may not synchronize; a later call reports
+        torch.cuda.synchronize(device)  # the flag may become visible before the words
+    reported = record[1:].nonzero()
+    if not len(reported):  # another thread has raised it
         return
-    sequence = int(told[0])
+    sequence = int(reported[0])
     word = int(record[1 + sequence])
     record.zero_()
     if word < 0:
-        what = f"cur_pos[{sequence}] is {-1 - word}, past the cache"
+        what = f"cur_pos[{sequence}] is {-1 - word}, beyond the cache"
     else:
         slot, entry = (word >> 32) - 1, word & 0xFFFFFFFF
-        entry -= (entry >> 31) << 32  # it is signed
+        entry -= (entry >> 31) << 32  # sign extension
         what = f"block_table[{sequence}, {slot}] is {entry}, outside the pool"
-    raise ValueError(f"{what} (of an earlier decode call on {device}, whose out and lse are NaN there)")
+    raise ValueError(f"{what} (in an earlier decode call on {device}, whose out and lse are NaN for that sequence)")
 
 
 def check_decode_errors() -> None:
-    """Wait for the GPUs and raise ValueError if a decode call met a fault: the sequence, the slot and the value.
+    """Synchronizes the GPUs and raises ValueError if a decode call has read an invalid position or block.
 
-    A fault is reported once. Later decode calls report it, too, but do not wait: this is for the end of a run.
+    The error names the sequence, the slot and the value, and is raised once. Later decode calls raise it too, but
+    without synchronizing: call this at the end of a run.
     """
     for device in list(_records):
         if device.type == "cuda":

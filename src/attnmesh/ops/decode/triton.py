@@ -51,7 +51,7 @@ class Triton:
         """Out and lse, by two launches for each 1024 sequences. Raises what faults earlier calls have met."""
         raise_device_error(call.q.device)
         batch = call.q.shape[0]
-        state = call.room() if into is None else into
+        state = call.empty_state() if into is None else into
         if state.out.numel():
             for first in range(0, batch, _AT_ONCE):
                 some = slice(first, first + _AT_ONCE)
@@ -74,11 +74,11 @@ def _launch(call: DecodeCall, state: State, tiles: Tiles, first_sequence: int) -
     heads = call.kv_heads * -(-rows // row_tile)
     lines = 1 if shared else batch
 
-    fixed = call.splits.size is not None or call.splits.most == 1
+    fixed = call.splits.size is not None or call.splits.max_count == 1
     unit = min(call.splits.size or _WHOLE, _WHOLE) if fixed else tiles.keys
     units = lines * -(-call.capacity // unit)
     shares = max(1, min(units, count_shares(lines, heads, tiles.resident * _multiprocessors(q.device))))
-    most = None if fixed else call.splits.most
+    most = None if fixed else call.splits.max_count
     pieces = heads * (units if fixed else 2 * shares)
     part_out = torch.empty(pieces, row_tile, call.value_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(pieces, row_tile, dtype=torch.float32, device=q.device)

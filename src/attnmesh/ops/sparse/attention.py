@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.merge import add_sinks, sink_gradient
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_positive
 from attnmesh.ops.sparse import check
 from attnmesh.ops.sparse.backend import Backend
@@ -161,7 +162,7 @@ class _SparseAttention(torch.autograd.Function):
             dtype=q.dtype if sink is None else wide,
         )  # fmt: skip
         if sink is not None:
-            out, lse = with_sink(out, lse, sink)
+            out, lse = add_sinks(State(out, lse), sink)
             out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.call = call._replace(q=None, k=None, v=None)  # type: ignore[arg-type]  # saved above, where autograd watches over them
@@ -185,21 +186,7 @@ class _SparseAttention(torch.autograd.Function):
         return d_q, d_k.to(k.dtype), None if d_v is None else d_v.to(k.dtype), d_sink, None
 
 
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """The state once a key without a value has joined it; not rounded."""
-    total = torch.logaddexp(lse, sink.to(lse.dtype))
-    share = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
-    return out * share[..., None], total
-
-
 def delta_of(backend: Backend, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor:
     """[s_q, h]: what is taken from the gradient of every probability."""
     delta = backend.row_delta(out, d_out)
     return delta if d_lse is None else delta - torch.where(torch.isinf(lse), 0.0, d_lse)
-
-
-def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """[h], summed up over rows, not rounded."""
-    # A sink at -inf is no key; where everything is -inf there is no mass to move.
-    p = torch.exp(sink.to(lse.dtype) - lse.masked_fill(torch.isinf(lse), 0.0))
-    return -(p * delta).masked_fill(torch.isinf(lse), 0.0).sum(0)

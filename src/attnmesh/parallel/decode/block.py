@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.validation import check_count
-from attnmesh.kv_cache.prepare import ProjectedTokens, prepare
+from attnmesh.kv_cache.prepare import ProjectedKV, prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.stages import rms_norm
@@ -100,7 +100,7 @@ def check_call(
     if step.tokens > MAX_DECODE_TOKENS:
         raise ValueError(f"a block takes 1 to {MAX_DECODE_TOKENS} new tokens a sequence, got {step.tokens}")
     _check_cache(settings, cache, rank, weight)
-    cache.check_current(step, layer, written=not update_cache)
+    cache.check_step(step, layer, written=not update_cache)
     return {
         "x": x.shape, "layer": layer, "update_cache": update_cache, "block_size": cache.block_size,
         "num_blocks": cache.num_blocks, "max_length": cache.max_length, "storage": cache.storage,
@@ -225,7 +225,7 @@ class AttentionBlock:
         with propagate_failure(self._ranks), torch.autocast(x.device.type, enabled=False):
             out = self._attended(x, cache, step, layer, update_cache)
         if update_cache:  # not before: after a failure, a step that is written again is whole
-            cache.wrote(step, layer)
+            cache.mark_written(step, layer)
         return out
 
     def _attended(self, x: Tensor, cache: ShardedCache, step: Step, layer: int, update_cache: bool) -> Tensor:
@@ -261,7 +261,7 @@ class AttentionBlock:
         q, kv = self._q_and_kv(x, cache.rows)
         new = None
         if update_cache:
-            new = ProjectedTokens(kv, cache.rows, step.slots, cache.keys(layer), cache.values(layer))
+            new = ProjectedKV(kv, cache.rows, step.slots, cache.keys(layer), cache.values(layer))
         return prepare(q, step.positions, new, self.config, weights, parts)
 
     def _q_and_kv(self, x: Tensor, own: range) -> tuple[Tensor, Tensor]:

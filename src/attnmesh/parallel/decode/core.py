@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import Comm
-from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.merge import discount_sinks_batch_invariant, scale_for_sum, unpack_state
+from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
-from attnmesh.ops.merge import merge_packed, unpack_state, with_sinks
+from attnmesh.ops.merge import merge_packed
 from attnmesh.plan.decode import Combine, DecodeSharding
 
 
@@ -60,14 +61,14 @@ class Cp:
         out, lse = packed[..., :-1], packed[..., -1].contiguous()
         lses = self._room((len(self.heads), *lse.shape), lse)
         self.comm.all_gather(lse, [lse.shape] * len(self.heads), into=lses)
-        total = torch.logsumexp(lses, 0)
-        # A row that nobody saw has a total of -inf and an out of 0 everywhere.
-        scaled = out * torch.exp(lse - torch.where(total == -torch.inf, 0.0, total)).unsqueeze(-1)
+        scaled, total = scale_for_sum(State(out, lse), lses)
         if way == "reduce_scatter":
             mine = self.comm.reduce_scatter(scaled.split(self.heads))
         else:
             mine = self.comm.all_reduce(scaled, reuse=True)[self.own]
-        return with_sinks(mine, total[self.own], sinks).transpose(0, 1).to(dtype)
+        if sinks is not None:
+            mine = discount_sinks_batch_invariant(mine, total[self.own], sinks[:, None, None])
+        return mine.transpose(0, 1).to(dtype)
 
     def trade(self, packed: Tensor) -> Tensor:
         """Everybody's states of the own heads, [cp, h, ...], from this rank's of all heads, [H, ...]."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core.state import State, accumulation_dtype, merge
-from attnmesh.ops.sparse.attention import Attending, delta_of, sink_gradient, with_sink
+from attnmesh.core.merge import add_sinks, merge, sink_gradient
+from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.ops.sparse.attention import Attending, delta_of
 from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import Keys, at_slots, bring
 
@@ -56,7 +57,7 @@ class _Attention(torch.autograd.Function):
             ))  # fmt: skip
             state = part if state is None else merge([state, part])
         assert state is not None
-        out, lse = state if sink is None else with_sink(*state, sink)
+        out, lse = state if sink is None else add_sinks(state, sink)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.rest = call._replace(q=None, k=None, v=None), spread  # type: ignore[arg-type]  # saved above

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from attnmesh.kv_cache.block_manager import Ledger
-from attnmesh.kv_cache.block_pool import Blocks
-from attnmesh.kv_cache.pools import Pools, Tables
+from attnmesh.kv_cache.block_manager import BlockManager
+from attnmesh.kv_cache.block_pool import BlockPool
+from attnmesh.kv_cache.pools import DeviceTables, Pools
 from attnmesh.kv_cache.sequence import NewTokens, Sequence
 
 SIZES = [
@@ -68,13 +68,15 @@ def forget_copy(monkeypatch):
 
 def share_and_write(monkeypatch):
     """No copy on write: whoever appends writes into the shared block."""
-    real = Ledger._growths
-    monkeypatch.setattr(Ledger, "_growths", lambda *args: [growth._replace(copies=False) for growth in real(*args)])
+    real = BlockManager._touched_blocks
+    monkeypatch.setattr(
+        BlockManager, "_touched_blocks", lambda *args: [block._replace(is_copy=False) for block in real(*args)]
+    )
 
 
 def forget_reference(monkeypatch):
     """A block that is found again is not held."""
-    monkeypatch.setattr(Blocks, "hold", lambda self, block: None)
+    monkeypatch.setattr(BlockPool, "acquire", lambda self, block: None)
 
 
 def register_early(monkeypatch):
@@ -83,8 +85,8 @@ def register_early(monkeypatch):
     monkeypatch.setattr(Sequence, "written", property(lambda self: self.length))
 
 
-def early_init(self, slots, sequences, missing, owner):
-    self.slots, self.sequences, self.missing, self.owner = slots, sequences, EarlySet(missing), owner
+def early_init(self, slots, sequences, unwritten_layers, owner):
+    self.slots, self.sequences, self.unwritten_layers, self.owner = slots, sequences, EarlySet(unwritten_layers), owner
 
 
 class EarlySet(set):
@@ -107,53 +109,55 @@ def register_before_written(monkeypatch):
 
 def keep_registered(monkeypatch):
     """A findable block that was truncated is written over, and still found."""
-    monkeypatch.setattr(Blocks, "forget", lambda self, block: None)
+    monkeypatch.setattr(BlockPool, "remove_hash", lambda self, block: None)
 
 
 def write_after_free(monkeypatch):
     """Slots stay valid after their tokens are truncated or freed, and belong to someone else by then."""
-    monkeypatch.setattr(NewTokens, "skip", lambda *_: None)
+    monkeypatch.setattr(NewTokens, "drop", lambda *_: None)
 
 
 def ignore_cache_key(monkeypatch):
     """Tenants find one another's blocks."""
-    monkeypatch.setattr("attnmesh.kv_cache.cache.root_digest", lambda key: b"")
+    monkeypatch.setattr("attnmesh.kv_cache.cache.root_hash", lambda key: b"")
 
 
 def forget_parents(monkeypatch):
     """A block is named by its own tokens alone."""
-    import attnmesh.kv_cache.block_manager as ledger
+    import attnmesh.kv_cache.block_manager as block_manager
 
-    real = ledger.link_digest
-    monkeypatch.setattr(ledger, "link_digest", lambda parent, ids: real(b"", ids))
+    real = block_manager.block_hash
+    monkeypatch.setattr(block_manager, "block_hash", lambda parent, ids: real(b"", ids))
 
 
 def release_twice(monkeypatch):
     """The blocks of a truncated sequence go back twice."""
-    real = Blocks.release
+    real = BlockPool.free
 
     def release(self, blocks):
         real(self, blocks)
-        self._free.extend(block for block in blocks if not self._holders[block] and block not in self._digests)
+        self._free_blocks.extend(
+            block for block in blocks if not self._ref_counts[block] and block not in self._hash_of_block
+        )
 
-    monkeypatch.setattr(Blocks, "release", release)
+    monkeypatch.setattr(BlockPool, "free", release)
 
 
 def lose_blocks(monkeypatch):
     """The last block of a freed sequence never goes back."""
-    real = Blocks.release
-    monkeypatch.setattr(Blocks, "release", lambda self, blocks: real(self, blocks[1:]))
+    real = BlockPool.free
+    monkeypatch.setattr(BlockPool, "free", lambda self, blocks: real(self, blocks[1:]))
 
 
 def change_before_check(monkeypatch):
     """Room is looked for too late: a full cache has changed by then."""
-    monkeypatch.setattr(Blocks, "check_room", lambda self, needed, keeping=(): None)
+    monkeypatch.setattr(BlockPool, "check_available", lambda self, needed, keep=(): None)
 
 
 def stale_table(monkeypatch):
     """Only additions reach the table on the device."""
-    real = Tables._set
-    monkeypatch.setattr(Tables, "_set", lambda self, at, value: real(self, at, value) if value >= 0 else None)
+    real = DeviceTables._set
+    monkeypatch.setattr(DeviceTables, "_set", lambda self, at, value: real(self, at, value) if value >= 0 else None)
 
 
 FAULTS = [

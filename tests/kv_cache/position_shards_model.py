@@ -47,7 +47,7 @@ class Ranks:
         self.caches = [self.make(share, "cpu") for share in self.shares]
         self.follower = self.make(self.shares[0], "meta")
         self.pools = [
-            [pools.whole[0].numpy()[..., 0, 0] for pools in (cache._keys, cache._values)] for cache in self.caches
+            [pools.tensors[0].numpy()[..., 0, 0] for pools in (cache._keys, cache._values)] for cache in self.caches
         ]
         for pools in self.pools:
             for pool in pools:
@@ -70,7 +70,7 @@ class Ranks:
             device=device,
             max_sequences=5,
             max_length=self.max_length,
-            share=share,
+            shard=share,
         )
 
     def step(self) -> None:
@@ -100,7 +100,7 @@ class Ranks:
         prompt = [random.randrange(2) for _ in range(random.randrange(self.max_length + 1))]
         if self.said and random.random() < 0.7:
             prompt = [*random.choice(self.said), *prompt][: self.max_length]
-        found = {cache.find(prompt) for cache in (*self.caches, self.follower)}
+        found = {cache.find_prefix(prompt) for cache in (*self.caches, self.follower)}
         handles = self.each(lambda cache, i: cache.allocate(prompt))
         if handles is None:
             return
@@ -160,7 +160,7 @@ class Ranks:
         k = k[:, None, :, None]
         for cache, new in zip(self.caches, news, strict=False):
             cache.write(layer, new, k, k + 1)
-        self.follower.wrote(news[-1], layer)
+        self.follower.mark_written(news[-1], layer)
         for row in rows:
             for token in row:
                 token.layers |= 1 << layer
@@ -203,16 +203,21 @@ class Ranks:
     def books(self, cache: BlockCache, i: int) -> tuple:
         """All that a cache knows, but for whose rank it is."""
         sequences = [
-            (s.row, s.length, s.cached, list(s.blocks), list(s.ids), list(s.digests), list(s.pending.values()))
+            (s.row, s.length, s.cached, list(s.blocks), list(s.ids), list(s.hashes), list(s.pending.values()))
             for s in (handles[i] for handles in self.live)
         ]
-        blocks = vars(cache._blocks)
-        return sequences, [repr(blocks[name]) for name in sorted(blocks)], list(cache._ledger._rows), cache.stats()
+        blocks = vars(cache._pool)
+        return (
+            sequences,
+            [repr(blocks[name]) for name in sorted(blocks)],
+            list(cache._manager._free_rows),
+            cache.stats(),
+        )
 
     def check(self) -> None:
         first = self.books(self.caches[0], 0)
         for i, cache in enumerate((*self.caches, self.follower)):
-            cache._blocks.audit([handles[i].blocks for handles in self.live])
+            cache._pool.check_invariants([handles[i].blocks for handles in self.live])
             assert self.books(cache, i) == first, f"the books of cache {i} are others"
         for handles, model in self.live.items():
             assert handles[0].length == len(model.tokens)
@@ -242,7 +247,7 @@ class Ranks:
         """NaN wherever no sequence looks and no prompt may find anything."""
         for rank, (cache, share) in enumerate(zip(self.caches, self.shares, strict=True)):
             mine = np.zeros((self.num_blocks, self.block_size), dtype=bool)
-            mine[list(cache._blocks._digests)] = True
+            mine[list(cache._pool._hash_of_block)] = True
             for handles in self.live:
                 held = share.length(handles[0].length)
                 for index, block in enumerate(handles[0].blocks):

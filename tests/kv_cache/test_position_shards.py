@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 import torch
-from shared_model import OPERATIONS, drive
+from position_shards_model import OPERATIONS, drive
 
 from attnmesh import BlockCache, CacheFull
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache import cache as cache_module
-from attnmesh.kv_cache.block_manager import Paging
-from attnmesh.kv_cache.pools import Pools, Tables
+from attnmesh.kv_cache.block_manager import BlockLayout
+from attnmesh.kv_cache.pools import DeviceTables, Pools
 
 RUNS, BLOCK_LENS = (1, 2, 3, 4, 8), (1, 3, 4)
 
@@ -34,41 +34,47 @@ def test_ranks_in_lockstep_for_longer(ranks, run, block_size):
 
 def find_anywhere(monkeypatch):
     """A found prefix may end where some rank has room left in a shared block."""
-    monkeypatch.setattr(Paging, "level", lambda self, blocks: blocks)
+    monkeypatch.setattr(BlockLayout, "num_resumable", lambda self, blocks: blocks)
 
 
 def touch_the_last(monkeypatch):
     """Only the block of the last new token is copied or forgotten."""
-    real = Paging.touched
-    monkeypatch.setattr(Paging, "touched", lambda *args: list(real(*args))[-1:])
+    real = BlockLayout.touched
+    monkeypatch.setattr(BlockLayout, "touched", lambda *args: list(real(*args))[-1:])
 
 
 def fill_the_first_rank(monkeypatch):
     """A block counts as full when rank 0 has filled it."""
-    monkeypatch.setattr(Paging, "full_blocks", lambda self, length: self.share.length(length, 0) // self.block_size)
+    monkeypatch.setattr(
+        BlockLayout, "num_full_blocks", lambda self, length: self.shard.length(length, 0) // self.block_size
+    )
 
 
 def count_own_blocks(monkeypatch):
     """Every rank takes the blocks that it needs for itself."""
-    monkeypatch.setattr(Paging, "blocks", lambda self, length: -(-self.share.length(length) // self.block_size))
+    monkeypatch.setattr(
+        BlockLayout, "num_blocks", lambda self, length: -(-self.shard.length(length) // self.block_size)
+    )
 
 
 def write_everything(monkeypatch):
     """Ranks write tokens that others hold, too."""
     monkeypatch.setattr(
-        Paging,
+        BlockLayout,
         "slots",
         lambda self, blocks, begin, end: [
             blocks[i // self.block_size] * self.block_size + i % self.block_size
-            for i in (self.share.index(p) for p in range(begin, end))
+            for i in (self.shard.index(p) for p in range(begin, end))
         ],
     )
 
 
 def point_too_far(monkeypatch):
     """The position in the tables is that of the whole sequence."""
-    real = Tables.set_length
-    monkeypatch.setattr(Tables, "set_length", lambda self, row, length: real(self, row, length + 1 if length else 0))
+    real = DeviceTables.set_length
+    monkeypatch.setattr(
+        DeviceTables, "set_length", lambda self, row, length: real(self, row, length + 1 if length else 0)
+    )
 
 
 def forget_copy(monkeypatch):
@@ -91,7 +97,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 def make(share=None, **more):
     sizes = {
         "layers": 2, "num_blocks": 40, "block_size": 4, "kv_heads": 2, "head_dim": 8, "storage": "fp32",
-        "device": "cpu", "max_sequences": 4, "max_length": 128, "share": share or InterleavedShard(),
+        "device": "cpu", "max_sequences": 4, "max_length": 128, "shard": share or InterleavedShard(),
     }  # fmt: skip
     return BlockCache(**sizes | more)
 
@@ -110,16 +116,16 @@ def test_a_prompt_finds_all_it_can_go_on_from(ranks, run, block_size):
     cache = make(share, block_size=block_size, device="meta", num_blocks=400, max_length=128)
     prompt = list(range(written))
     sequence = cache.allocate(prompt)
-    cache.wrote(cache.append([sequence], written))
+    cache.mark_written(cache.append([sequence], written))
     block = [share.index(position) // block_size for position in range(written + 2 * ranks * run)]
     per_block = Counter(block[:written])
     full = {b for b, tokens in per_block.items() if tokens == ranks * block_size}
     ends = [g for g in range(written + 1) if set(block[:g]) <= full and not set(block[:g]) & set(block[g:])]
     for length in range(1, written + 1):
         wanted = max(g for g in ends if g < length)
-        assert cache.find(prompt[:length]) == wanted
-        assert cache.find([*prompt[:length], -1, -1]) == max(g for g in ends if g <= length)
-        assert cache.find([*prompt[: length - 1], -1]) == wanted  # the last one differs
+        assert cache.find_prefix(prompt[:length]) == wanted
+        assert cache.find_prefix([*prompt[:length], -1, -1]) == max(g for g in ends if g <= length)
+        assert cache.find_prefix([*prompt[: length - 1], -1]) == wanted  # the last one differs
 
 
 def test_a_run_of_many_blocks_is_copied_where_it_is_written():
@@ -140,11 +146,11 @@ def test_a_run_of_many_blocks_is_copied_where_it_is_written():
 def test_the_books_cost_no_tensor(monkeypatch):
     cache = make(InterleavedShard(2, 1), device="meta")
     a = cache.allocate(list(range(9)))
-    cache.wrote(cache.append([a], 9))
+    cache.mark_written(cache.append([a], 9))
     cache.truncate(a, 5)
-    cache.wrote(cache.append([a], 4))
+    cache.mark_written(cache.append([a], 4))
     c = cache.fork(a)
-    cache.wrote(cache.append([a, c], 4))  # all shapes were seen once: from now on they cost nothing
+    cache.mark_written(cache.append([a, c], 4))  # all shapes were seen once: from now on they cost nothing
     cache.free(c)
     cache.truncate(a, 9)
     for name in ("tensor", "empty"):
@@ -160,7 +166,7 @@ def test_the_books_cost_no_tensor(monkeypatch):
         b = cache.fork(a)
         new = cache.append([b], 4)
         cache.write(0, new, None, None)
-        cache.wrote(new, 1)
+        cache.mark_written(new, 1)
         cache.truncate(b, 3)
         cache.append([a, b], [[1] * 4, [2] * 4])
         cache.truncate(b, 4)  # before it was written
@@ -175,18 +181,18 @@ def test_wrote_is_the_books_of_write():
     cache = make()
     new = cache.append([cache.allocate(prompt)], 9)
     before = cache.keys(0).clone()
-    cache.wrote(new, 1)
-    assert cache.find(prompt) == 0
-    with pytest.raises(ValueError, match=r"layer 1 of these tokens is written already; missing are \[0\]"):
-        cache.wrote(new, 1)
-    cache.wrote(new)
-    assert cache.find(prompt) == 8
+    cache.mark_written(new, 1)
+    assert cache.find_prefix(prompt) == 0
+    with pytest.raises(ValueError, match=r"layer 1 of these tokens is already written, unwritten are \[0\]"):
+        cache.mark_written(new, 1)
+    cache.mark_written(new)
+    assert cache.find_prefix(prompt) == 8
     assert torch.equal(cache.keys(0), before)
-    cache.wrote(new)  # nothing is missing
+    cache.mark_written(new)  # nothing is missing
     with pytest.raises(ValueError, match="layer must be 0 to 1, got 2"):
-        cache.wrote(new, 2)
+        cache.mark_written(new, 2)
     with pytest.raises(ValueError, match="new must be what append of this cache returned"):
-        make().wrote(new)
+        make().mark_written(new)
 
 
 def test_check_append_raises_what_append_would():
@@ -209,5 +215,5 @@ def test_check_append_raises_what_append_would():
 
 
 def test_a_share_is_asked_for_by_type():
-    with pytest.raises(ValueError, match="share must be a Share, got int"):
+    with pytest.raises(ValueError, match="shard must be a InterleavedShard, got int"):
         make(3)

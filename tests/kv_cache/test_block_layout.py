@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.kv_cache.block_manager import Paging
+from attnmesh.kv_cache.block_manager import BlockLayout
 
 SHARES = list(product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 3, 4)))
 MOST = 110
@@ -34,46 +34,46 @@ def full_on_every_rank(places, ranks, block_size):
 
 @pytest.mark.parametrize(("ranks", "run", "block_size"), SHARES)
 def test_blocks_by_counting(ranks, run, block_size):
-    places, paging = by_hand(ranks, run, block_size), Paging(InterleavedShard(ranks, 0, run), block_size)
+    places, layout = by_hand(ranks, run, block_size), BlockLayout(InterleavedShard(ranks, 0, run), block_size)
     full = [full_on_every_rank(places[:n], ranks, block_size) for n in range(MOST + 1)]
     for length in range(MOST + 1):
-        assert paging.blocks(length) == len({block for _, block, _ in places[:length]})
-        assert paging.full_blocks(length) == full[length]
+        assert layout.num_blocks(length) == len({block for _, block, _ in places[:length]})
+        assert layout.num_full_blocks(length) == full[length]
     for blocks in range(full[MOST] + 1):
-        assert full[paging.filled(blocks)] >= blocks
-        assert blocks == 0 or full[paging.filled(blocks) - 1] < blocks
+        assert full[layout.num_tokens(blocks)] >= blocks
+        assert blocks == 0 or full[layout.num_tokens(blocks) - 1] < blocks
 
 
 @pytest.mark.parametrize(("ranks", "run", "block_size"), SHARES)
 def test_level_is_where_no_later_position_lies_in_the_blocks_before(ranks, run, block_size):
-    places, paging = by_hand(ranks, run, block_size), Paging(InterleavedShard(ranks, 0, run), block_size)
+    places, layout = by_hand(ranks, run, block_size), BlockLayout(InterleavedShard(ranks, 0, run), block_size)
     level = 0
-    for blocks in range(paging.full_blocks(MOST - 2 * ranks * run) + 1):
-        filled = paging.filled(blocks)
+    for blocks in range(layout.num_full_blocks(MOST - 2 * ranks * run) + 1):
+        filled = layout.num_tokens(blocks)
         before = {block for _, block, _ in places[:filled]}
         after = {block for _, block, _ in places[filled:]}
         if not before & after:
             level = blocks
             assert before == set(range(blocks))
-            assert filled == ranks * blocks * block_size == paging.share.position(blocks * block_size, 0)
-        assert paging.level(blocks) == level
-    assert paging.level(0) == 0
+            assert filled == ranks * blocks * block_size == layout.shard.position(blocks * block_size, 0)
+        assert layout.num_resumable(blocks) == level
+    assert layout.num_resumable(0) == 0
 
 
 @pytest.mark.parametrize(("ranks", "run", "block_size"), SHARES)
 def test_touched_and_slots_position_by_position(ranks, run, block_size):
     places = by_hand(ranks, run, block_size)
     names = [7 * block % 113 for block in range(MOST)]  # blocks of a sequence are anywhere in the pool
-    pagings = [Paging(InterleavedShard(ranks, rank, run), block_size) for rank in range(ranks)]
+    layouts = [BlockLayout(InterleavedShard(ranks, rank, run), block_size) for rank in range(ranks)]
     for begin in range(60):
         for count in (1, 2, 3, 5, 8, 13, 24, 31, 32, 33, 50):
             new = places[begin : begin + count]
-            assert list(pagings[0].touched(begin, begin + count)) == sorted({block for _, block, _ in new})
-            for rank, paging in enumerate(pagings):
+            assert list(layouts[0].touched(begin, begin + count)) == sorted({block for _, block, _ in new})
+            for rank, layout in enumerate(layouts):
                 wanted = [names[block] * block_size + at if owner == rank else -1 for owner, block, at in new]
-                assert paging.slots(names, begin, begin + count) == wanted
+                assert layout.slots(names, begin, begin + count) == wanted
 
 
 def test_a_pool_of_one_rank_is_dealt_in_one_run():
-    assert Paging(InterleavedShard(interleave=3), 4).slots([5, 2], 2, 7) == [22, 23, 8, 9, 10]
-    assert [Paging(InterleavedShard(interleave=3), 4).level(blocks) for blocks in range(4)] == [0, 1, 2, 3]
+    assert BlockLayout(InterleavedShard(interleave=3), 4).slots([5, 2], 2, 7) == [22, 23, 8, 9, 10]
+    assert [BlockLayout(InterleavedShard(interleave=3), 4).num_resumable(blocks) for blocks in range(4)] == [0, 1, 2, 3]

@@ -1,0 +1,192 @@
+"""Every merge of states in plain torch, and the terms that attention sinks add.
+
+Two states over disjoint keys make the state over both:
+
+    lse = log(exp(lse_a) + exp(lse_b))
+    out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
+
+The weights are `exp(lse_i - lse)`. (A common description of ring attention scales by `exp(lse_i - max)` and never
+divides by the new sum.) All merges treat `-inf` as "no keys" and never return NaN for it.
+
+The functions below compute the same value with different orders of operations, so their last bits differ. Each order
+serves a promise that the others cannot keep:
+
+| function | order | needed for |
+|---|---|---|
+| `merge` | all at once, under the maximum | the public function: differentiable, any number of states |
+| `merge_into` | pairwise, in place | ring steps: no copy of the running total |
+| `merge_sequential` | one after another, running maximum | identities anywhere in the sequence do not change a bit |
+| `merge_stacked` | all at once, weights normalized first | CPU decode: one product and one sum over stacked parts |
+| `scale_for_sum` | each rank scales by the total lse | reduce-scatter and all-reduce, which can only add |
+
+A sink is the score of an extra key whose value is zero: it takes weight from the other keys and adds nothing.
+
+| function | formula of the remaining weight | needed for |
+|---|---|---|
+| `add_sinks` | `exp(lse - logaddexp(lse, sink))` | the new lse is returned too |
+| `discount_sinks` | `sigmoid(lse - sink)` | gradients through autograd |
+| `discount_sinks_batch_invariant` | `1 / (1 + exp(sink - lse))` | bits that do not depend on the batch |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.state import State, accumulation_dtype
+
+
+def merge(states: Iterable[State]) -> State:
+    """Returns the state over all keys of `states`, whose key sets are disjoint.
+
+    Takes any number of states. Associative, commutative and total: rows with `lse = -inf` contribute nothing, whatever
+    their `out` holds. Differentiable through every `out` and every `lse`. The result is float32 (float64 if any input
+    is).
+    """
+    states = list(states)
+    if not states:
+        raise ValueError("states must contain at least one state, got none")
+    for i, state in enumerate(states):
+        if state.out.shape != states[0].out.shape or state.lse.shape != state.out.shape[:-1]:
+            raise ValueError(
+                f"states must have one shape, and lse the shape of out without its last dimension: state {i} has out "
+                f"{tuple(state.out.shape)} and lse {tuple(state.lse.shape)}, state 0 out {tuple(states[0].out.shape)}"
+            )
+    dtype = accumulation_dtype(_widest_dtype(states))
+    lse = torch.stack([state.lse.to(dtype) for state in states])
+
+    # Subtracting the largest finite lse keeps exp in range. It cancels, so no gradient flows through it.
+    top = lse.detach().amax(0)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weight = torch.exp(lse - top)  # 0 for -inf
+    total = weight.sum(0)
+    nonempty = total > 0
+    total = torch.where(nonempty, total, 1.0)
+
+    out = torch.zeros_like(states[0].out, dtype=dtype)
+    for state, w in zip(states, weight / total, strict=True):
+        # where, not a product: an empty row may hold anything, and 0 * NaN is NaN.
+        w = w.unsqueeze(-1)
+        out = out + w * torch.where(w > 0, state.out.to(dtype), 0.0)
+    return State(out, torch.where(nonempty, top + torch.log(total), -torch.inf))
+
+
+def _widest_dtype(states: list[State]) -> torch.dtype:
+    dtype = states[0].out.dtype
+    for state in states:
+        dtype = torch.promote_types(torch.promote_types(dtype, state.out.dtype), state.lse.dtype)
+    return dtype
+
+
+def merge_into(total: State, part: State, row: int = 0) -> None:
+    """Merges `part` into rows `row`, `row + 1`, ... of `total`, in place.
+
+    Pairwise and in place, so that a running total over many ring steps needs no second buffer.
+    """
+    rows = slice(row, row + part.lse.shape[-1])
+    out, old, new = total.out[..., rows, :], total.lse[..., rows], part.lse.to(total.lse.dtype)
+    merged = torch.logaddexp(old, new)
+    nonempty = merged > -torch.inf
+    keep = torch.where(nonempty, torch.exp(old - merged), 0.0).unsqueeze(-1)
+    take = torch.where(nonempty, torch.exp(new - merged), 0.0).unsqueeze(-1)
+    # where, not a product: an empty row may hold anything, and 0 * NaN is NaN.
+    out.mul_(keep).add_(torch.where(take > 0, part.out.to(out.dtype) * take, 0.0))
+    old.copy_(merged)
+
+
+def merge_sequential(packed: Tensor) -> State:
+    """Returns the state over `packed` [N, ..., D + 1], merged in the order 0 to N - 1; the last column is the lse.
+
+    The bits depend on that order and on nothing else: identities anywhere in the sequence change nothing, so the result
+    does not depend on how many ranks the parts came from. Empty rows must have `out = 0`.
+    """
+    acc = torch.zeros_like(packed[0, ..., :-1])
+    total = torch.zeros_like(packed[0, ..., -1])
+    peak = torch.full_like(total, -torch.inf)
+    for part in packed:
+        lse = part[..., -1]
+        top = torch.maximum(peak, lse)
+        shift = torch.where(top == -torch.inf, 0.0, top)  # -inf - -inf would be NaN
+        decay, weight = torch.exp(peak - shift), torch.exp(lse - shift)
+        acc = acc * decay.unsqueeze(-1) + part[..., :-1] * weight.unsqueeze(-1)
+        total, peak = total * decay + weight, top
+    out = acc / torch.where(total == 0.0, 1.0, total).unsqueeze(-1)
+    return State(out, torch.where(total == 0.0, -torch.inf, peak + torch.log(total)))
+
+
+def merge_stacked(states: list[State], n: int) -> State:
+    """Returns the state [n, ...] of n sequences with one part each, or of one sequence whose parts are the first dim.
+
+    A single product and sum over the stacked parts: the fewest passes over memory on the CPU. Empty rows must have
+    `out = 0`.
+    """
+    if len(states) == 1 and states[0].lse.shape[0] == n:
+        return states[0]
+    joined = torch.cat if n == 1 else torch.stack
+    out, lse = (joined(parts) for parts in zip(*states, strict=True))
+    # A row that is empty in every part has a total of 0; any other total is at least 1, the largest part's own.
+    top = lse.amax(0, keepdim=n == 1).clamp(min=torch.finfo(lse.dtype).min)
+    weight = torch.exp(lse - top)
+    total = weight.sum(0, keepdim=n == 1)
+    weight = weight / total.clamp(min=1.0)
+    return State((out * weight.unsqueeze(-1)).sum(0, keepdim=n == 1), top + torch.log(total))
+
+
+def scale_for_sum(state: State, lses: Tensor) -> State:
+    """Returns `out` scaled so that the sum over ranks is the merged `out`, and the total lse.
+
+    `lses` [ranks, ...] holds the lse of every rank. For collectives that can only add. Empty rows must have `out = 0`.
+    """
+    total = torch.logsumexp(lses, 0)
+    scale = torch.exp(state.lse - torch.where(total == -torch.inf, 0.0, total))
+    return State(state.out * scale.unsqueeze(-1), total)
+
+
+def unpack_state(packed: Tensor) -> State:
+    """Returns the state [rows, heads, ...] in a buffer [heads, rows, ..., D + 1], as views.
+
+    `out` and `lse` of a row lie side by side, so that a state is one message, and heads come first, so that the rows of
+    some heads are contiguous.
+    """
+    by_row = packed.transpose(0, 1)
+    return State(by_row[..., :-1], by_row[..., -1])
+
+
+def add_sinks(state: State, sinks: Tensor) -> State:
+    """Returns the state with sinks merged in; `sinks` broadcast to `lse`. Not rounded.
+
+    An empty row becomes `(0, sink)`.
+    """
+    lse = torch.logaddexp(state.lse, sinks.to(state.lse.dtype))
+    weight = torch.exp(state.lse - torch.where(lse == -torch.inf, 0.0, lse))
+    return State(state.out * weight.unsqueeze(-1), lse)
+
+
+def discount_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns `out` in its own dtype, with sinks merged in; `sinks` broadcast to `lse`. Differentiable.
+
+    sigmoid has finite gradients everywhere, where the difference of two log-sum-exps has not.
+    """
+    weight = torch.sigmoid(lse - sinks.to(lse.dtype))
+    return (out * weight.unsqueeze(-1)).to(out.dtype)
+
+
+def discount_sinks_batch_invariant(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns `out` with sinks merged in; `sinks` broadcast to `lse`. A row's bits do not depend on the batch.
+
+    torch's logaddexp is vectorized on the CPU: the last bit of an element depends on its place in the tensor.
+    """
+    weight = 1 / (1 + torch.exp(sinks.to(lse.dtype) - lse))
+    return out * torch.where(lse == -torch.inf, 0.0, weight).unsqueeze(-1)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Returns the gradient [H] of `sinks` [H], summed over rows; `lse` [rows, H] includes the sinks. Not rounded.
+
+    `delta` [rows, H] is `rowsum(out * grad_out) - grad_lse`.
+    """
+    # A sink of -inf is no key; a row whose lse is -inf has no weight to move.
+    weight = torch.exp(sinks.to(lse.dtype) - lse.masked_fill(torch.isinf(lse), 0.0))
+    return -(weight * delta).masked_fill(torch.isinf(lse), 0.0).sum(0)
