@@ -22,7 +22,6 @@ from attnmesh.generation.engine import Reader, Reading
 from attnmesh.generation.sampling import Lookup, NewText, Sampling
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.planner.recommend import recommend_sharding
 
 _GREEDY = Sampling()
 _NONE = -1  # where a row has no more tokens in a round
@@ -98,6 +97,8 @@ class Generator:
         if sharding is None:
             # Every rank has whole weights, so no kv heads are divided: as if there were one.
             world = self.comm.world
+            from attnmesh.planner.recommend import recommend_sharding
+
             sharding = recommend_sharding(sequences, world, 1, world).choice.sharding
         if sharding.tp != 1 or sharding.ranks != self.comm.world:
             raise ValueError(f"sharding must be kvdp x cp = {self.comm.world} ranks and tp = 1, got {sharding}")

@@ -25,8 +25,9 @@ from attnmesh.parallel.operator import compiled_attention, context_handle
 from attnmesh.parallel.ring import Ring
 from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses, UlyssesAllGather, UlyssesRing
+from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import Shards, shards
-from attnmesh.plan.workload import Shape, Workload, check_served
+from attnmesh.plan.workload import Shape, Workload
 
 if TYPE_CHECKING:  # the planner is imported for schedule="auto" and explain only
     from attnmesh.planner.auto import Choice
@@ -40,7 +41,7 @@ EXECUTORS: dict[str, Callable[[ExecutorConfig], Executor]] = {
     "ulysses+allgather": UlyssesAllGather.build,
     "ring+ring": TwoLevelRing.build,
 }
-"""The executor of every schedule in `plan/`, by its name."""
+"""The executor of each of `plan.schedules.SCHEDULES`."""
 
 _MAX_CACHED_CALLS = 512
 
@@ -87,8 +88,8 @@ class ContextParallel:
         if layout is None:
             raise ValueError("layout must be a layout (Contiguous(), Zigzag(), ...), got None")
         _check_layout("layout", layout)
-        if schedule not in ("auto", *EXECUTORS):
-            raise ValueError(f"schedule must be one of auto, {', '.join(EXECUTORS)}, got {schedule!r}")
+        if schedule not in ("auto", *SCHEDULES):
+            raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self._groups = node_groups(group, ranks_per_node)
@@ -204,8 +205,8 @@ class ContextParallel:
 
         Nothing is computed or sent. Print the result. `device` is the type of device to choose the schedule for.
         """
-        from attnmesh.planner.catalog import usual_cluster
-        from attnmesh.planner.explain import explained
+        from attnmesh.planner.catalog import default_cluster
+        from attnmesh.planner.explain import explain_schedule
 
         _check_lengths(mask, length, key_length)
         _check_layout("key_layout", key_layout)
@@ -215,8 +216,8 @@ class ContextParallel:
         workload = Workload(positions, shape, self._groups.ranks_per_node, device=torch.device(device).type)
         choice = self._auto_choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
-        check_served(schedule, workload.shards, workload.ranks_per_node)
-        return explained(schedule, workload, usual_cluster(device), choice)
+        check_schedule(schedule, workload.shards, workload.ranks_per_node)
+        return explain_schedule(schedule, workload, default_cluster(device), choice)
 
     def _checked_call(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _CachedCall:
         """The cached call; ValueError for arguments that this rank can see to be wrong."""
@@ -253,7 +254,7 @@ class ContextParallel:
         workload = Workload(positions, shape, self._groups.ranks_per_node, return_lse, q.device.type)
         choice = self._auto_choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
-        check_served(schedule, positions, self._groups.ranks_per_node)
+        check_schedule(schedule, positions, self._groups.ranks_per_node)
         executor = EXECUTORS[schedule](ExecutorConfig(positions, scale, self.backend, self._groups, return_lse))
         for kernel_call in executor.calls(q, k, v):
             choose_fused(kernel_call, self.backend)  # raises if no backend serves it
@@ -274,9 +275,9 @@ class ContextParallel:
         if self.schedule != "auto":
             return None
         from attnmesh.planner.auto import choose_schedule
-        from attnmesh.planner.catalog import usual_cluster
+        from attnmesh.planner.catalog import default_cluster
 
-        return choose_schedule(workload, usual_cluster(workload.device))
+        return choose_schedule(workload, default_cluster(workload.device))
 
     def _shards(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Shards:
         return shards(mask, self.layout, length, self.world, key_layout, key_length)

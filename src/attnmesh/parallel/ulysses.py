@@ -26,7 +26,7 @@ from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.parallel.ring import Ring
 from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.ring import ring_plan
-from attnmesh.plan.shards import Shards, between_nodes, pieces
+from attnmesh.plan.shards import Shards, node_shards, pieces
 from attnmesh.plan.ulysses import Segment, head_share, replicated
 
 
@@ -40,19 +40,19 @@ class Ulysses(Executor):
     comm: NodeGroups  # all ranks, including those of other nodes
     return_lse: bool  # the lse and its gradient are sent only if it is returned
 
-    within_node: ClassVar[bool] = False
+    within_nodes: ClassVar[bool] = False
 
     @classmethod
     def build(cls, config: ExecutorConfig) -> Ulysses:
         """The executor over all ranks."""
         groups = config.groups
         all_ranks = groups.all_ranks
-        if cls.within_node:
+        if cls.within_nodes:
             exchange, remaining = groups.intra_node, groups.inter_node
         else:
             exchange, remaining = all_ranks, SubComm(all_ranks, [all_ranks.rank])
         size = exchange.world
-        shards = between_nodes(config.shards, size)
+        shards = node_shards(config.shards, size)
         assert shards is not None, "the schedule refuses such shards"
         first = all_ranks.rank // size * size
 
@@ -159,13 +159,13 @@ class Ulysses(Executor):
 class UlyssesRing(Ulysses):
     """The executor of "ulysses+ring": the all-to-all is within a node, with a ring between nodes."""
 
-    within_node = True
+    within_nodes = True
 
 
 class UlyssesAllGather(Ulysses):
     """The executor of "ulysses+allgather": the all-to-all is within a node, with an all-gather between nodes."""
 
-    within_node = True
+    within_nodes = True
 
     @classmethod
     def _inner(cls, shards: Shards, config: ExecutorConfig, comm: Comm) -> Executor:

@@ -40,7 +40,7 @@ def batch_of(problem: DecodeProblem, order: list[int]) -> DecodeProblem:
         caches = {"k": only(problem.k, rows), "v": only(problem.v, rows), "table": None}
     else:
         caches = {"table": problem.table[rows]}
-    return replace(problem, q=problem.q[rows], options=options, clear=clear, **caches)
+    return replace(problem, q=problem.q[rows], options=options, valid=clear, **caches)
 
 
 def assert_same(found: State, row: int, alone: State, what: object) -> None:

@@ -81,7 +81,7 @@ def test_one_block_may_be_named_twice_by_one_sequence(backend):
     clear = tuple(x.clone() for x in problem.valid)
     for x in clear:
         x[:, :, 16:32] = x[:, :, :16]
-    check_backend(replace(problem, table=table, clear=clear), backend)
+    check_backend(replace(problem, table=table, valid=clear), backend)
 
 
 @ON_EACH
@@ -95,7 +95,7 @@ def test_tables_may_be_views(strided, backend):
         view = torch.stack([table, torch.full_like(table, UNUSED_ENTRIES[1])], -1).flatten(1)[:, ::2]
     else:
         problem = problem_for(backend, [20, 40], tokens=2, block_size=16, share="cache").with_options(share_cache=False)
-        problem = replace(problem, clear=tuple(x.expand(2, -1, -1, -1) for x in problem.valid))
+        problem = replace(problem, valid=tuple(x.expand(2, -1, -1, -1) for x in problem.valid))
         view = problem.table.expand(2, -1)
     assert not view.is_contiguous()
     check_backend(replace(problem, table=view), backend)

@@ -15,10 +15,10 @@ LENGTH = 18
 SHARDINGS = [(1, 1, 1, 1), (2, 1, 2, 2), (1, 2, 2, 4), (1, 3, 1, 1)]
 STAGES = {
     "input norm": {"norm": True},
-    "norms before rope": {"before": True},
-    "norms after rope": {"after": True, "before": True},
+    "norms before rope": {"norm_before_rope": True},
+    "norms after rope": {"norm_after_rope": True, "norm_before_rope": True},
     "pairs": {"rope": "pairs"},
-    "part of a head turns": {"rope": "pairs", "rotary": 4, "after": True},
+    "part of a head turns": {"rope": "pairs", "rotary_dim": 4, "norm_after_rope": True},
     "no rope, no biases": {"rope": None, "biases": False},
     "a scale": {"scale": 0.9, "sinks": True},
 }

@@ -23,9 +23,7 @@ from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.decode.core import Cp, ShardAttention
 from attnmesh.parallel.decode.exchange import Exchange, Kvdp
 from attnmesh.parallel.decode.ranks import DecodeRanks, decode_ranks, whole_comm
-from attnmesh.plan.decode import DecodeShape, DecodeSharding
-from attnmesh.planner.auto import KvRows, own_rows_pay
-from attnmesh.planner.catalog import usual_cluster
+from attnmesh.plan.decode import DecodeShape, DecodeSharding, KvRows
 
 _TENSORS = [field.name for field in fields(AttentionWeights) if field.name != "out_bias"]  # that one is rank 0's alone
 
@@ -270,7 +268,10 @@ class AttentionBlock:
         kv_rows = self._settings.kv_rows
         if kv_rows == "auto":
             spared = (len(x) - len(own)) * x.shape[1]
-            device = usual_cluster(x.device.type).device
+            from attnmesh.planner.auto import own_rows_pay
+            from attnmesh.planner.catalog import default_cluster
+
+            device = default_cluster(x.device.type).device
             pays = own_rows_pay(spared, (len(weight) - width) * weight.shape[1], device)
             kv_rows = "own" if pays else "all"
         if kv_rows == "all":

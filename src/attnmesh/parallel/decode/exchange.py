@@ -11,9 +11,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.comm.base import split_buffer
-from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, Trade
-from attnmesh.planner.auto import pick_combine
-from attnmesh.planner.catalog import usual_cluster
+from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvdpExchange
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,13 @@ class Exchange:
     is held `cp` times, and no queries are gathered.
     """
 
-    kvdp: Trade = "all_to_all"
+    kvdp: KvdpExchange = "all_to_all"
     cp: Literal["auto"] | Combine = "auto"
     replicate_q: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("kvdp", self.kvdp, get_args(Trade)),
+            ("kvdp", self.kvdp, get_args(KvdpExchange)),
             ("cp", self.cp, ("auto", *get_args(Combine))),
         ):
             if value not in allowed:
@@ -38,7 +36,12 @@ class Exchange:
 
     def combine(self, sharding: DecodeSharding, shape: DecodeShape, device: str) -> Combine:
         """How CP ranks combine their states of such a step: on every rank the same."""
-        return pick_combine(sharding, shape, usual_cluster(device).near) if self.cp == "auto" else self.cp
+        if self.cp != "auto":
+            return self.cp
+        from attnmesh.planner.auto import pick_combine
+        from attnmesh.planner.catalog import default_cluster
+
+        return pick_combine(sharding, shape, default_cluster(device).intra_node)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Kvdp:
     comm: Comm
     rows: tuple[int, ...]
     heads: tuple[int, ...]
-    way: Trade = "all_to_all"
+    way: KvdpExchange = "all_to_all"
 
     @property
     def parts(self) -> int:

@@ -1,0 +1,89 @@
+"""Plans by arrays: the figures of plans patch by patch, to the row."""
+
+from itertools import zip_longest
+
+import numpy as np
+import pytest
+
+from attnmesh.core.layouts import Contiguous, Striped, Zigzag
+from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
+from attnmesh.plan import ulysses, vectorized
+from attnmesh.plan.program import MessageTotals
+from attnmesh.plan.schedules import SCHEDULES, program
+from attnmesh.plan.shards import shards
+from attnmesh.plan.vectorized import VectorizedShards
+from attnmesh.plan.workload import Shape, Workload
+
+SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
+MASKS = [Full(), Causal(), SlidingWindow(7), SlidingWindow(3, 5), Causal() & SlidingWindow(20, 4)]
+
+
+def rounds(monkeypatch, most, schedule, workload, backward):
+    monkeypatch.setattr(vectorized, "MAX_PLANNED_RANKS", most)
+    return list(program(schedule, workload, backward=backward).rounds())
+
+
+def moved(messages):
+    order = np.lexsort((messages.target, messages.source))
+    return [messages.source[order].tolist(), messages.target[order].tolist(), messages.nbytes[order].tolist()]
+
+
+def assert_same(plain, wide):
+    for a, b in zip_longest(plain, wide):
+        assert a.name == b.name
+        assert a.waits == b.waits
+        assert list(a.starts) == list(b.starts)
+        for name in a.starts:
+            assert moved(a.starts[name]) == moved(b.starts[name]), name
+        for one, other in zip_longest(a.work, b.work):
+            assert one.kind == other.kind
+            if one.kind not in ("copy", "relayout"):  # how often partial results are merged is estimated
+                np.testing.assert_array_equal(one.size, other.size)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Zigzag(2)], ids=str)
+def test_rings_and_gatherings_by_arrays_are_those_by_patches(layout, mask, backward, monkeypatch):
+    for length in (96, 53, 9):
+        workload = Workload(shards(mask, layout, length, 6), SHAPE, 6)
+        for schedule in ("ring", "allgather", "ulysses"):
+            assert_same(*(rounds(monkeypatch, most, schedule, workload, backward) for most in (64, 0)))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 3), (4, 2), (3, 3), (5, 2)])
+def test_two_levels_by_arrays_are_those_by_patches(nodes, ranks_per_node, mask, backward, monkeypatch):
+    for layout, length in ((Zigzag(), 240), (Contiguous(), 240), (Zigzag(), 101)):
+        workload = Workload(shards(mask, layout, length, nodes * ranks_per_node), SHAPE, ranks_per_node)
+        for schedule in ("ring+ring", "ulysses+ring", "ulysses+allgather"):
+            assert_same(*(rounds(monkeypatch, most, schedule, workload, backward) for most in (64, 0)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_by_the_million_are_kept_as_their_sums(schedule, monkeypatch):
+    workload = Workload(shards(Causal(), Zigzag(), 128, 8), SHAPE, 4)
+    plain = rounds(monkeypatch, 64, schedule, workload, True)
+    for module in (vectorized, ulysses):
+        monkeypatch.setattr(module, "MAX_LISTED_MESSAGES", 0)
+    folded = rounds(monkeypatch, 0, schedule, workload, True)
+    for a, b in zip_longest(plain, folded):
+        for name, messages in a.starts.items():
+            sums = b.starts[name]
+            if not isinstance(sums, MessageTotals):
+                assert moved(messages) == moved(sums)
+                continue
+            intra_node = messages.source // 4 == messages.target // 4
+            for side, ranks, kept in (
+                ("intra_node_out", messages.source, intra_node), ("intra_node_in", messages.target, intra_node),
+                ("inter_node_out", messages.source, ~intra_node), ("inter_node_in", messages.target, ~intra_node),
+            ):  # fmt: skip
+                expected = np.bincount(ranks[kept], messages.nbytes[kept], 8)
+                np.testing.assert_array_equal(getattr(sums, side), expected)
+
+
+def test_what_arrays_cannot_hold_stays_with_patches():
+    assert VectorizedShards.of(shards(Causal(), Striped(), 64, 4)) is None
+    assert VectorizedShards.of(shards(Documents([40, 24]), Zigzag(), 64, 4)) is None
+    assert VectorizedShards.of(shards(Causal(), Zigzag(5), 640, 4)) is None
