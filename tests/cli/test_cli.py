@@ -20,7 +20,7 @@ from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.sparse.mask import Rows
 from attnmesh.ops.sparse.torch_indexer import Best
-from attnmesh.parallel.decode.exchange import Kvdp
+from attnmesh.parallel.decode.exchange import HeadExchange
 from attnmesh.parallel.sparse.row_share import RowShare
 from attnmesh.parallel.sparse.spread import Spread
 from attnmesh.parallel.sparse.visits import _FollowHome
@@ -205,7 +205,7 @@ def louder_from_one_rank(scatter_heads):
     [
         (InterleavedShard, "length", as_the_first_rank, r" CP2 "),
         (StepTensors, "key_range", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
-        (Kvdp, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
+        (HeadExchange, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
     ],
 )
 def test_verify_sees_a_fault_in_generation_over_ranks(place, name, fault, wrong, generation_modes, monkeypatch):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.plan.decode import COMBINES, TRADES, DecodeShape, bytes_sent
+from attnmesh.plan.decode import COMBINES, KVDP_COLLECTIVES, DecodeShape, bytes_sent
 from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, made
 
-WAYS = [am.Exchange(*way) for way in product(TRADES, COMBINES, (False, True))]
+WAYS = [am.Exchange(*way) for way in product(KVDP_COLLECTIVES, COMBINES, (False, True))]
 CASES = [
     # heads, sharding, batch, tokens
     ((8, 2), (1, 2, 2), 4, 1),
@@ -47,7 +47,7 @@ def test_every_way_to_exchange_is_right_and_sends_what_the_plan_says(case):
         for way, (seen, verbs) in zip(WAYS, found, strict=True):
             assert_close(seen, truth)
             plan = bytes_sent(
-                sharding, shape, me, trade=way.kvdp, combine=way.cp, replicate_q=way.replicate_q
+                sharding, shape, me, kvdp=way.kvdp, combine=way.cp, replicate_q=way.replicate_q
             )  # fmt: skip
             assert_sent(verbs, plan, way, sharding)
 
