@@ -24,9 +24,9 @@ from attnmesh.cli.generate import job, prompts, ranks
 from attnmesh.cli.main import app
 from attnmesh.comm import launch
 from attnmesh.core.optional import installed
-from attnmesh.generation.passes import ReadingPass
+from attnmesh.generation.passes import PrefillPass
 from attnmesh.integrations import default_model
-from tiny_models import tiny_llama, tiny_tokenizer, write_folder
+from helpers.models import tiny_llama, tiny_tokenizer, write_folder
 
 DOCUMENT = "a b c d e f g h i j k l " * 4
 POSITIONS = 4096
@@ -88,9 +88,9 @@ def test_a_report_of_the_run_is_written(model, tmp_path):
     output = right(virtual(model, "--check", "--report", str(page)))
     assert f"Report: {page}" in output
     text = page.read_text(encoding="utf-8")
-    assert "attnmesh generate: 3 ranks, cpu" in text
-    assert "Beside one plain process" in text
-    assert text.count('class="good"') == 3  # schedules that one node of three ranks has
+    assert "Comparison with a single process" in text
+    assert '<td class="good" data-label="verdict">same</td>' in text
+    assert answers(output)[0] in text
 
 
 def test_the_second_question_finds_the_document_read(model):
@@ -146,8 +146,8 @@ def test_questions_come_last_as_a_users_message():
 
 
 def test_a_wrong_answer_is_seen_and_is_an_exit_status_of_one(model, monkeypatch):
-    attend = ReadingPass.attend
-    monkeypatch.setattr(ReadingPass, "attend", lambda self, *args, **kwargs: 3 * attend(self, *args, **kwargs))
+    attend = PrefillPass.attend
+    monkeypatch.setattr(PrefillPass, "attend", lambda self, *args, **kwargs: 3 * attend(self, *args, **kwargs))
     ran = virtual(model, "--question", "a b", "--check")
     assert ran.exit_code == 1
     assert re.search(r"answer 1: DIFFERENT from one process at token \d+: '\S+' where it says '\S+'", ran.output)

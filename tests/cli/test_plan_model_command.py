@@ -13,7 +13,7 @@ from attnmesh.planner.decode import Decode, decode_ranking
 from attnmesh.planner.models import read as known_models
 from attnmesh.planner.models.read import model
 from attnmesh.planner.prefill import Prefill, prefill_ranking
-from commanding import assert_refused, run, words
+from helpers.cli import assert_refused, run, words
 
 SMALL = ("--model", "llama-3.1-8b", "--context", "32k", "--gpus", "4")
 BOTH = pytest.mark.parametrize("what", ["prefill", "decode"])

@@ -15,7 +15,7 @@ from attnmesh.planner.catalog import cluster
 from attnmesh.planner.simulator.network import Slow
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import read_trace
-from commanding import assert_refused, run, words
+from helpers.cli import assert_refused, run, words
 
 USUAL = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, itemsize=2, sum_itemsize=4)
 H200 = cluster("h200")

@@ -19,7 +19,7 @@ from attnmesh.plan.ulysses import head_share
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.trace.overlap import summarize_overlap
 from attnmesh.trace.timeline import TRACKS, Span, read_trace
-from processes import run_processes
+from helpers.processes import run_processes
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, WORLD = 67, 6, 3, 8, 4
 

@@ -14,7 +14,7 @@ from attnmesh.comm.process_group import InFlightMessage, record_on_stream
 from attnmesh.plan.load import loads
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.trace.recorder import Recorder
-from processes import run_processes
+from helpers.processes import run_processes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
-from processes import Died, Raised, run_processes
+from helpers.processes import Died, Raised, run_processes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn]
 

@@ -8,7 +8,7 @@ import torch
 
 from attnmesh.comm import Comm, CommError, recording, run_virtual
 from attnmesh.trace.timeline import Span
-from processes import Died, run_processes
+from helpers.processes import Died, run_processes
 
 
 def verbs(comm: Comm) -> tuple[list[Span], int, int]:

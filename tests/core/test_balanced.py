@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attending import MASKS, assert_right, drawn, mask_named, ring_results
 from attnmesh.core.layouts import Balanced, Contiguous, Layout, Zigzag, _shares
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.blocks import Patch
-from truth import truth
+from attnmesh.testing.attention import assert_attention_close, random_inputs, virtual_results
+from helpers.cases import MASKS, allowed_pairs, make_mask
 
 S = 65536
 WORLDS = (4, 8, 16)
@@ -84,7 +84,7 @@ def test_runs_are_few_and_do_not_touch(problem):
 def test_work_is_off_the_mean_by_no_more_than_the_heaviest_position_and_the_slack(problem):
     mask, length, world = problem
     everything = torch.arange(length)
-    keys_seen = truth(mask, everything, everything).sum(1)
+    keys_seen = allowed_pairs(mask, everything, everything).sum(1)
     work = work_of(shares_of(Balanced(mask), length, world), keys_seen)
     mean = sum(work) / world
     heaviest = max(keys_seen.tolist(), default=0)
@@ -95,7 +95,7 @@ def test_work_is_off_the_mean_by_no_more_than_the_heaviest_position_and_the_slac
 @pytest.mark.parametrize("world", [2, 3, 5, 8, 12])
 def test_every_kind_of_mask_is_even(mask, world):
     length = 6007
-    sight = mask_named(mask, length)
+    sight = make_mask(mask, length)
     shares = shares_of(Balanced(sight), length, world)
     assert imbalance([Patch(sight, ranges, (range(length),)).pairs for ranges in shares]) <= 0.011
 
@@ -271,7 +271,7 @@ def test_a_length_that_does_not_fit_the_documents_is_refused():
 
 def test_shards_come_together_again():
     x = torch.randn(3, 130)
-    layout = Balanced(mask_named("all three", 130))
+    layout = Balanced(make_mask("all three", 130))
     for world in (1, 2, 7):
         assert torch.equal(layout.unshard([layout.shard(x, 1, world, rank) for rank in range(world)], 1), x)
 
@@ -293,12 +293,12 @@ def test_a_layout_of_64k_positions_takes_no_time_to_speak_of():
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("world", "length"), [(2, 64), (3, 67), (8, 130), (4, 3)])
 def test_attention_is_exact(mask, world, length):
-    inputs = drawn(length)
-    sight = mask_named(mask, length)
-    assert_right(ring_results(world, inputs, sight, Balanced(sight)), inputs, sight)
+    inputs = random_inputs(length)
+    sight = make_mask(mask, length)
+    assert_attention_close(virtual_results(world, inputs, sight, Balanced(sight)), inputs, sight)
 
 
 def test_attention_under_another_mask_than_the_balanced_one_is_as_exact():
-    inputs = drawn(67)
-    layout = Balanced(mask_named("causal & documents", 67))
-    assert_right(ring_results(4, inputs, Causal(), layout), inputs, Causal())
+    inputs = random_inputs(67)
+    layout = Balanced(make_mask("causal & documents", 67))
+    assert_attention_close(virtual_results(4, inputs, Causal(), layout), inputs, Causal())

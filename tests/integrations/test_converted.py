@@ -16,7 +16,7 @@ from attnmesh.integrations import converted as cache
 from attnmesh.integrations import memory
 from attnmesh.integrations.manifest import is_intact, write_manifest
 from attnmesh.integrations.problem import ModelError
-from tiny_models import write_gguf
+from helpers.models import write_gguf
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 

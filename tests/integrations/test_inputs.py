@@ -7,14 +7,14 @@ import torch
 
 import attnmesh as am
 from attnmesh.integrations.inputs import shard_inputs
-from modelling import KINDS, LAYOUTS, drawn_ids, meshed, on_ranks, plain
+from helpers.models import KINDS, LAYOUTS, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 
 LENGTH = 37  # which few worlds divide
 
 
 def batch(length=LENGTH):
     """Two texts; of the first a beginning is not to be learned, of the second most."""
-    ids = torch.tensor([drawn_ids(length, 5), drawn_ids(length, 6)])
+    ids = torch.tensor([random_ids(length, 5), random_ids(length, 6)])
     labels = ids.clone()
     labels[0, :5] = -100
     labels[1, 3 : length - 4] = -100
@@ -22,7 +22,7 @@ def batch(length=LENGTH):
 
 
 def one_process(kind, dtype, ids, labels):
-    model = plain(kind, dtype)
+    model = transformers_model(kind, dtype)
     out = model(input_ids=ids, labels=labels)
     gradients = torch.autograd.grad(out.loss, list(model.parameters()))
     return out.loss.detach(), out.logits.detach(), gradients
@@ -32,7 +32,7 @@ def step(kind, layout, ids, labels, dtype=torch.float32, schedule="auto"):
     """One rank's training step: its loss, all logits, and its part of all gradients."""
 
     def rank(comm):
-        model = copy.deepcopy(meshed(kind, dtype)).train()
+        model = copy.deepcopy(attnmesh_model(kind, dtype)).train()
         ranks = am.ContextParallel(comm, layout=layout, schedule=schedule)
         with torch.autograd.set_multithreading_enabled(False):  # a virtual rank is one thread
             out = model(**shard_inputs(ranks, ids, labels))
@@ -48,13 +48,13 @@ def step(kind, layout, ids, labels, dtype=torch.float32, schedule="auto"):
 
 def check_step(kind, world, layout, length=LENGTH, schedule="auto"):
     ids, labels = batch(length)
-    found = on_ranks(world, step(kind, LAYOUTS[layout], ids, labels, schedule=schedule))
+    found = on_virtual_ranks(world, step(kind, LAYOUTS[layout], ids, labels, schedule=schedule))
     loss, logits, gradients = one_process(kind, torch.float32, ids, labels)
     exact = one_process(kind, torch.float64, ids, labels)[2]
     torch.testing.assert_close(sum(rank[0] for rank in found), loss, rtol=1e-5, atol=1e-6)
     for _, all_logits, _ in found:
         torch.testing.assert_close(all_logits, logits, rtol=1e-4, atol=1e-4 * float(logits.abs().max()))
-    names = [name for name, _ in plain(kind).named_parameters()]
+    names = [name for name, _ in transformers_model(kind).named_parameters()]
     for at, (name, right, truth) in enumerate(zip(names, gradients, exact, strict=True)):
         total = sum(rank[2][at] for rank in found)
         assert torch.isfinite(total).all(), name
@@ -110,13 +110,13 @@ def test_without_labels_there_are_logits_and_no_loss():
         part = shard_inputs(ranks, ids)
         assert set(part) == {"input_ids", "position_ids", "attention_mask", "use_cache", "mesh"}
         with torch.no_grad():
-            out = meshed("gpt_oss")(**part)
+            out = attnmesh_model("gpt_oss")(**part)
         assert out.loss is None
         return ranks.unshard(out.logits, 1, LENGTH)
 
     with torch.no_grad():
-        expected = plain("gpt_oss")(input_ids=ids).logits
-    for found in on_ranks(3, rank):
+        expected = transformers_model("gpt_oss")(input_ids=ids).logits
+    for found in on_virtual_ranks(3, rank):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -128,7 +128,7 @@ def test_labels_are_those_of_the_next_token():
     def rank(comm):
         return shard_inputs(am.ContextParallel(comm, layout=am.Striped()), ids.int(), labels)
 
-    first, second = on_ranks(2, rank)
+    first, second = on_virtual_ranks(2, rank)
     assert first["input_ids"].tolist() == [[10, 12, 14, 16]]
     assert first["position_ids"].tolist() == [[0, 2, 4, 6]]
     assert first["shift_labels"].tolist() == [[11, 13, 15, 17]]
@@ -156,4 +156,4 @@ def test_what_cannot_be_spread_is_refused(ids, labels, message):
         with pytest.raises(ValueError, match=message):
             shard_inputs(am.ContextParallel(comm), ids, labels)
 
-    on_ranks(4, rank)
+    on_virtual_ranks(4, rank)

@@ -21,7 +21,7 @@ from attnmesh.integrations import convert, default_model, memory
 from attnmesh.integrations.gguf_header import read_header
 from attnmesh.integrations.load import load_model, needs_conversion
 from attnmesh.integrations.problem import ModelError
-from tiny_models import tiny_config, tiny_llama, write_folder, write_gguf
+from helpers.models import tiny_config, tiny_llama, write_folder, write_gguf
 
 IDS = torch.tensor([[0, 3, 7, 5, 9]])
 

@@ -11,15 +11,15 @@ from attnmesh.integrations.transformers_attention import (
     register_attention,
     transformers_attention,
 )
-from modelling import KINDS, continued, drawn_ids, logits_of, meshed, plain
+from helpers.models import KINDS, attnmesh_model, greedy_tokens, logits_of, random_ids, transformers_model
 
-IDS = drawn_ids(40, seed=4)
+IDS = random_ids(40, seed=4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_one_device_logits_and_gradients_are_those_of_transformers(kind):
     ids = torch.tensor([IDS, IDS[::-1]])
-    exact, found = plain(kind, torch.float64), copy.deepcopy(meshed(kind))
+    exact, found = transformers_model(kind, torch.float64), copy.deepcopy(attnmesh_model(kind))
     logits = exact(input_ids=ids).logits
     wanted = torch.autograd.grad(logits.square().mean(), list(exact.parameters()))
     mine = found(input_ids=ids).logits
@@ -32,15 +32,15 @@ def test_on_one_device_logits_and_gradients_are_those_of_transformers(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate_of_transformers_says_the_same_tokens(kind):
     ids = torch.tensor([IDS])
-    found = meshed(kind).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-    assert found[0, len(IDS) :].tolist() == continued(kind, IDS, 12)
+    found = attnmesh_model(kind).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+    assert found[0, len(IDS) :].tolist() == greedy_tokens(kind, IDS, 12)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_oss"])
 def test_a_dynamic_cache_is_read_in_any_portions(kind):
     from transformers import DynamicCache
 
-    model, expected = meshed(kind), logits_of(kind, IDS)
+    model, expected = attnmesh_model(kind), logits_of(kind, IDS)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         for begin, end in ((0, 20), (20, 21), (21, 33), (33, 40)):
@@ -98,43 +98,43 @@ def test_what_their_attention_asks_for_is_refused_even_where_nobody_checked():
 
 def test_another_implementation_is_refused():
     with pytest.raises(ValueError, match=r"must be loaded with attn_implementation='attnmesh' .*, got 'eager'"):
-        check_model(plain("llama"))
-    check_model(meshed("llama"))
+        check_model(transformers_model("llama"))
+    check_model(attnmesh_model("llama"))
 
 
 def test_padding_is_refused():
     ids, mask = torch.tensor([IDS]), torch.ones(1, len(IDS), dtype=torch.long)
     with torch.no_grad():
-        found = meshed("llama")(input_ids=ids, attention_mask=mask).logits[0]
+        found = attnmesh_model("llama")(input_ids=ids, attention_mask=mask).logits[0]
         torch.testing.assert_close(found, logits_of("llama", IDS), rtol=1e-4, atol=1e-4)
         mask[0, 0] = 0
         with pytest.raises(ValueError, match="attention_mask hides tokens, which attnmesh does not: leave out the pad"):
-            meshed("llama")(input_ids=ids, attention_mask=mask)
+            attnmesh_model("llama")(input_ids=ids, attention_mask=mask)
 
 
 def test_a_mask_of_one_s_own_is_refused():
     mask = torch.zeros(1, 1, len(IDS), len(IDS))
     with pytest.raises(ValueError, match=r"LlamaAttention brings a mask of its own, \[1, 1, 40, 40\]"):
-        meshed("llama")(input_ids=torch.tensor([IDS]), attention_mask=mask)
+        attnmesh_model("llama")(input_ids=torch.tensor([IDS]), attention_mask=mask)
 
 
 def test_packed_sequences_are_refused():
     positions = torch.cat([torch.arange(25), torch.arange(15)])[None]
     with pytest.raises(ValueError, match=r"position_ids must go up by one \(no packed sequences\)"):
-        meshed("llama")(input_ids=torch.tensor([IDS]), position_ids=positions, use_cache=False)
+        attnmesh_model("llama")(input_ids=torch.tensor([IDS]), position_ids=positions, use_cache=False)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_a_static_cache_is_refused(kind):
     from transformers import StaticCache
 
-    cache = StaticCache(config=meshed(kind).config, max_cache_len=60)
+    cache = StaticCache(config=attnmesh_model(kind).config, max_cache_len=60)
     with pytest.raises(ValueError, match="attnmesh does not know which keys of a static cache are still to come"):
-        meshed(kind)(input_ids=torch.tensor([IDS[:5]]), past_key_values=cache)
+        attnmesh_model(kind)(input_ids=torch.tensor([IDS[:5]]), past_key_values=cache)
 
 
 def test_dropout_is_refused_in_training_and_only_there():
-    model = copy.deepcopy(meshed("llama"))
+    model = copy.deepcopy(attnmesh_model("llama"))
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.25

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attending import HEADS, MASKS, assert_right, by_definition, differentiated, drawn, mask_named, peak_bytes
 from attnmesh import Causal, Documents, Full, Mask, SlidingWindow, Zigzag, attention, explain_attention
+from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs, reference_results
+from helpers.cases import HEADS, MASKS, make_mask
+from helpers.memory import peak_bytes
 
 LENGTHS = [(0, 0), (0, 3), (3, 0), (1, 1), (1, 67), (2, 2), (7, 7), (67, 67), (5, 67), (67, 5), (130, 130)]
 FUSED_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -18,14 +20,16 @@ FUSED_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 def attended(inputs: list[Tensor], mask: Mask, *, backend: str = "auto", **how) -> list[Tensor]:
     """out, lse, dq, dk, dv of attention()."""
-    return differentiated(
+    return forward_backward(
         lambda q, k, v: attention(q, k, v, mask=mask, return_lse=True, backend=backend, **how), inputs
     )
 
 
-def check(inputs: list[Tensor], mask: Mask, *, backend: str = "auto", scale=None, q_at=None, k_at=None) -> None:
-    found = attended(inputs, mask, backend=backend, scale=scale, q_positions=q_at, k_positions=k_at)
-    assert_right(found, inputs, mask, scale=scale, q_at=q_at, k_at=k_at)
+def check(
+    inputs: list[Tensor], mask: Mask, *, backend: str = "auto", scale=None, q_positions=None, k_positions=None
+) -> None:
+    found = attended(inputs, mask, backend=backend, scale=scale, q_positions=q_positions, k_positions=k_positions)
+    assert_attention_close(found, inputs, mask, scale=scale, q_positions=q_positions, k_positions=k_positions)
 
 
 # The specification itself, against the textbook.
@@ -51,9 +55,9 @@ def test_the_reference_is_softmax_over_the_keys_that_the_mask_names(name):
         scores = (q @ k.mT / 4).masked_fill(~seen, -torch.inf)
         return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
-    inputs = drawn(length, dtype=torch.float64)
+    inputs = random_inputs(length, dtype=torch.float64)
     for found, book in zip(
-        by_definition(inputs, mask_named(name, length)), differentiated(by_the_book, inputs), strict=True
+        reference_results(inputs, make_mask(name, length)), forward_backward(by_the_book, inputs), strict=True
     ):
         torch.testing.assert_close(found, book, rtol=1e-12, atol=1e-12)
 
@@ -65,16 +69,16 @@ def test_the_reference_is_softmax_over_the_keys_that_the_mask_names(name):
 @pytest.mark.parametrize("name", MASKS)
 def test_aten_is_exact_for_every_mask_head_count_and_length(name, dtype):
     for seed, ((q_len, k_len), heads) in enumerate(itertools.product(LENGTHS, HEADS.values())):
-        inputs = drawn(q_len, k_len, heads=heads, dtype=dtype, seed=seed)
-        check(inputs, mask_named(name, k_len), backend="aten")
+        inputs = random_inputs(q_len, k_len, heads=heads, dtype=dtype, seed=seed)
+        check(inputs, make_mask(name, k_len), backend="aten")
 
 
 @pytest.mark.parametrize("dtype", FUSED_DTYPES)
 @pytest.mark.parametrize("name", MASKS)
 def test_the_reference_backend_serves_everything(name, dtype):
     for seed, (q_len, k_len) in enumerate(LENGTHS):
-        inputs = drawn(q_len, k_len, dtype=dtype, seed=seed)
-        check(inputs, mask_named(name, k_len), backend="reference")
+        inputs = random_inputs(q_len, k_len, dtype=dtype, seed=seed)
+        check(inputs, make_mask(name, k_len), backend="reference")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -83,30 +87,30 @@ def test_the_reference_backend_serves_everything(name, dtype):
     [("causal", 19, 19, 16), ("window", 18, 21, 24), ("documents", 5, 20, 16), ("all three", 21, 3, 16)],
 )
 def test_triton_is_exact_on_what_the_interpreter_can_do(name, q_len, k_len, head_dim, dtype):
-    inputs = drawn(q_len, k_len, dtype=dtype, batch=1, head_dim=head_dim)
-    check(inputs, mask_named(name, k_len), backend="triton")
+    inputs = random_inputs(q_len, k_len, dtype=dtype, batch=1, head_dim=head_dim)
+    check(inputs, make_mask(name, k_len), backend="triton")
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 33, 80, 128, 256])
 def test_any_head_dim(head_dim):
     for dtype in (torch.float32, torch.bfloat16):
-        check(drawn(35, head_dim=head_dim, dtype=dtype), Causal())
+        check(random_inputs(35, head_dim=head_dim, dtype=dtype), Causal())
 
 
 @pytest.mark.parametrize("dtype", FUSED_DTYPES)
 @pytest.mark.parametrize("mask", [SlidingWindow(600, 20), Causal() & Documents([3, 800, 497])], ids=str)
 def test_rows_that_see_nothing_of_a_whole_tile_of_the_kernel(mask, dtype):
-    check(drawn(1300, heads=(2, 1), batch=1, dtype=dtype), mask, backend="aten")
+    check(random_inputs(1300, heads=(2, 1), batch=1, dtype=dtype), mask, backend="aten")
 
 
 @pytest.mark.parametrize("backend", ["aten", "triton", "reference"])
 def test_scores_of_thousands_overflow_nothing(backend):
-    inputs = drawn(17, batch=1, heads=(2, 1))
+    inputs = random_inputs(17, batch=1, heads=(2, 1))
     check([60 * inputs[0], 60 * inputs[1], *inputs[2:]], Causal(), backend=backend)
 
 
 def test_no_batch_at_all_is_no_mistake():
-    found = attended(drawn(5, batch=0), Causal())
+    found = attended(random_inputs(5, batch=0), Causal())
     assert [tuple(x.shape) for x in found] == [(0, 4, 5, 16), (0, 4, 5), (0, 4, 5, 16), (0, 2, 5, 16), (0, 2, 5, 16)]
 
 
@@ -114,7 +118,7 @@ def test_no_batch_at_all_is_no_mistake():
 @pytest.mark.parametrize("backend", ["aten", "triton", "reference"])
 def test_a_scale_of_ones_own(backend, scale):
     for mask in (Full(), Causal(), SlidingWindow(3)):
-        check(drawn(17, batch=1, heads=(2, 1)), mask, backend=backend, scale=scale)
+        check(random_inputs(17, batch=1, heads=(2, 1)), mask, backend=backend, scale=scale)
 
 
 # Positions.
@@ -141,25 +145,27 @@ PLACES = ("offset", "strided", "zigzag", "backwards", "shuffled", "with gaps", "
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("places", PLACES)
 def test_positions_say_who_sees_whom_in_any_order(places, name):
-    q_at, k_at = positions_named(places, 37), positions_named(places, 26)
-    mask = mask_named(name, 60)
-    check(drawn(37, 26), mask, backend="aten", q_at=q_at, k_at=k_at)
-    check(drawn(37, 60, dtype=torch.bfloat16), mask, backend="aten", q_at=q_at)
-    check(drawn(60, 26), mask, backend="aten", k_at=k_at)
-    check(drawn(37, 26), mask, backend="reference", q_at=q_at, k_at=k_at)
+    q_positions, k_positions = positions_named(places, 37), positions_named(places, 26)
+    mask = make_mask(name, 60)
+    check(random_inputs(37, 26), mask, backend="aten", q_positions=q_positions, k_positions=k_positions)
+    check(random_inputs(37, 60, dtype=torch.bfloat16), mask, backend="aten", q_positions=q_positions)
+    check(random_inputs(60, 26), mask, backend="aten", k_positions=k_positions)
+    check(random_inputs(37, 26), mask, backend="reference", q_positions=q_positions, k_positions=k_positions)
 
 
 @pytest.mark.parametrize("places", ["offset", "shuffled"])
 def test_triton_goes_by_positions_too(places):
-    q_at, k_at = positions_named(places, 17), positions_named(places, 20)
-    check(drawn(17, 20, batch=1), Causal(), backend="triton", q_at=q_at, k_at=k_at)
+    q_positions, k_positions = positions_named(places, 17), positions_named(places, 20)
+    check(random_inputs(17, 20, batch=1), Causal(), backend="triton", q_positions=q_positions, k_positions=k_positions)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_positions_under_any_mask(data):
     where = st.integers(0, 24)
-    q_at, k_at = (torch.tensor(data.draw(st.lists(where, max_size=12)), dtype=torch.long) for _ in range(2))
+    q_positions, k_positions = (
+        torch.tensor(data.draw(st.lists(where, max_size=12)), dtype=torch.long) for _ in range(2)
+    )
     parts = {
         "causal": Causal(),
         "window": SlidingWindow(data.draw(where), data.draw(st.integers(0, 3))),
@@ -168,32 +174,41 @@ def test_any_positions_under_any_mask(data):
     mask = Full()
     for part in data.draw(st.sets(st.sampled_from(sorted(parts)))):
         mask = mask & parts[part]
-    check(drawn(len(q_at), len(k_at), batch=1), mask, q_at=q_at, k_at=k_at)
+    check(
+        random_inputs(len(q_positions), len(k_positions), batch=1),
+        mask,
+        q_positions=q_positions,
+        k_positions=k_positions,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 def test_positions_may_be_integers_of_any_width(backend, dtype):
-    for q_at, k_at in ((torch.arange(9), None), (torch.randperm(9), None), (torch.randperm(9), torch.randperm(9))):
-        narrow = [None if at is None else at.to(dtype) for at in (q_at, k_at)]
+    for q_positions, k_positions in (
+        (torch.arange(9), None),
+        (torch.randperm(9), None),
+        (torch.randperm(9), torch.randperm(9)),
+    ):
+        narrow = [None if at is None else at.to(dtype) for at in (q_positions, k_positions)]
         for mask in (Full(), Causal(), SlidingWindow(2), Causal() & Documents([3, 6])):
-            check(drawn(9), mask, backend=backend, q_at=narrow[0], k_at=narrow[1])
+            check(random_inputs(9), mask, backend=backend, q_positions=narrow[0], k_positions=narrow[1])
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_chunks_of_a_prompt_give_the_rows_of_the_whole(name):
-    inputs, mask = drawn(61), mask_named(name, 61)
+    inputs, mask = random_inputs(61), make_mask(name, 61)
 
     def in_chunks(q, k, v):
         chunks = [torch.arange(a, b) for a, b in itertools.pairwise((0, 1, 20, 50, 61))]
         parts = [attention(q[:, :, at], k, v, mask=mask, q_positions=at, return_lse=True) for at in chunks]
         return [torch.cat(side, 2) for side in zip(*parts, strict=True)]
 
-    assert_right(differentiated(in_chunks, inputs), inputs, mask)
+    assert_attention_close(forward_backward(in_chunks, inputs), inputs, mask)
 
 
 def test_a_causal_chunk_needs_only_the_keys_up_to_its_end():
-    inputs = drawn(40)
+    inputs = random_inputs(40)
     out = attention(*inputs[:3], mask=Causal())
     q, k, v = (x[:, :, :30] for x in inputs[:3])
     chunk = attention(q[:, :, 20:], k, v, mask=Causal(), q_positions=torch.arange(20, 30))
@@ -202,13 +217,13 @@ def test_a_causal_chunk_needs_only_the_keys_up_to_its_end():
 
 def test_sorted_positions_with_gaps_cost_no_more_than_shuffled_ones():
     """As the tokens kept of a longer prompt have: hundreds of short runs must not become thousands of kernels."""
-    inputs = drawn(500, batch=1, heads=(1, 1))
+    inputs = random_inputs(500, batch=1, heads=(1, 1))
     generator = torch.Generator().manual_seed(1)
-    q_at, k_at = (torch.randperm(1000, generator=generator)[:500] for _ in range(2))
+    q_positions, k_positions = (torch.randperm(1000, generator=generator)[:500] for _ in range(2))
     seconds = []
-    for at in ((q_at, k_at), (q_at.sort().values, k_at.sort().values)):
+    for at in ((q_positions, k_positions), (q_positions.sort().values, k_positions.sort().values)):
         began = time.monotonic()
-        check(inputs, Causal(), q_at=at[0], k_at=at[1])
+        check(inputs, Causal(), q_positions=at[0], k_positions=at[1])
         seconds.append(time.monotonic() - began)
     assert seconds[1] < 5 * seconds[0] + 0.5
 
@@ -218,7 +233,7 @@ def test_sorted_positions_with_gaps_cost_no_more_than_shuffled_ones():
 
 @pytest.mark.parametrize("backend", ["aten", "triton", "reference"])
 @pytest.mark.parametrize(
-    ("mask", "q_at", "k_at", "blind"),
+    ("mask", "q_positions", "k_positions", "blind"),
     [
         pytest.param(Causal(), [0, 3, 5], [4, 6], [0, 1], id="all keys lie ahead"),
         pytest.param(SlidingWindow(2), [0, 9, 20], [8, 9], [0, 2], id="all keys lie outside the window"),
@@ -229,17 +244,17 @@ def test_sorted_positions_with_gaps_cost_no_more_than_shuffled_ones():
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_row_that_sees_nothing_is_zero_with_lse_minus_infinity_and_no_gradient(
-    dtype, mask, q_at, k_at, blind, backend
+    dtype, mask, q_positions, k_positions, blind, backend
 ):
-    q_at, k_at = torch.tensor(q_at), torch.tensor(k_at, dtype=torch.long)
-    inputs = drawn(len(q_at), len(k_at), dtype=dtype, batch=1, heads=(2, 1))
-    out, lse, dq, dk, dv = attended(inputs, mask, backend=backend, q_positions=q_at, k_positions=k_at)
+    q_positions, k_positions = torch.tensor(q_positions), torch.tensor(k_positions, dtype=torch.long)
+    inputs = random_inputs(len(q_positions), len(k_positions), dtype=dtype, batch=1, heads=(2, 1))
+    out, lse, dq, dk, dv = attended(inputs, mask, backend=backend, q_positions=q_positions, k_positions=k_positions)
     assert (lse[:, :, blind] == -torch.inf).all()
     assert not out[:, :, blind].any()
     assert not dq[:, :, blind].any()
     assert lse.isneginf().sum() == 2 * len(blind)
     assert all(x.isfinite().all() for x in (out, dq, dk, dv))
-    assert_right([out, lse, dq, dk, dv], inputs, mask, q_at=q_at, k_at=k_at)
+    assert_attention_close([out, lse, dq, dk, dv], inputs, mask, q_positions=q_positions, k_positions=k_positions)
 
 
 # Views, and who wants gradients.
@@ -259,38 +274,38 @@ def view_named(name: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 @pytest.mark.parametrize("name", ["sequence before heads", "every other element", "head_dim first", "every other head"])
 def test_views_are_as_good_as_contiguous_tensors(name, backend):
-    inputs = drawn(17, batch=2, heads=(2, 2))
+    inputs = random_inputs(17, batch=2, heads=(2, 2))
     views = [view_named(name, x) for x in inputs[:4]]
     assert not any(view.is_contiguous() for view in views)
-    found = differentiated(
+    found = forward_backward(
         lambda *qkv: attention(*qkv, mask=Causal(), return_lse=True, backend=backend), [*views, inputs[4]]
     )
-    assert_right(found, inputs, Causal())
+    assert_attention_close(found, inputs, Causal())
 
 
 def test_triton_reads_views_too():
-    inputs = drawn(17, batch=1, heads=(2, 1))
+    inputs = random_inputs(17, batch=1, heads=(2, 1))
     views = [view_named("every other element", x) for x in inputs[:2]]
     views += [view_named("sequence before heads", x) for x in inputs[2:4]]
-    found = differentiated(
+    found = forward_backward(
         lambda *qkv: attention(*qkv, mask=Causal(), return_lse=True, backend="triton"), [*views, inputs[4]]
     )
-    assert_right(found, inputs, Causal())
+    assert_attention_close(found, inputs, Causal())
 
 
 def test_expanded_heads_get_the_sum_of_their_gradients():
-    inputs = drawn(19, heads=(4, 1))
-    found = differentiated(
+    inputs = random_inputs(19, heads=(4, 1))
+    found = forward_backward(
         lambda q, k, v: attention(q, k.expand(-1, 4, -1, -1), v.expand(-1, 4, -1, -1), return_lse=True), inputs
     )
-    assert_right(found, inputs, Full())
+    assert_attention_close(found, inputs, Full())
 
 
 def test_a_head_dim_of_one_may_have_any_stride():
-    inputs = drawn(9, head_dim=1)
+    inputs = random_inputs(9, head_dim=1)
     views = [torch.stack([x, x + 1], -1)[..., 0] for x in inputs[:4]]
-    found = differentiated(lambda *qkv: attention(*qkv, return_lse=True), [*views, inputs[4]])
-    assert_right(found, inputs, Full())
+    found = forward_backward(lambda *qkv: attention(*qkv, return_lse=True), [*views, inputs[4]])
+    assert_attention_close(found, inputs, Full())
 
 
 @pytest.mark.parametrize(
@@ -301,7 +316,7 @@ def test_a_head_dim_of_one_may_have_any_stride():
     ],
 )
 def test_gradients_go_to_those_who_want_them(wanted, backend):
-    inputs = drawn(17, batch=1, heads=(2, 1))
+    inputs = random_inputs(17, batch=1, heads=(2, 1))
     all_grads = attended(inputs, Causal(), backend=backend)[2:]
     leaves = [x.clone().requires_grad_(want) for x, want in zip(inputs[:3], wanted, strict=True)]
     out, lse = attention(*leaves, mask=Causal(), return_lse=True, backend=backend)
@@ -318,7 +333,7 @@ def test_gradients_go_to_those_who_want_them(wanted, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 def test_a_loss_of_lse_alone_or_of_out_alone(backend, dtype):
-    inputs = drawn(33, dtype=dtype)
+    inputs = random_inputs(33, dtype=dtype)
     for silent in (3, 4):
         quiet = [torch.zeros_like(x) if i == silent else x for i, x in enumerate(inputs)]
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]
@@ -326,41 +341,41 @@ def test_a_loss_of_lse_alone_or_of_out_alone(backend, dtype):
         heard = 7 - silent
         grads = torch.autograd.grad(results[heard - 3], leaves, inputs[heard], allow_unused=True)
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
-        assert_right([*(x.detach() for x in results), *grads], quiet, SlidingWindow(8))
+        assert_attention_close([*(x.detach() for x in results), *grads], quiet, SlidingWindow(8))
 
 
 def test_a_loss_of_a_triton_lse_alone():
-    inputs = drawn(17, batch=1, heads=(2, 1))
+    inputs = random_inputs(17, batch=1, heads=(2, 1))
     inputs[3].zero_()
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out, lse = attention(*leaves, mask=Causal(), return_lse=True, backend="triton")
     dq, dk, dv = torch.autograd.grad(lse, leaves, inputs[4])
     assert not dv.any()
-    assert_right([out.detach(), lse.detach(), dq, dk, dv], inputs, Causal())
+    assert_attention_close([out.detach(), lse.detach(), dq, dk, dv], inputs, Causal())
 
 
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 @pytest.mark.parametrize("name", ["full", "causal", "all three"])
 def test_gradients_agree_with_finite_differences(name, backend):
-    leaves = [x.requires_grad_() for x in drawn(6, batch=1, head_dim=3, dtype=torch.float64)[:3]]
-    mask = mask_named(name, 6)
+    leaves = [x.requires_grad_() for x in random_inputs(6, batch=1, head_dim=3, dtype=torch.float64)[:3]]
+    mask = make_mask(name, 6)
     assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, mask=mask, return_lse=True, backend=backend), leaves)
 
 
 def test_the_loss_may_be_a_plain_sum():
     """Its gradient is one number expanded: strides of zero everywhere."""
-    inputs = drawn(20)
+    inputs = random_inputs(20)
     inputs[3], inputs[4] = torch.ones_like(inputs[3]), torch.ones_like(inputs[4])
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out, lse = attention(*leaves, mask=Causal(), return_lse=True)
     (out.sum() + lse.sum()).backward()
-    assert_right([out.detach(), lse.detach(), *(x.grad for x in leaves)], inputs, Causal())
+    assert_attention_close([out.detach(), lse.detach(), *(x.grad for x in leaves)], inputs, Causal())
 
 
 @pytest.mark.parametrize("backend", ["auto", "aten", "reference"])
 def test_what_comes_back(backend):
     for dtype in FUSED_DTYPES:
-        q, k, v = drawn(5, 7, dtype=dtype)[:3]
+        q, k, v = random_inputs(5, 7, dtype=dtype)[:3]
         out = attention(q, k, v, backend=backend)
         assert isinstance(out, Tensor)
         assert (out.shape, out.dtype) == (q.shape, dtype)
@@ -371,7 +386,7 @@ def test_what_comes_back(backend):
 
 
 def test_inputs_are_left_alone():
-    inputs = drawn(33)
+    inputs = random_inputs(33)
     before = [x.clone() for x in inputs]
     attended(inputs, Causal(), q_positions=torch.randperm(33))
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
@@ -387,7 +402,7 @@ def test_long_masked_attention_on_the_cpu_never_holds_s_by_s(mask, shuffled):
     length = 16384
     generator = torch.Generator().manual_seed(1)
     at = torch.randperm(length, generator=generator) if shuffled else torch.arange(length)
-    inputs = drawn(length, heads=(1, 1), batch=1)
+    inputs = random_inputs(length, heads=(1, 1), batch=1)
     where = {"q_positions": at, "k_positions": at} if shuffled else {}
     found = []
     peak = peak_bytes(lambda: found.extend(attended(inputs, mask, **where)))
@@ -396,7 +411,7 @@ def test_long_masked_attention_on_the_cpu_never_holds_s_by_s(mask, shuffled):
 
     rows = torch.randperm(length, generator=generator)[:40]
     some = [inputs[0][:, :, rows], *inputs[1:3], inputs[3][:, :, rows], inputs[4][:, :, rows]]
-    exact = by_definition(some, mask, q_at=at[rows], k_at=at)
+    exact = reference_results(some, mask, q_positions=at[rows], k_positions=at)
     for result, truth in zip(found[:3], exact, strict=False):
         torch.testing.assert_close(result[:, :, rows].double(), truth, rtol=1e-4, atol=1e-5)
 
@@ -405,7 +420,7 @@ def test_long_masked_attention_on_the_cpu_never_holds_s_by_s(mask, shuffled):
 
 
 def test_the_choice_can_be_asked_why():
-    q, k, v = drawn(5, head_dim=8)[:3]
+    q, k, v = random_inputs(5, head_dim=8)[:3]
     choice = explain_attention(q, k, v, mask=Causal())
     assert choice.backend == "aten"
     assert "CPU" in choice.reason
@@ -418,7 +433,7 @@ def test_the_choice_can_be_asked_why():
 
 
 def test_auto_says_when_nothing_fused_serves():
-    q, k, v = (x.to(torch.float8_e4m3fn) for x in drawn(5)[:3])
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in random_inputs(5)[:3])
     choice = explain_attention(q, k, v)
     assert choice.backend == "reference"
     assert "in memory" in choice.reason
@@ -435,7 +450,7 @@ def test_auto_says_when_nothing_fused_serves():
     ],
 )
 def test_a_backend_asked_for_by_name_serves_or_says_why_not(backend, dtype, head_dim, why):
-    q, k, v = (x.to(dtype) for x in drawn(5, head_dim=head_dim)[:3])
+    q, k, v = (x.to(dtype) for x in random_inputs(5, head_dim=head_dim)[:3])
     for ask in (attention, explain_attention):
         with pytest.raises(ValueError, match=f"backend='{backend}' cannot serve this call: .*{why}"):
             ask(q, k, v, backend=backend)
@@ -443,7 +458,7 @@ def test_a_backend_asked_for_by_name_serves_or_says_why_not(backend, dtype, head
 
 # Bad input.
 
-GOOD = dict(zip("qkv", drawn(6), strict=False))
+GOOD = dict(zip("qkv", random_inputs(6), strict=False))
 BAD = {
     "heads that do not divide": ({"q": torch.zeros(2, 3, 6, 16)}, "2 kv heads must divide the 3 query heads"),
     "more kv heads than heads": ({"q": torch.zeros(2, 1, 6, 16)}, "2 kv heads must divide the 1 query heads"),

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from attending import relative_error
 from attnmesh import Causal, attention
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.plan.blocks import Patch
+from attnmesh.testing.errors import relative_error
 
 
 def laid(x: torch.Tensor, how: str) -> torch.Tensor:

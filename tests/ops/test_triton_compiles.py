@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from compiling import assert_fit, compiled_for_hopper
+from helpers.triton_compile import assert_fit, compiled_for_hopper
 
 pytest.importorskip("triton")
 

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-from attending import differentiated, drawn
 from attnmesh import (
     Causal,
     Comm,
@@ -20,7 +19,8 @@ from attnmesh import (
     attention,
     run_virtual,
 )
-from processes import run_processes
+from attnmesh.testing.attention import forward_backward, random_inputs
+from helpers.processes import run_processes
 
 LENGTH, WORLD, GUILTY = 12, 3, 1
 
@@ -200,8 +200,8 @@ def test_a_rank_without_gradients_among_others():
 
 def test_one_rank_wants_dk_and_the_other_dv():
     """Each must get its own in full, or all must hear that this cannot be; never half of a gradient."""
-    inputs = drawn(10)
-    everything = differentiated(lambda q, k, v: attention(q, k, v, mask=Causal(), return_lse=True), inputs)
+    inputs = random_inputs(10)
+    everything = forward_backward(lambda q, k, v: attention(q, k, v, mask=Causal(), return_lse=True), inputs)
 
     def rank(comm: Comm) -> str | torch.Tensor:
         cp = ContextParallel(comm)

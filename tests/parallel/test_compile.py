@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attending import MASKS, assert_right, differentiated, drawn, mask_named
 from attnmesh import (
     Causal,
     Comm,
@@ -31,7 +30,9 @@ from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.parallel import operator
 from attnmesh.parallel.in_numbers import _FIELDS, from_numbers, in_numbers
 from attnmesh.plan.programs import SCHEDULES
-from processes import run_processes
+from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
+from helpers.cases import MASKS, make_mask
+from helpers.processes import run_processes
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 
@@ -91,8 +92,8 @@ def test_a_layer_is_one_graph_and_says_the_same(name):
     one = layer(ContextParallel())
     compiled = torch.compile(one, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 24, WIDTH)
-    assert_same(one, compiled, x, mask_named(name, 24))
-    assert_same(one, compiled, x, mask_named(name, 24), 24, 0.7)
+    assert_same(one, compiled, x, make_mask(name, 24))
+    assert_same(one, compiled, x, make_mask(name, 24), 24, 0.7)
 
 
 @pytest.mark.slow
@@ -113,9 +114,9 @@ def test_masks_may_be_made_and_joined_inside_the_graph():
         mask = Causal() & SlidingWindow(4) & Documents([q.shape[2] - 3, 3])
         return cp.attention(q, k, v, mask=mask, return_lse=True)
 
-    inputs = drawn(19)
-    found = differentiated(torch.compile(attend, backend="aot_eager", fullgraph=True), inputs)
-    assert_right(found, inputs, Causal() & SlidingWindow(4) & Documents([16, 3]))
+    inputs = random_inputs(19)
+    found = forward_backward(torch.compile(attend, backend="aot_eager", fullgraph=True), inputs)
+    assert_attention_close(found, inputs, Causal() & SlidingWindow(4) & Documents([16, 3]))
 
 
 def test_an_equal_mask_or_another_context_compiles_nothing_anew():
@@ -148,8 +149,8 @@ def test_dynamic_shapes():
 
 @pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (False,) * 3])
 def test_only_the_gradients_that_are_asked_for(needed):
-    cp, inputs = ContextParallel(), drawn(18)
-    whole = differentiated(lambda q, k, v: cp.attention(q, k, v, return_lse=True), inputs)
+    cp, inputs = ContextParallel(), random_inputs(18)
+    whole = forward_backward(lambda q, k, v: cp.attention(q, k, v, return_lse=True), inputs)
     compiled = torch.compile(lambda q, k, v: cp.attention(q, k, v), backend="aot_eager", fullgraph=True)
     q, k, v = (x.clone().requires_grad_(need) for x, need in zip(inputs, needed, strict=False))
     out = compiled(q, k, v)
@@ -182,8 +183,10 @@ def test_cross_attention():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return cp.attention(q, k, v, mask=Full(), key_length=29, key_layout=Striped(), return_lse=True)
 
-    inputs = drawn(18, 29)
-    assert_right(differentiated(torch.compile(attend, backend="aot_eager", fullgraph=True), inputs), inputs, Full())
+    inputs = random_inputs(18, 29)
+    assert_attention_close(
+        forward_backward(torch.compile(attend, backend="aot_eager", fullgraph=True), inputs), inputs, Full()
+    )
 
 
 # Masks and layouts in numbers.
@@ -191,7 +194,7 @@ def test_cross_attention():
 
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_survives_being_told_in_numbers(name):
-    assert from_numbers(in_numbers(mask_named(name, 40))) == mask_named(name, 40)
+    assert from_numbers(in_numbers(make_mask(name, 40))) == make_mask(name, 40)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +233,7 @@ def test_a_mask_of_ones_own_is_refused_not_guessed():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operators_keep_what_their_fakes_promise(dtype):
-    cp, inputs = ContextParallel(), drawn(18, dtype=dtype)
+    cp, inputs = ContextParallel(), random_inputs(18, dtype=dtype)
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
     call = (cp._number, in_numbers(Causal()), 0.3, 18, None, None, True)
     # A kernel may add up in another order when it runs again.
@@ -287,7 +290,7 @@ def compiled_on(comm: Comm, mask: str, contexts: Sequence[dict[str, object]], *,
     whole = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1))
     weight = torch.linspace(-1, 1, whole.numel()).view_as(whole)
     due = whole.clone().requires_grad_()
-    call = mask_named(mask, length), length, 0.4, lse
+    call = make_mask(mask, length), length, 0.4, lse
     expected = alone(due, *call)
     (expected * weight).sum().backward()
     for options in contexts:

@@ -12,18 +12,6 @@ import torch.nn.functional as F
 from test_streams import device as replay  # noqa: F401  (a fixture)
 from torch import Tensor
 
-from attending import (
-    FLOOR,
-    NAMES,
-    assert_near,
-    assert_right,
-    by_definition,
-    differentiated,
-    drawn,
-    peak_bytes,
-    relative_error,
-    ring_results,
-)
 from attnmesh import Causal, Comm, Coverage, SlidingWindow, Zigzag, attention, run_virtual
 from attnmesh.comm import SubComm
 from attnmesh.comm.base import Finished
@@ -34,6 +22,16 @@ from attnmesh.ops.dense.triton_tiles import Tiles
 from attnmesh.ops.streams import StreamPair
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.plan.blocks import Kind, Patch
+from attnmesh.testing.attention import (
+    NAMES,
+    assert_attention_close,
+    forward_backward,
+    random_inputs,
+    reference_results,
+    virtual_results,
+)
+from attnmesh.testing.errors import ROUNDING, assert_close, relative_error
+from helpers.memory import peak_bytes
 
 Pairs = int | tuple[int, ...]
 
@@ -54,7 +52,7 @@ def local_results(inputs: Sequence[Tensor], ring_size: int, ring_id: int, **how:
     mine = [*inputs[:3], *(layout.shard(x, 2, ring_size, ring_id) for x in inputs[3:])]
     if "group" not in how:
         how |= {"ring_size": ring_size, "ring_id": ring_id}
-    return differentiated(lambda q, k, v: ring_distributed_attention(q, k, v, return_lse=True, **how), mine)
+    return forward_backward(lambda q, k, v: ring_distributed_attention(q, k, v, return_lse=True, **how), mine)
 
 
 def with_a_group(inputs: Sequence[Tensor], ring_size: int, **how: object) -> list[Tensor]:
@@ -173,81 +171,81 @@ def test_only_squares_on_the_diagonal_carry_a_mask():
 def test_a_ring_is_exact(ring_size, dtype):
     which = RINGS.index(ring_size) + DTYPES.index(dtype)
     for length in (LENGTHS[which % 4], LENGTHS[4 + which % 3]):  # a short one and a long one
-        inputs = drawn(length, heads=HEADS[which % 3], dtype=dtype, seed=which)
-        assert_right(with_a_group(inputs, ring_size), inputs, Causal())
+        inputs = random_inputs(length, heads=HEADS[which % 3], dtype=dtype, seed=which)
+        assert_attention_close(with_a_group(inputs, ring_size), inputs, Causal())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ring_size", RINGS)
 def test_a_ring_is_exact_in_every_combination(ring_size):
     for seed, (length, heads, dtype) in enumerate(itertools.product(LENGTHS, HEADS, DTYPES)):
-        inputs = drawn(length, heads=heads, dtype=dtype, seed=seed)
-        assert_right(with_a_group(inputs, ring_size), inputs, Causal())
+        inputs = random_inputs(length, heads=heads, dtype=dtype, seed=seed)
+        assert_attention_close(with_a_group(inputs, ring_size), inputs, Causal())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_three_ways(dtype):
     """Distributed, torch's own attention, and float64: each pair within rounding of one another, at every position."""
     for ring_size, length in ((2, 37), (3, 64), (4, 67), (8, 13)):
-        inputs = drawn(length, dtype=dtype, seed=length)
+        inputs = random_inputs(length, dtype=dtype, seed=length)
         inputs[4].zero_()  # torch's attention has no lse
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]
         out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
         torchs = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, inputs[3])), strict=True))
-        exact, plain = by_definition(inputs, Causal()), by_definition(inputs, Causal(), plain=True)
+        exact, plain = reference_results(inputs, Causal()), reference_results(inputs, Causal(), plain=True)
         ours = with_a_group(inputs, ring_size)
         for name, mine, rough, truth in zip(NAMES, ours, plain, exact, strict=True):
-            assert_near(name, mine, rough, truth, floor=FLOOR[dtype])
+            assert_close(name, mine, rough, truth, rounding=ROUNDING[dtype])
             if name != "lse":
                 theirs = torchs[name].detach()
-                assert_near(name, theirs, rough, truth, floor=FLOOR[dtype])
-                assert_near(name, mine, rough, theirs.double(), floor=2 * FLOOR[dtype])
+                assert_close(name, theirs, rough, truth, rounding=ROUNDING[dtype])
+                assert_close(name, mine, rough, theirs.double(), rounding=2 * ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("ring_size", RINGS)
 def test_devices_that_do_not_talk_compute_parts_of_the_whole(ring_size):
     for dtype in (torch.float32, torch.float64):
-        inputs = drawn(29, dtype=dtype, seed=ring_size)
-        assert_right(by_value(inputs, ring_size), inputs, Causal())
+        inputs = random_inputs(29, dtype=dtype, seed=ring_size)
+        assert_attention_close(by_value(inputs, ring_size), inputs, Causal())
 
 
 def test_every_length_below_and_around_twice_the_ring():
     for length in range(12):
-        inputs = drawn(length, heads=(2, 1), batch=1, seed=length)
-        assert_right(with_a_group(inputs, 5), inputs, Causal())
+        inputs = random_inputs(length, heads=(2, 1), batch=1, seed=length)
+        assert_attention_close(with_a_group(inputs, 5), inputs, Causal())
 
 
 def test_a_scale_of_ones_own():
     for scale in (0.7, -0.3, 0.0):
-        inputs = drawn(21)
-        assert_right(by_value(inputs, 3, scale=scale), inputs, Causal(), scale=scale)
+        inputs = random_inputs(21)
+        assert_attention_close(by_value(inputs, 3, scale=scale), inputs, Causal(), scale=scale)
 
 
 def test_triton_kernels_serve_it_too(device):
-    inputs = drawn(19, batch=1, heads=(2, 1))
+    inputs = random_inputs(19, batch=1, heads=(2, 1))
     there = [x.to(device) for x in inputs]
     for found in (with_a_group(there, 2, backend="triton"), by_value(there, 3, backend="triton", pairs=2)):
-        assert_right([x.cpu() for x in found], inputs, Causal())
+        assert_attention_close([x.cpu() for x in found], inputs, Causal())
 
 
 def test_strided_inputs_are_taken_as_they_are():
-    inputs = drawn(23)
+    inputs = random_inputs(23)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:3]]  # as projections leave them
     odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in inputs[:3]]  # the head dim is not contiguous
     for given in (strided, odd):
-        assert_right(by_value([*given, *inputs[3:]], 3), inputs, Causal())
+        assert_attention_close(by_value([*given, *inputs[3:]], 3), inputs, Causal())
 
 
 def test_a_ring_of_one_gives_the_bits_of_attention():
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = drawn(37, dtype=dtype)
-        alone = differentiated(lambda q, k, v: attention(q, k, v, mask=Causal(), return_lse=True), inputs)
+        inputs = random_inputs(37, dtype=dtype)
+        alone = forward_backward(lambda q, k, v: attention(q, k, v, mask=Causal(), return_lse=True), inputs)
         for name, a, b in zip(NAMES, alone, by_value(inputs, 1), strict=True):
             assert torch.equal(a, b), name
 
 
 def test_a_place_and_the_group_that_has_it_mean_the_same():
-    inputs = drawn(22)
+    inputs = random_inputs(22)
 
     def rank(comm: Comm) -> bool:
         named = {"group": comm, "ring_size": comm.world, "ring_id": comm.rank}
@@ -267,7 +265,7 @@ def test_tiles_of_any_size_serve_chunks_of_any_size(device, ring_size, tiles):
     from attnmesh.ops.dense.triton_forward import forward
 
     dtype = (torch.float32, torch.float16)[ring_size % 2]  # the interpreter's bf16 product is wrong
-    inputs = drawn(35, heads=(2, 1), batch=1, dtype=dtype, seed=ring_size)
+    inputs = random_inputs(35, heads=(2, 1), batch=1, dtype=dtype, seed=ring_size)
     q, k, v, grad_out, grad_lse = (x.to(device) for x in inputs)
     rows_keys = Tiles(*tiles, warps=4, stages=1)
     found = [torch.zeros(shape, device=device) for shape in (q.shape, q.shape[:3], q.shape, k.shape, v.shape)]
@@ -287,7 +285,7 @@ def test_tiles_of_any_size_serve_chunks_of_any_size(device, ring_size, tiles):
             whole[:, :, mine] = part
         found[3][:, :, :end] += dk
         found[4][:, :, :end] += dv
-    assert_right([x.cpu() for x in found], inputs, Causal(), scale=0.25)
+    assert_attention_close([x.cpu() for x in found], inputs, Causal(), scale=0.25)
 
 
 # Only what is seen is touched.
@@ -296,7 +294,7 @@ def test_tiles_of_any_size_serve_chunks_of_any_size(device, ring_size, tiles):
 @pytest.mark.parametrize("backend", ["aten", "triton"])
 def test_what_a_device_does_not_see_may_be_anything(device, backend):
     length, ring_size = 31, 3
-    inputs = [x.to(device if backend == "triton" else "cpu") for x in drawn(length, heads=(1, 1), batch=1)]
+    inputs = [x.to(device if backend == "triton" else "cpu") for x in random_inputs(length, heads=(1, 1), batch=1)]
     for ring_id in range(ring_size):
         patch = planned(length, ring_size, ring_id)
         clean = local_results(inputs, ring_size, ring_id, backend=backend)
@@ -328,16 +326,16 @@ def test_a_device_holds_its_rows_and_no_copy_of_the_keys():
 @pytest.mark.parametrize("pairs", FOLDS, ids=str)
 def test_finer_and_uneven_folds_give_the_same(pairs):
     for length in (5, 47):
-        inputs = drawn(length, seed=length)
-        assert_right(with_a_group(inputs, folded_ring(pairs), pairs=pairs), inputs, Causal())
-        assert_right(by_value(inputs, folded_ring(pairs), pairs=pairs), inputs, Causal())
+        inputs = random_inputs(length, seed=length)
+        assert_attention_close(with_a_group(inputs, folded_ring(pairs), pairs=pairs), inputs, Causal())
+        assert_attention_close(by_value(inputs, folded_ring(pairs), pairs=pairs), inputs, Causal())
 
 
 @pytest.mark.parametrize("pairs", [2, (2, 1, 1)], ids=str)
 def test_the_ring_takes_a_finer_fold_as_well(pairs):
-    inputs = drawn(47)
+    inputs = random_inputs(47)
     for mask in (Causal(), SlidingWindow(9, 3)):
-        assert_right(ring_results(3, inputs, mask, Zigzag(pairs)), inputs, mask)
+        assert_attention_close(virtual_results(3, inputs, mask, Zigzag(pairs)), inputs, mask)
 
 
 # Whole again.
@@ -345,7 +343,7 @@ def test_the_ring_takes_a_finer_fold_as_well(pairs):
 
 def test_the_mesh_of_eight_by_four():
     """32 ranks: eight ways of heads, each a ring of four."""
-    inputs = drawn(53, heads=(16, 8), batch=1)
+    inputs = random_inputs(53, heads=(16, 8), batch=1)
     ways = list(zip(*(x.chunk(8, 1) for x in inputs), strict=True))
 
     def rank(comm: Comm) -> list[Tensor]:
@@ -354,7 +352,7 @@ def test_the_mesh_of_eight_by_four():
 
     found = run_virtual(32, rank)
     by_way = [ring_as_one(found[first : first + 4]) for first in range(0, 32, 4)]
-    assert_right([torch.cat(parts, 1) for parts in zip(*by_way, strict=True)], inputs, Causal())
+    assert_attention_close([torch.cat(parts, 1) for parts in zip(*by_way, strict=True)], inputs, Causal())
 
 
 def layer(x: Tensor, weights: Sequence[Tensor], attend) -> Tensor:
@@ -406,7 +404,7 @@ def test_gathering_in_a_world_of_one():
 
 @pytest.mark.parametrize("wanted", ["", "q", "k", "v", "qk", "kv", "qkv"])
 def test_gradients_of_what_was_asked_for_travel_in_float32_and_nothing_else_does(wanted):
-    inputs = [x.bfloat16() for x in drawn(23)]
+    inputs = [x.bfloat16() for x in random_inputs(23)]
     due = dict(zip("qkv", with_a_group(inputs, 3)[2:], strict=True))
 
     def rank(comm: Comm) -> list[Tensor | None]:
@@ -434,7 +432,7 @@ def test_gradients_of_what_was_asked_for_travel_in_float32_and_nothing_else_does
 
 @pytest.mark.parametrize("heard", ["out", "lse"])
 def test_a_loss_of_out_alone_or_of_lse_alone(heard):
-    inputs = drawn(23)
+    inputs = random_inputs(23)
     at = NAMES.index(heard)
     inputs[4 - at].zero_()
 
@@ -446,7 +444,7 @@ def test_a_loss_of_out_alone_or_of_lse_alone(heard):
 
     out, lse, dq, dk, dv = zip(*run_virtual(3, rank), strict=True)
     found = [Zigzag().unshard(out, 2), Zigzag().unshard(lse, 2), whole_dq(dq, 1), dk[1], dv[2]]
-    assert_right(found, inputs, Causal())
+    assert_attention_close(found, inputs, Causal())
 
 
 # On a device of its own.
@@ -483,7 +481,7 @@ def laned(replay, monkeypatch):  # noqa: F811
 
 def run_two_layers(pairs: Pairs, ring_size: int, ring_id: int) -> None:
     for _ in range(2):
-        inputs = drawn(8 * ring_size, batch=1, heads=(1, 1))
+        inputs = random_inputs(8 * ring_size, batch=1, heads=(1, 1))
         local_results(inputs, ring_size, ring_id, pairs=pairs)
 
 
@@ -497,8 +495,8 @@ def test_no_memory_is_used_again_while_another_lane_reads_it(laned):
 
 def test_lanes_change_no_result(laned):
     for pairs in (1, 3):
-        inputs = drawn(61)
-        assert_right(by_value(inputs, 3, pairs=pairs), inputs, Causal())
+        inputs = random_inputs(61)
+        assert_attention_close(by_value(inputs, 3, pairs=pairs), inputs, Causal())
 
 
 def test_the_replay_notices_sums_that_do_not_wait(laned, monkeypatch):
@@ -517,7 +515,7 @@ def test_the_longest_chunk_goes_first(laned, monkeypatch):
 
     monkeypatch.setattr(Aten, "forward", partialmethod(noted, original=Aten.forward))
     monkeypatch.setattr(Aten, "backward", partialmethod(noted, original=Aten.backward))
-    leaves = [x.requires_grad_() for x in drawn(96)[:3]]
+    leaves = [x.requires_grad_() for x in random_inputs(96)[:3]]
     out = ring_distributed_attention(*leaves, ring_size=2, ring_id=1, pairs=3)
     chunks = list(Zigzag(3).ranges(96, 2, 1))
     assert [visibility.q for visibility in taken] == [
@@ -531,7 +529,7 @@ def test_the_longest_chunk_goes_first(laned, monkeypatch):
 
 
 def test_virtual_ranks_share_a_stream_and_go_without_lanes(laned):
-    inputs = drawn(48)
+    inputs = random_inputs(48)
     run_virtual(3, lambda comm: local_results(inputs, 3, comm.rank, group=comm))
     assert all(stream.name not in stream.clock for stream in laned.streams)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from attending import assert_right, differentiated, drawn
 from attnmesh import Causal, Comm, CommError, Zigzag, run_virtual
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
-from processes import run_processes
+from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
+from helpers.processes import run_processes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "query_distributed_mesh.py"
 
@@ -23,7 +23,7 @@ def whole_results(comm: Comm, where: object, inputs: list[Tensor], pairs: int | 
     """out, lse, dq, dk, dv of the whole sequence, on every rank; `where` names the ranks of `comm`."""
     mine = [*inputs[:3], *(Zigzag(pairs).shard(x, 2, comm.world, comm.rank) for x in inputs[3:])]
     how = {"group": where, "pairs": pairs}
-    out, lse, dq, dk, dv = differentiated(
+    out, lse, dq, dk, dv = forward_backward(
         lambda q, k, v: ring_distributed_attention(q, k, v, return_lse=True, **how), mine
     )
     out, lse = (gather_ring_outputs(x, length=inputs[0].shape[2], **how) for x in (out, lse))
@@ -34,8 +34,8 @@ def core_cases(comm: Comm) -> int:
     cases = [(0, 1), (2, 1), (37, 1), (64, 2), (41, (2, *[1] * (comm.world - 1)))]
     for seed, (length, pairs) in enumerate(cases):
         for dtype in (torch.float32, torch.bfloat16):
-            inputs = drawn(length, dtype=dtype, seed=seed)
-            assert_right(whole_results(comm, comm, inputs, pairs), inputs, Causal())
+            inputs = random_inputs(length, dtype=dtype, seed=seed)
+            assert_attention_close(whole_results(comm, comm, inputs, pairs), inputs, Causal())
     return len(cases)
 
 
@@ -45,7 +45,7 @@ def test_a_ring_of_processes_is_exact(world):
 
 
 def results_and_traffic(comm: Comm) -> tuple[list[list[float]], int]:
-    results = whole_results(comm, comm, drawn(37, dtype=torch.bfloat16))
+    results = whole_results(comm, comm, random_inputs(37, dtype=torch.bfloat16))
     return [x.flatten().tolist() for x in results], comm.traffic.bytes
 
 
@@ -58,11 +58,11 @@ def on_a_mesh(comm: Comm) -> None:
     """Two ways of heads, two of queries, from one mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "sequence"))
     way, place = mesh.get_coordinate()
-    inputs = [x.chunk(2, 1)[way] for x in drawn(29)]
+    inputs = [x.chunk(2, 1)[way] for x in random_inputs(29)]
     group = mesh["sequence"].get_group()
     for where in (mesh["sequence"], group):
         mine = [*inputs[:3], *(Zigzag().shard(x, 2, 2, place) for x in inputs[3:])]
-        out, _, _, dk, dv = differentiated(
+        out, _, _, dk, dv = forward_backward(
             lambda q, k, v, where=where: ring_distributed_attention(q, k, v, return_lse=True, group=where), mine
         )
         whole = gather_ring_outputs(out, length=29, group=where)
@@ -75,7 +75,7 @@ def on_a_mesh(comm: Comm) -> None:
 
 def whole_results_alone(inputs: list[Tensor]) -> list[Tensor]:
     """out, dk, dv of a ring of one, which the tests on virtual ranks know to be right."""
-    out, _, _, dk, dv = differentiated(
+    out, _, _, dk, dv = forward_backward(
         lambda q, k, v: ring_distributed_attention(q, k, v, return_lse=True, ring_size=1, ring_id=0), inputs
     )
     return [out, dk, dv]
@@ -113,7 +113,7 @@ def test_one_process_is_wrong_and_all_hear_it():
 
 def one_leaves_before_the_backward(comm: Comm) -> str:
     comm.timeout = 4
-    q, k, v = (x.requires_grad_() for x in drawn(24)[:3])
+    q, k, v = (x.requires_grad_() for x in random_inputs(24)[:3])
     out = ring_distributed_attention(q, k, v, group=comm)
     if comm.rank == 1:
         return "gone"

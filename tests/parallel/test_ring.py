@@ -7,21 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attending import (
-    HEADS,
-    LAYOUTS,
-    MASKS,
-    NAMES,
-    assert_right,
-    by_definition,
-    differentiated,
-    drawn,
-    mask_named,
-    peak_bytes,
-    relative_error,
-    ring_results,
-    shard_results,
-)
 from attnmesh import (
     Causal,
     Comm,
@@ -41,6 +26,18 @@ from attnmesh.parallel import ring
 from attnmesh.parallel.ring import Ring
 from attnmesh.plan.ring import ring_plan
 from attnmesh.plan.shards import shards
+from attnmesh.testing.attention import (
+    NAMES,
+    assert_attention_close,
+    forward_backward,
+    random_inputs,
+    reference_results,
+    shard_results,
+    virtual_results,
+)
+from attnmesh.testing.errors import relative_error
+from helpers.cases import HEADS, LAYOUTS, MASKS, make_mask
+from helpers.memory import peak_bytes
 
 WORLDS = (1, 2, 3, 4, 8)
 LENGTHS = (0, 1, 2, 7, 64, 67, 130)
@@ -51,9 +48,9 @@ every_ring = pytest.mark.parametrize(("layout", "mask", "world"), list(itertools
 
 
 def check(layout: str, mask: str, world: int, length: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    inputs = drawn(length, heads=heads, dtype=dtype, seed=length + world)
-    sight = mask_named(mask, length)
-    assert_right(ring_results(world, inputs, sight, LAYOUTS[layout]), inputs, sight)
+    inputs = random_inputs(length, heads=heads, dtype=dtype, seed=length + world)
+    sight = make_mask(mask, length)
+    assert_attention_close(virtual_results(world, inputs, sight, LAYOUTS[layout]), inputs, sight)
 
 
 # Exact.
@@ -80,20 +77,20 @@ def test_every_length_up_to_twice_the_world_and_more():
 
 
 def test_a_scale_of_ones_own_goes_around():
-    inputs = drawn(21)
-    found = ring_results(3, inputs, Causal(), Striped(), scale=0.7)
-    assert_right(found, inputs, Causal(), scale=0.7)
+    inputs = random_inputs(21)
+    found = virtual_results(3, inputs, Causal(), Striped(), scale=0.7)
+    assert_attention_close(found, inputs, Causal(), scale=0.7)
 
 
 @pytest.mark.parametrize(("layout", "mask"), [(Zigzag(), Causal()), (Contiguous(), SlidingWindow(5, 1))])
 def test_triton_kernels_go_around(layout, mask):
-    inputs = drawn(19, batch=1, heads=(2, 1))
-    assert_right(ring_results(2, inputs, mask, layout, backend="triton"), inputs, mask)
+    inputs = random_inputs(19, batch=1, heads=(2, 1))
+    assert_attention_close(virtual_results(2, inputs, mask, layout, backend="triton"), inputs, mask)
 
 
 def test_double_precision_goes_around():
-    inputs = drawn(29, dtype=torch.float64)
-    assert_right(ring_results(3, inputs, Causal(), Zigzag()), inputs, Causal())
+    inputs = random_inputs(29, dtype=torch.float64)
+    assert_attention_close(virtual_results(3, inputs, Causal(), Zigzag()), inputs, Causal())
 
 
 # The same bits.
@@ -102,8 +99,8 @@ def test_double_precision_goes_around():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_two_runs_give_the_same_bits(mask, layout):
-    inputs = drawn(67, dtype=torch.bfloat16)
-    first, second = (ring_results(4, inputs, mask_named(mask, 67), LAYOUTS[layout]) for _ in range(2))
+    inputs = random_inputs(67, dtype=torch.bfloat16)
+    first, second = (virtual_results(4, inputs, make_mask(mask, 67), LAYOUTS[layout]) for _ in range(2))
     for name, a, b in zip(NAMES, first, second, strict=True):
         assert torch.equal(a, b), name
 
@@ -111,13 +108,13 @@ def test_two_runs_give_the_same_bits(mask, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_world_of_one_gives_the_bits_of_attention(mask, layout):
-    sight = mask_named(mask, 67)
+    sight = make_mask(mask, 67)
     cp = ContextParallel(layout=LAYOUTS[layout], schedule="ring")
     for dtype in DTYPES:
-        inputs = drawn(67, dtype=dtype)
-        alone = differentiated(lambda q, k, v: attention(q, k, v, mask=sight, return_lse=True), inputs)
-        solo = differentiated(lambda q, k, v: cp.attention(q, k, v, mask=sight, return_lse=True), inputs)
-        virtual = ring_results(1, inputs, sight, LAYOUTS[layout])
+        inputs = random_inputs(67, dtype=dtype)
+        alone = forward_backward(lambda q, k, v: attention(q, k, v, mask=sight, return_lse=True), inputs)
+        solo = forward_backward(lambda q, k, v: cp.attention(q, k, v, mask=sight, return_lse=True), inputs)
+        virtual = virtual_results(1, inputs, sight, LAYOUTS[layout])
         for name, a, b, c in zip(NAMES, alone, solo, virtual, strict=True):
             assert torch.equal(a, b), name
             assert torch.equal(a, c), name
@@ -130,9 +127,9 @@ def test_a_world_of_one_gives_the_bits_of_attention(mask, layout):
 def test_the_error_in_bf16_does_not_grow_with_the_ranks(native, monkeypatch):
     if native:  # where the processor has no bf16, aten computes in float32, and there is nothing to see
         monkeypatch.setattr(aten, "_computable", lambda x: x)
-    inputs = drawn(256, dtype=torch.bfloat16, head_dim=32, batch=1)
-    exact = by_definition(inputs, Causal())
-    one, eight = (ring_results(world, inputs, Causal(), Zigzag(), backend="aten") for world in (1, 8))
+    inputs = random_inputs(256, dtype=torch.bfloat16, head_dim=32, batch=1)
+    exact = reference_results(inputs, Causal())
+    one, eight = (virtual_results(world, inputs, Causal(), Zigzag(), backend="aten") for world in (1, 8))
     for name, a, b, e in zip(NAMES, one, eight, exact, strict=True):
         if name != "lse":  # float32 on either side
             assert relative_error(b, e) <= 1.5 * relative_error(a, e), name
@@ -143,8 +140,8 @@ def test_the_error_in_bf16_does_not_grow_with_the_ranks(native, monkeypatch):
 
 @pytest.mark.parametrize("wanted", ["", "q", "k", "v", "qk", "qv", "kv"])
 def test_gradients_go_to_those_who_want_them(wanted):
-    inputs, world, layout = drawn(23), 3, Zigzag()
-    expected = dict(zip("qkv", ring_results(world, inputs, Causal(), layout)[2:], strict=True))
+    inputs, world, layout = random_inputs(23), 3, Zigzag()
+    expected = dict(zip("qkv", virtual_results(world, inputs, Causal(), layout)[2:], strict=True))
 
     def rank(comm: Comm) -> list[Tensor | None]:
         cp = ContextParallel(comm, layout=layout, schedule="ring")
@@ -166,7 +163,7 @@ def test_gradients_go_to_those_who_want_them(wanted):
 
 
 def test_without_return_lse_only_out_comes_back():
-    inputs = drawn(24)
+    inputs = random_inputs(24)
 
     def rank(comm: Comm) -> Tensor:
         cp = ContextParallel(comm, schedule="ring")
@@ -184,8 +181,8 @@ def test_without_return_lse_only_out_comes_back():
 @pytest.mark.parametrize("mask", MASKS)
 def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):
     length, world, batch, heads, head_dim = 67, 4, 2, (4, 2), 16
-    inputs = drawn(length, heads=heads, batch=batch, head_dim=head_dim, dtype=dtype)
-    sight, layout = mask_named(mask, length), LAYOUTS[layout]
+    inputs = random_inputs(length, heads=heads, batch=batch, head_dim=head_dim, dtype=dtype)
+    sight, layout = make_mask(mask, length), LAYOUTS[layout]
 
     def rank(comm: Comm) -> list[tuple[int, int]]:
         cp = ContextParallel(comm, layout=layout, schedule="ring")
@@ -216,7 +213,8 @@ def test_nothing_travels_that_nobody_needs():
         def rank(comm: Comm) -> tuple[int, int]:
             cp = ContextParallel(comm, layout=Contiguous(), schedule="ring")
             q, k, v = (
-                cp.shard(x, 2).clone().requires_grad_(n in wanted) for n, x in zip("qkv", drawn(64), strict=False)
+                cp.shard(x, 2).clone().requires_grad_(n in wanted)
+                for n, x in zip("qkv", random_inputs(64), strict=False)
             )
             out = cp.attention(q, k, v, mask=mask)
             forward = comm.traffic.bytes
@@ -280,7 +278,7 @@ class Noting:
 
 def spied(world: int, mask, monkeypatch) -> list[tuple[list[str], list[str], list[Tensor], list[Tensor]]]:
     """For every rank: events of the forward and of the backward, messages of either. In bf16."""
-    inputs = drawn(8 * world, dtype=torch.bfloat16)
+    inputs = random_inputs(8 * world, dtype=torch.bfloat16)
     events_of: dict[int, list[str]] = {}  # by where a rank's queries lie: all ranks share one process
 
     def noting(choose):
@@ -341,7 +339,7 @@ def test_memory_does_not_grow_with_the_ranks(mask, layout):
     """Twice the sequence on twice the ranks: each holds as much as before, forward and backward."""
 
     def peak(world: int, rank: int) -> int:
-        inputs, comm = drawn(128 * world, dtype=torch.bfloat16, batch=1), Alone(rank, world, 10)
+        inputs, comm = random_inputs(128 * world, dtype=torch.bfloat16, batch=1), Alone(rank, world, 10)
         return peak_bytes(lambda: shard_results(comm, inputs, mask, LAYOUTS[layout]))
 
     def worst(world: int) -> int:
@@ -357,7 +355,7 @@ def test_memory_does_not_grow_with_the_ranks(mask, layout):
 
 
 def test_several_layers_in_one_graph():
-    inputs = drawn(30, heads=(2, 2))
+    inputs = random_inputs(30, heads=(2, 2))
     masks = (Causal(), SlidingWindow(4), Causal())
 
     def layers(attend, q, k, v):
@@ -373,19 +371,19 @@ def test_several_layers_in_one_graph():
         def attend(q, k, v, mask):
             return cp.attention(q, k, v, mask=mask, return_lse=True)
 
-        return differentiated(lambda *qkv: layers(attend, *qkv), [cp.shard(x, 2) for x in inputs])
+        return forward_backward(lambda *qkv: layers(attend, *qkv), [cp.shard(x, 2) for x in inputs])
 
     def alone(q, k, v, mask):
         return attention(q, k, v, mask=mask, return_lse=True, backend="reference")
 
     found = [Striped().unshard(parts, 2) for parts in zip(*run_virtual(3, rank), strict=True)]
-    exact = differentiated(lambda *qkv: layers(alone, *qkv), [x.double() for x in inputs])
+    exact = forward_backward(lambda *qkv: layers(alone, *qkv), [x.double() for x in inputs])
     for a, e in zip(found, exact, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
 
 
 def test_shards_may_be_views():
-    inputs, world, layout = drawn(26), 3, Striped()
+    inputs, world, layout = random_inputs(26), 3, Striped()
 
     def rank(comm: Comm) -> list[Tensor]:
         cp = ContextParallel(comm, layout=layout, schedule="ring")
@@ -400,10 +398,10 @@ def test_shards_may_be_views():
         v = torch.stack([v, torch.full_like(v, torch.nan)], -1)[..., 0]
         grad_out = grad_out.transpose(2, 3).contiguous().transpose(2, 3)
         assert not any(x.is_contiguous() for x in (q, k, v, grad_out))
-        return differentiated(attend, [q, k, v, grad_out, shards[4]])
+        return forward_backward(attend, [q, k, v, grad_out, shards[4]])
 
     found = [layout.unshard(parts, 2) for parts in zip(*run_virtual(world, rank), strict=True)]
-    assert_right(found, inputs, Causal())
+    assert_attention_close(found, inputs, Causal())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from attending import HEADS, LAYOUTS, MASKS, assert_right, drawn, mask_named, shard_results
 from attnmesh import (
     Causal,
     Comm,
@@ -25,7 +24,9 @@ from attnmesh import (
     Zigzag,
     run_virtual,
 )
-from processes import Died, run_processes
+from attnmesh.testing.attention import assert_attention_close, random_inputs, shard_results
+from helpers.cases import HEADS, LAYOUTS, MASKS, make_mask
+from helpers.processes import Died, run_processes
 
 
 def whole_results(comm: Comm, inputs: list[Tensor], mask: Mask, layout: Layout) -> list[Tensor]:
@@ -39,8 +40,8 @@ def core_cases(comm: Comm) -> int:
     for layout, mask in ((layout, mask) for layout in LAYOUTS for mask in MASKS):
         length = (0, 1, 5, 64, 67)[done % 5]
         dtype, heads = (torch.float32, torch.bfloat16)[done % 2], (HEADS["gqa"], HEADS["mha"])[done % 3 == 0]
-        inputs, sight = drawn(length, heads=heads, dtype=dtype, seed=done), mask_named(mask, length)
-        assert_right(whole_results(comm, inputs, sight, LAYOUTS[layout]), inputs, sight)
+        inputs, sight = random_inputs(length, heads=heads, dtype=dtype, seed=done), make_mask(mask, length)
+        assert_attention_close(whole_results(comm, inputs, sight, LAYOUTS[layout]), inputs, sight)
         done += 1
     return done
 
@@ -51,7 +52,7 @@ def test_a_ring_of_processes_is_exact(world):
 
 
 def shards_and_traffic(comm: Comm) -> tuple[list[list[float]], int, int]:
-    shards = shard_results(comm, drawn(67), Causal(), Zigzag())
+    shards = shard_results(comm, random_inputs(67), Causal(), Zigzag())
     return [x.flatten().tolist() for x in shards], comm.traffic.messages, comm.traffic.bytes
 
 
@@ -65,9 +66,11 @@ def on_a_mesh(comm: Comm) -> None:
     cp = ContextParallel(mesh["cp"])
     assert (cp.rank, cp.world) == (place, 2)
     for mask in (Causal(), Full()):
-        inputs = drawn(21, seed=replica)  # each replica has a sequence of its own
-        assert_right(whole_results(cp.comm, inputs, mask, Zigzag()), inputs, mask)
-    assert_right(whole_results(ContextParallel(mesh["cp"].get_group()).comm, inputs, mask, Zigzag()), inputs, mask)
+        inputs = random_inputs(21, seed=replica)  # each replica has a sequence of its own
+        assert_attention_close(whole_results(cp.comm, inputs, mask, Zigzag()), inputs, mask)
+    assert_attention_close(
+        whole_results(ContextParallel(mesh["cp"].get_group()).comm, inputs, mask, Zigzag()), inputs, mask
+    )
     with pytest.raises(ValueError, match="group must be a Comm, ProcessGroup, DeviceMesh or None, got str"):
         ContextParallel("cp")
 
@@ -109,7 +112,7 @@ def test_a_script_under_torchrun(tmp_path):
 def one_dies(comm: Comm, when: str) -> tuple[str, float]:
     comm.timeout = 5
     cp = ContextParallel(comm, schedule="ring")
-    inputs = drawn(66)
+    inputs = random_inputs(66)
     q, k, v = (cp.shard(x, 2).clone().requires_grad_() for x in inputs[:3])
     cp.attention(q, k, v).sum().backward()  # all is well
     began = time.monotonic()
@@ -137,7 +140,7 @@ def test_a_rank_that_dies_in_the_middle_of_attention_is_missed_in_time(when):
 def one_raises(comm: Comm) -> tuple[str, float]:
     comm.timeout = 5
     cp = ContextParallel(comm, schedule="ring")
-    q, k, v = (cp.shard(x, 2) for x in drawn(66)[:3])
+    q, k, v = (cp.shard(x, 2) for x in random_inputs(66)[:3])
     cp.attention(q, k, v)
     began = time.monotonic()
     try:
@@ -158,9 +161,9 @@ def test_a_rank_that_raises_between_two_calls_is_missed_in_time():
 
 def long_documents(comm: Comm) -> None:
     """Masks whose words are long are agreed on as well as short ones."""
-    inputs = drawn(300, batch=1, heads=(2, 1))
+    inputs = random_inputs(300, batch=1, heads=(2, 1))
     mask = Causal() & Documents([1] * 100 + [2] * 100) & SlidingWindow(1)
-    assert_right(whole_results(comm, inputs, mask, Zigzag()), inputs, mask)
+    assert_attention_close(whole_results(comm, inputs, mask, Zigzag()), inputs, mask)
 
 
 def test_many_documents():

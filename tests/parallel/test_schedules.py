@@ -9,21 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import planning
-from attending import (
-    MASKS,
-    NAMES,
-    assert_right,
-    by_definition,
-    differentiated,
-    drawn,
-    mask_named,
-    peak_bytes,
-    relative_error,
-    ring_results,
-    shard_results,
-    shards_of,
-)
 from attnmesh import (
     Causal,
     Comm,
@@ -51,6 +36,20 @@ from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.catalog import usual_cluster
 from attnmesh.planner.hardware import Cluster
+from attnmesh.testing.attention import (
+    NAMES,
+    assert_attention_close,
+    forward_backward,
+    random_inputs,
+    reference_results,
+    shard_inputs,
+    shard_results,
+    virtual_results,
+)
+from attnmesh.testing.errors import relative_error
+from helpers import clusters
+from helpers.cases import MASKS, make_mask
+from helpers.memory import peak_bytes
 
 ULYSSES = ("ulysses", "ulysses+ring", "ulysses+allgather")
 FLAT = tuple(name for name in SCHEDULES if "+" not in name)
@@ -134,9 +133,9 @@ def assert_same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Non
 
 def check(schedule: str, mesh: Mesh, layout: str, mask: str, length: int) -> None:
     draw = random.Random(f"{schedule} {mesh} {layout} {mask} {length}")
-    sight = mask_named(mask, length)
+    sight = make_mask(mask, length)
     held = layout_named(layout, sight, length)
-    inputs = drawn(
+    inputs = random_inputs(
         length,
         heads=draw.choice(HEADS),
         dtype=dtype_drawn(draw, length),
@@ -147,7 +146,9 @@ def check(schedule: str, mesh: Mesh, layout: str, mask: str, length: int) -> Non
     if layout == "striped" and schedule in ("ulysses+ring", "ulysses+allgather") and length > mesh[0]:
         assert_refused(inputs, sight, held, **way(schedule, mesh))
     else:
-        assert_right(ring_results(inputs=inputs, mask=sight, layout=held, **way(schedule, mesh)), inputs, sight)
+        assert_attention_close(
+            virtual_results(inputs=inputs, mask=sight, layout=held, **way(schedule, mesh)), inputs, sight
+        )
 
 
 def assert_refused(inputs: Sequence[Tensor], mask: Mask, layout: Layout, *, world: int, **how: object) -> None:
@@ -185,47 +186,53 @@ def test_eight_ranks_are_exact(schedule, mask):
 def test_any_number_of_heads(schedule, heads):
     """Heads that do not divide, more ranks than heads, fewer kv heads than ranks, groups cut by a rank's stretch."""
     mesh = (5, None) if schedule in FLAT else (6, 3)
-    inputs = drawn(19, heads=heads, head_dim=8, seed=sum(heads), dtype=random.Random(str(heads)).choice(DTYPES))
-    assert_right(ring_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **way(schedule, mesh)), inputs, Causal())
+    inputs = random_inputs(19, heads=heads, head_dim=8, seed=sum(heads), dtype=random.Random(str(heads)).choice(DTYPES))
+    assert_attention_close(
+        virtual_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **way(schedule, mesh)), inputs, Causal()
+    )
 
 
 @every_schedule
 def test_every_length_up_to_twice_the_world_and_more(schedule):
     for length in range(10):
-        inputs = drawn(length, heads=(2, 1), head_dim=8, seed=length)
-        found = ring_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **way(schedule))
-        assert_right(found, inputs, Causal())
+        inputs = random_inputs(length, heads=(2, 1), head_dim=8, seed=length)
+        found = virtual_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **way(schedule))
+        assert_attention_close(found, inputs, Causal())
 
 
 @every_schedule
 def test_ranks_that_hold_nothing_take_part(schedule):
     pairs = (2, 0, 1) if schedule in FLAT else (0, 0, 2, 1)  # all of a node, for once
     for layout in (Zigzag(pairs), Zigzag(pairs[::-1])):
-        inputs = drawn(23, heads=(4, 2), head_dim=8)
-        assert_right(ring_results(inputs=inputs, mask=Causal(), layout=layout, **way(schedule)), inputs, Causal())
+        inputs = random_inputs(23, heads=(4, 2), head_dim=8)
+        assert_attention_close(
+            virtual_results(inputs=inputs, mask=Causal(), layout=layout, **way(schedule)), inputs, Causal()
+        )
 
 
 @every_schedule
 @pytest.mark.parametrize("scale", [0.7, -0.3, 0])
 def test_a_scale_of_ones_own(schedule, scale):
-    inputs = drawn(21, head_dim=8)
-    found = ring_results(inputs=inputs, mask=Causal(), layout=Zigzag(), scale=scale, **way(schedule))
-    assert_right(found, inputs, Causal(), scale=scale)
+    inputs = random_inputs(21, head_dim=8)
+    found = virtual_results(inputs=inputs, mask=Causal(), layout=Zigzag(), scale=scale, **way(schedule))
+    assert_attention_close(found, inputs, Causal(), scale=scale)
 
 
 @pytest.mark.parametrize("schedule", ["ulysses+ring", "ulysses+allgather"])
 def test_stripes_too_short_to_interleave_are_taken_together(schedule):
     for layout in (Joint((3, Striped()), (3, Striped())), Joint((4, Striped()), (2, Striped())), Striped()):
         length = 4 if layout == Striped() else 6
-        inputs = drawn(length, heads=(4, 2), head_dim=8)
-        assert_right(ring_results(inputs=inputs, mask=Causal(), layout=layout, **way(schedule)), inputs, Causal())
+        inputs = random_inputs(length, heads=(4, 2), head_dim=8)
+        assert_attention_close(
+            virtual_results(inputs=inputs, mask=Causal(), layout=layout, **way(schedule)), inputs, Causal()
+        )
 
 
 @pytest.mark.parametrize(("schedule", "mask"), [("allgather", Causal()), ("ulysses", SlidingWindow(5, 1))])
 def test_triton_kernels_serve(schedule, mask):
-    inputs = drawn(11, batch=1, heads=(2, 1))
-    found = ring_results(2, inputs, mask, Zigzag(), backend="triton", schedule=schedule)
-    assert_right(found, inputs, mask)
+    inputs = random_inputs(11, batch=1, heads=(2, 1))
+    found = virtual_results(2, inputs, mask, Zigzag(), backend="triton", schedule=schedule)
+    assert_attention_close(found, inputs, mask)
 
 
 # Queries of one sequence, keys of another.
@@ -248,11 +255,11 @@ def test_cross_attention_is_exact(schedule, mask):
     for length, key_length in draw.sample(SIDES, 2):
         layout, key_layout = draw.choice(able)
         dtype = dtype_drawn(draw, min(length, key_length))
-        inputs = drawn(length, key_length, heads=draw.choice(HEADS), dtype=dtype, head_dim=8)
-        sight = mask_named(mask, key_length)
+        inputs = random_inputs(length, key_length, heads=draw.choice(HEADS), dtype=dtype, head_dim=8)
+        sight = make_mask(mask, key_length)
         how = way(schedule, draw.choice([(3, None), (5, None)] if schedule in FLAT else [(4, 2), (6, 2)]))
-        found = ring_results(inputs=inputs, mask=sight, layout=layout, key_layout=key_layout, **how)
-        assert_right(found, inputs, sight)
+        found = virtual_results(inputs=inputs, mask=sight, layout=layout, key_layout=key_layout, **how)
+        assert_attention_close(found, inputs, sight)
 
 
 @pytest.mark.slow
@@ -261,19 +268,19 @@ def test_cross_attention_is_exact(schedule, mask):
 def test_cross_attention_is_exact_in_every_combination(schedule, mask):
     able = [pair for pair in PAIRS if "ulysses+" not in schedule or Striped() not in pair]
     for mesh, (length, key_length), (layout, key_layout) in product(MESHES[schedule], SIDES, able):
-        inputs = drawn(length, key_length, head_dim=8)
-        sight = mask_named(mask, key_length)
-        found = ring_results(inputs=inputs, mask=sight, layout=layout, key_layout=key_layout, **way(schedule, mesh))
-        assert_right(found, inputs, sight)
+        inputs = random_inputs(length, key_length, head_dim=8)
+        sight = make_mask(mask, key_length)
+        found = virtual_results(inputs=inputs, mask=sight, layout=layout, key_layout=key_layout, **way(schedule, mesh))
+        assert_attention_close(found, inputs, sight)
 
 
 @every_schedule
 def test_keys_that_only_some_ranks_hold(schedule):
     pairs = (2, 0, 1) if schedule in FLAT else (0, 0, 2, 1)
-    inputs = drawn(22, 15, heads=(3, 3), head_dim=8)
+    inputs = random_inputs(22, 15, heads=(3, 3), head_dim=8)
     for mask in (Full(), Causal()):
-        found = ring_results(inputs=inputs, mask=mask, layout=Zigzag(), key_layout=Zigzag(pairs), **way(schedule))
-        assert_right(found, inputs, mask)
+        found = virtual_results(inputs=inputs, mask=mask, layout=Zigzag(), key_layout=Zigzag(pairs), **way(schedule))
+        assert_attention_close(found, inputs, mask)
 
 
 # The same bits.
@@ -282,20 +289,20 @@ def test_keys_that_only_some_ranks_hold(schedule):
 @every_schedule
 @pytest.mark.parametrize("mask", ["causal", "all three"])
 def test_two_runs_give_the_same_bits(schedule, mask):
-    inputs, sight = drawn(37, dtype=torch.bfloat16, heads=(3, 1)), mask_named(mask, 37)
-    first, second = (ring_results(inputs=inputs, mask=sight, layout=Zigzag(), **way(schedule)) for _ in range(2))
+    inputs, sight = random_inputs(37, dtype=torch.bfloat16, heads=(3, 1)), make_mask(mask, 37)
+    first, second = (virtual_results(inputs=inputs, mask=sight, layout=Zigzag(), **way(schedule)) for _ in range(2))
     assert_same_bits(first, second)
 
 
 def test_a_world_of_one_gives_the_bits_of_attention_around_a_ring_and_the_right_ones_otherwise():
     for mask, dtype in product(MASKS, (torch.float32, torch.bfloat16)):
-        sight, inputs = mask_named(mask, 37), drawn(37, dtype=dtype, heads=(10, 5), head_dim=8)
-        alone = differentiated(lambda *qkv, sight=sight: attention(*qkv, mask=sight, return_lse=True), inputs)
+        sight, inputs = make_mask(mask, 37), random_inputs(37, dtype=dtype, heads=(10, 5), head_dim=8)
+        alone = forward_backward(lambda *qkv, sight=sight: attention(*qkv, mask=sight, return_lse=True), inputs)
         for schedule in FLAT:
-            found = ring_results(1, inputs, sight, Zigzag(), schedule=schedule)
+            found = virtual_results(1, inputs, sight, Zigzag(), schedule=schedule)
             if schedule == "ring":
                 assert_same_bits(found, alone)
-            assert_right(found, inputs, sight)
+            assert_attention_close(found, inputs, sight)
 
 
 # The error does not grow.
@@ -307,11 +314,11 @@ def test_the_error_in_bf16_does_not_grow_with_the_ranks(schedule, kernels, most,
     # Where kernels compute in float32, all there is to see is how often ranks round; in bf16, parts are rounded too.
     monkeypatch.setattr(aten, "_computable", torch.Tensor.float if kernels == "float32" else lambda x: x)
     for heads in ((8, 8), (8, 1)):  # one kv head for all: what eight ranks find for it is summed
-        inputs = drawn(64, dtype=torch.bfloat16, head_dim=16, batch=1, heads=heads)
-        exact = by_definition(inputs, Causal())
-        one = ring_results(1, inputs, Causal(), Zigzag())
+        inputs = random_inputs(64, dtype=torch.bfloat16, head_dim=16, batch=1, heads=heads)
+        exact = reference_results(inputs, Causal())
+        one = virtual_results(1, inputs, Causal(), Zigzag())
         mesh = (8, None if schedule in FLAT else 4)
-        eight = ring_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **way(schedule, mesh))
+        eight = virtual_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **way(schedule, mesh))
         for name, a, b, e in zip(NAMES, one, eight, exact, strict=True):
             if name != "lse":  # float32 on either side
                 assert relative_error(b, e) <= most * relative_error(a, e), (name, heads)
@@ -325,12 +332,12 @@ def test_the_error_in_bf16_does_not_grow_with_the_ranks(schedule, kernels, most,
 def test_gradients_go_to_those_who_want_them(schedule, wanted):
     world, how = comm_way(schedule)
     for mask, heads in (("causal & documents", (6, 6)), ("causal", (3, 1))):
-        inputs, sight, layout = drawn(23, heads=heads, head_dim=8), mask_named(mask, 23), Contiguous()
-        expected = dict(zip("qkv", by_definition(inputs, sight)[2:], strict=True))
+        inputs, sight, layout = random_inputs(23, heads=heads, head_dim=8), make_mask(mask, 23), Contiguous()
+        expected = dict(zip("qkv", reference_results(inputs, sight)[2:], strict=True))
 
         def rank(comm: Comm, inputs=inputs, sight=sight, layout=layout) -> list[Tensor | None]:
             cp = ContextParallel(comm, layout=layout, **how)
-            shards = [x.clone() for x in shards_of(inputs, comm, layout)]
+            shards = [x.clone() for x in shard_inputs(inputs, comm, layout)]
             for name, x in zip("qkv", shards, strict=False):
                 x.requires_grad_(name in wanted)
             out, lse = cp.attention(*shards[:3], mask=sight, length=23, return_lse=True)
@@ -349,7 +356,7 @@ def test_gradients_go_to_those_who_want_them(schedule, wanted):
 @every_schedule
 @pytest.mark.parametrize("heard", ["out", "lse"])
 def test_a_loss_of_out_alone_or_of_lse_alone(schedule, heard):
-    inputs = drawn(23, head_dim=8)
+    inputs = random_inputs(23, head_dim=8)
     at = NAMES.index(heard)
     inputs[4 - at].zero_()
     world, how = comm_way(schedule)
@@ -361,12 +368,12 @@ def test_a_loss_of_out_alone_or_of_lse_alone(schedule, heard):
         results = cp.attention(*leaves, length=23, return_lse=True)
         return [*(x.detach() for x in results), *torch.autograd.grad(results[at], leaves, shards[3 + at])]
 
-    assert_right(whole(run_virtual(world, rank), Zigzag()), inputs, Causal())
+    assert_attention_close(whole(run_virtual(world, rank), Zigzag()), inputs, Causal())
 
 
 @every_schedule
 def test_a_loss_of_the_lse_on_one_rank_only(schedule):
-    inputs = drawn(23, head_dim=8)
+    inputs = random_inputs(23, head_dim=8)
     world, how = comm_way(schedule)
 
     def rank(comm: Comm) -> list[Tensor]:
@@ -380,13 +387,13 @@ def test_a_loss_of_the_lse_on_one_rank_only(schedule):
 
     found = whole(run_virtual(world, rank), Zigzag())
     by_rank = [Zigzag().shard(inputs[4], 2, world, r) * (r == 1) for r in range(world)]
-    assert_right(found, [*inputs[:4], Zigzag().unshard(by_rank, 2)], Causal())
+    assert_attention_close(found, [*inputs[:4], Zigzag().unshard(by_rank, 2)], Causal())
 
 
 @every_schedule
 def test_a_graph_that_is_kept_gives_the_same_gradients_again(schedule):
     world, how = comm_way(schedule)
-    inputs = drawn(23, heads=(6, 2), head_dim=8)
+    inputs = random_inputs(23, heads=(6, 2), head_dim=8)
 
     def rank(comm: Comm) -> None:
         cp = ContextParallel(comm, **how)
@@ -402,8 +409,8 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(schedule):
 @every_schedule
 def test_without_gradients_the_answer_is_the_same(schedule):
     world, how = comm_way(schedule)
-    inputs = drawn(23, head_dim=8)
-    expected = ring_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **way(schedule))
+    inputs = random_inputs(23, head_dim=8)
+    expected = virtual_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **way(schedule))
 
     def rank(comm: Comm) -> list[Tensor]:
         cp = ContextParallel(comm, **how)
@@ -424,9 +431,9 @@ def test_without_gradients_the_answer_is_the_same(schedule):
 @every_schedule
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_changes_nothing(schedule, reentrant):
-    inputs = drawn(29, head_dim=8)
+    inputs = random_inputs(29, head_dim=8)
     world, how = comm_way(schedule)
-    plain = ring_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **way(schedule))
+    plain = virtual_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **way(schedule))
 
     def rank(comm: Comm) -> list[Tensor]:
         cp = ContextParallel(comm, **how)
@@ -448,7 +455,7 @@ def test_activation_checkpointing_changes_nothing(schedule, reentrant):
 
 @every_schedule
 def test_shards_may_be_views_and_stay_as_they_are(schedule):
-    inputs, layout = drawn(26, head_dim=8), Contiguous()
+    inputs, layout = random_inputs(26, head_dim=8), Contiguous()
     world, how = comm_way(schedule)
 
     def rank(comm: Comm) -> list[Tensor]:
@@ -462,11 +469,11 @@ def test_shards_may_be_views_and_stay_as_they_are(schedule):
         given = [q, k, v, grad_out, grad_lse]
         assert not any(x.is_contiguous() for x in given)
         before = [x.clone() for x in given]
-        found = differentiated(lambda *qkv: cp.attention(*qkv, length=26, return_lse=True), given)
+        found = forward_backward(lambda *qkv: cp.attention(*qkv, length=26, return_lse=True), given)
         assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
         return found
 
-    assert_right(whole(run_virtual(world, rank), layout), inputs, Causal())
+    assert_attention_close(whole(run_virtual(world, rank), layout), inputs, Causal())
 
 
 @every_schedule
@@ -485,17 +492,19 @@ def test_one_context_serves_calls_of_many_kinds_in_turn(schedule):
         cp = ContextParallel(comm, **how)
         found = []
         for mask, length, key_length, dtype, heads, scale in (*kinds, *kinds):
-            shards = shards_of(drawn(length, key_length, heads=heads, dtype=dtype, head_dim=8), comm, Zigzag())
+            shards = shard_inputs(
+                random_inputs(length, key_length, heads=heads, dtype=dtype, head_dim=8), comm, Zigzag()
+            )
             call = {"mask": mask, "length": length, "key_length": key_length, "scale": scale, "return_lse": True}
-            found.append(differentiated(lambda *qkv, call=call: cp.attention(*qkv, **call), shards))
+            found.append(forward_backward(lambda *qkv, call=call: cp.attention(*qkv, **call), shards))
         return found
 
     by_kind = list(zip(*run_virtual(world, rank), strict=True))
     for (mask, length, key_length, dtype, heads, scale), first, second in zip(
         kinds, by_kind[: len(kinds)], by_kind[len(kinds) :], strict=True
     ):
-        inputs = drawn(length, key_length, heads=heads, dtype=dtype, head_dim=8)
-        assert_right(whole(first, Zigzag()), inputs, mask, scale=scale)
+        inputs = random_inputs(length, key_length, heads=heads, dtype=dtype, head_dim=8)
+        assert_attention_close(whole(first, Zigzag()), inputs, mask, scale=scale)
         assert_same_bits(whole(second, Zigzag()), whole(first, Zigzag()))
 
 
@@ -558,7 +567,7 @@ def sent_by(
     def rank(comm: Comm) -> list[tuple[int, int]]:
         ledger = Ledger(comm)
         cp = ContextParallel(ledger, layout=layout, schedule=schedule, ranks_per_node=ranks_per_node)
-        q, k, v, *grads = (x.clone() for x in shards_of(inputs, comm, layout, key_layout))
+        q, k, v, *grads = (x.clone() for x in shard_inputs(inputs, comm, layout, key_layout))
         for name, x in zip("qkv", (q, k, v), strict=True):
             x.requires_grad_(name in wanted)
         results = cp.attention(
@@ -598,9 +607,9 @@ def test_ranks_send_what_the_plan_says_and_no_byte_more(schedule, mask):
     draw = random.Random(f"{schedule} {mask}")
     able = [pair for pair in PAIRS if "ulysses+" not in schedule or Striped() not in pair]
     for key_length in (37, 20):
-        sight, (layout, key_layout) = mask_named(mask, key_length), draw.choice(able)
+        sight, (layout, key_layout) = make_mask(mask, key_length), draw.choice(able)
         mesh = draw.choice([(5, None), (4, 2), (6, 3)] if schedule in FLAT else [(4, 2), (6, 2), (6, 3), (8, 4)])
-        inputs = drawn(37, key_length, heads=draw.choice(HEADS), dtype=draw.choice(DTYPES), head_dim=8)
+        inputs = random_inputs(37, key_length, heads=draw.choice(HEADS), dtype=draw.choice(DTYPES), head_dim=8)
         how = {"lse": key_length == 37, "key_layout": key_layout}
         sent = sent_by(schedule, mesh, inputs, sight, layout, **how)
         assert sent == planned(schedule, mesh, inputs, sight, layout, **how), (mesh, layout, key_layout)
@@ -611,17 +620,17 @@ def test_ranks_send_what_the_plan_says_and_no_byte_more(schedule, mask):
 def test_ranks_send_what_the_plan_says_in_every_combination(schedule, mesh, layout, mask):
     if layout == "striped" and "ulysses+" in schedule:
         pytest.skip("refused")
-    sight = mask_named(mask, 37)
+    sight = make_mask(mask, 37)
     held = layout_named(layout, sight, 37)
     draw = random.Random(f"{schedule} {mesh} {layout} {mask}")
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = drawn(37, heads=draw.choice(HEADS), dtype=dtype, head_dim=8)
+        inputs = random_inputs(37, heads=draw.choice(HEADS), dtype=dtype, head_dim=8)
         assert sent_by(schedule, mesh, inputs, sight, held) == planned(schedule, mesh, inputs, sight, held)
 
 
 @every_schedule
 def test_the_lse_and_its_gradient_travel_only_where_it_is_asked_for_and_rows_are_traded_for_heads(schedule):
-    inputs, mesh = drawn(24, heads=(4, 4), dtype=torch.bfloat16), (4, None if schedule in FLAT else 2)
+    inputs, mesh = random_inputs(24, heads=(4, 4), dtype=torch.bfloat16), (4, None if schedule in FLAT else 2)
     without, with_it = (sent_by(schedule, mesh, inputs, Causal(), Zigzag(), lse=lse) for lse in (False, True))
     members = mesh[1] or mesh[0] if schedule in ULYSSES else 1
     more = 6 * 2 * 4 * 4 * (members - 1) // members  # rows, batch, heads and bytes, but for the heads that stay
@@ -630,7 +639,7 @@ def test_the_lse_and_its_gradient_travel_only_where_it_is_asked_for_and_rows_are
 
 @every_schedule
 def test_no_gradients_of_keys_travel_where_nobody_wants_them(schedule):
-    inputs, mesh = drawn(24, heads=(4, 2), dtype=torch.bfloat16), (4, None if schedule in FLAT else 2)
+    inputs, mesh = random_inputs(24, heads=(4, 2), dtype=torch.bfloat16), (4, None if schedule in FLAT else 2)
     forward, backward, with_keys = [], [], []
     for rank, other in zip(
         sent_by(schedule, mesh, inputs, Full(), Zigzag(), wanted="q"),
@@ -659,7 +668,7 @@ def test_a_window_costs_bytes_by_its_width_and_none_by_the_length(schedule, layo
     mesh = (4, 2 if "+" in schedule else None)
 
     def sent(length: int, left: int) -> tuple[int, int]:
-        inputs = drawn(length, batch=1, heads=(1, 1), head_dim=8)
+        inputs = random_inputs(length, batch=1, heads=(1, 1), head_dim=8)
         by_rank = sent_by(schedule, mesh, inputs, SlidingWindow(left), layout)
         return sum(sum(rank[0]) for rank in by_rank), sum(sum(rank[1]) for rank in by_rank)
 
@@ -672,7 +681,7 @@ def test_a_window_costs_bytes_by_its_width_and_none_by_the_length(schedule, layo
 @pytest.mark.parametrize(("world", "ranks_per_node"), [(4, 2), (6, 3), (6, 2)])
 def test_a_ring_of_rings_takes_each_block_across_each_border_once(world, ranks_per_node):
     nodes, row = world // ranks_per_node, 2 * 2 * 2 * 16 * 4
-    inputs = drawn(8 * world, heads=(4, 2))
+    inputs = random_inputs(8 * world, heads=(4, 2))
     flat, rings = (
         [rank[0][1] for rank in sent_by(name, (world, ranks_per_node), inputs, Full(), Contiguous())]
         for name in ("ring", "ring+ring")
@@ -698,7 +707,7 @@ def test_the_next_heads_keys_are_on_their_way_before_the_present_ones_are_comput
     def rank(comm: Comm) -> tuple[list[str], list[str]]:
         ledger = Ledger(comm)
         cp = ContextParallel(ledger, schedule="allgather")
-        leaves = [cp.shard(x, 2).clone().requires_grad_() for x in drawn(24, heads=(3, 3))[:3]]
+        leaves = [cp.shard(x, 2).clone().requires_grad_() for x in random_inputs(24, heads=(3, 3))[:3]]
         events_of[leaves[0].untyped_storage().data_ptr()] = ledger.events
         out = cp.attention(*leaves, mask=Full())
         forward = len(ledger.events)
@@ -718,7 +727,7 @@ def test_the_next_nodes_keys_are_on_their_way_while_the_present_ones_turn_within
     def rank(comm: Comm) -> list:
         ledger = Ledger(comm)
         cp = ContextParallel(ledger, layout=Contiguous(), schedule="ring+ring", ranks_per_node=2)
-        cp.attention(*(cp.shard(x, 2) for x in drawn(24)[:3]), mask=Full())
+        cp.attention(*(cp.shard(x, 2) for x in random_inputs(24)[:3]), mask=Full())
         return ledger.events
 
     for me, events in enumerate(run_virtual(4, rank)):
@@ -740,7 +749,7 @@ class Alone(Comm):
 def test_an_all_gather_holds_the_keys_of_two_groups_of_heads_at_most():
     """Of eight kv heads, four travel in two groups; gathering all at once would take twice as much and more."""
     world, heads, head_dim = 16, 8, 16
-    inputs = drawn(64 * world, batch=1, heads=(heads, heads), head_dim=head_dim)
+    inputs = random_inputs(64 * world, batch=1, heads=(heads, heads), head_dim=head_dim)
     everything = 2 * 64 * world * heads * head_dim * 4  # K and V of all heads, gathered
     local = everything // world // 2  # one shard of one tensor
     cp = ContextParallel(Alone(3, world, 10), layout=Contiguous(), schedule="allgather")
@@ -762,9 +771,9 @@ def test_an_all_gather_holds_the_keys_of_two_groups_of_heads_at_most():
 
 MACHINES = [
     usual_cluster("cpu"),
-    planning.cluster(flops=1e12, near=1e12, far=1e6),  # slow links between nodes
-    planning.cluster(flops=1e6, near=1e15, far=1e15),  # work counts
-    planning.cluster(flops=1e15, near=1e15, far=1e15, launch=1.0),  # calls count
+    clusters.cluster(flops=1e12, near=1e12, far=1e6),  # slow links between nodes
+    clusters.cluster(flops=1e6, near=1e15, far=1e15),  # work counts
+    clusters.cluster(flops=1e15, near=1e15, far=1e15, launch=1.0),  # calls count
 ]
 
 
@@ -787,7 +796,7 @@ def told_best(machine: Cluster, mesh: Mesh, mask: Mask, layout: Layout) -> str:
 @pytest.mark.parametrize("mesh", [(3, None), (4, 2)])
 def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(machine, mesh, monkeypatch):
     monkeypatch.setattr("attnmesh.parallel.context.usual_cluster", lambda device: machine)
-    inputs, (world, ranks_per_node) = drawn(24, heads=(4, 2), head_dim=8), mesh
+    inputs, (world, ranks_per_node) = random_inputs(24, heads=(4, 2), head_dim=8), mesh
     for mask, layout in ((Causal(), Contiguous()), (Full(), Zigzag()), (SlidingWindow(3), Contiguous())):
         name = told_best(machine, mesh, mask, layout)
         assert sent_by("auto", mesh, inputs, mask, layout) == planned(name, mesh, inputs, mask, layout)
@@ -795,9 +804,11 @@ def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(mach
             shards(mask, layout, 24, world), Shape(2, 4, 2, 8, 4, 4), ranks_per_node or world, lse=True, device="cpu"
         )
         name = choose_schedule(workload, machine).schedule
-        found = ring_results(world, inputs, mask, layout, schedule="auto", ranks_per_node=ranks_per_node)
-        assert_right(found, inputs, mask)
-        assert_same_bits(found, ring_results(world, inputs, mask, layout, schedule=name, ranks_per_node=ranks_per_node))
+        found = virtual_results(world, inputs, mask, layout, schedule="auto", ranks_per_node=ranks_per_node)
+        assert_attention_close(found, inputs, mask)
+        assert_same_bits(
+            found, virtual_results(world, inputs, mask, layout, schedule=name, ranks_per_node=ranks_per_node)
+        )
 
 
 def test_machines_differ_in_what_is_best(monkeypatch):
@@ -811,8 +822,8 @@ def test_machines_differ_in_what_is_best(monkeypatch):
 def test_packed_documents_are_exact_whatever_is_chosen():
     for lengths in ([5] * 8, [1, 30, 2, 7], [40]):
         mask = Causal() & Documents(lengths)
-        inputs = drawn(40, heads=(4, 2), head_dim=8)
+        inputs = random_inputs(40, heads=(4, 2), head_dim=8)
         for layout in (Zigzag(), Balanced(mask), Contiguous()):
             for mesh in ((3, None), (4, 2)):
-                found = ring_results(mesh[0], inputs, mask, layout, schedule="auto", ranks_per_node=mesh[1])
-                assert_right(found, inputs, mask)
+                found = virtual_results(mesh[0], inputs, mask, layout, schedule="auto", ranks_per_node=mesh[1])
+                assert_attention_close(found, inputs, mask)

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from attending import assert_right, differentiated, drawn, shard_results, shards_of
 from attnmesh import Causal, Comm, CommError, ContextParallel, Contiguous, Documents, Full, Zigzag, run_virtual
 from attnmesh.plan.programs import SCHEDULES
-from processes import Died, run_processes
+from attnmesh.testing.attention import (
+    assert_attention_close,
+    forward_backward,
+    random_inputs,
+    shard_inputs,
+    shard_results,
+)
+from helpers.processes import Died, run_processes
 
 CASES = [
     # mask, length, key length, heads, dtype
@@ -24,14 +30,14 @@ CASES = [
 def assert_exact(cp: ContextParallel, workload: tuple, seed: int = 0) -> None:
     """out, lse, dq, dk and dv of the whole sequence are right on every rank."""
     mask, length, key_length, heads, dtype = workload
-    inputs = drawn(length, key_length, heads=heads, dtype=dtype, head_dim=8, seed=seed)
+    inputs = random_inputs(length, key_length, heads=heads, dtype=dtype, head_dim=8, seed=seed)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return cp.attention(q, k, v, mask=mask, length=length, key_length=key_length, return_lse=True)
 
-    found = differentiated(attend, shards_of(inputs, cp.comm, cp.layout))
+    found = forward_backward(attend, shard_inputs(inputs, cp.comm, cp.layout))
     lengths = [length] * 3 + [key_length] * 2
-    assert_right([cp.unshard(x, 2, n) for x, n in zip(found, lengths, strict=True)], inputs, mask)
+    assert_attention_close([cp.unshard(x, 2, n) for x, n in zip(found, lengths, strict=True)], inputs, mask)
 
 
 def every_schedule(comm: Comm, kind: str) -> tuple[int, int]:
@@ -56,7 +62,9 @@ def shards_and_traffic(comm: Comm) -> list[tuple[list[list[float]], int, int]]:
     done = []
     for schedule in SCHEDULES:
         comm.traffic.reset()
-        shards = shard_results(comm, drawn(21, head_dim=8), Causal(), Zigzag(), schedule=schedule, ranks_per_node=2)
+        shards = shard_results(
+            comm, random_inputs(21, head_dim=8), Causal(), Zigzag(), schedule=schedule, ranks_per_node=2
+        )
         done.append(([x.flatten().tolist() for x in shards], comm.traffic.messages, comm.traffic.bytes))
     return done
 
@@ -172,7 +180,7 @@ def test_what_cannot_be_is_refused_on_every_rank():
 def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
     comm.timeout = 4
     cp = ContextParallel(comm, layout=Contiguous(), schedule=schedule, ranks_per_node=2)
-    q, k, v = (cp.shard(x, 2).clone().requires_grad_() for x in drawn(32)[:3])
+    q, k, v = (cp.shard(x, 2).clone().requires_grad_() for x in random_inputs(32)[:3])
 
     def attend() -> Tensor:
         return cp.attention(q, k, v, mask=Full())

@@ -12,7 +12,7 @@ from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of
-from truth import truth
+from helpers.cases import allowed_pairs
 
 CPU = torch.device("cpu")
 LAYOUTS = [Contiguous(), Zigzag(), Striped()]
@@ -44,7 +44,7 @@ def covered(patch: Patch) -> Tensor:
 
 def check(patch: Patch) -> None:
     """All that is promised of a patch, against the truth."""
-    allowed = truth(patch.mask, ranges.as_tensor(patch.q), ranges.as_tensor(patch.k))
+    allowed = allowed_pairs(patch.mask, ranges.as_tensor(patch.q), ranges.as_tensor(patch.k))
     assert torch.equal(covered(patch), allowed.to(torch.int8)), patch
     assert patch.pairs == int(allowed.sum()), patch
 

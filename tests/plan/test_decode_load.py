@@ -17,7 +17,7 @@ from attnmesh.plan.decode import (
 )
 from attnmesh.planner.auto import combine_seconds, pick_combine
 from attnmesh.planner.catalog import usual_cluster
-from planning import link
+from helpers.clusters import link
 
 T, D, HIDDEN = 2, 5, 24
 CASES = [

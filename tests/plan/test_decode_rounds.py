@@ -11,8 +11,9 @@ from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.catalog import cluster as named_cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode import AROUND_ATTENTION, EXCHANGE, MERGE, DecodeLayer, Linear, decode_program
-from feeding import Feeding, block_with, cache_for, inputs, made
-from planning import cluster, link
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
+from helpers.blocks import random_sequences
+from helpers.clusters import cluster, link
 
 CASES = [
     (DecodeSharding(1), (4, 2), 3),
@@ -98,14 +99,14 @@ def test_messages_are_each_peers_own_part(sharding, heads, batch, combine):
 )
 def test_blocks_that_run_send_these_bytes(degrees, heads, batch):
     """Query heads and sequences are uneven in some; ranks are threads that count what they send."""
-    config, weights = made(*heads, sinks=True, window=6)
+    config, weights = random_block(*heads, sinks=True, window=6)
     sharding = am.DecodeSharding(*degrees)
-    x = inputs(batch, 7, config)
+    x = random_sequences(batch, 7, config)
 
     def rank(comm):
-        block = block_with(config, weights, sharding, comm)
-        feeding = Feeding(block, cache_for(block, batch, 7), x)
-        feeding.begin(*range(batch)).feed(range(batch), 6)
+        block = shard_block(config, weights, sharding, comm)
+        feeding = BlockRunner(block, poisoned_cache(block, batch, 7), x)
+        feeding.allocate(*range(batch)).feed(range(batch), 6)
         sent = block._ranks.all_ranks.traffic
         sent.reset()
         feeding.feed(range(batch), 1)

@@ -13,7 +13,7 @@ from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, head_groups
 from attnmesh.plan.shards import shards
-from truth import truth
+from helpers.cases import allowed_pairs
 
 # Queries and keys: layout and length of either. Some keys are more than the queries, some fewer, some none at all.
 SIDES = [(length, None) for length in (0, 1, 13, 30)] + [(13, 30), (30, 13), (30, 2), (9, 0), (0, 9)]
@@ -36,7 +36,7 @@ class Workload:
         self.plan, self.ranks = plan, range(plan.world)
         self.queries = [ranges.as_tensor(held) for held in plan.shards.queries]
         self.keys = [ranges.as_tensor(held) for held in plan.shards.keys]
-        self.allowed = truth(plan.shards.mask, torch.arange(length), torch.arange(key_length))
+        self.allowed = allowed_pairs(plan.shards.mask, torch.arange(length), torch.arange(key_length))
 
     def needed(self, rank: int) -> Tensor:
         return ranges.as_tensor(self.plan.needed(rank))

@@ -15,7 +15,7 @@ from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.blocks import Kind, Patch
 from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.shards import shards
-from truth import truth
+from helpers.cases import allowed_pairs
 
 CPU = torch.device("cpu")
 LENGTHS = (0, 1, 13, 30)
@@ -70,7 +70,7 @@ class Walk:
         self.plan = plan
         self.positions = [ranges.as_tensor(held) for held in plan.shards.keys]
         everything = torch.arange(sum(map(ranges.size, plan.shards.keys)))
-        self.allowed = truth(plan.shards.mask, everything, everything)
+        self.allowed = allowed_pairs(plan.shards.mask, everything, everything)
         ranks = range(plan.world)
         self._seen = {(rank, block): self._sees(rank, block) for rank in ranks for block in ranks}
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmesh.planner.decode import summed
-from planning import link
+from helpers.clusters import link
 
 DIRECT, PAIRS = link(latency=1.0, message=0.0), link(latency=0.0, message=1.0)
 

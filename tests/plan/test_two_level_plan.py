@@ -13,7 +13,7 @@ from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.shards import Shards, between_nodes, shards
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
-from truth import truth
+from helpers.cases import allowed_pairs
 
 MESHES = [(3, 2), (2, 3)]  # (nodes, ranks a node)
 SIDES = [(13, None), (26, None), (13, 24), (24, 7), (9, 0)]  # lengths of queries and of keys
@@ -29,7 +29,7 @@ class Walk:
         self.queries = [ranges.as_tensor(held) for held in problem.queries]
         self.keys = [ranges.as_tensor(held) for held in problem.keys]
         lengths = (sum(map(len, side)) for side in (self.queries, self.keys))
-        self.allowed = truth(problem.mask, *map(torch.arange, lengths))
+        self.allowed = allowed_pairs(problem.mask, *map(torch.arange, lengths))
         by_rank = [self.allowed[held].any(0) for held in self.queries]
         self._seen = [[set(sees[held].nonzero().flatten().tolist()) for held in self.keys] for sees in by_rank]
 

@@ -15,7 +15,7 @@ from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.cost import Cost, cost, schedule_cost
 from attnmesh.planner.hardware import Cluster
-from planning import cluster, device, link
+from helpers.clusters import cluster, device, link
 
 
 def work(*flops: float) -> tuple[Kernels, ...]:

@@ -1,7 +1,7 @@
 """When a KVDP rank projects keys and values for its own sequences only."""
 
 from attnmesh.planner.auto import own_rows_pay
-from planning import device
+from helpers.clusters import device
 
 ROUND = device(flops=1e6, launch=1e-3)  # a launch is worth 1000 operations
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from attending import drawn, peak_bytes
 from attnmesh import Causal, Comm, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.plan import memory, programs
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
+from attnmesh.testing.attention import random_inputs
+from helpers.memory import peak_bytes
 
 HEADS, HEAD_DIM = (8, 4), 64
 SHAPE = Shape(1, *HEADS, HEAD_DIM, itemsize=4, sum_itemsize=4)
@@ -73,7 +74,7 @@ def test_peaks_are_those_of_real_ranks(schedule, sizes, mask, layout):
             cp = ContextParallel(
                 Alone(rank, world, 10), layout=layout, schedule=schedule, ranks_per_node=ranks_per_node
             )
-            inputs = drawn(rows * world, batch=1, heads=HEADS, head_dim=HEAD_DIM)
+            inputs = random_inputs(rows * world, batch=1, heads=HEADS, head_dim=HEAD_DIM)
             leaves = [cp.shard(x, 2).clone().requires_grad_() for x in inputs[:3]]
             assert_predicted(lambda *x, cp=cp: cp.attention(*x, mask=mask), leaves, *(int(p[rank]) for p in predicted))
 

@@ -16,10 +16,10 @@ from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slow
 from attnmesh.planner.simulator.record import beside_kernels
 from attnmesh.planner.simulator.rounds import run_waves
-from simulating import cluster, device, program, work
+from helpers.clusters import attention_kernels, make_program, simulated_cluster, simulated_device
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=4, sum_itemsize=4)
-SLOW_SQUARES = replace(device(), squares=(("attention", Curve(((1.0, 3.0),))),))
+SLOW_SQUARES = replace(simulated_device(), squares=(("attention", Curve(((1.0, 3.0),))),))
 
 
 def floats(*values: float) -> np.ndarray:
@@ -29,7 +29,7 @@ def floats(*values: float) -> np.ndarray:
 def test_squares_run_at_their_own_pace_and_the_rest_at_the_usual_one():
     kernels = Kernels("attention", floats(10, 10, 4), floats(4, 4, 1), squares=(floats(0, 4, 4), floats(0, 2, 1)))
     assert kernels.seconds(SLOW_SQUARES) == pytest.approx([10, 6 + 3 * 4, 3 * 4])
-    assert kernels.seconds(device()) == pytest.approx([10, 10, 4])  # no pace of their own
+    assert kernels.seconds(simulated_device()) == pytest.approx([10, 10, 4])  # no pace of their own
     assert replace(kernels, squares=None).seconds(SLOW_SQUARES) == pytest.approx([10, 10, 4])  # nobody looked
 
 
@@ -67,7 +67,7 @@ def test_squares_of_schedules_are_on_the_diagonal(schedule, backward):
 
 
 def on_cores(round_seconds: float) -> Cluster:
-    plain = cluster(near=(0.0, 100.0), message=0.5, shared=True, cores=8)
+    plain = simulated_cluster(near=(0.0, 100.0), message=0.5, shared=True, cores=8)
     return replace(plain, device=replace(plain.device, round=round_seconds))
 
 
@@ -84,7 +84,7 @@ def test_rounds_take_time_of_ranks_that_have_work_in_them():
 
 
 def test_devices_of_their_own_leave_all_of_that_to_their_hosts():
-    there = cluster(message=0.5)
+    there = simulated_cluster(message=0.5)
     there = replace(there, device=replace(there.device, round=2.0))
     assert beside_kernels(Round("a", {"rows": Messages.of([(0, 1, 100)])}), floats(3, 3), there).tolist() == [0, 0]
 
@@ -92,6 +92,6 @@ def test_devices_of_their_own_leave_all_of_that_to_their_hosts():
 @pytest.mark.parametrize("run", [run_events, run_waves])
 def test_a_run_on_cores_takes_all_of_it(run):
     sent = {"rows": Messages.of([(0, 1, 100)])}
-    found = run(program(2, Round("a", sent, work(4.0, 1.0), ("rows",))), on_cores(2.0), Slow())
+    found = run(make_program(2, Round("a", sent, attention_kernels(4.0, 1.0), ("rows",))), on_cores(2.0), Slow())
     assert found.computed.tolist() == [4 + 2 + 0.5 + 1, 1 + 2 + 1]
     assert found.finish.tolist() == [7.5, 4.0]

@@ -6,13 +6,20 @@ import pytest
 from attnmesh.plan.program import Bundle, Program, Round
 from attnmesh.planner.simulator.network import Slow
 from attnmesh.planner.simulator.simulate import FEW_MESSAGES, simulate
-from simulating import all_to_all, cluster, long_ring, program, ring, work
+from helpers.clusters import (
+    all_to_all_program,
+    attention_kernels,
+    long_ring_program,
+    make_program,
+    ring_program,
+    simulated_cluster,
+)
 
-WIRED = cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)
+WIRED = simulated_cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)
 
 
 def test_what_comes_back():
-    found = simulate(ring([[1.0, 2.0]], [[300, 300]]), cluster(), keep=[1])
+    found = simulate(ring_program([[1.0, 2.0]], [[300, 300]]), simulated_cluster(), keep=[1])
     assert found.seconds == 3.0
     assert found.computed.tolist() == [1.0, 2.0]
     assert found.waited.tolist() == [2.0, 1.0]
@@ -26,40 +33,40 @@ def test_what_comes_back():
 
 
 def test_few_messages_are_followed_one_by_one():
-    assert simulate(ring([[1.0, 2.0]], [[300, 300]]), cluster()).method == "event by event"
+    assert simulate(ring_program([[1.0, 2.0]], [[300, 300]]), simulated_cluster()).method == "event by event"
 
 
 def test_many_messages_are_not():
-    found = simulate(long_ring(1024, FEW_MESSAGES // 1024 + 1), WIRED)
+    found = simulate(long_ring_program(1024, FEW_MESSAGES // 1024 + 1), WIRED)
     assert found.method.startswith("a round at a time: more than 50,000 messages; what a message gets")
 
 
 def test_messages_that_crowd_a_port_are_not():
-    crowd = all_to_all(np.full((100, 100), 10))
-    assert "meet on a port more than 1,000,000 times" in simulate(crowd, cluster(100, 1)).method
+    crowd = all_to_all_program(np.full((100, 100), 10))
+    assert "meet on a port more than 1,000,000 times" in simulate(crowd, simulated_cluster(100, 1)).method
 
 
 def test_no_messages_but_many_rounds_are_not():
-    rounds = [Round(f"{s}", {}, work(*[1.0] * 1000)) for s in range(201)]
-    found = simulate(program(1000, *rounds), cluster())
+    rounds = [Round(f"{s}", {}, attention_kernels(*[1.0] * 1000)) for s in range(201)]
+    found = simulate(make_program(1000, *rounds), simulated_cluster())
     assert "more than 200,000 rounds of all ranks together" in found.method
     assert found.seconds == 201.0
 
 
 def test_bundles_go_a_round_at_a_time():
     some, nothing = np.array([100, 100]), np.zeros(2, dtype=np.int64)
-    bundle = program(2, Round("a", {"rows": Bundle(nothing, some, some, nothing, nothing, some)}, (), ("rows",)))
-    assert "the messages of 'rows' are known as sums by rank only" in simulate(bundle, cluster()).method
+    bundle = make_program(2, Round("a", {"rows": Bundle(nothing, some, some, nothing, nothing, some)}, (), ("rows",)))
+    assert "the messages of 'rows' are known as sums by rank only" in simulate(bundle, simulated_cluster()).method
     with pytest.raises(ValueError, match="'rows' is a bundle"):
-        simulate(bundle, cluster(), exact=True)
+        simulate(bundle, simulated_cluster(), exact=True)
 
 
 @pytest.mark.parametrize("exact", [None, True, False])
 def test_either_way_by_argument_and_the_same(exact):
-    found = simulate(long_ring(16, 20), WIRED, slow=Slow({3: 2.0}), exact=exact)
+    found = simulate(long_ring_program(16, 20), WIRED, slow=Slow({3: 2.0}), exact=exact)
     assert found.method.startswith("a round at a time: as asked for" if exact is False else "event by event")
-    assert found.seconds == pytest.approx(simulate(long_ring(16, 20), WIRED, slow=Slow({3: 2.0})).seconds)
-    assert found.seconds > simulate(long_ring(16, 20), WIRED, exact=exact).seconds
+    assert found.seconds == pytest.approx(simulate(long_ring_program(16, 20), WIRED, slow=Slow({3: 2.0})).seconds)
+    assert found.seconds > simulate(long_ring_program(16, 20), WIRED, exact=exact).seconds
 
 
 @pytest.mark.parametrize("rounds", [3, FEW_MESSAGES // 1024 + 5])
@@ -67,23 +74,23 @@ def test_rounds_are_made_once(rounds):
     made = []
 
     def make():
-        for round_ in long_ring(1024, rounds).rounds():
+        for round_ in long_ring_program(1024, rounds).rounds():
             made.append(round_.name)
             yield round_
 
     found = simulate(Program("ring", 1024, make), WIRED)
     assert made == [f"round {s}" for s in range(rounds)]
-    assert found.seconds == pytest.approx(simulate(long_ring(1024, rounds), WIRED, exact=False).seconds)
+    assert found.seconds == pytest.approx(simulate(long_ring_program(1024, rounds), WIRED, exact=False).seconds)
 
 
 def test_a_program_without_rounds_takes_no_time():
-    assert simulate(program(3), cluster()).seconds == 0.0
+    assert simulate(make_program(3), simulated_cluster()).seconds == 0.0
 
 
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="at least 1 rank, got 0"):
-        simulate(program(0), cluster())
+        simulate(make_program(0), simulated_cluster())
     with pytest.raises(ValueError, match=r"ranks of Slow must be within 0\.\.2, got 3"):
-        simulate(program(3), cluster(), slow=Slow({3: 2.0}))
+        simulate(make_program(3), simulated_cluster(), slow=Slow({3: 2.0}))
     with pytest.raises(ValueError, match=r"keep must name ranks within 0\.\.2, got 5"):
-        simulate(program(3), cluster(), keep=[5])
+        simulate(make_program(3), simulated_cluster(), keep=[5])

@@ -11,12 +11,12 @@ from attnmesh.plan.program import Bundle, Messages, Program, Round
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slow
 from attnmesh.planner.simulator.rounds import run_waves
-from simulating import all_to_all, cluster, long_ring, program, work
+from helpers.clusters import all_to_all_program, attention_kernels, long_ring_program, make_program, simulated_cluster
 
 
-def same(program: Program, there, slow: Slow) -> None:
-    keep = range(program.world)
-    truth, found = run_events(program, there, slow, keep), run_waves(program, there, slow, keep)
+def same(make_program: Program, there, slow: Slow) -> None:
+    keep = range(make_program.world)
+    truth, found = run_events(make_program, there, slow, keep), run_waves(make_program, there, slow, keep)
     for name in ("finish", "computed", "waited"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-9, abs=1e-9)
     told, expected = (
@@ -39,11 +39,15 @@ def rings(draw):
         targets = rng.permutation(world) if draw(st.booleans()) else np.roll(np.arange(world), -1)
         ends = [(r, int(t), int(rng.integers(0, 300))) for r, t in enumerate(targets) if r != t]
         waits = (f"keys {s}",)
-        made.append(Round(f"round {s}", {f"keys {s}": Messages.of(ends)}, work(*rng.uniform(0, 5, world)), waits))
+        made.append(
+            Round(f"round {s}", {f"keys {s}": Messages.of(ends)}, attention_kernels(*rng.uniform(0, 5, world)), waits)
+        )
     node = draw(st.integers(1, 5))
-    there = cluster(node, node, near=(0.25, 100.0), far=(1.5, 30.0), message=draw(st.sampled_from([0.0, 0.5, 20.0])))
+    there = simulated_cluster(
+        node, node, near=(0.25, 100.0), far=(1.5, 30.0), message=draw(st.sampled_from([0.0, 0.5, 20.0]))
+    )
     factors = st.dictionaries(st.integers(0, world - 1), st.floats(0.5, 4.0), max_size=2)
-    return program(world, *made), there, Slow(draw(factors), draw(factors))
+    return make_program(world, *made), there, Slow(draw(factors), draw(factors))
 
 
 @settings(deadline=None, max_examples=60)
@@ -53,12 +57,12 @@ def test_rings_are_the_same_as_event_by_event(workload):
 
 
 def test_a_long_ring_with_a_straggler_is_the_same_as_event_by_event():
-    wired = cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)
-    same(long_ring(24, 60), wired, Slow({3: 1.5}, {7: 4.0}))
+    wired = simulated_cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)
+    same(long_ring_program(24, 60), wired, Slow({3: 1.5}, {7: 4.0}))
 
 
-def close(program: Program, there, slow: Slow, *, whole: float, each: float) -> None:
-    truth, found = run_events(program, there, slow), run_waves(program, there, slow)
+def close(make_program: Program, there, slow: Slow, *, whole: float, each: float) -> None:
+    truth, found = run_events(make_program, there, slow), run_waves(make_program, there, slow)
     assert found.finish.max() == pytest.approx(truth.finish.max(), rel=whole)
     assert found.finish == pytest.approx(truth.finish, rel=each)
 
@@ -66,8 +70,8 @@ def close(program: Program, there, slow: Slow, *, whole: float, each: float) -> 
 @pytest.mark.parametrize(("node", "rails"), [(8, 8), (4, 4), (4, 2), (4, 1), (1, 1)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_all_to_alls_of_equal_messages_are_close(node, rails, shared):
-    there = cluster(node, rails, near=(0.1, 100.0), far=(0.5, 10.0), message=0.01, shared=shared)
-    close(all_to_all(np.full((12, 12), 1000)), there, Slow(), whole=0.02, each=0.02)
+    there = simulated_cluster(node, rails, near=(0.1, 100.0), far=(0.5, 10.0), message=0.01, shared=shared)
+    close(all_to_all_program(np.full((12, 12), 1000)), there, Slow(), whole=0.02, each=0.02)
 
 
 @settings(deadline=None, max_examples=25)
@@ -76,11 +80,15 @@ def test_all_to_alls_of_equal_messages_are_close(node, rails, shared):
 )
 def test_uneven_all_to_alls_among_ranks_that_come_at_different_times_are_close(world, node, rails, shared, late, seed):
     rng = np.random.default_rng(seed)
-    (exchange,) = (round_.starts["rows"] for round_ in all_to_all(rng.integers(100, 1000, (world, world))).rounds())
-    rounds = [Round(f"{s}", {f"{s}": exchange}, work(*rng.uniform(0, 100, world)), (f"{s}",)) for s in range(3)]
-    there = cluster(node, rails, near=(0.1, 100.0), far=(0.5, 10.0), message=0.01, shared=shared)
+    (exchange,) = (
+        round_.starts["rows"] for round_ in all_to_all_program(rng.integers(100, 1000, (world, world))).rounds()
+    )
+    rounds = [
+        Round(f"{s}", {f"{s}": exchange}, attention_kernels(*rng.uniform(0, 100, world)), (f"{s}",)) for s in range(3)
+    ]
+    there = simulated_cluster(node, rails, near=(0.1, 100.0), far=(0.5, 10.0), message=0.01, shared=shared)
     slow = Slow({world - 1: 2.0}, {0: 2.0}) if late else Slow()
-    close(program(world, *rounds), there, slow, whole=0.2, each=0.3)
+    close(make_program(world, *rounds), there, slow, whole=0.2, each=0.3)
 
 
 @pytest.mark.parametrize("gradients", [50, 100, 200])
@@ -96,12 +104,12 @@ def test_two_exchanges_under_way_are_close(gradients, lag, computing):
         Round(
             f"{s}",
             {f"keys {s}": ring(100), f"gradients {s}": ring(gradients)},
-            work(*rng.uniform(0.8 * computing, 1.2 * computing, 8)),
+            attention_kernels(*rng.uniform(0.8 * computing, 1.2 * computing, 8)),
             (f"keys {s}", *([f"gradients {s - lag}"] if s >= lag else [])),
         )
         for s in range(20)
     ]
-    close(program(8, *rounds), cluster(), Slow(), whole=0.1, each=0.1)
+    close(make_program(8, *rounds), simulated_cluster(), Slow(), whole=0.1, each=0.1)
 
 
 @pytest.mark.parametrize("world", [4, 8])
@@ -109,10 +117,15 @@ def test_a_ring_on_shared_cores_is_close(world):
     rng = np.random.default_rng(0)
     ranks = np.arange(world)
     rounds = [
-        Round(f"{s}", {f"{s}": Messages(ranks, (ranks + 1) % world, np.full(world, 10))}, work(*spent), (f"{s}",))
+        Round(
+            f"{s}",
+            {f"{s}": Messages(ranks, (ranks + 1) % world, np.full(world, 10))},
+            attention_kernels(*spent),
+            (f"{s}",),
+        )
         for s, spent in enumerate(rng.uniform(1, 2, (20, world)))
     ]
-    close(program(world, *rounds), cluster(4, 1, cores=2), Slow({1: 2.0}), whole=0.05, each=0.05)
+    close(make_program(world, *rounds), simulated_cluster(4, 1, cores=2), Slow({1: 2.0}), whole=0.05, each=0.05)
 
 
 def bundled(nbytes: np.ndarray, node: int, groups: np.ndarray | None = None) -> Bundle:
@@ -130,9 +143,9 @@ def bundled(nbytes: np.ndarray, node: int, groups: np.ndarray | None = None) -> 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_bundle_takes_what_its_messages_take(node, rails, shared):
     nbytes = np.full((8, 8), 1000)
-    there = cluster(node, rails, near=(0.1, 100.0), far=(0.5, 10.0), message=0.01, shared=shared)
-    truth = run_events(all_to_all(nbytes), there, Slow(links={3: 2.0}))
-    bundle = program(8, Round("a", {"rows": bundled(nbytes, node)}, (), ("rows",)))
+    there = simulated_cluster(node, rails, near=(0.1, 100.0), far=(0.5, 10.0), message=0.01, shared=shared)
+    truth = run_events(all_to_all_program(nbytes), there, Slow(links={3: 2.0}))
+    bundle = make_program(8, Round("a", {"rows": bundled(nbytes, node)}, (), ("rows",)))
     found = run_waves(bundle, there, Slow(links={3: 2.0}))
     assert found.finish.max() == pytest.approx(truth.finish.max(), rel=0.03)
 
@@ -147,9 +160,9 @@ def test_a_bundle_by_hand():
         far_in=np.array([0, 0, 0, 20]),
         sends=np.array([2, 0, 1, 1]),
     )
-    late = Round("late", {}, work(0.0, 4.0, 1.0, 0.0))
-    there = cluster(2, 1, near=(0.5, 100.0), far=(3.0, 10.0), message=0.25)
-    found = run_waves(program(4, late, Round("a", {"rows": bundle}, (), ("rows",))), there, Slow(), keep=[0, 3])
+    late = Round("late", {}, attention_kernels(0.0, 4.0, 1.0, 0.0))
+    there = simulated_cluster(2, 1, near=(0.5, 100.0), far=(3.0, 10.0), message=0.25)
+    found = run_waves(make_program(4, late, Round("a", {"rows": bundle}, (), ("rows",))), there, Slow(), keep=[0, 3])
     # Begun at 4, 2 seconds of bytes, half a second of sends, half a second of latency. And from 1 on: one rail passes
     # 40 bytes, one message, a latency of 3.
     assert found.finish.tolist() == [7.0, 7.0, 8.25, 8.25]
@@ -166,23 +179,23 @@ def test_a_bundle_by_hand():
 def test_who_has_no_part_in_a_bundle_does_not_wait_for_it():
     nothing, some = np.zeros(3, dtype=np.int64), np.array([100, 100, 0])
     bundle = Bundle(nothing, some, some, nothing, nothing, np.array([1, 1, 0]))
-    rounds = Round("late", {}, work(0.0, 0.0, 9.0)), Round("a", {"rows": bundle}, (), ("rows",))
-    assert run_waves(program(3, *rounds), cluster(), Slow()).finish.tolist() == [1.0, 1.0, 9.0]
+    rounds = Round("late", {}, attention_kernels(0.0, 0.0, 9.0)), Round("a", {"rows": bundle}, (), ("rows",))
+    assert run_waves(make_program(3, *rounds), simulated_cluster(), Slow()).finish.tolist() == [1.0, 1.0, 9.0]
 
 
 def test_two_bundles_at_once_share_the_ports():
     nbytes = np.full((4, 4), 100)
     one, two = bundled(nbytes, 4), bundled(nbytes // 2, 4)
     rounds = Round("a", {"keys": one, "values": two}, (), ("keys", "values"))
-    assert run_waves(program(4, rounds), cluster(), Slow()).finish.tolist() == [4.5] * 4
+    assert run_waves(make_program(4, rounds), simulated_cluster(), Slow()).finish.tolist() == [4.5] * 4
 
 
-WIRED = cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)
+WIRED = simulated_cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)
 
 
 def test_a_round_of_thousands_of_ranks_is_quick():
     began = time.perf_counter()
-    found = run_waves(long_ring(4096, 50), WIRED, Slow({5: 1.5}), keep=[5])
+    found = run_waves(long_ring_program(4096, 50), WIRED, Slow({5: 1.5}), keep=[5])
     took = time.perf_counter() - began
     assert took < 50 * 0.02  # a fiftieth of a second a round, ten times what it takes
     assert found.finish.argmax() == 5
@@ -191,7 +204,7 @@ def test_a_round_of_thousands_of_ranks_is_quick():
 @pytest.mark.slow
 def test_a_ring_of_4096_ranks_all_the_way_round_within_40_seconds():
     began = time.perf_counter()
-    found = run_waves(long_ring(4096, 4096), WIRED, Slow({5: 1.5}), keep=[5])
+    found = run_waves(long_ring_program(4096, 4096), WIRED, Slow({5: 1.5}), keep=[5])
     took = time.perf_counter() - began
     print(f"{took:.1f} s")
     assert took < 40

@@ -10,7 +10,7 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Full, SlidingWindow, parse_mask
 from attnmesh.plan.programs import SCHEDULES
 from attnmesh.report.command import checked
-from attnmesh.report.figures import read_figures
+from attnmesh.report.data import read_figures
 from attnmesh.trace.timeline import Span, read_trace, write_trace
 
 SPAN = Span(3, "send", "keys", 2.0, 2.5, {"bytes": 9})
@@ -47,10 +47,10 @@ def test_a_report_of_files_is_written(tmp_path):
         (["--mask", "diagonal"], "got 'diagonal'"),
         (["--layout", "heap"], "Invalid value"),
         (["--kv-heads", 5], "kv_heads must divide the 32 query heads, got 5"),
-        (["--node", 3], "node must divide the 8 ranks"),
+        (["--node", 3], "must divide the 8 ranks, got 3"),
         (["--figures", "{folder}/none.json"], "cannot be read"),
-        (["--figures", "{folder}/text"], "is no JSON"),
-        (["--figures", "{folder}/number"], "has no figures"),
+        (["--figures", "{folder}/text"], "text is not a JSON file"),
+        (["--figures", "{folder}/number"], "number has no table"),
         (["--trace", "{folder}/none.json"], "cannot be read"),
         (["--trace", "{folder}/number"], "is not a trace"),
     ],

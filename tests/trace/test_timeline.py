@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import TRACKS, Span, read_trace, write_trace
-from simulating import all_to_all, cluster
+from helpers.clusters import all_to_all_program, simulated_cluster
 
 RING = [
     Span(1, "wait", "keys 0", 0.75, 1.5),
@@ -75,7 +75,7 @@ def overlaps(events):
 
 
 def test_spans_of_a_track_at_the_same_time_lie_side_by_side(tmp_path):
-    spans = simulate(all_to_all(np.full((4, 4), 100)), cluster(message=0.1), keep=range(4)).spans
+    spans = simulate(all_to_all_program(np.full((4, 4), 100)), simulated_cluster(message=0.1), keep=range(4)).spans
     events = written(tmp_path, spans)["traceEvents"]
     assert overlaps(events) == []
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding, bytes_sent
 from attnmesh.plan.programs import SCHEDULES
@@ -76,9 +75,6 @@ def _seconds(sharding: DecodeSharding, shape: DecodeShape, link: Link, combine: 
     loads = [bytes_sent(sharding, shape, rank, combine=combine) for rank in range(sharding.ranks)]
     nbytes = max(load["cp lse"] + load["cp out"] for load in loads)
     return rounds * link.latency + messages * link.message + nbytes / link.bandwidth
-
-
-KvRows = Literal["auto", "all", "own"]
 
 
 @lru_cache(maxsize=1024)

@@ -13,8 +13,7 @@ from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
 from attnmesh.core.masks import Mask, parse_mask
 from attnmesh.plan.workload import Shape
-from attnmesh.report.data import default_node, make_report
-from attnmesh.report.figures import read_figures
+from attnmesh.report.data import default_node, make_report, read_figures
 from attnmesh.report.page import write_report
 from attnmesh.trace.timeline import read_trace
 from attnmesh.verify import attention as verify
@@ -45,7 +44,8 @@ def write(asked: Asked) -> None:
         raise ValueError(f"{asked.out} is a folder: give a file")
     mask, layout = parse_mask(asked.mask), LAYOUTS[asked.layout]
     made = make_report(
-        mask, layout, asked.length, asked.ranks, asked.shape, node=asked.node, device=asked.device, facts=facts(),
+        mask, layout, asked.length, asked.ranks, asked.shape, ranks_per_node=asked.node, device=asked.device,
+        facts=facts(),
         timelines={path.stem: read_trace(path) for path in asked.traces},
         figures=read_figures(asked.figures) if asked.figures else {},
         outcomes=checked(asked.ranks, layout, mask, asked.node) if asked.check else (),

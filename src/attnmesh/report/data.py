@@ -1,70 +1,132 @@
-"""What a report says, as plain data: made from the plans that the library follows, before anything is drawn."""
+"""The content of a report as plain data, computed from the plans that the executors follow."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import And, Documents, Mask, SlidingWindow
+from attnmesh.generation.generator import GenerationStats
 from attnmesh.plan.load import Load, imbalance, loads
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.programs import SCHEDULES, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload, refusal
 from attnmesh.planner.auto import Choice, choose_schedule
 from attnmesh.planner.catalog import usual_cluster
 from attnmesh.planner.hardware import Cluster
-from attnmesh.report.simulated import simulated
+from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.report.steps import Steps, steps
-from attnmesh.report.tiles import Band, bands, pair_counts
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.attention import Outcome
 
 Rows = Sequence[Mapping[str, object]]
-"""A table: a dictionary a row, all with the same keys."""
+"""A table: one dictionary per row, keyed by column."""
 
-MOST_RANKS = 64  # more cannot be told apart
-_STRIPES_SHOWN = 8  # positions a rank: a layout that deals positions out in turn goes on as it begins
+MOST_ROWS = 16
+"""The most rows of a table or drawing: more ranks are grouped by node."""
+
+MOST_RANKS = 64
+"""The most ranks a report covers."""
+
+_MOST_RUNS = 256  # of positions, all ranks together: drawings of more show nothing
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """How ranks are grouped into the rows of tables and drawings: consecutive ranks, `size` per row."""
+
+    world: int
+    size: int
+    noun: str  # of a row: "rank", "node" or "group"
+
+    @staticmethod
+    def of(world: int, ranks_per_node: int) -> RankGroups:
+        """One row per rank up to 16 ranks, then one per node; larger groups where that is still more than 16 rows."""
+        if world <= MOST_ROWS:
+            return RankGroups(world, 1, "rank")
+        nodes = -(-world // ranks_per_node)
+        if 1 < nodes <= MOST_ROWS:
+            return RankGroups(world, ranks_per_node, "node")
+        if nodes > MOST_ROWS:
+            return RankGroups(world, ranks_per_node * -(-nodes // MOST_ROWS), "group")
+        return RankGroups(world, -(-world // MOST_ROWS), "group")
+
+    @property
+    def ranks(self) -> list[range]:
+        """The ranks of every row."""
+        return [range(first, min(first + self.size, self.world)) for first in range(0, self.world, self.size)]
 
 
 @dataclass(frozen=True)
 class ScheduleView:
-    """A schedule as the page shows it."""
+    """One schedule: its steps, the load of every rank and a simulated forward pass."""
 
     name: str
     steps: Steps
     forward: list[Load]  # by rank
     backward: list[Load]
-    simulated: list[Span]  # of the forward
+    timeline: list[Span]  # of the simulated forward pass, first rank of every row
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest rank over the mean."""
+        """FLOPs of the busiest rank over the mean."""
         return imbalance(self.forward)
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything on the page."""
+    """What the ranks hold, compute and send under every schedule."""
 
     workload: Workload
     length: int
-    facts: Mapping[str, object]  # of the run, in words
-    bands: list[Band]
-    pairs: list[list[int]]  # visible in every tile: bands of queries down, of keys across
+    facts: Mapping[str, object]
     schedules: list[ScheduleView]
     choice: Choice
-    machine: str  # what the estimates are for
-    timelines: Mapping[str, Sequence[Span]] = field(default_factory=dict)  # such as "simulated" and "measured"
+    hardware: str  # what times are estimated for
+    timelines: Mapping[str, Sequence[Span]] = field(default_factory=dict)  # read from trace files
     outcomes: Sequence[Outcome] = ()  # of checks against float64
     figures: Mapping[str, Rows] = field(default_factory=dict)
 
     @property
-    def strip(self) -> int:
-        """How many positions the strips show: all, unless ranks take them in turn."""
-        dealt = any(run.step > 1 for held in self.workload.shards.queries for run in held)
-        return min(self.length, _STRIPES_SHOWN * self.workload.shards.world) if dealt else self.length
+    def title(self) -> str:
+        """The heading of the page."""
+        return f"{self.workload.shards.world} ranks, {self.length:,} tokens"
+
+    @property
+    def groups(self) -> RankGroups:
+        """The rows of tables and drawings."""
+        return RankGroups.of(self.workload.shards.world, self.workload.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    """One prompt of a `generate` run and its answer."""
+
+    question: str
+    answer: str
+    prompt_tokens: int
+    new_tokens: int
+    matching_tokens: int | None = None  # leading tokens equal to those of a single process; None: not compared
+    logit_difference: float | None = None  # the largest, relative to the largest logit of the single process
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """A `generate` run: its questions and answers, and what every rank held, sent and took."""
+
+    answers: Sequence[GeneratedAnswer]
+    stats: Sequence[GenerationStats]  # by rank
+    facts: Mapping[str, object]
+    speculative: bool
+    groups: RankGroups
+
+    @property
+    def title(self) -> str:
+        """The heading of the page."""
+        return f"generate on {len(self.stats)} rank{'s' if len(self.stats) > 1 else ''}"
 
 
 def make_report(
@@ -74,53 +136,97 @@ def make_report(
     world: int,
     shape: Shape,
     *,
-    node: int | None = None,
+    ranks_per_node: int | None = None,
     device: str = "cuda",
     facts: Mapping[str, object] | None = None,
     timelines: Mapping[str, Sequence[Span]] | None = None,
     outcomes: Sequence[Outcome] = (),
     figures: Mapping[str, Rows] | None = None,
 ) -> Report:
-    """A report on attention over `length` positions spread over `world` ranks, `node` of them to a node.
+    """Return a report on attention over `length` tokens sharded over `world` ranks.
 
-    `device` is the kind of machine that schedules are ranked for. `facts` are shown first, beside what is asked here.
+    Args:
+        mask: which keys a query attends to.
+        layout: which rank holds which tokens.
+        length: tokens of the whole sequence.
+        world: number of ranks, at most 64.
+        shape: batch, heads and element sizes.
+        ranks_per_node: a divisor of `world`; `default_node(world)` if None.
+        device: "cuda" or "cpu", the kind of hardware that times are estimated for.
+        facts: shown first, after those of the workload.
+        timelines: measured timelines by name.
+        outcomes: checks against float64.
+        figures: further tables by name.
     """
     _check(length, world, shape)
     mask.check(length)
-    workload = Workload(shards(mask, layout, length, world), shape, _ranks_a_node(world, node))
-    able = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
+    workload = Workload(shards(mask, layout, length, world), shape, _checked_node(world, ranks_per_node))
+    runs = sum(map(len, workload.shards.queries))
+    if runs > _MOST_RUNS:
+        raise ValueError(f"layout must give at most {_MOST_RUNS} runs of positions for a report, got {runs}")
+    served = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
     cluster = usual_cluster(device)
     choice = choose_schedule(workload, cluster)
-    cut = bands(workload.shards.queries)
+    hardware = hardware_name(cluster, nodes=world // workload.ranks_per_node)
     return Report(
         workload=workload,
         length=length,
         facts={
-            "ranks": _ranks(world, workload.ranks_per_node), "length": f"{length:,} tokens", "layout": in_words(layout),
-            "mask": in_words(mask),
-            "schedule": f"{choice.schedule} (the fastest by estimate)",
-            "heads": f"{shape.q_heads} query, {shape.kv_heads} key/value, of {shape.head_dim}",
-            "batch": shape.batch, **(facts or {}),
+            "ranks": _ranks(world, workload.ranks_per_node), "sequence length": f"{length:,} tokens",
+            "layout": in_words(layout), "mask": in_words(mask),
+            "heads": f"{shape.q_heads} query, {shape.kv_heads} KV, head dimension {shape.head_dim}",
+            "batch": shape.batch, "selected schedule": f"{choice.schedule}, the fastest by estimate",
+            "estimates are for": hardware, **(facts or {}),
         },
-        bands=cut,
-        pairs=pair_counts(workload.shards, cut, cut),
-        schedules=[_view(name, workload, cluster) for name in able],
+        schedules=[_view(name, workload, cluster) for name in served],
         choice=choice,
-        machine=cluster.device.name,
+        hardware=hardware,
         timelines=timelines or {},
         outcomes=outcomes,
         figures=figures or {},
     )  # fmt: skip
 
 
+def generation_report(
+    answers: Sequence[GeneratedAnswer],
+    stats: Sequence[GenerationStats],
+    *,
+    facts: Mapping[str, object] | None = None,
+    speculative: bool = False,
+    ranks_per_node: int | None = None,
+) -> GenerationReport:
+    """Return a report on a `generate` run.
+
+    Args:
+        answers: the prompts of the run and their answers, in order.
+        stats: what every rank held, sent and took, in rank order.
+        facts: shown first, after those of the run.
+        speculative: whether to show drafted and accepted tokens.
+        ranks_per_node: all ranks if None.
+    """
+    world = len(stats)
+    node = _checked_node(world, world if ranks_per_node is None else ranks_per_node)
+    prompts = sum(each.prompt_tokens for each in answers)
+    count = f"{len(answers)} prompt{'s' if len(answers) > 1 else ''}, {prompts:,} tokens"
+    described = {"ranks": _ranks(world, node), "prompts": count, **(facts or {})}
+    return GenerationReport(answers, stats, described, speculative, RankGroups.of(world, node))
+
+
+def hardware_name(cluster: Cluster, *, nodes: int) -> str:
+    """Return the device and the links that an estimate is for."""
+    near, far = (f"{link.name} ({link.bandwidth / 1e9:g} GB/s)" for link in (cluster.near, cluster.far))
+    within = f"{cluster.device.name}, {near}"
+    return within if nodes == 1 else f"{within} within a node, {far} between nodes"
+
+
 def default_node(world: int) -> int:
-    """How many ranks a node has unless it is said: the middle divisor, so that both levels have something to do."""
+    """Return the middle divisor of `world`, so that both levels of a two-level schedule have something to do."""
     divisors = [n for n in range(2, world) if world % n == 0]
     return divisors[len(divisors) // 2] if divisors else world
 
 
 def in_words(what: Layout | Mask) -> str:
-    """A layout or a mask as people say it."""
+    """Return a layout or a mask in words."""
     match what:
         case And(parts=parts):
             return " and ".join(map(in_words, parts))
@@ -131,27 +237,78 @@ def in_words(what: Layout | Mask) -> str:
     return repr(what).removesuffix("()").lower()
 
 
-def runs_of(held: ranges.Ranges) -> list[list[int]]:
-    """Spans as lists: first, stop, step."""
-    return [[run.start, run.stop, run.step] for run in held]
+def read_figures(path: Path) -> dict[str, Rows]:
+    """Return the tables in a JSON file: its lists of objects and groups of values. ValueError if there are none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"figures {path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"figures {path} is not a JSON file") from None
+    tables = dict(_tables(path.stem, value))
+    if not tables:
+        raise ValueError(f"figures {path} has no table: it must contain objects or lists of objects")
+    return tables
+
+
+def _tables(name: str, value: object) -> Iterator[tuple[str, Rows]]:
+    if isinstance(value, list):
+        rows = [row for row in value if isinstance(row, dict)]
+        if rows:
+            yield name, [{key: _plain(cell) for key, cell in row.items()} for row in rows]
+    elif isinstance(value, dict):
+        alone = {key: each for key, each in value.items() if not isinstance(each, (dict, list)) or _is_flat(each)}
+        if alone:
+            yield name, [{"": key, "value": _plain(each)} for key, each in alone.items()]
+        for key, each in value.items():
+            if key not in alone:
+                yield from _tables(f"{name}: {key}", each)
+
+
+def _is_flat(value: object) -> bool:
+    return isinstance(value, list) and not any(isinstance(each, (dict, list)) for each in value)
+
+
+def _plain(cell: object) -> object:
+    return cell if isinstance(cell, (str, int, float)) else json.dumps(cell) if cell is not None else ""
 
 
 def _view(name: str, workload: Workload, cluster: Cluster) -> ScheduleView:
     forward, backward = (loads(name, workload, backward=way) for way in (False, True))
     taken = steps(name, workload)
-    return ScheduleView(name, taken, forward, backward, simulated(name, workload, cluster, len(taken.names)))
+    return ScheduleView(name, taken, forward, backward, _simulated_forward(name, workload, cluster, len(taken.names)))
 
 
-def _ranks_a_node(world: int, node: int | None) -> int:
-    if node is None:
+def _simulated_forward(schedule: str, workload: Workload, cluster: Cluster, steps: int) -> list[Span]:
+    """Simulate a forward pass; every span gets `args["step"]`, the step of the page that it belongs to."""
+    whole = program(schedule, workload, backward=False)
+    groups = RankGroups.of(whole.world, workload.ranks_per_node)
+    ran = simulate(whole, cluster.with_node(workload.ranks_per_node), keep=range(0, whole.world, groups.size))
+    compute: dict[str, int] = {}
+    transfer: dict[str, int] = {}
+    for at, part in enumerate(whole.rounds()):
+        step = min(at, steps - 1)
+        compute[part.name] = step
+        transfer |= dict.fromkeys(part.starts, step)
+
+    def step_of(span: Span) -> int | None:
+        return compute.get(str(span.args.get("round"))) if span.track == "compute" else transfer.get(span.name)
+
+    return [replace(span, args={**span.args, "step": step_of(span)}) for span in ran.spans]
+
+
+def _checked_node(world: int, ranks_per_node: int | None) -> int:
+    if ranks_per_node is None:
         return default_node(world)
-    if node < 1 or world % node:
-        raise ValueError(f"node must divide the {world} ranks, got {node}")
-    return node
+    if ranks_per_node < 1 or world % ranks_per_node:
+        raise ValueError(f"ranks_per_node must divide the {world} ranks, got {ranks_per_node}")
+    return ranks_per_node
 
 
-def _ranks(world: int, node: int) -> str:
-    return f"{world}" if node == world else f"{world}, as {world // node} nodes of {node}"
+def _ranks(world: int, ranks_per_node: int) -> str:
+    if ranks_per_node == world:
+        return f"{world}"
+    return f"{world}: {world // ranks_per_node} nodes, {ranks_per_node} ranks per node"
 
 
 def _check(length: int, world: int, shape: Shape) -> None:

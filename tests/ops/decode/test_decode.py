@@ -8,7 +8,18 @@ import torch
 
 from attnmesh import decode_attention, paged_decode_attention
 from attnmesh.ops.storage import Quantized, values_of
-from decoding import BACKENDS, MASK_SHAPES, STORAGES, Problem, by_loops, check, drawn, home, made, slow, spoken
+from attnmesh.testing.decode import DecodeProblem, random_decode
+from helpers.decode import (
+    BACKENDS,
+    MASK_SHAPES,
+    STORAGES,
+    check_backend,
+    decode_by_loops,
+    device_of,
+    interpreted,
+    problem_for,
+    supported_dtype,
+)
 
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -22,20 +33,20 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("tokens", range(1, 9))
 def test_any_number_of_tokens_and_of_heads_a_kv_head(tokens, group, backend):
     paged = {"block_size": 8} if (tokens + group) % 2 else {}
-    check(made(backend, [22, tokens - 1], tokens=tokens, group=group, dims=(16, 16), **paged), backend)
+    check_backend(problem_for(backend, [22, tokens - 1], tokens=tokens, group=group, dims=(16, 16), **paged), backend)
 
 
 @ON_EACH
 @pytest.mark.parametrize("kv_heads", [1, 3, 5])
 def test_any_number_of_kv_heads(kv_heads, backend):
-    check(made(backend, [22], kv_heads=kv_heads, group=2, tokens=2), backend)
+    check_backend(problem_for(backend, [22], kv_heads=kv_heads, group=2, tokens=2), backend)
 
 
 @ON_EACH
 @pytest.mark.parametrize("dims", [(16, 128), (48, 32), (33, 17), (80, 96), (128, 128), (192, 128), (256, 256)])
 def test_any_width_of_keys_and_values(dims, backend):
-    check(made(backend, [18, 40], dims=dims, tokens=2), backend)
-    check(made(backend, [18, 40], dims=dims, block_size=16), backend)
+    check_backend(problem_for(backend, [18, 40], dims=dims, tokens=2), backend)
+    check_backend(problem_for(backend, [18, 40], dims=dims, block_size=16), backend)
 
 
 @ON_EACH
@@ -43,12 +54,12 @@ def test_any_width_of_keys_and_values(dims, backend):
 @pytest.mark.parametrize("storage", STORAGES)
 def test_values_that_are_the_first_columns_of_the_keys(storage, block_size, backend):
     """As multi-head latent attention stores them: one kv head, the values within the keys."""
-    problem = made(
+    problem = problem_for(
         backend, [40, 17], tokens=2, group=16, kv_heads=1, dims=(576, 512), v_in_k=True,
         block_size=block_size, storage=storage, dtype=torch.bfloat16,
     )  # fmt: skip
     assert values_of(problem.k).data_ptr() == values_of(problem.v).data_ptr()
-    check(problem, backend)
+    check_backend(problem, backend)
 
 
 @ON_EACH
@@ -56,25 +67,25 @@ def test_values_that_are_the_first_columns_of_the_keys(storage, block_size, back
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_every_storage_under_every_dtype_of_queries(storage, dtype, block_size, backend):
-    if dtype == torch.bfloat16 and spoken(backend, dtype) != dtype:
+    if dtype == torch.bfloat16 and supported_dtype(backend, dtype) != dtype:
         pytest.skip("the interpreter's bfloat16 products are wrong")
     how = {"storage": storage, "dtype": dtype, "block_size": block_size, "kv_heads": 3}
-    check(made(backend, [45, 3, -1], tokens=3, dims=(48, 32), **how), backend)
+    check_backend(problem_for(backend, [45, 3, -1], tokens=3, dims=(48, 32), **how), backend)
 
 
 @pytest.mark.parametrize("block_size", [None, 7])
 def test_the_reference_and_auto_serve_float64(block_size):
-    problem = drawn([20, 3], tokens=3, dtype=torch.float64, block_size=block_size)
-    check(problem, "reference")
-    check(problem, "auto")
+    problem = random_decode([20, 3], tokens=3, dtype=torch.float64, block_size=block_size)
+    check_backend(problem, "reference")
+    check_backend(problem, "auto")
 
 
 @ON_EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_scores_of_hundreds_overflow_nothing(dtype, backend):
-    problem = made(backend, [30, 45], tokens=2, dtype=dtype)
+    problem = problem_for(backend, [30, 45], tokens=2, dtype=dtype)
     for scale in (40.0, -40.0):
-        found = check(problem, backend, scale=scale)
+        found = check_backend(problem, backend, scale=scale)
         assert found.lse.abs().max() > 300
 
 
@@ -82,11 +93,11 @@ def test_scores_of_hundreds_overflow_nothing(dtype, backend):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_row_whose_scores_are_all_far_from_zero(sign, backend):
     """Where every score is -200, exp of it is 0 in float32, and of +200 infinite."""
-    problem = made(backend, [30], dtype=torch.float32)
+    problem = problem_for(backend, [30], dtype=torch.float32)
     width = values_of(problem.k).shape[2]
     far = torch.full((1, 1, 1, width), 200.0 * sign, device=problem.q.device)
-    check(problem.but(mask=far), backend)
-    check(problem.but(mask=far, max_splits=3), backend)
+    check_backend(problem.with_options(mask=far), backend)
+    check_backend(problem.with_options(mask=far, max_splits=3), backend)
 
 
 # Positions.
@@ -96,10 +107,12 @@ def test_a_row_whose_scores_are_all_far_from_zero(sign, backend):
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("how", [{}, {"window": 5}, {"split_size": 16}], ids=str)
 def test_every_position_to_past_two_blocks_of_a_cache(how, tokens, backend):
-    if slow(backend) and how:
+    if interpreted(backend) and how:
         pytest.skip("as for pools, where it is done")
     for first in range(0, 37, 10):
-        check(made(backend, list(range(first, min(first + 10, 37))), tokens=tokens, dims=(16, 16), **how), backend)
+        check_backend(
+            problem_for(backend, list(range(first, min(first + 10, 37))), tokens=tokens, dims=(16, 16), **how), backend
+        )
 
 
 @ON_EACH
@@ -107,8 +120,8 @@ def test_every_position_to_past_two_blocks_of_a_cache(how, tokens, backend):
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_minus_one_skips_a_sequence(sinks, block_size, at, backend):
-    problem = made(backend, [-1, 20, -1, 5], tokens=2, at=at, block_size=block_size, sinks=sinks)
-    out, lse = check(problem, backend)
+    problem = problem_for(backend, [-1, 20, -1, 5], tokens=2, at=at, block_size=block_size, sinks=sinks)
+    out, lse = check_backend(problem, backend)
     assert not out[[0, 2]].any()
     assert (lse[[0, 2]] == -torch.inf).all()  # its sinks too
     assert lse[[1, 3]].isfinite().all()
@@ -117,7 +130,7 @@ def test_minus_one_skips_a_sequence(sinks, block_size, at, backend):
 @ON_EACH
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_nothing_but_skipped_sequences(block_size, backend):
-    out, lse = check(made(backend, [-1, -1], tokens=3, block_size=block_size, sinks=True), backend)
+    out, lse = check_backend(problem_for(backend, [-1, -1], tokens=3, block_size=block_size, sinks=True), backend)
     assert not out.any()
     assert (lse == -torch.inf).all()
 
@@ -127,8 +140,8 @@ def test_nothing_but_skipped_sequences(block_size, backend):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_tokens_before_position_zero_see_nothing(sinks, tokens, backend):
     positions = list(range(tokens))
-    problem = made(backend, positions, tokens=tokens, sinks=sinks, kv_heads=1)
-    out, lse = check(problem, backend)
+    problem = problem_for(backend, positions, tokens=tokens, sinks=sinks, kv_heads=1)
+    out, lse = check_backend(problem, backend)
     for sequence, last in enumerate(positions):
         blind = tokens - 1 - last
         assert not out[sequence, :, :blind].any()
@@ -140,35 +153,35 @@ def test_tokens_before_position_zero_see_nothing(sinks, tokens, backend):
 @ON_EACH
 @pytest.mark.parametrize("share", [None, "cache"])
 def test_by_default_a_sequence_is_as_long_as_its_cache(share, backend):
-    check(made(backend, [29, 29, 29], tokens=3, at=None, share=share), backend)
+    check_backend(problem_for(backend, [29, 29, 29], tokens=3, at=None, share=share), backend)
 
 
 @ON_EACH
 def test_a_token_sees_itself_first_and_one_more_key_a_token(backend):
     """The lse of tokens whose every score is 0 counts the keys they see."""
-    problem = made(backend, [7, 19], tokens=4, dtype=torch.float32)
-    lse = check(problem, backend, scale=0.0).lse
+    problem = problem_for(backend, [7, 19], tokens=4, dtype=torch.float32)
+    lse = check_backend(problem, backend, scale=0.0).lse
     torch.testing.assert_close(lse[0, 0].exp().cpu(), torch.tensor([5.0, 6, 7, 8]))
     torch.testing.assert_close(lse[1, 1].exp().cpu(), torch.tensor([17.0, 18, 19, 20]))
 
 
 @ON_EACH
 def test_lse_is_returned_on_demand_and_is_the_natural_logarithm(backend):
-    problem = made(backend, [0, 9], dtype=torch.float32)
+    problem = problem_for(backend, [0, 9], dtype=torch.float32)
     out = problem.attend(backend)
     assert isinstance(out, torch.Tensor)
     both = problem.attend(backend, return_lse=True)
     assert torch.equal(both[0], out)
     assert both[1].dtype == torch.float32
-    key = problem.clear[0][0, :, 0].repeat_interleave(2, 0)  # of the only position that sequence 0 has
+    key = problem.valid[0][0, :, 0].repeat_interleave(2, 0)  # of the only position that sequence 0 has
     score = (problem.q[0, :, 0].double() * key).sum(-1) / math.sqrt(32)
     torch.testing.assert_close(both[1][0, :, 0].double(), score, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(both[1][1, 0], torch.logsumexp(by_loops_scores(problem), 0), rtol=1e-6, atol=1e-6)
 
 
-def by_loops_scores(problem: Problem) -> torch.Tensor:
+def by_loops_scores(problem: DecodeProblem) -> torch.Tensor:
     """The scores of sequence 1 under its first head, [keys, 1]."""
-    keys = problem.clear[0][1, 0, : problem.options["cur_pos"][1] + 1]
+    keys = problem.valid[0][1, 0, : problem.options["cur_pos"][1] + 1]
     return (keys @ problem.q[1, 0].double().T / math.sqrt(32)).float()
 
 
@@ -181,54 +194,54 @@ def by_loops_scores(problem: Problem) -> torch.Tensor:
 def test_masks_of_every_shape(kind, shape, backend):
     for seed, (width, block_size) in enumerate([("", None), (" short", 16)]):
         how = {"tokens": 3, "group": 3, "key_range": f"{kind} {shape}{width}", "block_size": block_size, "seed": seed}
-        check(made(backend, [26, -1, 40], capacity=50, dims=(16, 16), **how), backend)
+        check_backend(problem_for(backend, [26, -1, 40], capacity=50, dims=(16, 16), **how), backend)
 
 
 @ON_EACH
 @pytest.mark.parametrize("kind", ["bool", "added"])
 @pytest.mark.parametrize("how", [{"window": 6}, {"sinks": True}, {"max_splits": 4}, {"split_size": 16}], ids=str)
 def test_masks_under_every_option(how, kind, backend):
-    check(made(backend, [26, 40, 1], tokens=3, capacity=50, key_range=f"{kind} bht", **how), backend)
+    check_backend(problem_for(backend, [26, 40, 1], tokens=3, capacity=50, key_range=f"{kind} bht", **how), backend)
 
 
 @ON_EACH
 def test_a_mask_lifts_causality_among_the_new_tokens_but_not_past_the_last(backend):
-    problem = made(backend, [9, 4], tokens=4, capacity=20, dtype=torch.float32)
+    problem = problem_for(backend, [9, 4], tokens=4, capacity=20, dtype=torch.float32)
     everything = torch.ones(1, 1, 1, 20, dtype=torch.bool, device=problem.q.device)
-    lse = check(problem, backend, mask=everything, scale=0.0).lse
+    lse = check_backend(problem, backend, mask=everything, scale=0.0).lse
     torch.testing.assert_close(lse.exp()[:, 0].cpu(), torch.tensor([[10.0] * 4, [5.0] * 4]))
 
 
 @ON_EACH
 @pytest.mark.parametrize("width", [1, 5, 16, 17])
 def test_keys_from_the_end_of_a_mask_on_are_not_seen(width, backend):
-    problem = made(backend, [19, 3], tokens=2, capacity=20, dtype=torch.float32)
+    problem = problem_for(backend, [19, 3], tokens=2, capacity=20, dtype=torch.float32)
     for mask in (torch.ones(1, 1, 1, width, dtype=torch.bool), torch.zeros(1, 1, 1, width)):
-        lse = check(problem, backend, mask=mask.to(problem.q.device), scale=0.0).lse
+        lse = check_backend(problem, backend, mask=mask.to(problem.q.device), scale=0.0).lse
         torch.testing.assert_close(lse.exp()[:, 0, 0].cpu(), torch.tensor([float(width), min(width, 4.0)]))
 
 
 @ON_EACH
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
 def test_a_mask_may_be_strided_expanded_and_of_any_floating_type(dtype, backend):
-    problem = made(backend, [19, 3], tokens=2, capacity=20, kv_heads=2)
+    problem = problem_for(backend, [19, 3], tokens=2, capacity=20, kv_heads=2)
     generator = torch.Generator().manual_seed(3)
     base = torch.randn(2, 20, 2, generator=generator).to(dtype).to(problem.q.device)
-    check(problem.but(mask=base.permute(0, 2, 1)[:, None].expand(2, 4, 2, 20)), backend)
-    check(problem.but(mask=(base > 0).permute(0, 2, 1)[:, None].expand(2, 4, 2, 20)), backend)
+    check_backend(problem.with_options(mask=base.permute(0, 2, 1)[:, None].expand(2, 4, 2, 20)), backend)
+    check_backend(problem.with_options(mask=(base > 0).permute(0, 2, 1)[:, None].expand(2, 4, 2, 20)), backend)
     wide = torch.randn(1, 4, 1, 40, generator=generator).to(dtype).to(problem.q.device)
-    check(problem.but(mask=wide[..., ::2]), backend)
+    check_backend(problem.with_options(mask=wide[..., ::2]), backend)
 
 
 @ON_EACH
 def test_a_mask_that_lies_as_low_as_its_type_goes(backend):
     """Padding is often written so: such keys count for nothing, unless all keys of a row are such."""
-    problem = made(backend, [19, 3], tokens=2, capacity=20, dtype=torch.float16)
+    problem = problem_for(backend, [19, 3], tokens=2, capacity=20, dtype=torch.float16)
     for dtype, low in ((torch.float16, torch.finfo(torch.float16).min), (torch.float32, -1e30)):
         mask = torch.zeros(2, 1, 1, 20, dtype=dtype, device=problem.q.device)
         mask[0, ..., :15], mask[1] = low, low
-        check(problem.but(mask=mask), backend)
-        check(problem.but(mask=mask, max_splits=3), backend)
+        check_backend(problem.with_options(mask=mask), backend)
+        check_backend(problem.with_options(mask=mask, max_splits=3), backend)
 
 
 @ON_EACH
@@ -236,17 +249,20 @@ def test_a_mask_that_lies_as_low_as_its_type_goes(backend):
 @pytest.mark.parametrize("key_range", ["tree", "trees"])
 def test_trees(key_range, tokens, backend):
     hows = [{}, {"block_size": 16}, {"window": 4}, {"split_size": 16}, {"sinks": True}]
-    for seed, how in enumerate(hows[tokens % 3 :: 2] if slow(backend) else hows):
+    for seed, how in enumerate(hows[tokens % 3 :: 2] if interpreted(backend) else hows):
         positions = [21, max(tokens - 2, 0), 15 + tokens]  # the new tokens across a block, and from before 0
-        check(made(backend, positions, tokens=tokens, key_range=key_range, seed=seed, dims=(16, 16), **how), backend)
+        check_backend(
+            problem_for(backend, positions, tokens=tokens, key_range=key_range, seed=seed, dims=(16, 16), **how),
+            backend,
+        )
 
 
 @ON_EACH
 def test_a_tree_names_columns_by_row(backend):
     """Two drafts after one token: 0 -> 1 -> 2 and 0 -> 3. Row t of the tree is what token t sees."""
     tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.bool)
-    problem = made(backend, [13], tokens=4, dtype=torch.float32)
-    lse = check(problem, backend, tree=tree.to(problem.q.device), scale=0.0).lse
+    problem = problem_for(backend, [13], tokens=4, dtype=torch.float32)
+    lse = check_backend(problem, backend, tree=tree.to(problem.q.device), scale=0.0).lse
     torch.testing.assert_close(lse[0, 0].exp().cpu(), torch.tensor([11.0, 12, 13, 12]))
     causal = torch.ones(4, 4, dtype=torch.bool, device=problem.q.device).tril()
     found, expected = problem.run(backend, tree=causal), problem.run(backend)
@@ -256,35 +272,37 @@ def test_a_tree_names_columns_by_row(backend):
 
 @ON_EACH
 def test_a_tree_of_which_a_token_sees_nothing_new(backend):
-    problem = made(backend, [13, 2], tokens=3)
+    problem = problem_for(backend, [13, 2], tokens=3)
     tree = torch.zeros(3, 3, dtype=torch.bool, device=problem.q.device)
-    assert check(problem, backend, tree=tree).lse[1].isneginf().all()
+    assert check_backend(problem, backend, tree=tree).lse[1].isneginf().all()
 
 
 @ON_EACH
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 41, 1000])
 @pytest.mark.parametrize("block_size", [None, 8])
 def test_windows(block_size, window, backend):
-    check(made(backend, [40, 16, 3], tokens=3, block_size=block_size, window=window, dims=(16, 16)), backend)
+    check_backend(
+        problem_for(backend, [40, 16, 3], tokens=3, block_size=block_size, window=window, dims=(16, 16)), backend
+    )
 
 
 @ON_EACH
 def test_a_window_counts_the_token_itself(backend):
-    problem = made(backend, [19], tokens=3, window=1)
-    values = problem.clear[1][0, :, 17:20].repeat_interleave(2, 0)
-    torch.testing.assert_close(check(problem, backend).out[0].double(), values)
+    problem = problem_for(backend, [19], tokens=3, window=1)
+    values = problem.valid[1][0, :, 17:20].repeat_interleave(2, 0)
+    torch.testing.assert_close(check_backend(problem, backend).out[0].double(), values)
 
 
 @ON_EACH
 @pytest.mark.parametrize("how", [{}, {"block_size": 16}, {"window": 3}, {"split_size": 16}, {"max_splits": 3}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_sinks(dtype, how, backend):
-    for seed in range(1 if slow(backend) else 2):  # in float32, and in the dtype of q
-        problem = made(backend, [30, 0, 45], tokens=2, group=3, sinks=True, dtype=dtype, seed=seed, **how)
-        check(problem, backend)
+    for seed in range(1 if interpreted(backend) else 2):  # in float32, and in the dtype of q
+        problem = problem_for(backend, [30, 0, 45], tokens=2, group=3, sinks=True, dtype=dtype, seed=seed, **how)
+        check_backend(problem, backend)
         problem.options["sinks"][0] = -torch.inf  # is none
         problem.options["sinks"][1] = 30.0  # takes nearly everything
-        check(problem, backend)
+        check_backend(problem, backend)
 
 
 @ON_EACH
@@ -292,8 +310,10 @@ def test_sinks(dtype, how, backend):
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_a_scale_of_ones_own(block_size, scale, backend):
     how = {"block_size": block_size, "sinks": True}
-    check(made(backend, [30, 9], tokens=2, scale=scale, **how), backend)
-    check(made(backend, [30, 9], tokens=2, scale=scale, key_range="added t", **how), backend)  # which it does not scale
+    check_backend(problem_for(backend, [30, 9], tokens=2, scale=scale, **how), backend)
+    check_backend(
+        problem_for(backend, [30, 9], tokens=2, scale=scale, key_range="added t", **how), backend
+    )  # which it does not scale
 
 
 @ON_EACH
@@ -301,10 +321,10 @@ def test_a_scale_of_ones_own(block_size, scale, backend):
 @pytest.mark.parametrize("storage", ["plain", "int8"])
 def test_one_cache_for_all(storage, block_size, backend):
     how = {"block_size": block_size, "storage": storage, "share": "cache"}
-    problem = made(backend, [30, 9, -1, 44], tokens=2, **how)
+    problem = problem_for(backend, [30, 9, -1, 44], tokens=2, **how)
     assert values_of(problem.k).shape[0] == 1 or problem.table.shape[0] == 1
-    check(problem, backend)
-    check(made(backend, [33], tokens=2, **how), backend)
+    check_backend(problem, backend)
+    check_backend(problem_for(backend, [33], tokens=2, **how), backend)
 
 
 # Splits.
@@ -317,20 +337,23 @@ def test_one_cache_for_all(storage, block_size, backend):
 )
 def test_any_splits(how, block_size, backend):
     last = 20 if how.get("split_size") == 1 else 70
-    check(made(backend, [last, 0, 15][: 2 if slow(backend) else 3], tokens=2, block_size=block_size, **how), backend)
+    check_backend(
+        problem_for(backend, [last, 0, 15][: 2 if interpreted(backend) else 3], tokens=2, block_size=block_size, **how),
+        backend,
+    )
 
 
 @ON_EACH
 @pytest.mark.parametrize("how", [{"max_splits": 4}, {"split_size": 16}], ids=str)
 def test_splits_of_which_some_rows_see_nothing(how, backend):
     """A mask that leaves one split empty, two splits, all of them."""
-    problem = made(backend, [60], tokens=4, capacity=64, **how)
+    problem = problem_for(backend, [60], tokens=4, capacity=64, **how)
     mask = torch.zeros(1, 1, 4, 64, dtype=torch.bool, device=problem.q.device)
     mask[..., 1, 20:25], mask[..., 2, :1], mask[..., 3, 60:] = True, True, True
-    lse = check(problem, backend, mask=mask).lse
+    lse = check_backend(problem, backend, mask=mask).lse
     assert lse[:, :, 0].isneginf().all()
     assert lse[:, :, 1:].isfinite().all()
-    check(problem, backend, mask=mask, sinks=torch.randn(lse.shape[1], device=problem.q.device))
+    check_backend(problem, backend, mask=mask, sinks=torch.randn(lse.shape[1], device=problem.q.device))
 
 
 # Memory.
@@ -340,21 +363,25 @@ def test_splits_of_which_some_rows_see_nothing(how, backend):
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("memory", ["own", "token major", "layer", "layer inside"])
 def test_caches_may_be_views(memory, storage, backend):
-    check(made(backend, [20, 33], tokens=3, capacity=40, memory=memory, storage=storage, kv_heads=2), backend)
+    check_backend(
+        problem_for(backend, [20, 33], tokens=3, capacity=40, memory=memory, storage=storage, kv_heads=2), backend
+    )
 
 
 @ON_EACH
 @pytest.mark.parametrize("q_memory", ["own", "transposed", "fused"])
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_queries_may_be_views(block_size, q_memory, backend):
-    check(made(backend, [20, 33], tokens=3, q_memory=q_memory, block_size=block_size, kv_heads=2), backend)
+    check_backend(
+        problem_for(backend, [20, 33], tokens=3, q_memory=q_memory, block_size=block_size, kv_heads=2), backend
+    )
 
 
 @ON_EACH
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_nothing_that_is_passed_is_written(storage, block_size, backend):
-    problem = made(
+    problem = problem_for(
         backend,
         [20, -1],
         tokens=2,
@@ -379,7 +406,7 @@ def test_nothing_that_is_passed_is_written(storage, block_size, backend):
 @ON_EACH
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_twice_is_the_same_bits(block_size, backend):
-    problem = made(backend, [20, 70], tokens=2, block_size=block_size)
+    problem = problem_for(backend, [20, 70], tokens=2, block_size=block_size)
     first, second = problem.run(backend), problem.run(backend)
     assert torch.equal(first.out, second.out)
     assert torch.equal(first.lse, second.lse)
@@ -388,7 +415,7 @@ def test_twice_is_the_same_bits(block_size, backend):
 @ON_EACH
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_no_batch_at_all_is_no_mistake(block_size, backend):
-    problem = made(backend, [], tokens=3, block_size=block_size, dims=(32, 16), kv_heads=2)
+    problem = problem_for(backend, [], tokens=3, block_size=block_size, dims=(32, 16), kv_heads=2)
     out, lse = problem.run(backend)
     assert out.shape == (0, 4, 3, 16)
     assert lse.shape == (0, 4, 3)
@@ -396,9 +423,9 @@ def test_no_batch_at_all_is_no_mistake(block_size, backend):
 
 @ON_EACH
 def test_a_cache_of_no_length_holds_skipped_sequences(backend):
-    device = home(backend)
-    problem = made(backend, [3, 3])
-    problem = Problem(problem.q, problem.k[:, :, :0], problem.v[:, :, :0], None, {}, ())
+    device = device_of(backend)
+    problem = problem_for(backend, [3, 3])
+    problem = DecodeProblem(problem.q, problem.k[:, :, :0], problem.v[:, :, :0], None, {}, ())
     for cur_pos in (None, [-1, -1], torch.tensor([-1, -1], device=device)):
         out, lse = problem.run(backend, cur_pos=cur_pos)
         assert not out.any()
@@ -407,7 +434,7 @@ def test_a_cache_of_no_length_holds_skipped_sequences(backend):
 
 @ON_EACH
 def test_an_inner_no_grad_is_enough_for_parameters(backend):
-    problem = made(backend, [9], dtype=torch.float32)
+    problem = problem_for(backend, [9], dtype=torch.float32)
     expected = problem.attend(backend)
     with torch.no_grad():
         problem.q.requires_grad_()
@@ -416,7 +443,7 @@ def test_an_inner_no_grad_is_enough_for_parameters(backend):
 
 def test_auto_is_a_backend_that_serves():
     for block_size in (None, 16):
-        check(drawn([20, 3], tokens=2, block_size=block_size), "auto")
+        check_backend(random_decode([20, 3], tokens=2, block_size=block_size), "auto")
 
 
 def test_backends_agree_on_a_step_of_a_model_in_use():
@@ -441,19 +468,21 @@ def test_the_two_calls_take_the_same_options():
 @pytest.mark.slow
 @ON_EACH
 def test_long_caches(backend):
-    lengths = [700, 130] if slow(backend) else [5000, 1, 777, 2048]
+    lengths = [700, 130] if interpreted(backend) else [5000, 1, 777, 2048]
     for dtype in DTYPES:
         for how in ({}, {"window": 300}, {"split_size": 128}, {"max_splits": 7}, {"block_size": 64}):
-            check(made(backend, lengths, tokens=4, dims=(64, 64), dtype=dtype, sinks=True, **how), backend)
+            check_backend(
+                problem_for(backend, lengths, tokens=4, dims=(64, 64), dtype=dtype, sinks=True, **how), backend
+            )
 
 
 def test_the_loops_see_what_is_right_by_hand():
     """The yardstick's yardstick: two keys, one of them twice as near."""
-    problem = drawn([1], group=1, kv_heads=1, dims=(16, 16), dtype=torch.float64)
+    problem = random_decode([1], group=1, kv_heads=1, dims=(16, 16), dtype=torch.float64)
     problem.q.zero_()
     problem.q[..., 0] = 4 * math.log(3)
     problem.k[..., 0] = torch.tensor([0.0, 1.0])
     problem.v[...] = torch.tensor([1.0, 5.0])[:, None]
-    out, lse = by_loops(problem)
+    out, lse = decode_by_loops(problem)
     torch.testing.assert_close(out, torch.full_like(out, 4.0))
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(4)))

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.storage import Quantized, Stored
-from decoding import BACKENDS, STORAGES, Problem, check, made, slow
+from attnmesh.testing.decode import DecodeProblem
+from helpers.decode import BACKENDS, STORAGES, check_backend, interpreted, problem_for
 
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
 LENGTHS = [37, 5, 70, 16]
@@ -24,7 +25,7 @@ def only(stored: Stored, rows: list[int]) -> Stored:
     return Quantized(bits, stored.scales if stored.storage == "fp8" else stored.scales[rows])
 
 
-def batch_of(problem: Problem, order: list[int]) -> Problem:
+def batch_of(problem: DecodeProblem, order: list[int]) -> DecodeProblem:
     """The sequences of `problem` in that order, again and again if it says so."""
     rows = [max(row, 0) for row in order]
     options = dict(problem.options)
@@ -34,12 +35,12 @@ def batch_of(problem: Problem, order: list[int]) -> Problem:
             options[name] = options[name][rows]
     if "key_range" in options:
         options["key_range"] = tuple(x[rows] for x in options["key_range"])
-    clear = tuple(x[rows] for x in problem.clear)
+    clear = tuple(x[rows] for x in problem.valid)
     if problem.table is None:
         caches = {"k": only(problem.k, rows), "v": only(problem.v, rows), "table": None}
     else:
         caches = {"table": problem.table[rows]}
-    return replace(problem, q=problem.q[rows], options=options, clear=clear, **caches)
+    return replace(problem, q=problem.q[rows], options=options, valid=clear, **caches)
 
 
 def assert_same(found: State, row: int, alone: State, what: object) -> None:
@@ -47,12 +48,12 @@ def assert_same(found: State, row: int, alone: State, what: object) -> None:
     assert torch.equal(found.lse[row], alone.lse[0]), f"lse differs: {what}"
 
 
-def assert_bits_stay(problem: Problem, backend: str, batches: tuple[list[int], ...] = BATCHES) -> None:
+def assert_bits_stay(problem: DecodeProblem, backend: str, batches: tuple[list[int], ...] = BATCHES) -> None:
     """Sequence 0 has one answer in every batch, which is right."""
-    alone = check(batch_of(problem, [0]), backend)
+    alone = check_backend(batch_of(problem, [0]), backend)
     assert alone.out.any()
     for order in batches:
-        found = check(batch_of(problem, order), backend)
+        found = check_backend(batch_of(problem, order), backend)
         for row, sequence in enumerate(order):
             if sequence == 0:
                 assert_same(found, row, alone, order)
@@ -64,20 +65,22 @@ def assert_bits_stay(problem: Problem, backend: str, batches: tuple[list[int], .
 @pytest.mark.parametrize("split_size", [16, 24])
 def test_in_any_batch(split_size, block_size, tokens, backend):
     how = {"tokens": tokens, "block_size": block_size, "split_size": split_size}
-    batches = BATCHES[1:6] if slow(backend) else BATCHES
-    if slow(backend) and split_size == 24:
+    batches = BATCHES[1:6] if interpreted(backend) else BATCHES
+    if interpreted(backend) and split_size == 24:
         batches = ([2, 0],)
-    assert_bits_stay(made(backend, LENGTHS, dims=(32, 16), **how), backend, batches)
+    assert_bits_stay(problem_for(backend, LENGTHS, dims=(32, 16), **how), backend, batches)
 
 
 @ON_EACH
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_of_any_storage(dtype, storage, backend):
-    if slow(backend) and dtype == torch.bfloat16:
+    if interpreted(backend) and dtype == torch.bfloat16:
         pytest.skip("the interpreter's bfloat16 products are wrong")
     for block_size in (None, 16):
-        problem = made(backend, LENGTHS, tokens=2, block_size=block_size, storage=storage, dtype=dtype, split_size=32)
+        problem = problem_for(
+            backend, LENGTHS, tokens=2, block_size=block_size, storage=storage, dtype=dtype, split_size=32
+        )
         assert_bits_stay(problem, backend, ([2, 0],))
 
 
@@ -96,17 +99,17 @@ def test_of_any_storage(dtype, storage, backend):
     ids=str,
 )
 def test_under_any_option(how, backend):
-    batches = ([3, 0],) if slow(backend) else BATCHES
-    for block_size in (None, 16)[: 1 if slow(backend) and "group" in how else 2]:
+    batches = ([3, 0],) if interpreted(backend) else BATCHES
+    for block_size in (None, 16)[: 1 if interpreted(backend) and "group" in how else 2]:
         how = how | {"tokens": 3, "block_size": block_size, "split_size": 16, "dims": (16, 16)}
-        assert_bits_stay(made(backend, LENGTHS, **how), backend, batches)
+        assert_bits_stay(problem_for(backend, LENGTHS, **how), backend, batches)
 
 
 @ON_EACH
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_with_any_capacity_of_a_cache(tokens, backend):
-    problem = made(backend, LENGTHS[:2], tokens=tokens, split_size=16, capacity=41)
-    expected = check(problem, backend)
+    problem = problem_for(backend, LENGTHS[:2], tokens=tokens, split_size=16, capacity=41)
+    expected = check_backend(problem, backend)
     for capacity in (38, 100, 1000):
         k, v = (torch.full((2, x.shape[1], capacity, 32), torch.nan).to(x) for x in (problem.k, problem.v))
         k[:, :, :38], v[:, :, :38] = problem.k[:, :, :38], problem.v[:, :, :38]
@@ -118,8 +121,8 @@ def test_with_any_capacity_of_a_cache(tokens, backend):
 @ON_EACH
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_with_any_width_of_a_table_and_any_blocks(tokens, backend):
-    problem = made(backend, LENGTHS[:2], tokens=tokens, split_size=16, block_size=16)
-    expected = check(problem, backend)
+    problem = problem_for(backend, LENGTHS[:2], tokens=tokens, split_size=16, block_size=16)
+    expected = check_backend(problem, backend)
     for slots in (3, 5, 40):
         table = torch.full((2, slots), -1, dtype=torch.int32, device=problem.q.device)
         table[:, :3] = problem.table
@@ -140,20 +143,20 @@ def test_with_any_width_of_a_table_and_any_blocks(tokens, backend):
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_whoever_shares_the_cache(block_size, backend):
     """Sequences of one cache, with others and alone."""
-    problem = made(backend, [37, 60, 3], tokens=2, split_size=16, share="cache", block_size=block_size)
-    together = check(problem, backend)
+    problem = problem_for(backend, [37, 60, 3], tokens=2, split_size=16, share="cache", block_size=block_size)
+    together = check_backend(problem, backend)
     for row, last in enumerate([37, 60, 3]):
-        alone = replace(problem, q=problem.q[row : row + 1]).but(cur_pos=[last])
-        assert_same(together, row, check(alone, backend), last)
+        alone = replace(problem, q=problem.q[row : row + 1]).with_options(cur_pos=[last])
+        assert_same(together, row, check_backend(alone, backend), last)
 
 
 @ON_EACH
 def test_however_cur_pos_is_given(backend):
-    problem = made(backend, LENGTHS[:2], tokens=2, split_size=16, block_size=16)
-    expected = check(problem, backend)
+    problem = problem_for(backend, LENGTHS[:2], tokens=2, split_size=16, block_size=16)
+    expected = check_backend(problem, backend)
     for dtype in (torch.int32, torch.int64):
         cur_pos = torch.tensor(LENGTHS[:2], dtype=dtype, device=problem.q.device)
-        found = check(problem, backend, cur_pos=cur_pos)
+        found = check_backend(problem, backend, cur_pos=cur_pos)
         assert torch.equal(found.out, expected.out)
         assert torch.equal(found.lse, expected.lse)
 
@@ -163,11 +166,11 @@ def test_however_cur_pos_is_given(backend):
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 @pytest.mark.parametrize("block_size", [None, 16, 64])
 def test_in_many_batches(block_size, tokens, backend):
-    if slow(backend):
+    if interpreted(backend):
         pytest.skip("minutes in the interpreter")
     generator = torch.Generator().manual_seed(tokens)
     lengths = [1500, *torch.randint(0, 3000, (11,), generator=generator).tolist()]
-    problem = made(backend, lengths, tokens=tokens, block_size=block_size, split_size=256, dims=(64, 64))
+    problem = problem_for(backend, lengths, tokens=tokens, block_size=block_size, split_size=256, dims=(64, 64))
     batches = []
     for _ in range(20):
         others = torch.randint(-1, 12, (int(torch.randint(0, 16, (), generator=generator)),), generator=generator)

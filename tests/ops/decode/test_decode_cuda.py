@@ -8,7 +8,8 @@ import torch
 
 import attnmesh
 from attnmesh.ops.storage import Quantized, Stored
-from decoding import CUDA, STORAGES, Problem, assert_right, check, drawn
+from attnmesh.testing.decode import DecodeProblem, random_decode
+from helpers.decode import CUDA, STORAGES, assert_decode_close, check_backend
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -24,14 +25,14 @@ def no_fault_left_over():
         attnmesh.check_decode_errors()
 
 
-def made(positions: list[int], **how: object) -> Problem:
-    return drawn(positions, **{"device": "cuda", "dtype": torch.bfloat16, "at": "int32"} | how)
+def made(positions: list[int], **how: object) -> DecodeProblem:
+    return random_decode(positions, **{"device": "cuda", "dtype": torch.bfloat16, "at": "int32"} | how)
 
 
 # Faults.
 
 
-def assert_only(problem: Problem, broken: Problem, wrong: list[int], said: str, **more: object) -> None:
+def assert_only(problem: DecodeProblem, broken: DecodeProblem, wrong: list[int], said: str, **more: object) -> None:
     """The wrong sequences are NaN, the others what they were, and the report names the first."""
     found = broken.run("triton", **more)
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -41,7 +42,7 @@ def assert_only(problem: Problem, broken: Problem, wrong: list[int], said: str, 
     assert found.lse[wrong].isnan().all()
     others = [row for row in range(problem.q.shape[0]) if row not in wrong]
     expected = problem.run("triton", **more)
-    assert_right(expected, problem.but(**more))
+    assert_decode_close(expected, problem.with_options(**more))
     assert torch.equal(found.out[others], expected.out[others])
     assert torch.equal(found.lse[others], expected.lse[others])
 
@@ -51,7 +52,7 @@ def assert_only(problem: Problem, broken: Problem, wrong: list[int], said: str, 
 @pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"max_splits": 1}], ids=str)
 def test_an_entry_outside_the_pool_makes_its_sequence_nan_and_is_named(how, slot, value):
     problem = made([20, 40, -1, 33], tokens=2, block_size=BLOCK, split_size=how.get("split_size"), sinks=True)
-    problem = problem.but(**{"split_size": None, "max_splits": None} | how)
+    problem = problem.with_options(**{"split_size": None, "max_splits": None} | how)
     blocks = problem.k.shape[0]
     table = problem.table.clone()
     table[1, slot] = blocks if value == "blocks" else value
@@ -74,7 +75,7 @@ def test_a_position_past_the_cache_in_a_device_tensor(past, block_size, dtype):
     problem = made([20, 40], tokens=2, capacity=48, block_size=block_size)
     cur_pos = torch.tensor([past, 40], dtype=dtype, device="cuda")
     said = f"cur_pos[0] is {past}, beyond the cache"
-    assert_only(problem, problem.but(cur_pos=cur_pos), [0], said)
+    assert_only(problem, problem.with_options(cur_pos=cur_pos), [0], said)
 
 
 def test_a_list_is_checked_at_once():
@@ -98,13 +99,13 @@ def test_a_later_call_reports_too():
 
     with pytest.raises(ValueError, match=re.escape("block_table[1, 0] is -1")):
         serve()
-    check(problem, "triton")
+    check_backend(problem, "triton")
 
 
 def test_entries_that_are_not_read_are_no_fault():
     """The factory puts garbage into them: past the end, behind a window, of skipped sequences."""
     for how in ({}, {"window": 5}, {"split_size": 16}):
-        check(made([20, 40, -1, 90], tokens=3, block_size=BLOCK, capacity=160, **how), "triton")
+        check_backend(made([20, 40, -1, 90], tokens=3, block_size=BLOCK, capacity=160, **how), "triton")
         attnmesh.check_decode_errors()
 
 
@@ -163,7 +164,7 @@ def test_a_captured_step_replays_with_new_positions_tables_and_contents(block_si
             overwrite(held.v, problem.v)
         graph.replay()
         torch.cuda.synchronize()
-        assert_right(attnmesh.State(out, lse), problem)
+        assert_decode_close(attnmesh.State(out, lse), problem)
         if "split_size" in how:  # and to the bit what a call by itself gives
             expected = problem.run("triton")
             assert torch.equal(out, expected.out)
@@ -192,7 +193,7 @@ def test_a_captured_step_reports_faults():
     problem.table.copy_(right)
     graph.replay()
     attnmesh.check_decode_errors()
-    assert_right(attnmesh.State(out, lse), problem)
+    assert_decode_close(attnmesh.State(out, lse), problem)
 
 
 # Real sizes.
@@ -205,7 +206,7 @@ def test_a_captured_step_reports_faults():
 )
 def test_long_caches(how, tokens, dtype):
     positions = [9000, 0, 4095, 4096, -1, 777]
-    check(made(positions, tokens=tokens, group=4, kv_heads=4, dims=(128, 128), dtype=dtype, **how), "triton")
+    check_backend(made(positions, tokens=tokens, group=4, kv_heads=4, dims=(128, 128), dtype=dtype, **how), "triton")
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -214,7 +215,7 @@ def test_long_caches(how, tokens, dtype):
 def test_long_caches_of_every_storage_and_shape(shape, block_size, storage):
     group, kv_heads, dims = shape
     how = {"group": group, "kv_heads": kv_heads, "dims": dims, "v_in_k": dims[0] == 576}
-    check(made([3000, 1023, 1024], tokens=2, storage=storage, block_size=block_size, **how), "triton")
+    check_backend(made([3000, 1023, 1024], tokens=2, storage=storage, block_size=block_size, **how), "triton")
 
 
 @pytest.mark.parametrize("block_size", [None, BLOCK])
@@ -225,7 +226,7 @@ def test_bits_at_real_sizes(tokens, block_size):
     problem = made(lengths, tokens=tokens, dims=(128, 128), block_size=block_size, split_size=512)
     alone = None
     for count in (1, 8, 64):
-        part = replace(problem, q=problem.q[:count]).but(cur_pos=problem.options["cur_pos"][:count])
+        part = replace(problem, q=problem.q[:count]).with_options(cur_pos=problem.options["cur_pos"][:count])
         if block_size:
             part = replace(part, table=problem.table[:count])
         else:
@@ -245,7 +246,7 @@ def test_a_pool_of_more_than_two_gigabytes():
     k[-blocks:], v[-blocks:] = small.k, small.v
     live = (small.table >= 0) & (small.table < blocks)
     table = torch.where(live, small.table.clamp(0, blocks) + many - blocks, -1).int()
-    check(replace(small, k=k, v=v, table=table), "triton")
+    check_backend(replace(small, k=k, v=v, table=table), "triton")
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -260,7 +261,7 @@ def test_caches_whose_strides_are_more_than_two_gigabytes(dim):
         room = torch.full((size,), torch.nan, dtype=x.dtype, device=x.device)
         return room.as_strided(x.shape, stride).copy_(x)
 
-    check(replace(problem, k=far(problem.k), v=far(problem.v)), "triton")
+    check_backend(replace(problem, k=far(problem.k), v=far(problem.v)), "triton")
 
 
 def test_backends_are_chosen_by_device():
@@ -269,7 +270,7 @@ def test_backends_are_chosen_by_device():
         problem.run("cpu")
     auto, triton = problem.run("auto"), problem.run("triton")
     assert torch.equal(auto.out, triton.out)
-    check(problem, "reference")
+    check_backend(problem, "reference")
 
 
 @pytest.mark.parametrize("block_size", [None, BLOCK])
@@ -277,5 +278,5 @@ def test_backends_are_chosen_by_device():
 def test_one_kv_head_alone_on_the_chip(positions, block_size):
     """As a rank of many holds it: every share of the keys is a piece of the same few heads."""
     problem = made(positions, group=8, kv_heads=1, dims=(64, 64), block_size=block_size, sinks=True)
-    check(problem, "triton")
-    check(problem.but(max_splits=100), "triton")
+    check_backend(problem, "triton")
+    check_backend(problem.with_options(max_splits=100), "triton")

@@ -8,7 +8,7 @@ import torch
 from attnmesh import check_decode_errors
 from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.triton import Triton
-from decoding import home, made
+from helpers.decode import device_of, problem_for
 
 pytestmark = pytest.mark.usefixtures("no_fault_left_over")
 
@@ -21,7 +21,7 @@ def no_fault_left_over():
 
 
 def found_with(call, **wrong):
-    return Triton().run(replace(call, **{name: value.to(home("triton")) for name, value in wrong.items()}))
+    return Triton().run(replace(call, **{name: value.to(device_of("triton")) for name, value in wrong.items()}))
 
 
 def assert_innocent(found, exact, sequences):
@@ -32,7 +32,7 @@ def assert_innocent(found, exact, sequences):
 @pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"max_splits": 1}], ids=str)
 @pytest.mark.parametrize("value", [-1, 10_000, -(2**31)])
 def test_an_entry_outside_the_pool(value, how):
-    call = made("triton", [20, 40], block_size=16, dtype=torch.float32, **how).call()
+    call = problem_for("triton", [20, 40], block_size=16, dtype=torch.float32, **how).call()
     table = call.table.clone()
     table[1, 2] = value
     found = found_with(call, table=table)
@@ -45,7 +45,9 @@ def test_an_entry_outside_the_pool(value, how):
 
 @pytest.mark.parametrize("length", [100, 400])
 def test_a_position_past_a_cache_that_others_share(length):
-    call = made("triton", [length, 3, length // 2], dtype=torch.float32, share="cache", capacity=length + 1).call()
+    call = problem_for(
+        "triton", [length, 3, length // 2], dtype=torch.float32, share="cache", capacity=length + 1
+    ).call()
     found = found_with(call, cur_pos=torch.tensor([length, 10**6, length // 2]))
     with pytest.raises(ValueError, match=r"cur_pos\[1\] is 1000000, beyond the cache"):
         check_decode_errors()
@@ -55,7 +57,7 @@ def test_a_position_past_a_cache_that_others_share(length):
 
 
 def test_the_next_call_says_so():
-    call = made("triton", [20], block_size=16, dtype=torch.float32).call()
+    call = problem_for("triton", [20], block_size=16, dtype=torch.float32).call()
     found_with(call, table=torch.full_like(call.table, -7))
     if call.q.is_cuda:
         torch.cuda.synchronize()

@@ -9,9 +9,10 @@ from attnmesh import check_decode_errors, decode_attention
 from attnmesh.ops.decode import device_errors as faults
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Quantized, quantize
-from decoding import CUDA, drawn, home, made
+from attnmesh.testing.decode import random_decode
+from helpers.decode import CUDA, device_of, problem_for
 
-HERE = home("triton")
+HERE = device_of("triton")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -126,7 +127,7 @@ def reported() -> str:
 def test_a_position_past_the_cache_is_no_matter_to_the_others(share, block_size, past, dtype):
     if past >= 2**31 and dtype == torch.int32:
         pytest.skip("does not fit")
-    call = made("triton", [150, 20, 100], share=share, block_size=block_size, capacity=192, sinks=True).call()
+    call = problem_for("triton", [150, 20, 100], share=share, block_size=block_size, capacity=192, sinks=True).call()
     expected = Triton().run(replace(call, cur_pos=torch.tensor([150, -1, 100], dtype=dtype, device=HERE)))
     found = Triton().run(replace(call, cur_pos=torch.tensor([150, past, 100], dtype=dtype, device=HERE)))
     assert f"cur_pos[1] is {past}, beyond the cache" in reported()
@@ -138,7 +139,7 @@ def test_a_position_past_the_cache_is_no_matter_to_the_others(share, block_size,
 
 
 def test_an_entry_outside_the_pool_is_no_matter_to_sequences_that_end_before():
-    call = made("triton", [150, 20, -1], share="cache", block_size=16).call()
+    call = problem_for("triton", [150, 20, -1], share="cache", block_size=16).call()
     expected = Triton().run(call)
     table = call.table.clone()
     table[0, 5] = -7
@@ -151,7 +152,7 @@ def test_an_entry_outside_the_pool_is_no_matter_to_sequences_that_end_before():
 
 @pytest.mark.parametrize("position", [-2, -(2**31), -(2**40) + 5])
 def test_any_position_below_0_skips(position):
-    call = made("triton", [30, 30]).call()
+    call = problem_for("triton", [30, 30]).call()
     found = Triton().run(replace(call, cur_pos=torch.tensor([30, position], device=HERE)))
     assert found.lse[1].isneginf().all()
     assert not found.out[1].any()
@@ -159,7 +160,7 @@ def test_any_position_below_0_skips(position):
 
 def test_scales_farther_apart_than_32_bits_reach():
     """While their values are close, and their strides fit: an untouched page costs nothing."""
-    problem = drawn([2], kv_heads=1, storage="bfp8", dtype=torch.float16, device=HERE)
+    problem = random_decode([2], kv_heads=1, storage="bfp8", dtype=torch.float16, device=HERE)
     far = torch.empty(2**31 + 64, dtype=torch.int8, device=HERE).as_strided((1, 1, 3, 2), (1, 1, 2**30, 1))
     expected = problem.run("triton")
     found = replace(problem, k=Quantized(problem.k.values, far.copy_(problem.k.scales))).run("triton")

@@ -9,22 +9,23 @@ import torch
 from attnmesh import decode_attention
 from attnmesh.core.state import State
 from attnmesh.ops.storage import Quantized
-from decoding import BACKENDS, STORAGES, Problem, drawn
+from attnmesh.testing.decode import DecodeProblem, random_decode
+from helpers.decode import BACKENDS, STORAGES
 
 META = torch.device("meta")
 
 
-def cached(**how: object) -> Problem:
+def cached(**how: object) -> DecodeProblem:
     """Two sequences of 20, 4 query heads, 2 kv heads."""
-    return drawn([19, 7], tokens=3, capacity=20, **how)
+    return random_decode([19, 7], tokens=3, capacity=20, **how)
 
 
-def pooled(**how: object) -> Problem:
+def pooled(**how: object) -> DecodeProblem:
     """The same in blocks of 8: 3 slots, 7 blocks."""
-    return drawn([19, 7], tokens=3, capacity=24, block_size=8, **how)
+    return random_decode([19, 7], tokens=3, capacity=24, block_size=8, **how)
 
 
-def having(problem: Problem, **parts: object) -> Problem:
+def having(problem: DecodeProblem, **parts: object) -> DecodeProblem:
     return replace(problem, **parts)
 
 
@@ -119,7 +120,7 @@ def test_options(said):
 
 @pytest.mark.parametrize("block_size", [None, 8])
 def test_key_range_of_a_shared_cache(block_size):
-    problem = drawn([19, 7], tokens=3, block_size=block_size, share="cache")
+    problem = random_decode([19, 7], tokens=3, block_size=block_size, share="cache")
     with pytest.raises(ValueError, match="key_range and share_cache are mutually exclusive"):
         problem.attend("auto", key_range=KEY_RANGE)
 
@@ -276,9 +277,11 @@ def test_a_gradient_that_nobody_would_compute(name):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_refuses_what_it_cannot_serve_and_says_so(backend):
-    problem = drawn([3], dtype=torch.float64)
+    problem = random_decode([3], dtype=torch.float64)
     if backend == "cpu":
-        problem = having(problem, q=problem.q.to(META), k=problem.k.to(META), v=problem.v.to(META)).but(cur_pos=None)
+        problem = having(problem, q=problem.q.to(META), k=problem.k.to(META), v=problem.v.to(META)).with_options(
+            cur_pos=None
+        )
     with pytest.raises(ValueError, match=f"backend='{backend}' cannot serve this call: "):
         problem.attend(backend)
 

@@ -5,7 +5,7 @@ import torch
 
 from attnmesh.core.state import State
 from attnmesh.ops.decode import triton as triton_backend
-from decoding import BACKENDS, assert_right, check, made
+from helpers.decode import BACKENDS, assert_decode_close, check_backend, problem_for
 
 EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 
@@ -16,7 +16,7 @@ EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 def test_partial_states_in_a_packed_message(tokens, how, backend, monkeypatch):
     """Heads first, as they are sent; each row is its out and, behind it, its lse."""
     monkeypatch.setattr(triton_backend, "_AT_ONCE", 2)
-    problem = made(backend, [70, -1, 20], tokens=tokens, block_size=16, dims=(32, 24), **how)
+    problem = problem_for(backend, [70, -1, 20], tokens=tokens, block_size=16, dims=(32, 24), **how)
     batch, heads = problem.q.shape[:2]
     message = torch.full((heads + 2, batch + 2, tokens, 24 + 1), torch.nan, device=problem.q.device)
     mine = message[1:-1, 1:-1]
@@ -25,7 +25,7 @@ def test_partial_states_in_a_packed_message(tokens, how, backend, monkeypatch):
     found = problem.run(backend, into=into)
     assert found.out is into.out
     assert found.lse is into.lse
-    assert_right(found, problem.but(out_dtype=torch.float32))
+    assert_decode_close(found, problem.with_options(out_dtype=torch.float32))
     expected = problem.run(backend, out_dtype=torch.float32)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
@@ -37,19 +37,19 @@ def test_partial_states_in_a_packed_message(tokens, how, backend, monkeypatch):
 @EVERYWHERE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_results_in_the_dtype_of_queries(dtype, backend):
-    problem = made(backend, [30, 9], tokens=2, block_size=16, dtype=dtype, kv_heads=2)
+    problem = problem_for(backend, [30, 9], tokens=2, block_size=16, dtype=dtype, kv_heads=2)
     tokens_first = torch.full((2, 2, 4, 32), torch.nan, dtype=dtype, device=problem.q.device)
     into = State(tokens_first.transpose(1, 2), torch.full((2, 4, 2), torch.nan, device=problem.q.device))
     out = problem.attend(backend, into=into, out_dtype=dtype)
     assert out is into.out
-    assert_right(into, problem)
+    assert_decode_close(into, problem)
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("how", [{"block_size": 16}, {"split_size": 16}], ids=str)
 def test_out_in_float32_is_what_is_rounded_by_default(how, backend):
-    problem = made(backend, [40, 20, -1], tokens=2, dtype=torch.float16, sinks=True, **how)
-    default, wide = problem.run(backend), check(problem, backend, out_dtype=torch.float32)
+    problem = problem_for(backend, [40, 20, -1], tokens=2, dtype=torch.float16, sinks=True, **how)
+    default, wide = problem.run(backend), check_backend(problem, backend, out_dtype=torch.float32)
     assert wide.out.dtype == torch.float32
     assert default.out.dtype == torch.float16
     assert torch.equal(wide.out.half(), default.out)

@@ -12,23 +12,26 @@ from attnmesh.core.state import State
 from attnmesh.ops.decode import triton as triton_backend
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.storage import Stored, dequantize, quantize
-from decoding import BACKENDS, STORAGES, Problem, assert_right, check, drawn, home, made, slow
+from attnmesh.testing.decode import DecodeProblem, random_decode
+from helpers.decode import BACKENDS, STORAGES, assert_decode_close, check_backend, device_of, interpreted, problem_for
 
 ON_EACH = pytest.mark.parametrize("backend", BACKENDS)
 EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 
 
-def seeing(problem: Problem, first: list, end: list, dtype: torch.dtype = torch.int32) -> Problem:
-    return problem.but(key_range=tuple(torch.tensor(x, dtype=dtype, device=problem.q.device) for x in (first, end)))
+def seeing(problem: DecodeProblem, first: list, end: list, dtype: torch.dtype = torch.int32) -> DecodeProblem:
+    return problem.with_options(
+        key_range=tuple(torch.tensor(x, dtype=dtype, device=problem.q.device) for x in (first, end))
+    )
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_each_token_sees_its_interval(block_size, backend):
     """The lse of tokens whose every score is 0 counts the keys they see."""
-    problem = made(backend, [40, 20, 30], tokens=3, dtype=torch.float32, block_size=block_size)
+    problem = problem_for(backend, [40, 20, 30], tokens=3, dtype=torch.float32, block_size=block_size)
     problem = seeing(problem, [[0, 3, 39], [0, 0, 0], [17, 17, 18]], [[1, 17, 41], [21, 21, 21], [18, 30, 31]])
-    lse = check(problem, backend, scale=0.0).lse
+    lse = check_backend(problem, backend, scale=0.0).lse
     seen = torch.tensor([[1.0, 14, 2], [21, 21, 21], [1, 13, 13]])
     torch.testing.assert_close(lse[:, 0].exp().cpu(), seen)
 
@@ -38,10 +41,12 @@ def test_each_token_sees_its_interval(block_size, backend):
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 def test_any_intervals(tokens, block_size, backend):
     """At random: some are empty, some begin before the first key or end past the last."""
-    for seed in range(1 if slow(backend) else 8):
+    for seed in range(1 if interpreted(backend) else 8):
         positions = [45 + seed, 3, 20, -1]
         how = {"tokens": tokens, "block_size": block_size, "seed": 8 * tokens + seed, "sinks": bool(seed % 2)}
-        check(made(backend, positions, key_range="intervals", dims=(16, 16), capacity=70, **how), backend)
+        check_backend(
+            problem_for(backend, positions, key_range="intervals", dims=(16, 16), capacity=70, **how), backend
+        )
 
 
 @ON_EACH
@@ -49,9 +54,9 @@ def test_any_intervals(tokens, block_size, backend):
 @pytest.mark.parametrize("how", [{}, {"split_size": 16}, {"max_splits": 3, "sinks": True}], ids=str)
 def test_any_storage_and_splits(how, storage, backend):
     how = how | {"storage": storage, "block_size": 16, "tokens": 3, "dims": (64, 32)}
-    problem = made(backend, [60, 40], key_range="intervals", seed=3, **how)
+    problem = problem_for(backend, [60, 40], key_range="intervals", seed=3, **how)
     assert (problem.options["key_range"][0][:, 0] >= 16).any()  # a block is left out
-    check(problem, backend)
+    check_backend(problem, backend)
 
 
 @EVERYWHERE
@@ -59,7 +64,7 @@ def test_any_storage_and_splits(how, storage, backend):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_who_sees_nothing(sinks, block_size, backend):
     """A token; a whole sequence, of which nothing is read; a skipped one, which has no sinks either."""
-    problem = made(backend, [40, 40, -1], tokens=2, sinks=sinks, block_size=block_size)
+    problem = problem_for(backend, [40, 40, -1], tokens=2, sinks=sinks, block_size=block_size)
     nan, garbage = torch.full_like(problem.k, torch.nan), problem.table
     if block_size:
         garbage = garbage.clone()
@@ -68,7 +73,7 @@ def test_who_sees_nothing(sinks, block_size, backend):
         nan[0] = problem.k[0]
     problem = replace(problem, k=problem.k if block_size else nan, table=garbage)
     for empty in ([5, 5], [90, 90]):
-        out, lse = check(seeing(problem, [[3, 3], empty, [0, 0]], [[3, 20], [5, 5], [9, 9]]), backend)
+        out, lse = check_backend(seeing(problem, [[3, 3], empty, [0, 0]], [[3, 20], [5, 5], [9, 9]]), backend)
         alone = problem.options["sinks"].float() if sinks else torch.full((lse.shape[1],), -torch.inf).to(lse.device)
         for row in (lse[0, :, 0], lse[1, :, 0], lse[1, :, 1]):
             torch.testing.assert_close(row, alone)
@@ -82,7 +87,7 @@ def test_who_sees_nothing(sinks, block_size, backend):
 @pytest.mark.parametrize("window", [None, 1, 5, 17])
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_causality_and_windows_are_intervals(block_size, window, backend):
-    problem = made(backend, [40, 2, 20], tokens=4, block_size=block_size, window=window)
+    problem = problem_for(backend, [40, 2, 20], tokens=4, block_size=block_size, window=window)
     own = torch.tensor([40, 2, 20])[:, None] - 3 + torch.arange(4)
     first = torch.zeros_like(own) if window is None else (own - window + 1).clamp(0)
     key_range = tuple(x.to(problem.q.device) for x in (first, own + 1))
@@ -93,26 +98,29 @@ def test_causality_and_windows_are_intervals(block_size, window, backend):
 
 @EVERYWHERE
 def test_bounds_of_any_type_stride_and_size(backend):
-    problem = made(backend, [40, 20], tokens=2, dtype=torch.float32)
+    problem = problem_for(backend, [40, 20], tokens=2, dtype=torch.float32)
     for dtype, low, high in ((torch.int32, -(2**31), 2**31 - 1), (torch.int64, -(2**40) + 7, 2**40 + 7)):
-        expected = check(seeing(problem, [[0, 4], [0, 0]], [[0, 30], [7, 21]], dtype), backend)
+        expected = check_backend(seeing(problem, [[0, 4], [0, 0]], [[0, 30], [7, 21]], dtype), backend)
         far = seeing(problem, [[low, 4], [low, low]], [[low, 30], [7, high]], dtype).options["key_range"]
         strided = tuple(x.T.contiguous().T for x in far)
         assert not strided[0].is_contiguous()
-        assert torch.equal(check(problem, backend, key_range=strided).lse, expected.lse)
+        assert torch.equal(check_backend(problem, backend, key_range=strided).lse, expected.lse)
 
 
 def test_sequences_that_end_alike_but_see_otherwise():
     """On the CPU they would be computed together."""
-    problem = drawn([39] * 4, tokens=2, group=4, kv_heads=8)
-    check(seeing(problem, [[0, 0], [0, 0], [5, 9], [5, 9]], [[39, 40], [39, 40], [30, 40], [30, 31]]), "cpu")
+    problem = random_decode([39] * 4, tokens=2, group=4, kv_heads=8)
+    check_backend(seeing(problem, [[0, 0], [0, 0], [5, 9], [5, 9]], [[39, 40], [39, 40], [30, 40], [30, 31]]), "cpu")
 
 
 @ON_EACH
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_more_sequences_than_a_launch_takes(block_size, backend, monkeypatch):
     monkeypatch.setattr(triton_backend, "_AT_ONCE", 2)
-    check(made(backend, [40, 20, 30, 9, 25], tokens=2, key_range="intervals", block_size=block_size, seed=5), backend)
+    check_backend(
+        problem_for(backend, [40, 20, 30, 9, 25], tokens=2, key_range="intervals", block_size=block_size, seed=5),
+        backend,
+    )
 
 
 # Table entries that are wrong.
@@ -121,19 +129,19 @@ def test_more_sequences_than_a_launch_takes(block_size, backend, monkeypatch):
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_only_entries_of_what_is_seen_are_looked_at(backend):
     for slot in range(4):
-        problem = seeing(drawn([60], tokens=2, block_size=16), [[16, 20]], [[25, 48]])  # slots 1 and 2
+        problem = seeing(random_decode([60], tokens=2, block_size=16), [[16, 20]], [[25, 48]])  # slots 1 and 2
         problem.table[0, slot] = -9
         if slot in (1, 2):
             with pytest.raises(ValueError, match=re.escape(f"block_table[0, {slot}] is -9")):
                 problem.run(backend)
         else:
-            check(problem, backend)
+            check_backend(problem, backend)
 
 
 @pytest.mark.parametrize("how", [{}, {"split_size": 16}], ids=str)
 def test_the_kernels_look_at_no_other_entries_either(how):
     """The front door refuses wrong entries on the CPU, so the backend is called itself."""
-    problem = made("triton", [60, 20], tokens=2, block_size=16, group=1, dims=(16, 16), **how)
+    problem = problem_for("triton", [60, 20], tokens=2, block_size=16, group=1, dims=(16, 16), **how)
     call = seeing(problem, [[16, 20], [0, 0]], [[25, 48], [21, 21]]).call()
     expected = Triton().run(call)
     for slot in range(4):
@@ -188,7 +196,7 @@ def test_shares_merge_in_triton(case, run, window):
 
 
 def assert_shares_merge(backend, ranks, run, window, storage, length, tokens, block_size, seed):
-    where, dice = home(backend), torch.Generator().manual_seed(seed)
+    where, dice = device_of(backend), torch.Generator().manual_seed(seed)
     q = torch.randn(1, 4, tokens, 32, generator=dice)
     k, v = (torch.randn(1, 2, length, 32, generator=dice) for _ in range(2))
     own = torch.arange(length - tokens, length)[None]  # [1, T]; below 0 it sees nothing
@@ -205,4 +213,6 @@ def assert_shares_merge(backend, ranks, run, window, storage, length, tokens, bl
         )  # fmt: skip
         states.append(State(*(x.cpu() for x in state)))
     clear = [x.double() if storage == "plain" else dequantize(quantize(x, storage), torch.float64) for x in (k, v)]
-    assert_right(merge(states), Problem(q, k, v, None, {"cur_pos": [length - 1], "window": window}, tuple(clear)))
+    assert_decode_close(
+        merge(states), DecodeProblem(q, k, v, None, {"cur_pos": [length - 1], "window": window}, tuple(clear))
+    )

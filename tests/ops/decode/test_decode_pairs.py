@@ -5,19 +5,17 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from decoding import (
+from attnmesh.testing.decode import DecodeProblem, random_decode
+from helpers.cases import pairwise, value_pairs
+from helpers.decode import (
     BACKENDS,
     STORAGES,
-    Problem,
-    assert_right,
-    by_loops,
-    check,
-    covering,
-    drawn,
-    home,
-    pairs_of,
-    slow,
-    spoken,
+    assert_decode_close,
+    check_backend,
+    decode_by_loops,
+    device_of,
+    interpreted,
+    supported_dtype,
 )
 
 CONTIGUOUS = ("own", "token major")
@@ -49,7 +47,7 @@ FORBIDDEN = {
     # Follows from the first two: the default position means a cache, whose sequences share no blocks.
     (("at", None), ("share", "blocks")),
 }
-CASES = covering(FACTORS, FORBIDDEN)
+CASES = pairwise(FACTORS, FORBIDDEN)
 
 
 def named(case: dict) -> str:
@@ -65,7 +63,7 @@ def positions(case: dict, seed: int) -> list[int]:
     return found[seed % 3 :] + found[: seed % 3]
 
 
-def problem_of(case: dict, seed: int, *, backend: str = "cpu", dtype: torch.dtype | None = None) -> Problem:
+def problem_of(case: dict, seed: int, *, backend: str = "cpu", dtype: torch.dtype | None = None) -> DecodeProblem:
     case = dict(case)
     where = positions(case, seed)
     cache, dims = case.pop("cache"), case.pop("dims")
@@ -74,15 +72,15 @@ def problem_of(case: dict, seed: int, *, backend: str = "cpu", dtype: torch.dtyp
     length = max(where) + 1
     if case["at"] is None:
         where = [length - 1] * 3
-    return drawn(
+    return random_decode(
         where,
         dims=(64, 32) if dims == "v in k" else dims,
         v_in_k=dims == "v in k",
         block_size=cache if cache in PAGED else None,
         capacity=length if case["at"] is None else length + [0, 5, 40][seed % 3],
         memory=cache if cache in CONTIGUOUS else ("own", "layer", "layer inside")[seed % 3],
-        dtype=spoken(backend, dtype),
-        device=home(backend),
+        dtype=supported_dtype(backend, dtype),
+        device=device_of(backend),
         seed=seed,
         **case,
         **({} if scale is None else {"scale": scale}),
@@ -91,8 +89,8 @@ def problem_of(case: dict, seed: int, *, backend: str = "cpu", dtype: torch.dtyp
 
 
 def test_every_allowed_pair_meets():
-    met = {pair for case in CASES for pair in pairs_of({name: [value] for name, value in case.items()})}
-    every = set(pairs_of(FACTORS))
+    met = {pair for case in CASES for pair in value_pairs({name: [value] for name, value in case.items()})}
+    every = set(value_pairs(FACTORS))
     for name, values in FACTORS.items():
         assert len(set(values)) == len(values), name
     assert met <= every
@@ -104,7 +102,7 @@ def test_every_allowed_pair_meets():
 
 def in_short_pieces(seed: int, backend: str) -> bool:
     """Whether an interpreter has so many pieces to go through that it takes ten seconds."""
-    return slow(backend) and CASES[seed]["splits"] == (("split_size", 13),)
+    return interpreted(backend) and CASES[seed]["splits"] == (("split_size", 13),)
 
 
 @pytest.mark.parametrize(
@@ -112,28 +110,28 @@ def in_short_pieces(seed: int, backend: str) -> bool:
     [
         pytest.param(
             seed, backend, id=f"{named(case)}-{backend}",
-            marks=[pytest.mark.slow] if in_short_pieces(seed, backend) or (slow(backend) and seed % 2) else [],
+            marks=[pytest.mark.slow] if in_short_pieces(seed, backend) or (interpreted(backend) and seed % 2) else [],
         )
         for seed, case in enumerate(CASES) for backend in BACKENDS
     ],
 )  # fmt: skip
 def test_every_pair_is_right(seed, backend):
-    check(problem_of(CASES[seed], seed, backend=backend), backend)
+    check_backend(problem_of(CASES[seed], seed, backend=backend), backend)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_every_pair_is_right_at_other_positions(seed, backend):
-    for case in range(0, len(CASES), 4 if slow(backend) else 1):
-        check(problem_of(CASES[case], case + seed, backend=backend), backend)
+    for case in range(0, len(CASES), 4 if interpreted(backend) else 1):
+        check_backend(problem_of(CASES[case], case + seed, backend=backend), backend)
 
 
 @pytest.mark.parametrize("seed", range(len(CASES)), ids=lambda seed: named(CASES[seed]))
 def test_the_reference_is_what_loops_over_the_keys_give(seed):
     case = CASES[seed] | {"group": min(CASES[seed]["group"], 3)}
     problem = problem_of(case, seed, dtype=torch.float64)
-    found, exact, loops = problem.run("reference"), problem.exact(), by_loops(problem)
+    found, exact, loops = problem.run("reference"), problem.exact(), decode_by_loops(problem)
     for state in (found, exact):
         torch.testing.assert_close(state.lse, loops.lse, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(state.out, loops.out, rtol=1e-12, atol=1e-12)
@@ -153,7 +151,7 @@ def problems(draw, backend: str, most: int):
     split = draw(st.sampled_from([None, "max_splits", "split_size"]))
     key_range = draw(st.sampled_from(["causal", *FACTORS["key_range"]]))
     alone = key_range == "intervals"  # without a window or a cache for all
-    return drawn(
+    return random_decode(
         where,
         tokens=tokens,
         group=draw(st.integers(1, 9)),
@@ -163,14 +161,14 @@ def problems(draw, backend: str, most: int):
         block_size=draw(st.integers(1, 40)) if paged else None,
         capacity=max(where) + 1 + draw(st.integers(0, 30)) or 1,
         storage=storage,
-        dtype=spoken(backend, draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))),
+        dtype=supported_dtype(backend, draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))),
         share=draw(st.sampled_from([None] + ["cache"] * (not alone) + ["blocks"] * paged)),
         memory=draw(st.sampled_from(["own", "layer", "layer inside"] + ["token major"] * (not paged))),
         key_range=key_range,
         window=None if alone else draw(st.none() | st.integers(1, most)),
         sinks=draw(st.booleans()),
         at=draw(st.sampled_from(["list", "int32", "int64"])),
-        device=home(backend),
+        device=device_of(backend),
         seed=draw(st.integers(0, 2**16)),
         **({} if split is None else {split: draw(st.integers(1, 50))}),
     )
@@ -178,14 +176,14 @@ def problems(draw, backend: str, most: int):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_shape_is_right(backend):
-    phases = [Phase.generate] if slow(backend) else list(Phase)  # no time for smaller examples of a failure
+    phases = [Phase.generate] if interpreted(backend) else list(Phase)  # no time for smaller examples of a failure
     # On a GPU each shape is a kernel to compile; interpreted, each takes seconds, and pairs are met above.
-    most = 5 if slow(backend) else 15 if backend == "triton" else 80
+    most = 5 if interpreted(backend) else 15 if backend == "triton" else 80
 
     @settings(max_examples=most, deadline=None, derandomize=True, phases=phases)
     @given(problems(backend, 60))
     def right(problem):
-        check(problem, backend)
+        check_backend(problem, backend)
 
     right()
 
@@ -194,7 +192,7 @@ def test_any_shape_is_right(backend):
 @given(problems("reference", 20))
 def test_the_reference_is_what_loops_give_for_any_shape(problem):
     found = problem.exact()
-    loops = by_loops(problem)
+    loops = decode_by_loops(problem)
     torch.testing.assert_close(found.lse, loops.lse, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.out, loops.out, rtol=1e-12, atol=1e-12)
-    assert_right(problem.run("reference"), problem)
+    assert_decode_close(problem.run("reference"), problem)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmesh import canonicalize
-from sparse_cases import HIGH, LOW
+from helpers.sparse import HIGH, LOW
 
 
 def by_hand(row, scores, s_kv, unique):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_emulation import emulated
+from helpers.gluon import emulated
 
 pytest.importorskip("triton")
 

@@ -7,23 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from attending import peak_bytes
 from attnmesh import SparseMask, indexer_kl_loss, indexer_scores_at, sparse_attention
 from attnmesh.ops.sparse import dense_kl, reference, torch_gather
-from sparse_cases import (
+from helpers.memory import peak_bytes
+from helpers.sparse import (
     BACKENDS,
     EVERY,
     KEY_MASKS,
     MASKS,
-    Attended,
-    Indexed,
-    amid,
-    assert_right,
-    drawn,
-    drawn_indexer,
-    home,
-    moved,
+    AttentionCase,
+    IndexerCase,
+    assert_sparse_close,
+    device_of,
+    embedded,
+    mask_on,
     normal,
+    random_attention,
+    random_indexer,
 )
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -33,13 +33,13 @@ NAMES = ["loss", "d_iq", "d_ik", "d_w"]
 FAR = torch.float64
 
 
-def both(mask: str = "all", s_q: int = 13, s_kv: int = 23, **how) -> tuple[Attended, Indexed]:
+def both(mask: str = "all", s_q: int = 13, s_kv: int = 23, **how) -> tuple[AttentionCase, IndexerCase]:
     """Attention and the indexer that is to learn from it."""
-    attention = drawn(s_q, s_kv, mask=mask, **how)
-    return attention, drawn_indexer(s_q, s_kv, mask=attention.mask, dtype=attention.q.dtype)
+    attention = random_attention(s_q, s_kv, mask=mask, **how)
+    return attention, random_indexer(s_q, s_kv, mask=attention.mask, dtype=attention.q.dtype)
 
 
-def lse_of(attention: Attended, mode: str) -> Tensor:
+def lse_of(attention: AttentionCase, mode: str) -> Tensor:
     """Over the slots; of dense attention, over all keys that the mask shows."""
     if mode == "dense":
         first = attention.mask.k_offset
@@ -52,10 +52,10 @@ def row_grads(s_q: int) -> Tensor:
     return normal(s_q, dtype=FAR, seed=55)
 
 
-def over(p: Tensor, indexer: Indexed, indices: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+def over(p: Tensor, indexer: IndexerCase, indices: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     """Loss of every row and gradients; p is [s_q, s_kv] over all keys, or has a number for each slot."""
     leaves = [x.to(dtype).requires_grad_() for x in indexer.leaves]
-    scores, seen = indexer.scores(leaves), indexer.seen
+    scores, seen = indexer.scores(leaves), indexer.visible
     if indices is not None:
         seen = reference.valid_slots(indices, indexer.s_kv, indexer.mask)
         scores = scores.gather(1, torch.where(seen, indices - indexer.mask.k_offset, 0).long())
@@ -65,7 +65,7 @@ def over(p: Tensor, indexer: Indexed, indices: Tensor | None, dtype: torch.dtype
 
 
 def by_definition(
-    attention: Attended, indexer: Indexed, mode: str, lse: Tensor, dtype: torch.dtype = FAR
+    attention: AttentionCase, indexer: IndexerCase, mode: str, lse: Tensor, dtype: torch.dtype = FAR
 ) -> list[Tensor]:
     """In float64, or as simply as can be in another precision."""
     lse = lse.to(dtype)
@@ -78,12 +78,12 @@ def by_definition(
 
 
 def found(
-    attention: Attended, indexer: Indexed, mode: str, lse: Tensor | None, backend: str, **how: object
+    attention: AttentionCase, indexer: IndexerCase, mode: str, lse: Tensor | None, backend: str, **how: object
 ) -> list[Tensor]:
     """Loss of every row and gradients where whatever nobody may look at is NaN; attention is left out without lse."""
-    device = home(backend)
+    device = device_of(backend)
     if mode == "dense":
-        read, blind = indexer.seen.any(0), indexer.blind
+        read, blind = indexer.visible.any(0), indexer.empty_rows
     else:
         read, blind = (attention.times > 0).any(0), ~attention.valid.any(1)
     poison = {
@@ -93,24 +93,24 @@ def found(
         "q": attention.q.masked_fill(blind[:, None, None], torch.nan),
         "k": attention.kv.masked_fill(~read[:, None], torch.nan),
     }
-    poison = {name: amid(x.to(device)).detach() for name, x in poison.items()}
+    poison = {name: embedded(x.to(device)).detach() for name, x in poison.items()}
     leaves = [poison.pop(name).requires_grad_() for name in ("iq", "ik", "w")]
     if lse is not None:
         how = {"lse": lse.to(device), "attn_scale": attention.scale, **poison} | how
     rows = indexer_kl_loss(
         *leaves, attention.indices.to(device) if mode == "sparse" else None, mode=mode,
-        mask=moved(indexer.mask, device), reduction="none", backend=backend, **indexer.how, **how,
+        mask=mask_on(indexer.mask, device), reduction="none", backend=backend, **indexer.how, **how,
     )  # fmt: skip
     assert rows.dtype == torch.promote_types(indexer.iq.dtype, torch.float32)
     grads = torch.autograd.grad(rows, leaves, row_grads(len(rows)).to(rows))
     return [x.detach().cpu() for x in (rows, *grads)]
 
 
-def check(attention: Attended, indexer: Indexed, mode: str, backend: str, lse: Tensor | None = None) -> None:
+def check(attention: AttentionCase, indexer: IndexerCase, mode: str, backend: str, lse: Tensor | None = None) -> None:
     lse = lse_of(attention, mode) if lse is None else lse
     exact = by_definition(attention, indexer, mode, lse)
     plain = by_definition(attention, indexer, mode, lse, indexer.iq.dtype)
-    assert_right(NAMES, found(attention, indexer, mode, lse, backend), plain, exact)
+    assert_sparse_close(NAMES, found(attention, indexer, mode, lse, backend), plain, exact)
 
 
 # Every row against float64.
@@ -134,8 +134,8 @@ def test_dense_with_every_mask_in_every_dtype(name, backend, dtype):
     ("s_q", "s_kv", "topk", "d"), [(1, 1, 1, 16), (3, 9, 20, 64), (40, 200, 100, 24), (2, 5, 1, 8)]
 )
 def test_every_size(s_q, s_kv, topk, d, mode, backend):
-    attention = drawn(s_q, s_kv, topk=topk, d=d, mask="later", heads=5)
-    check(attention, drawn_indexer(s_q, s_kv, mask=attention.mask, heads=7, d=d), mode, backend)
+    attention = random_attention(s_q, s_kv, topk=topk, d=d, mask="later", heads=5)
+    check(attention, random_indexer(s_q, s_kv, mask=attention.mask, heads=7, d=d), mode, backend)
 
 
 @each_backend
@@ -196,7 +196,7 @@ def test_attention_may_have_another_dtype_than_the_indexer(mode):
 # A target that is given.
 
 
-def given_target(attention: Attended, *, seed: int = 3) -> Tensor:
+def given_target(attention: AttentionCase, *, seed: int = 3) -> Tensor:
     """Not normalized, with zeros; a row of zeros; something at slots that are not valid."""
     target = 3 * normal(*attention.indices.shape, dtype=torch.float64, seed=seed).relu().float()
     target[1] = 0.0
@@ -210,8 +210,8 @@ def test_a_given_target_need_not_be_normalized(name, backend, dtype):
     target = given_target(attention)
     assert target[attention.valid].eq(0).any()  # 0 log 0
     exact, plain = (over(target, indexer, attention.indices, x) for x in (FAR, dtype))
-    result = found(attention, indexer, "sparse", None, backend, target=target.to(home(backend)))
-    assert_right(NAMES, result, plain, exact)
+    result = found(attention, indexer, "sparse", None, backend, target=target.to(device_of(backend)))
+    assert_sparse_close(NAMES, result, plain, exact)
     assert result[0][1] == 0
     assert result[1][1].eq(0).all()
 
@@ -219,7 +219,7 @@ def test_a_given_target_need_not_be_normalized(name, backend, dtype):
 @each_backend
 def test_the_loss_is_zero_and_still_where_the_indexer_is_right(backend):
     attention, indexer = both("causal")
-    indices, device = attention.indices.to(home(backend)), home(backend)
+    indices, device = attention.indices.to(device_of(backend)), device_of(backend)
     leaves = [x.to(device).requires_grad_() for x in indexer.leaves]
     how = {"mask": indexer.mask, "backend": backend, **indexer.how}
     scores = indexer_scores_at(*leaves, indices, **how)
@@ -235,7 +235,7 @@ def test_the_loss_is_zero_and_still_where_the_indexer_is_right(backend):
 @each_backend
 def test_what_there_is_to_match_is_a_constant(backend):
     attention, indexer = both()
-    device = home(backend)
+    device = device_of(backend)
     iq, ik, w, indices = (x.to(device) for x in (indexer.iq, indexer.ik, indexer.w, attention.indices))
     q, k, target = (x.to(device).requires_grad_() for x in (attention.q, attention.kv, given_target(attention)))
     lse = torch.zeros(13, 4, device=device, requires_grad=True)
@@ -253,7 +253,7 @@ def test_what_there_is_to_match_is_a_constant(backend):
 @each_backend
 def test_a_visible_score_that_is_nan_shows_in_the_loss(backend):
     _, indexer = both(s_q=2, s_kv=3)
-    iq, ik, w = (x.to(home(backend)).clone() for x in (indexer.iq, indexer.ik, indexer.w))
+    iq, ik, w = (x.to(device_of(backend)).clone() for x in (indexer.iq, indexer.ik, indexer.w))
     ik[1] = torch.nan
     indices = torch.tensor([[1], [2]], dtype=torch.int32, device=ik.device)
     rows = indexer_kl_loss(iq, ik, w, indices, torch.ones(2, 1, device=ik.device), reduction="none", backend=backend)
@@ -274,7 +274,7 @@ def test_dense_is_sparse_over_all_keys(backend):
 
 
 @each
-@pytest.mark.parametrize("name", ["causal", "documents", "stretch", "later strided"])
+@pytest.mark.parametrize("name", ["causal", "documents", "offset", "later strided"])
 def test_keys_come_in_stretches(name, backend, dtype, monkeypatch):
     """One cast at the end, however many there are: in low precision they cost nothing that one would not."""
     attention, indexer = both(name, s_q=13, s_kv=300, dtype=dtype)
@@ -316,7 +316,7 @@ def test_reductions_count_the_rows_they_are_told(mode, backend):
     attention, indexer = both("causal")
     lse, counted = lse_of(attention, mode), torch.arange(13) % 3 != 1
     rows = found(attention, indexer, mode, lse, backend)[0]
-    device = home(backend)
+    device = device_of(backend)
     given_ = [x.to(device) for x in (indexer.iq, indexer.ik, indexer.w)]
     indices = attention.indices.to(device) if mode == "sparse" else None
     how = {
@@ -351,7 +351,7 @@ def test_reductions_count_the_rows_they_are_told(mode, backend):
 def test_rows_that_do_not_count_may_hold_anything(mode, backend):
     """Padding rows: NaN in their queries, weights, lse and target reaches neither the loss nor any gradient."""
     attention, indexer = both("causal")
-    counted, device = torch.arange(13) % 3 != 1, home(backend)
+    counted, device = torch.arange(13) % 3 != 1, device_of(backend)
     lse = lse_of(attention, mode)
     expected = by_definition(attention, indexer, mode, lse)
     weights = row_grads(13).masked_fill(~counted, 0.0)
@@ -382,7 +382,7 @@ def test_rows_that_do_not_count_may_hold_anything(mode, backend):
 @each_mode
 def test_parts_of_the_rows_add_up_with_the_number_of_all(mode, backend):
     attention, indexer = both()
-    lse, device = lse_of(attention, mode), home(backend)
+    lse, device = lse_of(attention, mode), device_of(backend)
 
     def loss(some: slice) -> list[Tensor]:
         leaves = [x.to(device).detach().requires_grad_() for x in (indexer.iq, indexer.ik, indexer.w)]
@@ -404,7 +404,7 @@ def test_autocast_changes_nothing(mode, backend):
     attention, indexer = both("causal")
     lse = lse_of(attention, mode)
     plain = found(attention, indexer, mode, lse, backend)
-    with torch.autocast(home(backend).type, dtype=torch.bfloat16):
+    with torch.autocast(device_of(backend).type, dtype=torch.bfloat16):
         cast = found(attention, indexer, mode, lse, backend)
     for a, b in zip(plain, cast, strict=True):
         assert a.dtype == b.dtype
@@ -434,7 +434,7 @@ def test_gradients_are_those_of_finite_differences():
 def test_a_step_of_training_as_it_is_meant(backend):
     """Attention's own lse, the default reduction, and a step downhill lowers the loss."""
     attention, indexer = both("causal")
-    device = home(backend)
+    device = device_of(backend)
     q, kv, indices = (x.to(device) for x in (attention.q, attention.kv, attention.indices))
     how = {"mask": attention.mask, "backend": backend}
     _, lse = sparse_attention(q, kv, indices, scale=attention.scale, **how)

@@ -8,36 +8,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attending import peak_bytes
 from attnmesh import Slots, SparseMask, indexer_scores_at, indexer_topk
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.sparse.select import reselect
-from sparse_cases import BACKENDS, DTYPES, EVERY, KEY_MASKS, Indexed, amid, drawn_indexer, home, moved
+from helpers.memory import peak_bytes
+from helpers.sparse import BACKENDS, DTYPES, EVERY, KEY_MASKS, IndexerCase, device_of, embedded, mask_on, random_indexer
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def chosen(case: Indexed, topk: int, backend: str, **how: object) -> Slots:
+def chosen(case: IndexerCase, topk: int, backend: str, **how: object) -> Slots:
     """What is chosen where keys that no row may see, and rows that see nothing, are NaN."""
-    device = home(backend)
-    ik = case.ik.masked_fill(~case.seen.any(0)[:, None], torch.nan)
-    iq = case.iq.masked_fill(case.blind[:, None, None], torch.nan)
-    iq, ik, w = (amid(x.to(device)) for x in (iq, ik, case.w))
-    slots = indexer_topk(iq, ik, w, topk, mask=moved(case.mask, device), backend=backend, **case.how, **how)
+    device = device_of(backend)
+    ik = case.ik.masked_fill(~case.visible.any(0)[:, None], torch.nan)
+    iq = case.iq.masked_fill(case.empty_rows[:, None, None], torch.nan)
+    iq, ik, w = (embedded(x.to(device)) for x in (iq, ik, case.w))
+    slots = indexer_topk(iq, ik, w, topk, mask=mask_on(case.mask, device), backend=backend, **case.how, **how)
     return Slots(*(x.cpu() for x in slots))
 
 
-def counted(case: Indexed, seed: int = 0) -> Indexed:
+def counted(case: IndexerCase, seed: int = 0) -> IndexerCase:
     """The same sizes in small integers: every dtype computes them exactly, and ties are everywhere."""
     generator = torch.Generator().manual_seed(seed)
     iq, ik, w = (torch.randint(-2, 3, x.shape, generator=generator).to(x.dtype) for x in (case.iq, case.ik, case.w))
     return replace(case, iq=iq, ik=ik, w=w, scale=0.5)
 
 
-def check(case: Indexed, topk: int, backend: str, **how: object) -> Slots:
+def check(case: IndexerCase, topk: int, backend: str, **how: object) -> Slots:
     """The best keys in float64, ascending, -1 last; their scores; how many there are."""
     slots, every, first = chosen(case, topk, backend, **how), case.scores(), case.mask.k_offset
-    best = reference.best_keys(every, case.seen, topk)
+    best = reference.best_keys(every, case.visible, topk)
     assert slots.indices.dtype == slots.length.dtype == torch.int32
     assert slots.scores.dtype == torch.promote_types(case.iq.dtype, torch.float32)
     assert slots.indices.tolist() == [[j + first for j in row] + [-1] * (topk - len(row)) for row in best]
@@ -60,7 +60,7 @@ def same(a: Slots, b: Slots) -> bool:
 @pytest.mark.parametrize("name", KEY_MASKS)
 def test_every_mask_in_every_dtype_with_ties_everywhere(name, backend, dtype):
     for relu in (True, False):
-        case = counted(drawn_indexer(mask=name, dtype=dtype, relu=relu))
+        case = counted(random_indexer(mask=name, dtype=dtype, relu=relu))
         check(case, 5, backend)
 
 
@@ -70,20 +70,20 @@ def test_every_mask_in_every_dtype_with_ties_everywhere(name, backend, dtype):
     [(0, 5, 3), (3, 0, 2), (1, 1, 1), (5, 7, 1), (5, 7, 6), (5, 7, 7), (3, 7, 20), (17, 260, 100), (2, 700, 512)],
 )
 def test_every_length(s_q, s_kv, topk, backend):
-    check(counted(drawn_indexer(s_q, s_kv, heads=2)), topk, backend)
-    check(counted(drawn_indexer(s_q, s_kv, heads=5, mask="later strided"), seed=1), topk, backend)
+    check(counted(random_indexer(s_q, s_kv, heads=2)), topk, backend)
+    check(counted(random_indexer(s_q, s_kv, heads=5, mask="later strided"), seed=1), topk, backend)
 
 
 @each_backend
 @pytest.mark.parametrize(("heads", "d"), [(1, 1), (1, 128), (64, 128), (7, 40)])
 def test_every_number_of_heads_and_width(heads, d, backend):
-    check(counted(drawn_indexer(5, 150, heads=heads, d=d, mask="causal")), 9, backend)
+    check(counted(random_indexer(5, 150, heads=heads, d=d, mask="causal")), 9, backend)
 
 
 @pytest.mark.parametrize("name", KEY_MASKS)
 def test_numbers_that_are_no_integers(name):
     for relu in (True, False):
-        check(drawn_indexer(19, 300, dtype=torch.float64, mask=name, relu=relu), 30, "torch")
+        check(random_indexer(19, 300, dtype=torch.float64, mask=name, relu=relu), 30, "torch")
 
 
 @given(data=st.data())
@@ -100,7 +100,7 @@ def test_any_sizes(data):
         k_start=torch.tensor(data.draw(st.lists(st.integers(-1, 40), min_size=s_q, max_size=s_q)), dtype=torch.int64),
     )
     case = counted(
-        drawn_indexer(s_q, s_kv, heads=data.draw(st.integers(1, 3)), d=3, mask=mask), data.draw(st.integers(0, 9))
+        random_indexer(s_q, s_kv, heads=data.draw(st.integers(1, 3)), d=3, mask=mask), data.draw(st.integers(0, 9))
     )
     check(case, data.draw(st.integers(1, 40)), "torch", block=data.draw(st.integers(1, 310)))
 
@@ -111,7 +111,7 @@ def test_any_sizes(data):
 @each_backend
 def test_on_a_plateau_of_zeros_the_lowest_keys_win(backend):
     """ReLU makes many scores exactly 0, and a negative weight makes some of them -0.0: equal all the same."""
-    case = drawn_indexer(4, 200, heads=2, d=4)
+    case = random_indexer(4, 200, heads=2, d=4)
     ik = -case.ik.abs()
     ik[[150, 90, 31]] *= -1
     case = replace(case, iq=case.iq.abs(), ik=ik, w=torch.tensor([[1.0, 1.0], [-1.0, -1.0], [1.0, -0.0], [-0.0, -0.0]]))
@@ -131,10 +131,10 @@ def test_zeros_of_either_sign_are_one_tie():
 
 @each_backend
 def test_a_key_whose_score_is_nan_is_not_chosen(backend):
-    case = counted(drawn_indexer(3, 20))
+    case = counted(random_indexer(3, 20))
     ik = case.ik.clone()
     ik[[2, 11]] = torch.nan
-    iq, ik, w = (x.to(home(backend)) for x in (case.iq, ik, case.w))
+    iq, ik, w = (x.to(device_of(backend)) for x in (case.iq, ik, case.w))
     slots = indexer_topk(iq, ik, w, 20, backend=backend, **case.how)
     assert slots.indices.tolist() == [[j for j in range(20) if j not in (2, 11)] + [-1, -1]] * 3
     assert slots.length.tolist() == [18] * 3
@@ -147,7 +147,7 @@ def test_a_key_whose_score_is_nan_is_not_chosen(backend):
 @pytest.mark.parametrize("dtype", DTYPES["torch"])
 @pytest.mark.parametrize("name", ["causal", "documents"])
 def test_any_block_gives_the_same_bits(name, dtype):
-    case = drawn_indexer(11, 150, heads=5, d=24, mask=name, dtype=dtype)
+    case = random_indexer(11, 150, heads=5, d=24, mask=name, dtype=dtype)
     whole = chosen(case, 40, "torch")
     for block in (7, 39, 128, 129, 150, 5000) if dtype != torch.float32 else (1, 2, 7, 39, 128, 129, 150, 5000):
         assert same(chosen(case, 40, "torch", block=block), whole), block
@@ -156,7 +156,7 @@ def test_any_block_gives_the_same_bits(name, dtype):
 @each_backend
 @pytest.mark.parametrize(("heads", "d"), [(1, 3), (3, 17), (8, 64), (33, 100), (64, 128)])
 def test_a_row_alone_gives_the_same_bits(heads, d, backend):
-    case = drawn_indexer(21, 150, heads=heads, d=d)
+    case = random_indexer(21, 150, heads=heads, d=d)
     whole = chosen(case, 150, backend)
     for row in (0, 5, 8, 20):
         alone = chosen(replace(case, iq=case.iq[row : row + 1], w=case.w[row : row + 1]), 150, backend)
@@ -166,7 +166,7 @@ def test_a_row_alone_gives_the_same_bits(heads, d, backend):
 @each_backend
 @pytest.mark.parametrize(("heads", "d"), [(1, 3), (5, 17), (64, 128)])
 def test_keys_of_a_stretch_have_the_scores_that_they_have_in_the_whole(heads, d, backend):
-    case = drawn_indexer(9, 300, heads=heads, d=d)
+    case = random_indexer(9, 300, heads=heads, d=d)
     whole = chosen(case, 300, backend)
     for start, stop in ((0, 300), (1, 300), (37, 165), (255, 256)):
         part = replace(case, ik=case.ik[start:stop], mask=SparseMask(k_offset=start))
@@ -180,7 +180,7 @@ def test_keys_of_a_stretch_have_the_scores_that_they_have_in_the_whole(heads, d,
 
 @each_backend
 def test_the_best_of_stretches_are_the_best_of_all_to_the_bit(backend):
-    case = drawn_indexer(9, 300, heads=2, mask="later")
+    case = random_indexer(9, 300, heads=2, mask="later")
     for topk in (3, 40, 200):
         whole = chosen(case, topk, backend)
         parts = [
@@ -192,9 +192,9 @@ def test_the_best_of_stretches_are_the_best_of_all_to_the_bit(backend):
 
 @each_backend
 def test_strides_and_repetition_change_no_bit(backend):
-    case = drawn_indexer(11, 140, heads=4, d=20)
+    case = random_indexer(11, 140, heads=4, d=20)
     whole = chosen(case, 140, backend)
-    device = home(backend)
+    device = device_of(backend)
     iq, ik, w = (x.to(device) for x in (case.iq, case.ik, case.w))
     other = indexer_topk(
         iq.transpose(0, 1).contiguous().transpose(0, 1), ik.T.contiguous().T[:, None], w.T.contiguous().T, 140,
@@ -206,24 +206,24 @@ def test_strides_and_repetition_change_no_bit(backend):
 
 @each_backend
 def test_autocast_changes_no_bit(backend):
-    case = drawn_indexer(11, 140, heads=4, d=20)
+    case = random_indexer(11, 140, heads=4, d=20)
     whole = chosen(case, 30, backend)
-    with torch.autocast(home(backend).type, dtype=torch.bfloat16):
+    with torch.autocast(device_of(backend).type, dtype=torch.bfloat16):
         assert same(chosen(case, 30, backend), whole)
 
 
 @each_backend
 def test_the_scores_are_those_of_indexer_scores_at(backend):
-    case = drawn_indexer(mask="causal")
+    case = random_indexer(mask="causal")
     slots = chosen(case, 9, backend)
-    iq, ik, w, indices = (x.to(home(backend)) for x in (case.iq, case.ik, case.w, slots.indices))
+    iq, ik, w, indices = (x.to(device_of(backend)) for x in (case.iq, case.ik, case.w, slots.indices))
     torch.testing.assert_close(slots.scores, indexer_scores_at(iq, ik, w, indices, backend=backend, **case.how).cpu())
 
 
 @each_backend
 def test_no_gradient_flows(backend):
-    case = drawn_indexer(3, 9)
-    leaves = [x.to(home(backend)).requires_grad_() for x in (case.iq, case.ik, case.w)]
+    case = random_indexer(3, 9)
+    leaves = [x.to(device_of(backend)).requires_grad_() for x in (case.iq, case.ik, case.w)]
     slots = indexer_topk(*leaves, 4, backend=backend)
     assert not slots.scores.requires_grad
 
@@ -233,10 +233,10 @@ def test_no_gradient_flows(backend):
 
 def test_memory_on_a_cpu_does_not_grow_with_the_keys():
     """[s_q, s_kv] would be 2 MB here."""
-    whole = drawn_indexer(64, 8192, heads=2, d=8)
+    whole = random_indexer(64, 8192, heads=2, d=8)
     few = replace(whole, ik=whole.ik[:2048])
 
-    def peak(case: Indexed) -> int:
+    def peak(case: IndexerCase) -> int:
         leaves: tuple[Tensor, ...] = (case.iq, case.ik, case.w)
         return peak_bytes(lambda: indexer_topk(*leaves, 16, block=512, backend="torch"))
 

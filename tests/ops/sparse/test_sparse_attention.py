@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnmesh import SparseMask, State, attention_distribution, merge, sparse_attention
 from attnmesh.ops.sparse import torch_gather
-from sparse_cases import BACKENDS, EVERY, HIGH, LOW, MASKS, Attended, check, drawn, home
+from helpers.sparse import BACKENDS, EVERY, HIGH, LOW, MASKS, AttentionCase, check_backend, device_of, random_attention
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 each = pytest.mark.parametrize(("backend", "dtype"), EVERY)
@@ -18,8 +18,8 @@ each = pytest.mark.parametrize(("backend", "dtype"), EVERY)
 @each
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask_in_every_dtype(name, backend, dtype):
-    check(drawn(mask=name, dtype=dtype), backend)
-    check(drawn(mask=name, dtype=dtype, sink=True, own_values=True, d_v=8, seed=5), backend)
+    check_backend(random_attention(mask=name, dtype=dtype), backend)
+    check_backend(random_attention(mask=name, dtype=dtype, sink=True, own_values=True, d_v=8, seed=5), backend)
 
 
 @each_backend
@@ -29,27 +29,27 @@ def test_every_mask_in_every_dtype(name, backend, dtype):
 )
 def test_every_length(s_q, s_kv, topk, backend):
     for how in ({}, {"sink": True}, {"own_values": True, "d_v": 24}):
-        check(drawn(s_q, s_kv, topk=topk, **how), backend)
+        check_backend(random_attention(s_q, s_kv, topk=topk, **how), backend)
 
 
 @each_backend
 @pytest.mark.parametrize("heads", [1, 3, 8, 24, 64, 96, 128])
 def test_every_number_of_heads(heads, backend):
-    check(drawn(3, 19, heads=heads, mask="causal", sink=True), backend)
+    check_backend(random_attention(3, 19, heads=heads, mask="causal", sink=True), backend)
 
 
 @each
 @pytest.mark.parametrize(("d", "d_v"), [(64, 64), (96, 32), (128, 128), (192, 128), (576, 512)])
 def test_every_width_of_keys_and_values(d, d_v, backend, dtype):
-    check(drawn(3, 21, heads=3, d=d, d_v=d_v, dtype=dtype), backend)
-    check(drawn(3, 21, heads=3, d=d, d_v=d_v, dtype=dtype, own_values=True), backend)
+    check_backend(random_attention(3, 21, heads=3, d=d, d_v=d_v, dtype=dtype), backend)
+    check_backend(random_attention(3, 21, heads=3, d=d, d_v=d_v, dtype=dtype, own_values=True), backend)
 
 
 @each_backend
 def test_the_value_is_the_whole_key_but_at_most_512_unless_said(backend):
     for d, d_v in ((64, 64), (576, 512)):
-        case = drawn(2, 5, heads=2, d=d)
-        q, kv, indices = (x.to(home(backend)) for x in (case.q, case.kv, case.indices))
+        case = random_attention(2, 5, heads=2, d=d)
+        q, kv, indices = (x.to(device_of(backend)) for x in (case.q, case.kv, case.indices))
         out, _ = sparse_attention(q, kv, indices, scale=0.1, backend=backend)
         same, _ = sparse_attention(q, kv, indices, scale=0.1, d_v=d_v, backend=backend)
         assert out.shape == (2, 2, d_v)
@@ -59,14 +59,14 @@ def test_the_value_is_the_whole_key_but_at_most_512_unless_said(backend):
 @each_backend
 @pytest.mark.parametrize("scale", [0.0, 1, -0.6])
 def test_a_scale_of_ones_own(scale, backend):
-    check(replace(drawn(mask="causal", sink=True), scale=scale), backend)
+    check_backend(replace(random_attention(mask="causal", sink=True), scale=scale), backend)
 
 
 @each_backend
 def test_scores_of_thousands_overflow_nothing(backend):
-    case = drawn(5, 9)
+    case = random_attention(5, 9)
     case = replace(case, q=200 * case.q, kv=20 * case.kv, indices=torch.tensor([[4], [2], [0], [8], [3]]).int())
-    out, lse, dq, dkv = case.found(backend)  # of one key each: what comes out is known
+    out, lse, dq, dkv = case.run(backend)  # of one key each: what comes out is known
     s = torch.einsum("ihd,id->ih", case.q.double(), case.kv[case.indices[:, 0]].double()) * case.scale
     torch.testing.assert_close(lse.double(), s, rtol=1e-5, atol=1e-5)
     assert s.abs().max() > 1000
@@ -80,45 +80,45 @@ def test_scores_of_thousands_overflow_nothing(backend):
 
 @each_backend
 def test_a_slot_that_names_no_key_is_as_good_as_none_whatever_it_holds(backend):
-    case = replace(drawn(6, 12, topk=9), deterministic=True)  # bits are compared
+    case = replace(random_attention(6, 12, topk=9), deterministic=True)  # bits are compared
     named = torch.stack([torch.randperm(12)[:5] for _ in range(6)]).int()
     found = [
-        replace(case, indices=torch.cat((named, torch.full((6, 4), pad).int()), 1)).found(backend)
+        replace(case, indices=torch.cat((named, torch.full((6, 4), pad).int()), 1)).run(backend)
         for pad in (-1, 12, 13, HIGH, LOW)
     ]
     length = SparseMask(topk_length=torch.full((6,), 5))
-    found.append(replace(case, indices=torch.cat((named, named[:, :4]), 1), mask=length).found(backend))
+    found.append(replace(case, indices=torch.cat((named, named[:, :4]), 1), mask=length).run(backend))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    check(replace(case, indices=named), backend)
+    check_backend(replace(case, indices=named), backend)
 
 
 @each_backend
 def test_a_key_named_twice_counts_twice(backend):
-    case = drawn(1, 6, topk=3, heads=2)
+    case = random_attention(1, 6, topk=3, heads=2)
     twice = replace(case, indices=torch.tensor([[4, 2, 4]]).int())
-    check(twice, backend)
+    check_backend(twice, backend)
     once = replace(case, indices=torch.tensor([[4, 2, -1]]).int())
-    assert (twice.found(backend)[1] > once.found(backend)[1]).all()
+    assert (twice.run(backend)[1] > once.run(backend)[1]).all()
 
 
 @each_backend
 def test_the_order_of_slots_does_not_matter(backend):
-    case = drawn(7, 15, topk=8, dtype=torch.float32)
+    case = random_attention(7, 15, topk=8, dtype=torch.float32)
     turned = replace(case, indices=case.indices[:, torch.randperm(8)])
-    for a, b in zip(case.found(backend), turned.found(backend), strict=True):
+    for a, b in zip(case.run(backend), turned.run(backend), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @each_backend
 def test_indices_that_all_rows_share_take_no_memory_of_their_own(backend):
     """One row of indices, expanded: as in dense attention. A NaN that one row may see stays in that row."""
-    case = drawn(6, 9, mask="causal")
+    case = random_attention(6, 9, mask="causal")
     case = replace(case, indices=torch.arange(9, dtype=torch.int32).expand(6, 9))
-    check(case, backend)
+    check_backend(case, backend)
     kv = case.kv.clone()
     kv[5] = torch.nan
-    q, kv, indices = (x.to(home(backend)) for x in (case.q, kv, case.indices))
+    q, kv, indices = (x.to(device_of(backend)) for x in (case.q, kv, case.indices))
     q.requires_grad_()
     out, lse = sparse_attention(q, kv, indices, scale=0.3, mask=case.mask, backend=backend)
     assert out.isfinite().all(-1).all(-1).tolist() == [True] * 5 + [False]
@@ -128,11 +128,11 @@ def test_indices_that_all_rows_share_take_no_memory_of_their_own(backend):
 
 def test_a_few_rows_at_a_time_give_the_same(monkeypatch):
     """The torch backend gathers as many keys at once as memory allows; here two rows, and less than one."""
-    for case in (drawn(mask="everything", sink=True), drawn(mask="causal", own_values=True)):
-        whole = case.found("torch")
+    for case in (random_attention(mask="everything", sink=True), random_attention(mask="causal", own_values=True)):
+        whole = case.run("torch")
         for most in (2 * 11 * 20, 1):
             monkeypatch.setattr(torch_gather, "_MOST_ELEMENTS", most)
-            for a, b in zip(whole, case.found("torch"), strict=True):
+            for a, b in zip(whole, case.run("torch"), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         monkeypatch.undo()
 
@@ -142,8 +142,8 @@ def test_a_few_rows_at_a_time_give_the_same(monkeypatch):
 
 @each_backend
 def test_one_kv_head_may_have_a_dimension(backend):
-    case = drawn(mask="causal", own_values=True, d_v=8)
-    q, kv, v, indices = (x.to(home(backend)) for x in (case.q, case.kv, case.v, case.indices))
+    case = random_attention(mask="causal", own_values=True, d_v=8)
+    q, kv, v, indices = (x.to(device_of(backend)) for x in (case.q, case.kv, case.v, case.indices))
     kv, v = kv[:, None].requires_grad_(), v[:, None].requires_grad_()
     how = {"scale": case.scale, "mask": case.mask, "backend": backend}
     out, lse = sparse_attention(q, kv, indices[:, None], v=v, **how)
@@ -161,8 +161,8 @@ def test_one_kv_head_may_have_a_dimension(backend):
 @each_backend
 def test_any_strides(backend):
     """Features that lie apart, heads before rows, indices transposed, gradients expanded from a sum."""
-    case = drawn(5, 14, heads=3, d=16, topk=6)
-    q, kv, indices = (x.to(home(backend)) for x in (case.q, case.kv, case.indices))
+    case = random_attention(5, 14, heads=3, d=16, topk=6)
+    q, kv, indices = (x.to(device_of(backend)) for x in (case.q, case.kv, case.indices))
 
     def run(q, kv, indices):
         q, kv = q.detach().requires_grad_(), kv.detach().requires_grad_()
@@ -183,9 +183,9 @@ def test_any_strides(backend):
 
 @each_backend
 def test_a_sink_at_minus_infinity_is_none(backend):
-    case = drawn(mask="strided", sink=True)
-    gone = replace(case, sink=torch.full_like(case.sink, -torch.inf)).found(backend)
-    without = replace(case, sink=None).found(backend)
+    case = random_attention(mask="strided", sink=True)
+    gone = replace(case, sink=torch.full_like(case.sink, -torch.inf)).run(backend)
+    without = replace(case, sink=None).run(backend)
     for a, b in zip(gone, without, strict=False):
         torch.testing.assert_close(a, b)
     assert gone[-1].eq(0).all()
@@ -194,9 +194,9 @@ def test_a_sink_at_minus_infinity_is_none(backend):
 @each_backend
 @pytest.mark.parametrize("size", [1e4, torch.inf])
 def test_a_sink_that_takes_everything_leaves_nothing(size, backend):
-    case = drawn(mask="strided", sink=True)
+    case = random_attention(mask="strided", sink=True)
     case = replace(case, sink=torch.full_like(case.sink, size))
-    out, lse, dq, dkv, _ = found = case.found(backend)
+    out, lse, dq, dkv, _ = found = case.run(backend)
     assert lse.eq(size).all()
     for x in (out, dq, dkv):
         assert x.eq(0).all()
@@ -208,8 +208,8 @@ def test_a_sink_that_takes_everything_leaves_nothing(size, backend):
 
 @each_backend
 def test_a_row_that_sees_nothing_has_its_sink_for_an_lse(backend):
-    case = drawn(4, 9, sink=True, mask=SparseMask(topk_length=torch.zeros(4, dtype=torch.int32)))
-    out, lse, dq, dkv, d_sink = case.found(backend)
+    case = random_attention(4, 9, sink=True, mask=SparseMask(topk_length=torch.zeros(4, dtype=torch.int32)))
+    out, lse, dq, dkv, d_sink = case.run(backend)
     torch.testing.assert_close(lse, case.sink.float().expand_as(lse))
     for x in (out, dq, dkv):
         assert x.eq(0).all()
@@ -220,8 +220,8 @@ def test_a_row_that_sees_nothing_has_its_sink_for_an_lse(backend):
 def test_out_is_rounded_once(dtype):
     """With a sink and without: almost everywhere it is the float64 answer, rounded. (Kernels round weights, too.)"""
     for sink in (False, True):
-        case = drawn(40, 30, dtype=dtype, sink=sink, d=32)
-        equal = case.found("torch")[0] == case.exact()[0].to(dtype)
+        case = random_attention(40, 30, dtype=dtype, sink=sink, d=32)
+        equal = case.run("torch")[0] == case.exact()[0].to(dtype)
         assert equal.float().mean() > 0.97
 
 
@@ -229,7 +229,9 @@ def test_out_is_rounded_once(dtype):
 
 
 def test_gradients_are_those_of_finite_differences():
-    case = drawn(4, 6, heads=2, d=4, topk=5, dtype=torch.float64, mask="later", own_values=True, d_v=3, sink=True)
+    case = random_attention(
+        4, 6, heads=2, d=4, topk=5, dtype=torch.float64, mask="later", own_values=True, d_v=3, sink=True
+    )
     assert case.valid.any(1).all()  # differences of -inf are no number
     leaves = [x.requires_grad_() for x in (case.q, case.kv, case.v, case.sink)]
 
@@ -243,8 +245,8 @@ def test_gradients_are_those_of_finite_differences():
 @each_backend
 @pytest.mark.parametrize("wanted", ["q", "kv", "v", "sink"])
 def test_one_input_alone_may_want_a_gradient(wanted, backend):
-    case = drawn(mask="causal", own_values=True, sink=True)
-    device = home(backend)
+    case = random_attention(mask="causal", own_values=True, sink=True)
+    device = device_of(backend)
     given_ = {"q": case.q, "kv": case.kv, "v": case.v, "sink": case.sink}
     given_ = {name: x.to(device) for name, x in given_.items()}
     given_[wanted].requires_grad_()
@@ -254,15 +256,15 @@ def test_one_input_alone_may_want_a_gradient(wanted, backend):
     )  # fmt: skip
     do, dl = (x.to(device) for x in case.grads)
     (grad,) = torch.autograd.grad([out, lse], [given_[wanted]], [do, dl.to(lse.dtype)])
-    torch.testing.assert_close(grad.cpu(), case.found(backend)[["q", "kv", "v", "sink"].index(wanted) + 2])
+    torch.testing.assert_close(grad.cpu(), case.run(backend)[["q", "kv", "v", "sink"].index(wanted) + 2])
 
 
 @each_backend
 def test_out_alone_and_lse_alone_may_be_used(backend):
-    case = drawn(mask="causal", sink=True)
+    case = random_attention(mask="causal", sink=True)
     for drop in (0, 1):
         grads = [x if n != drop else torch.zeros_like(x) for n, x in enumerate(case.grads)]
-        device = home(backend)
+        device = device_of(backend)
         leaves = [x.to(device).requires_grad_() for x in (case.q, case.kv, case.sink)]
         results = sparse_attention(
             *leaves[:2], case.indices.to(device), sinks=leaves[2], scale=case.scale, mask=case.mask,
@@ -278,25 +280,25 @@ def test_out_alone_and_lse_alone_may_be_used(backend):
 @each_backend
 def test_whatever_comes_back_for_a_row_that_sees_nothing_goes_nowhere(backend):
     """Its out is 0 and its lse -inf, of which the rest of a program may well make NaN."""
-    case = drawn(mask="strided")
+    case = random_attention(mask="strided")
     blind = ~case.valid.any(1)
-    device = home(backend)
+    device = device_of(backend)
     q, kv = (x.to(device).requires_grad_() for x in (case.q, case.kv))
     out, lse = sparse_attention(q, kv, case.indices.to(device), scale=case.scale, mask=case.mask, backend=backend)
     do, dl = case.grads
     do, dl = do.masked_fill(blind[:, None, None], torch.nan), dl.masked_fill(blind[:, None], torch.nan)
     grads = torch.autograd.grad([out, lse], [q, kv], [do.to(out), dl.to(lse)])
-    for a, b in zip(grads, case.found(backend)[2:], strict=True):
+    for a, b in zip(grads, case.run(backend)[2:], strict=True):
         torch.testing.assert_close(a.cpu(), b)
     assert 0 < blind.sum() < 13
 
 
 @each_backend
 def test_autocast_changes_nothing(backend):
-    case = drawn(mask="causal", own_values=True, sink=True)
-    plain = case.found(backend)
-    with torch.autocast(home(backend).type, dtype=torch.bfloat16):
-        cast = case.found(backend)
+    case = random_attention(mask="causal", own_values=True, sink=True)
+    plain = case.run(backend)
+    with torch.autocast(device_of(backend).type, dtype=torch.bfloat16):
+        cast = case.run(backend)
     for a, b in zip(plain, cast, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
@@ -304,8 +306,8 @@ def test_autocast_changes_nothing(backend):
 
 @each_backend
 def test_no_second_derivative(backend):
-    case = drawn(3, 5)
-    q, kv = (x.to(home(backend)).requires_grad_() for x in (case.q, case.kv))
+    case = random_attention(3, 5)
+    q, kv = (x.to(device_of(backend)).requires_grad_() for x in (case.q, case.kv))
     out, _ = sparse_attention(q, kv, case.indices.to(q.device), scale=0.3, backend=backend)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -314,16 +316,16 @@ def test_no_second_derivative(backend):
 
 @each_backend
 def test_deterministic_gives_the_same_bits_twice(backend):
-    case = replace(drawn(40, 7, heads=8, topk=30), deterministic=True)
-    assert all(torch.equal(a, b) for a, b in zip(case.found(backend), case.found(backend), strict=True))
-    check(case, backend)
+    case = replace(random_attention(40, 7, heads=8, topk=30), deterministic=True)
+    assert all(torch.equal(a, b) for a, b in zip(case.run(backend), case.run(backend), strict=True))
+    check_backend(case, backend)
 
 
 @each_backend
 @pytest.mark.parametrize("name", ["all", "causal", "strided positions", "documents"])
 def test_states_over_two_stretches_of_the_keys_merge_to_the_whole(name, backend):
-    case = drawn(mask=name, own_values=True)
-    exact, plain, device, cut = case.exact(), case.exact(torch.float32), home(backend), 9
+    case = random_attention(mask=name, own_values=True)
+    exact, plain, device, cut = case.exact(), case.exact(torch.float32), device_of(backend), 9
     leaves = [x.to(device).requires_grad_() for x in (case.q, case.kv, case.v)]
     states = [
         State(
@@ -346,8 +348,8 @@ def test_states_over_two_stretches_of_the_keys_merge_to_the_whole(name, backend)
 @each_backend
 @pytest.mark.parametrize("sink", [False, True])
 def test_the_distribution_of_the_same_pass(sink, backend):
-    case: Attended = drawn(mask="everything", sink=sink)
-    device = home(backend)
+    case: AttentionCase = random_attention(mask="everything", sink=sink)
+    device = device_of(backend)
     q, kv, indices = (x.to(device) for x in (case.q, case.kv, case.indices))
     how = {"scale": case.scale, "mask": case.mask, "backend": backend}
     q.requires_grad_()
@@ -365,8 +367,8 @@ def test_the_distribution_of_the_same_pass(sink, backend):
 @settings(max_examples=30, deadline=None)
 def test_any_call_is_right(data):
     s_q, s_kv = data.draw(st.tuples(st.integers(0, 12), st.integers(0, 20)))
-    check(
-        drawn(
+    check_backend(
+        random_attention(
             s_q, s_kv,
             heads=data.draw(st.integers(1, 5)),
             d=8 * data.draw(st.integers(1, 4)),

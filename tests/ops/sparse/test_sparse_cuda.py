@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmesh import SparseMask, attention_distribution, indexer_topk, sparse_attention
-from sparse_cases import CUDA
+from helpers.sparse import CUDA
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
 

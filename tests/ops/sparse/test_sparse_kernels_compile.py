@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from compiling import assert_fit, compiled_for_hopper, count, tolerated_spills
+from helpers.triton_compile import assert_fit, compiled_for_hopper, count, tolerated_spills
 
 pytest.importorskip("triton")
 

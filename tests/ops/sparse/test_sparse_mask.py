@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from attnmesh import SparseMask
 from attnmesh.ops.sparse import reference
-from sparse_cases import HIGH, LOW, MASKS, drawn_indices
+from helpers.sparse import HIGH, LOW, MASKS, random_indices
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def agrees(mask: SparseMask, indices: torch.Tensor, s_kv: int) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask_says_what_its_words_say(name, s_kv):
     mask = MASKS[name](13, s_kv, 17)
-    agrees(mask, drawn_indices(13, s_kv, 17, k_offset=mask.k_offset), s_kv)
+    agrees(mask, random_indices(13, s_kv, 17, k_offset=mask.k_offset), s_kv)
 
 
 @given(data=st.data())

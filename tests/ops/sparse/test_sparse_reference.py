@@ -9,14 +9,14 @@ from torch import Tensor
 
 from attnmesh import SparseMask
 from attnmesh.ops.sparse import reference
-from sparse_cases import MASKS, drawn, drawn_indexer
+from helpers.sparse import MASKS, random_attention, random_indexer
 
 S_Q, S_KV, TOPK = 6, 9, 7
 
 
 def read_by(name: str) -> list[list[int]]:
     """For each row the keys in memory that its slots read, again and again if named so; the rules in words."""
-    case = drawn(S_Q, S_KV, topk=TOPK, mask=name)
+    case = random_attention(S_Q, S_KV, topk=TOPK, mask=name)
     mask, keys = case.mask, []
     for i, row in enumerate(case.indices.tolist()):
         found = []
@@ -60,7 +60,7 @@ def attended(keys: list[list[int]], q: Tensor, k: Tensor, v: Tensor, scale: floa
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_is_a_softmax_over_the_slots_that_the_rules_allow(name, sink):
-    case = drawn(S_Q, S_KV, topk=TOPK, mask=name, dtype=torch.float64, heads=2, d=3, d_v=2, sink=sink)
+    case = random_attention(S_Q, S_KV, topk=TOPK, mask=name, dtype=torch.float64, heads=2, d=3, d_v=2, sink=sink)
     keys = read_by(name)
     out, lse = attended(keys, case.q, case.kv, case.kv[:, :2], case.scale, case.sink)
     found = case.exact()
@@ -71,18 +71,20 @@ def test_attention_is_a_softmax_over_the_slots_that_the_rules_allow(name, sink):
 
 def test_the_masks_of_these_tests_are_not_idle():
     """Every mask but the first rules something out and lets something through, and rows that see nothing are there."""
-    named = {name: drawn(mask=name) for name in MASKS}
+    named = {name: random_attention(mask=name) for name in MASKS}
     for name, case in named.items():
         free = reference.valid_slots(case.indices, case.s_kv, SparseMask(k_offset=case.mask.k_offset))
         assert case.valid.any()
-        assert (case.valid.sum() < free.sum()) == (name not in ("all", "stretch"))
+        assert (case.valid.sum() < free.sum()) == (name not in ("all", "offset"))
     blind = {name for name, case in named.items() if not case.valid.any(1).all()}
     assert blind >= {"length", "strided", "positions", "strided positions", "documents", "everything"}
     assert (named["all"].times > 1).any()  # a key named twice
 
 
 def test_gradients_of_the_specification_are_those_of_finite_differences():
-    case = drawn(3, 4, topk=5, mask="causal", dtype=torch.float64, heads=2, d=3, d_v=2, own_values=True, sink=True)
+    case = random_attention(
+        3, 4, topk=5, mask="causal", dtype=torch.float64, heads=2, d=3, d_v=2, own_values=True, sink=True
+    )
     leaves = [x.requires_grad_() for x in (case.q, case.kv, case.v, case.sink)]
 
     def attend(q, k, v, sink):
@@ -93,7 +95,7 @@ def test_gradients_of_the_specification_are_those_of_finite_differences():
 
 
 def test_the_distribution_is_the_probability_of_each_key():
-    case = drawn(3, 5, dtype=torch.float64, heads=2, d=3)
+    case = random_attention(3, 5, dtype=torch.float64, heads=2, d=3)
     lse = torch.arange(6.0, dtype=torch.float64).view(3, 2)
     found = reference.distribution(case.q, case.kv, lse, case.scale)
     for head in range(2):
@@ -105,7 +107,7 @@ def test_the_distribution_is_the_probability_of_each_key():
 
 @pytest.mark.parametrize("relu", [False, True])
 def test_index_scores_are_weighted_sums_over_heads(relu):
-    case = drawn_indexer(3, 5, dtype=torch.float64, relu=relu)
+    case = random_indexer(3, 5, dtype=torch.float64, relu=relu)
     scores = case.scores()
     for i in range(3):
         for j in range(5):

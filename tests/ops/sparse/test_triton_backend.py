@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from sparse_cases import home
+from helpers.sparse import device_of
 
 pytest.importorskip("triton")
 
@@ -39,6 +39,6 @@ def step(backend, device, mode):
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 def test_kernels_and_torch_agree_on_everything(mode):
-    device = home("triton")
+    device = device_of("triton")
     for found, right in zip(step("triton", device, mode), step("torch", device, mode), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from generating import FAMILIES, block_of, factorisations, forward, generate, layer
+from helpers.blocks import FAMILIES, block_from_layer, factorizations, generate, layer_outputs, transformers_layer
 
 WORLDS = (1, 2, 4, 6, 8)
 
@@ -18,10 +18,10 @@ def heads_for(world):
 @cache
 def inputs(family, heads, prompts, steps):
     """X [B, L, hidden], and what the module says in float64."""
-    module = layer(family, *heads)
+    module = transformers_layer(family, *heads)
     shape = len(prompts), max(prompts) + steps, module.config.hidden_size
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    return x, forward(layer(family, *heads, torch.float64), x.double())
+    return x, layer_outputs(transformers_layer(family, *heads, torch.float64), x.double())
 
 
 def assert_right(seen, truth, prompts, steps, bound=1e-5):
@@ -40,7 +40,7 @@ def assert_matches(family, sharding, prompts, steps):
     sharding = am.DecodeSharding(tp, kvdp, cp, interleave)
 
     def rank(comm):
-        return generate(block_of(layer(family, *heads), sharding, comm), x, prompts, steps)
+        return generate(block_from_layer(transformers_layer(family, *heads), sharding, comm), x, prompts, steps)
 
     for seen in am.run_virtual(sharding.ranks, rank):
         assert_right(seen, truth, prompts, steps)
@@ -52,13 +52,13 @@ def case(family, sharding):
 
 def rotated(world):
     """All families in a small world; in a large one each factorisation with one of them, in turn."""
-    for at, sharding in enumerate(factorisations(world)):
+    for at, sharding in enumerate(factorizations(world)):
         for family in FAMILIES if world <= 2 else [FAMILIES[at % len(FAMILIES)]]:
             yield case(family, sharding)
 
 
 ROTATED = [each for world in WORLDS for each in rotated(world)]
-EVERY = [case(family, sharding) for world in WORLDS for sharding in factorisations(world) for family in FAMILIES]
+EVERY = [case(family, sharding) for world in WORLDS for sharding in factorizations(world) for family in FAMILIES]
 
 
 @pytest.mark.parametrize(("family", "sharding"), ROTATED)

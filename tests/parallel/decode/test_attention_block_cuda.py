@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from generating import forward, generate, layer
+from helpers.blocks import generate, layer_outputs, transformers_layer
 
 CUDA = torch.cuda.is_available()
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not CUDA, reason="needs a GPU")]
@@ -16,7 +16,7 @@ SHARDINGS = [(1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 4), (2, 2, 2)]
 
 
 def made(family, sharding, comm, dtype, **options):
-    module = layer(family, 16, 4)
+    module = transformers_layer(family, 16, 4)
     exchange = options.get("exchange") or am.Exchange()
     config, weights = am.attention_from_transformers(module, sharding, comm.rank, replicate_q=exchange.replicate_q)
     tensors = {name: None if x is None else x.to("cuda", dtype) for name, x in vars(weights).items()}
@@ -25,7 +25,7 @@ def made(family, sharding, comm, dtype, **options):
 
 def inputs(family, dtype):
     x = torch.randn(len(PROMPTS), max(PROMPTS) + STEPS, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return x.cuda(), forward(layer(family, 16, 4, torch.float64), x.double())
+    return x.cuda(), layer_outputs(transformers_layer(family, 16, 4, torch.float64), x.double())
 
 
 def error(seen, truth):
@@ -42,7 +42,7 @@ def test_generates_what_the_module_says(family, sharding, dtype):
     sharding = am.DecodeSharding(*sharding, interleave=2)
     bound = 1e-5
     if dtype is torch.bfloat16:
-        plain = forward(layer(family, 16, 4, dtype), x.cpu())
+        plain = layer_outputs(transformers_layer(family, 16, 4, dtype), x.cpu())
         bound = 2 * ((plain.double() - truth).abs().amax() / truth.abs().max()).item()
     for seen in am.run_virtual(
         sharding.ranks, lambda comm: generate(made(family, sharding, comm, dtype), x, PROMPTS, STEPS)

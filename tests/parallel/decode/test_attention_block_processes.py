@@ -9,9 +9,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
 from attnmesh.plan.decode import Place
-from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, lengths_of, made
-from generating import forward, generate, layer
-from processes import run_processes
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
+from helpers.blocks import (
+    assert_outputs_close,
+    fed_lengths,
+    generate,
+    layer_outputs,
+    random_sequences,
+    transformers_layer,
+)
+from helpers.processes import run_processes
 
 SHARDINGS = [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 FAMILIES = ("qwen3", "gpt-oss")
@@ -20,9 +27,9 @@ HEADS, PROMPTS, STEPS = (8, 4), (3, 13), 4
 
 def problem(family):
     """A module's configuration, its whole weights, inputs, and what it says about them in float64."""
-    config, weights = am.attention_from_transformers(layer(family, *HEADS))
-    x = inputs(len(PROMPTS), max(PROMPTS) + STEPS, config)
-    return config, weights, x, forward(layer(family, *HEADS, torch.float64), x.double())
+    config, weights = am.attention_from_transformers(transformers_layer(family, *HEADS))
+    x = random_sequences(len(PROMPTS), max(PROMPTS) + STEPS, config)
+    return config, weights, x, layer_outputs(transformers_layer(family, *HEADS, torch.float64), x.double())
 
 
 def assert_same_but_for_blas(seen, same):
@@ -35,7 +42,7 @@ def every_sharding(comm, problems):
     found = []
     for sharding in SHARDINGS:
         for config, weights, x in problems:
-            block = block_with(config, weights, am.DecodeSharding(*sharding, interleave=2), comm)
+            block = shard_block(config, weights, am.DecodeSharding(*sharding, interleave=2), comm)
             found.append(generate(block, x, PROMPTS, STEPS).numpy())
     return found
 
@@ -47,8 +54,8 @@ def test_every_sharding_between_four_processes_is_exact_and_does_what_virtual_ra
     virtual = am.run_virtual(4, lambda comm: every_sharding(comm, problems))
     for processes, ranks in zip(real, virtual, strict=True):
         for at, (seen, same) in enumerate(zip(processes, ranks, strict=True)):
-            assert_close(torch.from_numpy(seen), truths[at % len(FAMILIES)])
-            assert lengths_of(torch.from_numpy(seen)) == [n + STEPS for n in PROMPTS]
+            assert_outputs_close(torch.from_numpy(seen), truths[at % len(FAMILIES)])
+            assert fed_lengths(torch.from_numpy(seen)) == [n + STEPS for n in PROMPTS]
             assert_same_but_for_blas(seen, same)
 
 
@@ -56,15 +63,15 @@ def test_every_sharding_between_four_processes_is_exact_and_does_what_virtual_ra
 
 
 def few_steps(block, batch=3):
-    x = inputs(batch, 16, block.config)
-    feeding = Feeding(block, cache_for(block, batch, 16), x).begin(*range(batch)).until(0, 6)
+    x = random_sequences(batch, 16, block.config)
+    feeding = BlockRunner(block, poisoned_cache(block, batch, 16), x).allocate(*range(batch)).feed_until(0, 6)
     feeding.feed(range(batch), 5)
     feeding.feed(sorted({0, batch - 1}), 1)
-    return feeding.seen.numpy()
+    return feeding.outputs.numpy()
 
 
 def ways_to_exchange(comm):
-    config, weights = made(9, 3, sinks=True, window=5)
+    config, weights = random_block(9, 3, sinks=True, window=5)
     found = []
     for sharding, exchange, split_size in (
         (am.DecodeSharding(1, 2, 2), am.Exchange("all_gather", "reduce_scatter"), None),
@@ -79,18 +86,18 @@ def ways_to_exchange(comm):
 
 
 def test_ways_to_exchange_between_four_processes():
-    config, weights = made(9, 3, sinks=True, window=5)
-    truths = [answer(config, weights, inputs(batch, 16, config)) for batch in (3, 1)]
+    config, weights = random_block(9, 3, sinks=True, window=5)
+    truths = [reference_block(config, weights, random_sequences(batch, 16, config)) for batch in (3, 1)]
     real, virtual = run_processes(4, ways_to_exchange), am.run_virtual(4, ways_to_exchange)
     for processes, ranks in zip(real, virtual, strict=True):
         for at, (seen, same) in enumerate(zip(processes, ranks, strict=True)):
-            assert_close(torch.from_numpy(seen), truths[at % 2])
+            assert_outputs_close(torch.from_numpy(seen), truths[at % 2])
             assert_same_but_for_blas(seen, same)
 
 
 def on_a_mesh(comm, shape, names):
     """The rank in the sharding's order, and the outputs."""
-    config, weights = made(8, 4, sinks=True)
+    config, weights = random_block(8, 4, sinks=True)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     at = dict(zip(names, mesh.get_coordinate(), strict=True))
     sharding = am.DecodeSharding(**dict(zip(names, shape, strict=True)), interleave=2)
@@ -113,19 +120,19 @@ def on_a_mesh(comm, shape, names):
     ids=str,
 )
 def test_a_mesh_with_its_dimensions_in_another_order(shape, names):
-    config, weights = made(8, 4, sinks=True)
-    truth = answer(config, weights, inputs(3, 16, config))
+    config, weights = random_block(8, 4, sinks=True)
+    truth = reference_block(config, weights, random_sequences(3, 16, config))
     ranks, outputs = zip(*run_processes(4, on_a_mesh, shape, names), strict=True)
     assert sorted(ranks) == [0, 1, 2, 3]
     assert (list(ranks) == [0, 1, 2, 3]) == (shape == (4,))
     for seen in outputs:
-        assert_close(torch.from_numpy(seen), truth)
+        assert_outputs_close(torch.from_numpy(seen), truth)
 
 
 def on_half_of_the_ranks(comm):
     """Two replicas of a mesh of three dimensions, each with sequences of its own."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "kvdp"))
-    config, weights = made(8, 4)
+    config, weights = random_block(8, 4)
     sharding = am.DecodeSharding(kvdp=2, cp=2)
     own = weights.shard(config, sharding, comm.rank % 4)
     return few_steps(am.AttentionBlock(config, own, sharding, mesh["cp", "kvdp"]))
@@ -133,10 +140,10 @@ def on_half_of_the_ranks(comm):
 
 @pytest.mark.slow
 def test_two_dimensions_of_a_mesh_of_three():
-    config, weights = made(8, 4)
-    truth = answer(config, weights, inputs(3, 16, config))
+    config, weights = random_block(8, 4)
+    truth = reference_block(config, weights, random_sequences(3, 16, config))
     for seen in run_processes(8, on_half_of_the_ranks):
-        assert_close(torch.from_numpy(seen), truth)
+        assert_outputs_close(torch.from_numpy(seen), truth)
 
 
 # Errors.
@@ -145,13 +152,13 @@ def test_two_dimensions_of_a_mesh_of_three():
 def refusals(comm):
     """What every rank hears about one rank's mistakes, and how long it takes."""
     comm.timeout = 20
-    config, weights = made(8, 4)
+    config, weights = random_block(8, 4)
     sharding = am.DecodeSharding(kvdp=2, cp=2)
     own = weights.shard(config, sharding, comm.rank)
     guilty = comm.rank == 2
     swapped = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("cp", "dp"))
     block = am.AttentionBlock(config, own, sharding, comm)
-    cache = cache_for(block, 2, 16)
+    cache = poisoned_cache(block, 2, 16)
     sequence = cache.allocate(0)
     step = cache.append([sequence], 2)
     x = torch.ones(2, 2, 24)
@@ -187,10 +194,10 @@ def test_a_mistake_on_one_rank_is_heard_on_all_at_once():
         r"x must be .* got \[1, 2, 24\] \(on rank 2\)",
         r"step what its append returned, got ShardedCache and NoneType \(on rank 2\)",
     ]
-    config, weights = made(8, 4)
-    truth = answer(config, weights, torch.ones(1, 2, 24))
+    config, weights = random_block(8, 4)
+    truth = reference_block(config, weights, torch.ones(1, 2, 24))
     for heard, seen in run_processes(4, refusals):
         for (message, seconds), due in zip(heard, words, strict=True):
             assert re.search(due, message), message
             assert seconds < 5
-        assert_close(torch.from_numpy(seen)[None], truth)
+        assert_outputs_close(torch.from_numpy(seen)[None], truth)

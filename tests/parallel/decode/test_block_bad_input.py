@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import attnmesh as am
-from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, made, same, state_of
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
+from helpers.blocks import assert_outputs_close, cache_state, random_sequences, same_state
 
 WORLD, GUILTY = 4, 2
 SHARDING = am.DecodeSharding(1, 2, 2, 4)
@@ -34,9 +35,9 @@ def assert_all_say(words, program):
 
 def make(comm, *, alone=True, sharding=SHARDING, weights=None, config=None, **options):
     """A block in which all is well, but for what is given: on one rank (or on all)."""
-    usual_config, usual = made(8, 4)
+    usual_config, usual = random_block(8, 4)
     if alone and comm.rank != GUILTY:
-        return block_with(usual_config, usual, SHARDING, comm)
+        return shard_block(usual_config, usual, SHARDING, comm)
     own = usual.shard(usual_config, SHARDING, comm.rank)
     own = replace(own, **(weights or {}))
     return am.AttentionBlock(config or usual_config, own, sharding, comm, **options)
@@ -46,11 +47,11 @@ WRONG_EVERYWHERE = {
     "more ranks than there are": ({"sharding": am.DecodeSharding(2, 2, 2)}, "2 x 2 x 2 = 8 ranks, there are 4"),
     "fewer ranks than there are": ({"sharding": am.DecodeSharding(2)}, "2 x 1 x 1 = 2 ranks, there are 4"),
     "heads that tp does not divide": (
-        {"config": made(12, 3)[0], "sharding": am.DecodeSharding(tp=2, cp=2)},
+        {"config": random_block(12, 3)[0], "sharding": am.DecodeSharding(tp=2, cp=2)},
         "tp must divide the kv heads or be a multiple of them, got tp=2, kv_heads=3",
     ),
     "a rank without a head": (
-        {"config": made(3, 3)[0], "sharding": am.DecodeSharding(cp=4)},
+        {"config": random_block(3, 3)[0], "sharding": am.DecodeSharding(cp=4)},
         "every rank needs a query head, got q_heads=3",
     ),
     "splits that ranks would cut": ({"split_size": 8}, "interleave=4 and split_size=8"),
@@ -80,8 +81,8 @@ WRONG_ALONE = {
         {"exchange": am.Exchange(replicate_q=True)},
         r"qkv must be \[96, 24\] on rank 2, got",
     ),
-    "another window": ({"config": made(8, 4, window=5)[0]}, "ranks disagree: config"),
-    "another rope": ({"config": made(8, 4, rope="pairs")[0]}, "ranks disagree: config"),
+    "another window": ({"config": random_block(8, 4, window=5)[0]}, "ranks disagree: config"),
+    "another rope": ({"config": random_block(8, 4, rope="pairs")[0]}, "ranks disagree: config"),
     "other splits": ({"split_size": 4}, "ranks disagree: split_size"),
     "keys of other rows": ({"kv_rows": "own"}, "ranks disagree: kv_rows"),
     "a short projection": (
@@ -117,7 +118,7 @@ def test_wrong_on_one_rank_is_heard_on_all(what):
 
 def test_no_weights_on_one_rank():
     def program(comm):
-        config, weights = made(8, 4)
+        config, weights = random_block(8, 4)
         own = None if comm.rank == GUILTY else weights.shard(config, SHARDING, comm.rank)
         am.AttentionBlock(config, own, SHARDING, comm)
 
@@ -138,9 +139,9 @@ def test_wrong_weights_of_a_later_layer_are_heard_on_all():
 
 
 def test_a_cache_of_float64_is_refused():
-    config, weights = made(8, 4, dtype=torch.float64)
+    config, weights = random_block(8, 4, dtype=torch.float64)
     (message,) = am.run_virtual(
-        1, lambda comm: said(lambda: cache_for(block_with(config, weights, am.DecodeSharding(), comm), 2, 8))
+        1, lambda comm: said(lambda: poisoned_cache(shard_block(config, weights, am.DecodeSharding(), comm), 2, 8))
     )
     assert "float64" in message
     assert "not a ValueError" not in message
@@ -160,19 +161,19 @@ class Ready:
     """A rank of a block with two sequences that have five tokens each, and two more that are to be computed."""
 
     def __init__(self, comm, sharding=SHARDING, **options):
-        config, weights = made(8, 4)
-        self.comm, self.x = comm, inputs(2, 16, config)
-        self.block = block_with(config, weights, sharding, comm, **options)
-        self.cache = cache_for(self.block, 2, 16, layers=2)
-        self.feeding = Feeding(self.block, self.cache, self.x).begin(0, 1)
+        config, weights = random_block(8, 4)
+        self.comm, self.x = comm, random_sequences(2, 16, config)
+        self.block = shard_block(config, weights, sharding, comm, **options)
+        self.cache = poisoned_cache(self.block, 2, 16, layers=2)
+        self.feeding = BlockRunner(self.block, self.cache, self.x).allocate(0, 1)
         self.next(5)
         for layer in (0, 1):
             self.block(*self.last, layer=layer)
 
     def next(self, tokens):
-        begins = {i: self.feeding.held[i].length for i in (0, 1)}
-        step = self.cache.append([self.feeding.held[i] for i in (0, 1)], tokens)
-        self.last = self.feeding.given(begins, tokens), self.cache, step
+        begins = {i: self.feeding.sequences[i].length for i in (0, 1)}
+        step = self.cache.append([self.feeding.sequences[i] for i in (0, 1)], tokens)
+        self.last = self.feeding.inputs(begins, tokens), self.cache, step
         return self.last
 
     def guilty(self, wrong, right):
@@ -187,7 +188,7 @@ def called_with(ready, x=None, cache=None, step=None, **options):
         current = current if step is None else step(current)
     else:
         options = {}
-    ready.before = state_of(ready.cache, 2)
+    ready.before = cache_state(ready.cache, 2)
     ready.block(given, own, current, **options)
 
 
@@ -234,7 +235,7 @@ def test_a_wrong_call_on_one_rank_is_heard_on_all_and_changes_nothing(what):
     def rank(comm):
         ready = Ready(comm)
         message = said(lambda: called_with(ready, **given))
-        return message, same(state_of(ready.cache, 2), ready.before)
+        return message, same_state(cache_state(ready.cache, 2), ready.before)
 
     for me, (message, unchanged) in enumerate(am.run_virtual(WORLD, rank, timeout=30)):
         assert re.search(words, message), f"rank {me}: {message}"
@@ -248,11 +249,11 @@ def test_after_a_wrong_call_the_right_one_is_served():
         assert "x must be" in message
         begins = dict.fromkeys((0, 1), 5)
         ready.feeding.record(begins, ready.block(*ready.last))
-        return ready.feeding.seen
+        return ready.feeding.outputs
 
-    config, weights = made(8, 4)
+    config, weights = random_block(8, 4)
     for seen in am.run_virtual(WORLD, rank):
-        assert_close(seen, answer(config, weights, inputs(2, 16, config)))
+        assert_outputs_close(seen, reference_block(config, weights, random_sequences(2, 16, config)))
 
 
 WRONG_STEPS = {
@@ -275,9 +276,9 @@ def test_a_wrong_step_is_refused_and_nothing_is_written(what):
     def rank(comm):
         ready = Ready(comm)
         given = program(ready)
-        before = state_of(ready.cache, 2)
+        before = cache_state(ready.cache, 2)
         message = said(lambda: ready.block(*given))
-        return message, same(state_of(ready.cache, 2), before)
+        return message, same_state(cache_state(ready.cache, 2), before)
 
     for message, unchanged in am.run_virtual(WORLD, rank, timeout=30):
         assert re.search(words, message), message
@@ -291,14 +292,14 @@ def test_a_step_that_is_over_on_one_rank_is_refused_on_all(what):
         given = ready.next(2)
         if comm.rank == GUILTY:
             if what == "truncated":
-                ready.cache.truncate(ready.feeding.held[0], 6)
+                ready.cache.truncate(ready.feeding.sequences[0], 6)
             elif what == "freed":
-                ready.cache.free(ready.feeding.held[0])
+                ready.cache.free(ready.feeding.sequences[0])
             else:
                 ready.cache.mark_written(given[2], 0)
-        before = state_of(ready.cache, 2)
+        before = cache_state(ready.cache, 2)
         message = said(lambda: ready.block(*given))
-        return message, same(state_of(ready.cache, 2), before)
+        return message, same_state(cache_state(ready.cache, 2), before)
 
     words = {"written": "layer 0 of this step is written already"}.get(what, "is not the latest of this cache")
     for message, unchanged in am.run_virtual(WORLD, rank, timeout=30):
@@ -308,9 +309,9 @@ def test_a_step_that_is_over_on_one_rank_is_refused_on_all(what):
 
 def test_splits_that_cut_blocks_are_refused():
     def program(comm):
-        config, weights = made(8, 4)
-        block = block_with(config, weights, SHARDING, comm, split_size=2)
-        cache = cache_for(block, 2, 16)
+        config, weights = random_block(8, 4)
+        block = shard_block(config, weights, SHARDING, comm, split_size=2)
+        cache = poisoned_cache(block, 2, 16)
         block(torch.ones(2, 1, 24), cache, cache.append([cache.allocate(0)], 1))
 
     assert_all_say(
@@ -325,8 +326,8 @@ def test_caches_that_differ_between_ranks_are_refused(what):
     """Their books would differ sooner or later."""
 
     def program(comm):
-        config, weights = made(8, 4)
-        block = block_with(config, weights, SHARDING, comm)
+        config, weights = random_block(8, 4)
+        block = shard_block(config, weights, SHARDING, comm)
         how = {"batch": 2, "num_blocks": 9, "block_size": 4, "max_length": 16}
         cache = block.make_cache(**(how | (what if comm.rank == GUILTY else {})))
         block(torch.ones(2, 1, 24), cache, cache.append([cache.allocate(0)], 1))

@@ -7,7 +7,8 @@ import torch
 
 import attnmesh as am
 from attnmesh.plan.decode import COMBINES, KVDP_COLLECTIVES, DecodeShape, bytes_sent
-from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, made
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
+from helpers.blocks import assert_outputs_close, random_sequences
 
 WAYS = [am.Exchange(*way) for way in product(KVDP_COLLECTIVES, COMBINES, (False, True))]
 CASES = [
@@ -24,28 +25,28 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_way_to_exchange_is_right_and_sends_what_the_plan_says(case):
     heads, degrees, batch, tokens = case
-    config, weights = made(*heads, sinks=True, window=6)
+    config, weights = random_block(*heads, sinks=True, window=6)
     sharding = am.DecodeSharding(*degrees, interleave=2)
-    x = inputs(batch, 6 + tokens, config)
-    truth = answer(config, weights, x)
+    x = random_sequences(batch, 6 + tokens, config)
+    truth = reference_block(config, weights, x)
     shape = DecodeShape(batch, tokens, *heads, config.head_dim, config.hidden, itemsize=4)
 
     def rank(comm):
         found = []
         for way in WAYS:
-            block = block_with(config, weights, sharding, comm, exchange=way)
-            feeding = Feeding(block, cache_for(block, batch, 6 + tokens), x)
-            feeding.begin(*range(batch)).feed(range(batch), 6)
+            block = shard_block(config, weights, sharding, comm, exchange=way)
+            feeding = BlockRunner(block, poisoned_cache(block, batch, 6 + tokens), x)
+            feeding.allocate(*range(batch)).feed(range(batch), 6)
             sent = traffic_of(block)
             for part in sent.values():
                 part.reset()
             feeding.feed(range(batch), tokens)
-            found.append((feeding.seen, {name: dict(part.verbs) for name, part in sent.items()}))
+            found.append((feeding.outputs, {name: dict(part.verbs) for name, part in sent.items()}))
         return found
 
     for me, found in enumerate(am.run_virtual(sharding.ranks, rank)):
         for way, (seen, verbs) in zip(WAYS, found, strict=True):
-            assert_close(seen, truth)
+            assert_outputs_close(seen, truth)
             plan = bytes_sent(
                 sharding, shape, me, kvdp=way.kvdp, combine=way.cp, replicate_q=way.replicate_q
             )  # fmt: skip
@@ -84,14 +85,14 @@ def assert_sent(verbs, plan, way, sharding):
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_auto_combines_as_the_plan_picks(tokens):
-    config, weights = made()
+    config, weights = random_block()
     sharding = am.DecodeSharding(cp=4)
-    x = inputs(2, 9, config)
+    x = random_sequences(2, 9, config)
     shape = DecodeShape(2, tokens, 8, 2, 8, config.hidden, itemsize=4)
 
     def rank(comm, way):
-        block = block_with(config, weights, sharding, comm, exchange=am.Exchange(cp=way))
-        out = Feeding(block, cache_for(block, 2, 9), x).begin(0, 1).feed([0, 1], tokens)
+        block = shard_block(config, weights, sharding, comm, exchange=am.Exchange(cp=way))
+        out = BlockRunner(block, poisoned_cache(block, 2, 9), x).allocate(0, 1).feed([0, 1], tokens)
         return out, dict(comm.traffic.by_op)
 
     picked = am.Exchange().combine(sharding, shape, "cpu")
@@ -103,13 +104,13 @@ def test_auto_combines_as_the_plan_picks(tokens):
 
 
 def test_results_are_the_same_bits_on_every_rank():
-    config, weights = made(8, 4)
+    config, weights = random_block(8, 4)
     sharding = am.DecodeSharding(tp=2, kvdp=2, cp=2)
-    x = inputs(3, 9, config)
+    x = random_sequences(3, 9, config)
 
     def rank(comm):
-        block = block_with(config, weights, sharding, comm)
-        return Feeding(block, cache_for(block, 3, 9), x).begin(0, 1, 2).feed([0, 2], 7)
+        block = shard_block(config, weights, sharding, comm)
+        return BlockRunner(block, poisoned_cache(block, 3, 9), x).allocate(0, 1, 2).feed([0, 2], 7)
 
     first, *others = am.run_virtual(8, rank)
     assert not first.isnan().any()

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import attnmesh as am
-from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, made
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
+from helpers.blocks import assert_outputs_close, random_sequences
 
 LENGTH, BLOCK_SIZE = 40, 4
 KINDS = [{}, {"window": 11, "sinks": True}]
@@ -32,25 +33,25 @@ def ids_and_inputs(config):
     """Prompts of ids, and x that depends on the id alone: 0 and 1 have 21 tokens in common, 2 has none with them."""
     ids = torch.randint(1000, (3, LENGTH), generator=torch.Generator().manual_seed(2)).tolist()
     ids[1][:21] = ids[0][:21]
-    table = inputs(1000, 1, config)[:, 0]
+    table = random_sequences(1000, 1, config)[:, 0]
     return ids, table[torch.tensor(ids)]
 
 
 def run(kind, sharding, program, *, batch=3, **cache):
     """`program(feeding, ids)` on every rank; all that was said is right. What it returns is the same on all ranks."""
-    config, weights = made(8, 4, **kind)
+    config, weights = random_block(8, 4, **kind)
     sharding = am.DecodeSharding(*sharding)
     ids, x = ids_and_inputs(config)
-    truth = answer(config, weights, x)
+    truth = reference_block(config, weights, x)
 
     def rank(comm):
-        block = block_with(config, weights, sharding, comm)
-        feeding = Feeding(block, cache_for(block, batch, LENGTH, BLOCK_SIZE, **cache), x)
-        return program(feeding, ids), feeding.seen
+        block = shard_block(config, weights, sharding, comm)
+        feeding = BlockRunner(block, poisoned_cache(block, batch, LENGTH, BLOCK_SIZE, **cache), x)
+        return program(feeding, ids), feeding.outputs
 
     results = []
     for result, seen in am.run_virtual(sharding.ranks, rank):
-        assert_close(seen, truth)
+        assert_outputs_close(seen, truth)
         results.append(result)
     assert results == [results[0]] * len(results)
     return results[0]
@@ -66,15 +67,15 @@ def test_only_the_rest_of_a_prompt_is_fed(kind, sharding, found):
     """The second prompt comes once the first is written; a third has nothing in common with them."""
 
     def program(feeding, ids):
-        feeding.begin(0, prompts=[ids[0][:25]]).until(0, 25)
-        feeding.begin(1, 2, prompts=[ids[1][:23], ids[2][:9]])
-        cached = [feeding.held[i].cached for i in range(3)]
-        assert feeding.held[1].length == cached[1]
-        feeding.until(1, 23).until(2, 9)
+        feeding.allocate(0, prompts=[ids[0][:25]]).feed_until(0, 25)
+        feeding.allocate(1, 2, prompts=[ids[1][:23], ids[2][:9]])
+        cached = [feeding.sequences[i].cached for i in range(3)]
+        assert feeding.sequences[1].length == cached[1]
+        feeding.feed_until(1, 23).feed_until(2, 9)
         for _ in range(4):
             feeding.feed([0, 1, 2])  # ids unknown: these are not found again
         feeding.feed([2, 1], 8)
-        assert fed(feeding.seen, 1) == list(range(cached[1], 35))
+        assert fed(feeding.outputs, 1) == list(range(cached[1], 35))
         return cached
 
     assert run(kind, sharding, program) == [0, found, 0]
@@ -83,9 +84,9 @@ def test_only_the_rest_of_a_prompt_is_fed(kind, sharding, found):
 @cases
 def test_a_prompt_that_came_too_early_finds_nothing(sharding, found):
     def program(feeding, ids):
-        feeding.begin(0, 1, prompts=[ids[0][:25], ids[1][:23]]).until(0, 25).until(1, 23)
+        feeding.allocate(0, 1, prompts=[ids[0][:25], ids[1][:23]]).feed_until(0, 25).feed_until(1, 23)
         late = feeding.cache.allocate(ids[1][:23])
-        return feeding.held[0].cached, feeding.held[1].cached, late.cached
+        return feeding.sequences[0].cached, feeding.sequences[1].cached, late.cached
 
     assert run({}, sharding, program) == (0, 0, found)
 
@@ -98,19 +99,19 @@ def test_found_again_after_its_sequence_ended_but_not_what_is_evicted(sharding, 
 
     def program(feeding, ids):
         cached = []
-        feeding.begin(0, prompts=[ids[0][:25]]).until(0, 25).free(0)
-        feeding.begin(1, prompts=[ids[1][:23]])
-        cached.append(feeding.held[1].cached)
-        feeding.until(1, 23).free(1)
+        feeding.allocate(0, prompts=[ids[0][:25]]).feed_until(0, 25).free(0)
+        feeding.allocate(1, prompts=[ids[1][:23]])
+        cached.append(feeding.sequences[1].cached)
+        feeding.feed_until(1, 23).free(1)
         others = []
         for _ in range(kvdp):  # every bank is filled with something else
-            feeding.begin(2, prompts=[LENGTH]).until(2, LENGTH)
-            others.append(feeding.held.pop(2))
+            feeding.allocate(2, prompts=[LENGTH]).feed_until(2, LENGTH)
+            others.append(feeding.sequences.pop(2))
         for other in others:
             feeding.cache.free(other)
-        feeding.begin(1, prompts=[ids[1][:23]])
-        cached.append(feeding.held[1].cached)
-        feeding.until(1, 23)
+        feeding.allocate(1, prompts=[ids[1][:23]])
+        cached.append(feeding.sequences[1].cached)
+        feeding.feed_until(1, 23)
         return cached, sum(stats.evictions for stats in feeding.cache.stats()) > 0
 
     blocks = LENGTH // cp // BLOCK_SIZE
@@ -123,38 +124,38 @@ def test_parallel_samples_diverge(kind, sharding, found):
     """Two continuations of one prompt, by a fork: what one writes the other does not see."""
 
     def program(feeding, ids):
-        feeding.begin(0, prompts=[ids[0][:21]]).until(0, 21)
-        feeding.held[1] = feeding.cache.fork(feeding.held[0])
-        assert feeding.held[1].length == 21
+        feeding.allocate(0, prompts=[ids[0][:21]]).feed_until(0, 21)
+        feeding.sequences[1] = feeding.cache.fork(feeding.sequences[0])
+        assert feeding.sequences[1].length == 21
         feeding.feed([0, 1])
         feeding.feed([1], 6)
         feeding.feed([0], 2)
         feeding.feed([1, 0], 3)
         feeding.free(0)
         feeding.feed([1], 8)
-        return fed(feeding.seen, 1)
+        return fed(feeding.outputs, 1)
 
     assert run(kind, sharding, program) == list(range(21, 39))
 
 
 def test_a_prompt_goes_where_its_prefix_is_unless_no_row_is_free_there():
     def program(feeding, ids):
-        feeding.begin(2, prompts=[ids[2][:9]]).until(2, 9)  # bank 0
-        feeding.begin(0, prompts=[ids[0][:25]]).until(0, 25)  # bank 1, which has more rows free
-        feeding.begin(1, prompts=[ids[1][:23]]).until(1, 23)
-        banks = [feeding.held[i].kvdp_rank for i in range(3)]
+        feeding.allocate(2, prompts=[ids[2][:9]]).feed_until(2, 9)  # bank 0
+        feeding.allocate(0, prompts=[ids[0][:25]]).feed_until(0, 25)  # bank 1, which has more rows free
+        feeding.allocate(1, prompts=[ids[1][:23]]).feed_until(1, 23)
+        banks = [feeding.sequences[i].kvdp_rank for i in range(3)]
         twin = feeding.cache.allocate(ids[1][:23])
-        return banks, feeding.held[1].cached, twin.kvdp_rank, twin.cached
+        return banks, feeding.sequences[1].cached, twin.kvdp_rank, twin.cached
 
     assert run({}, (1, 2, 1, 1), program, batch=4) == ([1, 1, 0], 20, 0, 0)
 
 
 def test_a_full_cache_says_so_on_every_rank_and_goes_on():
     def program(feeding, ids):
-        feeding.begin(0, prompts=[ids[0][:25]]).until(0, 25)
+        feeding.allocate(0, prompts=[ids[0][:25]]).feed_until(0, 25)
         with pytest.raises(am.CacheFull):
-            feeding.begin(2, prompts=[LENGTH])
-        feeding.begin(1, prompts=[ids[1][:23]]).until(1, 23)
-        return feeding.held[1].cached
+            feeding.allocate(2, prompts=[LENGTH])
+        feeding.allocate(1, prompts=[ids[1][:23]]).feed_until(1, 23)
+        return feeding.sequences[1].cached
 
     assert run({}, (1, 1, 2, 1), program, num_blocks=6) == 16

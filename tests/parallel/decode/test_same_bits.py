@@ -11,7 +11,8 @@ import torch
 
 import attnmesh as am
 from attnmesh.parallel.decode import core
-from feeding import Feeding, answer, assert_close, block_with, cache_for, exact, lengths_of, made
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
+from helpers.blocks import assert_outputs_close, exact_weights, fed_lengths
 
 SPLIT, LENGTH, SEQUENCES = 8, 40, 3
 KINDS = {"plain": {}, "window": {"window": 13}, "sinks": {"sinks": True}, "both": {"window": 5, "sinks": True}}
@@ -21,8 +22,8 @@ COUNTS = (1, 8, 3, 1, 5, 2)
 @cache
 def problem(kind, head_dim=8, heads=(8, 2)):
     """Weights without an output projection, whose sum over ranks would depend on their number, and inputs."""
-    config, weights = made(*heads, head_dim, 16, out=False, scale=0.1, **KINDS[kind])
-    return config, *exact(weights, SEQUENCES, LENGTH)
+    config, weights = random_block(*heads, head_dim, 16, out=False, scale=0.1, **KINDS[kind])
+    return config, *exact_weights(weights, SEQUENCES, LENGTH)
 
 
 def attended(sharding, kind, steps=None, *, head_dim=8, storage=None, block_size=4, split_size=SPLIT, **options):
@@ -30,17 +31,17 @@ def attended(sharding, kind, steps=None, *, head_dim=8, storage=None, block_size
     config, weights, x = problem(kind, head_dim)
 
     def rank(comm):
-        block = block_with(config, weights, sharding, comm, split_size=split_size, **options)
-        feeding = Feeding(block, cache_for(block, SEQUENCES, LENGTH, block_size, storage=storage), x)
+        block = shard_block(config, weights, sharding, comm, split_size=split_size, **options)
+        feeding = BlockRunner(block, poisoned_cache(block, SEQUENCES, LENGTH, block_size, storage=storage), x)
         (steps or together)(feeding)
-        return feeding.seen
+        return feeding.outputs
 
     return torch.cat(am.run_virtual(sharding.ranks, rank), 2)
 
 
 def together(feeding):
     """Three sequences at different positions, all in every step but for the first ones."""
-    feeding.begin(0, 1, 2).until(1, 17).until(2, 6)
+    feeding.allocate(0, 1, 2).feed_until(1, 17).feed_until(2, 6)
     for count in COUNTS:
         feeding.feed([0, 1, 2], count)
 
@@ -48,7 +49,7 @@ def together(feeding):
 def one_after_another(feeding):
     """The same steps, but each sequence by itself, and in other rows."""
     for i, begin in ((2, 6), (0, 0), (1, 17)):
-        feeding.begin(i).until(i, begin)
+        feeding.allocate(i).feed_until(i, begin)
         for count in COUNTS:
             feeding.feed([i], count)
 
@@ -57,9 +58,9 @@ def one_after_another(feeding):
 def unsharded(kind, **how):
     config, weights, x = problem(kind, how.get("head_dim", 8))
     seen = attended(am.DecodeSharding(), kind, **how)
-    assert lengths_of(seen) == [20, 37, 26]
+    assert fed_lengths(seen) == [20, 37, 26]
     if how.get("storage") is None:
-        assert_close(seen, answer(config, weights, x))
+        assert_outputs_close(seen, reference_block(config, weights, x))
     return seen
 
 
@@ -127,9 +128,9 @@ def last_step(sharding, backend):
 
     def rank(comm):
         cpu, kernels = (
-            block_with(config, weights, sharding, comm, split_size=SPLIT, backend=name) for name in ("cpu", backend)
+            shard_block(config, weights, sharding, comm, split_size=SPLIT, backend=name) for name in ("cpu", backend)
         )
-        feeding = Feeding(cpu, cache_for(cpu, 2, LENGTH), x).begin(0, 1).until(0, 6).until(1, 19)
+        feeding = BlockRunner(cpu, poisoned_cache(cpu, 2, LENGTH), x).allocate(0, 1).feed_until(0, 6).feed_until(1, 19)
         feeding.block = kernels
         return feeding.feed([0, 1], 2)
 

@@ -7,8 +7,17 @@ import torch
 
 import attnmesh as am
 from attnmesh.ops.storage import dequantize
-from feeding import Feeding, answer, block_with, cache_for, exact, inputs, made
-from generating import FAMILIES, block_of, factorisations, forward, generate, layer
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
+from helpers.blocks import (
+    FAMILIES,
+    block_from_layer,
+    exact_weights,
+    factorizations,
+    generate,
+    layer_outputs,
+    random_sequences,
+    transformers_layer,
+)
 
 LENGTH = 23
 SHARDINGS = [(2, 1, 1, 1), (1, 2, 2, 3), (1, 1, 4, 4), (2, 2, 1, 1)]
@@ -16,17 +25,17 @@ SHARDINGS = [(2, 1, 1, 1), (1, 2, 2, 3), (1, 1, 4, 4), (2, 2, 1, 1)]
 
 def generated(sharding, storage):
     """The outputs, and K and V of the second sequence as they are stored: its positions' owners put together."""
-    config, weights = made(8, 2, 16, sinks=True, window=9)
-    weights, x = exact(weights, 3, LENGTH)
+    config, weights = random_block(8, 2, 16, sinks=True, window=9)
+    weights, x = exact_weights(weights, 3, LENGTH)
     sharding = am.DecodeSharding(*sharding)
 
     def rank(comm):
-        block = block_with(config, weights, sharding, comm)
-        feeding = Feeding(block, cache_for(block, 3, LENGTH, storage=storage), x)
-        feeding.begin(0, 1, 2).until(1, 12).feed([0, 1, 2], 6)
+        block = shard_block(config, weights, sharding, comm)
+        feeding = BlockRunner(block, poisoned_cache(block, 3, LENGTH, storage=storage), x)
+        feeding.allocate(0, 1, 2).feed_until(1, 12).feed([0, 1, 2], 6)
         for _ in range(3):
             feeding.feed([0, 1, 2])
-        return feeding.seen, stored(feeding.cache, feeding.held[1])
+        return feeding.outputs, stored(feeding.cache, feeding.sequences[1])
 
     outputs, parts = zip(*am.run_virtual(sharding.ranks, rank), strict=True)
     whole = torch.full((2, 2, 21, 16), torch.nan)  # K and V, heads, positions, D
@@ -36,7 +45,7 @@ def generated(sharding, storage):
             place = whole[:, heads.start : heads.stop, position]
             assert place.isnan().all() or torch.equal(place, token)  # ranks that share a head hold the same
             whole[:, heads.start : heads.stop, position] = token
-    return outputs, whole, answer(config, weights, x)
+    return outputs, whole, reference_block(config, weights, x)
 
 
 def stored(cache, sequence):
@@ -67,20 +76,20 @@ def test_many_ranks_store_and_answer_as_one_does(storage):
 
 
 def test_scales_of_fp8_are_cut_with_the_heads():
-    config, weights = made(8, 4, 16)
+    config, weights = random_block(8, 4, 16)
     scales = {"k_scale": torch.tensor([0.01, 0.5, 0.002, 0.1]), "v_scale": torch.tensor([0.03, 0.004, 0.2, 0.02])}
-    x = inputs(2, LENGTH, config)
+    x = random_sequences(2, LENGTH, config)
 
     def generated(sharding):
         def rank(comm):
-            block = block_with(config, weights, sharding, comm)
+            block = shard_block(config, weights, sharding, comm)
             cache = am.ShardedCache(
                 sharding, comm.rank, batch=2, layers=1, num_blocks=16, block_size=4, kv_heads=4, head_dim=16,
                 storage="fp8", max_length=LENGTH, **scales,
             )  # fmt: skip
-            feeding = Feeding(block, cache, x).begin(0, 1).until(0, 9)
+            feeding = BlockRunner(block, cache, x).allocate(0, 1).feed_until(0, 9)
             feeding.feed([0, 1], 4)
-            return feeding.seen
+            return feeding.outputs
 
         return am.run_virtual(sharding.ranks, rank)
 
@@ -106,21 +115,21 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_bf16_module(family, sharding):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("world", [1, 2, 4, 6, 8])
 def test_bf16_in_every_factorisation(family, world):
-    for sharding in factorisations(world):
+    for sharding in factorizations(world):
         assert_bf16_is_right(family, (12, 6) if world == 6 else (16, 4), sharding)
 
 
 def assert_bf16_is_right(family, heads, sharding):
     """At most twice as far off as the module in bf16, every sequence, on every rank."""
     bf16 = torch.bfloat16
-    module = layer(family, *heads, bf16)
+    module = transformers_layer(family, *heads, bf16)
     x = torch.randn(3, max(PROMPTS) + STEPS, module.config.hidden_size).to(bf16)
-    truth = forward(as_doubles(module, family, heads), x.double())
-    plain = forward(module, x).double()
+    truth = layer_outputs(as_doubles(module, family, heads), x.double())
+    plain = layer_outputs(module, x).double()
     sharding = am.DecodeSharding(*sharding, interleave=2)
 
     def rank(comm):
-        return generate(block_of(module, sharding, comm), x, PROMPTS, STEPS)
+        return generate(block_from_layer(module, sharding, comm), x, PROMPTS, STEPS)
 
     for seen in am.run_virtual(sharding.ranks, rank):
         assert seen.dtype == bf16
@@ -133,6 +142,6 @@ def assert_bf16_is_right(family, heads, sharding):
 
 def as_doubles(module, family, heads):
     """The module in float64, its weights those of the bf16 one: that they were rounded is no error of either."""
-    wide = deepcopy(layer(family, *heads, torch.float64))
+    wide = deepcopy(transformers_layer(family, *heads, torch.float64))
     wide.load_state_dict({name: x.double() for name, x in module.state_dict().items()})
     return wide

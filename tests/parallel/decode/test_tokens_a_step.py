@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 
 import attnmesh as am
-from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, lengths_of, made
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
+from helpers.blocks import assert_outputs_close, fed_lengths, random_sequences
 
 BLOCK_SIZE = 4
 INTERLEAVES = (1, 2, 3, BLOCK_SIZE, 2 * BLOCK_SIZE)
@@ -16,26 +17,30 @@ ODD_LENGTHS = (3, 0)  # the two sequences are never at one position
 def assert_exact(config, weights, sharding, counts):
     """Two sequences of different lengths, in steps of these counts."""
     length = ODD_LENGTHS[0] + sum(counts)
-    x = inputs(2, length, config)
-    truth = answer(config, weights, x)
+    x = random_sequences(2, length, config)
+    truth = reference_block(config, weights, x)
 
     def rank(comm):
-        block = block_with(config, weights, sharding, comm)
-        feeding = Feeding(block, cache_for(block, 2, length, BLOCK_SIZE), x).begin(0, 1).until(0, ODD_LENGTHS[0])
+        block = shard_block(config, weights, sharding, comm)
+        feeding = (
+            BlockRunner(block, poisoned_cache(block, 2, length, BLOCK_SIZE), x)
+            .allocate(0, 1)
+            .feed_until(0, ODD_LENGTHS[0])
+        )
         for count in counts:
             feeding.feed([0, 1], count)
-        return feeding.seen
+        return feeding.outputs
 
     for seen in am.run_virtual(sharding.ranks, rank):
-        assert_close(seen, truth)
-        assert lengths_of(seen) == [n + sum(counts) for n in ODD_LENGTHS]
+        assert_outputs_close(seen, truth)
+        assert fed_lengths(seen) == [n + sum(counts) for n in ODD_LENGTHS]
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize("interleave", INTERLEAVES)
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=["plain", "window and sinks"])
 def test_steps_of_every_number_of_tokens_in_one_run(kind, interleave, cp):
-    config, weights = made(4, 2, **kind)
+    config, weights = random_block(4, 2, **kind)
     counts = [(3 * i + interleave) % 8 + 1 for i in range(8)]  # each of 1 to 8 once, in an order of the case's own
     assert sorted(counts) == list(range(1, 9))
     assert_exact(config, weights, am.DecodeSharding(cp=cp, interleave=interleave), counts)
@@ -46,12 +51,12 @@ def test_steps_of_every_number_of_tokens_in_one_run(kind, interleave, cp):
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_every_number_of_tokens_with_every_interleave(cp, tokens):
     for interleave, kind in product(INTERLEAVES, KINDS):
-        config, weights = made(4, 2, **kind)
+        config, weights = random_block(4, 2, **kind)
         assert_exact(config, weights, am.DecodeSharding(cp=cp, interleave=interleave), [tokens] * (24 // tokens + 2))
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_windows_shorter_than_a_step(window):
     """Most ranks see nothing for some of the tokens."""
-    config, weights = made(4, 2, window=window, sinks=True)
+    config, weights = random_block(4, 2, window=window, sinks=True)
     assert_exact(config, weights, am.DecodeSharding(cp=4, interleave=2), [8, 1, 5, 2])

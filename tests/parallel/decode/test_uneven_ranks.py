@@ -3,26 +3,27 @@
 import pytest
 
 import attnmesh as am
-from feeding import Feeding, answer, assert_close, block_with, cache_for, inputs, lengths_of, made
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
+from helpers.blocks import assert_outputs_close, fed_lengths, random_sequences
 
 LENGTH = 21
 
 
 def assert_exact(config, weights, sharding, batch, **options):
-    x = inputs(batch, LENGTH, config)
-    truth = answer(config, weights, x)
+    x = random_sequences(batch, LENGTH, config)
+    truth = reference_block(config, weights, x)
 
     def rank(comm):
-        block = block_with(config, weights, sharding, comm, **options)
-        feeding = Feeding(block, cache_for(block, batch, LENGTH), x)
-        feeding.begin(*range(batch)).until(batch - 1, 9).feed(range(batch), 3)
+        block = shard_block(config, weights, sharding, comm, **options)
+        feeding = BlockRunner(block, poisoned_cache(block, batch, LENGTH), x)
+        feeding.allocate(*range(batch)).feed_until(batch - 1, 9).feed(range(batch), 3)
         for _ in range(3):
             feeding.feed(range(batch))
-        return feeding.seen
+        return feeding.outputs
 
     for seen in am.run_virtual(sharding.ranks, rank):
-        assert_close(seen, truth)
-        assert sorted(lengths_of(seen)) == [6] * (batch - 1) + [15]
+        assert_outputs_close(seen, truth)
+        assert sorted(fed_lengths(seen)) == [6] * (batch - 1) + [15]
 
 
 @pytest.mark.parametrize("replicate_q", [False, True])
@@ -32,7 +33,7 @@ def test_heads_that_do_not_divide(sharding, replicate_q):
     sharding = am.DecodeSharding(*sharding, interleave=2)
     heads = [len(sharding.q_heads(rank, 9)) for rank in range(sharding.ranks)]
     assert len(set(heads)) == 2
-    config, weights = made(9, 3, sinks=True, window=7)
+    config, weights = random_block(9, 3, sinks=True, window=7)
     assert_exact(config, weights, sharding, 3, exchange=am.Exchange(replicate_q=replicate_q))
 
 
@@ -43,12 +44,12 @@ def test_heads_that_do_not_divide(sharding, replicate_q):
 def test_batches_that_do_not_divide(batch, sharding, ways):
     """Of fewer sequences than KVDP ranks, some ranks have none."""
     sharding = am.DecodeSharding(*sharding)
-    config, weights = made(sinks=True)
+    config, weights = random_block(sinks=True)
     assert_exact(config, weights, sharding, batch, exchange=am.Exchange(*ways))
 
 
 def test_a_rank_without_sequences_keeps_up_with_fixed_splits_and_own_rows():
-    config, weights = made(sinks=True)
+    config, weights = random_block(sinks=True)
     sharding = am.DecodeSharding(kvdp=3, cp=2, interleave=4)
     assert_exact(config, weights, sharding, 2, split_size=4, kv_rows="own")
     assert_exact(config, weights, sharding, 2, split_size=4, kv_rows="all")

@@ -7,18 +7,16 @@ import pytest
 import torch
 
 import attnmesh as am
-from spreading import (
+from attnmesh.testing.sparse import SCALE, GridRank, SparseProblem
+from helpers.sparse_grid import (
     D_V,
     LAYOUTS,
     MASKS,
-    SCALE,
-    Place,
-    Problem,
     assert_exact,
-    attention_truth,
-    drawn,
-    joined,
-    on_grid,
+    exact_attention,
+    join_grid,
+    random_problem,
+    run_grid,
     same_bits,
 )
 
@@ -27,7 +25,9 @@ KEYS = ["gathered", "sharded"]
 OF_HEADS = ("out", "lse", "d_q")
 
 
-def results(place: Place, whole: Problem, keys: str, *, values: bool, sink: bool, **more) -> dict[str, torch.Tensor]:
+def results(
+    place: GridRank, whole: SparseProblem, keys: str, *, values: bool, sink: bool, **more
+) -> dict[str, torch.Tensor]:
     """out, lse, dist and gradients of this rank."""
     mine = whole.shard(place)
     parallel = am.SparseParallel(
@@ -36,14 +36,14 @@ def results(place: Place, whole: Problem, keys: str, *, values: bool, sink: bool
     return attended(parallel.sparse_attention, mine, values=values, sink=sink, **more)
 
 
-def attended(attention, mine: Problem, *, values: bool, sink: bool, **more) -> dict[str, torch.Tensor]:
-    q, kv, v, sinks = mine.leaves("q", "kv", "v", "sink")
+def attended(attention, mine: SparseProblem, *, values: bool, sink: bool, **more) -> dict[str, torch.Tensor]:
+    q, kv, v, sinks = mine.leaves("q", "kv", "v", "sinks")
     out, lse, dist = attention(
         q, kv, mine.indices, scale=SCALE, d_v=D_V, v=v if values else None, mask=mine.mask,
         sinks=sinks if sink else None, return_attn_sum=True, **more,
     )  # fmt: skip
     leaves = {"q": q, "kv": kv} | ({"v": v} if values else {}) | ({"sink": sinks} if sink else {})
-    grads = torch.autograd.grad((out, lse), list(leaves.values()), (mine.d_out, mine.d_lse.to(lse.dtype)))
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), (mine.grad_out, mine.grad_lse.to(lse.dtype)))
     return {"out": out.detach(), "lse": lse.detach(), "dist": dist} | {
         f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)
     }
@@ -57,7 +57,7 @@ def whole_results(grid, layout, names) -> dict[str, torch.Tensor]:
             assert all(same_bits(part, first) for row in parts for part, first in zip(row, parts[0], strict=True))
             found[name] = torch.cat(parts[0])
         else:
-            found[name] = joined(parts, layout, heads=name in OF_HEADS)
+            found[name] = join_grid(parts, layout, heads=name in OF_HEADS)
     return found
 
 
@@ -73,9 +73,9 @@ SPREAD = [
 def test_outputs_and_all_gradients_are_exact(tp, cp, layout, keys):
     mask = list(MASKS)[(GRIDS.index((tp, cp)) + list(LAYOUTS).index(layout)) % len(MASKS)]
     values, sink = (tp + cp) % 2 == 0, layout != "zigzag"
-    problem = drawn(**MASKS[mask](11))
-    true = attention_truth(problem, values=values, sink=sink)
-    grid = on_grid(tp, cp, LAYOUTS[layout], lambda place: results(place, problem, keys, values=values, sink=sink))
+    problem = random_problem(**MASKS[mask](11))
+    true = exact_attention(problem, values=values, sink=sink)
+    grid = run_grid(tp, cp, LAYOUTS[layout], lambda place: results(place, problem, keys, values=values, sink=sink))
     found = whole_results(grid, LAYOUTS[layout], true)
     assert found.keys() == true.keys()
     for name, x in true.items():
@@ -85,10 +85,10 @@ def test_outputs_and_all_gradients_are_exact(tp, cp, layout, keys):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("keys", ["gathered", "sharded"])
 def test_every_mask_speaks_of_the_whole_sequence(mask, keys):
-    problem = drawn(key_length=11, **MASKS[mask](11), seed=1)
-    true = attention_truth(problem, values=False, sink=False)
+    problem = random_problem(key_length=11, **MASKS[mask](11), seed=1)
+    true = exact_attention(problem, values=False, sink=False)
     layout = am.Balanced(am.Documents([4, 7])) if mask == "ranges" else am.Zigzag((2, 0, 1))
-    grid = on_grid(1, 3, layout, lambda place: results(place, problem, keys, values=False, sink=False))
+    grid = run_grid(1, 3, layout, lambda place: results(place, problem, keys, values=False, sink=False))
     for name, x in whole_results(grid, layout, true).items():
         assert_exact(x, true[name])
 
@@ -96,10 +96,10 @@ def test_every_mask_speaks_of_the_whole_sequence(mask, keys):
 @pytest.mark.parametrize(("length", "key_length"), [(2, 13), (11, 3), (1, 1), (0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("keys", ["gathered", "sharded"])
 def test_fewer_rows_and_keys_than_ranks(length, key_length, keys):
-    problem = drawn(length, key_length)
-    true = attention_truth(problem, values=True, sink=True)
+    problem = random_problem(length, key_length)
+    true = exact_attention(problem, values=True, sink=True)
     layout = list(LAYOUTS.values())[(length + key_length) % 3]
-    grid = on_grid(2, 4, layout, lambda place: results(place, problem, keys, values=True, sink=True))
+    grid = run_grid(2, 4, layout, lambda place: results(place, problem, keys, values=True, sink=True))
     for name, x in whole_results(grid, layout, true).items():
         assert_exact(x, true[name])
 
@@ -108,10 +108,10 @@ def test_fewer_rows_and_keys_than_ranks(length, key_length, keys):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gathered_keys_give_what_one_device_gives(layout, dtype):
     """To the bit, but for BLAS, which may go another way for another number of rows."""
-    problem = drawn(23, 40, dtype=dtype, topk=15, causal=True, q_start=9)
+    problem = random_problem(23, 40, dtype=dtype, topk=15, causal=True, q_start=9)
     for cp, sink in itertools.product((2, 4), (False, True)):
         alone = attended(am.sparse_attention, problem, values=False, sink=sink)
-        grid = on_grid(
+        grid = run_grid(
             1, cp, LAYOUTS[layout],
             lambda place, sink=sink: results(place, problem, "gathered", values=False, sink=sink),
         )  # fmt: skip
@@ -123,10 +123,10 @@ def test_gathered_keys_give_what_one_device_gives(layout, dtype):
 @pytest.mark.parametrize("keys", ["gathered", "sharded"])
 @pytest.mark.parametrize(("tp", "cp"), [(3, 1), (1, 4), (2, 4)])
 def test_the_error_does_not_grow_with_the_ranks(tp, cp, keys):
-    problem = drawn(24, 16, heads=6, topk=12, dtype=torch.bfloat16)
-    true = attention_truth(problem, values=True, sink=True)
+    problem = random_problem(24, 16, heads=6, topk=12, dtype=torch.bfloat16)
+    true = exact_attention(problem, values=True, sink=True)
     alone = attended(am.sparse_attention, problem, values=True, sink=True)
-    grid = on_grid(tp, cp, am.Striped(), lambda place: results(place, problem, keys, values=True, sink=True))
+    grid = run_grid(tp, cp, am.Striped(), lambda place: results(place, problem, keys, values=True, sink=True))
     for name, x in whole_results(grid, am.Striped(), true).items():
         assert x.dtype == alone[name].dtype
         x, one, exact = (y.double().nan_to_num(neginf=0.0) for y in (x, alone[name], true[name]))
@@ -136,23 +136,23 @@ def test_the_error_does_not_grow_with_the_ranks(tp, cp, keys):
 
 @pytest.mark.parametrize("keys", ["gathered", "sharded"])
 def test_only_some_gradients_are_asked_for(keys):
-    problem = drawn()
-    true = attention_truth(problem, values=False, sink=True)
+    problem = random_problem()
+    true = exact_attention(problem, values=False, sink=True)
 
     def wanted(place, *names):
         mine = problem.shard(place)
-        leaves = dict(zip(("q", "kv", "sink"), mine.leaves("q", "kv", "sink"), strict=True))
+        leaves = dict(zip(("q", "kv", "sink"), mine.leaves("q", "kv", "sinks"), strict=True))
         leaves = {name: x if name in names else x.detach() for name, x in leaves.items()}
         parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, keys=keys)
         out, lse = parallel.sparse_attention(
             leaves["q"], leaves["kv"], mine.indices, scale=SCALE, d_v=D_V, sinks=leaves["sink"]
         )
-        grads = torch.autograd.grad((out, lse), [leaves[name] for name in names], (mine.d_out, mine.d_lse))
+        grads = torch.autograd.grad((out, lse), [leaves[name] for name in names], (mine.grad_out, mine.grad_lse))
         return {f"d_{name}": grad for name, grad in zip(names, grads, strict=True)}, place.cp.traffic.bytes
 
     sent = {}
     for names in (("q",), ("kv",), ("sink",)):
-        grid = on_grid(2, 2, am.Contiguous(), lambda place, names=names: wanted(place, *names))
+        grid = run_grid(2, 2, am.Contiguous(), lambda place, names=names: wanted(place, *names))
         found = whole_results([[rank[0] for rank in row] for row in grid], am.Contiguous(), [f"d_{names[0]}"])
         assert_exact(found[f"d_{names[0]}"], true[f"d_{names[0]}"])
         sent[names[0]] = grid[0][0][1]
@@ -160,7 +160,7 @@ def test_only_some_gradients_are_asked_for(keys):
 
 
 def test_without_gradients_nothing_is_kept_and_the_same_comes_out():
-    problem = drawn(dtype=torch.float32)
+    problem = random_problem(dtype=torch.float32)
 
     def both(place):
         mine = problem.shard(place)
@@ -169,7 +169,7 @@ def test_without_gradients_nothing_is_kept_and_the_same_comes_out():
             quiet = parallel.sparse_attention(mine.q, mine.kv, mine.indices, scale=SCALE)
         return quiet, parallel.sparse_attention(*mine.leaves("q", "kv"), mine.indices, scale=SCALE)
 
-    for ((quiet, kept),) in on_grid(1, 3, am.Contiguous(), both):
+    for ((quiet, kept),) in run_grid(1, 3, am.Contiguous(), both):
         assert not quiet[0].requires_grad
         assert kept[0].requires_grad
         torch.testing.assert_close(quiet, tuple(x.detach() for x in kept))
@@ -179,7 +179,7 @@ def test_without_gradients_nothing_is_kept_and_the_same_comes_out():
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 4), (3, 1), (2, 3)])
 def test_the_distribution_is_summed_over_heads_and_normalized_after_that(tp, cp, normalize, keys):
-    problem = drawn(**MASKS["ranges"](11))
+    problem = random_problem(**MASKS["ranges"](11))
     lse = torch.randn(11, 7, dtype=torch.float64)  # of more keys than the slots name: heads differ in mass
     lse[0], lse[1, :3] = torch.inf, -torch.inf
     alone = am.attention_distribution(
@@ -188,20 +188,20 @@ def test_the_distribution_is_summed_over_heads_and_normalized_after_that(tp, cp,
     )  # fmt: skip
 
     def program(place):
-        mine, own_lse = problem.shard(place), replace(problem, d_lse=lse).shard(place).d_lse
+        mine, own_lse = problem.shard(place), replace(problem, grad_lse=lse).shard(place).grad_lse
         parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, keys=keys, layout=place.layout)
         return parallel.attention_distribution(
             mine.q, mine.kv, mine.indices, own_lse, scale=SCALE, mask=mine.mask, normalize=normalize
         )
 
     for layout in LAYOUTS.values():
-        assert_exact(joined(on_grid(tp, cp, layout, program), layout), alone, 1e-6)
+        assert_exact(join_grid(run_grid(tp, cp, layout, program), layout), alone, 1e-6)
     assert alone[2:].any()
     assert not alone[0].any()
 
 
 def test_groups_of_heads_where_heads_are_not_spread():
-    problem = drawn(dtype=torch.float32)
+    problem = random_problem(dtype=torch.float32)
     lse = torch.randn(11, 7)
     alone = am.attention_distribution(problem.q, problem.kv, problem.indices, lse, scale=SCALE, head_group=3)
     for keys in ("gathered", "sharded"):
@@ -212,6 +212,6 @@ def test_groups_of_heads_where_heads_are_not_spread():
                 mine.q, mine.kv, mine.indices, place.rows(lse), scale=SCALE, head_group=3
             ).transpose(0, 1)  # fmt: skip
 
-        found = joined(on_grid(1, 4, am.Contiguous(), program), am.Contiguous()).transpose(0, 1)
+        found = join_grid(run_grid(1, 4, am.Contiguous(), program), am.Contiguous()).transpose(0, 1)
         assert found.shape == (3, 11, 6)
         assert_exact(found, alone, 0.0 if keys == "gathered" else 1e-6)

@@ -5,7 +5,16 @@ import torch
 
 import attnmesh as am
 from attnmesh.ops.sparse import reference
-from spreading import LAYOUTS, MASKS, Truth, assert_exact, drawn, joined, on_grid, same_bits
+from helpers.sparse_grid import (
+    LAYOUTS,
+    MASKS,
+    ExactInputs,
+    assert_exact,
+    join_grid,
+    random_problem,
+    run_grid,
+    same_bits,
+)
 
 GRIDS = [(1, 1), (3, 1), (1, 2), (1, 4), (2, 2), (3, 4)]
 
@@ -22,9 +31,11 @@ def spread_topk(place, iq, ik, w, topk, keys, mask=None, **more):
 
 def assert_same_choice(tp, cp, layout, keys, iq, ik, w, topk, mask=None, **more):
     alone = am.indexer_topk(iq, ik, w, topk, mask=am.SparseMask(**(mask or {})), **more)
-    grid = on_grid(tp, cp, layout, lambda place: spread_topk(place, iq, ik, w, topk, keys, mask, **more))
+    grid = run_grid(tp, cp, layout, lambda place: spread_topk(place, iq, ik, w, topk, keys, mask, **more))
     for name in ("indices", "scores", "length"):
-        assert same_bits(joined([[getattr(x, name) for x in row] for row in grid], layout), getattr(alone, name)), name
+        assert same_bits(join_grid([[getattr(x, name) for x in row] for row in grid], layout), getattr(alone, name)), (
+            name
+        )
     return alone
 
 
@@ -76,13 +87,13 @@ def test_keys_that_nobody_sees_may_hold_anything():
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 4), (2, 3)])
 def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, keys):
-    problem = drawn(**MASKS[mask](11))
-    truth = Truth.of(problem)
+    problem = random_problem(**MASKS[mask](11))
+    truth = ExactInputs.of(problem)
     iq, w = problem.leaves("iq", "w")
     ik = truth.ik.clone().requires_grad_()
     at = torch.where(truth.valid, problem.indices, 0).long()
     true = reference.index_scores(iq, ik, w, 0.7).gather(1, at)
-    true_grads = torch.autograd.grad(true, (iq, ik, w), torch.where(truth.valid, problem.d_scores, 0.0))
+    true_grads = torch.autograd.grad(true, (iq, ik, w), torch.where(truth.valid, problem.grad_scores, 0.0))
     layout = am.Zigzag()
 
     def program(place):
@@ -90,11 +101,11 @@ def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, keys):
         leaves = mine.leaves("iq", "ik", "w")
         parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, keys=keys, layout=layout)
         scores = parallel.indexer_scores_at(*leaves, mine.indices, scale=0.7, mask=mine.mask)
-        grads = torch.autograd.grad(scores, leaves, mine.d_scores.masked_fill(scores == -torch.inf, 0.0))
+        grads = torch.autograd.grad(scores, leaves, mine.grad_scores.masked_fill(scores == -torch.inf, 0.0))
         return scores.detach(), *grads
 
-    grid = on_grid(tp, cp, layout, program)
-    scores, *grads = (joined([[rank[i] for rank in row] for row in grid], layout) for i in range(4))
+    grid = run_grid(tp, cp, layout, program)
+    scores, *grads = (join_grid([[rank[i] for rank in row] for row in grid], layout) for i in range(4))
     assert_exact(scores, true.masked_fill(~truth.valid, -torch.inf).detach())
     for found, grad in zip(grads, true_grads, strict=True):
         assert_exact(found, grad)
@@ -115,5 +126,5 @@ def test_each_tp_rank_scores_its_share_of_the_rows_only(monkeypatch):
 
     monkeypatch.setattr(choose.Torch, "topk", staticmethod(counting))
     iq, ik, w = torch.randn(10, 2, 8), torch.randn(12, 8), torch.randn(10, 2)
-    on_grid(4, 1, am.Contiguous(), lambda place: spread_topk(place, iq, ik, w, 3, "gathered"))
+    run_grid(4, 1, am.Contiguous(), lambda place: spread_topk(place, iq, ik, w, 3, "gathered"))
     assert sorted(scored) == [2, 2, 3, 3]

@@ -8,28 +8,29 @@ import torch
 
 import attnmesh as am
 from attnmesh.ops.sparse import reference
-from spreading import LAYOUTS, MASKS, SCALE, Place, Problem, Truth, assert_exact, drawn, joined, on_grid
+from attnmesh.testing.sparse import SCALE, GridRank, SparseProblem
+from helpers.sparse_grid import LAYOUTS, MASKS, ExactInputs, assert_exact, join_grid, random_problem, run_grid
 
 GRIDS = [(1, 1), (2, 1), (3, 1), (1, 4), (2, 2), (3, 2)]
 HOW = [("replicated", "gathered"), ("scattered", "gathered"), ("replicated", "sharded"), ("scattered", "sharded")]
 ROW_MASK = torch.tensor([True, True, False, True, False, False, True, True, True, True, False])
 
 
-def problem_for(mode: str, mask: str = "causal", **how) -> Problem:
+def problem_for(mode: str, mask: str = "causal", **how) -> SparseProblem:
     """An lse of its own for every head, so that heads differ in the mass that their slots have."""
-    problem = drawn(**MASKS[mask](11), **how)
+    problem = random_problem(**MASKS[mask](11), **how)
     if mode == "dense":
         sight = replace(problem.mask, topk_length=None)
         kv, ik = (torch.randn_like(x) for x in (problem.kv, problem.ik))
         problem = replace(problem, mask=sight, kv=kv, ik=ik)
-    return replace(problem, d_lse=torch.randn(11, 7, dtype=problem.q.dtype) + 2)
+    return replace(problem, grad_lse=torch.randn(11, 7, dtype=problem.q.dtype) + 2)
 
 
-def true_rows(problem: Problem, mode: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def true_rows(problem: SparseProblem, mode: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss of every row in float64, and what it is made of."""
     iq, ik, w = problem.to(torch.float64).leaves("iq", "ik", "w")
     if mode == "sparse":
-        truth = Truth.of(problem)
+        truth = ExactInputs.of(problem)
         ik = truth.ik.clone().requires_grad_()
         valid, kv = truth.valid, truth.kv
         at = torch.where(valid, problem.indices, 0).long()
@@ -37,12 +38,12 @@ def true_rows(problem: Problem, mode: str) -> tuple[torch.Tensor, list[torch.Ten
         at = torch.arange(problem.key_length).expand(problem.length, -1)
         valid = reference.valid_slots(at.int(), problem.key_length, problem.mask)
         kv = problem.kv.double()
-    p = reference.distribution(problem.q.double(), kv, problem.d_lse.double(), SCALE).sum(0).gather(1, at)
+    p = reference.distribution(problem.q.double(), kv, problem.grad_lse.double(), SCALE).sum(0).gather(1, at)
     scores = reference.index_scores(iq, ik, w, 0.7).gather(1, at)
     return reference.kl(p.detach(), scores, valid), [iq, ik, w]
 
 
-def loss_here(place: Place, whole: Problem, mode: str, rows: str, keys: str, weight, row_mask=None, **more):
+def loss_here(place: GridRank, whole: SparseProblem, mode: str, rows: str, keys: str, weight, row_mask=None, **more):
     """This rank's loss and gradients."""
     mine = whole.shard(place)
     leaves = mine.leaves("iq", "ik", "w")
@@ -50,7 +51,7 @@ def loss_here(place: Place, whole: Problem, mode: str, rows: str, keys: str, wei
         tp=place.tp, cp=place.cp, length=whole.length, key_length=whole.key_length, layout=place.layout, keys=keys
     )
     loss = parallel.indexer_kl_loss(
-        *leaves, None if mode == "dense" else mine.indices, q=mine.q, k=mine.kv, lse=mine.d_lse, attn_scale=SCALE,
+        *leaves, None if mode == "dense" else mine.indices, q=mine.q, k=mine.kv, lse=mine.grad_lse, attn_scale=SCALE,
         mask=mine.mask, mode=mode, scale=0.7, rows=rows, row_mask=None if row_mask is None else place.rows(row_mask),
         **more,
     )  # fmt: skip
@@ -82,7 +83,7 @@ def test_loss_and_gradients_are_those_of_one_device_on_every_rank(tp, cp, rows, 
     }  # fmt: skip
     grads = {case: weight if case[0] == "none" else torch.tensor(1.7).double() for case in losses}
 
-    def program(place: Place):
+    def program(place: GridRank):
         return [
             loss_here(
                 place, problem, mode, rows, keys, grads[case], ROW_MASK if case[1] else None, reduction=case[0]
@@ -90,22 +91,22 @@ def test_loss_and_gradients_are_those_of_one_device_on_every_rank(tp, cp, rows, 
             for case in losses
         ]  # fmt: skip
 
-    found = on_grid(tp, cp, layout, program)
+    found = run_grid(tp, cp, layout, program)
     for at, (case, true) in enumerate(losses.items()):
         grid = [[rank[at] for rank in row] for row in found]
         if case[0] == "none":
-            assert_exact(joined([[rank[0] for rank in row] for row in grid], layout), true.detach(), 1e-10)
+            assert_exact(join_grid([[rank[0] for rank in row] for row in grid], layout), true.detach(), 1e-10)
         for loss in [rank[0] for row in grid for rank in row] if case[0] != "none" else []:
             torch.testing.assert_close(loss, grid[0][0][0])
             assert_exact(loss, true.detach(), 1e-10)
         for i, true_grad in enumerate(torch.autograd.grad(true, leaves, grads[case], retain_graph=True), 1):
-            assert_exact(joined([[rank[i] for rank in row] for row in grid], layout), true_grad, 1e-10)
+            assert_exact(join_grid([[rank[i] for rank in row] for row in grid], layout), true_grad, 1e-10)
 
 
 def test_the_problems_tell_normalizing_before_the_sum_over_heads_from_after():
     problem = problem_for("sparse")
-    truth = Truth.of(problem)
-    p = reference.distribution(problem.q, truth.kv, problem.d_lse, SCALE)[:, 5] * truth.times[5]
+    truth = ExactInputs.of(problem)
+    p = reference.distribution(problem.q, truth.kv, problem.grad_lse, SCALE)[:, 5] * truth.times[5]
     early, late = (p / p.sum(-1, keepdim=True)).sum(0), p.sum(0)
     assert ((early / early.sum() - late / late.sum()).abs() > 1e-3).any()
 
@@ -126,21 +127,21 @@ def test_a_target_given_is_of_all_heads(rows, keys):
         loss = parallel.indexer_kl_loss(*leaves, mine.indices, place.rows(target), mask=mine.mask, rows=rows)
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
-    grid = on_grid(2, 3, am.Contiguous(), program)
+    grid = run_grid(2, 3, am.Contiguous(), program)
     assert_exact(grid[2][1][0], alone.detach())
     for i, true_grad in enumerate(true_grads, 1):
-        assert_exact(joined([[rank[i] for rank in row] for row in grid], am.Contiguous()), true_grad)
+        assert_exact(join_grid([[rank[i] for rank in row] for row in grid], am.Contiguous()), true_grad)
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize(("rows", "keys"), HOW)
 def test_fewer_rows_than_ranks_and_a_number_of_rows_that_is_given(rows, keys, mode):
-    problem = drawn(2, 9)
+    problem = random_problem(2, 9)
     problem = replace(problem, kv=torch.randn(9, 12).double(), ik=torch.randn(9, 5).double())
     each, leaves = true_rows(problem, mode)
     true = each.sum() / 5
     for layout, given in zip(LAYOUTS.values(), (5, torch.tensor(5), torch.tensor(5)), strict=True):
-        grid = on_grid(
+        grid = run_grid(
             3, 3, layout,
             lambda place, given=given: loss_here(
                 place, problem, mode, rows, keys, 1.0, reduction="mean_rows", global_rows=given
@@ -148,7 +149,7 @@ def test_fewer_rows_than_ranks_and_a_number_of_rows_that_is_given(rows, keys, mo
         )  # fmt: skip
         assert_exact(grid[1][2][0], true.detach())
         for i, true_grad in enumerate(torch.autograd.grad(true, leaves, retain_graph=True), 1):
-            assert_exact(joined([[rank[i] for rank in row] for row in grid], layout), true_grad)
+            assert_exact(join_grid([[rank[i] for rank in row] for row in grid], layout), true_grad)
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
@@ -156,15 +157,15 @@ def test_long_keys_are_streamed_in_stretches(mode, monkeypatch):
     from attnmesh.ops.sparse import dense_kl
 
     monkeypatch.setattr(dense_kl, "_MOST_SLOTS", 1)  # a stretch is 128 keys then
-    problem = drawn(11, 300, topk=40, causal=True, q_start=250)
+    problem = random_problem(11, 300, topk=40, causal=True, q_start=250)
     problem = replace(problem, kv=torch.randn(300, 12).double(), ik=torch.randn(300, 5).double())
     each, leaves = true_rows(problem, mode)
     true_grads = torch.autograd.grad(each.sum(), leaves)
     for rows, keys in HOW:
-        grid = on_grid(2, 2, am.Zigzag(), lambda place, how=(rows, keys): loss_here(place, problem, mode, *how, 1.0))
+        grid = run_grid(2, 2, am.Zigzag(), lambda place, how=(rows, keys): loss_here(place, problem, mode, *how, 1.0))
         assert_exact(grid[0][0][0], each.sum().detach(), 1e-10)
         for i, true_grad in enumerate(true_grads, 1):
-            assert_exact(joined([[rank[i] for rank in row] for row in grid], am.Zigzag()), true_grad, 1e-10)
+            assert_exact(join_grid([[rank[i] for rank in row] for row in grid], am.Zigzag()), true_grad, 1e-10)
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
@@ -173,11 +174,13 @@ def test_the_error_of_sixteen_bits_does_not_grow_with_the_ranks(rows, keys, mode
     problem = problem_for(mode, "full", dtype=torch.bfloat16)
     each, leaves = true_rows(problem, mode)
     true_grads = torch.autograd.grad(each.sum(), leaves)
-    alone = loss_here(Place(*2 * [am.comm_from(None)], am.Contiguous()), problem, mode, "replicated", "gathered", 1.0)
-    grid = on_grid(2, 4, am.Striped(), lambda place: loss_here(place, problem, mode, rows, keys, 1.0))
+    alone = loss_here(
+        GridRank(*2 * [am.comm_from(None)], am.Contiguous()), problem, mode, "replicated", "gathered", 1.0
+    )
+    grid = run_grid(2, 4, am.Striped(), lambda place: loss_here(place, problem, mode, rows, keys, 1.0))
     assert_exact(grid[0][0][0], each.sum().detach(), 1e-5)
     for i, true_grad in enumerate(true_grads, 1):
-        found = joined([[rank[i] for rank in row] for row in grid], am.Striped())
+        found = join_grid([[rank[i] for rank in row] for row in grid], am.Striped())
         assert found.dtype == torch.bfloat16
         error, plain = ((x.double() - true_grad).abs() for x in (found, alone[i]))
         assert error.max() <= 1.2 * plain.max() + 1e-6

@@ -13,7 +13,8 @@ from attnmesh.parallel.sparse.ranks import SparseGroups
 from attnmesh.parallel.sparse.same_indices import checksum
 from attnmesh.parallel.sparse.slots import ByOwner
 from attnmesh.parallel.sparse.spread import Spread
-from spreading import LAYOUTS, SCALE, drawn, on_grid
+from attnmesh.testing.sparse import SCALE
+from helpers.sparse_grid import LAYOUTS, random_problem, run_grid
 
 
 def rows_of(indices: torch.Tensor, s_kv: int = 1000, **mask) -> Rows:
@@ -61,7 +62,7 @@ def test_the_checksum_is_the_same_in_any_pieces(monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_valid_slot_belongs_to_one_owner_and_comes_back_to_its_place(layout):
-    problem = drawn(11, 13, causal=True)
+    problem = random_problem(11, 13, causal=True)
     for world in (2, 3, 20):
         for at in range(world):
             comm = type("Comm", (), {"world": world, "rank": at})
@@ -92,13 +93,13 @@ def test_a_ring_computes_on_every_slot_once(layout, monkeypatch):
         return plain(q, k, v, indices, rows, **kwargs)
 
     monkeypatch.setattr(choose.Torch, "forward", staticmethod(counting))
-    problem = drawn(11, 13, dtype=torch.float32)
+    problem = random_problem(11, 13, dtype=torch.float32)
 
     def program(place):
         mine = problem.shard(place)
         parallel = am.SparseParallel(cp=place.cp, length=11, key_length=13, layout=place.layout, keys="sharded")
         parallel.sparse_attention(mine.q, mine.kv, mine.indices, scale=SCALE)
 
-    on_grid(1, 4, LAYOUTS[layout], program)
+    run_grid(1, 4, LAYOUTS[layout], program)
     assert len(counted) == 16
     assert sum(counted) == int(rows_of(problem.indices, 13).valid(problem.indices).sum())

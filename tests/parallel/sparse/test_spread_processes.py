@@ -6,8 +6,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from processes import run_processes
-from spreading import SCALE, Place, assert_exact, drawn, joined
+from attnmesh.testing.sparse import SCALE, GridRank
+from helpers.processes import run_processes
+from helpers.sparse_grid import assert_exact, join_grid, random_problem
 
 LAYOUT = am.Zigzag()
 GRIDS = [(4, 1), (1, 4), (2, 2)]
@@ -15,10 +16,10 @@ CASES = [("scattered", "gathered"), ("replicated", "sharded"), ("scattered", "sh
 
 
 def problem():
-    return drawn(10, 14, topk=5, causal=True, q_start=6, dtype=torch.float32)
+    return random_problem(10, 14, topk=5, causal=True, q_start=6, dtype=torch.float32)
 
 
-def step(place: Place, rows: str, keys: str) -> list[torch.Tensor]:
+def step(place: GridRank, rows: str, keys: str) -> list[torch.Tensor]:
     """A layer's whole step: choose keys, attend, learn to choose. Rows first; what has heads, heads next."""
     mine = problem().shard(place)
     ik = mine.ik.nan_to_num(0.5)
@@ -28,7 +29,7 @@ def step(place: Place, rows: str, keys: str) -> list[torch.Tensor]:
     out, lse, dist = parallel.sparse_attention(
         q, kv, chosen.indices, scale=SCALE, d_v=8, mask=mine.mask, return_attn_sum=True
     )
-    to_attention = torch.autograd.grad((out, lse), (q, kv), (mine.d_out, mine.d_lse))
+    to_attention = torch.autograd.grad((out, lse), (q, kv), (mine.grad_out, mine.grad_lse))
     leaves = [x.clone().requires_grad_() for x in (mine.iq, ik, mine.w)]
     losses, grads = [], []
     for mode in ("sparse", "dense"):
@@ -42,13 +43,13 @@ def step(place: Place, rows: str, keys: str) -> list[torch.Tensor]:
 
 
 def whole(grid: list[list[list[torch.Tensor]]]) -> list[torch.Tensor]:
-    return [joined([[rank[i] for rank in row] for row in grid], LAYOUT, heads=i < 3) for i in range(len(grid[0][0]))]
+    return [join_grid([[rank[i] for rank in row] for row in grid], LAYOUT, heads=i < 3) for i in range(len(grid[0][0]))]
 
 
 def steps(comm: am.Comm, tp: int, cp: int) -> list[list[list[float]]]:
     """All cases on a mesh of processes; lists, because they travel."""
     mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
-    place = Place(am.comm_from(mesh["tp"]), am.comm_from(mesh["cp"]), LAYOUT)
+    place = GridRank(am.comm_from(mesh["tp"]), am.comm_from(mesh["cp"]), LAYOUT)
     return [[x.tolist() for x in step(place, rows, keys)] for rows, keys in CASES]
 
 
@@ -73,7 +74,7 @@ def refused(comm: am.Comm) -> list[str]:
 
 
 def test_four_processes_do_a_whole_step_as_one_device_does_and_hear_of_one_rank_s_mistake():
-    alone = [step(Place(*2 * [am.comm_from(None)], LAYOUT), "replicated", "gathered")]
+    alone = [step(GridRank(*2 * [am.comm_from(None)], LAYOUT), "replicated", "gathered")]
     true = whole([alone])
     assert true[-1].any()
     found = run_processes(4, programs)

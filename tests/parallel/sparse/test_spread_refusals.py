@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import attnmesh as am
-from spreading import SCALE, Place, Problem, drawn, on_grid
+from attnmesh.testing.sparse import SCALE, GridRank, SparseProblem
+from helpers.sparse_grid import random_problem, run_grid
 
-WHOLE = drawn(10, 12, dtype=torch.float32)
+WHOLE = random_problem(10, 12, dtype=torch.float32)
 GUILTY = (1, 1)  # tp rank, cp rank
 
 
@@ -24,7 +25,7 @@ def said(program) -> str:
     return "nothing was raised"
 
 
-def attend(place: Place, wrong: dict, mine: Problem) -> None:
+def attend(place: GridRank, wrong: dict, mine: SparseProblem) -> None:
     given = {"q": mine.q, "kv": mine.kv, "indices": mine.indices, "scale": SCALE} | wrong
     how = {
         name: given.pop(name) for name in ("length", "key_length", "layout", "keys", "check_indices") if name in given
@@ -33,26 +34,26 @@ def attend(place: Place, wrong: dict, mine: Problem) -> None:
     parallel.sparse_attention(given.pop("q"), given.pop("kv"), given.pop("indices"), **given)
 
 
-def distribute(place: Place, wrong: dict, mine: Problem) -> None:
-    given = {"k": mine.kv, "indices": mine.indices, "lse": mine.d_lse, "scale": SCALE} | wrong
+def distribute(place: GridRank, wrong: dict, mine: SparseProblem) -> None:
+    given = {"k": mine.kv, "indices": mine.indices, "lse": mine.grad_lse, "scale": SCALE} | wrong
     parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=10, key_length=12)
     parallel.attention_distribution(mine.q, given.pop("k"), given.pop("indices"), given.pop("lse"), **given)
 
 
-def choose(place: Place, wrong: dict, mine: Problem) -> None:
+def choose(place: GridRank, wrong: dict, mine: SparseProblem) -> None:
     given = {"w": mine.w, "topk": 3} | wrong
     parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=10, key_length=12)
     parallel.indexer_topk(mine.iq, mine.ik, given.pop("w"), given.pop("topk"), **given)
 
 
-def score(place: Place, wrong: dict, mine: Problem) -> None:
+def score(place: GridRank, wrong: dict, mine: SparseProblem) -> None:
     given = {"indices": mine.indices} | wrong
     parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=10, key_length=12)
     parallel.indexer_scores_at(mine.iq, mine.ik, mine.w, given.pop("indices"), **given)
 
 
-def lose(place: Place, wrong: dict, mine: Problem) -> None:
-    given = {"indices": mine.indices, "q": mine.q, "k": mine.kv, "lse": mine.d_lse, "attn_scale": SCALE} | wrong
+def lose(place: GridRank, wrong: dict, mine: SparseProblem) -> None:
+    given = {"indices": mine.indices, "q": mine.q, "k": mine.kv, "lse": mine.grad_lse, "attn_scale": SCALE} | wrong
     parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=10, key_length=12)
     parallel.indexer_kl_loss(mine.iq, mine.ik, mine.w, given.pop("indices"), **given)
 
@@ -105,7 +106,7 @@ WRONG = {
         lambda p: {"sinks": torch.ones(7)},
         r"sinks must be \[heads\] = \[5\], got \[7\]",
     ),
-    "sinks": (attend, lambda p: {"sinks": p.sink}, "sinks is False .* but True on"),
+    "sinks": (attend, lambda p: {"sinks": p.sinks}, "sinks is False .* but True on"),
     "values": (attend, lambda p: {"v": p.v}, "values is False .* but True on"),
     "a gradient": (attend, lambda p: {"kv": p.kv.clone().requires_grad_()}, r"gradients is \(\) .* but \('kv',\) on"),
     "more slots": (attend, lambda p: {"indices": p.indices[:, :5]}, "topk is 6 .* but 5 on"),
@@ -170,47 +171,47 @@ WRONG = {
 def test_a_mistake_on_one_rank_is_heard_on_all(what):
     method, wrong, words = WRONG[what]
 
-    def program(place: Place) -> tuple[str, str]:
+    def program(place: GridRank) -> tuple[str, str]:
         mine = WHOLE.shard(place)
         guilty = (place.tp.rank, place.cp.rank) == GUILTY
         heard = said(lambda: method(place, wrong(mine) if guilty else {}, mine))
         return heard, said(lambda: method(place, {}, mine))
 
-    for row in on_grid(2, 2, am.Contiguous(), program):
+    for row in run_grid(2, 2, am.Contiguous(), program):
         for heard, after in row:
             assert re.search(words, heard), heard
             assert after == "nothing was raised"
 
 
 def test_the_checksum_finds_every_rank_that_differs_and_can_be_left_out():
-    def program(place: Place, check: bool) -> str:
+    def program(place: GridRank, check: bool) -> str:
         mine = WHOLE.shard(place)
         indices = mine.indices + (place.tp.rank in (1, 3)) if place.cp.rank == 0 else mine.indices
         return said(lambda: attend(place, {"indices": indices.int(), "check_indices": check}, mine))
 
-    for row in on_grid(4, 2, am.Contiguous(), lambda place: program(place, True)):
+    for row in run_grid(4, 2, am.Contiguous(), lambda place: program(place, True)):
         assert all(re.search(r"tp ranks 1, 3 differ from tp rank 0's \(on cp rank 0\)$", heard) for heard in row), row
-    for row in on_grid(4, 2, am.Contiguous(), lambda place: program(place, False)):
+    for row in run_grid(4, 2, am.Contiguous(), lambda place: program(place, False)):
         assert row == ["nothing was raised"] * 4
 
 
 def test_a_mask_that_hides_other_slots_is_as_wrong_as_other_indices():
-    def program(place: Place) -> str:
+    def program(place: GridRank) -> str:
         mine = WHOLE.shard(place)
         mask = am.SparseMask(topk_length=torch.full((10,), 6 - place.tp.rank))
         return said(lambda: attend(place, {"mask": mask}, mine))
 
-    ((*heard,),) = on_grid(2, 1, am.Contiguous(), program)
+    ((*heard,),) = run_grid(2, 1, am.Contiguous(), program)
     assert all("indices (and what the mask says of them) must be the same" in words for words in heard), heard
 
 
 def test_lengths_that_are_not_given_must_be_equal():
-    def program(place: Place) -> str:
+    def program(place: GridRank) -> str:
         mine = WHOLE.shard(place)
         return said(lambda: attend(place, {"length": None, "key_length": None}, mine))
 
-    assert [row[0] for row in on_grid(1, 2, am.Contiguous(), program)] == ["nothing was raised"] * 2
-    for row in on_grid(1, 3, am.Contiguous(), program):
+    assert [row[0] for row in run_grid(1, 2, am.Contiguous(), program)] == ["nothing was raised"] * 2
+    for row in run_grid(1, 3, am.Contiguous(), program):
         assert "length (rows a rank x world; give it where they differ) is 12 on rank 0 but 9 on ranks 1, 2" in row[0]
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import attnmesh as am
-from spreading import LAYOUTS, SCALE, WIDTH, drawn, on_grid
+from attnmesh.testing.sparse import SCALE
+from helpers.sparse_grid import LAYOUTS, WIDTH, random_problem, run_grid
 
 N, M, TOPK, HEADS, IDX_HEADS, IDX_WIDTH = 11, 13, 6, 7, 3, 5
-PROBLEM = drawn(N, M, dtype=torch.bfloat16)
+PROBLEM = random_problem(N, M, dtype=torch.bfloat16)
 KEY, SUM = WIDTH * 2, WIDTH * 4  # bytes of a key, and of its gradient on the way
 CHECKSUM = 8
 
@@ -35,17 +36,17 @@ def test_tp_ranks(check):
             q, kv, mine.indices, scale=SCALE)))  # fmt: skip
         found["backward"] = sent(place.tp, lambda: found.pop("state")[0].sum().backward())
         found["distribution"] = sent(place.tp, lambda: parallel.attention_distribution(
-            mine.q, mine.kv, mine.indices, mine.d_lse, scale=SCALE))  # fmt: skip
+            mine.q, mine.kv, mine.indices, mine.grad_lse, scale=SCALE))  # fmt: skip
         found["topk"] = sent(place.tp, lambda: parallel.indexer_topk(mine.iq, mine.ik, mine.w, TOPK))
         for rows in ("replicated", "scattered"):
             leaves = mine.leaves("iq", "ik", "w")
             found[f"{rows} loss"] = sent(place.tp, lambda leaves=leaves, rows=rows: found.update(
-                loss=parallel.indexer_kl_loss(*leaves, mine.indices, q=mine.q, k=mine.kv, lse=mine.d_lse,
+                loss=parallel.indexer_kl_loss(*leaves, mine.indices, q=mine.q, k=mine.kv, lse=mine.grad_lse,
                                               scale=SCALE, rows=rows)))  # fmt: skip
             found[f"{rows} gradient"] = sent(place.tp, lambda: found.pop("loss").backward())
         return found
 
-    (grid,) = on_grid(tp, 1, am.Contiguous(), program)
+    (grid,) = run_grid(tp, 1, am.Contiguous(), program)
     shares = [len(range(rank, N, tp)) for rank in range(tp)]
     checked = {"all_gather": (tp - 1) * CHECKSUM} if check else {}
     for rank, found in enumerate(grid):
@@ -82,13 +83,13 @@ def test_cp_ranks(keys, layout):
         found["topk"] = sent(place.cp, lambda: parallel.indexer_topk(mine.iq, mine.ik, mine.w, TOPK))
         leaves = mine.leaves("iq", "ik", "w")
         found["dense loss"] = sent(place.cp, lambda: found.update(loss=parallel.indexer_kl_loss(
-            *leaves, q=mine.q, k=mine.kv, lse=mine.d_lse, scale=SCALE, mode="dense")))  # fmt: skip
+            *leaves, q=mine.q, k=mine.kv, lse=mine.grad_lse, scale=SCALE, mode="dense")))  # fmt: skip
         found["dense gradient"] = sent(place.cp, lambda: found.pop("loss").backward())
         return found
 
     held = [LAYOUTS[layout].local_length(M, cp, rank) for rank in range(cp)]
     index_key, index_sum = IDX_WIDTH * 2, IDX_WIDTH * 4
-    for rank, (found,) in enumerate(on_grid(1, cp, LAYOUTS[layout], program)):
+    for rank, (found,) in enumerate(run_grid(1, cp, LAYOUTS[layout], program)):
         mine = held[rank]
         met = [held[(rank - step) % cp] for step in range(cp)]
         loss_sum = {"all_reduce": all_reduced(4, cp)}

@@ -26,10 +26,10 @@ def answer(comm: Comm, job: Job, loaded: tuple[Any, Any] | None = None) -> Outco
         model,
         tokenizer,
         comm,
-        tokens=job.room,
+        cache_tokens=job.room,
         layout=job.layout,
         prefill_chunk=job.prefill_chunk,
-        on_read=screen.read,
+        on_prefill=screen.read,
         on_logits=(lambda _, logits: kept.append(logits.float().cpu())) if _keeps(comm, job) else None,
     )
     answers = []
@@ -37,7 +37,7 @@ def answer(comm: Comm, job: Job, loaded: tuple[Any, Any] | None = None) -> Outco
         if job.questions:
             screen.ask(job.questions[number])
         screen.read(0, len(prompt))
-        before = _figures(generator.effort)
+        before = _figures(generator.stats)
         kept.clear()
         ids = []
         for token in generator.generate(
@@ -46,9 +46,9 @@ def answer(comm: Comm, job: Job, loaded: tuple[Any, Any] | None = None) -> Outco
             ids.append(token.id)
             screen.say(token.text)
         screen.note()
-        screen.note(_in_words(len(prompt), before, _figures(generator.effort)))
+        screen.note(_in_words(len(prompt), before, _figures(generator.stats)))
         answers.append(Answer(ids, torch.stack(kept) if kept else None))
-    return Outcome(answers, everybodys(comm, generator.effort, generator.reader.device))
+    return Outcome(answers, everybodys(comm, generator.stats, generator.engine.device))
 
 
 def _own_device(device: str) -> str:
@@ -61,7 +61,7 @@ def _keeps(comm: Comm, job: Job) -> bool:
 
 
 def _figures(effort: GenerationStats) -> tuple[int, int, float, float]:
-    return effort.reused, effort.generated, effort.prefill_seconds, effort.decode_seconds
+    return effort.reused_tokens, effort.generated_tokens, effort.prefill_seconds, effort.decode_seconds
 
 
 def _in_words(prompt: int, before: tuple[int, int, float, float], after: tuple[int, int, float, float]) -> str:

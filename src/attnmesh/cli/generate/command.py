@@ -86,7 +86,7 @@ def generate(asked: Asked) -> bool:
     checks = _checks(job, outcome, tokenizer, screen) if asked.check else []
     if asked.report is not None:
         with screen.busy("writing the report"):
-            write_page(asked.report, job, config, outcome, checks)
+            write_page(asked.report, job, config, tokenizer, outcome, checks)
         console.print(f"Report: {asked.report}", soft_wrap=True)
     return all(one.equal for one in checks)
 

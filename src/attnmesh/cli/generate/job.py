@@ -10,7 +10,7 @@ import torch
 
 from attnmesh.cli.generate.bad_input import BadInput
 from attnmesh.core.layouts import Layout
-from attnmesh.generation.engine import min_prefill_chunk, token_bytes
+from attnmesh.generation.engine import kv_bytes_per_token, min_prefill_chunk
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.checkpoint import weight_bytes
 from attnmesh.integrations.memory import free_memory, in_gib
@@ -66,7 +66,7 @@ def check_memory(job: Job, config: Any, ranks: int, copies: int) -> None:
     """Refuse a model that does not fit on a device that `copies` of the ranks share, each with its own weights."""
     device = torch.device(job.device)
     weights = weight_bytes(job.folder, job.dtype)
-    kept = -(-job.room // ranks) * token_bytes(config, job.dtype)
+    kept = -(-job.room // ranks) * kv_bytes_per_token(config, job.dtype)
     free = free_memory(device)
     if free is not None and copies * (weights + kept) > free:
         each = f"{in_gib(weights)} of weights and {in_gib(kept)} of keys and values"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,36 +10,29 @@ from typing import Any
 from attnmesh.cli.generate.job import Job
 from attnmesh.cli.generate.outcome import Outcome
 from attnmesh.cli.generate.plain import Comparison
-from attnmesh.cli.generate.show import columns, row
-from attnmesh.core.masks import Causal
-from attnmesh.core.state import accumulation_dtype
-from attnmesh.plan.workload import Shape
-from attnmesh.report import command
-from attnmesh.report.data import MOST_RANKS, make_report
-from attnmesh.report.page import write_report
+from attnmesh.report import GeneratedAnswer, command, generation_report, write_report
+from attnmesh.report.data import MOST_RANKS, in_words
+
+_PROMPT_TOKENS_SHOWN = 64  # of a prompt without a question, its last ones
 
 
-def write_page(path: Path, job: Job, config: Any, outcome: Outcome, checks: Sequence[Comparison]) -> None:
-    """Write what the ranks held, computed and sent while they read the first prompt, and the figures of the run."""
+def write_page(
+    path: Path, job: Job, config: Any, tokenizer: Any, outcome: Outcome, checks: Sequence[Comparison]
+) -> None:
+    """Write the questions and answers, the figures of every rank and, with `checks`, the comparison."""
+    answers = []
+    for i, (prompt, answer) in enumerate(zip(job.prompts, outcome.answers, strict=True)):
+        shown = job.questions[i] if job.questions else tokenizer.decode(prompt[-_PROMPT_TOKENS_SHOWN:])
+        compared = (checks[i].alike, checks[i].apart) if checks else (None, None)
+        answers.append(GeneratedAnswer(shown, tokenizer.decode(answer.ids), len(prompt), len(answer.ids), *compared))
     world = len(outcome.efforts)
-    figures = {
-        f"attnmesh generate: {world} ranks, {job.device}": [
-            dict(zip(columns(job), row(job, effort), strict=True)) for effort in outcome.efforts
-        ]
-    }
-    if checks:
-        figures["Beside one plain process"] = [
-            {
-                "answer": number, "tokens": len(one.ours), "the same tokens": "all" if one.equal else one.alike,
-                "logits apart, of the largest": f"{one.apart:.1e}",
-            }
-            for number, one in enumerate(checks, 1)
-        ]  # fmt: skip
-    made = make_report(
-        Causal(), job.layout, len(job.prompts[0]), world, _shape(job, config), node=world, device=job.device,
-        facts={"model": _model(config), **command.facts()},
-        outcomes=command.checked(world, job.layout, Causal(), world),
-        figures=figures,
+    facts = {
+        "model": _model(config), "device": job.device, "dtype": str(job.dtype).removeprefix("torch."),
+        "layout": in_words(job.layout), "prefill chunk": f"{job.prefill_chunk:,} tokens", **command.facts(),
+    }  # fmt: skip
+    made = generation_report(
+        answers, outcome.efforts, facts=facts, speculative=job.speculative,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
     )  # fmt: skip
     write_report(path, made)
 
@@ -56,10 +50,3 @@ def _model(config: Any) -> str:
     """A model in words: a folder's name may be a cache's, and says nothing."""
     kind = ", ".join(config.architectures or ()) or config.model_type
     return f"{kind}, {config.num_hidden_layers} layers, {config.hidden_size} wide"
-
-
-def _shape(job: Job, config: Any) -> Shape:
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return Shape(1, heads, kv_heads, head_dim, job.dtype.itemsize, accumulation_dtype(job.dtype).itemsize)

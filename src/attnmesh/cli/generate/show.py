@@ -28,13 +28,13 @@ def columns(job: Job) -> list[str]:
 def row(job: Job, effort: GenerationStats) -> list[object]:
     """A rank's figures, column by column."""
     # The first token of an answer comes with reading.
-    decoded = effort.generated - len(job.prompts)
+    decoded = effort.generated_tokens - len(job.prompts)
     speed = decoded / effort.decode_seconds if effort.decode_seconds else 0.0
     figures: list[object] = [
-        effort.rank, effort.tokens_held, effort.kv_bytes / _MIB, effort.bytes_sent / _MIB, effort.prefill_seconds,
+        effort.rank, effort.cached_tokens, effort.kv_bytes / _MIB, effort.bytes_sent / _MIB, effort.prefill_seconds,
         effort.decode_seconds, speed,
     ]  # fmt: skip
-    return [*figures, effort.steps, effort.drafted, effort.accepted] if job.speculative else figures
+    return [*figures, effort.decode_steps, effort.draft_tokens, effort.accepted_tokens] if job.speculative else figures
 
 
 def summary(job: Job, outcome: Outcome) -> list[str]:
@@ -42,17 +42,17 @@ def summary(job: Job, outcome: Outcome) -> list[str]:
     first, most = outcome.efforts[0], max(effort.kv_bytes for effort in outcome.efforts)
     lines = [
         f"Keys and values: {most / _MIB:.1f} MiB on a rank at most; one device would have needed "
-        f"{first.kv_bytes_alone / _MIB:.1f} MiB."
+        f"{first.kv_bytes_unsharded / _MIB:.1f} MiB."
     ]
     if len(job.prompts) > 1:
         lines.append(
-            f"Prompts: {first.read + first.reused:,} tokens, of which {first.read:,} were read and {first.reused:,} "
+            f"Prompts: {first.prefill_tokens + first.reused_tokens:,} tokens, of which {first.prefill_tokens:,} were read and {first.reused_tokens:,} "
             "were still there from an earlier question."
         )
     if job.speculative:
         lines.append(
-            f"Drafts: {first.accepted} of {first.drafted} tokens guessed from the text were right: "
-            f"{first.generated} tokens in {first.steps + len(job.prompts)} passes."
+            f"Drafts: {first.accepted_tokens} of {first.draft_tokens} tokens guessed from the text were right: "
+            f"{first.generated_tokens} tokens in {first.decode_steps + len(job.prompts)} passes."
         )
     return lines
 

@@ -1,7 +1,7 @@
-"""Kernels compiled for Hopper, on a machine without one.
+"""Compile kernels for Hopper on a machine without a GPU.
 
-A subprocess runs the launchers themselves with a driver that only says "sm_90", stops each launch after its
-compilation, and reads the machine code. (A subprocess, because the tests' own process interprets.)
+A subprocess runs the launchers with a driver that reports "sm_90", stops each launch after its compilation, and reads
+the machine code. (A subprocess, because Triton interprets kernels in the tests' own process.)
 """
 
 import importlib
@@ -19,9 +19,9 @@ SHARED_MEMORY = 227 * 1024  # of one program on sm_90
 
 
 def compiled_for_hopper(test_file: str, cases: list[tuple], processes: int = 2) -> list[dict]:
-    """Runs `launch(*case)` of a test file for every case, and says what each kernel that was to be launched needs.
+    """Run `launch(*case)` of a test file for every case; returns the resources of each kernel that was launched.
 
-    Compiling is all that takes time, and a test machine has two cores: more processes do not help.
+    Compiling takes all the time, and test machines have two cores: more processes do not help.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     shares = [cases[i::processes] for i in range(min(processes, len(cases)))]
@@ -46,10 +46,10 @@ def compiled_for_hopper(test_file: str, cases: list[tuple], processes: int = 2) 
 
 
 def tolerated_spills(kernel: dict) -> int:
-    """Bytes.
+    """Return the bytes that a kernel may spill.
 
     Far from 255 registers the assembler may still push out a few values, to fit one more program on a processor:
-    that is its choice. At the limit one address (8 bytes) is tolerated; more means the tiles are too large.
+    that costs nothing. At the limit one address (8 bytes) is tolerated; more means the tiles are too large.
     """
     return 32 if kernel["registers"] <= 168 else 8
 
@@ -62,18 +62,18 @@ def assert_fit(kernels: list[dict], tolerated: Callable[[dict], int] = tolerated
 
 
 def count(kernel: dict, pattern: str) -> int:
-    """How many machine instructions start with what the pattern says."""
+    """Return how many machine instructions start with the pattern."""
     return sum(n for name, n in kernel["instructions"].items() if re.match(pattern, name))
 
 
 def compile_launches(test_file: str, cases: list[list]) -> None:
-    """In the subprocess: a line of JSON for every kernel."""
+    """Print a line of JSON for every kernel; runs in the subprocess."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     class Hopper:
-        """Stands in for the GPU's driver, as far as compiling needs one."""
+        """A GPU driver, as far as compiling needs one."""
 
         get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
         get_current_device = staticmethod(lambda: 0)
@@ -86,7 +86,7 @@ def compile_launches(test_file: str, cases: list[list]) -> None:
 
     driver.set_active(Hopper())
     launch, JITFunction.run = JITFunction.run, compile_only
-    sys.path.insert(0, str(Path(test_file).parent))
+    sys.path[:0] = [str(Path(test_file).parent), str(Path(__file__).parents[1])]
     launcher = importlib.import_module(Path(test_file).stem)
     for case in cases:
         launcher.launch(*case)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from attnmesh.generation.tensor_parallel import SharedWork
-from modelling import logits_of, meshed, on_ranks, plain
+from attnmesh.generation.tensor_parallel import TensorParallel
+from helpers.models import attnmesh_model, logits_of, on_virtual_ranks, transformers_model
 
 
 class Mlp(nn.Module):
@@ -40,7 +40,7 @@ def test_together_they_make_the_same(world, bias):
 
     def rank(comm):
         mine = copy.deepcopy(model)
-        shared = SharedWork(mine, comm)
+        shared = TensorParallel(mine, comm)
         assert torch.equal(mine(x), expected)
         before = comm.traffic.bytes
         with torch.no_grad(), shared:
@@ -49,7 +49,7 @@ def test_together_they_make_the_same(world, bias):
         assert torch.equal(mine(x), expected)  # as if nothing had been
         return together
 
-    found = on_ranks(world, rank)
+    found = on_virtual_ranks(world, rank)
     torch.testing.assert_close(found[0], expected)
     assert all(torch.equal(each, found[0]) for each in found)
 
@@ -60,25 +60,25 @@ def test_one_model_serves_ranks_of_many_worlds():
     for world in (3, 2, 4):
 
         def rank(comm):
-            shared = SharedWork(model, comm)
+            shared = TensorParallel(model, comm)
             with torch.no_grad(), shared:
                 return model(x)
 
-        for found in on_ranks(world, rank):
+        for found in on_virtual_ranks(world, rank):
             torch.testing.assert_close(found, expected)
 
 
 def test_an_error_within_leaves_nobody_at_work():
     def rank(comm):
         model = Model()
-        shared = SharedWork(model, comm)
+        shared = TensorParallel(model, comm)
         with pytest.raises(OSError, match="gone"), shared:
             raise OSError("gone")
         before = comm.traffic.bytes
         model(torch.randn(1, 6))
         assert comm.traffic.bytes == before
 
-    on_ranks(2, rank)
+    on_virtual_ranks(2, rank)
 
 
 def test_maps_of_another_make_are_left_alone():
@@ -91,28 +91,28 @@ def test_maps_of_another_make_are_left_alone():
     expected = model(x)
 
     def rank(comm):
-        shared = SharedWork(model, comm)
+        shared = TensorParallel(model, comm)
         with torch.no_grad(), shared:
             return model(x), comm.traffic.bytes
 
-    for found, sent in on_ranks(2, rank):
+    for found, sent in on_virtual_ranks(2, rank):
         assert torch.equal(found, expected)
         assert sent == 0
 
 
 def test_a_model_that_was_shared_is_trained_and_copied_as_before():
-    model = copy.deepcopy(meshed("llama"))
+    model = copy.deepcopy(attnmesh_model("llama"))
 
     def rank(comm):
-        SharedWork(model, comm)
+        TensorParallel(model, comm)
 
-    on_ranks(2, rank)
+    on_virtual_ranks(2, rank)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()
         found = twin(input_ids=torch.tensor([[9, 10, 11]])).logits[0]  # of its own weights
     torch.testing.assert_close(found, logits_of("llama", [9, 10, 11]), rtol=1e-4, atol=1e-4)
-    assert set(twin.state_dict()) == set(plain("llama").state_dict())
+    assert set(twin.state_dict()) == set(transformers_model("llama").state_dict())
     twin(input_ids=torch.tensor([[9, 10, 11]])).logits.sum().backward()
     assert all(weight.grad is not None for weight in twin.parameters())

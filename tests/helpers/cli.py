@@ -1,4 +1,4 @@
-"""Commands run as a person would, and what they print as words."""
+"""Run commands in this process, and read what they print."""
 
 import re
 
@@ -12,14 +12,14 @@ def run(*arguments: object):
 
 
 def words(output: str) -> str:
-    """The text without frames and folds."""
+    """Return the text without frames and line breaks."""
     return " ".join(re.sub(r"[^\w\s.,:;/()\[\]=?'+%-]", " ", output).split())
 
 
-def assert_refused(ran, *said: str) -> None:
-    """Exit status 2 and a message on one screen, no traceback."""
+def assert_refused(ran, *expected: str) -> None:
+    """Assert exit status 2 and a short message with these texts, no traceback."""
     assert ran.exit_code == 2, ran.output
-    for text in said:
+    for text in expected:
         assert text in words(ran.output)
     assert "Traceback" not in ran.output
     assert ran.output.count("\n") < 25

@@ -4,21 +4,21 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.generation.engine import Reader
+from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.inputs import shard_inputs
 from attnmesh.plan.decode import DecodeSharding
-from modelling import continued, drawn_ids, meshed, on_ranks, rows_of
-from processes import Died, Raised, run_processes
+from helpers.models import attnmesh_model, generated_rows, greedy_tokens, on_virtual_ranks, random_ids
+from helpers.processes import Died, Raised, run_processes
 
-PROMPTS = [drawn_ids(n, seed, high=30) * 2 for n, seed in ((11, 1), (17, 2))]
+PROMPTS = [random_ids(n, seed, high=30) * 2 for n, seed in ((11, 1), (17, 2))]
 MOST = 8
 
 
 def trained_and_generated(comm):
     """The same program on processes and virtual ranks."""
-    model, ids = meshed("llama"), torch.tensor([drawn_ids(37, 3), drawn_ids(37, 4)])
+    model, ids = attnmesh_model("llama"), torch.tensor([random_ids(37, 3), random_ids(37, 4)])
     labels = ids.clone()
     labels[:, :9] = -100
     ranks = am.ContextParallel(comm)
@@ -27,16 +27,16 @@ def trained_and_generated(comm):
         gradients = torch.autograd.grad(out.loss, list(model.parameters()), materialize_grads=True)
     rows = []
     for sharding, speculative in ((DecodeSharding(cp=2), True), (DecodeSharding(kvdp=2), False)):
-        generator = Generator(model, None, comm, tokens=400, sequences=2, sharding=sharding, prefill_chunk=20)
-        rows.append(rows_of(generator, PROMPTS, max_new_tokens=MOST, speculative=speculative))
-        rows.append(rows_of(generator, PROMPTS, max_new_tokens=MOST, sampling=Sampling(1.0, 0.9, seed=5)))
+        generator = Generator(model, None, comm, cache_tokens=400, max_sequences=2, sharding=sharding, prefill_chunk=20)
+        rows.append(generated_rows(generator, PROMPTS, max_new_tokens=MOST, speculative=speculative))
+        rows.append(generated_rows(generator, PROMPTS, max_new_tokens=MOST, sampling=Sampling(1.0, 0.9, seed=5)))
     return [out.loss.detach(), ranks.unshard(out.logits.detach(), 1, 37), *gradients], rows
 
 
 @pytest.mark.slow
 def test_processes_do_what_virtual_ranks_do():
-    expected = [continued("llama", prompt, MOST) for prompt in PROMPTS]
-    virtual = on_ranks(2, trained_and_generated)
+    expected = [greedy_tokens("llama", prompt, MOST) for prompt in PROMPTS]
+    virtual = on_virtual_ranks(2, trained_and_generated)
     for (found, rows), (wanted, wanted_rows) in zip(run_processes(2, trained_and_generated), virtual, strict=True):
         assert rows == wanted_rows
         assert rows[0] == rows[2] == expected
@@ -45,7 +45,7 @@ def test_processes_do_what_virtual_ranks_do():
 
 
 def killed_in_the_middle(comm):
-    step, steps = Reader.step, []
+    step, steps = Engine.decode, []
 
     def last_step(self, *args):
         steps.append(1)
@@ -55,8 +55,10 @@ def killed_in_the_middle(comm):
             os._exit(9)
         return step(self, *args)
 
-    Reader.step = last_step
-    return rows_of(Generator(meshed("llama"), None, comm, tokens=400), PROMPTS[:1], max_new_tokens=MOST, stop=())
+    Engine.decode = last_step
+    return generated_rows(
+        Generator(attnmesh_model("llama"), None, comm, cache_tokens=400), PROMPTS[:1], max_new_tokens=MOST, stop=()
+    )
 
 
 @pytest.mark.slow

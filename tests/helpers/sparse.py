@@ -1,10 +1,7 @@
-"""What tests of the sparse family share: masks by name, calls drawn at random, and the rule that answers obey.
+"""Sparse attention on one device: masks by name, random calls, and the error rule for their results.
 
-Calls are written in the clear first, which is what float64 results are computed from. What a backend is given then has
-NaN wherever it has no business: keys that no valid slot names, queries that see nothing, the memory around every view.
-
-An answer's error against float64 is at most twice that of the plain computation in the dtype of q, and the worst row
-is at most four times as bad as the plain computation's worst.
+The float64 results are computed from valid inputs. Backends get NaN wherever they must not read: keys that no valid
+index names, queries that see nothing, the memory around every view.
 """
 
 from __future__ import annotations
@@ -16,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attending import FLOOR, assert_near
 from attnmesh import SparseMask, sparse_attention
 from attnmesh.ops.sparse import reference
+from attnmesh.testing.errors import ROUNDING, assert_close
 
 CUDA = torch.cuda.is_available()
-# Where the kernels must be interpreted, all of it takes long: tests of the kernels themselves come first there.
+# Interpreted kernels are slow: by default only the tests of the kernels themselves run them.
 INTERPRETED = () if CUDA else (pytest.mark.slow,)
 BACKENDS = ("torch", pytest.param("triton", marks=INTERPRETED))
 # In Triton's interpreter products of bfloat16 are wrong; no kernel computes in float64.
@@ -34,8 +31,8 @@ EVERY += [pytest.param("triton", dtype, marks=INTERPRETED) for dtype in DTYPES["
 LOW, HIGH = -(2**31), 2**31 - 1  # the ends of int32: indices that name no key
 
 
-def home(backend: str) -> torch.device:
-    """Where a backend computes."""
+def device_of(backend: str) -> torch.device:
+    """Return the device on which a backend computes."""
     return torch.device("cuda" if backend == "triton" and CUDA else "cpu")
 
 
@@ -57,7 +54,7 @@ def _documents(s_q: int, s_kv: int) -> dict[str, Tensor]:
 
 
 def _lengths(s_q: int, topk: int) -> Tensor:
-    """How many slots count: none, some, all, more than there are."""
+    """How many indices are valid: none, some, all, more than there are."""
     return (torch.arange(s_q) * 3) % (topk + 3) - (torch.arange(s_q) % 5 == 4).int()
 
 
@@ -73,7 +70,7 @@ MASKS: dict[str, Callable[[int, int, int], SparseMask]] = {
         causal=True, q_positions=2 * _zigzag(s_q).int(), k_stride=3
     ),
     "documents": lambda s_q, s_kv, topk: SparseMask(**_documents(s_q, s_kv)),
-    "stretch": lambda s_q, s_kv, topk: SparseMask(k_offset=6),
+    "offset": lambda s_q, s_kv, topk: SparseMask(k_offset=6),
     "everything": lambda s_q, s_kv, topk: SparseMask(
         causal=True, q_positions=_zigzag(s_q) * 4, k_stride=2, k_offset=3, topk_length=_lengths(s_q, topk),
         **_documents(s_q, s_kv + 3),
@@ -82,14 +79,14 @@ MASKS: dict[str, Callable[[int, int, int], SparseMask]] = {
 KEY_MASKS = [name for name in MASKS if name not in ("length", "everything")]  # those that count no slots
 
 
-def moved(mask: SparseMask, device: torch.device) -> SparseMask:
-    """The mask with its tensors on a device."""
+def mask_on(mask: SparseMask, device: torch.device) -> SparseMask:
+    """Return the mask with its tensors on a device."""
     tensors = {name: x.to(device) for name, x in vars(mask).items() if isinstance(x, Tensor)}
     return replace(mask, **tensors)
 
 
-def drawn_indices(s_q: int, s_kv: int, topk: int, *, k_offset: int = 0, seed: int = 0) -> Tensor:
-    """Slots that name keys, some twice, and what is none: negative, past the end, the ends of int32."""
+def random_indices(s_q: int, s_kv: int, topk: int, *, k_offset: int = 0, seed: int = 0) -> Tensor:
+    """Return indices that name keys, some twice, and indices of no key: negative, past the end, the ends of int32."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randint(k_offset - 2, k_offset + s_kv + 3, (s_q, topk), generator=generator, dtype=torch.int32)
     odd = torch.rand(s_q, topk, generator=generator)
@@ -97,13 +94,13 @@ def drawn_indices(s_q: int, s_kv: int, topk: int, *, k_offset: int = 0, seed: in
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers that are the same in every dtype, but for rounding."""
+    """Return normal numbers that are the same in every dtype, except for rounding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def amid(x: Tensor, filling: float = torch.nan) -> Tensor:
-    """The same numbers as a view, packed in its last dimension only; the memory around it holds the filling."""
+def embedded(x: Tensor, filling: float = torch.nan) -> Tensor:
+    """Return the numbers as a view, contiguous in the last dimension only; the memory around it holds `filling`."""
     wide = x.new_full([n + 2 for n in x.shape[:-1]] + [x.shape[-1] + 16], filling)
     inside = wide[tuple(slice(1, 1 + n) for n in x.shape[:-1])][..., 8 : 8 + x.shape[-1]]
     return inside.copy_(x)
@@ -113,8 +110,8 @@ def amid(x: Tensor, filling: float = torch.nan) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Attended:
-    """A call of sparse attention in the clear, on the CPU, and the gradients of what comes out."""
+class AttentionCase:
+    """A call of sparse attention with valid inputs on the CPU, and the gradients of its results."""
 
     q: Tensor
     kv: Tensor
@@ -152,7 +149,7 @@ class Attended:
         return ["out", "lse", "dq", "dkv", *(f"d{name}" for name, x in given.items() if x is not None)]
 
     def exact(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-        """What attention is, every key in memory: in float64, or as simply as can be in another precision."""
+        """Return the results over all keys in float64, or by the plain computation in another precision."""
         leaves = [x.to(dtype).requires_grad_() for x in (self.q, self.kv, self.v, self.sink) if x is not None]
         q, kv, *rest = leaves
         v = kv[:, : self.d_v] if self.v is None else rest.pop(0)
@@ -160,23 +157,23 @@ class Attended:
         grads = torch.autograd.grad([out, lse], leaves, [x.to(dtype) for x in self.grads])
         return [out.detach(), lse.detach(), *grads]
 
-    def found(self, backend: str, **how: object) -> list[Tensor]:
-        """What `sparse_attention` says, of poisoned inputs; on the CPU."""
-        device = home(backend)
-        unread, blind = ~(self.times > 0).any(0), ~self.valid.any(1)
+    def run(self, backend: str, **how: object) -> list[Tensor]:
+        """Return the results of `sparse_attention` for poisoned inputs, on the CPU."""
+        device = device_of(backend)
+        unread, empty = ~(self.times > 0).any(0), ~self.valid.any(1)
         sides = [
-            amid(self.q.masked_fill(blind[:, None, None], torch.nan).to(device)),
-            amid(self.kv.masked_fill(unread[:, None], torch.nan).to(device)),
+            embedded(self.q.masked_fill(empty[:, None, None], torch.nan).to(device)),
+            embedded(self.kv.masked_fill(unread[:, None], torch.nan).to(device)),
         ]
         if self.v is not None:
-            sides.append(amid(self.v.masked_fill(unread[:, None], torch.nan).to(device)))
+            sides.append(embedded(self.v.masked_fill(unread[:, None], torch.nan).to(device)))
         if self.sink is not None:
             sides.append(self.sink.to(device))
         leaves = [x.detach().requires_grad_() for x in sides]
         q, kv, *rest = leaves
         out, lse = sparse_attention(
             q, kv, self.indices.to(device), scale=self.scale, d_v=self.d_v,
-            v=None if self.v is None else rest.pop(0), mask=moved(self.mask, device),
+            v=None if self.v is None else rest.pop(0), mask=mask_on(self.mask, device),
             sinks=rest[0] if rest else None, deterministic=self.deterministic, backend=backend, **how,
         )  # fmt: skip
         do, dl = (x.to(device) for x in self.grads)
@@ -184,7 +181,7 @@ class Attended:
         return [x.detach().cpu() for x in (out, lse, *grads)]
 
 
-def drawn(
+def random_attention(
     s_q: int = 13,
     s_kv: int = 23,
     *,
@@ -197,14 +194,14 @@ def drawn(
     own_values: bool = False,
     sink: bool = False,
     seed: int = 0,
-) -> Attended:
-    """A call; `mask` by its name in MASKS or as it is."""
+) -> AttentionCase:
+    """Return a call; `mask` is a name in MASKS or a mask."""
     mask = MASKS[mask](s_q, s_kv, topk) if isinstance(mask, str) else mask
     d_v = d if d_v is None else d_v
-    return Attended(
+    return AttentionCase(
         normal(s_q, heads, d, dtype=dtype, seed=seed),
         normal(s_kv, d, dtype=dtype, seed=seed + 1),
-        drawn_indices(s_q, s_kv, topk, k_offset=mask.k_offset, seed=seed + 2),
+        random_indices(s_q, s_kv, topk, k_offset=mask.k_offset, seed=seed + 2),
         mask,
         d**-0.5,
         d_v,
@@ -213,26 +210,26 @@ def drawn(
     )
 
 
-def check(case: Attended, backend: str, **how: object) -> None:
-    """out, lse and every gradient obey the rule."""
-    assert_right(case.names, case.found(backend, **how), case.exact(case.q.dtype), case.exact())
+def check_backend(case: AttentionCase, backend: str, **how: object) -> None:
+    """Assert the error rule for out, lse and every gradient."""
+    assert_sparse_close(case.names, case.run(backend, **how), case.exact(case.q.dtype), case.exact())
 
 
-def assert_right(
-    names: Sequence[str], found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]
+def assert_sparse_close(
+    names: Sequence[str], actual: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> None:
-    """Every result obeys the rule; `plain` says in which precision. A position is a row of the first dimension."""
-    for name, *three in zip(names, found, plain, exact, strict=True):
+    """Assert the error rule for every result, in the precision of `plain`. Positions are rows of the first dimension."""
+    for name, *three in zip(names, actual, plain, exact, strict=True):
         near, simple, right = (x.detach().cpu()[None, None] for x in three)
-        assert_near(name, near, simple, right.double(), floor=FLOOR[simple.dtype])
+        assert_close(name, near, simple, right.double(), rounding=ROUNDING[simple.dtype])
 
 
 # The indexer.
 
 
 @dataclass(frozen=True)
-class Indexed:
-    """An indexer in the clear, on the CPU."""
+class IndexerCase:
+    """Inputs of an indexer, on the CPU."""
 
     iq: Tensor
     ik: Tensor
@@ -259,18 +256,18 @@ class Indexed:
         return reference.index_scores(iq, ik, w, self.scale, self.relu)
 
     @property
-    def seen(self) -> Tensor:
-        """[s_q, s_kv]: the keys that the mask shows to a row."""
+    def visible(self) -> Tensor:
+        """[s_q, s_kv]: the keys that the mask shows to each row."""
         s_q, first = self.iq.shape[0], self.mask.k_offset
         every = torch.arange(first, first + self.s_kv, dtype=torch.int32).expand(s_q, -1)
         return reference.valid_slots(every, self.s_kv, self.mask)
 
     @property
-    def blind(self) -> Tensor:
-        return ~self.seen.any(1)
+    def empty_rows(self) -> Tensor:
+        return ~self.visible.any(1)
 
 
-def drawn_indexer(
+def random_indexer(
     s_q: int = 13,
     s_kv: int = 23,
     *,
@@ -281,10 +278,10 @@ def drawn_indexer(
     topk: int = 11,
     seed: int = 0,
     relu: bool = True,
-) -> Indexed:
-    """An indexer; `mask` by its name in MASKS or as it is."""
+) -> IndexerCase:
+    """Return an indexer; `mask` is a name in MASKS or a mask."""
     mask = MASKS[mask](s_q, s_kv, topk) if isinstance(mask, str) else mask
-    return Indexed(
+    return IndexerCase(
         normal(s_q, heads, d, dtype=dtype, seed=seed + 11),
         normal(s_kv, d, dtype=dtype, seed=seed + 12),
         normal(s_q, heads, dtype=dtype, seed=seed + 13),

@@ -1,4 +1,4 @@
-"""The page in a real browser: it draws, its controls work, on a phone too, and it asks the network for nothing."""
+"""The page in Chromium: drawings, controls, phone width, and no network requests."""
 
 import re
 import shutil
@@ -7,8 +7,9 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
+from attnmesh.generation.generator import GenerationStats
 from attnmesh.plan.workload import Shape
-from attnmesh.report import make_report, write_report
+from attnmesh.report import GeneratedAnswer, generation_report, make_report, write_report
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.attention import Outcome
 from attnmesh.verify.mode import ComparedMode
@@ -22,7 +23,7 @@ EVIL = "<img src=x onerror=\"document.title='taken'\">"
 
 
 def ring_spans() -> list[Span]:
-    """Every rank computes for 3 ms, while keys travel for 2; and once waits."""
+    """Every rank computes for 3 ms per step, with transfers of 2 ms; rank 0 waits once."""
     spans = [
         Span(rank, track, EVIL, 3e-3 * step + begin, 3e-3 * step + end, {"step": step})
         for rank in range(WORLD)
@@ -36,7 +37,7 @@ def ring_spans() -> list[Span]:
 def path(tmp_path_factory):
     outcome = Outcome(ComparedMode("ring", "1x1", lambda seed, device: []), "dq", 1e-7, 1e-6)
     report = make_report(
-        Causal(), Zigzag(), 512, WORLD, Shape(1, 8, 2, 64, 2, 4), node=2, facts={"written": EVIL},
+        Causal(), Zigzag(), 512, WORLD, Shape(1, 8, 2, 64, 2, 4), ranks_per_node=2, facts={"written": EVIL},
         timelines={"simulated": ring_spans()}, outcomes=[outcome], figures={EVIL: [{"rank": 0, "a long name": 1.5}]},
     )  # fmt: skip
     where = tmp_path_factory.mktemp("report") / "report.html"
@@ -59,7 +60,7 @@ def on_a_desk(browser):
 
 @pytest.fixture
 def open_page(browser, on_a_desk, path):
-    """Opens the page; at the end nothing was logged, thrown or asked for."""
+    """Open the page; afterwards assert that it logged, threw and requested nothing."""
     opened, wrong = [], []
 
     def said(message):
@@ -79,13 +80,14 @@ def open_page(browser, on_a_desk, path):
         for event, listener in heard.items():
             page.on(event, listener)
         page.set_viewport_size(options.get("viewport", {"width": 1200, "height": 800}))
+        page.set_default_timeout(10_000)
         page.goto(path.as_uri())
         opened.append(page)
         return page
 
     yield opening
     for page in opened:
-        assert page.title() == "attnmesh report: 4 ranks, 512 tokens"  # nobody has taken it
+        assert page.title() == "attnmesh report: 4 ranks, 512 tokens"  # no text became markup
         for event, listener in heard.items():
             page.remove_listener(event, listener)
         if page is not on_a_desk:
@@ -97,8 +99,8 @@ def tiles(page) -> str:
     return page.evaluate("document.getElementById('tiles').toDataURL()")
 
 
-def colours(page) -> int:
-    """How many colours the tiles have."""
+def colors(page) -> int:
+    """The number of colors of the tiles."""
     return page.evaluate(
         """() => {
           const canvas = document.getElementById("tiles");
@@ -109,7 +111,7 @@ def colours(page) -> int:
 
 
 def drawn(page) -> dict[str, str]:
-    """Every picture, as something that can be compared."""
+    """The content of every drawing."""
     inside = {name: page.locator(f"#{name}").inner_html() for name in ("strips", "now-table", "wheel", "loads")}
     return {**inside, "timelines": page.locator("#timelines").inner_html(), "tiles": tiles(page)}
 
@@ -118,7 +120,7 @@ def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
     return {name for name in before if before[name] != after[name]}
 
 
-def test_all_pictures_are_there(open_page):
+def test_every_drawing_has_its_elements(open_page):
     page = open_page()
     assert page.locator("#strips .strip").count() == WORLD + 1
     assert page.locator("#strips .whole i").count() == 2 * WORLD - 1  # two pieces a rank; the last rank's two meet
@@ -127,21 +129,21 @@ def test_all_pictures_are_there(open_page):
     assert page.locator(".timeline:nth-child(2) rect").count() == 1 + 3 * WORLD * WORLD + 1  # one is the hatching's
     assert page.locator("#timelines text", has_text="rank 3").count() == 2  # simulated, and as given
     assert page.locator("img").count() == 0
-    assert colours(page) > WORLD
+    assert colors(page) > WORLD
 
 
-def test_a_rank_stands_out_in_all_pictures(open_page):
+def test_a_selected_rank_stands_out_in_every_drawing(open_page):
     page = open_page()
     page.select_option("#schedule", "ring")
     before = drawn(page)
-    page.select_option("#rank", "2")
+    page.select_option("#group", "2")
     assert changed(before, drawn(page)) == set(before)
     assert page.locator("#strips .strip.dim").count() == WORLD - 1
-    page.select_option("#rank", "-1")
+    page.select_option("#group", "-1")
     assert changed(before, drawn(page)) == set()
 
 
-def test_a_step_shows_what_is_computed_and_what_travels(open_page):
+def test_a_selected_step_shows_its_computation_and_messages(open_page):
     page = open_page()
     page.select_option("#schedule", "ring")
     before = drawn(page)
@@ -150,12 +152,12 @@ def test_a_step_shows_what_is_computed_and_what_travels(open_page):
     page.keyboard.press("ArrowRight")
     assert page.locator("#step-name").inner_text().startswith("Step 2 of 4: keys of the rank 1 place")
     assert changed(before, drawn(page)) == set(before) - {"loads"}
-    assert page.locator("#now-title").inner_text() == "Step 2 of 4, forward"
+    assert page.locator("#now-title").inner_text() == "Forward, step 2 of 4"
     assert page.locator("#strips .visiting i").count() > 0
     assert page.locator(".timeline:nth-child(2) rect[opacity='0.15']").count() == 3 * WORLD * (WORLD - 1)
     second = tiles(page)
     page.keyboard.press("End")
-    assert "Nothing travels" in page.locator("#now-says").inner_text()
+    assert "No communication" in page.locator("#now-text").inner_text()
     assert tiles(page) != second
     page.keyboard.press("Home")
     assert changed(before, drawn(page)) == set()
@@ -173,7 +175,7 @@ def test_play_goes_through_all_steps(open_page):
     assert page.locator("#play").get_attribute("aria-label") == "Play the steps"
 
 
-def test_every_schedule_has_its_own_pictures(open_page):
+def test_every_schedule_has_drawings_of_its_own(open_page):
     page = open_page()
     names = page.locator("#schedule option").evaluate_all("all => all.map(option => option.value)")
     assert names == ["ring", "allgather", "ulysses", "ulysses+ring", "ulysses+allgather", "ring+ring"]
@@ -181,10 +183,10 @@ def test_every_schedule_has_its_own_pictures(open_page):
     for name in names:
         page.select_option("#schedule", name)
         assert page.locator("#heads-field").is_visible() == (name not in ("ring", "ring+ring")), name
-        page.check("input[name=colour][value=step]", force=True)
+        page.check("input[name=color][value=step]", force=True)
         by_step = tiles(page)
-        page.check("input[name=colour][value=rank]", force=True)
-        seen.add((tiles(page), by_step, page.locator("#loads").inner_html(), page.locator("#now-says").inner_text()))
+        page.check("input[name=color][value=rank]", force=True)
+        seen.add((tiles(page), by_step, page.locator("#loads").inner_html(), page.locator("#now-text").inner_text()))
     assert len(seen) == len(names)
 
 
@@ -198,18 +200,18 @@ def test_under_ulysses_a_rank_shows_its_own_heads(open_page):
         "heads 6 to 7",
     ]
     before = tiles(page)
-    page.select_option("#rank", "3")
+    page.select_option("#group", "3")
     assert page.locator("#heads").input_value() == "3"
-    page.select_option("#rank", "-1")
+    page.select_option("#group", "-1")
     page.select_option("#heads", "0")
     assert tiles(page) == before
 
 
-def test_colour_and_order_are_switches(open_page):
+def test_color_and_order_switches(open_page):
     page = open_page()
     page.select_option("#schedule", "ring")
     first = tiles(page)
-    page.locator("input[name=colour][value=rank]").focus()
+    page.locator("input[name=color][value=rank]").focus()
     page.keyboard.press("ArrowRight")
     second = tiles(page)
     page.locator("input[name=order][value=sequence]").focus()
@@ -218,19 +220,19 @@ def test_colour_and_order_are_switches(open_page):
     assert "step 1" in page.locator("#legend").inner_text()
 
 
-def test_a_tile_says_what_it_is(open_page):
+def test_the_tile_under_the_pointer_is_described(open_page):
     page = open_page()
     page.select_option("#schedule", "ring")
     box = page.locator("#tiles").bounding_box()
     page.locator("#tiles").hover(position={"x": 16, "y": box["height"] - 4})
-    said = page.locator("#tile-says").inner_text()
-    assert re.match(r"Queries 504 to 511 \(of rank 0\) and keys 0 to 7 \(of rank 0\): all 64 pairs seen\.", said)
-    assert said.endswith("Computed by rank 0 at step 1, keys of this rank.")
+    said = page.locator("#tile-text").inner_text()
+    assert re.match(r"Queries 504 to 511 \(rank 0\), keys 0 to 7 \(rank 0\): all 64 pairs visible\.", said)
+    assert said.endswith("Computed by rank 0 in step 1: keys of this rank.")
     page.locator("#tiles").hover(position={"x": box["width"] - 4, "y": 16})
-    assert "nothing is seen" in page.locator("#tile-says").inner_text()
+    assert "masked, not computed" in page.locator("#tile-text").inner_text()
     page.locator("#tiles").focus()
     page.keyboard.press("ArrowLeft")
-    assert "keys 496 to 503" in page.locator("#tile-says").inner_text()
+    assert "keys 496 to 503" in page.locator("#tile-text").inner_text()
 
 
 # The contrast of every text with what lies behind it, as the web's accessibility guidelines compute it.
@@ -259,7 +261,7 @@ CONTRASTS = r"""() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_can_be_read_in_both_colour_schemes(open_page, scheme):
+def test_all_text_can_be_read_in_both_color_schemes(open_page, scheme):
     page = open_page(color_scheme=scheme)
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(16, 19, 23)") == (scheme == "dark")
@@ -281,10 +283,10 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, width):
     page.locator("#tiles").scroll_into_view_if_needed()
     box = page.locator("#tiles").bounding_box()
     page.touchscreen.tap(box["x"] + box["width"] / 4, box["y"] + box["height"] * 3 / 4)
-    assert "Computed by rank" in page.locator("#tile-says").inner_text()
+    assert "Computed by rank" in page.locator("#tile-text").inner_text()
 
 
-def test_the_pictures_fit_a_window_that_changes(open_page):
+def test_drawings_follow_the_width_of_the_window(open_page):
     page = open_page()
     page.set_viewport_size({"width": 500, "height": 800})
     page.wait_for_function("document.getElementById('tiles').width === document.getElementById('tiles').clientWidth")
@@ -301,5 +303,70 @@ def test_the_keyboard_reaches_every_control(open_page):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.id || document.activeElement.name"))
     assert [name for name in reached if name][:9] == [
-        "theme", "schedule", "rank", "play", "step", "colour", "order", "heads", "tiles",
+        "theme", "schedule", "group", "play", "step", "color", "order", "heads", "tiles",
     ]  # fmt: skip
+
+
+CARDS = """() => [...document.querySelectorAll("#selection tbody tr")].map((row) => {
+  const cells = [...row.cells].filter((cell) => getComputedStyle(cell).display !== "none");
+  return cells.map((cell) => [getComputedStyle(cell, "::before").content, cell.getBoundingClientRect().top]);
+})"""
+
+
+def overflowing(page) -> list[str]:
+    """Elements that scroll sideways."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll("*")].filter((each) => each.scrollWidth > each.clientWidth + 1
+          && ["auto", "scroll"].includes(getComputedStyle(each).overflowX))
+          .map((each) => each.outerHTML.slice(0, 80))"""
+    )
+
+
+def test_wide_tables_stack_on_a_phone(open_page):
+    page = open_page(viewport={"width": 320, "height": 700})
+    assert overflowing(page) == []
+    for row in page.evaluate(CARDS):
+        assert [label for label, _ in row][:2] == ['"schedule"', '"estimated time"']
+        assert len({top for _, top in row}) == len(row)  # one below the other
+    page.set_viewport_size({"width": 1200, "height": 800})
+    assert all(len({top for _, top in row}) == 1 and row[0][0] == "none" for row in page.evaluate(CARDS))
+
+
+def other_page(browser, tmp_path, report, **options):
+    write_report(tmp_path / "report.html", report)
+    page = browser.new_page(**options)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto((tmp_path / "report.html").as_uri())
+    assert wrong == []
+    return page
+
+
+def test_32_ranks_are_drawn_by_node(browser, tmp_path):
+    report = make_report(Causal(), Zigzag(), 256, 32, Shape(1, 8, 2, 64, 2, 4), ranks_per_node=8)
+    page = other_page(browser, tmp_path, report, viewport={"width": 375, "height": 700})
+    assert overflowing(page) == []
+    assert page.locator("#strips .name").all_inner_texts() == ["all", "node 0", "node 1", "node 2", "node 3"]
+    assert page.locator("#wheel circle").count() == 4
+    assert page.locator("#loads tbody tr").count() == 8
+    assert page.locator("#now-table tbody tr").count() == 4
+    assert page.locator("#timelines text", has_text="node").count() == 4
+    assert page.locator("#group option").all_inner_texts()[1] == "node 0 (ranks 0 to 7)"
+    page.select_option("#group", "2")
+    assert page.locator("#strips .strip.dim").count() == 3
+    page.close()
+
+
+def test_a_generation_report_needs_no_drawings(browser, tmp_path):
+    answers = [GeneratedAnswer("Who?", "word " * 200, 50, 200, 200, 1e-6)]
+    stats = [GenerationStats(rank, cached_tokens=60 + rank, generated_tokens=200, decode_seconds=1.0) for rank in range(4)]
+    page = other_page(browser, tmp_path, generation_report(answers, stats), viewport={"width": 320, "height": 700})
+    assert overflowing(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
+    assert page.locator("section h2").all_inner_texts()[1:] == [
+        "Questions and answers", "Per-rank figures", "Comparison with a single process",
+    ]  # fmt: skip
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != paper
+    page.close()

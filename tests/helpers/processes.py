@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes that speak gloo, started, watched and ended by the test."""
+"""Ranks as processes over gloo, started, monitored and ended by the test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "attnmesh.comm"])
 
 @dataclass(frozen=True)
 class Raised:
-    """What a rank raised, in words, because not every exception survives pickling."""
+    """An exception of a rank, as text, because not every exception can be pickled."""
 
     type: str
     message: str
@@ -33,7 +33,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The exit code of a rank that left without a result."""
+    """The exit code of a rank that ended without a result."""
 
     exitcode: int | None
 
@@ -99,6 +99,6 @@ def _rank_main(
         result = fn(comm_from(None), *args)
     except BaseException as error:
         pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
-        os._exit(1)  # at once, like a program that nobody catches
+        os._exit(1)  # at once, as a program with an uncaught exception would
     pipe.send(result)
     time.sleep(3600)  # a peer may still read what this rank sent: the test ends it when all are done

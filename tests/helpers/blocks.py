@@ -1,15 +1,74 @@
-"""Attention layers of real architectures, small and random, and sharded blocks that generate tokens with them."""
+"""Attention blocks: exact weights, the memory of a cache, and blocks made from Transformers' attention layers."""
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 import attnmesh as am
+from attnmesh.ops.storage import values_of
+from attnmesh.testing.block import BlockRunner
 
 FAMILIES = ("llama", "qwen3", "mistral", "gpt-oss", "gpt-oss full")
 
 
-def factorisations(world):
+def random_sequences(sequences, length, config, dtype=torch.float32):
+    """Return x [sequences, length, hidden], the same on every call."""
+    return torch.randn(sequences, length, config.hidden, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def exact_weights(weights, sequences, length):
+    """Return weights and inputs of a few bits each: projections are exact in any order of summation."""
+    generator = torch.Generator().manual_seed(5)
+
+    def few_bits(*shape):
+        return torch.randint(-3, 4, shape, generator=generator).float() / 4
+
+    bias = None if weights.qkv_bias is None else few_bits(*weights.qkv_bias.shape)
+    weights = replace(weights, qkv=few_bits(*weights.qkv.shape), qkv_bias=bias)
+    return weights, few_bits(sequences, length, weights.qkv.shape[1])
+
+
+def pools_of(cache, layers=1):
+    """Return the memory of a cache: keys, values and, where there is one per token, their scales; fp8 as bytes."""
+    pools = []
+    for stored in (pool for layer in range(layers) for pool in (cache.keys(layer), cache.values(layer))):
+        values = values_of(stored)
+        pools.append(values.view(torch.int8) if values.dtype == torch.float8_e4m3fn else values)
+        if not isinstance(stored, torch.Tensor) and stored.scales.ndim > 1:
+            pools.append(stored.scales)
+    return pools
+
+
+def cache_state(cache, layers=1):
+    """Return all of a cache's memory and tables, bit by bit, and its statistics as text."""
+    memory = [pool.contiguous().view(torch.uint8).clone() for pool in (*pools_of(cache, layers), cache.block_table)]
+    return memory, [str(stats) for stats in cache.stats()]
+
+
+def same_state(one, other):
+    """Return whether two states of a cache are equal to the last bit."""
+    return one[1] == other[1] and all(map(torch.equal, one[0], other[0]))
+
+
+def assert_outputs_close(outputs, exact, bound=1e-5):
+    """Assert that every position that was fed is right, relative to the largest exact output."""
+    fed = ~outputs.flatten(2).isnan().all(-1)
+    assert fed.any()
+    error = (outputs.double() - exact)[fed].abs().max() / exact.abs().max()
+    assert error <= bound, error  # NaN fails
+
+
+def fed_lengths(outputs):
+    """Return how many positions of every sequence were fed, without gaps."""
+    fed = ~outputs.flatten(2).isnan().all(-1)
+    lengths = fed.sum(1)
+    assert torch.equal(fed, torch.arange(fed.shape[1]) < lengths[:, None])
+    return lengths.tolist()
+
+
+def factorizations(world):
+    """Return every (tp, kvdp, cp) of `world` ranks."""
     return [
         (tp, kvdp, world // tp // kvdp)
         for tp in range(1, world + 1)
@@ -20,8 +79,8 @@ def factorisations(world):
 
 
 @cache
-def layer(family, q_heads, kv_heads, dtype=torch.float32):
-    """A Transformers attention module with random weights."""
+def transformers_layer(family, q_heads, kv_heads, dtype=torch.float32):
+    """Return a Transformers attention module with random weights."""
     from transformers import AutoConfig
 
     sizes = {"hidden_size": 3 * q_heads, "num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": 8}
@@ -55,8 +114,8 @@ def layer(family, q_heads, kv_heads, dtype=torch.float32):
     return module.to(dtype).eval()
 
 
-def forward(module, x):
-    """The module's own answer for whole sequences x [B, L, hidden], every position: [B, L, hidden]."""
+def layer_outputs(module, x):
+    """Return the module's own output [B, L, hidden] for whole sequences x [B, L, hidden]."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     config, length = module.config, x.shape[1]
@@ -77,39 +136,20 @@ def _rotary(config):
     return (GptOssRotaryEmbedding if config.model_type == "gpt_oss" else LlamaRotaryEmbedding)(config)
 
 
-def block_of(module, sharding, comm, **options):
-    """The sharded block with a module's weights."""
+def block_from_layer(module, sharding, comm, **options):
+    """Return the sharded block with a module's weights."""
     exchange = options.get("exchange") or am.Exchange()
     config, weights = am.attention_from_transformers(module, sharding, comm.rank, replicate_q=exchange.replicate_q)
     return am.AttentionBlock(config, weights, sharding, comm, **options)
 
 
-def generate(block, x, prompts, steps, *, tokens=1, cache=None, storage=None, check=None):
-    """Feed x [B, L, hidden]: prompts of these lengths, then `steps` steps of `tokens` tokens a sequence.
+def generate(block, x, prompts, steps, *, tokens=1, cache=None, storage=None):
+    """Feed x [B, L, hidden]: prompts of these lengths, then `steps` steps of `tokens` tokens per sequence.
 
     Returns the outputs [B, L, hidden] of all positions fed, NaN elsewhere.
     """
-    batch, _, hidden = x.shape
-    longest = max(prompts) + steps * tokens
+    batch, longest = len(x), max(prompts) + steps * tokens
     if cache is None:
         blocks = batch * -(-longest // 4)
         cache = block.make_cache(batch=batch, num_blocks=blocks, block_size=4, max_length=longest, storage=storage)
-    seen = torch.full_like(x, torch.nan)
-    sequences = [cache.allocate(n) for n in prompts]
-
-    def feed(some, count):
-        begins = [sequence.length for sequence in some]
-        step = cache.append(some, count)
-        fed = x.new_full((batch, count, hidden), torch.nan)  # rows without new tokens may hold anything
-        for sequence, begin in zip(some, begins, strict=True):
-            fed[sequence.row] = x[sequences.index(sequence), begin : begin + count]
-        out = block(fed, cache, step)
-        for sequence, begin in zip(some, begins, strict=True):
-            seen[sequences.index(sequence), begin : begin + count] = out[sequence.row]
-
-    for sequence, length in zip(sequences, prompts, strict=True):
-        while sequence.length < length:
-            feed([sequence], min(8, length - sequence.length))
-    for _ in range(steps):
-        feed(sequences, tokens)
-    return seen
+    return BlockRunner(block, cache, x).generate(prompts, steps, tokens)

@@ -1,0 +1,1 @@
+"""Random problems, their results in float64, and the error rule; shared by the tests and `attnmesh verify`."""

@@ -1,0 +1,139 @@
+"""Attention: random inputs, results in float64 with all gradients, and the same results over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm import Comm, run_virtual
+from attnmesh.core.layouts import Layout
+from attnmesh.core.masks import Mask
+from attnmesh.ops.dense import reference
+from attnmesh.parallel.context import ContextParallel
+from attnmesh.testing.errors import ROUNDING, Comparison, assert_close
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def random_inputs(
+    q_len: int,
+    k_len: int | None = None,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dtype: torch.dtype = torch.float32,
+    batch: int = 2,
+    head_dim: int = 16,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> list[Tensor]:
+    """Return q, k, v and the gradients of out and lse. `heads` are the query heads and the KV heads."""
+    generator = torch.Generator().manual_seed(seed)
+    k_len = q_len if k_len is None else k_len
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    q, grad_out = (normal(batch, heads[0], q_len, head_dim) for _ in range(2))
+    k, v = (normal(batch, heads[1], k_len, head_dim) for _ in range(2))
+    grad_lse = normal(batch, heads[0], q_len).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    return [q, k, v, grad_out, grad_lse]
+
+
+def forward_backward(attend: Attend, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return out, lse, dq, dk, dv. Gradients flow through out and through lse."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out, lse = attend(*leaves)
+    grads = torch.autograd.grad([out, lse], leaves, [inputs[3].to(out.dtype), inputs[4].to(lse.dtype)])
+    return [out.detach(), lse.detach(), *grads]
+
+
+def reference_results(
+    inputs: Sequence[Tensor],
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    plain: bool = False,
+) -> list[Tensor]:
+    """Return out, lse, dq, dk, dv in float64, or with `plain` by the plain computation in the inputs' precision."""
+    q, k = inputs[:2]
+    rows = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions.long()
+    columns = torch.arange(k.shape[2], device=q.device) if k_positions is None else k_positions.long()
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.attention(q, k, v, mask, scale, rows, columns, plain=plain)
+
+    return forward_backward(attend, inputs if plain else [x.double() for x in inputs])
+
+
+def compare(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **options: Any) -> list[Comparison]:
+    """Return a comparison for each of out, lse, dq, dk, dv. `options` are those of `reference_results`."""
+    exact = reference_results(inputs, mask, **options)
+    plain = reference_results(inputs, mask, **options, plain=True)
+    return [Comparison(*each) for each in zip(NAMES, actual, exact, plain, strict=True)]
+
+
+def assert_attention_close(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **options: Any) -> None:
+    """Assert that out, lse, dq, dk, dv obey the error rule. `options` are those of `reference_results`."""
+    for name, result, exact, plain in compare(actual, inputs, mask, **options):
+        assert plain is not None
+        assert_close(name, result, plain, exact, rounding=ROUNDING[inputs[0].dtype])
+
+
+def shard_inputs(
+    inputs: Sequence[Tensor], comm: Comm, layout: Layout, key_layout: Layout | None = None
+) -> list[Tensor]:
+    """Return one rank's shards of q, k, v and of the gradients of out and lse."""
+    layouts = [layout, key_layout or layout, key_layout or layout, layout, layout]
+    return [own.shard(x, 2, comm.world, comm.rank) for x, own in zip(inputs, layouts, strict=True)]
+
+
+def shard_results(
+    comm: Comm,
+    inputs: Sequence[Tensor],
+    mask: Mask,
+    layout: Layout,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    schedule: str = "ring",
+    ranks_per_node: int | None = None,
+    key_layout: Layout | None = None,
+) -> list[Tensor]:
+    """Return one rank's shards of out, lse, dq, dk, dv. Keys may have a length and a layout of their own."""
+    cp = ContextParallel(comm, layout=layout, schedule=schedule, backend=backend, ranks_per_node=ranks_per_node)
+    length, key_length = inputs[0].shape[2], inputs[1].shape[2]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return cp.attention(
+            q, k, v, mask=mask, scale=scale, length=length, key_length=None if key_length == length else key_length,
+            key_layout=key_layout, return_lse=True,
+        )  # fmt: skip
+
+    return forward_backward(attend, shard_inputs(inputs, comm, layout, key_layout))
+
+
+def gather_results(
+    comm: Comm, shards: Sequence[Tensor], inputs: Sequence[Tensor], layout: Layout, key_layout: Layout | None = None
+) -> list[Tensor]:
+    """Return the whole out, lse, dq, dk, dv on every rank, from each rank's shards."""
+    queries, keys = (ContextParallel(comm, layout=side) for side in (layout, key_layout or layout))
+    lengths = [inputs[0].shape[2]] * 3 + [inputs[1].shape[2]] * 2
+    sides = [queries] * 3 + [keys] * 2
+    return [side.unshard(x, 2, length) for side, x, length in zip(sides, shards, lengths, strict=True)]
+
+
+def virtual_results(
+    world: int, inputs: Sequence[Tensor], mask: Mask, layout: Layout, *, key_layout: Layout | None = None, **how: Any
+) -> list[Tensor]:
+    """Return the whole out, lse, dq, dk, dv of `world` virtual ranks. `how` is as in `shard_results`."""
+    shards = run_virtual(world, lambda comm: shard_results(comm, inputs, mask, layout, key_layout=key_layout, **how))
+    layouts = [layout] * 3 + [key_layout or layout] * 2
+    return [side.unshard(list(parts), 2) for side, parts in zip(layouts, zip(*shards, strict=True), strict=True)]

@@ -1,0 +1,86 @@
+"""Masks, layouts and heads by name, the pairs a mask allows without the masks' own code, and pairwise test cases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.layouts import Contiguous, Striped, Zigzag
+from attnmesh.core.masks import And, Causal, Documents, Full, Mask, SlidingWindow
+
+HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (3, 1)}
+LAYOUTS = {"contiguous": Contiguous(), "zigzag": Zigzag(), "striped": Striped()}
+MASKS = ("full", "causal", "window", "documents", "causal & documents", "causal & window", "all three")
+
+
+def make_mask(name: str, length: int) -> Mask:
+    """Return the mask of that name for `length` positions; one of the documents is empty."""
+    documents = Documents([length // 5, 0, length // 2, length - length // 5 - length // 2])
+    return {
+        "full": Full(),
+        "causal": Causal(),
+        "window": SlidingWindow(9, 3),
+        "documents": documents,
+        "causal & documents": Causal() & documents,
+        "causal & window": Causal() & SlidingWindow(11),
+        "all three": Causal() & SlidingWindow(6, 2) & documents,
+    }[name]
+
+
+def allowed_pairs(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
+    """Return [q, k]: which query positions see which key positions."""
+    q, k = q[:, None], k[None]
+    match mask:
+        case Full():
+            return torch.ones(len(q), k.shape[1], dtype=torch.bool)
+        case Causal():
+            return k <= q
+        case SlidingWindow(left=left, right=right):
+            return (k - q <= right) & (q - k <= left)
+        case Documents(lengths=lengths):
+            # The number of documents that end at or before a position is the same within a document.
+            ends = torch.tensor(list(accumulate(lengths)), dtype=torch.long)
+            return (ends <= q[..., None]).sum(-1) == (ends <= k[..., None]).sum(-1)
+        case And(parts=parts):
+            return torch.stack([allowed_pairs(part, q[:, 0], k[0]) for part in parts]).all(0)
+    raise AssertionError(mask)
+
+
+def pairwise(factors: dict[str, Sequence], forbidden: frozenset[tuple[tuple, tuple]] = frozenset()) -> list[dict]:
+    """Return few cases in which every two values of two factors occur together, except `forbidden` pairs. Greedy."""
+    names = list(factors)
+
+    def allowed(a: tuple, b: tuple) -> bool:
+        return (a, b) not in forbidden and (b, a) not in forbidden
+
+    left = dict.fromkeys(pair for pair in value_pairs(factors) if allowed(*pair))
+    cases = []
+    while left:
+        case = dict(next(iter(left)))  # the next pair in order, then the values that cover most of the pairs left
+        for name in sorted((n for n in names if n not in case), key=lambda n: -len(factors[n])):
+            best, most = None, -1
+            for turn in range(len(factors[name])):
+                one = (name, factors[name][(turn + len(cases)) % len(factors[name])])
+                if not all(allowed(one, other) for other in case.items()):
+                    continue
+                covered = sum((one, other) in left or (other, one) in left for other in case.items())
+                if covered > most:
+                    best, most = one, covered
+            assert best is not None, f"no value of {name} is allowed with {case}"
+            case[name] = best[1]
+        case = {name: case[name] for name in names}
+        for pair in value_pairs({name: [value] for name, value in case.items()}):
+            left.pop(pair, None)
+        cases.append(case)
+    return cases
+
+
+def value_pairs(factors: dict[str, Sequence]) -> list[tuple[tuple, tuple]]:
+    """Return every two values of two factors, as ((name, value), (name, value)), the factors in their order."""
+    names = list(factors)
+    return [
+        ((a, x), (b, y)) for i, a in enumerate(names) for b in names[i + 1 :] for x in factors[a] for y in factors[b]
+    ]

@@ -1,0 +1,193 @@
+"""Tiny random language models of real architectures, their outputs in one process, and models written to disk."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attnmesh as am
+from attnmesh.generation.generator import Generator
+from attnmesh.integrations.transformers_attention import register_attention
+
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "gpt_oss")
+LAYOUTS = {"zigzag": am.Zigzag(), "striped": am.Striped(), "contiguous": am.Contiguous()}
+VOCABULARY, POSITIONS, STOP = 101, 512, 7
+WORDS = ["<s>", "</s>", "<unk>", *"abcdefghijkl", "ab"]
+
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS, "head_dim": 8,
+}  # fmt: skip
+_ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
+_OWN = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, **_ALTERNATING},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 5, **_ALTERNATING},
+    "mistral": {"sliding_window": 9},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, **_ALTERNATING},
+}
+
+
+@cache
+def transformers_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model with Transformers' own attention; cached, so tests must not change it.
+
+    Its weights are large: attention decides the next token, and two tokens are seldom about as likely.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(KINDS.index(kind))
+        config = AutoConfig.for_model(kind, **_SIZES | _OWN[kind])
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, 0.2)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = [STOP], 0
+    if kind == "gpt_oss" and dtype == torch.float64:
+        model.set_experts_implementation("eager")  # torch's grouped product does not know float64
+    return model.to(dtype).eval()
+
+
+@cache
+def attnmesh_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the same model with attnmesh's attention."""
+    register_attention()
+    model = copy.deepcopy(transformers_model(kind, dtype))
+    model.set_attn_implementation("attnmesh")
+    return model
+
+
+def random_ids(length: int, seed: int, low: int = 8, high: int = VOCABULARY) -> list[int]:
+    return torch.randint(low, high, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@cache
+def _greedy(kind: str, prompt: tuple[int, ...], most: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    # The mask marks no token as padding: Transformers would otherwise mask ids that look like it.
+    out = transformers_model(kind).generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most
+    )
+    new = out[0, len(prompt) :].tolist()
+    likeliest = logits_of(kind, [*prompt, *new])[len(prompt) - 1 : -1].topk(2).values
+    assert (likeliest[:, 0] - likeliest[:, 1]).min() > 1e-3, "two tokens are about as likely: choose another prompt"
+    return new
+
+
+def greedy_tokens(kind: str, prompt: list[int], most: int) -> list[int]:
+    """Return the tokens of `model.generate` in one process, greedily."""
+    return list(_greedy(kind, tuple(prompt), most))
+
+
+@torch.no_grad()
+def logits_of(kind: str, ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the logits [tokens, vocabulary] of one pass of Transformers over all tokens."""
+    return transformers_model(kind, dtype)(input_ids=torch.tensor([ids])).logits[0]
+
+
+def generated_rows(generator: Generator, prompts: list[list[int]], **how: Any) -> list[list[int]]:
+    """Return all tokens of each row."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    for token in generator.generate(prompts, **how):
+        rows[token.row].append(token.id)
+    return rows
+
+
+def on_virtual_ranks(world: int, fn: Callable[[am.Comm], Any]) -> list[Any]:
+    return am.run_virtual(world, fn, timeout=60)
+
+
+# Models and tokenizers on disk; nothing is downloaded.
+
+
+def tiny_config(**changes):
+    from transformers import LlamaConfig
+
+    sizes = {
+        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2,
+        "intermediate_size": 48, "vocab_size": len(WORDS), "max_position_embeddings": 64, "bos_token_id": 0,
+        "eos_token_id": 1, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    return LlamaConfig(**(sizes | changes))
+
+
+def tiny_llama(**changes):
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_config(**changes)).eval()
+
+
+def tiny_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def write_folder(folder: Path, model=None, **how) -> Path:
+    """Write a model's folder as save_pretrained does; returns the folder."""
+    (tiny_llama() if model is None else model).save_pretrained(folder, **how)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_gguf(path: Path, model=None) -> Path:
+    """Write a Llama in float32 as llama.cpp's converter does; without a model, a file of one tensor."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, "llama")
+    if model is None:
+        writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
+    else:
+        _add_llama(writer, model)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_llama(writer, model) -> None:
+    config = model.config
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(WORDS)
+    writer.add_token_types([3, 3, 3, *[1] * (len(WORDS) - 3)])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "model.layers": "blk",
+    }  # fmt: skip
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, weight in model.state_dict().items():
+        values = weight.numpy()
+        for part, count in heads.items():  # llama.cpp's rotary embedding pairs neighbours, not halves
+            if part in name:
+                values = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, values)
