@@ -12,10 +12,11 @@ from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.programs import program
+from attnmesh.plan.program import Floats
+from attnmesh.plan.schedules import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.hardware import Cluster, Floats
+from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.simulate import simulate
 from benchmarks.alone import AloneComm
 from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS, inputs
@@ -67,6 +68,6 @@ def computing(schedule: str, length: int, world: int, backward: bool, cluster: C
     shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, itemsize=2, sum_itemsize=4)
     workload = Workload(shards(Causal(), Zigzag(), length, world), shape, world, device="cuda")
     ways = (False, True) if backward else (False,)
-    parts = [simulate(program(schedule, workload, backward=way), cluster.with_node(world)) for way in ways]
+    parts = [simulate(program(schedule, workload, backward=way), cluster.with_ranks_per_node(world)) for way in ways]
     total: Floats = parts[0].computed if len(parts) == 1 else parts[0].computed + parts[1].computed
     return total

@@ -18,7 +18,7 @@ import torch
 from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.core.layouts import Zigzag
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES
 from benchmarks.alone import AloneComm
 from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS, PEERS, inputs, one_device
 from benchmarks.ring import run_rank

@@ -12,7 +12,7 @@ from attnmesh.planner.models.read import model as model_named
 from attnmesh.planner.ranking import Option, Ranking
 from benchmarks.scaling.cases import CONTEXT, Scope
 
-KINDS = ("TP", "TP-CP", "TP-KVDP", "TP-KVDP-CP", "replicas")
+KERNEL_KINDS = ("TP", "TP-CP", "TP-KVDP", "TP-KVDP-CP", "replicas")
 
 
 def decode_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:

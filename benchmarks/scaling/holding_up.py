@@ -19,11 +19,13 @@ def holding_up(run: Watched, ideal: float, cluster: Cluster) -> str:
         if float(computed.mean()) < IDLE * busiest:
             return "ranks without heads"
         return "small kernels, merging" if busiest * (1 - 2 * LITTLE) > ideal else "computing"
-    farther = cluster.far if run.most.far else cluster.near
+    farther = cluster.inter_node if run.most.inter_node else cluster.intra_node
     taken = {
         "computing": busiest,
-        f"{cluster.near.name} bytes": run.most.near / cluster.near.bandwidth,
-        f"{cluster.far.name} bytes": run.most.far * max(1, cluster.node // cluster.rails) / cluster.far.bandwidth,
+        f"{cluster.intra_node.name} bytes": run.most.intra_node / cluster.intra_node.bandwidth,
+        f"{cluster.inter_node.name} bytes": run.most.inter_node
+        * max(1, cluster.ranks_per_node // cluster.rails)
+        / cluster.inter_node.bandwidth,
         "latency": run.exchanges * farther.latency,
         "messages to start": run.sends * farther.message,
     }

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from attnmesh.cli.output import Rows
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Workload, refusal
+from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.config import pairs
 from attnmesh.planner.ranking import RESERVED
@@ -33,7 +33,7 @@ def prefill_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:
 
 def case_of(length: int, world: int, cluster: Cluster) -> Workload:
     """A causal sequence in zigzag over whole nodes."""
-    return Workload(shards(Causal(), Zigzag(), length, world), SHAPE, min(cluster.node, world))
+    return Workload(shards(Causal(), Zigzag(), length, world), SHAPE, min(cluster.ranks_per_node, world))
 
 
 def one_device(length: int, cluster: Cluster, *, backward: bool) -> float:
@@ -62,8 +62,8 @@ def _row(schedule: str, workload: Workload, length: int, direction: str, cluster
         "computed": computed,
         "exposed": 1 - computed / seconds,
         "efficiency": sum(ideals) / seconds,
-        "near": sum(run.most.near for run in runs),
-        "far": sum(run.most.far for run in runs),
+        "near": sum(run.most.intra_node for run in runs),
+        "far": sum(run.most.inter_node for run in runs),
         "exchanges": sum(run.exchanges for run in runs),
         "held": held,
         "fits": held <= (1 - RESERVED) * cluster.device.memory,

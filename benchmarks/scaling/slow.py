@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnmesh.cli.output import Rows
-from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.workload import refusal
+from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.network import Slow
 from benchmarks.scaling.cases import Scope
@@ -21,7 +20,7 @@ def slow_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:
 
     In a ring it is the one whose messages go to the next node.
     """
-    who = cluster.node - 1
+    who = cluster.ranks_per_node - 1
     for world in scope.slow_worlds:
         workload = case_of(scope.slow_length, world, cluster)
         for schedule in SCHEDULES:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.load import Load, Tally
-from attnmesh.plan.program import Bundle, Ints, Messages, Program, Round
-from attnmesh.plan.programs import program
+from attnmesh.plan.program import Ints, Load, LoadCounter, Messages, MessageTotals, Program, Round
+from attnmesh.plan.schedules import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.network import Slow
@@ -37,18 +36,20 @@ def watched(
 ) -> Watched:
     """Simulate a schedule that can serve the case. The case says how many ranks a node has."""
     whole = program(schedule, workload, backward=backward)
-    tally, watch = Tally(whole.world, workload.ranks_per_node), _Watch(whole.world)
+    counter, watch = LoadCounter(whole.world, workload.ranks_per_node), _Watch(whole.world)
 
     def counted() -> Iterator[Round]:
         for part in whole.rounds():
-            tally.add(part)
+            counter.add(part)
             watch.add(part)
             yield part
 
     begin = time.perf_counter()
-    ran = simulate(Program(whole.name, whole.world, counted), cluster.with_node(workload.ranks_per_node), slow=slow)
+    ran = simulate(
+        Program(whole.name, whole.world, counted), cluster.with_ranks_per_node(workload.ranks_per_node), slow=slow
+    )
     wall = time.perf_counter() - begin
-    return Watched(ran, tally.most(), watch.exchanges, int(watch.sends.max()), watch.most_arrived, wall)
+    return Watched(ran, counter.maximum(), watch.exchanges, int(watch.sends.max()), watch.most_arrived, wall)
 
 
 class _Watch:
@@ -77,10 +78,14 @@ class _Watch:
         self.exchanges += posted > 0
 
 
-def _ends(exchange: Messages | Bundle, world: int) -> tuple[Ints, Ints, Ints]:
+def _ends(exchange: Messages | MessageTotals, world: int) -> tuple[Ints, Ints, Ints]:
     """Bytes that come in, bytes that go out, and messages that go out, by rank."""
-    if isinstance(exchange, Bundle):
-        return exchange.near_in + exchange.far_in, exchange.near_out + exchange.far_out, exchange.sends
+    if isinstance(exchange, MessageTotals):
+        return (
+            exchange.intra_node_in + exchange.inter_node_in,
+            exchange.intra_node_out + exchange.inter_node_out,
+            exchange.sends,
+        )
     into, out = (
         np.bincount(ranks, exchange.nbytes, world).astype(np.int64) for ranks in (exchange.target, exchange.source)
     )

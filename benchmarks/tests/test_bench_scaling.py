@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from attnmesh.plan.load import Load
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.program import Load
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.simulator.simulate import Simulated
 from benchmarks.cli import app
@@ -80,7 +80,7 @@ def test_twice_the_ranks_take_at_least_half_the_time_but_for_better_rates(prefil
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("end", ["near", "far"])
+@pytest.mark.parametrize("end", ["intra_node", "inter_node"])
 def test_wider_links_are_never_slower(schedule, end):
     link = getattr(H200, end)
     narrow = replace(H200, **{end: replace(link, bandwidth=link.bandwidth / 8)})
@@ -90,8 +90,10 @@ def test_wider_links_are_never_slower(schedule, end):
 
 
 def test_two_levels_send_less_between_nodes_than_one(prefill):
-    far = {x["schedule"]: x["far"] for x in prefill if (x["ranks"], x["direction"]) == (16, "forward")}
-    assert max(far[name] for name in far if "+" in name) < min(far[name] for name in far if "+" not in name)
+    inter_node = {x["schedule"]: x["far"] for x in prefill if (x["ranks"], x["direction"]) == (16, "forward")}
+    assert max(inter_node[name] for name in inter_node if "+" in name) < min(
+        inter_node[name] for name in inter_node if "+" not in name
+    )
 
 
 @pytest.mark.parametrize("world", [8, 16])
@@ -147,10 +149,10 @@ def test_ulysses_holds_all_rows_of_its_heads_and_their_results():
 # What holds a run up.
 
 
-def run_of(computed, seconds, *, near=0, far=0, exchanges=1, sends=1):
+def run_of(computed, seconds, *, intra_node=0, inter_node=0, exchanges=1, sends=1):
     worked = np.array(computed)
     ran = Simulated(np.full(len(worked), float(seconds)), worked, seconds - worked, [], "event by event")
-    return Watched(ran, Load(0, near, far), exchanges, sends, 0, 0.0)
+    return Watched(ran, Load(0, intra_node, inter_node), exchanges, sends, 0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -158,17 +160,17 @@ def run_of(computed, seconds, *, near=0, far=0, exchanges=1, sends=1):
     [
         (run_of([9.5, 9.5], 10), "computing"),
         (run_of([9.5, 0.0], 10), "ranks without heads"),
-        (run_of([1.0, 1.0], 10, far=int(9 * H200.far.bandwidth)), f"{H200.far.name} bytes"),
-        (run_of([1.0, 1.0], 10, near=int(9 * H200.near.bandwidth)), f"{H200.near.name} bytes"),
-        (run_of([1.0, 1.0], 10, exchanges=int(9 / H200.near.latency)), "latency"),
+        (run_of([1.0, 1.0], 10, inter_node=int(9 * H200.inter_node.bandwidth)), f"{H200.inter_node.name} bytes"),
+        (run_of([1.0, 1.0], 10, intra_node=int(9 * H200.intra_node.bandwidth)), f"{H200.intra_node.name} bytes"),
+        (run_of([1.0, 1.0], 10, exchanges=int(9 / H200.intra_node.latency)), "latency"),
         (
-            run_of([4.0, 4.0], 10, far=int(6 * H200.far.bandwidth)),
-            f"{H200.far.name} bytes, then computing",
+            run_of([4.0, 4.0], 10, inter_node=int(6 * H200.inter_node.bandwidth)),
+            f"{H200.inter_node.name} bytes, then computing",
         ),
-        (run_of([0.5, 0.5], 10, far=int(6 * H200.far.bandwidth)), f"{H200.far.name} bytes"),
+        (run_of([0.5, 0.5], 10, inter_node=int(6 * H200.inter_node.bandwidth)), f"{H200.inter_node.name} bytes"),
         (
-            run_of([4.0, 0.0], 10, far=int(6 * H200.far.bandwidth)),
-            f"{H200.far.name} bytes, then ranks without heads",
+            run_of([4.0, 0.0], 10, inter_node=int(6 * H200.inter_node.bandwidth)),
+            f"{H200.inter_node.name} bytes, then ranks without heads",
         ),
     ],
 )

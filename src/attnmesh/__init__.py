@@ -1,5 +1,7 @@
 """Exact attention over a mesh of devices."""
 
+from typing import TYPE_CHECKING, Any
+
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Coverage, Documents, Full, Mask, SlidingWindow
@@ -20,12 +22,10 @@ from attnmesh.ops.block.stages import Norm, Rope
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.decode.device_errors import check_decode_errors
 from attnmesh.ops.dense.api import attention, explain_attention
+from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices, canonicalize, convert_lse
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
-from attnmesh.ops.sparse.canonical import Slots, canonicalize
 from attnmesh.ops.sparse.indexer import indexer_scores_at, indexer_topk
-from attnmesh.ops.sparse.loss import indexer_kl_loss
-from attnmesh.ops.sparse.lse import convert_lse
-from attnmesh.ops.sparse.mask import SparseMask
+from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
 from attnmesh.ops.storage import Quantized, quantize
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.block import AttentionBlock
@@ -35,7 +35,9 @@ from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.planner.recommend import recommend_sharding
+
+if TYPE_CHECKING:
+    from attnmesh.planner.recommend import recommend_sharding
 
 __version__ = "0.1.0"
 
@@ -68,7 +70,7 @@ __all__ = [
     "Sampling",
     "ShardedCache",
     "SlidingWindow",
-    "Slots",
+    "TopKIndices",
     "SparseMask",
     "SparseParallel",
     "State",
@@ -103,3 +105,12 @@ __all__ = [
     "shard_inputs",
     "sparse_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the planner on first use: attention with an explicit schedule does not need it."""
+    if name == "recommend_sharding":
+        from attnmesh.planner.recommend import recommend_sharding
+
+        return recommend_sharding
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,8 +13,9 @@ from attnmesh.calibration.kernels import samples
 from attnmesh.calibration.links import LinkFigures
 from attnmesh.calibration.sample import Sample, curves_of
 from attnmesh.cli.main import app
+from attnmesh.plan.program import KERNEL_KINDS
 from attnmesh.planner.catalog import load
-from attnmesh.planner.hardware import KINDS, Cluster, Link
+from attnmesh.planner.hardware import Cluster, Link
 from benchmarks import predicted
 
 
@@ -33,17 +34,17 @@ def written(tmp_path_factory):
 def test_the_file_is_read_and_has_every_kind(written):
     found = load(written)
     device = found.device("here")
-    assert [kind for kind, _ in device.curves] == list(KINDS)
-    assert [kind for kind, _ in device.squares] == ["attention", "attention backward"]
+    assert [kind for kind, _ in device.curves] == list(KERNEL_KINDS)
+    assert [kind for kind, _ in device.causal] == ["attention", "attention backward"]
     assert device.cores == len(os.sched_getaffinity(0))
     assert 0 < device.launch < 1e-3
     assert 0 <= device.round < 0.1
     assert device.memory > 1e8
     cluster = found.cluster("here")
-    assert cluster.near.shared
-    assert 1e-6 < cluster.near.latency < 0.1
-    assert 1e7 < cluster.near.bandwidth < 1e12
-    assert cluster.node == device.cores
+    assert cluster.intra_node.shared
+    assert 1e-6 < cluster.intra_node.latency < 0.1
+    assert 1e7 < cluster.intra_node.bandwidth < 1e12
+    assert cluster.ranks_per_node == device.cores
 
 
 def test_the_file_says_what_it_was_measured_on(written):
@@ -77,7 +78,7 @@ def test_every_kind_is_timed_at_ascending_sizes(device, quick):
     timed = samples(device, quick=quick)
     for square in (False, True):
         curves = dict(curves_of(timed, [1.0] * len(timed), square=square))
-        assert set(curves) == ({"attention", "attention backward"} if square else set(KINDS))
+        assert set(curves) == ({"attention", "attention backward"} if square else set(KERNEL_KINDS))
     if not quick:
         sizes = [sample.size for sample in timed if sample.kind == "attention"]
         assert max(sizes) > 1e3 * min(sizes)

@@ -18,13 +18,12 @@ from attnmesh.kv_cache.pools import Pools
 from attnmesh.kv_cache.sharded import StepTensors
 from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.merge import GradAccumulator
-from attnmesh.ops.sparse.mask import Rows
-from attnmesh.ops.sparse.torch_indexer import Best
+from attnmesh.ops.sparse.arguments import RowBounds
+from attnmesh.ops.sparse.torch_backend import RunningTopK
 from attnmesh.parallel.decode.exchange import HeadExchange
-from attnmesh.parallel.sparse.row_share import RowShare
-from attnmesh.parallel.sparse.spread import Spread
-from attnmesh.parallel.sparse.visits import _FollowHome
-from attnmesh.verify import attention as verify
+from attnmesh.parallel.sparse.groups import RowSharding
+from attnmesh.parallel.sparse.keys import SequenceSharding, _RingGradReturn
+from attnmesh.verify import run as verify
 
 
 @pytest.fixture(autouse=True)
@@ -226,28 +225,28 @@ def without_counting_slots(valid):
     return faulty
 
 
-def the_last_of_equals(meet):
+def the_last_of_equals(update):
     """Of equal scores the highest key wins, as if keys came in descending order."""
-    return lambda self, some, scores, at: meet(self, some, scores.flip(1), at.flip(0))
+    return lambda self, some, scores, at: update(self, some, scores.flip(1), at.flip(0))
 
 
-def of_own_heads(over_heads):
-    return lambda self, part: self.mine(part)
+def of_own_heads(reduce_heads):
+    return lambda self, part: self.shard(part)
 
 
-def alone_at_home(home):
-    """What the others found for this rank's keys gets lost."""
-    return lambda self: home(self) and self._own
+def without_received_grads(collect):
+    """The gradients from other ranks are lost."""
+    return lambda self: collect(self) and self._own
 
 
 @pytest.mark.parametrize(
     ("place", "name", "fault", "modes", "wrong"),
     [
-        (Rows, "valid", without_counting_slots, ".*(no mask|strided)", r"sparse (?!top-k|dense).*strided"),
-        (Best, "meet", the_last_of_equals, "(top-k|loss)", r"sparse top-k"),
-        (RowShare, "over_heads", of_own_heads, ".* [TC]P2", r"(attention|distribution|loss) TP2"),
-        (_FollowHome, "home", alone_at_home, ".* CP2", r"(attention|loss) .*sharded"),
-        (Spread, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"),
+        (RowBounds, "valid", without_counting_slots, ".*(no mask|strided)", r"sparse (?!top-k|dense).*strided"),
+        (RunningTopK, "update", the_last_of_equals, "(top-k|loss)", r"sparse top-k"),
+        (RowSharding, "reduce_heads", of_own_heads, ".* [TC]P2", r"(attention|distribution|loss) TP2"),
+        (_RingGradReturn, "collect", without_received_grads, ".* CP2", r"(attention|loss) .*ring"),
+        (SequenceSharding, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"),
     ],
 )
 def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wrong, monkeypatch):

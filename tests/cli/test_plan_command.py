@@ -143,7 +143,7 @@ def test_heads_on_machines_go_by_time():
     assert ran.output.startswith(f"{found.choice.sharding} over 64 ranks\n")
     assert found.reason in words(ran.output)
     said = json.loads(run(*common, "--context", "2k", "--links", "pcie,ethernet", "--json").output)
-    slower = cluster("h200", near="pcie", far="ethernet")
+    slower = cluster("h200", intra_node="pcie", inter_node="ethernet")
     again = recommend_sharding(2, 64, 8, 64, 2048, head_dim=64, hidden=2880, cluster=slower)
     assert said["options"][0]["seconds"] == again.choice.seconds > found.choice.seconds
     ran = run(*common, "--hardware", "h200")

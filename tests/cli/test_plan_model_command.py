@@ -84,7 +84,7 @@ def test_machines_are_as_they_were_asked_for(what, tmp_path):
     assert slow["options"][0]["seconds"] >= plain["options"][0]["seconds"]
     file = tmp_path / "mine.toml"
     file.write_text('[device.h200]\nmemory_gb = 12\n[device.toy]\nsource = "made up"\nmemory_gb = 50\nlaunch_us = 1\n'
-                    'peak_tflops = 1\npeak_gbs = 1\nnear = "pcie"\nfar = "pcie"\nnode = 8\nrails = 1\n')  # fmt: skip
+                    'peak_tflops = 1\npeak_gbs = 1\nintra_node = "pcie"\ninter_node = "pcie"\nranks_per_node = 8\nrails = 1\n')  # fmt: skip
     assert as_json(what, *common, "--hardware-file", file)["device_memory"] == 12e9
     toy = as_json(what, *common, "--hardware-file", file, "--hardware", "Toy")
     assert toy["machines"] == "8 x toy, one node, pcie; the device's figures: made up"
@@ -230,7 +230,7 @@ def test_configs_that_say_too_little_or_nonsense_are_refused(what, text, said, t
         ("[device.h200]\nmemory_gbs = 3\n", "'memory_gbs'. Did you mean memory_gb"),
         ('[device.h200]\nmemory_gb = "much"\n', "memory_gb"),
         ("[device.h200\n", "mine.toml"),
-        ('[device.h200]\nnear = "string"\n', "unknown link in mine.toml: device.h200.near names 'string'"),
+        ('[device.h200]\nintra_node = "string"\n', "unknown link in mine.toml: device.h200.intra_node names 'string'"),
     ],
 )
 def test_hardware_files_with_mistakes_are_refused(what, text, said, tmp_path, monkeypatch):

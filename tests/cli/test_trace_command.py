@@ -10,10 +10,9 @@ from attnmesh import Causal, Comm, run_virtual
 from attnmesh.cli.main import app
 from attnmesh.cli.trace import LAYOUTS, Attending, traced
 from attnmesh.plan.allgather import head_groups
-from attnmesh.plan.load import loads
-from attnmesh.plan.programs import SCHEDULES
 from attnmesh.plan.ring import RingPlan, ring_plan
-from attnmesh.plan.shards import between_nodes, shards
+from attnmesh.plan.schedules import SCHEDULES, loads
+from attnmesh.plan.shards import node_shards, shards
 from attnmesh.plan.two_level import two_level_plan
 from attnmesh.plan.ulysses import head_share
 from attnmesh.plan.workload import Shape, Workload
@@ -62,7 +61,7 @@ def kernels(schedule: str, workload: Workload, rank: int, weight: float) -> int:
         plan = two_level_plan(workload.shards, workload.ranks_per_node, grad_weight=weight)
         return sum(working(plan.inner_ring(node, stage, weight), i) for stage in range(len(plan.outer_offsets)))
     share = head_share(workload.shape.q_heads, workload.shape.kv_heads, workload.ranks_per_node, i)
-    between = Workload(between_nodes(workload.shards, workload.ranks_per_node), workload.shape, 1)
+    between = Workload(node_shards(workload.shards, workload.ranks_per_node), workload.shape, 1)
     if schedule == "ulysses+allgather":
         return sum(len(head_groups(len(kv))) for _, kv in share.segments)
     return len(share.segments) * kernels("ring", between, node, weight)

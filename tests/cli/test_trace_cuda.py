@@ -11,8 +11,7 @@ from test_trace_command import asked, workload
 from attnmesh import run_virtual
 from attnmesh.cli.trace import Attending, traced
 from attnmesh.comm.process_group import InFlightMessage, record_on_stream
-from attnmesh.plan.load import loads
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, loads
 from attnmesh.trace.recorder import Recorder
 from helpers.processes import run_processes
 

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnmesh.plan.program import Kernels, Messages, Program, Round
-from attnmesh.planner.hardware import KINDS, Cluster, Curve, Device, Link
+from attnmesh.plan.program import KERNEL_KINDS, Kernels, Messages, Program, Round
+from attnmesh.planner.hardware import Cluster, Curve, Device, Link
 
 
 def device(flops: float = 1.0, nbytes: float = math.inf, launch: float = 0.0, **more) -> Device:
     """Return a device of so many operations per second, which moves bytes in no time unless `nbytes` is given."""
     of_bytes = {"copy", "relayout", "decode"}
-    rate = {kind: min(nbytes, 1e300) if kind in of_bytes else flops for kind in KINDS}
-    curves = tuple((kind, Curve(((rate[kind], 1.0),))) for kind in KINDS)
+    rate = {kind: min(nbytes, 1e300) if kind in of_bytes else flops for kind in KERNEL_KINDS}
+    curves = tuple((kind, Curve(((rate[kind], 1.0),))) for kind in KERNEL_KINDS)
     return Device("round", "made up", 1e9, launch, curves, **more)
 
 
@@ -22,9 +22,14 @@ def link(bandwidth: float = math.inf, latency: float = 0.0, message: float = 0.0
 
 
 def cluster(
-    flops: float = 1.0, near: float = math.inf, far: float = math.inf, *, launch: float = 0.0, node: int = 1
+    flops: float = 1.0,
+    intra_node: float = math.inf,
+    inter_node: float = math.inf,
+    *,
+    launch: float = 0.0,
+    ranks_per_node: int = 1,
 ) -> Cluster:
-    return Cluster(device(flops, launch=launch), link(near), link(far), node, node)
+    return Cluster(device(flops, launch=launch), link(intra_node), link(inter_node), ranks_per_node, ranks_per_node)
 
 
 def simulated_device(cores: int | None = None) -> Device:
@@ -34,11 +39,11 @@ def simulated_device(cores: int | None = None) -> Device:
 
 
 def simulated_cluster(
-    node: int = 8,
+    ranks_per_node: int = 8,
     rails: int = 8,
     *,
-    near: tuple[float, float] = (0.0, 100.0),
-    far: tuple[float, float] = (0.0, 10.0),
+    intra_node: tuple[float, float] = (0.0, 100.0),
+    inter_node: tuple[float, float] = (0.0, 10.0),
     message: float = 0.0,
     shared: bool = False,
     cores: int | None = None,
@@ -46,9 +51,9 @@ def simulated_cluster(
     """Return a cluster with links of (latency, bandwidth)."""
     return Cluster(
         simulated_device(cores),
-        Link("near", "made up", *near, message=message, shared=shared),
-        Link("far", "made up", *far, message=message),
-        node,
+        Link("near", "made up", *intra_node, message=message, shared=shared),
+        Link("far", "made up", *inter_node, message=message),
+        ranks_per_node,
         rails,
     )
 

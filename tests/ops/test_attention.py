@@ -427,7 +427,7 @@ def test_the_choice_can_be_asked_why():
     assert dict(choice.refusals)["triton"] == "its kernels take head_dim 16 to 256, not 8"
     assert str(choice).splitlines() == [
         f"aten: {choice.reason}",
-        "  triton refuses: its kernels take head_dim 16 to 256, not 8",
+        "  triton cannot: its kernels take head_dim 16 to 256, not 8",
     ]
     assert explain_attention(q, k, v, backend="reference").backend == "reference"
 
@@ -460,14 +460,14 @@ def test_a_backend_asked_for_by_name_serves_or_says_why_not(backend, dtype, head
 
 GOOD = dict(zip("qkv", random_inputs(6), strict=False))
 BAD = {
-    "heads that do not divide": ({"q": torch.zeros(2, 3, 6, 16)}, "2 kv heads must divide the 3 query heads"),
-    "more kv heads than heads": ({"q": torch.zeros(2, 1, 6, 16)}, "2 kv heads must divide the 1 query heads"),
-    "no heads": ({"q": torch.zeros(2, 0, 6, 16)}, "2 kv heads must divide the 0 query heads"),
-    "another dtype": ({"k": GOOD["k"].half()}, "one dtype, got torch.float32, torch.float16 and torch.float32"),
-    "another device": ({"v": GOOD["v"].to("meta")}, "one device, got cpu, cpu and meta"),
+    "heads that do not divide": ({"q": torch.zeros(2, 3, 6, 16)}, "got q_heads=3 and kv_heads=2"),
+    "more kv heads than heads": ({"q": torch.zeros(2, 1, 6, 16)}, "got q_heads=1 and kv_heads=2"),
+    "no heads": ({"q": torch.zeros(2, 0, 6, 16)}, "got q_heads=0 and kv_heads=2"),
+    "another dtype": ({"k": GOOD["k"].half()}, "the same dtype, got torch.float32, torch.float16 and torch.float32"),
+    "another device": ({"v": GOOD["v"].to("meta")}, "the same device, got cpu, cpu and meta"),
     "k and v of two lengths": ({"v": GOOD["v"][:, :, 1:]}, r"k and v .*\(2, 2, 6, 16\) and \(2, 2, 5, 16\)"),
-    "another batch": ({"q": GOOD["q"][:1]}, r"one batch and one head_dim, got \(1, 4, 6, 16\)"),
-    "another head_dim": ({"q": GOOD["q"][..., 1:]}, r"one batch and one head_dim, got \(2, 4, 6, 15\)"),
+    "another batch": ({"q": GOOD["q"][:1]}, r"batch size and head_dim, got \(1, 4, 6, 16\)"),
+    "another head_dim": ({"q": GOOD["q"][..., 1:]}, r"batch size and head_dim, got \(2, 4, 6, 15\)"),
     "no head_dim": ({name: x[..., :0] for name, x in GOOD.items()}, "head_dim must be at least 1, got 0"),
     "three dimensions": ({"k": GOOD["k"][0]}, r"k must be \[batch, heads, seq, head_dim\], got shape \(2, 6, 16\)"),
     "integers": ({"v": GOOD["v"].long()}, "v must be floating point, got torch.int64"),

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.ops.dense.triton_backward import backward, delta
-from attnmesh.ops.dense.triton_tiles import Tiles
+from attnmesh.ops.dense.triton_tiles import DenseTiles
 
 CUDA = torch.cuda.is_available()
 # The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small tiles, small shapes.
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA
-TILES = {"query_tiles": Tiles(16, 16, 4, 1), "key_tiles": Tiles(16, 16, 4, 1)}
+TILES = {"query_tiles": DenseTiles(16, 16, 4, 1), "key_tiles": DenseTiles(16, 16, 4, 1)}
 HEADS = {"mha": (2, 2), "gqa": (8, 2), "mqa": (3, 1)}
 SCALE = 0.2
 
@@ -109,7 +109,7 @@ def test_adds_all_gradients(device, visibility, heads, dtype):
 def test_any_lengths(device, q_len, kv_len):
     case = Case(device, torch.float32, "bounds", (1, 1), q_len, kv_len, head_dim=24)
     grads = case.buffers()
-    case.run(grads, query_tiles=Tiles(16, 32, 4, 1), key_tiles=Tiles(32, 16, 4, 1))
+    case.run(grads, query_tiles=DenseTiles(16, 32, 4, 1), key_tiles=DenseTiles(32, 16, 4, 1))
     check(case, grads, torch.float32)
 
 

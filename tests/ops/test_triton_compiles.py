@@ -127,7 +127,7 @@ def decode(storage, dtype, head_dim, value_dim, group, options):
     table = torch.zeros(2, 4, dtype=torch.int32) if paged else None
     q = torch.empty(2, group, how.pop("tokens", 1), head_dim, dtype=dtype)
     if how.pop("partial", False):  # one rank's part of a sequence that is spread
-        how |= {"sight": (torch.zeros(2, q.shape[2], dtype=torch.int32),) * 2, "out_dtype": torch.float32}
+        how |= {"key_range": (torch.zeros(2, q.shape[2], dtype=torch.int32),) * 2, "out_dtype": torch.float32}
     Triton().run(build_call(q, k, v, table, cur_pos=[5, 6], share_cache=False, **how))
 
 

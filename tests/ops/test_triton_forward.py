@@ -6,12 +6,12 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_forward import forward
-from attnmesh.ops.dense.triton_tiles import Tiles
+from attnmesh.ops.dense.triton_tiles import DenseTiles
 
 CUDA = torch.cuda.is_available()
 # The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small tiles, small shapes.
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA
-TILES = Tiles(rows=16, keys=16, warps=4, stages=1)
+TILES = DenseTiles(rows=16, keys=16, warps=4, stages=1)
 HEADS = {"mha": (2, 2), "gqa": (8, 2), "mqa": (3, 1)}
 
 

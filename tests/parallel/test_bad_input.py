@@ -55,15 +55,15 @@ def shape(*sizes: int) -> torch.Tensor:
 WRONG_ALONE = {
     "heads that do not divide": (
         {"q": shape(1, 3, 4, 16)},
-        r"2 kv heads must divide the 3 query heads \(on rank 1",
+        r"got q_heads=3 and kv_heads=2 \(on rank 1",
     ),
     "a short shard": ({n: shape(1, 2, 3, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 3"),
     "a long shard": ({n: shape(1, 2, 5, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 5"),
     "short queries": ({"q": shape(1, 2, 3, 16)}, "of 3 holds 4 of 12 positions, but its shard has 3"),
     "long keys": ({n: shape(1, 2, 5, 16) for n in "kv"}, "of 3 holds 4 of 12 keys, but its shard has 5"),
-    "k and v of two shapes": ({"v": shape(1, 2, 3, 16)}, "k and v must have one shape"),
-    "k of another dtype": ({"k": shape(1, 2, 4, 16).half()}, "q, k and v must have one dtype"),
-    "k on another device": ({"k": shape(1, 2, 4, 16).to("meta")}, "q, k and v must be on one device"),
+    "k and v of two shapes": ({"v": shape(1, 2, 3, 16)}, "k and v must have the same shape"),
+    "k of another dtype": ({"k": shape(1, 2, 4, 16).half()}, "q, k and v must have the same dtype"),
+    "k on another device": ({"k": shape(1, 2, 4, 16).to("meta")}, "q, k and v must be on the same device"),
     "three dimensions": ({"q": shape(2, 4, 16)}, r"q must be \[batch, heads, seq, head_dim\], got shape \(2, 4, 16\)"),
     "integers": ({"v": shape(1, 2, 4, 16).long()}, "v must be floating point, got torch.int64"),
     "no tensor": ({"q": None}, "q must be a tensor, got NoneType"),
@@ -330,7 +330,9 @@ def test_a_rank_that_goes_wrong_after_the_first_call_makes_all_raise():
         return "nothing was raised"
 
     messages = run_virtual(WORLD, program, timeout=30)
-    assert messages[GUILTY].startswith("ValueError: ContextParallel.attention: the 2 kv heads must divide the 3 query")
+    assert messages[GUILTY].startswith(
+        "ValueError: ContextParallel.attention: q_heads must be a multiple of kv_heads, got q_heads=3"
+    )
     for rank in (0, 2):
         assert messages[rank].startswith(("CommError", "ValueError"))
 
@@ -369,6 +371,8 @@ def one_wrong_process_later(comm: Comm) -> str:
 
 def test_a_process_that_goes_wrong_after_the_first_call_makes_all_raise():
     messages = run_processes(3, one_wrong_process_later)
-    assert messages[GUILTY].startswith("ValueError: ContextParallel.attention: the 2 kv heads must divide the 3 query")
+    assert messages[GUILTY].startswith(
+        "ValueError: ContextParallel.attention: q_heads must be a multiple of kv_heads, got q_heads=3"
+    )
     for rank in (0, 2):
         assert messages[rank].startswith(("CommError", "ValueError"))

@@ -29,7 +29,7 @@ from attnmesh.comm import SoloComm
 from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.parallel import operator
 from attnmesh.parallel.in_numbers import _FIELDS, from_numbers, in_numbers
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
 from helpers.cases import MASKS, make_mask
 from helpers.processes import run_processes

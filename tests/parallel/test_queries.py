@@ -18,7 +18,7 @@ from attnmesh.comm.base import Finished
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Call
-from attnmesh.ops.dense.triton_tiles import Tiles
+from attnmesh.ops.dense.triton_tiles import DenseTiles
 from attnmesh.ops.streams import StreamPair
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
 from attnmesh.plan.blocks import Kind, Patch
@@ -267,7 +267,7 @@ def test_tiles_of_any_size_serve_chunks_of_any_size(device, ring_size, tiles):
     dtype = (torch.float32, torch.float16)[ring_size % 2]  # the interpreter's bf16 product is wrong
     inputs = random_inputs(35, heads=(2, 1), batch=1, dtype=dtype, seed=ring_size)
     q, k, v, grad_out, grad_lse = (x.to(device) for x in inputs)
-    rows_keys = Tiles(*tiles, warps=4, stages=1)
+    rows_keys = DenseTiles(*tiles, warps=4, stages=1)
     found = [torch.zeros(shape, device=device) for shape in (q.shape, q.shape[:3], q.shape, k.shape, v.shape)]
     for ring_id in range(ring_size):
         patch = planned(35, ring_size, ring_id)
@@ -587,11 +587,11 @@ BAD_INPUT = {
         {"q": torch.ones(1, 2, 11, 16)},
         "q and k must hold the same positions, got 11",
     ),
-    "k and v of two shapes": ({"v": torch.ones(1, 2, 11, 16)}, "k and v must have one shape"),
-    "heads that do not divide": ({"q": torch.ones(1, 3, 12, 16)}, "2 kv heads must divide the 3 query heads"),
+    "k and v of two shapes": ({"v": torch.ones(1, 2, 11, 16)}, "k and v must have the same shape"),
+    "heads that do not divide": ({"q": torch.ones(1, 3, 12, 16)}, "got q_heads=3 and kv_heads=2"),
     "three dimensions": ({"q": torch.ones(2, 12, 16)}, r"q must be \[batch, heads, seq, head_dim\]"),
     "no tensor": ({"k": None}, "k must be a tensor, got NoneType"),
-    "k of another dtype": ({"k": torch.ones(1, 2, 12, 16).half()}, "q, k and v must have one dtype"),
+    "k of another dtype": ({"k": torch.ones(1, 2, 12, 16).half()}, "q, k and v must have the same dtype"),
     "scale NaN": ({"scale": float("nan")}, "scale must be a finite number, got nan"),
     "another place": ({"ring_id": 2}, "ring_id must be that of the group, 1, or left out, got 2"),
     "another ring": ({"ring_size": 4}, "ring_size must be that of the group, 3, or left out, got 4"),

@@ -29,12 +29,11 @@ from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.plan.load import loads
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, loads
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
-from attnmesh.planner.catalog import usual_cluster
+from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster
 from attnmesh.testing.attention import (
     NAMES,
@@ -598,7 +597,7 @@ def planned(
     positions = shards(mask, layout, q.shape[2], mesh[0], key_layout, k.shape[2])
     workload = Workload(positions, shape, mesh[1] or mesh[0], lse)
     ways = [loads(schedule, workload, backward=backward) for backward in (False, True)]
-    return [[(load.near, load.far) for load in ranks] for ranks in zip(*ways, strict=True)]
+    return [[(load.intra_node, load.inter_node) for load in ranks] for ranks in zip(*ways, strict=True)]
 
 
 @every_schedule
@@ -770,10 +769,10 @@ def test_an_all_gather_holds_the_keys_of_two_groups_of_heads_at_most():
 # Whichever is best.
 
 MACHINES = [
-    usual_cluster("cpu"),
-    clusters.cluster(flops=1e12, near=1e12, far=1e6),  # slow links between nodes
-    clusters.cluster(flops=1e6, near=1e15, far=1e15),  # work counts
-    clusters.cluster(flops=1e15, near=1e15, far=1e15, launch=1.0),  # calls count
+    default_cluster("cpu"),
+    clusters.cluster(flops=1e12, intra_node=1e12, inter_node=1e6),  # slow links between nodes
+    clusters.cluster(flops=1e6, intra_node=1e15, inter_node=1e15),  # work counts
+    clusters.cluster(flops=1e15, intra_node=1e15, inter_node=1e15, launch=1.0),  # calls count
 ]
 
 
@@ -795,7 +794,7 @@ def told_best(machine: Cluster, mesh: Mesh, mask: Mask, layout: Layout) -> str:
 @pytest.mark.parametrize("machine", MACHINES, ids=["cpu", "slow links between nodes", "work counts", "calls count"])
 @pytest.mark.parametrize("mesh", [(3, None), (4, 2)])
 def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(machine, mesh, monkeypatch):
-    monkeypatch.setattr("attnmesh.parallel.context.usual_cluster", lambda device: machine)
+    monkeypatch.setattr("attnmesh.planner.catalog.default_cluster", lambda device: machine)
     inputs, (world, ranks_per_node) = random_inputs(24, heads=(4, 2), head_dim=8), mesh
     for mask, layout in ((Causal(), Contiguous()), (Full(), Zigzag()), (SlidingWindow(3), Contiguous())):
         name = told_best(machine, mesh, mask, layout)
@@ -814,7 +813,7 @@ def test_auto_does_what_the_schedule_it_chose_does_to_the_last_bit_and_byte(mach
 def test_machines_differ_in_what_is_best(monkeypatch):
     best = set()
     for machine in MACHINES:
-        monkeypatch.setattr("attnmesh.parallel.context.usual_cluster", lambda device, machine=machine: machine)
+        monkeypatch.setattr("attnmesh.planner.catalog.default_cluster", lambda device, machine=machine: machine)
         best.add(told_best(machine, (4, 2), Causal(), Contiguous()))
     assert len(best) >= 3
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnmesh import Causal, Comm, CommError, ContextParallel, Contiguous, Documents, Full, Zigzag, run_virtual
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.attention import (
     assert_attention_close,
     forward_backward,

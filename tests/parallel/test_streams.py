@@ -137,7 +137,7 @@ def device(monkeypatch) -> Device:
             original(self, part, row)
 
         monkeypatch.setattr(kind, "add", add)
-    for name, function in (("_merged", accumulate._merged), ("_summed", accumulate._summed)):
+    for name, function in (("_merge_parts", accumulate._merge_parts), ("_sum_parts", accumulate._sum_parts)):
 
         def sum_up(total, parts, *rest, original=function):
             device.summed([part[0] if isinstance(part, tuple) else part for part, _ in parts])

@@ -7,7 +7,7 @@ import pytest
 
 from attnmesh.plan.decode import (
     COMBINES,
-    KVDP_COLLECTIVES,
+    KVDP_EXCHANGES,
     Copies,
     DecodeShape,
     DecodeSharding,
@@ -16,7 +16,7 @@ from attnmesh.plan.decode import (
     weight_copies,
 )
 from attnmesh.planner.auto import combine_seconds, pick_combine
-from attnmesh.planner.catalog import usual_cluster
+from attnmesh.planner.catalog import default_cluster
 from helpers.clusters import link
 
 T, D, HIDDEN = 2, 5, 24
@@ -67,7 +67,7 @@ class Step:
 
 
 @each_case
-@pytest.mark.parametrize("kvdp", KVDP_COLLECTIVES)
+@pytest.mark.parametrize("kvdp", KVDP_EXCHANGES)
 @pytest.mark.parametrize("replicate_q", [False, True])
 def test_bytes_are_those_of_the_pairs_that_travel(sharding, heads, batch, kvdp, replicate_q):
     shape = shape_of(heads, batch)
@@ -187,7 +187,7 @@ def test_queries_projected_by_all_cp_peers_cost_copies_of_their_weight():
 # Which combine.
 
 USUAL = DecodeShape(8, 1, 64, 8, head_dim=128, hidden=8192)
-GPU_LINK, CPU_LINK = (usual_cluster(device).near for device in ("cuda", "cpu"))
+GPU_LINK, CPU_LINK = (default_cluster(device).intra_node for device in ("cuda", "cpu"))
 SLOW_TO_START = link(latency=1e-6, message=1e-3, bandwidth=1e9)
 
 

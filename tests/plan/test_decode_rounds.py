@@ -26,7 +26,7 @@ CASES = [
     (DecodeSharding(1, 1, 5), (11, 1), 1),
 ]
 each_case = pytest.mark.parametrize(("sharding", "heads", "batch"), CASES, ids=str)
-FREE = cluster().near
+FREE = cluster().intra_node
 SLOW_TO_START = link(latency=1e-6, message=1e-3, bandwidth=1e9)
 
 
@@ -130,7 +130,7 @@ def test_a_rank_reads_its_own_heads_sequences_and_positions():
     sharding, layer = DecodeSharding(2, 2, 3), layer_of((14, 2), 4)
     kernels = layer.attention(sharding)
     positions = [22, 22, 21, 21, 21, 21] * 2
-    assert kernels.reads.tolist() == [2 * n * 20.0 for n in positions]
+    assert kernels.bytes_read.tolist() == [2 * n * 20.0 for n in positions]
     assert kernels.size.tolist() == [2 * n * 7 * 2 * 5 * 4.0 for n in positions]
 
 
@@ -140,10 +140,10 @@ def test_weights_are_divided_but_those_of_kv_heads_which_are_copied():
     for sharding, part in ((DecodeSharding(2), 0.5), (DecodeSharding(2, 3), 0.5), (DecodeSharding(1, 3), 1.0)):
         into, out, mlp = layer.projected(sharding), layer.projected_out(sharding), layer.mlp(sharding)
         ranks = sharding.ranks
-        assert into.reads.tolist() == [2 * (120 / ranks + 40 * part)] * ranks
+        assert into.bytes_read.tolist() == [2 * (120 / ranks + 40 * part)] * ranks
         assert into.size.tolist() == [2 * 6 * (120 / ranks + 40 * part)] * ranks  # 3 sequences, 2 tokens
-        assert out.reads.tolist() == [2 * 60 / ranks] * ranks
-        assert (mlp.reads.tolist(), mlp.size.tolist()) == ([300 / ranks] * ranks, [2 * 6 * 300 / ranks] * ranks)
+        assert out.bytes_read.tolist() == [2 * 60 / ranks] * ranks
+        assert (mlp.bytes_read.tolist(), mlp.size.tolist()) == ([300 / ranks] * ranks, [2 * 6 * 300 / ranks] * ranks)
 
 
 def test_small_kernels_are_launches_around_attention_and_exchanges():
@@ -154,7 +154,7 @@ def test_small_kernels_are_launches_around_attention_and_exchanges():
         (DecodeSharding(1, 1, 2), AROUND_ATTENTION + 2 * EXCHANGE + MERGE),
         (DecodeSharding(1, 2, 2), AROUND_ATTENTION + 4 * EXCHANGE + MERGE),
     ):
-        found = cost(decode_program(sharding, layer_of((8, 2), 4), machine.near), machine)
+        found = cost(decode_program(sharding, layer_of((8, 2), 4), machine.intra_node), machine)
         assert found.computed == launches + 1  # and attention
 
 
@@ -185,7 +185,7 @@ def test_kernels_take_what_was_measured_on_the_h200(context, batch):
     weights = Linear(divided=2880 * 4096, by_kv_head=2880 * 1024, out=2880 * 4096)
     layer = DecodeLayer(shape, cached=256.0, context=1024 * context, linear=weights)
     for way, measured in zip(WAYS, MEASURED[context, batch], strict=True):
-        computed = cost(decode_program(way, layer, h200.near), h200).computed
+        computed = cost(decode_program(way, layer, h200.intra_node), h200).computed
         assert computed == pytest.approx((measured - 5) * 1e-6, rel=0.2), way
 
 
@@ -195,7 +195,7 @@ def test_many_heads_that_share_a_narrow_cache_are_held_up_by_operations():
     seconds = {
         heads: cost(
             decode_program(
-                DecodeSharding(1), DecodeLayer(DecodeShape(8, 2, heads, 1, 576, 64), 1152.0, 1 << 20), h200.near
+                DecodeSharding(1), DecodeLayer(DecodeShape(8, 2, heads, 1, 576, 64), 1152.0, 1 << 20), h200.intra_node
             ),
             h200,
         ).seconds

@@ -36,8 +36,8 @@ def test_segments_hold_every_head_of_a_share_once_and_read_in_equal_groups():
                 group, rest = divmod(len(segment.q), len(segment.kv))
                 assert not rest
                 for at, head in enumerate(segment.q):
-                    reads = share.kv[segment.kv[at // group]]  # as a kernel reads it
-                    assert reads == share.q[head] // (q // kv), (q, kv, world, rank)
+                    bytes_read = share.kv[segment.kv[at // group]]  # as a kernel reads it
+                    assert bytes_read == share.q[head] // (q // kv), (q, kv, world, rank)
 
 
 def test_segments_are_as_few_as_can_be():

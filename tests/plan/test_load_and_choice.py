@@ -12,12 +12,12 @@ from test_ring_plan import EVEN, LONG, WIDE, every_mask
 from attnmesh import ContextParallel, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.load import Load, loads
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.program import Load
+from attnmesh.plan.schedules import SCHEDULES, loads, refusal
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload, refusal
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
-from attnmesh.planner.catalog import usual_cluster
+from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.cost import schedule_cost
 from attnmesh.planner.explain import Explanation
 from helpers.cases import allowed_pairs
@@ -77,11 +77,11 @@ def test_bytes_within_a_node_and_between_nodes_are_all_bytes():
             for name, ranks in everywhere(
                 case_of(mask, Zigzag(), 48, 6, ranks_per_node=ranks_per_node), backward=True
             ).items():
-                assert all(load.sent == load.near + load.far for load in ranks)
+                assert all(load.sent == load.intra_node + load.inter_node for load in ranks)
                 if ranks_per_node == 6:
-                    assert not any(load.far for load in ranks), name
+                    assert not any(load.inter_node for load in ranks), name
                 if ranks_per_node == 1:
-                    assert not any(load.near for load in ranks), name
+                    assert not any(load.intra_node for load in ranks), name
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 4), (4, 2), (3, 3)])
@@ -90,13 +90,13 @@ def test_rings_within_nodes_cross_the_links_between_nodes_less_often_than_one_ri
     world, rows = nodes * ranks_per_node, 8
     workload = case_of(Full(), Contiguous(), rows * world, world, ranks_per_node=ranks_per_node)
     flat, rings = (loads(name, workload, backward=False) for name in ("ring", "ring+ring"))
-    assert [load.far for load in rings] == [rows * (nodes - 1) * SHAPE.key_row] * world
+    assert [load.inter_node for load in rings] == [rows * (nodes - 1) * SHAPE.key_row] * world
     at_the_border = [
         rows * (world - 1) * SHAPE.key_row if (rank + 1) % ranks_per_node == 0 else 0 for rank in range(world)
     ]
     turned = [at_the_border[-rank - 1] for rank in range(world)]
-    assert [load.far for load in flat] in (at_the_border, turned)
-    assert max(load.far for load in flat) > max(load.far for load in rings)
+    assert [load.inter_node for load in flat] in (at_the_border, turned)
+    assert max(load.inter_node for load in flat) > max(load.inter_node for load in rings)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather"])
@@ -167,7 +167,7 @@ def test_shards_that_interleave_are_refused_where_a_node_takes_them_together():
 
 
 def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
-    for machine in (usual_cluster("cuda"), usual_cluster("cpu")):
+    for machine in (default_cluster("cuda"), default_cluster("cpu")):
         for mask in (Full(), Causal(), SlidingWindow(100)):
             workload = case_of(mask, Zigzag(), 4096, 8, ranks_per_node=4)
             choice = choose_schedule(workload, machine)
@@ -181,7 +181,7 @@ def test_the_choice_is_the_schedule_with_the_fewest_estimated_seconds():
 
 def test_where_links_cost_nothing_the_simplest_of_those_that_tie_is_chosen():
     choice = choose_schedule(case_of(Causal(), Zigzag(), 64, 4, ranks_per_node=2), FREE_TRAVEL)
-    assert choice.schedule == "ring" == SCHEDULES[0]
+    assert choice.schedule == "ring" == next(iter(SCHEDULES))
 
 
 def test_where_ranks_wait_for_the_one_with_the_most_keys_heads_are_divided():
@@ -190,13 +190,13 @@ def test_where_ranks_wait_for_the_one_with_the_most_keys_heads_are_divided():
 
 def test_a_short_window_is_not_paid_for_with_all_to_alls():
     workload = case_of(SlidingWindow(128), Contiguous(), 65536, 8, shape=USUAL)
-    choice = choose_schedule(workload, usual_cluster("cuda"))
+    choice = choose_schedule(workload, default_cluster("cuda"))
     assert choice.schedule in ("ring", "allgather")
     assert choice.seconds["ulysses"] > choice.seconds[choice.schedule]
 
 
 def test_slow_links_between_nodes_call_for_two_levels():
-    slow = cluster(flops=5e14, near=3e11, far=1e9)  # two nodes far apart
+    slow = cluster(flops=5e14, intra_node=3e11, inter_node=1e9)  # two nodes far apart
     for mask in (Full(), Causal()):
         choice = choose_schedule(case_of(mask, Zigzag(), 65536, 8, ranks_per_node=4, shape=USUAL), slow)
         assert choice.schedule in HYBRIDS
@@ -205,14 +205,14 @@ def test_slow_links_between_nodes_call_for_two_levels():
 
 
 def test_shards_of_many_runs_keep_rings_out_of_the_choice_and_it_says_so():
-    choice = choose_schedule(case_of(Causal(), Zigzag(3), 240, 4, ranks_per_node=2), usual_cluster("cuda"))
+    choice = choose_schedule(case_of(Causal(), Zigzag(3), 240, 4, ranks_per_node=2), default_cluster("cuda"))
     assert set(choice.refusals) == {"ring", "ulysses+ring", "ring+ring"}
     assert choice.refusals["ring"] == "shards of 6 runs would cut a ring's blocks small"
     assert set(choice.seconds) == {"allgather", "ulysses", "ulysses+allgather"}
 
 
 def test_what_cannot_serve_is_refused_and_never_chosen():
-    choice = choose_schedule(case_of(Causal(), Striped(), 64, 4), usual_cluster("cpu"))
+    choice = choose_schedule(case_of(Causal(), Striped(), 64, 4), default_cluster("cpu"))
     assert set(choice.refusals) == set(HYBRIDS)
     assert choice.schedule not in HYBRIDS
 
@@ -222,7 +222,7 @@ def test_what_cannot_serve_is_refused_and_never_chosen():
 @pytest.mark.timeout(30)
 def test_what_a_rank_pays_for_a_choice_over_131072_tokens_and_32_ranks_is_small(layout, mask):
     start = time.process_time()
-    choice = choose_schedule(case_of(mask, layout, LONG, WIDE, ranks_per_node=8, shape=USUAL), usual_cluster("cuda"))
+    choice = choose_schedule(case_of(mask, layout, LONG, WIDE, ranks_per_node=8, shape=USUAL), default_cluster("cuda"))
     seconds = time.process_time() - start
     assert choice.schedule in SCHEDULES
     assert seconds < 4
@@ -306,7 +306,7 @@ def test_the_text_has_a_line_for_every_rank_with_its_positions_work_and_bytes():
 def test_the_text_says_what_goes_between_nodes():
     told = explained(4, schedule="ring+ring", ranks_per_node=2, mask=Full())
     for rank, line in enumerate(str(told).splitlines()[2:6]):
-        assert f"({told.forward[rank].far / 1e6:.4g} between nodes)" in line
+        assert f"({told.forward[rank].inter_node / 1e6:.4g} between nodes)" in line
     assert "between nodes" not in str(explained(4, schedule="ring", mask=Full()))
 
 
@@ -331,7 +331,7 @@ def test_the_text_of_a_choice_ranks_the_others_and_says_why_some_cannot_serve():
 def test_auto_is_the_choice_by_cost_of_the_same_case(device):
     for world, ranks_per_node in ((4, None), (4, 2), (6, 3)):
         told = explained(world, ranks_per_node=ranks_per_node, length=4096, device=device)
-        assert told.cluster == usual_cluster(device)
+        assert told.cluster == default_cluster(device)
         assert told.choice == choose_schedule(told.workload, told.cluster)
         assert told.schedule == told.choice.schedule
 

@@ -11,7 +11,7 @@ from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.ring import RingPlan, ring_plan
-from attnmesh.plan.shards import Shards, between_nodes, shards
+from attnmesh.plan.shards import Shards, node_shards, shards
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
 from helpers.cases import allowed_pairs
 
@@ -223,7 +223,7 @@ def test_the_shards_of_a_node_together_are_its_positions_in_order_or_refused(lay
     for nodes, ranks_per_node in MESHES:
         for length in (0, 1, 5, 13, 30):
             problem = shards(Causal(), layout, length, nodes * ranks_per_node)
-            between = between_nodes(problem, ranks_per_node)
+            between = node_shards(problem, ranks_per_node)
             if between is None:
                 assert layout == Striped()
                 assert length > nodes * ranks_per_node

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnmesh.plan.program import KERNEL_KINDS
 from attnmesh.planner.catalog import catalog, load
 from attnmesh.planner.catalog_file import as_toml
-from attnmesh.planner.hardware import KINDS, Curve, Device, Link, Wiring
+from attnmesh.planner.hardware import Curve, Device, Link, Wiring
 
 NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 10\n'
 
@@ -57,7 +58,10 @@ NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 1
             NEW.replace("copy = 10\n", ""),
             r"device\.mine has no figures: give peak_tflops, peak_gbs or any of attention",
         ),
-        (NEW + 'near = "nvlink"', r"unknown link in .*mine\.toml: device\.mine\.near names 'nvlink'\. Did you mean"),
+        (
+            NEW + 'intra_node = "nvlink"',
+            r"unknown link in .*mine\.toml: device\.mine\.intra_node names 'nvlink'\. Did you mean",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, text, said):
@@ -94,12 +98,12 @@ def curves(draw):
 
 @st.composite
 def devices(draw):
-    kinds = draw(st.sets(st.sampled_from(KINDS), min_size=1))
+    kinds = draw(st.sets(st.sampled_from(KERNEL_KINDS), min_size=1))
     return Device(
         draw(new_names), draw(texts), draw(numbers), draw(numbers),
-        tuple((kind, draw(curves())) for kind in KINDS if kind in kinds),
+        tuple((kind, draw(curves())) for kind in KERNEL_KINDS if kind in kinds),
         cores=draw(st.none() | st.integers(1, 999)),
-        squares=tuple((kind, draw(curves())) for kind in ("attention", "attention backward") if draw(st.booleans())),
+        causal=tuple((kind, draw(curves())) for kind in ("attention", "attention backward") if draw(st.booleans())),
         round=draw(st.just(0.0) | numbers),
     )  # fmt: skip
 
@@ -107,10 +111,10 @@ def devices(draw):
 links = st.builds(Link, new_names, texts, latency=numbers, bandwidth=numbers, message=numbers, shared=st.booleans())
 
 
-@given(device=devices(), link=links, node=st.none() | st.integers(1, 99))
-def test_what_is_written_is_read_back(tmp_path_factory, device, link, node):
+@given(device=devices(), link=links, ranks_per_node=st.none() | st.integers(1, 99))
+def test_what_is_written_is_read_back(tmp_path_factory, device, link, ranks_per_node):
     path = tmp_path_factory.mktemp("written") / "mine.toml"
-    wiring = Wiring(near=link.name, far="pcie", node=node)
+    wiring = Wiring(intra_node=link.name, inter_node="pcie", ranks_per_node=ranks_per_node)
     path.write_text(as_toml(device, [link], wiring), encoding="utf-8", newline="")
     read = load(path)
     assert read.devices[device.name.lower()] == device

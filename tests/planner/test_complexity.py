@@ -19,10 +19,9 @@ import pytest
 
 from attnmesh.core.layouts import Contiguous, Layout, Zigzag
 from attnmesh.core.masks import Causal, Full, Mask
-from attnmesh.plan.load import loads
-from attnmesh.plan.memory import peak_bytes
-from attnmesh.plan.program import Bundle
-from attnmesh.plan.programs import groups_of_heads, program
+from attnmesh.plan.allgather import workload_head_groups
+from attnmesh.plan.program import MessageTotals
+from attnmesh.plan.schedules import loads, peak_bytes, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 
@@ -42,7 +41,7 @@ def exchanges(schedule: str, where: Workload) -> list:
     """The messages of every round in which something travels."""
     rounds = program(schedule, where, backward=False).rounds()
     found = [messages for part in rounds for messages in part.starts.values()]
-    return [m for m in found if (m.sends.any() if isinstance(m, Bundle) else len(m))]
+    return [m for m in found if (m.sends.any() if isinstance(m, MessageTotals) else len(m))]
 
 
 @pytest.mark.parametrize("n", MORE)
@@ -93,7 +92,7 @@ def test_an_all_gather_moves_as_much_in_a_round_for_each_group_of_heads(n):
     where = workload(n)
     assert [load.sent for load in loads("allgather", where, backward=False)] == [(n - 1) * ALL_KEYS // n] * n
     if n > 1:
-        assert len(exchanges("allgather", where)) == len(groups_of_heads(where, where.shards, SHAPE))
+        assert len(exchanges("allgather", where)) == len(workload_head_groups(where, where.shards, SHAPE))
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16, 64])

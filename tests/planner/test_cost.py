@@ -9,7 +9,7 @@ import pytest
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.plan.program import Kernels, Messages, Program, Round
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
@@ -30,10 +30,12 @@ def program(*rounds: Round, world: int = 2) -> Program:
     return Program("by hand", world, lambda: iter(rounds))
 
 
-def wired(near: float = inf, far: float = inf, *, node: int = 2, rails: int = 2, **shared) -> Cluster:
-    near_link = replace(link(near), name="near", shared=shared.get("near_shared", False))
-    far_link = replace(link(far), name="far", shared=shared.get("far_shared", False))
-    return Cluster(device(), near_link, far_link, node, rails)
+def wired(
+    intra_node: float = inf, inter_node: float = inf, *, ranks_per_node: int = 2, rails: int = 2, **shared
+) -> Cluster:
+    near_link = replace(link(intra_node), name="near", shared=shared.get("near_shared", False))
+    far_link = replace(link(inter_node), name="far", shared=shared.get("far_shared", False))
+    return Cluster(device(), near_link, far_link, ranks_per_node, rails)
 
 
 @pytest.mark.parametrize(
@@ -42,28 +44,28 @@ def wired(near: float = inf, far: float = inf, *, node: int = 2, rails: int = 2,
 )
 def test_a_round_takes_the_longer_of_computing_and_waiting(nbytes, seconds):
     rounds = (Round("one", sends((1, 0, nbytes)), work(6, 4), ("keys",)), Round("two", work=work(5, 1)))
-    found = cost(program(*rounds), wired(near=10))
+    found = cost(program(*rounds), wired(intra_node=10))
     assert (found.seconds, found.computed, found.rounds) == (seconds, 11, 2)
     assert found.exposed == pytest.approx(1 - 11 / seconds)
 
 
 def test_overlap_is_that_of_the_round_and_no_more():
     """The same work and bytes in other rounds: what has nothing beside it is not hidden."""
-    beside = program(Round("both", sends((1, 0, 100)), work(10, 10), ("keys",)))
+    overlapped = program(Round("both", sends((1, 0, 100)), work(10, 10), ("keys",)))
     after = program(Round("first", sends((1, 0, 100)), (), ("keys",)), Round("then", work=work(10, 10)))
-    assert [cost(one, wired(near=10)).seconds for one in (beside, after)] == [10, 20]
+    assert [cost(one, wired(intra_node=10)).seconds for one in (overlapped, after)] == [10, 20]
 
 
 def test_a_rank_waits_for_whoever_is_late():
     """Rank 1 can send only after it has computed for 30 seconds."""
     late = program(Round("one", work=work(1, 30)), Round("two", sends((1, 0, 10)), work(5, 0), ("keys",)))
-    assert cost(late, wired(near=10)).seconds == 31
+    assert cost(late, wired(intra_node=10)).seconds == 31
 
 
 def test_bytes_and_operations_are_those_of_the_rank_with_most():
     moves = sends((0, 1, 5), (0, 2, 7), (1, 0, 3), (2, 3, 50))
     found = cost(program(Round("all", moves, work(1, 2, 3, 4), ("keys",)), world=4), wired())
-    assert (found.flops, found.near, found.far) == (4, 50, 7)
+    assert (found.flops, found.intra_node, found.inter_node) == (4, 50, 7)
     assert found.sent == 57
 
 
@@ -79,11 +81,11 @@ def test_costs_add_up_and_the_longer_one_says_why():
 @pytest.mark.parametrize(
     ("found", "flops", "words"),
     [
-        (wired(near=10), 100, "computing"),
-        (wired(near=10), 95, "computing"),  # a twentieth of waiting is none
-        (wired(near=1), 60, "near within nodes"),
-        (wired(near=1), 10, "near within nodes"),
-        (wired(far=1, node=1, rails=1), 10, "far between nodes"),
+        (wired(intra_node=10), 100, "computing"),
+        (wired(intra_node=10), 95, "computing"),  # a twentieth of waiting is none
+        (wired(intra_node=1), 60, "near within nodes"),
+        (wired(intra_node=1), 10, "near within nodes"),
+        (wired(inter_node=1, ranks_per_node=1, rails=1), 10, "far between nodes"),
     ],
 )
 def test_the_bottleneck_is_what_most_of_the_time_goes_to(found, flops, words):
@@ -91,7 +93,7 @@ def test_the_bottleneck_is_what_most_of_the_time_goes_to(found, flops, words):
 
 
 def test_work_that_is_one_ranks_alone_makes_the_others_wait():
-    found = cost(program(Round("alone", sends((0, 1, 1)), work(100, 1), ("keys",)), world=2), wired(near=1))
+    found = cost(program(Round("alone", sends((0, 1, 1)), work(100, 1), ("keys",)), world=2), wired(intra_node=1))
     assert found.bottleneck == "computing"  # the rank in the middle of two is the mean of both
     lonely = Round("alone", work=work(100, 1, 1, 1))
     assert cost(program(lonely, world=4), wired()).bottleneck == "waiting for one another, then computing"
@@ -100,9 +102,9 @@ def test_work_that_is_one_ranks_alone_makes_the_others_wait():
 @pytest.mark.parametrize(
     ("found", "seconds"),
     [
-        (wired(far=10, node=2, rails=2), 10),
-        (wired(far=10, node=2, rails=1), 20),  # both ranks of a node through one port
-        (wired(far=10, node=2, rails=2, far_shared=True), 20),  # out and in share it
+        (wired(inter_node=10, ranks_per_node=2, rails=2), 10),
+        (wired(inter_node=10, ranks_per_node=2, rails=1), 20),  # both ranks of a node through one port
+        (wired(inter_node=10, ranks_per_node=2, rails=2, far_shared=True), 20),  # out and in share it
     ],
 )
 def test_ports_that_ranks_share_count_for_all_of_them(found, seconds):
@@ -129,13 +131,20 @@ def test_a_ring_of_two_is_what_its_two_rounds_are():
     workload, n = case_of(2, 2), 1024
     own, other = 4 * 64 * 8 * (2 * n * n + n), 4 * 64 * 8 * (2 * n * n)
     keys = 2 * 2 * n * 8 * 64 * 2
-    fast, slow = cluster(1e9, near=1e12, node=2), cluster(1e9, near=keys / 100.0, node=2)
+    fast, slow = (
+        cluster(1e9, intra_node=1e12, ranks_per_node=2),
+        cluster(1e9, intra_node=keys / 100.0, ranks_per_node=2),
+    )
     assert schedule_cost("ring", workload, fast, backward=False).seconds == pytest.approx((own + other) / 1e9, rel=1e-6)
     assert schedule_cost("ring", workload, slow, backward=False).seconds == pytest.approx(100 + other / 1e9, rel=1e-6)
 
 
 def test_a_choice_is_the_least_of_the_costs_there_and_back():
-    for found in (cluster(1e12, near=1e9, far=1e8), cluster(1e12, near=1e12, far=1e6), cluster(1e6)):
+    for found in (
+        cluster(1e12, intra_node=1e9, inter_node=1e8),
+        cluster(1e12, intra_node=1e12, inter_node=1e6),
+        cluster(1e6),
+    ):
         workload = case_of(4, 2)
         choice = choose_schedule(workload, found)
         assert set(choice.costs) | set(choice.refusals) == set(SCHEDULES)
@@ -149,7 +158,7 @@ def test_faster_links_never_cost_more():
     workload = case_of(8, 4)
     for name in SCHEDULES:
         seconds = [
-            schedule_cost(name, workload, cluster(1e12, near=rate, far=rate / 10), backward=False).seconds
+            schedule_cost(name, workload, cluster(1e12, intra_node=rate, inter_node=rate / 10), backward=False).seconds
             for rate in (1e8, 1e9, 1e10, 1e11)
         ]
         assert seconds == sorted(seconds, reverse=True), name

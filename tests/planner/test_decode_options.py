@@ -124,7 +124,7 @@ def test_a_step_is_all_layers_and_the_head():
     (layer, layers), *more = decode_layers(task, 1).items()
     assert (layers, more) == (32, [])
     ways = {option.name: option for option in decode_ranking(task).options}
-    one = cost(decode_program(DecodeSharding(4), layer, H200.near), H200)
+    one = cost(decode_program(DecodeSharding(4), layer, H200.intra_node), H200)
     assert ways["TP4"].parts["computing"] == pytest.approx(32 * one.computed)
     assert ways["TP4"].parts["exchanges"] == pytest.approx(32 * (one.seconds - one.computed))
     assert ways["TP4"].sent == 32 * one.sent
@@ -165,7 +165,9 @@ def test_more_devices_than_heads_have_nothing_to_do_and_it_says_so():
 
 
 @settings(max_examples=10, deadline=None)
-@given(factor=st.floats(1.0, 50.0), devices=st.sampled_from([4, 6, 16]), end=st.sampled_from(["near", "far"]))
+@given(
+    factor=st.floats(1.0, 50.0), devices=st.sampled_from([4, 6, 16]), end=st.sampled_from(["intra_node", "inter_node"])
+)
 def test_more_bandwidth_never_makes_the_best_slower(factor, devices, end):
     task = asked(devices=devices, batch=2)
     link = getattr(H200, end)

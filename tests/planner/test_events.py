@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from attnmesh.plan.program import Bundle, Kernels, Messages, Round
+from attnmesh.plan.program import Kernels, Messages, MessageTotals, Round
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slow
 from attnmesh.planner.simulator.rounds import run_waves
@@ -31,14 +31,14 @@ def test_transfer_hides_behind_work_or_work_behind_transfer(run, computes, takes
 
 @both
 def test_the_sender_is_free_before_the_message_is_there(run):
-    there = simulated_cluster(near=(3.0, 100.0))
+    there = simulated_cluster(intra_node=(3.0, 100.0))
     found = run(make_program(2, Round("a", send((0, 1, 500)), (), ("rows",))), there, Slow())
     assert found.finish.tolist() == [5.0, 8.0]
 
 
 @both
 def test_small_messages_take_their_latency(run):
-    there = simulated_cluster(near=(2.0, 1e9), far=(7.0, 1e9), node=2)
+    there = simulated_cluster(intra_node=(2.0, 1e9), inter_node=(7.0, 1e9), node=2)
     rounds = [Round(f"{s}", {f"{s}": Messages.of([(0, 1, 1), (1, 2, 1)])}, (), (f"{s}",)) for s in range(4)]
     found = run(make_program(3, *rounds), there, Slow())
     # Rank 2 has a message every 7 seconds. Rank 1 sends the last as soon as rank 2 has the one before, and asked rank 0
@@ -48,7 +48,7 @@ def test_small_messages_take_their_latency(run):
 
 @both
 def test_a_rank_starts_its_sends_one_after_another(run):
-    there = simulated_cluster(near=(0.0, 1e9), message=0.5)
+    there = simulated_cluster(intra_node=(0.0, 1e9), message=0.5)
     found = run(make_program(4, Round("a", send((0, 1, 1), (0, 2, 1), (0, 3, 1)), (), ("rows",))), there, Slow())
     assert found.finish == pytest.approx([1.0, 0.0, 0.5, 1.0], abs=1e-6)
 
@@ -63,7 +63,7 @@ def test_a_message_moves_when_both_ends_have_posted_it(run):
 
 @both
 def test_two_messages_on_a_rail_have_half_of_it(run):
-    there = simulated_cluster(node=2, rails=1)
+    there = simulated_cluster(ranks_per_node=2, rails=1)
     found = run(make_program(4, Round("a", send((0, 2, 50), (1, 3, 50)), (), ("rows",))), there, Slow())
     assert found.finish.tolist() == [10.0] * 4
     alone = run(make_program(4, Round("a", send((0, 2, 50)), (), ("rows",))), there, Slow())
@@ -71,14 +71,14 @@ def test_two_messages_on_a_rail_have_half_of_it(run):
 
 
 def test_what_is_left_on_a_rail_speeds_up():
-    there = simulated_cluster(node=2, rails=1)
+    there = simulated_cluster(ranks_per_node=2, rails=1)
     found = run_events(make_program(4, Round("a", send((0, 2, 100), (1, 3, 20)), (), ("rows",))), there, Slow())
     # 20 bytes each at 5 a second; then 80 at 10.
     assert found.finish.tolist() == [12.0, 4.0, 12.0, 4.0]
 
 
 def test_what_comes_later_onto_a_rail_slows_the_first_down():
-    there = simulated_cluster(node=2, rails=1)
+    there = simulated_cluster(ranks_per_node=2, rails=1)
     later = Round("later", {}, attention_kernels(0.0, 2.0, 0.0, 0.0), ())
     rounds = later, Round("a", send((0, 2, 50), (1, 3, 50)), (), ("rows",))
     found = run_events(make_program(4, *rounds), there, Slow())
@@ -131,7 +131,7 @@ def test_four_ranks_on_two_cores(run):
     four = make_program(4, Round("a", {}, attention_kernels(2.0, 2.0, 2.0, 2.0)))
     assert run(four, simulated_cluster(cores=2), Slow()).finish.tolist() == [4.0] * 4
     assert run(four, simulated_cluster(cores=4), Slow()).finish.tolist() == [2.0] * 4
-    assert run(four, simulated_cluster(cores=2, node=2), Slow()).finish.tolist() == [2.0] * 4
+    assert run(four, simulated_cluster(cores=2, ranks_per_node=2), Slow()).finish.tolist() == [2.0] * 4
     uneven = make_program(4, Round("a", {}, attention_kernels(0.0, 1.0, 2.0, 4.0)))
     # 1, 2 and 3 at two thirds of a core until 1.5, then each has one.
     assert run(uneven, simulated_cluster(cores=2), Slow()).finish == pytest.approx([0.0, 1.5, 2.5, 4.5])
@@ -174,7 +174,7 @@ def test_exchanges_of_earlier_rounds_can_be_waited_for(run):
 def test_what_nobody_waits_for_is_finished_at_the_end(run):
     found = run(
         make_program(3, Round("a", send((0, 1, 500)), attention_kernels(1.0, 1.0, 2.0))),
-        simulated_cluster(near=(1.0, 100.0)),
+        simulated_cluster(intra_node=(1.0, 100.0)),
         Slow(),
     )
     assert found.finish.tolist() == [5.0, 6.0, 2.0]
@@ -186,7 +186,7 @@ def test_spans_tell_what_a_watched_rank_did(run):
     kernels = (*attention_kernels(1.0, 2.0), Kernels("copy", np.array([0.5, 0.0]), np.ones(2)))
     found = run(
         make_program(2, Round("a", send((0, 1, 500)), kernels, ("rows",))),
-        simulated_cluster(near=(1.0, 100.0)),
+        simulated_cluster(intra_node=(1.0, 100.0)),
         Slow(),
         keep=[0, 1],
     )
@@ -223,6 +223,6 @@ def test_programs_that_make_no_sense_are_refused(run):
 
 def test_bundles_are_refused_event_by_event():
     nothing = np.zeros(2, dtype=np.int64)
-    bundle = Bundle(nothing, nothing, nothing, nothing, nothing, nothing)
+    bundle = MessageTotals(nothing, nothing, nothing, nothing, nothing, nothing)
     with pytest.raises(ValueError, match="'rows' is a bundle"):
         run_events(make_program(2, Round("a", {"rows": bundle})), simulated_cluster(), Slow())

@@ -54,11 +54,13 @@ def test_what_is_there_comes_before_a_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
+    ("name", "closest"),
     [("llama-3.1-7b", "llama-3.1-70b"), ("gptoss-120b", "gpt-oss-120b"), ("qwen/Qwen3-9B", "qwen3-8b")],
 )
-def test_an_unknown_model_is_told_the_nearest(name, near):
-    with pytest.raises(ValueError, match=rf"unknown model .*'{name}'\. Did you mean .*{near}.*\? Known: deepseek-r1, "):
+def test_an_unknown_model_is_told_the_nearest(name, closest):
+    with pytest.raises(
+        ValueError, match=rf"unknown model .*'{name}'\. Did you mean .*{closest}.*\? Known: deepseek-r1, "
+    ):
         model(name)
 
 

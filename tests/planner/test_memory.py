@@ -10,8 +10,8 @@ import torch
 
 from attnmesh import Causal, Comm, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag
 from attnmesh.comm.base import Finished, Pending
-from attnmesh.plan import memory, programs
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan import schedules, vectorized
+from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.testing.attention import random_inputs
@@ -69,7 +69,7 @@ def test_peaks_are_those_of_real_ranks(schedule, sizes, mask, layout):
         if ranks_per_node and (world < 4 or world % ranks_per_node):
             continue
         workload = Workload(shards(mask, layout, rows * world, world), SHAPE, ranks_per_node or world, device="cpu")
-        predicted = [memory.peak_bytes(schedule, workload, backward=backward) for backward in (False, True)]
+        predicted = [schedules.peak_bytes(schedule, workload, backward=backward) for backward in (False, True)]
         for rank in {0, world // 2} if sizes is MANY else {world // 2}:
             cp = ContextParallel(
                 Alone(rank, world, 10), layout=layout, schedule=schedule, ranks_per_node=ranks_per_node
@@ -85,7 +85,9 @@ def test_rings_take_no_more_on_more_ranks(schedule, backward):
     """Hundreds of ranks with as many rows each hold what a few do."""
     for mask, layout in ((Full(), Contiguous()), (Causal(), Zigzag()), (SlidingWindow(300), Contiguous())):
         few, many = (
-            memory.peak_bytes(schedule, Workload(shards(mask, layout, 512 * world, world), HALF, 4), backward=backward)
+            schedules.peak_bytes(
+                schedule, Workload(shards(mask, layout, 512 * world, world), HALF, 4), backward=backward
+            )
             for world in (32, 256)
         )
         assert many.max() <= 1.01 * few.max()
@@ -96,17 +98,17 @@ def test_rings_take_no_more_on_more_ranks(schedule, backward):
 def test_arrays_say_what_patches_say(schedule, backward, monkeypatch):
     for mask, layout in ((Full(), Contiguous()), (Causal(), Zigzag()), (Causal(), Contiguous())):
         workload = Workload(shards(mask, layout, 48 * 8, 8), HALF, 4)
-        monkeypatch.setattr(programs, "MOST_BY_PATCH", 64)
-        patches = memory.peak_bytes(schedule, workload, backward=backward)
-        monkeypatch.setattr(programs, "MOST_BY_PATCH", 0)
-        arrays = memory.peak_bytes(schedule, workload, backward=backward)
+        monkeypatch.setattr(vectorized, "MAX_PLANNED_RANKS", 64)
+        patches = schedules.peak_bytes(schedule, workload, backward=backward)
+        monkeypatch.setattr(vectorized, "MAX_PLANNED_RANKS", 0)
+        arrays = schedules.peak_bytes(schedule, workload, backward=backward)
         np.testing.assert_allclose(arrays, patches, rtol=0.2)
 
 
 def test_an_all_gather_takes_more_the_longer_the_sequence_and_ulysses_what_its_share_takes():
     def peak(schedule, world, backward=False):
         workload = Workload(shards(Full(), Contiguous(), 512 * world, world), HALF, world)
-        return int(memory.peak_bytes(schedule, workload, backward=backward).max())
+        return int(schedules.peak_bytes(schedule, workload, backward=backward).max())
 
     assert peak("allgather", 32) > 1.8 * peak("allgather", 16)
     assert peak("ulysses", 8) == peak("ulysses", 4)

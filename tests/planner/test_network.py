@@ -14,7 +14,7 @@ def ports(network: Network, source: int, target: int) -> tuple[int, int]:
 
 
 def test_every_rank_has_ports_of_its_own_within_a_node():
-    network = Network(simulated_cluster(node=4, rails=2), 8, Slow())
+    network = Network(simulated_cluster(ranks_per_node=4, rails=2), 8, Slow())
     assert ports(network, 0, 1)[0] == ports(network, 0, 2)[0] != ports(network, 1, 2)[0]
     assert ports(network, 0, 2)[1] == ports(network, 1, 2)[1] != ports(network, 1, 3)[1]
     assert not {ports(network, s, 3)[0] for s in range(3)} & {ports(network, 3, t)[1] for t in range(3)}
@@ -22,21 +22,21 @@ def test_every_rank_has_ports_of_its_own_within_a_node():
 
 
 def test_ranks_share_rails_between_nodes():
-    network = Network(simulated_cluster(node=4, rails=2), 8, Slow())
+    network = Network(simulated_cluster(ranks_per_node=4, rails=2), 8, Slow())
     assert ports(network, 0, 4)[0] == ports(network, 2, 5)[0] != ports(network, 1, 4)[0]
     assert ports(network, 0, 4)[1] == ports(network, 1, 6)[1] != ports(network, 1, 5)[1]
     assert [network.bandwidth[port] for port in ports(network, 0, 4)] == [10.0, 10.0]
 
 
 def test_one_port_of_a_node_is_taken_once():
-    network = Network(simulated_cluster(node=2, rails=1, shared=True), 4, Slow())
+    network = Network(simulated_cluster(ranks_per_node=2, rails=1, shared=True), 4, Slow())
     assert ports(network, 0, 1) == (ports(network, 1, 0)[0], network.none)
     assert ports(network, 2, 3)[0] != ports(network, 0, 1)[0]
     assert np.isinf(network.bandwidth[network.none])
 
 
 def test_a_slow_link_slows_the_ports_that_the_rank_uses():
-    network = Network(simulated_cluster(node=4, rails=2), 8, Slow(links={1: 4.0, 3: 2.0}))
+    network = Network(simulated_cluster(ranks_per_node=4, rails=2), 8, Slow(links={1: 4.0, 3: 2.0}))
     assert [network.bandwidth[port] for port in ports(network, 1, 3)] == [25.0, 50.0]
     assert [network.bandwidth[port] for port in ports(network, 0, 2)] == [100.0, 100.0]
     assert [network.bandwidth[port] for port in ports(network, 3, 7)] == [2.5, 10.0]  # the rail is rank 1's too

@@ -38,7 +38,7 @@ def test_every_division_uses_all_devices_and_divides_heads_and_sequences(devices
     for dp, tp, cp in ((one.dp, one.tp, one.cp) for one in found):
         assert prod((dp, tp, cp)) == devices
         assert batch % dp == 0
-        assert H200.node % tp == 0  # TP stays within a node
+        assert H200.ranks_per_node % tp == 0  # TP stays within a node
         assert model(name).q_heads % tp == 0
 
 
@@ -138,7 +138,9 @@ def test_what_does_not_fit_is_never_the_best():
 
 
 @settings(max_examples=10, deadline=None)
-@given(factor=st.floats(1.0, 50.0), devices=st.sampled_from([4, 6, 16]), end=st.sampled_from(["near", "far"]))
+@given(
+    factor=st.floats(1.0, 50.0), devices=st.sampled_from([4, 6, 16]), end=st.sampled_from(["intra_node", "inter_node"])
+)
 def test_more_bandwidth_never_makes_the_best_slower(factor, devices, end):
     task = asked(devices=devices, context=8 * K)
     link = getattr(H200, end)
@@ -153,7 +155,7 @@ def test_two_levels_are_ranked_only_where_there_are_two():
 
 
 def test_more_cp_ranks_than_are_costed_are_refused_and_say_so():
-    found = prefill_ranking(asked(devices=2048, context=1 * K, on=replace(H200, node=1, rails=1)))
+    found = prefill_ranking(asked(devices=2048, context=1 * K, on=replace(H200, ranks_per_node=1, rails=1)))
     assert found.refused == {"CP2048": "more than 1024 CP ranks are left to `attnmesh simulate`"}
     assert found.options == ()
 
@@ -187,7 +189,7 @@ def test_fewer_ports_never_make_a_way_faster():
 
 def test_replicas_that_lie_across_nodes_pay_for_it():
     """12 devices of nodes of 8: the second replica of 6 has 2 in the first node and 4 in the other."""
-    slow = replace(H200, far=replace(H200.far, bandwidth=1e9))
+    slow = replace(H200, inter_node=replace(H200.inter_node, bandwidth=1e9))
     ways = {option.name: option.seconds for option in prefill_ranking(asked(devices=12, batch=2, on=slow)).options}
     one_node = prefill_ranking(asked(devices=6, on=slow)).options
     alone = {option.name: option.seconds for option in one_node}

@@ -114,7 +114,7 @@ def test_with_machines_the_choice_is_the_fastest_of_the_same_ways():
         shape = DecodeShape(batch, 1, 64, 8, 64, 2880)
         for option in options:
             layer = DecodeLayer(shape, cached=2 * 64 * 2, context=context)
-            assert option.seconds == cost(decode_program(option.sharding, layer, H200.near), H200).seconds
+            assert option.seconds == cost(decode_program(option.sharding, layer, H200.intra_node), H200).seconds
         by_name = {str(option.sharding): option for option in (plain.choice, *plain.alternatives)}
         for option in options:  # everything else is as it was
             same = by_name[str(option.sharding)]

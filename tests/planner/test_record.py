@@ -7,8 +7,8 @@ import pytest
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Full
-from attnmesh.plan.program import Bundle, Kernels, Messages, Round
-from attnmesh.plan.programs import program as schedule_program
+from attnmesh.plan.program import Kernels, Messages, MessageTotals, Round
+from attnmesh.plan.schedules import program as schedule_program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster, Curve
@@ -19,7 +19,7 @@ from attnmesh.planner.simulator.rounds import run_waves
 from helpers.clusters import attention_kernels, make_program, simulated_cluster, simulated_device
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=4, sum_itemsize=4)
-SLOW_SQUARES = replace(simulated_device(), squares=(("attention", Curve(((1.0, 3.0),))),))
+SLOW_SQUARES = replace(simulated_device(), causal=(("attention", Curve(((1.0, 3.0),))),))
 
 
 def floats(*values: float) -> np.ndarray:
@@ -27,16 +27,16 @@ def floats(*values: float) -> np.ndarray:
 
 
 def test_squares_run_at_their_own_pace_and_the_rest_at_the_usual_one():
-    kernels = Kernels("attention", floats(10, 10, 4), floats(4, 4, 1), squares=(floats(0, 4, 4), floats(0, 2, 1)))
+    kernels = Kernels("attention", floats(10, 10, 4), floats(4, 4, 1), causal=(floats(0, 4, 4), floats(0, 2, 1)))
     assert kernels.seconds(SLOW_SQUARES) == pytest.approx([10, 6 + 3 * 4, 3 * 4])
     assert kernels.seconds(simulated_device()) == pytest.approx([10, 10, 4])  # no pace of their own
-    assert replace(kernels, squares=None).seconds(SLOW_SQUARES) == pytest.approx([10, 10, 4])  # nobody looked
+    assert replace(kernels, causal=None).seconds(SLOW_SQUARES) == pytest.approx([10, 10, 4])  # nobody looked
 
 
 def test_squares_shrink_with_their_kernels():
-    kernels = Kernels("attention", floats(8), floats(4), squares=(floats(2), floats(2))).times(0.5)
+    kernels = Kernels("attention", floats(8), floats(4), causal=(floats(2), floats(2))).times(0.5)
     assert (kernels.size, kernels.calls) == (4, 4)
-    assert kernels.squares == (1, 2)
+    assert kernels.causal == (1, 2)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -51,8 +51,8 @@ def test_squares_of_schedules_are_on_the_diagonal(schedule, backward):
             for part in round_.work
             if part.kind.startswith("attention")
         ]
-        found = sum(part.squares[0].sum() for part in kernels)
-        calls = sum(part.squares[1].sum() for part in kernels)
+        found = sum(part.causal[0].sum() for part in kernels)
+        calls = sum(part.causal[1].sum() for part in kernels)
         if mask == Full():
             assert found == calls == 0
             continue
@@ -63,11 +63,11 @@ def test_squares_of_schedules_are_on_the_diagonal(schedule, backward):
             side = length // world
             assert (found, calls) == (products * world * side * (side + 1) // 2, world)
         assert 0 < found <= products * length * (length + 1) // 2
-        assert all(np.all(part.squares[0] <= part.size) and np.all(part.squares[1] <= part.calls) for part in kernels)
+        assert all(np.all(part.causal[0] <= part.size) and np.all(part.causal[1] <= part.calls) for part in kernels)
 
 
 def on_cores(round_seconds: float) -> Cluster:
-    plain = simulated_cluster(near=(0.0, 100.0), message=0.5, shared=True, cores=8)
+    plain = simulated_cluster(intra_node=(0.0, 100.0), message=0.5, shared=True, cores=8)
     return replace(plain, device=replace(plain.device, round=round_seconds))
 
 
@@ -75,7 +75,7 @@ def test_messages_take_time_of_cores_at_both_ends():
     exchange = Messages.of([(0, 1, 100), (0, 2, 200), (1, 2, 100)])
     found = beside_kernels(Round("a", {"rows": exchange}), np.zeros(3), on_cores(0.0))
     assert found.tolist() == [3 + 2 * 0.5, 2 + 0.5, 3]
-    sums = Bundle(*(np.array(column) for column in ([0, 0], [100, 0], [0, 100], [0, 0], [0, 0], [1, 0])))
+    sums = MessageTotals(*(np.array(column) for column in ([0, 0], [100, 0], [0, 100], [0, 0], [0, 0], [1, 0])))
     assert beside_kernels(Round("a", {"rows": sums}), np.zeros(2), on_cores(0.0)).tolist() == [1.5, 1.0]
 
 

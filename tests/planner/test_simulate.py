@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from attnmesh.plan.program import Bundle, Program, Round
+from attnmesh.plan.program import MessageTotals, Program, Round
 from attnmesh.planner.simulator.network import Slow
 from attnmesh.planner.simulator.simulate import FEW_MESSAGES, simulate
 from helpers.clusters import (
@@ -15,7 +15,7 @@ from helpers.clusters import (
     simulated_cluster,
 )
 
-WIRED = simulated_cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)
+WIRED = simulated_cluster(8, 8, intra_node=(1e-6, 4e11), inter_node=(5e-6, 5e10), message=5e-7)
 
 
 def test_what_comes_back():
@@ -55,7 +55,9 @@ def test_no_messages_but_many_rounds_are_not():
 
 def test_bundles_go_a_round_at_a_time():
     some, nothing = np.array([100, 100]), np.zeros(2, dtype=np.int64)
-    bundle = make_program(2, Round("a", {"rows": Bundle(nothing, some, some, nothing, nothing, some)}, (), ("rows",)))
+    bundle = make_program(
+        2, Round("a", {"rows": MessageTotals(nothing, some, some, nothing, nothing, some)}, (), ("rows",))
+    )
     assert "the messages of 'rows' are known as sums by rank only" in simulate(bundle, simulated_cluster()).method
     with pytest.raises(ValueError, match="'rows' is a bundle"):
         simulate(bundle, simulated_cluster(), exact=True)

@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.load import loads
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, loads, refusal, steps
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload, refusal
-from attnmesh.planner.catalog import usual_cluster
+from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.catalog import default_cluster
 from attnmesh.report import make_report
 from attnmesh.report.data import RankGroups, default_node, hardware_name, in_words
 from attnmesh.report.drawing import bands, drawing_data, pair_counts, visible_pairs
-from attnmesh.report.steps import steps
 from attnmesh.trace.timeline import Span
 from helpers.cases import allowed_pairs
 
@@ -51,13 +49,13 @@ def test_every_visible_pair_of_every_head_is_computed_by_one_rank_at_one_step(la
         workload = Workload(shards(mask, layout, length, world), SHAPE, ranks_per_node)
         for name in served(workload):
             counts = torch.zeros(SHAPE.q_heads, length, length, dtype=torch.long)
-            for visit in steps(name, workload).visits:
-                rows, keys = positions(workload, visit.queries), positions(workload, visit.keys)
+            for tile in (tile for step in steps(name, workload) for tile in step.tiles):
+                rows, keys = positions(workload, tile.queries), positions(workload, tile.keys)
                 at = torch.zeros(length, length, dtype=torch.long)
                 at[rows[:, None], keys] = 1
                 at *= seen(mask, length)
-                assert int(at.sum()) == visit.pairs, (name, mask)
-                counts[visit.heads.start : visit.heads.stop] += at
+                assert int(at.sum()) == tile.pairs, (name, mask)
+                counts[tile.heads.start : tile.heads.stop] += at
             assert torch.equal(counts, seen(mask, length).long().expand_as(counts)), (name, mask)
 
 
@@ -71,24 +69,25 @@ def test_messages_and_work_of_all_steps_are_those_of_the_plan(layout, shape):
         workload = Workload(shards(mask, layout, 34, world), shape, ranks_per_node)
         for name in served(workload):
             found = steps(name, workload)
+            messages, tiles = ([x for step in found for x in getattr(step, part)] for part in ("messages", "tiles"))
             for rank, load in enumerate(loads(name, workload, backward=False)):
-                sent = [m for m in found.messages if m.source == rank]
+                sent = [m for m in messages if m.source == rank]
                 node = rank // ranks_per_node
                 assert sum(m.nbytes for m in sent) == load.sent, (name, rank)
-                assert sum(m.nbytes for m in sent if m.target // ranks_per_node != node) == load.far, (name, rank)
-                pairs = sum(v.pairs * len(v.heads) for v in found.visits if v.rank == rank)
+                assert sum(m.nbytes for m in sent if m.target // ranks_per_node != node) == load.inter_node, (name, rank)
+                pairs = sum(tile.pairs * len(tile.heads) for tile in tiles if tile.rank == rank)
                 assert 4 * pairs * shape.batch * shape.head_dim == load.flops, (name, rank)
-            assert {v.step for v in found.visits} | {m.step for m in found.messages} <= set(range(len(found.names)))
-            assert not any(m.source == m.target for m in found.messages)
+            assert not any(m.source == m.target or not m.nbytes for m in messages)
 
 
 def test_what_a_rank_computes_on_is_there_in_time():
     """Under a ring, keys come to a rank in the step before it computes on them."""
     workload = Workload(shards(Causal(), Zigzag(), 64, 8), SHAPE, 8)
     found = steps("ring", workload)
-    for visit in found.visits:
-        arrived = [m for m in found.messages if (m.target, m.step) == (visit.rank, visit.step - 1)]
-        assert visit.keys == visit.queries if visit.step == 0 else len(arrived) == 1
+    for at, step in enumerate(found):
+        for tile in step.tiles:
+            arrived = [m for m in found[at - 1].messages if m.target == tile.rank]
+            assert tile.keys == tile.queries if at == 0 else len(arrived) == 1
 
 
 @settings(max_examples=12, deadline=None)
@@ -182,10 +181,10 @@ def test_a_grouped_report_draws_the_first_rank_of_every_node():
 
 
 def test_estimates_name_device_and_links():
-    assert hardware_name(usual_cluster("cuda"), nodes=1) == "h200, nvlink4 (450 GB/s)"
+    assert hardware_name(default_cluster("cuda"), nodes=1) == "h200, nvlink4 (450 GB/s)"
     report = make_report(Causal(), Zigzag(), 64, 4, SHAPE, ranks_per_node=2)
     assert report.hardware == "h200, nvlink4 (450 GB/s) within a node, infiniband (50 GB/s) between nodes"
-    assert all(report.hardware in each["timeline"]["name"] for each in drawing_data(report)["schedules"])
+    assert all(report.hardware == each["timeline"]["hardware"] for each in drawing_data(report)["schedules"])
     on_cpu = make_report(Causal(), Zigzag(), 64, 2, SHAPE, device="cpu")
     assert on_cpu.hardware.startswith("cpu, loopback (")
 

@@ -14,7 +14,7 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.program import Program
-from attnmesh.plan.programs import program
+from attnmesh.plan.schedules import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster
@@ -42,7 +42,7 @@ class Run:
 
     def simulated(self, world: int, cluster: Cluster) -> list[Simulated]:
         """The forward, and the backward after it, on one node of `world` ranks."""
-        return [simulate(whole, cluster.with_node(world)) for whole in self.programs(world)]
+        return [simulate(whole, cluster.with_ranks_per_node(world)) for whole in self.programs(world)]
 
 
 def runs_of(lengths: Sequence[int], schedules: Sequence[str] = SCHEDULES) -> list[Run]:

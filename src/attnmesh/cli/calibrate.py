@@ -38,7 +38,9 @@ def calibrate(device: str, name: str = "this-machine", *, quick: bool = False) -
         source += "; quickly"
     if device == "cpu":
         cpu, link = measure_cpu(name, source, quick=quick)
-        return as_toml(cpu, [link], Wiring(near=link.name, far="ethernet", node=cpu.cores, rails=1))
+        return as_toml(
+            cpu, [link], Wiring(intra_node=link.name, inter_node="ethernet", ranks_per_node=cpu.cores, rails=1)
+        )
     gpu, between = measure_cuda(name, source, quick=quick)
     return as_toml(gpu, [between] if between else [], _wiring(report.machine(device)["processor"], between))
 
@@ -49,4 +51,4 @@ def _wiring(processor: str, between: Link | None) -> Wiring:
     for name, wiring in catalog().wirings.items():
         if name != "cpu" and name in processor.lower():
             usual = wiring
-    return usual if between is None else Wiring(between.name, usual.far, usual.node, usual.rails)
+    return usual if between is None else Wiring(between.name, usual.inter_node, usual.ranks_per_node, usual.rails)

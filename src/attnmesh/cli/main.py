@@ -26,7 +26,7 @@ from attnmesh.comm import Comm, launch, run_virtual
 from attnmesh.integrations.problem import ModelError
 from attnmesh.plan.workload import Shape
 from attnmesh.report import command as report_command
-from attnmesh.verify import attention as verify
+from attnmesh.verify import run as verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
 app.add_typer(plan_app, name="plan")

@@ -17,9 +17,8 @@ from attnmesh.comm import Comm, recording
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import check_served
 from attnmesh.trace.overlap import match_messages, summarize_overlap
 from attnmesh.trace.recorder import Recorder
 from attnmesh.trace.timeline import Span, write_trace
@@ -61,7 +60,7 @@ class Attending:
             raise ValueError(f"out must be a file, and {self.out} is a folder")
         if self.schedule != "auto":
             places = shards(Causal(), LAYOUTS[self.layout], self.length, ranks)
-            check_served(self.schedule, places, ranks if self.ranks_per_node is None else self.ranks_per_node)
+            check_schedule(self.schedule, places, ranks if self.ranks_per_node is None else self.ranks_per_node)
 
 
 def run(comm: Comm, asked: Attending, *, virtual: bool = False) -> None:

@@ -1,9 +1,13 @@
-"""Merging states and summing gradients in Triton: every part is read once, the result is written once.
+"""Triton kernels that merge states and sum gradients: every part is read once, the result is written once.
 
-Kernels that cannot continue from a state (cuDNN's, FlashAttention's) return one each step. Merging them one
-by one would read and write the running total every step; here up to four parts join it in one pass.
+Kernels that cannot continue from a state (cuDNN's, FlashAttention's) return one per step. Merging these one by one
+would read and write the running total at every step; here up to four parts join it in one pass. `merge_packed` merges
+any number of packed states in order, in one launch. The torch equivalents are in `attnmesh.core.merge`.
 """
 
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from collections.abc import Sequence
 
 import torch
@@ -14,12 +18,7 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_tiles import at_head, locate, padded, row_strides, store_rows, tile_mask, tile_pointers
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
-
-MOST_PARTS = 4
+MAX_PARTS = 4
 _ELEMENTS = 2048  # of one tensor per program: four 16-byte accesses in flight for each thread
 
 
@@ -28,19 +27,19 @@ def accumulate(
     parts: Sequence[tuple[State, int]],
     out_dtype: torch.dtype,
     shape: tuple[int, int, int, int],
-    room: State | None = None,
+    into: State | None = None,
 ) -> State:
     """The state over all keys of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
 
-    A part `(state, row_begin)` covers rows [row_begin, row_begin + n); it may be strided, its `out` fp16,
-    bf16 or fp32. `total` is float32, over all rows. When `out_dtype` is float32 it is overwritten with the
-    result, and rows before and after all parts are not touched; else the result is new, or in `room`. A row with
-    lse -inf contributes nothing, whatever its `out` holds; one that no state covers is (0, -inf).
+    A part `(state, row_begin)` covers rows [row_begin, row_begin + n); it may be strided, with `out` in fp16, bf16 or
+    fp32. `total` is float32 and covers all rows. If `out_dtype` is float32, it is overwritten with the result, and rows
+    before and after all parts stay as they are; else the result is new, or written to `into`. A row with lse -inf
+    contributes nothing, whatever its `out` holds; a row that no state covers is (0, -inf).
     """
     _check_count(parts)
     batch, heads, length, head_dim = shape
-    if room is not None:
-        result = room
+    if into is not None:
+        result = into
         begin, stop = 0, length
     elif total is not None and out_dtype == torch.float32:
         result = total
@@ -80,8 +79,8 @@ def add(
 ) -> Tensor:
     """The sum of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
 
-    A part `(x, row_begin)` covers rows [row_begin, row_begin + n). `total` is float32, over all rows; when
-    `out_dtype` is float32 it is overwritten with the sum, else the sum is new. Rows that nothing covers are 0.
+    A part `(x, row_begin)` covers rows [row_begin, row_begin + n). `total` is float32 and covers all rows; if
+    `out_dtype` is float32, it is overwritten with the sum, else the sum is new. Rows that nothing covers are 0.
     """
     _check_count(parts)
     batch, heads, length, head_dim = shape
@@ -109,12 +108,12 @@ def add(
 
 
 def _check_count(parts: Sequence[object]) -> None:
-    if not 1 <= len(parts) <= MOST_PARTS:
-        raise ValueError(f"parts holds {len(parts)} parts; allowed are 1 to {MOST_PARTS}")
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise ValueError(f"parts must have 1 to {MAX_PARTS} elements, got {len(parts)}")
 
 
 def _covered_rows(parts: Sequence[tuple[Tensor, int]]) -> tuple[int, int]:
-    """The rows from the first to the last that any part covers: in place, the others stay as they are."""
+    """The rows from the first to the last that any part covers; in place, only these change."""
     return min(begin for _, begin in parts), max(begin + x.shape[2] for x, begin in parts)
 
 
@@ -135,14 +134,14 @@ def _accumulate_kernel(
     for i in tl.static_range(PARTS):
         lse = _load_lse(lses[i], lse_strides[i], batch, head, row_begin - row_begins[i], row_counts[i], ROWS)
         peak = tl.maximum(peak, lse)
-    # Nothing seen at all: subtract 0, since -inf - -inf would be NaN.
+    # No keys in any part: subtract 0, since -inf - -inf would be NaN.
     shift = tl.where(peak == float("-inf"), 0.0, peak)
 
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(PARTS):
         near = row_begin - row_begins[i]
-        # Read again rather than kept: it is in the cache, and the loop needs no list of tensors.
+        # Reloaded rather than kept: it is in the cache, and the loop needs no list of tensors.
         lse = _load_lse(lses[i], lse_strides[i], batch, head, near, row_counts[i], ROWS)
         pointers = tile_pointers(at_head(outs[i], out_strides[i], batch, head), out_strides[i][2], near, ROWS, BLOCK_D)
         # An `out` of weight 0 is not read: 0 * NaN would be NaN.
@@ -164,7 +163,7 @@ def _accumulate_kernel(
 
 @triton.jit
 def _load_lse(lse, strides, batch, head, begin, count, ROWS: tl.constexpr):
-    """A part's lse over its rows [begin, begin + ROWS), -inf where it has none: it may begin later."""
+    """The lse of a part over its rows [begin, begin + ROWS); -inf for rows that it does not cover."""
     near = begin + tl.arange(0, ROWS)
     pointers = at_head(lse, strides, batch, head) + near.to(tl.int64) * strides[2]
     return tl.load(pointers, mask=(near >= 0) & (near < count), other=float("-inf")).to(tl.float32)
@@ -189,22 +188,18 @@ def _add_kernel(
     tl.store(pointers, acc.to(result.dtype.element_ty), mask=tile_mask(row_begin, stop, ROWS, D, BLOCK_D))
 
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
 _ROWS = 4
 
 
 def merge_packed(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """As `attnmesh.ops.merge.merge_packed`."""
+    """`attnmesh.ops.merge.merge_packed` on CUDA."""
     count, heads, batch, tokens, width = parts.shape
     parts = parts if parts.stride(-1) == 1 else parts.contiguous()
     out = torch.empty(batch, heads, tokens, width - 1, dtype=dtype, device=parts.device)
     rows = heads * batch * tokens
     if rows:
         with torch.cuda.device_of(parts):
-            _merge_kernel[(triton.cdiv(rows, _ROWS),)](
+            _merge_packed_kernel[(triton.cdiv(rows, _ROWS),)](
                 parts, parts.stride()[:4], sinks, out, out.stride()[:3], count, rows, batch, tokens,
                 D=width - 1, BLOCK_D=triton.next_power_of_2(width - 1), ROWS=_ROWS, num_warps=4,
             )  # fmt: skip
@@ -212,11 +207,11 @@ def merge_packed(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Ten
 
 
 @triton.jit(do_not_specialize=["count", "rows", "batch", "tokens"])
-def _merge_kernel(
+def _merge_packed_kernel(
     parts, strides, sinks, out, out_strides, count, rows, batch, tokens,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows (head, sequence, token) of all parts, one part after the other."""
+    """Merges ROWS rows (head, sequence, token) of all parts, one part after another."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < rows
     head = (row // (batch * tokens)).to(tl.int64)
@@ -241,7 +236,7 @@ def _merge_kernel(
         place += strides[0]
     if sinks is not None:
         sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32)
-        # A row that saw nothing stays 0: its peak is -inf.
+        # A row without keys stays 0: its peak is -inf.
         total += tl.exp(tl.where(peak == float("-inf"), float("-inf"), sink - peak))
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     target = out + sequence * out_strides[0] + head * out_strides[1] + token * out_strides[2]

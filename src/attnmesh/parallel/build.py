@@ -15,9 +15,9 @@ from attnmesh.parallel.two_level import TwoLevelRing
 from attnmesh.parallel.ulysses import Ulysses
 from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.ring import ring_plan
-from attnmesh.plan.shards import Shards, between_nodes
+from attnmesh.plan.schedules import check_schedule
+from attnmesh.plan.shards import Shards, node_shards
 from attnmesh.plan.two_level import two_level_plan
-from attnmesh.plan.workload import check_served
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Builder:
 
     def build(self, schedule: str) -> Schedule:
         """The schedule of that name; ValueError where it cannot serve."""
-        check_served(schedule, self.shards, self.ranks.ranks_per_node)
+        check_schedule(schedule, self.shards, self.ranks.ranks_per_node)
         everyone = self.ranks.all_ranks
         if schedule == "ring":
             return Ring(ring_plan(self.shards), self.scale, self.backend, everyone)
@@ -47,7 +47,7 @@ class Builder:
 
     def _ulysses(self, ranks: int, then: str) -> Schedule:
         """Rows traded for heads among `ranks` neighbours; then a schedule between those who have the same heads."""
-        between = between_nodes(self.shards, ranks)
+        between = node_shards(self.shards, ranks)
         assert between is not None, "see refusal"
         alone = ranks == self.ranks.all_ranks.world
         everyone = self.ranks.all_ranks

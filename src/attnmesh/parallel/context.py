@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -22,12 +22,13 @@ from attnmesh.parallel.node_groups import node_groups
 from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, number_of
 from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
 from attnmesh.parallel.unshard import unshard
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import Shards, shards
-from attnmesh.plan.workload import Shape, Workload, check_served
-from attnmesh.planner.auto import Choice, choose_schedule
-from attnmesh.planner.catalog import usual_cluster
-from attnmesh.planner.explain import Explanation, explained
+from attnmesh.plan.workload import Shape, Workload
+
+if TYPE_CHECKING:
+    from attnmesh.planner.auto import Choice
+    from attnmesh.planner.explain import Explanation
 
 _MOST_REMEMBERED = 256
 
@@ -203,8 +204,11 @@ class ContextParallel:
         workload = Workload(positions, shape, self._ranks.ranks_per_node, device=torch.device(device).type)
         choice = self._choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
-        check_served(schedule, workload.shards, workload.ranks_per_node)
-        return explained(schedule, workload, usual_cluster(device), choice)
+        check_schedule(schedule, workload.shards, workload.ranks_per_node)
+        from attnmesh.planner.catalog import default_cluster
+        from attnmesh.planner.explain import explain_schedule
+
+        return explain_schedule(schedule, workload, default_cluster(device), choice)
 
     def _kind(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> _Kind:
         """What this call is; ValueError for what this rank can see to be wrong."""
@@ -241,7 +245,12 @@ class ContextParallel:
 
     def _choice(self, workload: Workload) -> Choice | None:
         """What "auto" picks; None where a schedule was asked for by name."""
-        return choose_schedule(workload, usual_cluster(workload.device)) if self.schedule == "auto" else None
+        if self.schedule != "auto":
+            return None
+        from attnmesh.planner.auto import choose_schedule
+        from attnmesh.planner.catalog import default_cluster
+
+        return choose_schedule(workload, default_cluster(workload.device))
 
     def _spread(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Shards:
         return shards(mask, self.layout, length, self.world, key_layout, key_length)

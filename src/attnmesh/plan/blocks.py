@@ -1,7 +1,7 @@
-"""What some queries see of some keys, cut into rectangles that fused kernels serve.
+"""The visible part of some queries against some keys, cut into rectangles that fused kernels serve.
 
-A patch is a mask over query spans and key spans. Fused kernels know two shapes without a mask: FULL rectangles and
-square CAUSAL ones. `Patch.blocks` cuts a patch so that as much of it as possible is one of these:
+A patch is a mask over ranges of queries and keys. Fused kernels need no mask for two shapes: FULL rectangles and
+CAUSAL squares. `Patch.blocks` cuts a patch so that as much of it as possible is one of these:
 
     zigzag, a rank's own keys          one causal square: rows and keys are the same ascending positions
     zigzag, keys from an earlier rank  all rows x the early piece, full
@@ -9,9 +9,9 @@ square CAUSAL ones. `Patch.blocks` cuts a patch so that as much of it as possibl
     a shifted diagonal                 full | causal square | full
     documents                          a causal (or full) square for each document
 
-What is left is PARTIAL: windows, strides that do not match, crowds of tiny documents. Any patch, PARTIAL or not, is
-also exactly two integers a row (`Patch.bounds`): row i sees the keys `first[i] <= j < end[i]`, because keys lie in
-ascending order.
+What is left is PARTIAL: windows, strides that do not match, many tiny documents. Any patch, PARTIAL or not, is
+also described exactly by two integers per row (`Patch.bounds`): row i sees the keys `first[i] <= j < end[i]`, because
+keys are in ascending order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from attnmesh.core import ranges
 from attnmesh.core.masks import Coverage, Mask
 from attnmesh.core.ranges import Ranges, rows_between
 
-# More stretches than this, of fewer rows each on average, cost less as one masked block than as a call each.
+# More segments than this, of fewer rows each on average, cost less as one masked block than as one call each.
 _MANY, _FEW_ROWS = 8, 32
 
 
@@ -40,12 +40,12 @@ class Kind(enum.Enum):
 
     FULL = "full"  # every row sees every key
     CAUSAL = "causal"  # square; row i sees keys 0..i of the block
-    PARTIAL = "partial"  # as the bounds say
+    PARTIAL = "partial"  # given by the bounds
 
 
 @dataclass(frozen=True)
 class Block:
-    """Local rows `q` meet local keys `k` (both contiguous index ranges)."""
+    """Local rows `q` against local keys `k` (both contiguous index ranges)."""
 
     q: range
     k: range
@@ -53,19 +53,19 @@ class Block:
 
 
 class Visibility(Protocol):
-    """What kernels need to know of who sees what."""
+    """What kernels need to know about the visible keys of every row."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Rectangles that together hold every visible pair exactly once."""
+        """Rectangles that together contain every visible pair exactly once."""
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`first` and `end`, int32, a row each, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
+        """`first` and `end`, int32, one entry per row, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """What the queries at positions `q` see of the keys at positions `k` under `mask`."""
+    """The queries at positions `q` against the keys at positions `k` under `mask`."""
 
     mask: Mask
     q: Ranges
@@ -73,7 +73,7 @@ class Patch:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Rectangles that together hold every visible pair exactly once; FULL and CAUSAL wherever possible."""
+        """Rectangles that together contain every visible pair exactly once; FULL and CAUSAL wherever possible."""
         if self._is_one_causal_square():
             n = ranges.size(self.q)
             return (Block(range(n), range(n), Kind.CAUSAL),)
@@ -88,7 +88,7 @@ class Patch:
         return tuple(_coalesced(cut))
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`first` and `end`, int32, a row each, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
+        """`first` and `end`, int32, one entry per row, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
         return _patch_bounds(self, device)
 
     @cached_property
@@ -104,16 +104,16 @@ class Patch:
 
     @cached_property
     def pairs(self) -> int:
-        """How many (query, key) pairs are visible: the work of this patch."""
-        if self.stretches <= _MANY or "blocks" in self.__dict__:
+        """The number of visible (query, key) pairs: the work of this patch."""
+        if self.segments <= _MANY or "blocks" in self.__dict__:
             return sum(self._pairs(block) for block in self.blocks)
-        # A hundred documents are counted row by row sooner than they are cut into blocks.
+        # For many documents it is faster to count row by row than to cut blocks.
         first, end = bounds_of(self.mask, ranges.as_tensor(self.q), ranges.as_tensor(self.k))
         return int((end - first).sum())
 
     @cached_property
-    def stretches(self) -> int:
-        """How many stretches of queries the mask and the runs make: about as many blocks there are."""
+    def segments(self) -> int:
+        """The number of query segments that the mask and the runs make: about the number of blocks."""
         return sum(1 + len(self.mask.boundaries(run)) for run in self.q)
 
     def _pairs(self, block: Block) -> int:
@@ -131,13 +131,13 @@ class Patch:
         if not self.q or self.q != self.k:
             return False
         start, last = self.q[0][0], self.q[-1][-1]
-        # The last row sees the first key, so no row is cut off before; and a row's view ends at itself.
+        # The last row sees the first key, so every row sees all keys before it; and a row's view ends at itself.
         return self.mask.key_range(last)[0] <= start and self.mask.key_range(start)[1] == start + 1 and start < last
 
 
 @lru_cache(maxsize=128)
 def _patch_bounds(patch: Patch, device: torch.device) -> tuple[Tensor, Tensor]:
-    # Kept: every layer of a model asks for the same few patches.
+    # Cached: every layer of a model uses the same few patches.
     return bounds_of(patch.mask, ranges.as_tensor(patch.q, device), ranges.as_tensor(patch.k, device))
 
 
@@ -154,8 +154,8 @@ def _outermost(mask: Mask, q: range, k: range) -> list[int]:
     """The first and the last row of `k` that some query of `q` sees, if any does."""
     if mask.coverage(q, k) is Coverage.EMPTY:
         return []
-    # What queries see only moves on: the first query that sees anything sees the first row, the last one the last.
-    # Queries before the first see only what lies before the keys, those after the last only what lies behind them.
+    # Visible ranges are non-decreasing: the first query that sees anything sees the first row, the last one the last.
+    # Queries before the first see only positions before the keys, those after the last only positions after them.
     early = bisect_left(q, True, key=lambda p: mask.key_range(p)[1] > k[0])
     late = bisect_left(q, True, key=lambda p: mask.key_range(p)[0] > k[-1]) - 1
     early_rows = next(rows for rows in (rows_between(k, *mask.key_range(p)) for p in q[early:]) if rows)
@@ -165,13 +165,13 @@ def _outermost(mask: Mask, q: range, k: range) -> list[int]:
 
 def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
     """The blocks of one query run against one key run."""
-    stretches = list(_stretches(mask, q))
-    if len(stretches) > _MANY and len(q) < _FEW_ROWS * len(stretches):
+    segments = list(_segments(mask, q))
+    if len(segments) > _MANY and len(q) < _FEW_ROWS * len(segments):
         keys = rows_between(k, mask.key_range(q[0])[0], mask.key_range(q[-1])[1])
         if keys:
             yield Block(range(len(q)), keys, Kind.PARTIAL)
         return
-    for rows in stretches:
+    for rows in segments:
         part = q[rows.start : rows.stop]
         keys = rows_between(k, mask.key_range(part[0])[0], mask.key_range(part[-1])[1])
         seen = k[keys.start : keys.stop]
@@ -188,8 +188,8 @@ def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
             yield _moved(block, rows.start, keys.start)
 
 
-def _stretches(mask: Mask, q: range) -> Iterator[range]:
-    """The rows of `q` between the mask's own cuts (one stretch a document)."""
+def _segments(mask: Mask, q: range) -> Iterator[range]:
+    """The rows of `q` between the cuts of the mask (one segment per document)."""
     edges = [q.start, *mask.boundaries(q), q[-1] + 1]
     for begin, stop in pairwise(edges):
         rows = rows_between(q, begin, stop)
@@ -198,7 +198,7 @@ def _stretches(mask: Mask, q: range) -> Iterator[range]:
 
 
 def _is_diagonal(mask: Mask, q: range, k: range) -> bool:
-    """Whether, inside one stretch, only the causal edge cuts: row views start at or before `k` and end at the row."""
+    """Whether, inside one segment, only the causal edge cuts: row views start at or before `k` and end at the row."""
     same_step = q.step == k.step or len(q) == 1 or len(k) == 1
     starts_before = mask.key_range(q[-1])[0] <= k[0]
     ends_at_itself = all(mask.key_range(p)[1] == p + 1 for p in (q[0], q[-1]))
@@ -230,7 +230,7 @@ def _moved(block: Block, q_by: int, k_by: int) -> Block:
 
 
 def _coalesced(blocks: list[Block]) -> list[Block]:
-    """Neighbouring FULL rectangles as one: each kernel call less is a partial result less to merge."""
+    """Adjacent FULL rectangles joined: every kernel call less is one partial result less to merge."""
     done: dict[Block, None] = {}  # an ordered set
     ending: dict[tuple[str, range, int], Block] = {}  # FULL blocks by where another could be joined to them
     for block in blocks:

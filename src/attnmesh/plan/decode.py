@@ -160,13 +160,16 @@ def _part(count: int, parts: int, part: int, least: int = 0) -> range:
     return range(start, max(stop, start + least))
 
 
-KvdpCollective = Literal["all_to_all", "all_gather"]
+KvdpExchange = Literal["all_to_all", "all_gather"]
 """How KVDP ranks exchange query heads for sequences and back: only what a rank needs, or everything and a slice."""
 
 Combine = Literal["all_to_all", "reduce_scatter", "all_reduce"]
 """How CP ranks merge results: `(out, lse)` in one message, or the lse first and then a sum."""
 
-KVDP_COLLECTIVES: tuple[KvdpCollective, ...] = get_args(KvdpCollective)
+KvRows = Literal["auto", "all", "own"]
+"""Whether a KVDP rank projects K and V of all sequences, fused with Q, or of its own sequences only."""
+
+KVDP_EXCHANGES: tuple[KvdpExchange, ...] = get_args(KvdpExchange)
 COMBINES: tuple[Combine, ...] = get_args(Combine)
 
 _STATE_ITEMSIZE = 4  # (out, lse) travel in float32 until they are merged
@@ -201,7 +204,7 @@ def bytes_sent(
     shape: DecodeShape,
     rank: int,
     *,
-    kvdp: KvdpCollective = "all_to_all",
+    kvdp: KvdpExchange = "all_to_all",
     combine: Combine = "all_to_all",
     replicate_q: bool = False,
 ) -> dict[str, int]:
@@ -210,7 +213,7 @@ def bytes_sent(
     With `replicate_q` a rank projects the queries of all its CP peers: they need not be gathered.
     """
     sharding.check_heads(shape.q_heads, shape.kv_heads)
-    _check_one_of("kvdp", kvdp, KVDP_COLLECTIVES)
+    _check_one_of("kvdp", kvdp, KVDP_EXCHANGES)
     _check_one_of("combine", combine, COMBINES)
     heads_in, heads_out = _exchanged_heads(sharding, shape, rank, kvdp, replicate_q)
     lse, out = _combined(sharding, shape, rank, combine)
@@ -265,7 +268,7 @@ def weight_copies(sharding: DecodeSharding, kv_heads: int, *, replicate_q: bool 
 
 
 def _exchanged_heads(
-    sharding: DecodeSharding, shape: DecodeShape, rank: int, kvdp: KvdpCollective, replicate_q: bool
+    sharding: DecodeSharding, shape: DecodeShape, rank: int, kvdp: KvdpExchange, replicate_q: bool
 ) -> tuple[int, int]:
     """Between KVDP peers: query heads of all sequences on the way in, results of all query heads on the way out."""
     peers, others = sharding.kvdp_peers(rank), sharding.kvdp - 1

@@ -1,25 +1,38 @@
-"""What ranks do, round by round, as arrays over ranks: the form in which a plan is costed and simulated.
+"""The work and communication of all ranks, round by round, as arrays over ranks: what is costed and simulated.
 
 In every round a rank starts some exchanges, computes, and then waits for some exchanges that it takes part in (of this
-round or of earlier ones) before it goes on to the next round. That is how executors are written:
+round or of earlier ones) before it continues with the next round. That is how the executors are written:
 
     ring            round s   starts: the next keys     computes on these keys   waits: the next keys
     all-gather      round g   starts: group g's keys    computes on group g-1    waits: group g's keys
 
-Rounds are made as they are asked for: thousands of ranks have thousands of rounds.
+Rounds are generated lazily: thousands of ranks have thousands of rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmesh.planner.hardware import Device, Floats, Kind
-
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+KernelKind = Literal[
+    "attention", "attention backward", "matmul", "copy", "relayout", "decode", "sparse", "sparse backward", "indexer"
+]
+"""What a kernel does. A relayout is a copy that changes the order of dimensions, as messages need it. Sizes are
+operations, except for `copy`, `relayout` and `decode`: bytes read and written."""
+
+KERNEL_KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
+SIZED_IN_BYTES: frozenset[KernelKind] = frozenset({"copy", "relayout", "decode"})
+
+MAX_LISTED_MESSAGES = 1 << 18
+"""An exchange of more messages than this keeps only their totals per rank."""
 
 
 @dataclass(frozen=True)
@@ -32,59 +45,101 @@ class Messages:
 
     @staticmethod
     def of(messages: Iterable[tuple[int, int, int]]) -> Messages:
-        """From (source, target, bytes); empty ones are left out, as they are not sent."""
+        """From (source, target, bytes); empty messages are left out, as they are not sent."""
         kept = [message for message in messages if message[2]]
         columns = np.array(kept, dtype=np.int64).reshape(-1, 3).T
         return Messages(*columns)
+
+    @staticmethod
+    def sized(source: Ints, target: Ints, nbytes: Ints) -> Messages:
+        """From arrays; empty messages are left out."""
+        sent = nbytes > 0
+        return Messages(source[sent], target[sent], nbytes[sent])
 
     def __len__(self) -> int:
         return len(self.source)
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """An exchange of so many messages that only their sums are kept: entry r is rank r's.
+class MessageTotals:
+    """An exchange of so many messages that only their totals are kept: entry r is rank r's.
 
-    Ranks of one `group` all wait for one another, as in a collective: nobody has everything before the last one came.
+    Ranks of one `group` all wait for one another, as in a collective.
     """
 
     group: Ints
-    near_out: Ints  # bytes to ranks of the same node
-    near_in: Ints
-    far_out: Ints  # bytes to other nodes
-    far_in: Ints
+    intra_node_out: Ints  # bytes to ranks of the same node
+    intra_node_in: Ints
+    inter_node_out: Ints  # bytes to other nodes
+    inter_node_in: Ints
     sends: Ints  # messages
+
+
+@dataclass(frozen=True)
+class RowTraffic:
+    """Rows (or bytes) that go from rank `source[i]` to rank `target[i]`."""
+
+    source: Ints
+    target: Ints
+    rows: Ints
+
+    def messages(self, row_bytes: Ints) -> Messages:
+        """The messages; a row is `row_bytes[r]` bytes on the rank r that sends it."""
+        return Messages.sized(self.source, self.target, self.rows * row_bytes[self.source])
+
+    def return_messages(self, row_bytes: Ints) -> Messages:
+        """The messages that carry the same rows back, from the ranks that received them."""
+        return Messages.sized(self.target, self.source, self.rows * row_bytes[self.target])
+
+    def rows_sent(self, world: int) -> Ints:
+        """Rows that every rank sends."""
+        return np.bincount(self.source, self.rows, world).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class RowTrafficTotals:
+    """The same as totals per rank, where the messages are too many to list."""
+
+    group: Ints
+    intra_node_out: Ints
+    intra_node_in: Ints
+    inter_node_out: Ints
+    inter_node_in: Ints
+    sends: Ints
+
+    def messages(self, row_bytes: Ints) -> MessageTotals:
+        """The totals in bytes. All ranks of a group must have the same row size."""
+        intra_out, intra_in = self.intra_node_out * row_bytes, self.intra_node_in * row_bytes
+        inter_out, inter_in = self.inter_node_out * row_bytes, self.inter_node_in * row_bytes
+        return MessageTotals(self.group, intra_out, intra_in, inter_out, inter_in, self.sends)
+
+    def return_messages(self, row_bytes: Ints) -> MessageTotals:
+        """The totals of the same rows on the way back."""
+        intra_out, intra_in = self.intra_node_in * row_bytes, self.intra_node_out * row_bytes
+        inter_out, inter_in = self.inter_node_in * row_bytes, self.inter_node_out * row_bytes
+        return MessageTotals(self.group, intra_out, intra_in, inter_out, inter_in, self.sends)
+
+    def rows_sent(self, world: int) -> Ints:
+        """Rows that every rank sends."""
+        return self.intra_node_out + self.inter_node_out
 
 
 @dataclass(frozen=True)
 class Kernels:
     """What every rank computes with one kind of kernel: entry r is rank r's."""
 
-    kind: Kind
+    kind: KernelKind
     size: Floats  # of all calls together, in the unit of the kind
     calls: Floats
-    squares: tuple[Floats, Floats] | None = None  # size and calls of the causal squares among them, where known
-    reads: Floats | None = None  # bytes that have to be read meanwhile, such as weights: the longer of both counts
-    lanes: int = 1  # streams that calls take in turn on a GPU: one fills the device while another's last wave drains
-    beside: bool = False  # whether it runs on another stream than the rest of its round, and hides behind it
+    causal: tuple[Floats, Floats] | None = None  # size and calls of the causal squares among them, where known
+    bytes_read: Floats | None = None  # read at the same time, such as weights: the longer of both counts
+    streams: int = 1  # that calls alternate between on a GPU: one fills the device while another's last wave drains
+    overlapped: bool = False  # whether it runs on another stream than the rest of its round, and hides behind it
 
-    def seconds(self, device: Device) -> Floats:
-        """What every rank takes for it on a device of its own."""
-        lanes = self.lanes if device.cores is None else 1
-        if self.squares is None:
-            computed = device.seconds(self.kind, self.size, self.calls, lanes=lanes)
-        else:
-            size, calls = self.squares
-            rest = device.seconds(self.kind, self.size - size, self.calls - calls, lanes=lanes)
-            computed = rest + device.seconds(self.kind, size, calls, squares=True, lanes=lanes)
-        if self.reads is None:
-            return computed
-        return np.maximum(computed, device.seconds("decode", self.reads, self.calls))
-
-    def times(self, share: float) -> Kernels:
-        """As many calls of another size."""
-        squares = None if self.squares is None else (self.squares[0] * share, self.squares[1])
-        return replace(self, size=self.size * share, squares=squares)
+    def scaled(self, share: float) -> Kernels:
+        """The same number of calls, each `share` times as large."""
+        causal = None if self.causal is None else (self.causal[0] * share, self.causal[1])
+        return replace(self, size=self.size * share, causal=causal)
 
 
 @dataclass(frozen=True)
@@ -92,14 +147,14 @@ class Round:
     """One round of all ranks."""
 
     name: str
-    starts: Mapping[str, Messages | Bundle] = field(default_factory=dict)  # by name, unique in a program
-    work: tuple[Kernels, ...] = ()  # one after the other
+    starts: Mapping[str, Messages | MessageTotals] = field(default_factory=dict)  # by name, unique in a program
+    work: tuple[Kernels, ...] = ()  # in order
     waits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Program:
-    """What `world` ranks do. `rounds()` makes the rounds anew each time."""
+    """What `world` ranks do. `rounds()` generates the rounds anew each time."""
 
     name: str
     world: int
@@ -108,3 +163,86 @@ class Program:
     def rounds(self) -> Iterator[Round]:
         """The rounds, in order."""
         return self.make()
+
+
+def concurrent_rounds(programs: Sequence[Iterator[Round]]) -> Iterator[Round]:
+    """The rounds of programs that have no rank in common, merged. A rank with nothing to do passes a round at once."""
+    for rounds in zip_longest(*programs):
+        present = [part for part in rounds if part is not None]
+        yield Round(
+            present[0].name,
+            {name: messages for part in present for name, messages in part.starts.items()},
+            tuple(kernels for part in present for kernels in part.work),
+            tuple(name for part in present for name in part.waits),
+        )
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one rank computes and sends in one direction, forward or backward."""
+
+    flops: int = 0
+    intra_node: int = 0  # bytes sent within the node
+    inter_node: int = 0  # bytes sent to other nodes
+
+    @property
+    def sent(self) -> int:
+        """All bytes sent."""
+        return self.intra_node + self.inter_node
+
+
+def imbalance(loads: Sequence[Load]) -> float:
+    """Work of the busiest rank over the mean."""
+    work = [load.flops for load in loads]
+    return max(work) * len(work) / sum(work) if sum(work) else 1.0
+
+
+def program_loads(program: Program, ranks_per_node: int) -> list[Load]:
+    """The load of every rank over a whole program."""
+    counter = LoadCounter(program.world, ranks_per_node)
+    for round_ in program.rounds():
+        counter.add(round_)
+    return counter.loads()
+
+
+class LoadCounter:
+    """Adds up the operations and bytes of rounds as they pass."""
+
+    def __init__(self, world: int, ranks_per_node: int) -> None:
+        self.ranks_per_node, self.rounds = ranks_per_node, 0
+        self.flops = np.zeros(world)
+        self.intra_node, self.inter_node = np.zeros(world, dtype=np.int64), np.zeros(world, dtype=np.int64)
+
+    def add(self, round_: Round) -> None:
+        """Count one round."""
+        self.rounds += 1
+        for kernels in round_.work:
+            if kernels.kind not in SIZED_IN_BYTES:
+                self.flops += kernels.size
+        for messages in round_.starts.values():
+            if isinstance(messages, MessageTotals):
+                self.intra_node += messages.intra_node_out
+                self.inter_node += messages.inter_node_out
+                continue
+            within = messages.source // self.ranks_per_node == messages.target // self.ranks_per_node
+            np.add.at(self.intra_node, messages.source[within], messages.nbytes[within])
+            np.add.at(self.inter_node, messages.source[~within], messages.nbytes[~within])
+
+    def counting(self, program: Program) -> Program:
+        """The same program, counted while it runs: rounds of thousands of ranks are not generated twice."""
+
+        def counted() -> Iterator[Round]:
+            for round_ in program.rounds():
+                self.add(round_)
+                yield round_
+
+        return Program(program.name, program.world, counted)
+
+    def loads(self) -> list[Load]:
+        """The load of every rank so far."""
+        columns = zip(self.flops, self.intra_node, self.inter_node, strict=True)
+        return [Load(round(flops), int(intra), int(inter)) for flops, intra, inter in columns]
+
+    def maximum(self) -> Load:
+        """The maximum over ranks, of each quantity by itself."""
+        return Load(*(int(column.max(initial=0)) for column in (self.flops, self.intra_node, self.inter_node)))

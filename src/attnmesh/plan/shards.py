@@ -1,4 +1,4 @@
-"""Queries and keys spread over ranks under a mask: the question every schedule answers."""
+"""Queries and keys sharded over ranks under a mask, and the rows that move between shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnmesh.plan.blocks import Patch
 
 @dataclass(frozen=True)
 class Shards:
-    """Which positions of the queries and of the keys each rank holds, and who sees whom."""
+    """The positions of the queries and of the keys that each rank holds, and the mask."""
 
     mask: Mask
     queries: tuple[Ranges, ...]  # by rank
@@ -24,15 +24,15 @@ class Shards:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.queries)
 
     def patch(self, rank: int, block: int, rows: range | None = None) -> Patch:
-        """What the queries of `rank` see of the keys of the rank `block`, or of those `rows` of them."""
+        """The queries of `rank` against the keys of the rank `block`, or against those `rows` of them."""
         at = rank, block, rows
         if at not in self._patches:
-            held = self.keys[block]
-            kept = held if rows is None else ranges.narrow(held, rows)
+            keys = self.keys[block]
+            kept = keys if rows is None else ranges.narrow(keys, rows)
             self._patches[at] = Patch(self.mask, self.queries[rank], kept)
         return self._patches[at]
 
@@ -41,55 +41,55 @@ class Shards:
 def shards(
     mask: Mask, layout: Layout, length: int, world: int, key_layout: Layout | None = None, key_length: int | None = None
 ) -> Shards:
-    """The spread that layouts describe; keys lie as the queries do unless said otherwise."""
+    """The shards that layouts describe; keys have the layout and length of the queries unless given."""
 
-    def held(layout: Layout, length: int) -> tuple[Ranges, ...]:
+    def positions(layout: Layout, length: int) -> tuple[Ranges, ...]:
         return tuple(layout.ranges(length, world, rank) for rank in range(world))
 
     keys = key_layout or layout, length if key_length is None else key_length
-    return Shards(mask, held(layout, length), held(*keys))
+    return Shards(mask, positions(layout, length), positions(*keys))
 
 
 @lru_cache(maxsize=64)
-def between_nodes(shards: Shards, ranks_per_node: int) -> Shards | None:
-    """The same with the shards of `ranks_per_node` neighbouring ranks taken together; None where they interleave."""
+def node_shards(shards: Shards, ranks_per_node: int) -> Shards | None:
+    """The shards of whole nodes of `ranks_per_node` consecutive ranks; None where those of a node interleave."""
 
-    def together(shards: tuple[Ranges, ...]) -> list[Ranges | None]:
+    def joined(shards: tuple[Ranges, ...]) -> list[Ranges | None]:
         return [ranges.union(shards[first : first + ranks_per_node]) for first in range(0, len(shards), ranks_per_node)]
 
-    queries, keys = together(shards.queries), together(shards.keys)
-    known_queries, known_keys = ([held for held in side if held is not None] for side in (queries, keys))
+    queries, keys = joined(shards.queries), joined(shards.keys)
+    known_queries, known_keys = ([shard for shard in side if shard is not None] for side in (queries, keys))
     if len(known_queries) < len(queries) or len(known_keys) < len(keys):
         return None
     return Shards(shards.mask, tuple(known_queries), tuple(known_keys))
 
 
 class Piece(NamedTuple):
-    """Neighbouring rows of a shard, and the rows of the target that they become (a step there for striped shards)."""
+    """Contiguous rows of a shard and the rows of the target that they become (with a step for striped shards)."""
 
     rows: range
     to: range
 
     @property
     def in_place(self) -> bool:
-        """Whether the target rows are neighbours too: a message can then arrive right where it belongs."""
+        """Whether the target rows are contiguous too: a message can then be received in place."""
         return self.to.step == 1
 
 
 @lru_cache(maxsize=4096)
-def pieces(held: Ranges, wanted: Ranges) -> tuple[Piece, ...]:
-    """What of the positions `held` by a shard is `wanted`, row by row. Runs of `wanted` have no gaps."""
+def pieces(held: Ranges, needed: Ranges) -> tuple[Piece, ...]:
+    """The rows of a shard of the positions `held` that are `needed`. Runs of `needed` have no gaps."""
     found = []
     row = 0
     for run in held:
         at = 0
-        for want in wanted:
-            rows = rows_between(run, want.start, want.stop)
+        for run_needed in needed:
+            rows = rows_between(run, run_needed.start, run_needed.stop)
             if rows:
-                first = at + run[rows.start] - want.start
+                first = at + run[rows.start] - run_needed.start
                 step = run.step if len(rows) > 1 else 1
                 to = range(first, first + (len(rows) - 1) * step + 1, step)
                 found.append(Piece(range(row + rows.start, row + rows.stop), to))
-            at += len(want)
+            at += len(run_needed)
         row += len(run)
     return tuple(found)

@@ -1,48 +1,67 @@
-"""Two rings in one: ranks within a node pass keys around among themselves, nodes hand them on once.
+"""The two-level ring schedule: ranks within a node pass keys around among themselves, nodes send them on once.
 
-Rank `node x ranks_per_node + i` is the i-th of its node. An outer ring connects the i-th ranks of all nodes: a block crosses
-each slow link once, as a whole and in parallel with those of its neighbours, while the keys that the node holds at that
-stage turn on an inner ring. At outer stage t a node holds the keys of one node, all of it.
+Rank `node x ranks_per_node + i` is the i-th of its node. An outer ring connects the i-th ranks of all nodes: a block
+crosses each slow link once, as a whole and in parallel with those of its neighbours, while the keys that the node has
+at that stage circulate on an inner ring. At outer stage t a node has the keys of exactly one node.
 
-Rows nobody sees are left out as in a single ring: a block goes on to a node only if some rank of that node or of one
-further on sees it.
+Rows that no rank sees are left out as in a single ring: a block is sent to a node only if some rank of that node or of
+a later one sees it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from attnmesh.core.ranges import narrow
-from attnmesh.plan.ring import RingPlan, both_ways, needed_offsets, ring_plan
+from attnmesh.plan.program import Floats, Messages, Round
+from attnmesh.plan.ring import (
+    PartsCount,
+    RingBuffers,
+    RingPlan,
+    both_directions,
+    concurrent_stages,
+    grad_messages,
+    key_messages,
+    key_source,
+    needed_offsets,
+    plan_stages,
+    ring_backward,
+    ring_forward,
+    ring_plan,
+)
+from attnmesh.plan.schedule import NamedTiles, ScheduleSpec, Tile, single, two_level_refusal
 from attnmesh.plan.shards import Shards
+from attnmesh.plan.vectorized import RingStages, vectorized
+from attnmesh.plan.workload import RankSizes, Workload, key_rows, relayout
 
 
 @dataclass(frozen=True)
 class TwoLevelPlan:
-    """The journeys of all keys: between nodes, and at every outer stage within each node."""
+    """The routes of all keys: between nodes, and at every outer stage within each node."""
 
     shards: Shards
-    ranks_per_node: int  # ranks a node
+    ranks_per_node: int
     outer_offsets: tuple[int, ...]
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.shards.world
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return self.world // self.ranks_per_node
 
     def outer(self, i: int) -> RingPlan:
-        """The ring of the i-th ranks of all nodes. Only what travels counts in it, not who computes."""
+        """The ring of the i-th ranks of all nodes: it moves keys and computes nothing."""
         return self._outer[i]
 
     def inner_ring(self, node: int, stage: int, grad_weight: float = 0.0) -> RingPlan:
         """The ring within a node at an outer stage."""
-        return ring_plan(self._visits[node][stage], grad_weight=grad_weight)
+        return ring_plan(self._node_shards[node][stage], grad_weight=grad_weight)
 
     def pairs(self, rank: int) -> int:
         """The (query, key) pairs the rank computes: its work."""
@@ -51,14 +70,16 @@ class TwoLevelPlan:
 
     @cached_property
     def _outer(self) -> list[RingPlan]:
-        return [RingPlan(between, self.outer_offsets) for between in _between_nodes(self.shards, self.ranks_per_node)]
+        return [RingPlan(between, self.outer_offsets) for between in _outer_shards(self.shards, self.ranks_per_node)]
 
     @cached_property
-    def _visits(self) -> list[list[Shards]]:
-        return [[self._visit(node, stage) for stage in range(len(self.outer_offsets))] for node in range(self.nodes)]
+    def _node_shards(self) -> list[list[Shards]]:
+        return [
+            [self._shards_at(node, stage) for stage in range(len(self.outer_offsets))] for node in range(self.nodes)
+        ]
 
-    def _visit(self, node: int, stage: int) -> Shards:
-        """The ranks of a node and the keys they hold between them at an outer stage."""
+    def _shards_at(self, node: int, stage: int) -> Shards:
+        """The ranks of a node and the keys they have at an outer stage."""
         ranks = range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
         stages = [self.outer(i).stages(node)[stage] for i in range(self.ranks_per_node)]
         return Shards(
@@ -70,16 +91,16 @@ class TwoLevelPlan:
 
 @lru_cache(maxsize=64)
 def two_level_plan(shards: Shards, ranks_per_node: int, *, grad_weight: float = 0.0) -> TwoLevelPlan:
-    """The two-level ring whose outer rings, all turning the same way, move the fewest bytes."""
-    between = _between_nodes(shards, ranks_per_node)
-    needed = sorted({offset for ring in between for offset in needed_offsets(ring)})
-    ways = zip(*(both_ways(ring, needed) for ring in between), strict=True)
-    best = min(ways, key=lambda way: sum(plan.moved(grad_weight) for plan in way))
+    """The two-level ring whose outer rings, all in the same direction, move the fewest bytes."""
+    outer = _outer_shards(shards, ranks_per_node)
+    needed = sorted({offset for ring in outer for offset in needed_offsets(ring)})
+    directions = zip(*(both_directions(ring, needed) for ring in outer), strict=True)
+    best = min(directions, key=lambda plans: sum(plan.moved(grad_weight) for plan in plans))
     return TwoLevelPlan(shards, ranks_per_node, best[0].offsets)
 
 
-def _between_nodes(shards: Shards, ranks_per_node: int) -> list[Shards]:
-    """For every i, the keys of the i-th ranks against the queries of whole nodes (unordered: only who sees counts)."""
+def _outer_shards(shards: Shards, ranks_per_node: int) -> list[Shards]:
+    """For every i, the keys of the i-th ranks against the queries of whole nodes (unordered: only visibility counts)."""
     nodes = range(shards.world // ranks_per_node)
     queries = tuple(
         tuple(run for rank in range(node * ranks_per_node, (node + 1) * ranks_per_node) for run in shards.queries[rank])
@@ -89,3 +110,115 @@ def _between_nodes(shards: Shards, ranks_per_node: int) -> list[Shards]:
         Shards(shards.mask, queries, tuple(shards.keys[node * ranks_per_node + i] for node in nodes))
         for i in range(ranks_per_node)
     ]
+
+
+# Rounds: at every outer stage the next node's keys are sent while the inner rings run once.
+
+Inner = Callable[[int], Iterator[RingStages]]
+"""From an outer stage to the stages of all inner rings."""
+
+
+def _stages(workload: Workload, grad_weight: float) -> tuple[Iterator[RingStages], Inner]:
+    """The stages of the outer rings, and of the inner rings."""
+    ranks_per_node = workload.ranks_per_node
+    arrays = vectorized(workload.shards)
+    if arrays is not None:
+        return arrays.two_level(ranks_per_node, grad_weight)
+    plan = two_level_plan(workload.shards, ranks_per_node, grad_weight=grad_weight)
+    nodes = range(plan.nodes)
+    groups = [[node * ranks_per_node + i for node in nodes] for i in range(ranks_per_node)]
+    outer = concurrent_stages([plan_stages(plan.outer(i), group, computes=False) for i, group in enumerate(groups)])
+
+    def inner(stage: int) -> Iterator[RingStages]:
+        rings = [plan.inner_ring(node, stage, grad_weight) for node in nodes]
+        return concurrent_stages(
+            [plan_stages(ring, range(n * ranks_per_node, (n + 1) * ranks_per_node)) for n, ring in enumerate(rings)]
+        )
+
+    return outer, inner
+
+
+def _forward(outer: Iterator[RingStages], inner: Inner, sizes: RankSizes) -> Iterator[Round]:
+    """An outer stage has as many rounds as its longest inner ring."""
+    count = PartsCount(sizes)
+    for t, stage in enumerate(outer):
+        keys = {f"keys between nodes {t + 1}": key_messages(stage, sizes)}
+        yield from _during(ring_forward(inner(t), sizes, count, name=f"keys {t}.", finish=False), keys)
+    yield Round("finish", work=(sizes.merge(count.parts, count.parts, last=True),))
+
+
+def _backward(outer: Iterator[RingStages], inner: Inner, sizes: RankSizes) -> Iterator[Round]:
+    """The gradients that a node has computed for visiting keys are sent on with them."""
+    count = PartsCount(sizes)
+    gradients: dict[str, Messages] = {}
+    for t, stage in enumerate(outer):
+        keys = {f"keys between nodes {t + 1}": key_messages(stage, sizes)}
+        rounds = ring_backward(inner(t), sizes, count, name=f"keys {t}.", finish=False)
+        yield from _during(rounds, keys | gradients)
+        gradients = {}
+        if t:
+            rows = sizes.by_rank(stage.rank, stage.grad_rows)
+            yield Round(f"add gradients {t}", work=(relayout(rows * sizes.key_grad_row, calls=2),))
+            gradients = {f"gradients between nodes {t}": grad_messages(stage, sizes)}
+    yield Round("return", gradients, (sizes.merge(count.parts, count.parts, last=True),), tuple(gradients))
+
+
+def _during(inner: Iterator[Round], exchanges: dict[str, Messages]) -> Iterator[Round]:
+    """Rounds with more exchanges, which start in the first round and are waited for in the last."""
+    rounds = list(inner)
+    rounds[0] = replace(rounds[0], starts={**exchanges, **rounds[0].starts})
+    rounds[-1] = replace(rounds[-1], waits=(*rounds[-1].waits, *exchanges))
+    yield from rounds
+
+
+class TwoLevelRingSpec(ScheduleSpec):
+    """A ring within every node, and a ring between nodes."""
+
+    name = "ring+ring"
+
+    def refusal(self, shards: Shards, ranks_per_node: int) -> str | None:
+        """It requires several nodes of several ranks."""
+        return two_level_refusal(self.name, shards, ranks_per_node)
+
+    def rounds(self, workload: Workload, *, backward: bool) -> Iterator[Round]:
+        """One round per stage of the inner rings, for every outer stage."""
+        outer, inner = _stages(workload, workload.grad_weight(backward))
+        return (_backward if backward else _forward)(outer, inner, RankSizes.of_workload(workload))
+
+    def memory(self, workload: Workload, *, backward: bool) -> Floats:
+        """The buffers of both rings."""
+        outer, inner = _stages(workload, workload.grad_weight(backward))
+        sizes = RankSizes.of_workload(workload)
+        between, within = RingBuffers(sizes.world), RingBuffers(sizes.world)
+        for at, stage in enumerate(outer):
+            between.add_stage(stage, first=at == 0)
+            within.add_ring(inner(at), own_keys=at == 0)
+        if not backward:
+            return between.key_bytes(sizes) + within.forward_bytes(sizes, cpu=workload.device == "cpu")
+        # Visiting keys have sums of gradients on this rank, as its own keys have.
+        visiting = between.keys * (sizes.key_grad_row + sizes.key_row)
+        outside = between.key_bytes(sizes) + between.grad_bytes(sizes) + visiting
+        return outside + within.backward_bytes(sizes, key_rows(workload.shards))
+
+    def tiles(self, workload: Workload) -> list[NamedTiles]:
+        """At an outer stage the ranks of a node compute on the keys of one node, stage by stage of the inner ring."""
+        plan = two_level_plan(workload.shards, workload.ranks_per_node)
+        heads, per_node = range(workload.shape.q_heads), plan.ranks_per_node
+        steps: list[NamedTiles] = []
+        for turn, offset in enumerate(plan.outer_offsets):
+            rings = [plan.inner_ring(node, turn) for node in range(plan.nodes)]
+            name = key_source(offset, plan.nodes, "node n")
+            stages = max(len(ring.offsets) for ring in rings)
+            new = [NamedTiles(f"{name}, inner stage {s}", []) for s in range(stages)]
+            for node, ring in enumerate(rings):
+                first = ((node - offset) % plan.nodes) * per_node  # the first rank whose keys the node has
+                for i in range(per_node):
+                    for step, stage in zip(new, ring.stages(i), strict=False):
+                        rank, keys = node * per_node + i, single(first + stage.block)
+                        if stage.patch.pairs:
+                            step.tiles.append(Tile(rank, heads, single(rank), keys, stage.patch.pairs))
+            steps += new
+        return steps
+
+
+TWO_LEVEL_RING = TwoLevelRingSpec()

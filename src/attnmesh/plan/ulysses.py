@@ -1,17 +1,39 @@
-"""Heads divided among ranks (Ulysses): any number of them, without padding.
+"""The Ulysses schedules: an all-to-all exchanges rows of all heads for all rows of some heads, and back.
 
-Rank r of `world` takes the r-th stretch of query heads, stretches differing by at most one, and the kv heads they read.
-Where a kv head's query heads fall to several ranks, each of them gets the kv head: it is replicated, and its
-gradient is the sum of what they find.
+Heads are divided without padding, whatever their number. Rank r of `world` takes the r-th run of query heads, runs
+differing by at most one, and the kv heads they read. Where the query heads of a kv head belong to several ranks, each
+of them gets the kv head: it is replicated, and its gradient is the sum over them.
+
+Among all ranks this is "ulysses". Within nodes it leaves rank groups with the same heads, which run a ring
+("ulysses+ring") or an all-gather ("ulysses+allgather") between nodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+
+from attnmesh.core import ranges
+from attnmesh.plan.program import (
+    MAX_LISTED_MESSAGES,
+    Floats,
+    Ints,
+    Messages,
+    MessageTotals,
+    Round,
+    RowTraffic,
+    RowTrafficTotals,
+)
+from attnmesh.plan.schedule import GroupSpec, GroupTile, NamedTiles, ScheduleSpec, Tile, two_level_refusal
+from attnmesh.plan.shards import Shards, node_shards
+from attnmesh.plan.workload import GroupedWorkload, RankSizes, Shape, Workload, key_rows, query_rows, relayout
 
 
 class Segment(NamedTuple):
-    """Query heads of a share that read its kv heads in equal groups, as one kernel call needs it."""
+    """Query heads of a share that read its kv heads in equal groups, as one kernel call requires."""
 
     q: range  # within the share
     kv: range  # within the share
@@ -26,7 +48,7 @@ class HeadShare(NamedTuple):
 
 
 def head_share(q_heads: int, kv_heads: int, world: int, rank: int) -> HeadShare:
-    """The heads that fall to `rank`. More ranks than query heads leave some with none."""
+    """The heads of `rank`. With more ranks than query heads some have none."""
     base, extra = divmod(q_heads, world)
     begin = rank * base + min(rank, extra)
     q = range(begin, begin + base + (rank < extra))
@@ -34,7 +56,7 @@ def head_share(q_heads: int, kv_heads: int, world: int, rank: int) -> HeadShare:
     if not q:
         return HeadShare(q, range(0), ())
     kv = range(q.start // group, q[-1] // group + 1)
-    # A group that is cut by the stretch's start or end has fewer query heads than the others: a call of its own.
+    # A GQA group that is cut by the start or end of the share has fewer query heads than the others: a call of its own.
     counts = [min(q.stop, (h + 1) * group) - max(q.start, h * group) for h in kv]
     segments: list[Segment] = []
     at = 0
@@ -49,5 +71,175 @@ def head_share(q_heads: int, kv_heads: int, world: int, rank: int) -> HeadShare:
 
 
 def replicated(q_heads: int, kv_heads: int, world: int) -> bool:
-    """Whether some kv head goes to more than one rank."""
+    """Whether some kv head belongs to more than one rank."""
     return sum(len(head_share(q_heads, kv_heads, world, rank).kv) for rank in range(world)) > kv_heads
+
+
+@dataclass(frozen=True)
+class HeadAllToAll:
+    """The all-to-all among every `ranks` consecutive ranks, and what they hold after it."""
+
+    workload: Workload
+    ranks: int
+
+    @property
+    def shares(self) -> list[HeadShare]:
+        """The heads of the i-th rank of every all-to-all."""
+        shape = self.workload.shape
+        return [head_share(shape.q_heads, shape.kv_heads, self.ranks, i) for i in range(self.ranks)]
+
+    def shapes(self) -> list[Shape]:
+        """The tensors that every rank computes with."""
+        mine = [self.workload.shape.with_heads(len(share.q), len(share.kv)) for share in self.shares]
+        return mine * (self.workload.world // self.ranks)
+
+    def grouped(self) -> GroupedWorkload:
+        """The ranks with the same heads as groups, which hold the shards of whole nodes."""
+        shards = node_shards(self.workload.shards, self.ranks)
+        assert shards is not None, "see refusal"
+        rows = [ranges.size(queries) for queries in shards.queries for _ in range(self.ranks)]
+        segments = [len(share.segments) for share in self.shares] * shards.world
+        groups: dict[Shape, list[list[int]]] = {}
+        for i, share in enumerate(self.shares):
+            if share.q:
+                shape = self.workload.shape.with_heads(len(share.q), len(share.kv))
+                groups.setdefault(shape, []).append(list(range(i, self.workload.world, self.ranks)))
+        return GroupedWorkload(self.workload, shards, groups, RankSizes.of(self.shapes(), rows, segments))
+
+    def exchanges(self, *, backward: bool) -> tuple[Messages | MessageTotals, Messages | MessageTotals]:
+        """The two exchanges. Forward: q, k, v, then out (and lse). Backward: dout, then dq, dk, dv."""
+        workload, shapes = self.workload, self.shapes()
+        rows, keys = query_rows(workload.shards), key_rows(workload.shards)
+        query = np.array([shape.query_row for shape in shapes], dtype=np.int64)
+        key = np.array([shape.key_row for shape in shapes], dtype=np.int64)
+        lse = np.array([shape.lse_row if workload.lse else 0 for shape in shapes], dtype=np.int64)
+        if not backward:
+            inputs = self._exchange([(rows, query), (keys, key)], back=False)
+            return inputs, self._exchange([(rows, query + lse)], back=True)
+        if replicated(workload.shape.q_heads, workload.shape.kv_heads, self.ranks):
+            key = np.array([shape.key_grad_row for shape in shapes], dtype=np.int64)
+        inputs = self._exchange([(rows, query + lse)], back=False)
+        return inputs, self._exchange([(rows, query), (keys, key)], back=True)
+
+    def copied_bytes(self, *, backward: bool) -> tuple[Ints, Ints]:
+        """Bytes that every rank lays out anew, its own part included: before the first exchange, and around the second."""
+        shape = self.workload.shape
+        queries = query_rows(self.workload.shards) * shape.query_row
+        keys = key_rows(self.workload.shards) * shape.key_row
+        return (queries, queries + keys) if backward else (queries + keys, queries)
+
+    def _exchange(self, parts: list[tuple[Ints, Ints]], *, back: bool) -> Messages | MessageTotals:
+        """Each part: the rows of one rank, and the bytes of a row of the other's heads."""
+        world = self.workload.world
+        ones = np.ones(world, dtype=np.int64)
+        if world * (self.ranks - 1) > MAX_LISTED_MESSAGES:
+            totals = self._totals(parts)
+            return totals.return_messages(ones) if back else totals.messages(ones)
+        group = np.arange(world, dtype=np.int64) // self.ranks
+        source = np.repeat(np.arange(world, dtype=np.int64), self.ranks)
+        target = np.repeat(group * self.ranks, self.ranks) + np.tile(np.arange(self.ranks), world)
+        kept = source != target
+        source, target = source[kept], target[kept]
+        nbytes = sum((rows[source] * row[target] for rows, row in parts), np.zeros(len(source), np.int64))
+        return RowTraffic(*((target, source) if back else (source, target)), nbytes).messages(ones)
+
+    def _totals(self, parts: list[tuple[Ints, Ints]]) -> RowTrafficTotals:
+        world, ranks_per_node = self.workload.world, self.workload.ranks_per_node
+        ranks = np.arange(world)
+        group, node = ranks // self.ranks, ranks // ranks_per_node
+
+        def others(values: Ints, by: Ints) -> Ints:
+            return np.bincount(by, values)[by].astype(np.int64) - values
+
+        # Ranks of a node are consecutive, so a node is part of a group or the other way around.
+        near = node if ranks_per_node < self.ranks else group
+        zeros = np.zeros(world, np.int64)
+        intra_out = sum((rows * others(row, near) for rows, row in parts), zeros)
+        intra_in = sum((row * others(rows, near) for rows, row in parts), zeros)
+        inter_out = sum((rows * others(row, group) for rows, row in parts), zeros) - intra_out
+        inter_in = sum((row * others(rows, group) for rows, row in parts), zeros) - intra_in
+        sends = np.full(world, self.ranks - 1, np.int64)
+        return RowTrafficTotals(group, intra_out, intra_in, inter_out, inter_in, sends)
+
+
+class UlyssesSpec(ScheduleSpec):
+    """An all-to-all among all ranks, or within nodes; then `between` among the ranks with the same heads."""
+
+    def __init__(self, name: str, between: GroupSpec, *, within_nodes: bool) -> None:
+        self.name, self.between, self.within_nodes = name, between, within_nodes
+
+    def refusal(self, shards: Shards, ranks_per_node: int) -> str | None:
+        """Within nodes, the shards of a node must form runs of positions in ascending order."""
+        if not self.within_nodes:
+            return None
+        refused = two_level_refusal(self.name, shards, ranks_per_node)
+        if refused is None and node_shards(shards, ranks_per_node) is None:
+            return f"{self.name} joins the shards of a node, and those of this layout interleave"
+        return refused
+
+    def rounds(self, workload: Workload, *, backward: bool) -> Iterator[Round]:
+        """The all-to-all, the rounds between, and the all-to-all back."""
+        exchange = self._all_to_all(workload)
+        inputs, outputs = exchange.exchanges(backward=backward)
+        packed, unpacked = exchange.copied_bytes(backward=backward)
+        first, last = ("output gradients", "gradients") if backward else ("queries, keys and values", "outputs")
+        pack = relayout(packed, calls=2 * exchange.ranks + 1)
+        yield Round("all-to-all: rows to heads", {first: inputs}, (pack,), (first,))
+        yield from self.between.group_rounds(exchange.grouped(), backward=backward)
+        yield Round("pack", work=(relayout(unpacked, calls=exchange.ranks + 1),))
+        yield Round("all-to-all: heads to rows", {last: outputs}, (), (last,))
+        yield Round("unpack", work=(relayout(unpacked, calls=exchange.ranks),))
+
+    def memory(self, workload: Workload, *, backward: bool) -> Floats:
+        """All rows of some heads, twice during an all-to-all, and what the schedule between takes."""
+        exchange = self._all_to_all(workload)
+        grouped = exchange.grouped()
+        sizes, own = grouped.sizes, RankSizes.of_workload(workload)
+        lse = workload.lse * sizes.rows * sizes.lse_row
+        queries, mine = sizes.rows * sizes.query_row, own.rows * own.query_row
+        keys = np.repeat(key_rows(grouped.shards), exchange.ranks)
+        attention = self.between.group_memory(grouped, backward=backward)
+        if not backward:
+            # The exchange back: q and out, out contiguous, then rows first; of the own rows, parts and the result.
+            back: Floats = keys * sizes.key_row + 4 * queries + 2 * mine + 3 * lse
+            computing: Floats = queries + keys * sizes.key_row + attention
+            return np.maximum(computing, back)
+        saved = 2 * queries + keys * sizes.key_row + sizes.rows * sizes.lse_row
+        computing = queries + lse + attention
+        back = 2 * queries + lse + mine + _key_grad_bytes(exchange, sizes, keys)
+        peak: Floats = saved + np.maximum(computing, back)
+        return peak
+
+    def tiles(self, workload: Workload) -> list[NamedTiles]:
+        """The tiles between the two exchanges."""
+        exchange = self._all_to_all(workload)
+        shape, ranks = workload.shape, exchange.ranks
+        readers = shape.q_heads // shape.kv_heads
+
+        def placed(tile: GroupTile) -> Tile:
+            share = exchange.shares[tile.rank % ranks]
+            first = max(share.q.start, (share.kv.start + tile.kv_heads.start) * readers)
+            stop = min(share.q.stop, (share.kv.start + tile.kv_heads.stop) * readers)
+            queries = range(tile.query * ranks, (tile.query + 1) * ranks)
+            keys = range(tile.keys.start * ranks, tile.keys.stop * ranks)
+            return Tile(tile.rank, range(first, stop), queries, keys, tile.pairs)
+
+        between = [
+            NamedTiles(name if self.within_nodes else "attention", [placed(tile) for tile in tiles if tile.pairs])
+            for name, tiles in self.between.group_tiles(exchange.grouped())
+        ]
+        return [NamedTiles("all-to-all: rows to heads", []), *between, NamedTiles("all-to-all: heads to rows", [])]
+
+    def _all_to_all(self, workload: Workload) -> HeadAllToAll:
+        return HeadAllToAll(workload, workload.ranks_per_node if self.within_nodes else workload.world)
+
+
+def _key_grad_bytes(exchange: HeadAllToAll, sizes: RankSizes, keys: Ints) -> Floats:
+    """dk and dv: computed, contiguous, rows first; and of the own rows, parts from all ranks and their sum."""
+    shape = exchange.workload.shape
+    row = sizes.key_grad_row if replicated(shape.q_heads, shape.kv_heads, exchange.ranks) else sizes.key_row
+    own = key_rows(exchange.workload.shards)
+    first = np.arange(len(own)) // exchange.ranks
+    rows = np.bincount(first, row)[first]  # a row from every rank of the all-to-all
+    nbytes: Floats = keys * (np.maximum(row, sizes.key_row) + 2 * row) + own * (rows + shape.key_row)
+    return nbytes

@@ -1,23 +1,37 @@
-"""A question about attention over ranks: who holds and sees what, the tensors, and how ranks stand in nodes."""
+"""An attention workload over ranks: shards, tensor shapes, ranks per node; and what rows and pairs cost on every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from attnmesh.plan.shards import Shards, between_nodes
-from attnmesh.plan.ulysses import HeadShare
+import numpy as np
+from numpy.typing import ArrayLike
+
+from attnmesh.core import ranges
+from attnmesh.plan.program import Floats, Ints, KernelKind, Kernels
+from attnmesh.plan.shards import Shards
+
+# Executors and estimates share these.
+STREAMS = 2
+"""CUDA streams that the kernels of a ring alternate between."""
+PENDING_PARTS, PENDING_PARTS_WITH_TOTAL = 4, 2
+"""Partial results that are collected before they are merged in one pass: before there is a total, and with one."""
+
+_FORWARD: tuple[int, KernelKind] = (2, "attention")  # matrix products per pair
+_BACKWARD: tuple[int, KernelKind] = (5, "attention backward")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything about the tensors but their positions."""
+    """Everything about the tensors except their positions."""
 
     batch: int
     q_heads: int
     kv_heads: int
     head_dim: int
-    itemsize: int  # bytes an element
-    sum_itemsize: int  # bytes an element of a sum: gradients that travel before they are complete
+    itemsize: int  # bytes per element
+    sum_itemsize: int  # bytes per element of a sum: gradients that are sent before they are complete
 
     @property
     def key_row(self) -> int:
@@ -26,7 +40,7 @@ class Shape:
 
     @property
     def key_grad_row(self) -> int:
-        """Bytes of dK and dV of one position, on the way to be summed."""
+        """Bytes of dK and dV of one position while they are summed."""
         return 2 * self.batch * self.kv_heads * self.head_dim * self.sum_itemsize
 
     @property
@@ -41,37 +55,183 @@ class Shape:
 
     @property
     def grad_weight(self) -> float:
-        """How many rows of keys a row of their gradients weighs."""
+        """Bytes of a row of key gradients over bytes of a row of keys."""
         return self.sum_itemsize / self.itemsize
 
-    def of(self, share: HeadShare) -> Shape:
-        """The same with only the heads of a share."""
-        return replace(self, q_heads=len(share.q), kv_heads=len(share.kv))
+    def with_heads(self, q_heads: int, kv_heads: int) -> Shape:
+        """The same shape with other heads."""
+        return replace(self, q_heads=q_heads, kv_heads=kv_heads)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A spread, the tensors, how many ranks a node has (all of them on a mesh of one dimension), and more to return."""
+    """Attention over shards of a sequence. On a mesh of one dimension `ranks_per_node` is the world size."""
 
     shards: Shards
     shape: Shape
     ranks_per_node: int
-    lse: bool = False  # whether the lse is asked for, with its gradient: the one other thing that Ulysses trades
-    device: str = "cuda"  # the kind of torch device: kernels of a GPU want larger pieces
+    lse: bool = False  # whether the lse is returned, with its gradient: Ulysses exchanges it too
+    device: str = "cuda"  # the torch device type: GPU kernels need larger pieces
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.shards.world
+
+    def grad_weight(self, backward: bool) -> float:
+        """The weight of gradients where a ring chooses its direction; 0 in a forward."""
+        return self.shape.grad_weight if backward else 0.0
 
 
-def refusal(schedule: str, shards: Shards, ranks_per_node: int) -> str | None:
-    """Why the schedule cannot serve; None if it can."""
-    if "+" in schedule:
-        if not 1 < ranks_per_node < shards.world:
-            return f"{schedule} wants a mesh of two dimensions (or ranks_per_node=, the ranks of a node)"
-        if schedule.startswith("ulysses") and between_nodes(shards, ranks_per_node) is None:
-            return f"{schedule} takes the shards of a node together, and those of this layout interleave"
-    return None
+@dataclass(frozen=True)
+class RankSizes:
+    """Bytes per row and operations per pair, and the rows of every rank: entry r is rank r's."""
+
+    pair_flops: Floats  # of one (query, key) pair in one matrix product
+    key_row: Ints  # bytes of K and V of a position
+    key_grad_row: Ints
+    query_row: Ints  # bytes of Q or out of a position
+    query_sum_row: Ints  # the same in the accumulation dtype
+    lse_row: Ints
+    rows: Ints  # query rows
+    segments: Ints  # kernel calls per block: heads that do not divide evenly need more than one
+
+    @staticmethod
+    def of(shapes: Sequence[Shape], rows: Sequence[int], segments: Sequence[int] | None = None) -> RankSizes:
+        """From the shape of the tensors that each rank computes with, and its query rows."""
+
+        def each(name: str) -> Ints:
+            return np.array([getattr(shape, name) for shape in shapes], dtype=np.int64)
+
+        elements = each("batch") * each("q_heads") * each("head_dim")
+        return RankSizes(
+            pair_flops=2.0 * elements.astype(np.float64),
+            key_row=each("key_row"),
+            key_grad_row=each("key_grad_row"),
+            query_row=each("query_row"),
+            query_sum_row=elements * each("sum_itemsize"),
+            lse_row=each("lse_row"),
+            rows=np.array(rows, dtype=np.int64),
+            segments=np.array(segments or [1] * len(shapes), dtype=np.int64),
+        )
+
+    @staticmethod
+    def of_workload(workload: Workload) -> RankSizes:
+        """The sizes of all ranks' own rows and heads."""
+        return RankSizes.of([workload.shape] * workload.world, list(map(ranges.size, workload.shards.queries)))
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.rows)
+
+    def by_rank(self, ranks: Ints, values: Ints) -> Ints:
+        """Values of some ranks as an array over all ranks, 0 elsewhere."""
+        whole = np.zeros(self.world, dtype=np.int64)
+        whole[ranks] = values
+        return whole
+
+    def attention(
+        self, pairs: Ints, calls: Ints, *, backward: bool, causal: tuple[Ints, Ints], single: bool = False
+    ) -> Kernels:
+        """The attention kernels over `pairs`: two matrix products forward, five backward.
+
+        `causal` are the pairs and calls of the causal squares among them. Calls alternate between two streams, unless
+        the program has only a `single` block.
+        """
+        products, kind = _BACKWARD if backward else _FORWARD
+
+        def sized(pairs: Ints, calls: Ints) -> tuple[Floats, Floats]:
+            return products * self.pair_flops * pairs, (calls * self.segments).astype(np.float64)
+
+        return Kernels(kind, *sized(pairs, calls), causal=sized(*causal), streams=1 if single else STREAMS)
+
+    def merge(self, before: Ints, after: Ints, *, last: bool = False) -> Kernels:
+        """The merge of partial results into a rank's total, when `before` had been computed and now `after` have.
+
+        A pass reads the pending parts and the total and writes the total. The `last` pass also rounds.
+        """
+        parts = after - before
+        passes = _merge_passes(after) - _merge_passes(before)
+        moved = parts * self.query_row + 2 * passes * self.query_sum_row
+        if last:
+            several = after > 1
+            passes = passes + several
+            moved = moved + several * (self.query_sum_row + self.query_row)
+        size = (self.rows * moved * (after > 1)).astype(np.float64)
+        # Nothing is left to overlap the last pass with.
+        return Kernels("relayout", size, passes.astype(np.float64), overlapped=not last)
+
+    # Peak memory, in bytes.
+
+    def state_bytes(self, parts: Floats, *, cpu: bool) -> Floats:
+        """Partial results that cover all rows `parts` times, their total while it is merged, and the output."""
+        part, total = self.rows * (self.query_row + self.lse_row), self.rows * (self.query_sum_row + self.lse_row)
+        temporaries = 2 * self.rows * self.query_sum_row if cpu else 0  # of torch operations
+        several = np.minimum(parts, PENDING_PARTS) * part + total + temporaries
+        most: Floats = np.where(parts > 1, np.maximum(several, 2 * part + total + part), part)
+        return np.where(parts > 0, most, total + part)
+
+    def query_grad_bytes(self, parts: Floats) -> Floats:
+        """Partial gradients of the queries, and as much in float32: their total, or a kernel's accumulator."""
+        nbytes: Floats = self.rows * (np.minimum(parts, PENDING_PARTS) * self.query_row + self.query_sum_row)
+        return nbytes
 
 
-def check_served(schedule: str, shards: Shards, ranks_per_node: int) -> None:
-    """Raise ValueError if the schedule cannot serve."""
-    why = refusal(schedule, shards, ranks_per_node)
-    if why is not None:
-        raise ValueError(f"schedule={schedule!r} cannot serve this: {why}")
+@dataclass(frozen=True)
+class GroupedWorkload:
+    """Rank groups that run the same schedule at once: the i-th rank of every group holds the i-th shard of `shards`.
+
+    After the all-to-all of Ulysses, the ranks with the same heads form a group. Groups are listed by the shape of the
+    tensors that their ranks compute with.
+    """
+
+    workload: Workload
+    shards: Shards
+    groups: dict[Shape, list[list[int]]]
+    sizes: RankSizes
+
+    @staticmethod
+    def of(workload: Workload) -> GroupedWorkload:
+        """One group of all ranks."""
+        everyone = {workload.shape: [list(range(workload.world))]}
+        return GroupedWorkload(workload, workload.shards, everyone, RankSizes.of_workload(workload))
+
+    @property
+    def all_groups(self) -> list[list[int]]:
+        """The groups of all shapes."""
+        return [group for same in self.groups.values() for group in same]
+
+
+def key_rows(shards: Shards) -> Ints:
+    """The number of keys that every rank holds."""
+    return np.array(list(map(ranges.size, shards.keys)), dtype=np.int64)
+
+
+def query_rows(shards: Shards) -> Ints:
+    """The number of queries that every rank holds."""
+    return np.array(list(map(ranges.size, shards.queries)), dtype=np.int64)
+
+
+def row_coverage(calls: Ints) -> Floats:
+    """How many times the partial results of a patch cover its rows, by estimate.
+
+    The first call is taken to cover all rows and every further one half of them.
+    """
+    return np.where(calls > 0, (1 + calls) / 2, 0.0)
+
+
+def copy(nbytes: ArrayLike, calls: int = 1) -> Kernels:
+    """Copies within the device: each byte is read and written."""
+    each = np.asarray(nbytes, dtype=np.float64)
+    return Kernels("copy", 2 * each, np.where(each > 0, float(calls), 0.0))
+
+
+def relayout(nbytes: ArrayLike, calls: int = 1, *, overlapped: bool = False) -> Kernels:
+    """Copies from heads first to rows first, or back."""
+    return replace(copy(nbytes, calls), kind="relayout", overlapped=overlapped)
+
+
+def _merge_passes(parts: Ints) -> Ints:
+    later = 1 + (parts - PENDING_PARTS) // PENDING_PARTS_WITH_TOTAL
+    return np.where(parts < PENDING_PARTS, 0, later).astype(np.int64)

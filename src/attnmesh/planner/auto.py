@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from attnmesh.plan.decode import COMBINES, Combine, DecodeShape, DecodeSharding, bytes_sent
-from attnmesh.plan.programs import SCHEDULES
-from attnmesh.plan.workload import Workload, refusal
+from attnmesh.plan.schedules import SCHEDULES, refusal
+from attnmesh.plan.workload import Workload
 from attnmesh.planner.cost import Cost, schedule_cost
 from attnmesh.planner.hardware import Cluster, Device, Link
 

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from attnmesh.planner.catalog_file import FIELD_OF, SQUARES_OF, Table, Tables, read_tables, unknown
-from attnmesh.planner.hardware import KINDS, OF_BYTES, Cluster, Curve, Device, Kind, Link, Wiring
+from attnmesh.plan.program import KERNEL_KINDS, SIZED_IN_BYTES, KernelKind
+from attnmesh.planner.catalog_file import CAUSAL_FIELD_OF, FIELD_OF, Table, Tables, read_tables, unknown
+from attnmesh.planner.hardware import Cluster, Curve, Device, Link, Wiring
 
 _BUILT_IN = Path(__file__).with_name("hardware.toml")
 T = TypeVar("T")
@@ -34,20 +35,20 @@ class Catalog:
         return _found("link", name, self.links)
 
     def cluster(
-        self, device: str, *, node: int | None = None, near: str | None = None, far: str | None = None,
+        self, device: str, *, ranks_per_node: int | None = None, intra_node: str | None = None, inter_node: str | None = None,
         rails: int | None = None,
     ) -> Cluster:  # fmt: skip
         """Devices of one kind, wired as is usual for them but for what is given."""
         found, usual = self.device(device), _found("device", device, self.wirings)
-        near, far = near or usual.near, far or usual.far
-        ranks, ports = usual.node or node, usual.rails or rails
-        if near is None or far is None or ranks is None or ports is None:
-            parts = {"near": near, "far": far, "node": ranks, "rails": ports}
+        intra_node, inter_node = intra_node or usual.intra_node, inter_node or usual.inter_node
+        ranks, ports = usual.ranks_per_node or ranks_per_node, usual.rails or rails
+        if intra_node is None or inter_node is None or ranks is None or ports is None:
+            parts = {"intra_node": intra_node, "inter_node": inter_node, "ranks_per_node": ranks, "rails": ports}
             missing = " and ".join(name for name, part in parts.items() if part is None)
             raise ValueError(f"the catalogue does not say how {found.name} is wired: give {missing}")
-        made = Cluster(found, self.link(near), self.link(far), ranks, ports)
-        if node is not None:
-            made = made.with_node(node)
+        made = Cluster(found, self.link(intra_node), self.link(inter_node), ranks, ports)
+        if ranks_per_node is not None:
+            made = made.with_ranks_per_node(ranks_per_node)
         return made if rails is None else replace(made, rails=rails)
 
 
@@ -66,21 +67,25 @@ def load(path: Path) -> Catalog:
     )
     for name, table in given.device.items():
         for peak in ("peak_tflops", "peak_gbs"):
-            if peak in table and all(FIELD_OF[kind] in merged.device[name] for kind in KINDS if _peak_of(kind) == peak):
+            if peak in table and all(
+                FIELD_OF[kind] in merged.device[name] for kind in KERNEL_KINDS if _peak_of(kind) == peak
+            ):
                 raise ValueError(f"{path}: device.{name}.{peak} changes nothing: its kernels have figures of their own")
     return _catalog(merged, path)
 
 
 def cluster(
-    device: str, *, node: int | None = None, near: str | None = None, far: str | None = None,
+    device: str, *, ranks_per_node: int | None = None, intra_node: str | None = None, inter_node: str | None = None,
     rails: int | None = None, extra: Path | None = None,
 ) -> Cluster:  # fmt: skip
     """A cluster by the names of its parts; `extra` is a file that changes or adds some."""
-    return catalog(extra).cluster(device, node=node, near=near, far=far, rails=rails)
+    return catalog(extra).cluster(
+        device, ranks_per_node=ranks_per_node, intra_node=intra_node, inter_node=inter_node, rails=rails
+    )
 
 
 @cache
-def usual_cluster(device: str) -> Cluster:
+def default_cluster(device: str) -> Cluster:
     """What to plan for on a kind of torch device if nobody says more: anything but a CPU is taken for an H200."""
     return cluster("cpu" if torch.device(device).type == "cpu" else "h200")
 
@@ -116,14 +121,14 @@ def _merged(ours: Mapping[str, Table], given: Mapping[str, Table], path: Path) -
 def _catalog(tables: Tables, path: Path) -> Catalog:
     links = {name: _link(table, path) for name, table in tables.link.items()}
     for table in tables.device.values():
-        for end in ("near", "far"):
+        for end in ("intra_node", "inter_node"):
             if end in table and str(table[end]).lower() not in links:
                 raise unknown(f"link in {path}: device.{table['name']}.{end} names", str(table[end]), links)
     return Catalog(
         devices={name: _device(table, tables.efficiency, path) for name, table in tables.device.items()},
         links=links,
         wirings={
-            name: Wiring(**{end: table.get(end) for end in ("near", "far", "node", "rails")})  # type: ignore[arg-type]
+            name: Wiring(**{end: table.get(end) for end in ("intra_node", "inter_node", "ranks_per_node", "rails")})  # type: ignore[arg-type]
             for name, table in tables.device.items()
         },
     )
@@ -131,26 +136,26 @@ def _catalog(tables: Tables, path: Path) -> Catalog:
 
 def _device(table: Mapping[str, Any], efficiency: Table, path: Path) -> Device:
     _require(table, ("source", "memory_gb", "launch_us"), f"device.{table['name']}", path)
-    curves = tuple((kind, curve) for kind in KINDS if (curve := _curve(kind, table, efficiency)) is not None)
+    curves = tuple((kind, curve) for kind in KERNEL_KINDS if (curve := _curve(kind, table, efficiency)) is not None)
     if not curves:
         kinds = ", ".join(FIELD_OF.values())
         raise ValueError(f"{path}: device.{table['name']} has no figures: give peak_tflops, peak_gbs or any of {kinds}")
     return Device(
         table["name"], table["source"], table["memory_gb"], table["launch_us"], curves, cores=table.get("cores"),
-        squares=tuple((kind, table[name]) for kind, name in SQUARES_OF.items() if name in table),
+        causal=tuple((kind, table[name]) for kind, name in CAUSAL_FIELD_OF.items() if name in table),
         round=table.get("round_us", 0.0),
     )  # fmt: skip
 
 
-def _curve(kind: Kind, table: Mapping[str, Any], efficiency: Mapping[str, Any]) -> Curve | None:
+def _curve(kind: KernelKind, table: Mapping[str, Any], efficiency: Mapping[str, Any]) -> Curve | None:
     given: Curve | None = table.get(FIELD_OF[kind])
     if given is not None or _peak_of(kind) not in table:
         return given
     return Curve(((table[_peak_of(kind)] * efficiency[FIELD_OF[kind]], 1.0),))
 
 
-def _peak_of(kind: Kind) -> str:
-    return "peak_gbs" if kind in OF_BYTES else "peak_tflops"
+def _peak_of(kind: KernelKind) -> str:
+    return "peak_gbs" if kind in SIZED_IN_BYTES else "peak_tflops"
 
 
 def _link(table: Mapping[str, Any], path: Path) -> Link:

@@ -11,22 +11,23 @@ from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 
-from attnmesh.planner.hardware import KINDS, OF_BYTES, Curve, Device, Kind, Link, Wiring
+from attnmesh.plan.program import KERNEL_KINDS, SIZED_IN_BYTES, KernelKind
+from attnmesh.planner.hardware import Curve, Device, Link, Wiring
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a name that none of the known ones is: the nearest of them, then all."""
     names = sorted(known)
-    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    intra_node = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    meant = f" Did you mean {' or '.join(intra_node)}?" if intra_node else ""
     return ValueError(f"unknown {what} {name!r}.{meant} Known: {', '.join(names)}")
 
 
 Value = str | bool | int | float | Curve
 Table = Mapping[str, Value]
 
-FIELD_OF: dict[Kind, str] = {kind: kind.replace(" ", "_") for kind in KINDS}
-SQUARES_OF: dict[Kind, str] = {
+FIELD_OF: dict[KernelKind, str] = {kind: kind.replace(" ", "_") for kind in KERNEL_KINDS}
+CAUSAL_FIELD_OF: dict[KernelKind, str] = {
     "attention": "causal_attention",
     "attention backward": "causal_attention_backward",
 }
@@ -35,14 +36,14 @@ SQUARES_OF: dict[Kind, str] = {
 GIGA, MILLI, MICRO = 9, -3, -6
 
 
-def rate_places(kind: Kind) -> int:
+def rate_places(kind: KernelKind) -> int:
     """Of a kernel's rate: GB/s or TFLOP/s."""
-    return 9 if kind in OF_BYTES else 12
+    return 9 if kind in SIZED_IN_BYTES else 12
 
 
-def size_places(kind: Kind) -> int:
+def size_places(kind: KernelKind) -> int:
     """Of the size of a sample: MB or GFLOP. Over milliseconds they are the units of rates."""
-    return 6 if kind in OF_BYTES else 9
+    return 6 if kind in SIZED_IN_BYTES else 9
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ def _share(given: object) -> float | None:
     return share if share is not None and 0 < share <= 1 else None
 
 
-def _curve(kind: Kind) -> _Field:
-    units = ("GB/s", "[MB, ms]") if kind in OF_BYTES else ("TFLOP/s", "[GFLOP, ms]")
+def _curve(kind: KernelKind) -> _Field:
+    units = ("GB/s", "[MB, ms]") if kind in SIZED_IN_BYTES else ("TFLOP/s", "[GFLOP, ms]")
 
     def samples(given: object) -> list[tuple[float | None, float | None]]:
         if not isinstance(given, list):
@@ -171,13 +172,13 @@ _DEVICE: dict[str, _Field] = {
     "round_us": _at_least_0(MICRO),
     "peak_tflops": _above_0(12),
     "peak_gbs": _above_0(GIGA),
-    "near": _Field("the name of a link", _text),
-    "far": _Field("the name of a link", _text),
-    "node": _Field("a whole number above 0", _whole),
+    "intra_node": _Field("the name of a link", _text),
+    "inter_node": _Field("the name of a link", _text),
+    "ranks_per_node": _Field("a whole number above 0", _whole),
     "rails": _Field("a whole number above 0", _whole),
     "cores": _Field("a whole number above 0", _whole),
-    **{FIELD_OF[kind]: _curve(kind) for kind in KINDS},
-    **{name: _curve(kind) for kind, name in SQUARES_OF.items()},
+    **{FIELD_OF[kind]: _curve(kind) for kind in KERNEL_KINDS},
+    **{name: _curve(kind) for kind, name in CAUSAL_FIELD_OF.items()},
 }
 _LINK: dict[str, _Field] = {
     "source": _Field("text", _text),
@@ -186,7 +187,9 @@ _LINK: dict[str, _Field] = {
     "message_us": _at_least_0(MICRO),
     "shared": _Field("true or false", _flag),
 }
-_EFFICIENCY: dict[str, _Field] = {FIELD_OF[kind]: _Field("a number above 0, at most 1", _share) for kind in KINDS}
+_EFFICIENCY: dict[str, _Field] = {
+    FIELD_OF[kind]: _Field("a number above 0, at most 1", _share) for kind in KERNEL_KINDS
+}
 
 
 def as_toml(device: Device, links: Iterable[Link] = (), wiring: Wiring | None = None) -> str:
@@ -209,7 +212,7 @@ def as_toml(device: Device, links: Iterable[Link] = (), wiring: Wiring | None = 
         if value is not None:
             lines.append(f"{name} = {_quoted(value) if isinstance(value, str) else value}")
     lines += [_curve_catalog_write(FIELD_OF[kind], kind, curve) for kind, curve in device.curves]
-    lines += [_curve_catalog_write(SQUARES_OF[kind], kind, curve) for kind, curve in device.squares]
+    lines += [_curve_catalog_write(CAUSAL_FIELD_OF[kind], kind, curve) for kind, curve in device.causal]
     for link in links:
         lines += [
             "",
@@ -223,9 +226,9 @@ def as_toml(device: Device, links: Iterable[Link] = (), wiring: Wiring | None = 
     return "\n".join(lines) + "\n"
 
 
-def _curve_catalog_write(field: str, kind: Kind, curve: Curve) -> str:
+def _curve_catalog_write(field: str, kind: KernelKind, curve: Curve) -> str:
     samples = (f"[{_moved(size, -size_places(kind))}, {_moved(time, -MILLI)}]" for size, time in curve.samples)
-    return f"{field} = [{', '.join(samples)}]  # [{'MB' if kind in OF_BYTES else 'GFLOP'}, ms]"
+    return f"{field} = [{', '.join(samples)}]  # [{'MB' if kind in SIZED_IN_BYTES else 'GFLOP'}, ms]"
 
 
 def _moved(value: float, places: int) -> str:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.load import Load, Tally
-from attnmesh.plan.program import Program
-from attnmesh.plan.programs import program
+from attnmesh.plan.program import Load, LoadCounter, Program
+from attnmesh.plan.schedules import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.network import Slow
@@ -28,15 +27,15 @@ class Cost:
     seconds: float  # until the last rank is done
     computed: float  # seconds that the busiest rank computes
     flops: int
-    near: int  # bytes sent within the node
-    far: int  # bytes sent to other nodes
+    intra_node: int  # bytes sent within the node
+    inter_node: int  # bytes sent to other nodes
     rounds: int
     bottleneck: str  # in words
 
     @property
     def sent(self) -> int:
         """All bytes that one rank sends, at most."""
-        return self.near + self.far
+        return self.intra_node + self.inter_node
 
     @property
     def exposed(self) -> float:
@@ -46,7 +45,7 @@ class Cost:
     def times(self, count: int) -> Cost:
         """As often, one after the other: the layers of a model."""
         return Cost(
-            self.seconds * count, self.computed * count, self.flops * count, self.near * count, self.far * count,
+            self.seconds * count, self.computed * count, self.flops * count, self.intra_node * count, self.inter_node * count,
             self.rounds * count, self.bottleneck,
         )  # fmt: skip
 
@@ -55,23 +54,23 @@ class Cost:
         longer = max(self, other, key=lambda cost: cost.seconds)
         return Cost(
             self.seconds + other.seconds, self.computed + other.computed, self.flops + other.flops,
-            self.near + other.near, self.far + other.far, self.rounds + other.rounds, longer.bottleneck,
+            self.intra_node + other.intra_node, self.inter_node + other.inter_node, self.rounds + other.rounds, longer.bottleneck,
         )  # fmt: skip
 
 
 def schedule_cost(schedule: str, workload: Workload, cluster: Cluster, *, backward: bool) -> Cost:
     """The cost of a schedule that can serve the case, in one direction. The case says how many ranks a node has."""
-    return cost(program(schedule, workload, backward=backward), cluster.with_node(workload.ranks_per_node))
+    return cost(program(schedule, workload, backward=backward), cluster.with_ranks_per_node(workload.ranks_per_node))
 
 
 def cost(whole: Program, cluster: Cluster) -> Cost:
     """The cost of a program."""
-    tally = Tally(whole.world, cluster.node)
-    ran = run_waves(tally.counting(whole), cluster, Slow())
-    most = tally.most()
+    counter = LoadCounter(whole.world, cluster.ranks_per_node)
+    ran = run_waves(counter.counting(whole), cluster, Slow())
+    most = counter.maximum()
     seconds, computed = float(ran.finish.max(initial=0.0)), float(ran.computed.max(initial=0.0))
     why = _bottleneck(seconds, float(np.median(ran.computed)), most, cluster)
-    return Cost(seconds, computed, most.flops, most.near, most.far, tally.rounds, why)
+    return Cost(seconds, computed, most.flops, most.intra_node, most.inter_node, counter.rounds, why)
 
 
 def _bottleneck(seconds: float, computed: float, most: Load, cluster: Cluster) -> str:
@@ -80,13 +79,15 @@ def _bottleneck(seconds: float, computed: float, most: Load, cluster: Cluster) -
         return "nothing to do"
     if computed >= (1 - _LITTLE) * seconds:
         return "computing"
-    near = most.near * (cluster.node if cluster.near.shared else 1) / cluster.near.bandwidth
-    ports = 1 if cluster.far.shared else cluster.rails
-    sharing = -(-cluster.node // ports)  # ranks on the port that most of them use
+    intra_node = (
+        most.intra_node * (cluster.ranks_per_node if cluster.intra_node.shared else 1) / cluster.intra_node.bandwidth
+    )
+    ports = 1 if cluster.inter_node.shared else cluster.rails
+    sharing = -(-cluster.ranks_per_node // ports)  # ranks on the port that most of them use
     taken = {
         "computing": computed,
-        f"{cluster.near.name} within nodes": near,
-        f"{cluster.far.name} between nodes": most.far * sharing / cluster.far.bandwidth,
+        f"{cluster.intra_node.name} within nodes": intra_node,
+        f"{cluster.inter_node.name} between nodes": most.inter_node * sharing / cluster.inter_node.bandwidth,
     }
     most_taken = max(taken, key=lambda name: taken[name])
     return most_taken if taken[most_taken] >= seconds / 2 else f"waiting for one another, then {most_taken}"

@@ -9,10 +9,10 @@ import numpy as np
 
 from attnmesh.core.validation import check_positive
 from attnmesh.plan.decode import DecodeShape, DecodeSharding, messages_sent
-from attnmesh.plan.program import Ints, Kernels, Messages, Program, Round
+from attnmesh.plan.program import Floats, Ints, Kernels, Messages, Program, Round
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.cost import cost
-from attnmesh.planner.hardware import Cluster, Floats, Link, one_of_many, ranks_together
+from attnmesh.planner.hardware import Cluster, Link, group_cluster, group_ranks_per_node
 from attnmesh.planner.models.config import (
     ModelConfig,
     Parameters,
@@ -85,7 +85,7 @@ class DecodeLayer:
             heads = len(sharding.group_heads(rank, shape.q_heads))
             flops.append(4.0 * heads * shape.tokens * held * shape.head_dim)
             read.append(len(sharding.kv_heads(rank, shape.kv_heads)) * held * self.cached)
-        return Kernels("attention", np.array(flops), np.ones(sharding.ranks), reads=np.array(read))
+        return Kernels("attention", np.array(flops), np.ones(sharding.ranks), bytes_read=np.array(read))
 
     def small(self, sharding: DecodeSharding, launches: int) -> Kernels:
         """Kernels that pass over the new tokens: a launch each, unless there are many tokens."""
@@ -94,7 +94,7 @@ class DecodeLayer:
 
     def _product(self, used: Floats, read: Floats, nbytes: float, calls: int = 1) -> Kernels:
         """Rows times parameters: two operations each, and every parameter is read once."""
-        return Kernels("matmul", 2.0 * self.rows * used, np.full(len(used), float(calls)), reads=read * nbytes)
+        return Kernels("matmul", 2.0 * self.rows * used, np.full(len(used), float(calls)), bytes_read=read * nbytes)
 
 
 def summed(name: str, nbytes: int, ranks: int, link: Link) -> Iterator[Round]:
@@ -241,12 +241,14 @@ def _option(asked: Decode, replicas: int, sharding: DecodeSharding, name: str) -
     sequences = asked.batch // replicas
     cluster = asked.cluster
     if replicas > 1:  # others stand beside it, and some may lie across nodes
-        cluster = one_of_many(cluster, ranks_together(sharding.ranks, cluster.node, asked.devices), asked.devices)
+        cluster = group_cluster(
+            cluster, group_ranks_per_node(sharding.ranks, cluster.ranks_per_node, asked.devices), asked.devices
+        )
     parts = dict.fromkeys(("computing", "exchanges"), 0.0)
     sent = 0.0
     bottlenecks: dict[str, float] = {}
     for layer, layers in decode_layers(asked, sequences).items():
-        one = cost(decode_program(sharding, layer, cluster.near), cluster)
+        one = cost(decode_program(sharding, layer, cluster.intra_node), cluster)
         parts["computing"] += one.computed * layers
         parts["exchanges"] += (one.seconds - one.computed) * layers
         sent += one.sent * layers

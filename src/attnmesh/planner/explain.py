@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.allgather import gather_plan
-from attnmesh.plan.load import Load, imbalance, loads
+from attnmesh.plan.program import Load, imbalance
+from attnmesh.plan.schedules import loads
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.auto import Choice
 from attnmesh.planner.hardware import Cluster
@@ -52,15 +53,15 @@ class Explanation:
         return [f"chosen: the slowest rank is done first, by estimates for {self.cluster.device.name}", *said]
 
 
-def explained(schedule: str, workload: Workload, cluster: Cluster, choice: Choice | None) -> Explanation:
+def explain_schedule(schedule: str, workload: Workload, cluster: Cluster, choice: Choice | None) -> Explanation:
     """The explanation of a schedule that can serve the case."""
     forward, backward = (loads(schedule, workload, backward=way) for way in (False, True))
     return Explanation(schedule, workload, forward, backward, cluster, choice)
 
 
 def _sent(load: Load) -> str:
-    far = f" ({load.far / 1e6:.4g} between nodes)" if load.far else ""
-    return f"{load.sent / 1e6:.4g}{far}"
+    inter_node = f" ({load.inter_node / 1e6:.4g} between nodes)" if load.inter_node else ""
+    return f"{load.sent / 1e6:.4g}{inter_node}"
 
 
 def _brief(positions: Ranges) -> str:

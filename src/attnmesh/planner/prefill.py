@@ -15,12 +15,11 @@ import numpy as np
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.validation import check_positive
-from attnmesh.plan.memory import peak_bytes
-from attnmesh.plan.programs import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, peak_bytes, refusal
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload, refusal
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.cost import Cost, schedule_cost
-from attnmesh.planner.hardware import Cluster, one_of_many, ranks_together
+from attnmesh.planner.hardware import Cluster, group_cluster, group_ranks_per_node
 from attnmesh.planner.models.config import ModelConfig, cache_bytes, layer_weights_read, linear_flops, weight_bytes
 from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
 
@@ -97,8 +96,10 @@ def _option(asked: Prefill, division: Division, schedule: str, name: str) -> Opt
     rows = -(-asked.context // division.cp) * -(-asked.batch // division.dp)
     linear = _linear(asked, division, rows)
     sums, summed = 2 * model.layers, 2 * (division.tp - 1) / division.tp * rows * model.hidden * _ACTIVATION
-    on_a_port = min(cluster.node, asked.devices) if cluster.near.shared else 1
-    summing = on_a_port * summed / cluster.near.bandwidth + 2 * cluster.near.latency if division.tp > 1 else 0.0
+    on_a_port = min(cluster.ranks_per_node, asked.devices) if cluster.intra_node.shared else 1
+    summing = (
+        on_a_port * summed / cluster.intra_node.bandwidth + 2 * cluster.intra_node.latency if division.tp > 1 else 0.0
+    )
     parts = {
         "attention": attention.computed,
         "keys on their way": attention.seconds - attention.computed,
@@ -127,7 +128,7 @@ def _attention(asked: Prefill, division: Division, schedule: str) -> Cost:
     for window, layers in asked.model.window_layers.items():
         workload = _case(asked, division, window)
         one = schedule_cost(
-            schedule, workload, one_of_many(asked.cluster, workload.ranks_per_node, asked.devices), backward=False
+            schedule, workload, group_cluster(asked.cluster, workload.ranks_per_node, asked.devices), backward=False
         )
         total = total + one.times(layers)
     return total
@@ -146,7 +147,7 @@ def _schedules(asked: Prefill, division: Division) -> dict[str, str | None]:
 
 def divisions(asked: Prefill) -> Iterator[Division]:
     """All ways to divide the devices that divide the heads evenly."""
-    model, node = asked.model, asked.cluster.node
+    model, node = asked.model, asked.cluster.ranks_per_node
     for dp in (dp for dp in range(1, asked.batch + 1) if asked.batch % dp == 0 and asked.devices % dp == 0):
         replica = asked.devices // dp
         for tp in (tp for tp in range(1, min(node, replica) + 1) if replica % tp == 0 and node % tp == 0):
@@ -163,7 +164,7 @@ def _case(asked: Prefill, division: Division, window: int | None) -> Workload:
 
 def _inner(asked: Prefill, division: Division) -> int:
     """CP ranks of a node."""
-    whole = ranks_together(division.cp * division.tp, asked.cluster.node, asked.devices)
+    whole = group_ranks_per_node(division.cp * division.tp, asked.cluster.ranks_per_node, asked.devices)
     return max(1, whole // division.tp)
 
 

@@ -118,7 +118,7 @@ def recommend_sharding(
         ]
         return Recommendation(options[0], tuple(options[1:]))
     layer = DecodeLayer(shape, kv_bytes / layers, context)
-    costs = {way: cost(decode_program(way, layer, cluster.near), cluster) for way in ways}
+    costs = {way: cost(decode_program(way, layer, cluster.intra_node), cluster) for way in ways}
     ways.sort(key=lambda way: costs[way].seconds)  # of those that tie, the rule's comes first
     options = [
         replace(
@@ -176,7 +176,7 @@ def _timed(sharding: DecodeSharding, costs: dict[DecodeSharding, Cost], cluster:
     trading, of_best = (found.seconds - found.computed for found in (mine, best))
     if mine is best:
         spent = f"{readable_seconds(mine.computed)} in kernels and {readable_seconds(trading)} in exchanges"
-        return [f"the fastest of {len(costs)} on {cluster.device.name} with {cluster.near.name}: {spent}"]
+        return [f"the fastest of {len(costs)} on {cluster.device.name} with {cluster.intra_node.name}: {spent}"]
     more = {"in kernels": mine.computed - best.computed, "in exchanges": trading - of_best}
     where = max(more, key=lambda part: more[part])
     return [f"{mine.seconds / best.seconds:.2f} times as slow: {readable_seconds(more[where])} more {where}"]

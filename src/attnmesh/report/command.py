@@ -16,7 +16,9 @@ from attnmesh.plan.workload import Shape
 from attnmesh.report.data import default_node, make_report, read_figures
 from attnmesh.report.page import write_report
 from attnmesh.trace.timeline import read_trace
-from attnmesh.verify import attention as verify
+from attnmesh.verify import run as verify
+from attnmesh.verify.attention import schedule_modes
+from attnmesh.verify.mode import Outcome
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,11 @@ def facts() -> dict[str, object]:
     }
 
 
-def checked(ranks: int, layout: Layout, mask: Mask, node: int | None = None, seed: int = 0) -> list[verify.Outcome]:
+def checked(ranks: int, layout: Layout, mask: Mask, node: int | None = None, seed: int = 0) -> list[Outcome]:
     """Every schedule on virtual ranks of this process, a small case of random numbers, against float64."""
     ranks_per_node = node or default_node(ranks)
 
-    def run(comm: Comm) -> list[verify.Outcome]:
-        return list(verify.run(comm, "cpu", seed, verify.schedule_modes(comm, layout, mask, ranks_per_node)))
+    def run(comm: Comm) -> list[Outcome]:
+        return list(verify.run(comm, "cpu", seed, schedule_modes(comm, layout, mask, ranks_per_node)))
 
     return run_virtual(ranks, run)[0]

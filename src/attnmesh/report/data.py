@@ -10,17 +10,17 @@ from pathlib import Path
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import And, Documents, Mask, SlidingWindow
 from attnmesh.generation.generator import GenerationStats
-from attnmesh.plan.load import Load, imbalance, loads
-from attnmesh.plan.programs import SCHEDULES, program
+from attnmesh.plan.program import Load, imbalance
+from attnmesh.plan.schedule import Step, is_step
+from attnmesh.plan.schedules import SCHEDULES, loads, program, refusal, steps
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload, refusal
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import Choice, choose_schedule
-from attnmesh.planner.catalog import usual_cluster
+from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.simulate import simulate
-from attnmesh.report.steps import Steps, steps
 from attnmesh.trace.timeline import Span
-from attnmesh.verify.attention import Outcome
+from attnmesh.verify.mode import Outcome
 
 Rows = Sequence[Mapping[str, object]]
 """A table: one dictionary per row, keyed by column."""
@@ -65,7 +65,7 @@ class ScheduleView:
     """One schedule: its steps, the load of every rank and a simulated forward pass."""
 
     name: str
-    steps: Steps
+    steps: list[Step]  # of the forward
     forward: list[Load]  # by rank
     backward: list[Load]
     timeline: list[Span]  # of the simulated forward pass, first rank of every row
@@ -93,7 +93,7 @@ class Report:
     @property
     def title(self) -> str:
         """The heading of the page."""
-        return f"{self.workload.shards.world} ranks, {self.length:,} tokens"
+        return f"{_count(self.workload.shards.world, 'rank')}, {_count(self.length, 'token')}"
 
     @property
     def groups(self) -> RankGroups:
@@ -126,7 +126,7 @@ class GenerationReport:
     @property
     def title(self) -> str:
         """The heading of the page."""
-        return f"generate on {len(self.stats)} rank{'s' if len(self.stats) > 1 else ''}"
+        return f"generate on {_count(len(self.stats), 'rank')}"
 
 
 def make_report(
@@ -165,14 +165,14 @@ def make_report(
     if runs > _MOST_RUNS:
         raise ValueError(f"layout must give at most {_MOST_RUNS} runs of positions for a report, got {runs}")
     served = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
-    cluster = usual_cluster(device)
+    cluster = default_cluster(device)
     choice = choose_schedule(workload, cluster)
     hardware = hardware_name(cluster, nodes=world // workload.ranks_per_node)
     return Report(
         workload=workload,
         length=length,
         facts={
-            "ranks": _ranks(world, workload.ranks_per_node), "sequence length": f"{length:,} tokens",
+            "ranks": _ranks(world, workload.ranks_per_node), "sequence length": _count(length, "token"),
             "layout": in_words(layout), "mask": in_words(mask),
             "heads": f"{shape.q_heads} query, {shape.kv_heads} KV, head dimension {shape.head_dim}",
             "batch": shape.batch, "selected schedule": f"{choice.schedule}, the fastest by estimate",
@@ -207,16 +207,19 @@ def generation_report(
     world = len(stats)
     node = _checked_node(world, world if ranks_per_node is None else ranks_per_node)
     prompts = sum(each.prompt_tokens for each in answers)
-    count = f"{len(answers)} prompt{'s' if len(answers) > 1 else ''}, {prompts:,} tokens"
-    described = {"ranks": _ranks(world, node), "prompts": count, **(facts or {})}
+    described = {
+        "ranks": _ranks(world, node),
+        "prompts": f"{_count(len(answers), 'prompt')}, {_count(prompts, 'token')}",
+        **(facts or {}),
+    }
     return GenerationReport(answers, stats, described, speculative, RankGroups.of(world, node))
 
 
 def hardware_name(cluster: Cluster, *, nodes: int) -> str:
     """Return the device and the links that an estimate is for."""
-    near, far = (f"{link.name} ({link.bandwidth / 1e9:g} GB/s)" for link in (cluster.near, cluster.far))
-    within = f"{cluster.device.name}, {near}"
-    return within if nodes == 1 else f"{within} within a node, {far} between nodes"
+    intra_node, inter_node = (f"{link.name} ({link.bandwidth / 1e9:g} GB/s)" for link in (cluster.intra_node, cluster.inter_node))
+    within = f"{cluster.device.name}, {intra_node}"
+    return within if nodes == 1 else f"{within} within a node, {inter_node} between nodes"
 
 
 def default_node(world: int) -> int:
@@ -275,19 +278,20 @@ def _plain(cell: object) -> object:
 
 def _view(name: str, workload: Workload, cluster: Cluster) -> ScheduleView:
     forward, backward = (loads(name, workload, backward=way) for way in (False, True))
-    taken = steps(name, workload)
-    return ScheduleView(name, taken, forward, backward, _simulated_forward(name, workload, cluster, len(taken.names)))
+    timeline = _simulated_forward(name, workload, cluster)
+    return ScheduleView(name, steps(name, workload), forward, backward, timeline)
 
 
-def _simulated_forward(schedule: str, workload: Workload, cluster: Cluster, steps: int) -> list[Span]:
+def _simulated_forward(schedule: str, workload: Workload, cluster: Cluster) -> list[Span]:
     """Simulate a forward pass; every span gets `args["step"]`, the step of the page that it belongs to."""
     whole = program(schedule, workload, backward=False)
     groups = RankGroups.of(whole.world, workload.ranks_per_node)
-    ran = simulate(whole, cluster.with_node(workload.ranks_per_node), keep=range(0, whole.world, groups.size))
+    ran = simulate(whole, cluster.with_ranks_per_node(workload.ranks_per_node), keep=range(0, whole.world, groups.size))
     compute: dict[str, int] = {}
     transfer: dict[str, int] = {}
-    for at, part in enumerate(whole.rounds()):
-        step = min(at, steps - 1)
+    step = -1
+    for part in whole.rounds():
+        step += is_step(part)
         compute[part.name] = step
         transfer |= dict.fromkeys(part.starts, step)
 
@@ -309,6 +313,10 @@ def _ranks(world: int, ranks_per_node: int) -> str:
     if ranks_per_node == world:
         return f"{world}"
     return f"{world}: {world // ranks_per_node} nodes, {ranks_per_node} ranks per node"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def _check(length: int, world: int, shape: Shape) -> None:

@@ -11,7 +11,7 @@ import torch
 from attnmesh.core import ranges
 from attnmesh.core.masks import Coverage, Mask
 from attnmesh.core.ranges import Ranges
-from attnmesh.plan.load import Load
+from attnmesh.plan.program import Load
 from attnmesh.plan.shards import Shards
 from attnmesh.report.data import MOST_ROWS, RankGroups, Report, ScheduleView
 from attnmesh.trace.timeline import Span
@@ -104,26 +104,27 @@ def _tokens_shown(shards: Shards, length: int) -> int:
 
 
 def _schedule(view: ScheduleView, report: Report) -> Json:
-    simulated = f"{view.name}, forward, simulated for {report.hardware}"
     return {
         "name": view.name,
-        "steps": view.steps.names,
+        "steps": [step.name for step in view.steps],
         "visits": [
-            [v.rank, v.step, *_ends(v.heads), *_ends(v.queries), *_ends(v.keys), v.pairs] for v in view.steps.visits
+            [tile.rank, at, *_ends(tile.heads), *_ends(tile.queries), *_ends(tile.keys), tile.pairs]
+            for at, step in enumerate(view.steps)
+            for tile in step.tiles
         ],
-        "messages": [list(message) for message in view.steps.messages],
+        "messages": [[at, *message] for at, step in enumerate(view.steps) for message in step.messages],
         "forward": _loads(view.forward),
         "backward": _loads(view.backward),
         "imbalance": view.imbalance,
-        "timeline": _timeline(simulated, view.timeline, report.groups),
+        "timeline": _timeline(f"{view.name}, forward, simulated", view.timeline, report.groups, report.hardware),
     }
 
 
 def _loads(ranks: Sequence[Load]) -> Json:
     return {
         "flops": [load.flops for load in ranks],
-        "intra_node": [load.near for load in ranks],
-        "inter_node": [load.far for load in ranks],
+        "intra_node": [load.intra_node for load in ranks],
+        "inter_node": [load.inter_node for load in ranks],
     }
 
 
@@ -131,7 +132,7 @@ def _ends(of: range) -> tuple[int, int]:
     return of.start, of.stop
 
 
-def _timeline(name: str, spans: Sequence[Span], groups: RankGroups) -> Json:
+def _timeline(name: str, spans: Sequence[Span], groups: RankGroups, hardware: str | None = None) -> Json:
     """The spans of one timeline. One with more ranks than there may be rows has the first rank of every group."""
     grouped = groups.size > 1 and len({span.rank for span in spans}) > MOST_ROWS
     drawn = [span for span in spans if span.rank % groups.size == 0] if grouped else spans
@@ -139,6 +140,7 @@ def _timeline(name: str, spans: Sequence[Span], groups: RankGroups) -> Json:
     start = kept[0].begin if kept else 0.0
     return {
         "name": name,
+        "hardware": hardware,  # that a simulated one is for
         "left_out": len(drawn) - len(kept),
         "spans": [
             [span.rank, span.track, span.name, span.begin - start, span.end - start, _step(span), _args(span)]

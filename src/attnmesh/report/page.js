@@ -64,6 +64,7 @@
   const flops = (n, short = false) => scaled(n, ["", "k", "M", "G", "T", "P"].map((x) => (short ? x : `${x}FLOP`)), 1000);
   const seconds = (s) => (s >= 1 ? `${s.toPrecision(3)} s` : s >= 1e-3 ? `${(s * 1e3).toPrecision(3)} ms` : `${(s * 1e6).toPrecision(3)} µs`);
   const sum = (list) => list.reduce((a, b) => a + b, 0);
+  const allSteps = (n) => (n === 1 ? "1 step" : `all ${n} steps`);
   const plural = (n, word) => `${whole(n)} ${word}${n === 1 ? "" : "s"}`;
 
   // Elements are made, never parsed from text: nothing in the data can become markup.
@@ -112,8 +113,9 @@
   };
   const segments = (of, group, labelled) => intervals(of).map(([from, to]) => {
     const width = (100 * (to - from)) / data.strip;
+    const pixels = (width / 100) * (at("strips").clientWidth - 150);  // without the columns beside the bar
     const made = element("i", { style: `left:${(100 * from) / data.strip}%;width:${width}%;background:${groupColor(group)}` });
-    if (labelled && width > 2.5) made.append(element("b", { style: `color:${inkOn(groupColor(group))}` }, String(group)));
+    if (labelled && pixels > 14) made.append(element("b", { style: `color:${inkOn(groupColor(group))}` }, String(group)));
     return made;
   });
 
@@ -285,7 +287,7 @@
     });
 
     const steps = here.steps.length;
-    at("now-title").textContent = chosen.step < 0 ? `Forward, all ${plural(steps, "step")}` : `Forward, step ${chosen.step + 1} of ${steps}`;
+    at("now-title").textContent = chosen.step < 0 ? `Forward, ${allSteps(steps)}` : `Forward, step ${chosen.step + 1} of ${steps}`;
     const active = work.filter((w) => w > 0).length;
     const what = [...new Set(messages.map((message) => message[4]))].join(", ");
     const computed = active ? `${active} of ${plural(data.world, "rank")} compute, ${flops(sum(work))} in total. ` : "No computation. ";
@@ -296,15 +298,15 @@
     drawWheel(messages);
 
     const head = [noun, "FLOPs", "sent", "to", "received"].map((name) => element("th", { scope: "col" }, name));
-    const target = (group, peer) => (group === peer ? "itself" : String(peer));
     const rows = groups.map((group) => {
       const computes = sum(members(group).map((rank) => work[rank]));
-      const to = [...peers[group]].sort((a, b) => a - b);
+      const to = [...peers[group]].filter((peer) => peer !== group).sort((a, b) => a - b);
+      if (peers[group].has(group)) to.push("own");
       return element("tr", isDim(group) ? { class: "dim" } : {},
         element("td", {}, swatch(group), String(group)),
         element("td", {}, computes ? flops(computes, true) : "–"),
         element("td", {}, sent[group] ? bytes(sent[group]) : "–"),
-        element("td", {}, to.length > 3 ? plural(to.length, noun) : to.map((peer) => target(group, peer)).join(", ") || "–"),
+        element("td", {}, to.length > 3 ? plural(to.length, noun) : to.join(", ") || "–"),
         element("td", {}, received[group] ? bytes(received[group]) : "–"));
     });
     at("now-table").replaceChildren(element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
@@ -376,9 +378,11 @@
     const all = sum(sent("forward")) + sum(sent("backward"));
     const between = Math.round((100 * (sum(here.forward.inter_node) + sum(here.backward.inter_node))) / (all || 1));
     const nodes = data.ranks_per_node < data.world ? `, ${between}% of it between nodes` : "";
-    at("loads").replaceChildren(
+    const charts = [
       chart("FLOPs", `All ranks: ${flops(sum(here.forward.flops))} forward, ${flops(sum(here.backward.flops))} backward.`, here.forward.flops, here.backward.flops, flops),
-      chart("Bytes sent", all ? `All ranks: ${bytes(all)}${nodes}.` : "No communication.", sent("forward"), sent("backward"), bytes));
+      chart("Bytes sent", `All ranks: ${bytes(all)}${nodes}.`, sent("forward"), sent("backward"), bytes),
+    ];
+    at("loads").replaceChildren(...charts.slice(0, all ? 2 : 1));
     at("imbalance").textContent = `${grouped ? `Each row is the busiest rank of a ${noun}. ` : ""}Load imbalance: the busiest rank has ${here.imbalance.toFixed(3)} times the mean FLOPs. Backward bars are paler.`;
   };
 
@@ -433,7 +437,7 @@
     svg.append(bars);
     const of = (track) => sum(one.spans.filter((span) => span[1] === track).map((span) => span[4] - span[3]));
     const share = (time) => `${((100 * time) / (end * rows.length)).toFixed(0)}%`;
-    const summary = `${seconds(end)} in total. On average a rank computes ${share(of("compute"))} of the time and waits ${share(of("wait"))}.`
+    const summary = `${seconds(end)} in total${one.hardware ? `, estimated for ${one.hardware}` : ""}. On average a rank computes ${share(of("compute"))} of the time and waits ${share(of("wait"))}.`
       + (stands ? ` Each row is the first rank of a ${noun}.` : "")
       + (one.left_out ? ` Only the first ${whole(one.spans.length)} events are drawn; ${whole(one.left_out)} more follow.` : "");
     const legend = element("div", { class: "legend" }, ...TRACKS.map((track) => element("span", {},
@@ -457,7 +461,7 @@
   };
   const drawStepName = () => {
     const { steps } = schedule();
-    const text = chosen.step < 0 ? `all ${plural(steps.length, "step")}` : `step ${chosen.step + 1} of ${steps.length}: ${steps[chosen.step]}`;
+    const text = chosen.step < 0 ? allSteps(steps.length) : `step ${chosen.step + 1} of ${steps.length}: ${steps[chosen.step]}`;
     at("step").max = steps.length;
     at("step").value = chosen.step + 1;
     at("step").setAttribute("aria-valuetext", text);
@@ -542,7 +546,7 @@
 
   let width = 0;
   new ResizeObserver(() => {
-    if (canvas.clientWidth !== width) { width = canvas.clientWidth; drawTiles(); drawTimelines(); }
+    if (canvas.clientWidth !== width) { width = canvas.clientWidth; drawStrips(); drawTiles(); drawTimelines(); }
   }).observe(canvas);
   draw();
 })();

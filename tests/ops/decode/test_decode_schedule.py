@@ -7,34 +7,34 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from attnmesh.ops.decode.triton import count_shares, pick_merge_tile  # noqa: E402
-from attnmesh.ops.decode.triton_schedule import before, cut, picked  # noqa: E402
+from attnmesh.ops.decode.triton_schedule import partition, select, units_before  # noqa: E402
 
 
 @triton.jit
-def shares_kernel(counts, out, shares, most, N: tl.constexpr):
+def shares_kernel(counts, out, shares, max_splits, N: tl.constexpr):
     index = tl.arange(0, N)
     count = tl.load(counts + index)
-    total, shares = cut(count, shares, most)
+    total, shares = partition(count, shares, max_splits)
     tl.store(out, total)
     tl.store(out + 1, shares)
     for sequence in range(N):
         # As the merge does it.
-        units = picked(count, index, sequence)
-        begin = before(count, index, sequence)
+        units = select(count, index, sequence)
+        begin = units_before(count, index, sequence)
         safe = tl.maximum(total, 1)
         first = ((begin + 1) * shares - 1) // safe
         tl.store(out + 2 + 2 * sequence, first)
         tl.store(out + 3 + 2 * sequence, ((begin + units) * shares - 1) // safe - first + 1)
 
 
-@pytest.mark.parametrize("most", [None, 2, 3, 7, 64])
+@pytest.mark.parametrize("max_splits", [None, 2, 3, 7, 64])
 @pytest.mark.parametrize("shares", [1, 5, 33])
 @pytest.mark.parametrize(
     "counts", [[1, 0, 0, 0], [0, 0, 7, 0], [64, 0, 0, 0], [5, 1, 0, 30], [9, 9, 9, 9], [0, 100, 3, 1], [0, 0, 0, 0]]
 )
-def test_shares_and_pieces(counts, shares, most, device):
+def test_shares_and_pieces(counts, shares, max_splits, device):
     out = torch.zeros(2 + 2 * len(counts), dtype=torch.int64, device=device)
-    shares_kernel[(1,)](torch.tensor(counts, dtype=torch.int32, device=device), out, shares, most, N=len(counts))
+    shares_kernel[(1,)](torch.tensor(counts, dtype=torch.int32, device=device), out, shares, max_splits, N=len(counts))
     total, cuts, *pieces = out.tolist()
     assert total == sum(counts)
     assert 1 <= cuts <= shares
@@ -46,7 +46,7 @@ def test_shares_and_pieces(counts, shares, most, device):
         if count:
             holders = [s for s, part in enumerate(parts) if sequence in part]
             assert pieces[2 * sequence] == holders[0]
-            assert pieces[2 * sequence + 1] == len(holders) <= (most or shares)
+            assert pieces[2 * sequence + 1] == len(holders) <= (max_splits or shares)
 
 
 def test_a_sequence_alone_gets_as_many_splits_as_it_may(device):
@@ -76,4 +76,4 @@ def test_equal_sequences_are_not_cut_where_that_fills_the_chip(sequences, heads,
 def test_the_merge_of_fixed_splits_does_not_know_how_many_there_are(pieces):
     assert pick_merge_tile(pieces, 8, 128, fixed=True) == pick_merge_tile(7, 8, 128, fixed=True)
     tile = pick_merge_tile(pieces, 8, 128, fixed=False)
-    assert tile.pieces * tile.rows * tile.columns <= 4096
+    assert tile.splits * tile.rows * tile.columns <= 4096

@@ -34,9 +34,9 @@ def test_ascending_with_what_names_no_key_at_the_end(rows, s_kv, unique):
     indices = torch.tensor(rows, dtype=torch.int32).view(len(rows), n)
     scores = torch.arange(indices.numel(), dtype=torch.float32).view(indices.shape)
     slots = canonicalize(indices, scores, s_kv=s_kv, unique=unique)
-    assert slots.indices.dtype == slots.length.dtype == torch.int32
+    assert slots.indices.dtype == slots.lengths.dtype == torch.int32
     for row, given_, found, found_scores, length in zip(
-        rows, scores.tolist(), *map(list, slots[:2]), slots.length, strict=True
+        rows, scores.tolist(), *map(list, slots[:2]), slots.lengths, strict=True
     ):
         expected = by_hand(row, given_, s_kv, unique)
         rest = n - len(expected)
@@ -54,7 +54,7 @@ def test_rows_that_chose_the_same_keys_come_out_the_same():
     a, b = canonicalize(keys), canonicalize(turned)
     assert torch.equal(a.indices, b.indices)
     assert a.scores is None
-    assert a.length.tolist() == [15] * 6
+    assert a.lengths.tolist() == [15] * 6
 
 
 def test_a_gradient_flows_through_the_scores():
@@ -67,7 +67,7 @@ def test_a_gradient_flows_through_the_scores():
 
 def test_one_kv_head_may_have_a_dimension_and_no_rows_are_no_mistake():
     assert canonicalize(torch.tensor([[[2, 1]]], dtype=torch.int32)).indices.tolist() == [[1, 2]]
-    assert canonicalize(torch.zeros(0, 3, dtype=torch.int32)).length.shape == (0,)
+    assert canonicalize(torch.zeros(0, 3, dtype=torch.int32)).lengths.shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_one_kv_head_may_have_a_dimension_and_no_rows_are_no_mistake():
         ({"indices": torch.zeros(2, 3, dtype=torch.int64)}, "indices must be an int32 tensor, got torch.int64"),
         ({"indices": torch.zeros(3, dtype=torch.int32)}, r"indices must be \[s_q, topk\] .* got \[3\]"),
         ({"indices": torch.zeros(3, 0, dtype=torch.int32)}, r"with topk >= 1, got \[3, 0\]"),
-        ({"scores": torch.zeros(2, 2)}, r"scores must be \[2, 3\], one a slot, got \[2, 2\]"),
-        ({"scores": [1.0]}, r"scores must be \[2, 3\], one a slot, got list"),
+        ({"scores": torch.zeros(2, 2)}, r"scores must be \[2, 3\], .* got \[2, 2\]"),
+        ({"scores": [1.0]}, r"scores must be \[2, 3\], .* got list"),
         ({"s_kv": -1}, "s_kv must be a non-negative integer, got -1"),
         ({"s_kv": 2.5}, "s_kv must be a non-negative integer, got 2.5"),
     ],

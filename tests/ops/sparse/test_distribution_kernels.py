@@ -14,7 +14,7 @@ from helpers.gluon import emulated
 pytest.importorskip("triton")
 
 from attnmesh.ops.sparse import gluon_distribution, triton_distribution
-from attnmesh.ops.sparse.triton_distribution import Tiles
+from attnmesh.ops.sparse.triton_distribution import DistributionTiles
 
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
@@ -120,7 +120,7 @@ def test_widths(d, dtype, device):
 @pytest.mark.parametrize("head_group", [4, 5, 16, 24, 100])
 def test_groups_and_a_last_one_that_is_smaller(head_group, dtype, device):
     problem = drawn(s_q=2, h=24, topk=40, dtype=dtype, device=device)
-    check(problem, head_group, tiles=Tiles(32, 16, 4, 1))  # two passes for the larger ones
+    check(problem, head_group, tiles=DistributionTiles(32, 16, 4, 1))  # two passes for the larger ones
 
 
 def test_rows_that_share_one_list_of_keys(device):
@@ -158,7 +158,7 @@ def test_tiles_fit_the_shared_memory(rooms, monkeypatch):
     room, keys, heads, stages = rooms
     monkeypatch.setattr(triton_distribution, "SHARED_MEMORY", room * 1024)
     q = torch.empty(1, 128, 576, dtype=torch.bfloat16)
-    assert triton_distribution.pick_tiles(q, 128, 576) == Tiles(keys, heads, 8, stages)
+    assert triton_distribution.pick_tiles(q, 128, 576) == DistributionTiles(keys, heads, 8, stages)
 
 
 # Gluon's kernel, emulated.
@@ -210,7 +210,7 @@ def test_the_emulation_finds_planted_faults(fault):
 
 def test_what_the_hopper_kernel_cannot_serve_is_left_to_the_general_one():
     q, k = torch.empty(4, 128, 576, dtype=torch.bfloat16), torch.empty(9, 576, dtype=torch.bfloat16)
-    assert not gluon_distribution.suits(q, k, head_group=128)  # not on a GPU
+    assert not gluon_distribution.supports(q, k, head_group=128)  # not on a GPU
 
 
 # On a GPU.
@@ -229,7 +229,7 @@ def test_what_the_hopper_kernel_cannot_serve_is_left_to_the_general_one():
 )  # fmt: skip
 def test_the_hopper_kernel(s_q, h, d, topk, head_group, dtype):
     problem = drawn(s_q, h, d, topk, max(2 * topk, 64), dtype, "cuda")
-    assert gluon_distribution.suits(problem.q, problem.k, head_group=head_group)
+    assert gluon_distribution.supports(problem.q, problem.k, head_group=head_group)
     out = problem.run(gluon_distribution.distribution, head_group)
     assert_right(out, problem, head_group)
     for _ in range(3):
@@ -241,11 +241,11 @@ def test_the_hopper_kernel(s_q, h, d, topk, head_group, dtype):
 def test_when_the_hopper_kernel_suits():
     q, k = (torch.empty(n, 576, dtype=torch.bfloat16, device="cuda") for n in (4 * 128, 9))
     q = q.view(4, 128, 576)
-    suits = gluon_distribution.suits
-    assert suits(q, k, head_group=128)
-    assert suits(q, k, head_group=64)
-    assert not suits(q, k, head_group=32)
-    assert not suits(q.float(), k.float(), head_group=128)
-    assert not suits(q[..., :100], k[..., :100], head_group=128)
-    assert not suits(torch.empty(2, 129, 576, dtype=q.dtype, device="cuda"), k, head_group=129)
-    assert not suits(q, torch.empty(9 * 577, dtype=q.dtype, device="cuda").view(9, 577)[:, :576], head_group=128)
+    supports = gluon_distribution.supports
+    assert supports(q, k, head_group=128)
+    assert supports(q, k, head_group=64)
+    assert not supports(q, k, head_group=32)
+    assert not supports(q.float(), k.float(), head_group=128)
+    assert not supports(q[..., :100], k[..., :100], head_group=128)
+    assert not supports(torch.empty(2, 129, 576, dtype=q.dtype, device="cuda"), k, head_group=129)
+    assert not supports(q, torch.empty(9 * 577, dtype=q.dtype, device="cuda").view(9, 577)[:, :576], head_group=128)

@@ -201,15 +201,15 @@ def test_columns_are_cut_in_powers_of_two(width, tiles):
 
 def test_the_hopper_kernel_says_what_it_serves(device):
     q, k = torch.empty(2, 128, 576, dtype=torch.bfloat16), torch.empty(9, 576, dtype=torch.bfloat16)
-    assert not gluon_forward.suits(q, k, None, d_v=512)  # not on a GPU
+    assert not gluon_forward.supports(q, k, None, d_v=512)  # not on a GPU
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     q, k = q.to(device), k.to(device)
-    assert gluon_forward.suits(q, k, None, d_v=512) == hopper
-    assert gluon_forward.suits(q[..., :512], k[:, :512], None, d_v=512) == hopper
-    assert not gluon_forward.suits(q, k, k[:, :512], d_v=512)
-    assert not gluon_forward.suits(q, k, None, d_v=256)
-    assert not gluon_forward.suits(q.float(), k.float(), None, d_v=512)
-    assert not gluon_forward.suits(q[..., 1:513], k[:, 1:513], None, d_v=512)  # not at 16 bytes
+    assert gluon_forward.supports(q, k, None, d_v=512) == hopper
+    assert gluon_forward.supports(q[..., :512], k[:, :512], None, d_v=512) == hopper
+    assert not gluon_forward.supports(q, k, k[:, :512], d_v=512)
+    assert not gluon_forward.supports(q, k, None, d_v=256)
+    assert not gluon_forward.supports(q.float(), k.float(), None, d_v=512)
+    assert not gluon_forward.supports(q[..., 1:513], k[:, 1:513], None, d_v=512)  # not at 16 bytes
 
 
 @pytest.mark.parametrize("room", [48 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
@@ -283,7 +283,7 @@ def test_the_hopper_kernel(device, dtype, heads, topk, d):
     case = problem(device, dtype, heads, topk, d, 512, rows=13, s_kv=3000, k_offset=7)
     take_slots_away(case)
     poison(case)
-    assert gluon_forward.suits(case["q"], case["k"], None, d_v=512)
+    assert gluon_forward.supports(case["q"], case["k"], None, d_v=512)
     assert_right(case, gluon_forward)
     assert_right(case | {"out_dtype": torch.float32}, gluon_forward)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmesh import SparseMask, indexer_kl_loss, indexer_scores_at, sparse_attention
-from attnmesh.ops.sparse import dense_kl, reference, torch_gather
+from attnmesh.ops.sparse import indexer_loss, reference, torch_backend
 from helpers.memory import peak_bytes
 from helpers.sparse import (
     BACKENDS,
@@ -288,7 +288,7 @@ def test_keys_come_in_stretches(name, backend, dtype, monkeypatch):
         return (found(attention, indexer, "dense", lse, backend)[1] - d_iq).norm()
 
     at_once = error()
-    monkeypatch.setattr(dense_kl, "_MOST_SLOTS", 1)  # 128 keys at a time
+    monkeypatch.setattr(indexer_loss, "_MAX_CHUNK_SLOTS", 1)  # 128 keys at a time
     check(attention, indexer, "dense", backend)
     if dtype in (torch.bfloat16, torch.float16):
         assert error() < 1.1 * at_once
@@ -296,8 +296,8 @@ def test_keys_come_in_stretches(name, backend, dtype, monkeypatch):
 
 def test_memory_on_a_cpu_stays_below_rows_times_keys(monkeypatch):
     """[s_q, s_kv] is 2 MB here, and a naive loss holds one for each head, and more."""
-    monkeypatch.setattr(dense_kl, "_MOST_SLOTS", 1)
-    monkeypatch.setattr(torch_gather, "_MOST_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(indexer_loss, "_MAX_CHUNK_SLOTS", 1)
+    monkeypatch.setattr(torch_backend, "_MAX_GATHERED", 1 << 17)
     s_q, s_kv = 128, 4096
     q, k, iq, ik, w = (
         torch.randn(*shape) for shape in ((s_q, 2, 8), (s_kv, 8), (s_q, 2, 8), (s_kv, 8), (s_q, 2))

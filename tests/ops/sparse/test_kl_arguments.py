@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.ops.sparse import dense_kl
+from attnmesh.ops.sparse import indexer_loss
 
 
 def inputs(dtype: torch.dtype = torch.float32, s_kv: int = 9) -> dict[str, torch.Tensor]:
@@ -39,7 +39,7 @@ def test_many_stretches_of_keys_round_no_more_than_one(monkeypatch):
     given = inputs(torch.bfloat16, 128 * 12)
     true = dense_gradients({name: x.double() for name, x in given.items()})
     whole = dense_gradients(given)
-    monkeypatch.setattr(dense_kl, "_MOST_SLOTS", 1)  # a stretch is 128 keys then
+    monkeypatch.setattr(indexer_loss, "_MAX_CHUNK_SLOTS", 1)  # a stretch is 128 keys then
     for found, plain, exact in zip(dense_gradients(given), whole, true, strict=True):
         error, least = ((x.double() - exact).abs().mean() for x in (found, plain))
         assert error <= 1.02 * least

@@ -14,10 +14,9 @@ from helpers.triton_compile import assert_fit, compiled_for_hopper, count, toler
 pytest.importorskip("triton")
 
 from attnmesh.ops.sparse import gluon_distribution, gluon_forward, triton_backward, triton_distribution, triton_forward
-from attnmesh.ops.sparse.triton_indexer_backward import scores_at_backward
-from attnmesh.ops.sparse.triton_indexer_dense_backward import scores_backward_dense
-from attnmesh.ops.sparse.triton_indexer_scores import scores_at
-from attnmesh.ops.sparse.triton_indexer_topk import topk
+from attnmesh.ops.sparse.triton_indexer import scores_at
+from attnmesh.ops.sparse.triton_indexer_backward import dense_scores_backward, scores_at_backward
+from attnmesh.ops.sparse.triton_topk import topk
 
 ROWS, KEYS = 64, 2048
 NOTHING = torch.zeros(ROWS, dtype=torch.int32)  # bounds, and numbers of slots: no slot is valid
@@ -68,7 +67,7 @@ def indexer(what, dtype, heads, dim, slots):
         deterministic = what == "indexer deterministic"
         scores_at_backward(iq, ik, w, indices, *seen, grad, k_offset=0, deterministic=deterministic, **how)
     if what == "indexer dense":
-        scores_backward_dense(iq, ik[:slots], w, 0, NOTHING, NOTHING, grad, **how)
+        dense_scores_backward(iq, ik[:slots], w, 0, NOTHING, NOTHING, grad, **how)
 
 
 LAUNCHERS = {"forward": forward, "distribution": distribution, "backward": backward, "indexer": indexer}

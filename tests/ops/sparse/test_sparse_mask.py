@@ -13,11 +13,11 @@ CPU = torch.device("cpu")
 
 
 def agrees(mask: SparseMask, indices: torch.Tensor, s_kv: int) -> None:
-    rows = mask.rows(indices.shape[0], s_kv, indices.shape[1], CPU)
+    rows = mask.bounds(indices.shape[0], s_kv, indices.shape[1], CPU)
     assert all(x.dtype == torch.int32 and x.shape == indices.shape[:1] for x in (rows.lo, rows.hi, rows.slots))
     assert torch.equal(rows.valid(indices), reference.valid_slots(indices, s_kv, mask))
     for start, stop in ((0, 2), (1, 4)):
-        assert torch.equal(rows.part(start, stop).valid(indices[start:stop]), rows.valid(indices)[start:stop])
+        assert torch.equal(rows.narrow(start, stop).valid(indices[start:stop]), rows.valid(indices)[start:stop])
 
 
 @pytest.mark.parametrize("s_kv", [0, 1, 23])
@@ -55,13 +55,13 @@ def test_any_numbers_that_fit_an_integer(data):
 
 def test_a_compressed_key_is_seen_once_its_last_token_is_there():
     indices = torch.arange(4, dtype=torch.int32).expand(17, 4)
-    seen = SparseMask(causal=True, k_stride=4).rows(17, 4, 4, CPU).valid(indices)
+    seen = SparseMask(causal=True, k_stride=4).bounds(17, 4, 4, CPU).valid(indices)
     assert seen.sum(1).tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4]
 
 
 def test_keys_that_no_int32_can_name_are_refused():
-    with pytest.raises(ValueError, match=r"k_offset=2147483640 and 8 keys go past 2147483647"):
-        SparseMask(k_offset=HIGH - 7).rows(1, 8, 1, CPU)
+    with pytest.raises(ValueError, match=r"k_offset=2147483640 plus 8 keys"):
+        SparseMask(k_offset=HIGH - 7).bounds(1, 8, 1, CPU)
 
 
 REFUSED = [
@@ -77,10 +77,10 @@ REFUSED = [
     ({"k_end": [1, 2]}, r"k_end must be an int32 or int64 tensor \[s_q\], got \[1, 2\]"),
     ({"topk_length": torch.zeros(3, 1, dtype=torch.int32)}, r"topk_length must .* got torch.int32 \[3, 1\]"),
     ({"q_positions": torch.zeros(3, dtype=torch.bool), "causal": True}, "q_positions must .* got torch.bool"),
-    ({"q_start": 3, "causal": True, "q_positions": torch.arange(4)}, "q_start=3 and q_positions both"),
-    ({"q_start": 3}, "q_start=3, .* give them with causal=True"),
-    ({"k_stride": 2}, "k_stride=2 only set the causal limit"),
-    ({"q_positions": torch.arange(4)}, "give them with causal=True"),
+    ({"q_start": 3, "causal": True, "q_positions": torch.arange(4)}, "q_start=3 and q_positions exclude"),
+    ({"q_start": 3}, "q_start=3, .* require causal=True"),
+    ({"k_stride": 2}, "k_stride=2 require causal=True"),
+    ({"q_positions": torch.arange(4)}, "q_positions .* require causal=True"),
 ]
 
 
@@ -93,5 +93,5 @@ def test_what_cannot_be_a_mask_is_refused_by_name_and_value(given_, said):
 @pytest.mark.parametrize("name", ["topk_length", "q_positions", "k_start", "k_end"])
 def test_a_number_for_each_row_or_an_error(name):
     mask = SparseMask(causal=True, **{name: torch.zeros(4, dtype=torch.int32)})
-    with pytest.raises(ValueError, match=rf"{name} must be \[5\], a number for each row of q, got \[4\]"):
-        mask.rows(5, 3, 2, CPU)
+    with pytest.raises(ValueError, match=rf"{name} must be \[5\], one number per row of q, got \[4\]"):
+        mask.bounds(5, 3, 2, CPU)

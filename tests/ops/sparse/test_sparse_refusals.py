@@ -61,7 +61,7 @@ def test_the_calls_of_these_tests_are_good_ones(name):
         (INDICES[:3], "indices must be [4, topk] or [4, 1, topk] with topk >= 1, got [3, 3]"),
         (INDICES[:, :0], "with topk >= 1, got [4, 0]"),
         (INDICES[:, None].expand(4, 2, 3), "got [4, 2, 3]"),
-        (INDICES.to(ELSEWHERE), "indices must be on cpu as q is, got meta"),
+        (INDICES.to(ELSEWHERE), "indices must be on cpu like q, got meta"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -99,8 +99,8 @@ def test_queries(name, q, said):
         (KV[None], "must be [s_kv, 8] or [s_kv, 1, 8] (one kv head), got [1, 6, 8]"),
         (KV[0], "must be [s_kv, 8] or [s_kv, 1, 8] (one kv head), got [8]"),
         (None, "must be"),
-        (KV.double(), "must be torch.float32 on cpu as its queries are, got torch.float64 on cpu"),
-        (KV.to(ELSEWHERE), "must be torch.float32 on cpu as its queries are, got torch.float32 on meta"),
+        (KV.double(), "must be torch.float32 on cpu like its queries, got torch.float64 on cpu"),
+        (KV.to(ELSEWHERE), "must be torch.float32 on cpu like its queries, got torch.float32 on meta"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -120,10 +120,10 @@ def test_keys(name, k, said):
         ({"d_v": 0}, "d_v must be a positive integer, got 0"),
         ({"d_v": 2.0}, "d_v must be a positive integer, got 2.0"),
         ({"d_v": 9}, "d_v must be at most the width of a key, 8, got 9"),
-        ({"v": KV[:5]}, "v must have a row for each of the 6 keys, got 5"),
+        ({"v": KV[:5]}, "v must have 6 rows, one per key, got 5"),
         ({"v": KV, "d_v": 4}, "v must be [s_kv, 4] or [s_kv, 1, 4] (one kv head), got [6, 8]"),
         ({"v": KV[:, :0]}, "v must be [s_kv, d] or [s_kv, 1, d] (one kv head), got [6, 0]"),
-        ({"v": KV.half()}, "v must be torch.float32 on cpu as its queries are, got torch.float16 on cpu"),
+        ({"v": KV.half()}, "v must be torch.float32 on cpu like its queries, got torch.float16 on cpu"),
         ({"sinks": torch.zeros(3)}, "sinks must be [heads] = [2], got [3]"),
         ({"sinks": 1.0}, "sinks must be [heads] = [2], got float"),
         ({"sinks": torch.zeros(2, dtype=torch.int32)}, "sinks must be floating point on cpu, got torch.int32"),
@@ -180,7 +180,7 @@ def test_masks_and_backends(name):
     refuses(name, "mask must be a SparseMask, got NoneType", mask=None)
     refuses(name, "backend must be one of auto, torch, triton, got 'cuda'", backend="cuda")
     short = SparseMask(k_end=torch.zeros(3, dtype=torch.int64))
-    refuses(name, "k_end must be [4], a number for each row of q, got [3]", mask=short)
+    refuses(name, "k_end must be [4], one number per row of q, got [3]", mask=short)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -200,7 +200,11 @@ def test_numbers_of_the_top_k(value):
 
 
 def test_the_top_k_has_no_slots_to_count():
-    refuses("topk", "mask.topk_length counts slots", mask=SparseMask(topk_length=torch.ones(4, dtype=torch.int32)))
+    refuses(
+        "topk",
+        "mask.topk_length must be None for indexer_topk",
+        mask=SparseMask(topk_length=torch.ones(4, dtype=torch.int32)),
+    )
 
 
 # The loss.
@@ -212,21 +216,21 @@ def test_the_top_k_has_no_slots_to_count():
         ("sparse loss", {"mode": "warm"}, "mode must be \"sparse\" or \"dense\", got 'warm'"),
         ("sparse loss", {"reduction": "mean"}, "reduction must be \"sum\", \"mean_rows\" or \"none\", got 'mean'"),
         ("sparse loss", {"indices": None}, 'indices must be given with mode="sparse"'),
-        ("dense loss", SLOTS, 'mode="dense" goes over all keys: give no indices, target or topk_length'),
-        ("dense loss", {"target": TARGET}, 'mode="dense" goes over all keys'),
-        ("dense loss", {"mask": SparseMask(topk_length=torch.ones(4).int())}, 'mode="dense" goes over all'),
-        ("sparse loss", {"target": TARGET}, "give target, or q, k, lse and attn_scale to compute it from, not both"),
-        ("given loss", {"attn_scale": 1.0}, "give target, or q, k, lse and attn_scale to compute it from, not both"),
+        ("dense loss", SLOTS, 'mode="dense" is over all keys: indices, target'),
+        ("dense loss", {"target": TARGET}, 'mode="dense" is over all keys'),
+        ("dense loss", {"mask": SparseMask(topk_length=torch.ones(4).int())}, 'mode="dense" is over all'),
+        ("sparse loss", {"target": TARGET}, "give either target or q, k, lse and attn_scale, not both"),
+        ("given loss", {"attn_scale": 1.0}, "give either target or q, k, lse and attn_scale, not both"),
         ("sparse loss", {"lse": None, "attn_scale": None}, "missing: ['lse', 'attn_scale']"),
-        ("given loss", {"target": TARGET[:, :2]}, "target must be [4, 3], one a slot, on cpu, got [4, 2] on cpu"),
-        ("given loss", {"target": 1.0}, "target must be [4, 3], one a slot, on cpu, got float"),
-        ("given loss", {"target": TARGET.to(ELSEWHERE)}, "one a slot, on cpu, got [4, 3] on meta"),
+        ("given loss", {"target": TARGET[:, :2]}, "target must be [4, 3] on cpu like indices, got [4, 2] on cpu"),
+        ("given loss", {"target": 1.0}, "target must be [4, 3] on cpu like indices, got float"),
+        ("given loss", {"target": TARGET.to(ELSEWHERE)}, "on cpu like indices, got [4, 3] on meta"),
         ("sparse loss", {"q": Q[:3], "lse": LSE[:3]}, "q has 3 rows and iq 4, k has 6 keys and ik 6"),
         ("dense loss", {"k": KV[:5]}, "q has 4 rows and iq 4, k has 5 keys and ik 6"),
         (
             "dense loss",
             {"q": Q.to(ELSEWHERE), "k": KV.to(ELSEWHERE), "lse": LSE.to(ELSEWHERE)},
-            "q must be on cpu as iq is, got meta",
+            "q must be on cpu like iq, got meta",
         ),
         ("given loss", {"row_mask": torch.ones(4)}, "row_mask must be bool [4], got torch.float32 [4]"),
         ("given loss", {"row_mask": torch.ones(3).bool()}, "row_mask must be bool [4], got torch.bool [3]"),

@@ -28,13 +28,13 @@ def step(backend, device, mode):
         x["q"], x["kv"], chosen.indices, scale=0.2, d_v=32, mask=mask, return_attn_sum=True, deterministic=True,
         backend=backend,
     )  # fmt: skip
-    attention = {"q": x["q"].detach(), "k": x["kv"].detach(), "lse": lse.detach(), "scale": 0.2}
+    attention = {"q": x["q"].detach(), "k": x["kv"].detach(), "lse": lse.detach(), "attn_scale": 0.2}
     loss = am.indexer_kl_loss(
         x["iq"], x["ik"], x["w"], chosen.indices if mode == "sparse" else None, **attention, mask=mask, mode=mode,
         deterministic=True, backend=backend,
     )  # fmt: skip
     (out.square().sum() + lse[1:].sum() + loss).backward()
-    return [chosen.indices, chosen.length, out, lse, attn_sum, loss, *(leaf.grad for leaf in x.values())]
+    return [chosen.indices, chosen.lengths, out, lse, attn_sum, loss, *(leaf.grad for leaf in x.values())]
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.plan.decode import COMBINES, KVDP_COLLECTIVES, DecodeShape, bytes_sent
+from attnmesh.plan.decode import COMBINES, KVDP_EXCHANGES, DecodeShape, bytes_sent
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, random_sequences
 
-WAYS = [am.Exchange(*way) for way in product(KVDP_COLLECTIVES, COMBINES, (False, True))]
+WAYS = [am.Exchange(*way) for way in product(KVDP_EXCHANGES, COMBINES, (False, True))]
 CASES = [
     # heads, sharding, batch, tokens
     ((8, 2), (1, 2, 2), 4, 1),

@@ -21,17 +21,22 @@ from helpers.sparse_grid import (
 )
 
 GRIDS = [(1, 1), (2, 1), (3, 1), (1, 2), (1, 4), (2, 2), (3, 2), (2, 4)]
-KEYS = ["gathered", "sharded"]
+KEYS = ["allgather", "ring"]
 OF_HEADS = ("out", "lse", "d_q")
 
 
 def results(
-    place: GridRank, whole: SparseProblem, keys: str, *, values: bool, sink: bool, **more
+    place: GridRank, whole: SparseProblem, schedule: str, *, values: bool, sink: bool, **more
 ) -> dict[str, torch.Tensor]:
     """out, lse, dist and gradients of this rank."""
     mine = whole.shard(place)
     parallel = am.SparseParallel(
-        tp=place.tp, cp=place.cp, length=whole.length, key_length=whole.key_length, layout=place.layout, keys=keys
+        tp=place.tp,
+        cp=place.cp,
+        length=whole.length,
+        key_length=whole.key_length,
+        layout=place.layout,
+        schedule=schedule,
     )
     return attended(parallel.sparse_attention, mine, values=values, sink=sink, **more)
 
@@ -63,19 +68,19 @@ def whole_results(grid, layout, names) -> dict[str, torch.Tensor]:
 
 # Where the sequence is not spread, keys come in one way and lie in one order.
 SPREAD = [
-    (*grid, layout, keys)
-    for grid, layout, keys in itertools.product(GRIDS, LAYOUTS, KEYS)
-    if grid[1] > 1 or (layout, keys) == ("contiguous", "gathered")
+    (*grid, layout, schedule)
+    for grid, layout, schedule in itertools.product(GRIDS, LAYOUTS, KEYS)
+    if grid[1] > 1 or (layout, schedule) == ("contiguous", "allgather")
 ]
 
 
-@pytest.mark.parametrize(("tp", "cp", "layout", "keys"), SPREAD)
-def test_outputs_and_all_gradients_are_exact(tp, cp, layout, keys):
+@pytest.mark.parametrize(("tp", "cp", "layout", "schedule"), SPREAD)
+def test_outputs_and_all_gradients_are_exact(tp, cp, layout, schedule):
     mask = list(MASKS)[(GRIDS.index((tp, cp)) + list(LAYOUTS).index(layout)) % len(MASKS)]
     values, sink = (tp + cp) % 2 == 0, layout != "zigzag"
     problem = random_problem(**MASKS[mask](11))
     true = exact_attention(problem, values=values, sink=sink)
-    grid = run_grid(tp, cp, LAYOUTS[layout], lambda place: results(place, problem, keys, values=values, sink=sink))
+    grid = run_grid(tp, cp, LAYOUTS[layout], lambda place: results(place, problem, schedule, values=values, sink=sink))
     found = whole_results(grid, LAYOUTS[layout], true)
     assert found.keys() == true.keys()
     for name, x in true.items():
@@ -83,23 +88,23 @@ def test_outputs_and_all_gradients_are_exact(tp, cp, layout, keys):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("keys", ["gathered", "sharded"])
-def test_every_mask_speaks_of_the_whole_sequence(mask, keys):
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
+def test_every_mask_speaks_of_the_whole_sequence(mask, schedule):
     problem = random_problem(key_length=11, **MASKS[mask](11), seed=1)
     true = exact_attention(problem, values=False, sink=False)
     layout = am.Balanced(am.Documents([4, 7])) if mask == "ranges" else am.Zigzag((2, 0, 1))
-    grid = run_grid(1, 3, layout, lambda place: results(place, problem, keys, values=False, sink=False))
+    grid = run_grid(1, 3, layout, lambda place: results(place, problem, schedule, values=False, sink=False))
     for name, x in whole_results(grid, layout, true).items():
         assert_exact(x, true[name])
 
 
 @pytest.mark.parametrize(("length", "key_length"), [(2, 13), (11, 3), (1, 1), (0, 5), (5, 0), (0, 0)])
-@pytest.mark.parametrize("keys", ["gathered", "sharded"])
-def test_fewer_rows_and_keys_than_ranks(length, key_length, keys):
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
+def test_fewer_rows_and_keys_than_ranks(length, key_length, schedule):
     problem = random_problem(length, key_length)
     true = exact_attention(problem, values=True, sink=True)
     layout = list(LAYOUTS.values())[(length + key_length) % 3]
-    grid = run_grid(2, 4, layout, lambda place: results(place, problem, keys, values=True, sink=True))
+    grid = run_grid(2, 4, layout, lambda place: results(place, problem, schedule, values=True, sink=True))
     for name, x in whole_results(grid, layout, true).items():
         assert_exact(x, true[name])
 
@@ -113,20 +118,20 @@ def test_gathered_keys_give_what_one_device_gives(layout, dtype):
         alone = attended(am.sparse_attention, problem, values=False, sink=sink)
         grid = run_grid(
             1, cp, LAYOUTS[layout],
-            lambda place, sink=sink: results(place, problem, "gathered", values=False, sink=sink),
+            lambda place, sink=sink: results(place, problem, "allgather", values=False, sink=sink),
         )  # fmt: skip
         found = whole_results(grid, LAYOUTS[layout], alone)
         for name in ("out", "lse", "dist", "d_q"):
             torch.testing.assert_close(found[name], alone[name], rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("keys", ["gathered", "sharded"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 @pytest.mark.parametrize(("tp", "cp"), [(3, 1), (1, 4), (2, 4)])
-def test_the_error_does_not_grow_with_the_ranks(tp, cp, keys):
+def test_the_error_does_not_grow_with_the_ranks(tp, cp, schedule):
     problem = random_problem(24, 16, heads=6, topk=12, dtype=torch.bfloat16)
     true = exact_attention(problem, values=True, sink=True)
     alone = attended(am.sparse_attention, problem, values=True, sink=True)
-    grid = run_grid(tp, cp, am.Striped(), lambda place: results(place, problem, keys, values=True, sink=True))
+    grid = run_grid(tp, cp, am.Striped(), lambda place: results(place, problem, schedule, values=True, sink=True))
     for name, x in whole_results(grid, am.Striped(), true).items():
         assert x.dtype == alone[name].dtype
         x, one, exact = (y.double().nan_to_num(neginf=0.0) for y in (x, alone[name], true[name]))
@@ -134,8 +139,8 @@ def test_the_error_does_not_grow_with_the_ranks(tp, cp, keys):
             assert norm((x - exact).abs()) <= 1.2 * norm((one - exact).abs()) + 1e-6, name
 
 
-@pytest.mark.parametrize("keys", ["gathered", "sharded"])
-def test_only_some_gradients_are_asked_for(keys):
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
+def test_only_some_gradients_are_asked_for(schedule):
     problem = random_problem()
     true = exact_attention(problem, values=False, sink=True)
 
@@ -143,7 +148,7 @@ def test_only_some_gradients_are_asked_for(keys):
         mine = problem.shard(place)
         leaves = dict(zip(("q", "kv", "sink"), mine.leaves("q", "kv", "sinks"), strict=True))
         leaves = {name: x if name in names else x.detach() for name, x in leaves.items()}
-        parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, keys=keys)
+        parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, schedule=schedule)
         out, lse = parallel.sparse_attention(
             leaves["q"], leaves["kv"], mine.indices, scale=SCALE, d_v=D_V, sinks=leaves["sink"]
         )
@@ -164,7 +169,7 @@ def test_without_gradients_nothing_is_kept_and_the_same_comes_out():
 
     def both(place):
         mine = problem.shard(place)
-        parallel = am.SparseParallel(cp=place.cp, length=11, key_length=13, keys="sharded")
+        parallel = am.SparseParallel(cp=place.cp, length=11, key_length=13, schedule="ring")
         with torch.no_grad():
             quiet = parallel.sparse_attention(mine.q, mine.kv, mine.indices, scale=SCALE)
         return quiet, parallel.sparse_attention(*mine.leaves("q", "kv"), mine.indices, scale=SCALE)
@@ -175,10 +180,10 @@ def test_without_gradients_nothing_is_kept_and_the_same_comes_out():
         torch.testing.assert_close(quiet, tuple(x.detach() for x in kept))
 
 
-@pytest.mark.parametrize("keys", ["gathered", "sharded"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 4), (3, 1), (2, 3)])
-def test_the_distribution_is_summed_over_heads_and_normalized_after_that(tp, cp, normalize, keys):
+def test_the_distribution_is_summed_over_heads_and_normalized_after_that(tp, cp, normalize, schedule):
     problem = random_problem(**MASKS["ranges"](11))
     lse = torch.randn(11, 7, dtype=torch.float64)  # of more keys than the slots name: heads differ in mass
     lse[0], lse[1, :3] = torch.inf, -torch.inf
@@ -189,7 +194,9 @@ def test_the_distribution_is_summed_over_heads_and_normalized_after_that(tp, cp,
 
     def program(place):
         mine, own_lse = problem.shard(place), replace(problem, grad_lse=lse).shard(place).grad_lse
-        parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, keys=keys, layout=place.layout)
+        parallel = am.SparseParallel(
+            tp=place.tp, cp=place.cp, length=11, key_length=13, schedule=schedule, layout=place.layout
+        )
         return parallel.attention_distribution(
             mine.q, mine.kv, mine.indices, own_lse, scale=SCALE, mask=mine.mask, normalize=normalize
         )
@@ -204,14 +211,14 @@ def test_groups_of_heads_where_heads_are_not_spread():
     problem = random_problem(dtype=torch.float32)
     lse = torch.randn(11, 7)
     alone = am.attention_distribution(problem.q, problem.kv, problem.indices, lse, scale=SCALE, head_group=3)
-    for keys in ("gathered", "sharded"):
+    for schedule in ("allgather", "ring"):
 
-        def program(place, keys=keys):
+        def program(place, schedule=schedule):
             mine = problem.shard(place)
-            return am.SparseParallel(cp=place.cp, length=11, key_length=13, keys=keys).attention_distribution(
+            return am.SparseParallel(cp=place.cp, length=11, key_length=13, schedule=schedule).attention_distribution(
                 mine.q, mine.kv, mine.indices, place.rows(lse), scale=SCALE, head_group=3
             ).transpose(0, 1)  # fmt: skip
 
         found = join_grid(run_grid(1, 4, am.Contiguous(), program), am.Contiguous()).transpose(0, 1)
         assert found.shape == (3, 11, 6)
-        assert_exact(found, alone, 0.0 if keys == "gathered" else 1e-6)
+        assert_exact(found, alone, 0.0 if schedule == "allgather" else 1e-6)

@@ -19,9 +19,9 @@ from helpers.sparse_grid import (
 GRIDS = [(1, 1), (3, 1), (1, 2), (1, 4), (2, 2), (3, 4)]
 
 
-def spread_topk(place, iq, ik, w, topk, keys, mask=None, **more):
+def spread_topk(place, iq, ik, w, topk, schedule, mask=None, **more):
     parallel = am.SparseParallel(
-        tp=place.tp, cp=place.cp, length=iq.shape[0], key_length=ik.shape[0], layout=place.layout, keys=keys
+        tp=place.tp, cp=place.cp, length=iq.shape[0], key_length=ik.shape[0], layout=place.layout, schedule=schedule
     )
     mask = {name: place.rows(x) if isinstance(x, torch.Tensor) else x for name, x in (mask or {}).items()}
     return parallel.indexer_topk(
@@ -29,10 +29,10 @@ def spread_topk(place, iq, ik, w, topk, keys, mask=None, **more):
     )
 
 
-def assert_same_choice(tp, cp, layout, keys, iq, ik, w, topk, mask=None, **more):
+def assert_same_choice(tp, cp, layout, schedule, iq, ik, w, topk, mask=None, **more):
     alone = am.indexer_topk(iq, ik, w, topk, mask=am.SparseMask(**(mask or {})), **more)
-    grid = run_grid(tp, cp, layout, lambda place: spread_topk(place, iq, ik, w, topk, keys, mask, **more))
-    for name in ("indices", "scores", "length"):
+    grid = run_grid(tp, cp, layout, lambda place: spread_topk(place, iq, ik, w, topk, schedule, mask, **more))
+    for name in ("indices", "scores", "lengths"):
         assert same_bits(join_grid([[getattr(x, name) for x in row] for row in grid], layout), getattr(alone, name)), (
             name
         )
@@ -44,49 +44,49 @@ def hidden(mask):
     return {name: x for name, x in mask.items() if name != "topk_length"}
 
 
-@pytest.mark.parametrize("keys", ["gathered", "sharded"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("tp", "cp"), GRIDS)
-def test_the_choice_is_that_of_one_device_to_the_last_bit(tp, cp, layout, keys):
+def test_the_choice_is_that_of_one_device_to_the_last_bit(tp, cp, layout, schedule):
     mask = hidden(list(MASKS.values())[(tp + cp) % len(MASKS)](21))
     iq, ik, w = torch.randn(21, 3, 16), torch.randn(37, 16), torch.randn(21, 3)
-    assert_same_choice(tp, cp, LAYOUTS[layout], keys, iq, ik, w, 9, mask, scale=0.7, block=8)
+    assert_same_choice(tp, cp, LAYOUTS[layout], schedule, iq, ik, w, 9, mask, scale=0.7, block=8)
 
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("keys", ["gathered", "sharded"])
-def test_of_many_equal_scores_the_lowest_keys_win_wherever_they_are(keys, dtype, relu):
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
+def test_of_many_equal_scores_the_lowest_keys_win_wherever_they_are(schedule, dtype, relu):
     iq, ik = (torch.randint(-1, 2, shape).to(dtype) for shape in ((17, 2, 4), (40, 4)))
     w = torch.randint(-1, 2, (17, 2)).to(dtype)
     for layout in LAYOUTS.values():
-        alone = assert_same_choice(2, 4, layout, keys, iq, ik, w, 7, {"causal": True, "q_start": 20}, relu=relu)
+        alone = assert_same_choice(2, 4, layout, schedule, iq, ik, w, 7, {"causal": True, "q_start": 20}, relu=relu)
     seen = torch.arange(40) <= torch.arange(20, 37)[:, None]
     scores = reference.index_scores(iq.double(), ik.double(), w.double(), relu=relu)
     assert max(len(row.unique()) for row in scores) < 15  # of up to 37 keys seen
     chosen = [[j for j in row if j >= 0] for row in alone.indices.tolist()]
-    assert chosen == reference.best_keys(scores, seen, 7)
+    assert chosen == reference.topk_keys(scores, seen, 7)
 
 
-@pytest.mark.parametrize("keys", ["gathered", "sharded"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 @pytest.mark.parametrize(("length", "key_length", "topk"), [(2, 30, 5), (9, 3, 5), (1, 1, 1), (0, 7, 2), (3, 0, 2)])
-def test_fewer_rows_keys_and_candidates_than_asked_for(length, key_length, topk, keys):
+def test_fewer_rows_keys_and_candidates_than_asked_for(length, key_length, topk, schedule):
     iq, ik, w = torch.randn(length, 2, 8), torch.randn(key_length, 8), torch.randn(length, 2)
     for layout in LAYOUTS.values():
-        assert_same_choice(3, 4, layout, keys, iq, ik, w, topk)
+        assert_same_choice(3, 4, layout, schedule, iq, ik, w, topk)
 
 
 def test_keys_that_nobody_sees_may_hold_anything():
     iq, ik, w = torch.randn(8, 2, 8), torch.randn(20, 8), torch.randn(8, 2)
     ik[8:] = torch.nan
-    alone = assert_same_choice(1, 4, am.Striped(), "sharded", iq, ik, w, 4, {"causal": True})
+    alone = assert_same_choice(1, 4, am.Striped(), "ring", iq, ik, w, 4, {"causal": True})
     assert (alone.indices < 8).all()
 
 
-@pytest.mark.parametrize("keys", ["gathered", "sharded"])
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 4), (2, 3)])
-def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, keys):
+def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, schedule):
     problem = random_problem(**MASKS[mask](11))
     truth = ExactInputs.of(problem)
     iq, w = problem.leaves("iq", "w")
@@ -99,7 +99,9 @@ def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, keys):
     def program(place):
         mine = problem.shard(place)
         leaves = mine.leaves("iq", "ik", "w")
-        parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, keys=keys, layout=layout)
+        parallel = am.SparseParallel(
+            tp=place.tp, cp=place.cp, length=11, key_length=13, schedule=schedule, layout=layout
+        )
         scores = parallel.indexer_scores_at(*leaves, mine.indices, scale=0.7, mask=mine.mask)
         grads = torch.autograd.grad(scores, leaves, mine.grad_scores.masked_fill(scores == -torch.inf, 0.0))
         return scores.detach(), *grads
@@ -109,22 +111,22 @@ def test_scores_at_slots_and_their_gradients_are_exact(tp, cp, mask, keys):
     assert_exact(scores, true.masked_fill(~truth.valid, -torch.inf).detach())
     for found, grad in zip(grads, true_grads, strict=True):
         assert_exact(found, grad)
-    if keys == "gathered":
+    if schedule == "allgather":
         alone = am.indexer_scores_at(problem.iq, problem.ik, problem.w, problem.indices, scale=0.7, mask=problem.mask)
         torch.testing.assert_close(scores, alone)
 
 
 def test_each_tp_rank_scores_its_share_of_the_rows_only(monkeypatch):
-    from attnmesh.ops.sparse import choose
+    from attnmesh.ops.sparse import backend as backend_module
 
     scored = []
-    plain = choose.Torch.topk
+    plain = backend_module.Torch.topk
 
     def counting(iq, *args, **kwargs):
         scored.append(iq.shape[0])
         return plain(iq, *args, **kwargs)
 
-    monkeypatch.setattr(choose.Torch, "topk", staticmethod(counting))
+    monkeypatch.setattr(backend_module.Torch, "topk", staticmethod(counting))
     iq, ik, w = torch.randn(10, 2, 8), torch.randn(12, 8), torch.randn(10, 2)
-    run_grid(4, 1, am.Contiguous(), lambda place: spread_topk(place, iq, ik, w, 3, "gathered"))
+    run_grid(4, 1, am.Contiguous(), lambda place: spread_topk(place, iq, ik, w, 3, "allgather"))
     assert sorted(scored) == [2, 2, 3, 3]

@@ -12,7 +12,7 @@ from attnmesh.testing.sparse import SCALE, GridRank, SparseProblem
 from helpers.sparse_grid import LAYOUTS, MASKS, ExactInputs, assert_exact, join_grid, random_problem, run_grid
 
 GRIDS = [(1, 1), (2, 1), (3, 1), (1, 4), (2, 2), (3, 2)]
-HOW = [("replicated", "gathered"), ("scattered", "gathered"), ("replicated", "sharded"), ("scattered", "sharded")]
+HOW = [("replicated", "allgather"), ("scattered", "allgather"), ("replicated", "ring"), ("scattered", "ring")]
 ROW_MASK = torch.tensor([True, True, False, True, False, False, True, True, True, True, False])
 
 
@@ -43,12 +43,19 @@ def true_rows(problem: SparseProblem, mode: str) -> tuple[torch.Tensor, list[tor
     return reference.kl(p.detach(), scores, valid), [iq, ik, w]
 
 
-def loss_here(place: GridRank, whole: SparseProblem, mode: str, rows: str, keys: str, weight, row_mask=None, **more):
+def loss_here(
+    place: GridRank, whole: SparseProblem, mode: str, rows: str, schedule: str, weight, row_mask=None, **more
+):
     """This rank's loss and gradients."""
     mine = whole.shard(place)
     leaves = mine.leaves("iq", "ik", "w")
     parallel = am.SparseParallel(
-        tp=place.tp, cp=place.cp, length=whole.length, key_length=whole.key_length, layout=place.layout, keys=keys
+        tp=place.tp,
+        cp=place.cp,
+        length=whole.length,
+        key_length=whole.key_length,
+        layout=place.layout,
+        schedule=schedule,
     )
     loss = parallel.indexer_kl_loss(
         *leaves, None if mode == "dense" else mine.indices, q=mine.q, k=mine.kv, lse=mine.grad_lse, attn_scale=SCALE,
@@ -64,14 +71,14 @@ def loss_here(place: GridRank, whole: SparseProblem, mode: str, rows: str, keys:
 SPREAD = [
     (*grid, *how)
     for grid, how in itertools.product(GRIDS, HOW)
-    if (grid[0] > 1 or how[0] == "replicated") and (grid[1] > 1 or how[1] == "gathered")
+    if (grid[0] > 1 or how[0] == "replicated") and (grid[1] > 1 or how[1] == "allgather")
 ]
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
-@pytest.mark.parametrize(("tp", "cp", "rows", "keys"), SPREAD)
-def test_loss_and_gradients_are_those_of_one_device_on_every_rank(tp, cp, rows, keys, mode):
-    at = GRIDS.index((tp, cp)) + HOW.index((rows, keys))
+@pytest.mark.parametrize(("tp", "cp", "rows", "schedule"), SPREAD)
+def test_loss_and_gradients_are_those_of_one_device_on_every_rank(tp, cp, rows, schedule, mode):
+    at = GRIDS.index((tp, cp)) + HOW.index((rows, schedule))
     layout = list(LAYOUTS.values())[at % 3]
     problem = problem_for(mode, list(MASKS)[at % 4])
     each, leaves = true_rows(problem, mode)
@@ -86,7 +93,7 @@ def test_loss_and_gradients_are_those_of_one_device_on_every_rank(tp, cp, rows, 
     def program(place: GridRank):
         return [
             loss_here(
-                place, problem, mode, rows, keys, grads[case], ROW_MASK if case[1] else None, reduction=case[0]
+                place, problem, mode, rows, schedule, grads[case], ROW_MASK if case[1] else None, reduction=case[0]
             )
             for case in losses
         ]  # fmt: skip
@@ -111,8 +118,8 @@ def test_the_problems_tell_normalizing_before_the_sum_over_heads_from_after():
     assert ((early / early.sum() - late / late.sum()).abs() > 1e-3).any()
 
 
-@pytest.mark.parametrize(("rows", "keys"), HOW)
-def test_a_target_given_is_of_all_heads(rows, keys):
+@pytest.mark.parametrize(("rows", "schedule"), HOW)
+def test_a_target_given_is_of_all_heads(rows, schedule):
     problem = problem_for("sparse")
     target = torch.rand(11, 6, dtype=torch.float64)
     target[5] = 0.0
@@ -123,7 +130,7 @@ def test_a_target_given_is_of_all_heads(rows, keys):
     def program(place):
         mine = problem.shard(place)
         leaves = mine.leaves("iq", "ik", "w")
-        parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, keys=keys)
+        parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=11, key_length=13, schedule=schedule)
         loss = parallel.indexer_kl_loss(*leaves, mine.indices, place.rows(target), mask=mine.mask, rows=rows)
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
@@ -134,8 +141,8 @@ def test_a_target_given_is_of_all_heads(rows, keys):
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
-@pytest.mark.parametrize(("rows", "keys"), HOW)
-def test_fewer_rows_than_ranks_and_a_number_of_rows_that_is_given(rows, keys, mode):
+@pytest.mark.parametrize(("rows", "schedule"), HOW)
+def test_fewer_rows_than_ranks_and_a_number_of_rows_that_is_given(rows, schedule, mode):
     problem = random_problem(2, 9)
     problem = replace(problem, kv=torch.randn(9, 12).double(), ik=torch.randn(9, 5).double())
     each, leaves = true_rows(problem, mode)
@@ -144,7 +151,7 @@ def test_fewer_rows_than_ranks_and_a_number_of_rows_that_is_given(rows, keys, mo
         grid = run_grid(
             3, 3, layout,
             lambda place, given=given: loss_here(
-                place, problem, mode, rows, keys, 1.0, reduction="mean_rows", global_rows=given
+                place, problem, mode, rows, schedule, 1.0, reduction="mean_rows", global_rows=given
             ),
         )  # fmt: skip
         assert_exact(grid[1][2][0], true.detach())
@@ -154,30 +161,32 @@ def test_fewer_rows_than_ranks_and_a_number_of_rows_that_is_given(rows, keys, mo
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 def test_long_keys_are_streamed_in_stretches(mode, monkeypatch):
-    from attnmesh.ops.sparse import dense_kl
+    from attnmesh.ops.sparse import indexer_loss
 
-    monkeypatch.setattr(dense_kl, "_MOST_SLOTS", 1)  # a stretch is 128 keys then
+    monkeypatch.setattr(indexer_loss, "_MAX_CHUNK_SLOTS", 1)  # a stretch is 128 keys then
     problem = random_problem(11, 300, topk=40, causal=True, q_start=250)
     problem = replace(problem, kv=torch.randn(300, 12).double(), ik=torch.randn(300, 5).double())
     each, leaves = true_rows(problem, mode)
     true_grads = torch.autograd.grad(each.sum(), leaves)
-    for rows, keys in HOW:
-        grid = run_grid(2, 2, am.Zigzag(), lambda place, how=(rows, keys): loss_here(place, problem, mode, *how, 1.0))
+    for rows, schedule in HOW:
+        grid = run_grid(
+            2, 2, am.Zigzag(), lambda place, how=(rows, schedule): loss_here(place, problem, mode, *how, 1.0)
+        )
         assert_exact(grid[0][0][0], each.sum().detach(), 1e-10)
         for i, true_grad in enumerate(true_grads, 1):
             assert_exact(join_grid([[rank[i] for rank in row] for row in grid], am.Zigzag()), true_grad, 1e-10)
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
-@pytest.mark.parametrize(("rows", "keys"), HOW)
-def test_the_error_of_sixteen_bits_does_not_grow_with_the_ranks(rows, keys, mode):
+@pytest.mark.parametrize(("rows", "schedule"), HOW)
+def test_the_error_of_sixteen_bits_does_not_grow_with_the_ranks(rows, schedule, mode):
     problem = problem_for(mode, "full", dtype=torch.bfloat16)
     each, leaves = true_rows(problem, mode)
     true_grads = torch.autograd.grad(each.sum(), leaves)
     alone = loss_here(
-        GridRank(*2 * [am.comm_from(None)], am.Contiguous()), problem, mode, "replicated", "gathered", 1.0
+        GridRank(*2 * [am.comm_from(None)], am.Contiguous()), problem, mode, "replicated", "allgather", 1.0
     )
-    grid = run_grid(2, 4, am.Striped(), lambda place: loss_here(place, problem, mode, rows, keys, 1.0))
+    grid = run_grid(2, 4, am.Striped(), lambda place: loss_here(place, problem, mode, rows, schedule, 1.0))
     assert_exact(grid[0][0][0], each.sum().detach(), 1e-5)
     for i, true_grad in enumerate(true_grads, 1):
         found = join_grid([[rank[i] for rank in row] for row in grid], am.Striped())

@@ -1,4 +1,4 @@
-"""What the family over ranks is made of: the checksum of indices, slots by owner, and what a ring computes."""
+"""The checksum of indices, slots by owner of their keys, and the work of a ring."""
 
 import itertools
 
@@ -6,23 +6,21 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.ops.sparse import choose
-from attnmesh.ops.sparse.mask import Rows, SparseMask
-from attnmesh.parallel.sparse import same_indices
-from attnmesh.parallel.sparse.ranks import SparseGroups
-from attnmesh.parallel.sparse.same_indices import checksum
-from attnmesh.parallel.sparse.slots import ByOwner
-from attnmesh.parallel.sparse.spread import Spread
+from attnmesh.ops.sparse import backend as backends
+from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
+from attnmesh.parallel.sparse import groups
+from attnmesh.parallel.sparse.groups import SparseGroups, checksum
+from attnmesh.parallel.sparse.keys import SequenceSharding, SlotsByOwner
 from attnmesh.testing.sparse import SCALE
 from helpers.sparse_grid import LAYOUTS, random_problem, run_grid
 
 
-def rows_of(indices: torch.Tensor, s_kv: int = 1000, **mask) -> Rows:
-    return SparseMask(**mask).rows(indices.shape[0], s_kv, indices.shape[1], indices.device)
+def bounds_of(indices: torch.Tensor, s_kv: int = 1000, **mask) -> RowBounds:
+    return SparseMask(**mask).bounds(indices.shape[0], s_kv, indices.shape[1], indices.device)
 
 
 def checksum_of(indices, **mask) -> int:
-    return checksum(indices, rows_of(indices, **mask)).item()
+    return checksum(indices, bounds_of(indices, **mask)).item()
 
 
 def test_every_change_of_a_slot_and_every_exchange_of_two_changes_the_checksum():
@@ -56,7 +54,7 @@ def test_the_checksum_is_the_same_in_any_pieces(monkeypatch):
     indices = torch.randint(-2, 1001, (37, 5), dtype=torch.int32)
     whole = checksum_of(indices)
     for most in (1, 12, 99):
-        monkeypatch.setattr(same_indices, "_MOST_ELEMENTS", most)
+        monkeypatch.setattr(groups, "_MAX_ELEMENTS", most)
         assert checksum_of(indices) == whole
 
 
@@ -66,40 +64,41 @@ def test_every_valid_slot_belongs_to_one_owner_and_comes_back_to_its_place(layou
     for world in (2, 3, 20):
         for at in range(world):
             comm = type("Comm", (), {"world": world, "rank": at})
-            spread = Spread(SparseGroups(comm, comm), LAYOUTS[layout], True, 11, 13, torch.device("cpu"))
-            rows = rows_of(problem.indices, 13, causal=True)
-            slots, total = ByOwner(problem.indices, rows, spread), torch.full((11, 7), -1)
+            groups_at = SparseGroups(comm, comm)
+            sharding = SequenceSharding(groups_at, LAYOUTS[layout], True, 11, 13, torch.device("cpu"))
+            bounds = bounds_of(problem.indices, 13, causal=True)
+            slots, total = SlotsByOwner(problem.indices, bounds, sharding), torch.full((11, 7), -1)
             for owner in range(world):
-                here, held = slots.at(owner), LAYOUTS[layout].positions(13, world, owner)
-                valid = here.rows.valid(here.indices)
+                local, positions = slots.of(owner), LAYOUTS[layout].positions(13, world, owner)
+                valid = local.bounds.valid(local.indices)
                 counts = valid.sum(1)
-                assert (valid == (torch.arange(valid.shape[1]) < counts[:, None])).all()  # first in their rows
-                assert here.indices.shape[1] == max(1, int(counts.max()))  # no wider than need be
-                keys = torch.full_like(here.indices, -5)
-                keys[valid] = held[here.indices[valid].long()].int()
-                assert (here.take(problem.indices)[valid] == keys[valid]).all()
-                assert (total[:, :-1].gather(1, here.slot.clamp(max=5))[valid] == -1).all()
-                here.put(total, keys.long())
-            assert (total[:, :-1] == torch.where(rows.valid(problem.indices), problem.indices, -1)).all()
+                assert (valid == (torch.arange(valid.shape[1]) < counts[:, None])).all()  # leading columns
+                assert local.indices.shape[1] == max(1, int(counts.max()))  # no wider than needed
+                keys = torch.full_like(local.indices, -5)
+                keys[valid] = positions[local.indices[valid].long()].int()
+                assert (local.gather(problem.indices)[valid] == keys[valid]).all()
+                assert (total[:, :-1].gather(1, local.slot.clamp(max=5))[valid] == -1).all()
+                local.scatter(total, keys.long())
+            assert (total[:, :-1] == torch.where(bounds.valid(problem.indices), problem.indices, -1)).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_ring_computes_on_every_slot_once(layout, monkeypatch):
     counted = []
-    plain = choose.Torch.forward
+    plain = backends.Torch.forward
 
-    def counting(q, k, v, indices, rows, **kwargs):
-        counted.append(int(rows.valid(indices).sum()))
-        return plain(q, k, v, indices, rows, **kwargs)
+    def counting(q, k, v, indices, bounds, **kwargs):
+        counted.append(int(bounds.valid(indices).sum()))
+        return plain(q, k, v, indices, bounds, **kwargs)
 
-    monkeypatch.setattr(choose.Torch, "forward", staticmethod(counting))
+    monkeypatch.setattr(backends.Torch, "forward", staticmethod(counting))
     problem = random_problem(11, 13, dtype=torch.float32)
 
     def program(place):
         mine = problem.shard(place)
-        parallel = am.SparseParallel(cp=place.cp, length=11, key_length=13, layout=place.layout, keys="sharded")
+        parallel = am.SparseParallel(cp=place.cp, length=11, key_length=13, layout=place.layout, schedule="ring")
         parallel.sparse_attention(mine.q, mine.kv, mine.indices, scale=SCALE)
 
     run_grid(1, 4, LAYOUTS[layout], program)
     assert len(counted) == 16
-    assert sum(counted) == int(rows_of(problem.indices, 13).valid(problem.indices).sum())
+    assert sum(counted) == int(bounds_of(problem.indices, 13).valid(problem.indices).sum())

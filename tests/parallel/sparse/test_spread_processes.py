@@ -12,18 +12,20 @@ from helpers.sparse_grid import assert_exact, join_grid, random_problem
 
 LAYOUT = am.Zigzag()
 GRIDS = [(4, 1), (1, 4), (2, 2)]
-CASES = [("scattered", "gathered"), ("replicated", "sharded"), ("scattered", "sharded")]
+CASES = [("scattered", "allgather"), ("replicated", "ring"), ("scattered", "ring")]
 
 
 def problem():
     return random_problem(10, 14, topk=5, causal=True, q_start=6, dtype=torch.float32)
 
 
-def step(place: GridRank, rows: str, keys: str) -> list[torch.Tensor]:
+def step(place: GridRank, rows: str, schedule: str) -> list[torch.Tensor]:
     """A layer's whole step: choose keys, attend, learn to choose. Rows first; what has heads, heads next."""
     mine = problem().shard(place)
     ik = mine.ik.nan_to_num(0.5)
-    parallel = am.SparseParallel(tp=place.tp, cp=place.cp, length=10, key_length=14, layout=place.layout, keys=keys)
+    parallel = am.SparseParallel(
+        tp=place.tp, cp=place.cp, length=10, key_length=14, layout=place.layout, schedule=schedule
+    )
     chosen = parallel.indexer_topk(mine.iq, ik, mine.w, 5, mask=mine.mask)
     q, kv = mine.q.clone().requires_grad_(), mine.kv.nan_to_num(0.5).requires_grad_()
     out, lse, dist = parallel.sparse_attention(
@@ -34,7 +36,7 @@ def step(place: GridRank, rows: str, keys: str) -> list[torch.Tensor]:
     losses, grads = [], []
     for mode in ("sparse", "dense"):
         loss = parallel.indexer_kl_loss(
-            *leaves, chosen.indices if mode == "sparse" else None, q=mine.q, k=kv, lse=lse, scale=SCALE,
+            *leaves, chosen.indices if mode == "sparse" else None, q=mine.q, k=kv, lse=lse, attn_scale=SCALE,
             mask=mine.mask, mode=mode, rows=rows, reduction="mean_rows",
         )  # fmt: skip
         losses.append(loss.detach().expand(mine.q.shape[0]))
@@ -50,7 +52,7 @@ def steps(comm: am.Comm, tp: int, cp: int) -> list[list[list[float]]]:
     """All cases on a mesh of processes; lists, because they travel."""
     mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
     place = GridRank(am.comm_from(mesh["tp"]), am.comm_from(mesh["cp"]), LAYOUT)
-    return [[x.tolist() for x in step(place, rows, keys)] for rows, keys in CASES]
+    return [[x.tolist() for x in step(place, rows, schedule)] for rows, schedule in CASES]
 
 
 def programs(comm: am.Comm) -> list:
@@ -74,7 +76,7 @@ def refused(comm: am.Comm) -> list[str]:
 
 
 def test_four_processes_do_a_whole_step_as_one_device_does_and_hear_of_one_rank_s_mistake():
-    alone = [step(GridRank(*2 * [am.comm_from(None)], LAYOUT), "replicated", "gathered")]
+    alone = [step(GridRank(*2 * [am.comm_from(None)], LAYOUT), "replicated", "allgather")]
     true = whole([alone])
     assert true[-1].any()
     found = run_processes(4, programs)

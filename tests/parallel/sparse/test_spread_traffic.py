@@ -42,7 +42,7 @@ def test_tp_ranks(check):
             leaves = mine.leaves("iq", "ik", "w")
             found[f"{rows} loss"] = sent(place.tp, lambda leaves=leaves, rows=rows: found.update(
                 loss=parallel.indexer_kl_loss(*leaves, mine.indices, q=mine.q, k=mine.kv, lse=mine.grad_lse,
-                                              scale=SCALE, rows=rows)))  # fmt: skip
+                                              attn_scale=SCALE, rows=rows)))  # fmt: skip
             found[f"{rows} gradient"] = sent(place.tp, lambda: found.pop("loss").backward())
         return found
 
@@ -68,13 +68,13 @@ def test_tp_ranks(check):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("keys", ["gathered", "sharded"])
-def test_cp_ranks(keys, layout):
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
+def test_cp_ranks(schedule, layout):
     cp = 4
 
     def program(place):
         mine = PROBLEM.shard(place)
-        parallel = am.SparseParallel(cp=place.cp, length=N, key_length=M, layout=place.layout, keys=keys)
+        parallel = am.SparseParallel(cp=place.cp, length=N, key_length=M, layout=place.layout, schedule=schedule)
         q, kv = mine.leaves("q", "kv")
         found = {}
         found["forward"] = sent(place.cp, lambda: found.update(state=parallel.sparse_attention(
@@ -83,7 +83,7 @@ def test_cp_ranks(keys, layout):
         found["topk"] = sent(place.cp, lambda: parallel.indexer_topk(mine.iq, mine.ik, mine.w, TOPK))
         leaves = mine.leaves("iq", "ik", "w")
         found["dense loss"] = sent(place.cp, lambda: found.update(loss=parallel.indexer_kl_loss(
-            *leaves, q=mine.q, k=mine.kv, lse=mine.grad_lse, scale=SCALE, mode="dense")))  # fmt: skip
+            *leaves, q=mine.q, k=mine.kv, lse=mine.grad_lse, attn_scale=SCALE, mode="dense")))  # fmt: skip
         found["dense gradient"] = sent(place.cp, lambda: found.pop("loss").backward())
         return found
 
@@ -93,7 +93,7 @@ def test_cp_ranks(keys, layout):
         mine = held[rank]
         met = [held[(rank - step) % cp] for step in range(cp)]
         loss_sum = {"all_reduce": all_reduced(4, cp)}
-        if keys == "gathered":
+        if schedule == "allgather":
             assert found["forward"] == {"all_gather": (cp - 1) * mine * KEY}
             assert found["backward"] == found["forward"] | {"reduce_scatter": (M - mine) * SUM}
             assert found["topk"] == {"all_gather": (cp - 1) * mine * index_key}

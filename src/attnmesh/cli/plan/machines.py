@@ -21,21 +21,28 @@ class Machines:
 
     def cluster(self) -> Cluster:
         """The cluster; ValueError names what is not known, and what is near it."""
-        near = far = None
+        intra_node = inter_node = None
         if self.links is not None:
-            near, _, far = self.links.partition(",")
-            far = far or near
+            intra_node, _, inter_node = self.links.partition(",")
+            inter_node = inter_node or intra_node
         if self.file is not None and not self.file.is_file():
             raise ValueError(f"there is no file {self.file}")
-        return cluster(self.hardware, node=self.node, near=near, far=far, rails=self.rails, extra=self.file)
+        return cluster(
+            self.hardware,
+            ranks_per_node=self.node,
+            intra_node=intra_node,
+            inter_node=inter_node,
+            rails=self.rails,
+            extra=self.file,
+        )
 
     def in_words(self, found: Cluster, devices: int) -> str:
         """What is planned for, and where its figures are from."""
-        nodes = -(-devices // found.node)
+        nodes = -(-devices // found.ranks_per_node)
         where = f"{devices} x {found.device.name}"
         if nodes == 1:
-            where += f", one node, {found.near.name}"
+            where += f", one node, {found.intra_node.name}"
         else:
-            where += f", {nodes} nodes of {found.node}, {found.near.name} within, {found.far.name} between"
+            where += f", {nodes} nodes of {found.ranks_per_node}, {found.intra_node.name} within, {found.inter_node.name} between"
             where += f" ({found.rails} ports a node)"
         return f"{where}; the device's figures: {found.device.source}"

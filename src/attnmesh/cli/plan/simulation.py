@@ -13,10 +13,10 @@ from attnmesh.cli.plan.machines import Machines
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.masks import parse_mask
 from attnmesh.core.validation import parse_length
-from attnmesh.plan.load import Load, Tally
-from attnmesh.plan.programs import SCHEDULES, program
+from attnmesh.plan.program import Load, LoadCounter
+from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
 from attnmesh.plan.shards import shards
-from attnmesh.plan.workload import Shape, Workload, check_served
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.network import Slow
@@ -71,7 +71,10 @@ def run(asked: Asked) -> None:
     )
     keep = _ranks(asked) if asked.trace is not None else ()
     ways = (False, True) if asked.backward else (False,)
-    runs = [_simulated(schedule, workload, found.with_node(workload.ranks_per_node), way, slow, keep) for way in ways]
+    runs = [
+        _simulated(schedule, workload, found.with_ranks_per_node(workload.ranks_per_node), way, slow, keep)
+        for way in ways
+    ]
     if asked.trace is not None:
         _write(asked, asked.trace, runs)
     facts = _facts(asked, found, schedule, runs)
@@ -85,17 +88,17 @@ def _simulated(
     schedule: str, workload: Workload, found: Cluster, backward: bool, slow: Slow, keep: Sequence[int]
 ) -> _Run:
     whole = program(schedule, workload, backward=backward)
-    tally = Tally(whole.world, found.node)
+    counter = LoadCounter(whole.world, found.ranks_per_node)
     begin = time.perf_counter()
-    ran = simulate(tally.counting(whole), found, slow=slow, keep=keep)
-    return _Run(f"{schedule} {'backward' if backward else 'forward'}", ran, tally.most(), time.perf_counter() - begin)
+    ran = simulate(counter.counting(whole), found, slow=slow, keep=keep)
+    return _Run(f"{schedule} {'backward' if backward else 'forward'}", ran, counter.maximum(), time.perf_counter() - begin)
 
 
 def _case(asked: Asked, found: Cluster) -> Workload:
     positions_held = shards(parse_mask(asked.mask), LAYOUTS[asked.layout], parse_length(asked.length), asked.ranks)
-    if found.node < asked.ranks and asked.ranks % found.node:
-        raise ValueError(f"{asked.ranks} ranks must be whole nodes of {found.node}: give --node")
-    return Workload(positions_held, asked.shape, min(found.node, asked.ranks))
+    if found.ranks_per_node < asked.ranks and asked.ranks % found.ranks_per_node:
+        raise ValueError(f"{asked.ranks} ranks must be whole nodes of {found.ranks_per_node}: give --node")
+    return Workload(positions_held, asked.shape, min(found.ranks_per_node, asked.ranks))
 
 
 def _schedule(asked: Asked, workload: Workload, found: Cluster) -> str:
@@ -103,7 +106,7 @@ def _schedule(asked: Asked, workload: Workload, found: Cluster) -> str:
         return choose_schedule(workload, found).schedule
     if asked.schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {asked.schedule!r}")
-    check_served(asked.schedule, workload.shards, workload.ranks_per_node)
+    check_schedule(asked.schedule, workload.shards, workload.ranks_per_node)
     return asked.schedule
 
 
@@ -122,7 +125,7 @@ def _show(asked: Asked, found: Cluster, schedule: str, runs: Sequence[_Run]) -> 
                 "waits, most": readable_seconds(float(ran.waited.max())),
                 "busy, least": f"{100 * (1 - waited.max(initial=0.0)):.1f}%",
                 "sends, most": readable_bytes(one.busiest.sent),
-                "between nodes": readable_bytes(one.busiest.far),
+                "between nodes": readable_bytes(one.busiest.inter_node),
                 "TFLOP a rank": f"{one.busiest.flops / 1e12:.4g}",
                 "simulated in": f"{one.wall:.1f} s",
             }
@@ -145,7 +148,7 @@ def _facts(asked: Asked, found: Cluster, schedule: str, runs: Sequence[_Run]) ->
             {
                 "run": one.schedule, "seconds": one.simulated.seconds, "computed": float(one.simulated.computed.max()),
                 "waited": float(one.simulated.waited.max()), "bytes_sent": one.busiest.sent,
-                "bytes_between_nodes": one.busiest.far, "flops": one.busiest.flops, "method": one.simulated.method,
+                "bytes_between_nodes": one.busiest.inter_node, "flops": one.busiest.flops, "method": one.simulated.method,
             }
             for one in runs
         ],

@@ -1,54 +1,56 @@
-"""The second kernel of decode: every head's pieces merged into its state, in the order of their keys.
+"""The two decode kernels: `split_kernel` attends over shares of the keys, `merge_kernel` merges the partial states.
 
-It starts while the first kernel runs, and looks for faults meanwhile: positions past the cache, and table entries
-outside the pool. (The first kernel reads no such memory; a row with a fault becomes NaN here.)
+In the split kernel, the query heads of one kv head and their T tokens are the columns of one tile, so that each key is
+read once for all of them. Keys are the rows: the tensor cores then pad the few queries to 8, not to 16.
+
+The merge kernel merges the splits of every head in the order of their keys. It starts while the split kernel runs, and
+meanwhile checks for positions beyond the cache and table entries outside the pool. (The split kernel reads no such
+memory; rows with an error become NaN in the merge.)
 """
 
+# Kernels are Triton's language, not Python's: its names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.triton_keys import (
-    blocks_at,
-    halves,
-    head_of,
-    in_fp16,
+    head_pointer,
+    in_bounds,
     join_pairs,
-    load_across,
+    key_offsets,
+    load_bfp_scales,
+    load_blocks,
     load_rows,
-    offsets_at,
-    places_at,
-    powers_of_rows,
-    readable,
+    load_transposed,
+    normalize_to_fp16,
+    offsets_in_block,
     split_pairs,
+    unpack_pairs,
 )
 from attnmesh.ops.decode.triton_schedule import (
-    NUMBERS,
-    at_rows,
-    before,
-    cut,
-    interval_of,
-    line_of,
-    picked,
+    NOT_SPECIALIZED,
+    locate_rows,
+    partition,
+    row_key_range,
+    row_offsets,
     row_tiles,
-    rows_of,
-    seen,
-    sound,
+    select,
+    units_before,
+    valid_position,
+    visible_keys,
+    work_units,
 )
-
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_NOWHERE = tl.constexpr(2**31 - 1)  # later than any slot
+_NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
 
 
 @triton.jit
-def finished(acc, total, peak, sink):
-    """A state [values, rows] in base 2, its rows' sinks (-inf: none) merged in, as (out, lse in natural log)."""
+def finish_state(acc, total, peak, sink):
+    """(out, lse in natural log) of a state [values, rows] in base 2 with sinks (-inf: none) merged in."""
     top = tl.maximum(peak, sink)
     shift = tl.where(top == float("-inf"), 0.0, top)
     decay = tl.exp2(peak - shift)
@@ -57,80 +59,80 @@ def finished(acc, total, peak, sink):
     return acc * weight[None, :], (shift + tl.log2(total)) * _LN_2
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def merge_kernel(
-    part_out, part_lse, table, table_stride, cur_pos, sight_first, sight_end, sinks,
-    out, out_strides, lse, lse_strides, faults, fault_base,
-    batch, kv_heads, num_blocks, capacity, window, shares, most,
+    part_out, part_lse, table, table_stride, cur_pos, range_first, range_end, sinks,
+    out, out_strides, lse, lse_strides, errors, error_base,
+    batch, kv_heads, num_blocks, capacity, window, shares, max_splits,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
-    PIECES: tl.constexpr, SOME_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, SOME_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, FIXED: tl.constexpr, SHARED: tl.constexpr,
     BATCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program for each head of each sequence (even a skipped one), and for some of its rows and columns."""
-    index, firsts, ends, _, counts = line_of(
-        cur_pos, sight_first, sight_end, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH
+    """One program per head of each sequence (even a skipped one), and per tile of its rows and columns."""
+    index, firsts, ends, _, counts = work_units(
+        cur_pos, range_first, range_end, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH
     )
     row_count, tiles = row_tiles(batch, TOKENS, GROUP, ROWS, SHARED)
     heads = kv_heads * tiles
     sequence = tl.program_id(0) // heads
     head_tile = tl.program_id(0) % heads
-    units = picked(counts, index, sequence)
-    begin = before(counts, index, sequence)
+    units = select(counts, index, sequence)
+    begin = units_before(counts, index, sequence)
     if FIXED:
         first = begin
-        pieces = units
+        splits = units
     else:
-        total, shares = cut(counts, shares, most)
+        total, shares = partition(counts, shares, max_splits)
         total = tl.maximum(total, 1)
-        first = ((begin + 1) * shares - 1) // total  # the share that begin lies in
-        pieces = (((begin + units) * shares - 1) // total - first + 1).to(tl.int32)
+        first = ((begin + 1) * shares - 1) // total  # the share that contains begin
+        splits = (((begin + units) * shares - 1) // total - first + 1).to(tl.int32)
 
     place = tl.program_id(1) * SOME_ROWS + tl.arange(0, SOME_ROWS)
     rows = head_tile % tiles * ROWS + place
-    real, row_sequence, row_head, row_token = rows_of(
+    is_row, row_sequence, row_head, row_token = locate_rows(
         rows, row_count, head_tile // tiles, sequence, TOKENS, GROUP, SHARED
     )
-    row_last = tl.load(cur_pos + row_sequence, mask=real, other=-1)
+    row_last = tl.load(cur_pos + row_sequence, mask=is_row, other=-1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
 
-    fault = row_last >= capacity
-    whose = tl.max(tl.where(fault, row_sequence, -1), 0)
-    if whose >= 0:
-        _report(faults, fault_base + whose, -1 - tl.load(cur_pos + whose).to(tl.int64))
+    invalid = row_last >= capacity
+    invalid_sequence = tl.max(tl.where(invalid, row_sequence, -1), 0)
+    if invalid_sequence >= 0:
+        _record_error(errors, error_base + invalid_sequence, -1 - tl.load(cur_pos + invalid_sequence).to(tl.int64))
     if BLOCK_SIZE > 0:
         table_row = table
         if not SHARED:
             table_row += sequence.to(tl.int64) * table_stride
-        slot = _bad_slot(
-            table_row, picked(firsts, index, sequence), picked(ends, index, sequence), num_blocks, BLOCK_SIZE
+        slot = _first_invalid_slot(
+            table_row, select(firsts, index, sequence), select(ends, index, sequence), num_blocks, BLOCK_SIZE
         )
-        if (slot != _NOWHERE) & (whose < 0):  # a position past the cache has no slots to speak of
+        if (slot != _NO_SLOT) & (invalid_sequence < 0):  # a position beyond the cache has no slots
             entry = tl.load(table_row + slot).to(tl.int64) & 0xFFFFFFFF
-            _report(faults, fault_base + sequence, (tl.cast(slot + 1, tl.int64) << 32) | entry)
-        # Of sequences that share a table, those that reach the slot.
-        fault = fault | ((row_last >= 0) & (slot <= row_last // BLOCK_SIZE))
+            _record_error(errors, error_base + sequence, (tl.cast(slot + 1, tl.int64) << 32) | entry)
+        # Of the sequences that share a table, those that reach the slot.
+        invalid = invalid | ((row_last >= 0) & (slot <= row_last // BLOCK_SIZE))
 
-    whole_head = (pieces == 1) & (units > 0)  # the first kernel has written it
-    faulty = tl.max(fault.to(tl.int32), 0) > 0
-    alone = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0)
-    # Programs with nothing to merge leave without waiting; one waits always, or this kernel could end first.
-    if EARLY and ((not whole_head) | faulty | alone):
+    whole_head = (splits == 1) & (units > 0)  # written by the split kernel
+    any_invalid = tl.max(invalid.to(tl.int32), 0) > 0
+    is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0)
+    # Programs with nothing to merge return without waiting; one always waits, or this kernel could finish first.
+    if EARLY and ((not whole_head) | any_invalid | is_first):
         gdc_wait()
-    if (not whole_head) | faulty:
+    if (not whole_head) | any_invalid:
         acc = tl.zeros((COLUMNS, SOME_ROWS), tl.float32)
-        whole = tl.zeros((SOME_ROWS,), tl.float32)
+        denominator = tl.zeros((SOME_ROWS,), tl.float32)
         peak = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
-        if units > 0:  # sequences without a fault share these rows with one that has it
-            for at in range(0, pieces, PIECES):
-                piece = at + tl.arange(0, PIECES)
+        if units > 0:  # sequences without an error share these rows with one that has one
+            for at in range(0, splits, SPLITS):
+                split = at + tl.arange(0, SPLITS)
                 if FIXED:
-                    slots = first + piece
+                    slots = first + split
                 else:
-                    # A share's first piece begins in the middle of a sequence; its last one at the beginning.
-                    slots = 2 * (first + piece) + (piece == 0)
+                    # The first split of a share begins within a sequence, the last one at its beginning.
+                    slots = 2 * (first + split) + (split == 0)
                 where = (slots * heads + head_tile)[:, None] * ROWS + place[None, :]
-                some = (piece < pieces)[:, None] & real[None, :]
+                some = (split < splits)[:, None] & is_row[None, :]
                 lses = tl.load(part_lse + where, mask=some, other=float("-inf"))
                 outs = tl.load(
                     part_out + where[:, None, :] * DV + columns[None, :, None],
@@ -140,111 +142,108 @@ def merge_kernel(
                 shift = tl.where(top == float("-inf"), 0.0, top)
                 weights = tl.exp2(lses - shift[None, :])
                 decay = tl.exp2(peak - shift)
-                whole = whole * decay + tl.sum(weights, 0)
+                denominator = denominator * decay + tl.sum(weights, 0)
                 acc = acc * decay[None, :] + tl.sum(weights[:, None, :] * outs, 0)
                 peak = top
         sink = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
         if sinks is not None:
-            sink = tl.load(sinks + row_head, mask=real & (row_last >= 0), other=float("-inf")).to(tl.float32) * _LOG2_E
-        result, natural = finished(acc, whole, peak, sink)
-        result = tl.where(fault[None, :], float("nan"), result)
-        natural = tl.where(fault, float("nan"), natural)
-        # Of a head that was whole, only what is faulty is written anew.
-        writes = real & (fault | (not whole_head))
-        out_rows = at_rows(out_strides, row_sequence, row_head, row_token)
+            sink = (
+                tl.load(sinks + row_head, mask=is_row & (row_last >= 0), other=float("-inf")).to(tl.float32) * _LOG2_E
+            )
+        result, natural_lse = finish_state(acc, denominator, peak, sink)
+        result = tl.where(invalid[None, :], float("nan"), result)
+        natural_lse = tl.where(invalid, float("nan"), natural_lse)
+        # Of a head that the split kernel has written, only invalid rows are overwritten.
+        writes = is_row & (invalid | (not whole_head))
+        out_rows = row_offsets(out_strides, row_sequence, row_head, row_token)
         inside = writes[None, :] & (columns < DV)[:, None]
         tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=inside)
         if tl.program_id(2) == 0:
-            lse_rows = at_rows(lse_strides, row_sequence, row_head, row_token)
-            tl.store(lse + lse_rows, natural, mask=writes)
+            lse_rows = row_offsets(lse_strides, row_sequence, row_head, row_token)
+            tl.store(lse + lse_rows, natural_lse, mask=writes)
 
 
 @triton.jit
-def _bad_slot(table_row, first, end, num_blocks, BLOCK_SIZE: tl.constexpr):
-    """The first slot of a sequence's own whose entry is not in the pool."""
-    worst = tl.full((512,), _NOWHERE, tl.int32)
+def _first_invalid_slot(table_row, first, end, num_blocks, BLOCK_SIZE: tl.constexpr):
+    """The first slot that a sequence reads whose entry is not a block of the pool."""
+    worst = tl.full((512,), _NO_SLOT, tl.int32)
     stop = tl.cdiv(end, BLOCK_SIZE)
     for begin in range(first // BLOCK_SIZE, stop, 512):
         slots = begin + tl.arange(0, 512)
         blocks = tl.load(table_row + slots, mask=slots < stop, other=0)
         wrong = (blocks < 0) | (blocks >= num_blocks)
-        worst = tl.minimum(worst, tl.where(wrong, slots, _NOWHERE))
+        worst = tl.minimum(worst, tl.where(wrong, slots, _NO_SLOT))
     return tl.min(worst, 0)
 
 
 @triton.jit
-def _report(faults, sequence, word):
-    """Tell the host: a word for the sequence, (slot + 1) << 32 | entry or -1 - position, then the flag."""
-    tl.store(faults + 1 + sequence, word)
-    tl.store(faults, tl.full((), 1, tl.int64))
+def _record_error(errors, sequence, word):
+    """Writes the word of a sequence, (slot + 1) << 32 | entry or -1 - position, then the flag, to host memory."""
+    tl.store(errors + 1 + sequence, word)
+    tl.store(errors, tl.full((), 1, tl.int64))
 
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
-
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def split_kernel(
     q, q_strides, k, v, k_strides, k_scales, k_scale_strides, v_strides, v_scales, v_scale_strides,
-    table, table_stride, cur_pos, sight_first, sight_end, mask, mask_strides, mask_width, tree, tree_strides, sinks,
+    table, table_stride, cur_pos, range_first, range_end, mask, mask_strides, mask_width, tree, tree_strides, sinks,
     out, out_strides, lse, lse_strides, part_out, part_lse,
-    batch, kv_heads, num_blocks, capacity, window, shares, most, scale_log2,
+    batch, kv_heads, num_blocks, capacity, window, shares, max_splits, scale_log2,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     STORAGE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     FIXED: tl.constexpr, SHARED: tl.constexpr, BATCH: tl.constexpr, V_IN_K: tl.constexpr, PAIRED: tl.constexpr,
     COMPILED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Attend over this program's share of the line; write whole heads to out, and pieces of heads aside."""
+    """Attends over this program's share of the work list; writes complete heads to out, and splits to the buffers."""
     if EARLY:
-        gdc_launch_dependents()  # the merge may get ready: it waits for the end of this kernel by itself
-    index, firsts, ends, first_units, counts = line_of(
-        cur_pos, sight_first, sight_end, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH
+        gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
+    index, firsts, ends, first_units, counts = work_units(
+        cur_pos, range_first, range_end, batch, window, capacity, UNIT, TOKENS, SHARED, BATCH
     )
-    BOUNDED: tl.constexpr = (window is not None) or (sight_first is not None)  # keys may begin anywhere
+    BOUNDED: tl.constexpr = (window is not None) or (range_first is not None)  # keys may begin at any position
     row_count, tiles = row_tiles(batch, TOKENS, GROUP, ROWS, SHARED)
     heads = kv_heads * tiles
     head_tile = tl.program_id(0) % heads
     head = head_tile // tiles
     share = (tl.program_id(0) // heads).to(tl.int64)
-    total, shares = cut(counts, shares, most)
+    total, shares = partition(counts, shares, max_splits)
     at = share * total // shares
     stop = tl.minimum((share + 1) * total // shares, total)
 
     while at < stop:
-        # Which sequence this unit is of, and how far that lies in this share.
+        # The sequence of this unit, and the range of its units in this share.
         sequence = tl.sum((tl.cumsum(counts, 0) <= at).to(tl.int32), 0)
-        units = picked(counts, index, sequence)
-        from_unit = (at - before(counts, index, sequence)).to(tl.int32)
-        until = from_unit + 1
+        units = select(counts, index, sequence)
+        unit_begin = (at - units_before(counts, index, sequence)).to(tl.int32)
+        unit_end = unit_begin + 1
         if not FIXED:
-            until = tl.minimum(units, from_unit + (stop - at)).to(tl.int32)
-        first_unit = picked(first_units, index, sequence)
-        key_begin = (first_unit + from_unit) * UNIT
-        key_stop = tl.minimum((first_unit + until) * UNIT, picked(ends, index, sequence))
+            unit_end = tl.minimum(units, unit_begin + (stop - at)).to(tl.int32)
+        first_unit = select(first_units, index, sequence)
+        key_begin = (first_unit + unit_begin) * UNIT
+        key_stop = tl.minimum((first_unit + unit_end) * UNIT, select(ends, index, sequence))
         first = key_begin
-        if BOUNDED:  # they may begin in the middle of a unit: the tiles before are not visited
-            first = tl.maximum(picked(firsts, index, sequence), key_begin)
+        if BOUNDED:  # keys may begin within a unit: the tiles before are skipped
+            first = tl.maximum(select(firsts, index, sequence), key_begin)
             key_begin += (first - key_begin) // KEYS * KEYS
 
         rows = head_tile % tiles * ROWS + tl.arange(0, ROWS)
-        real, row_sequence, row_head, row_token = rows_of(rows, row_count, head, sequence, TOKENS, GROUP, SHARED)
-        row_last = sound(tl.load(cur_pos + row_sequence, mask=real, other=-1), capacity)
-        # The last key that a row sees; none for rows that are not there.
-        row_first = sight_first
-        if sight_first is not None:
-            row_first, own = interval_of(sight_first, sight_end, row_sequence, row_token, row_last, TOKENS)
+        is_row, row_sequence, row_head, row_token = locate_rows(rows, row_count, head, sequence, TOKENS, GROUP, SHARED)
+        row_last = valid_position(tl.load(cur_pos + row_sequence, mask=is_row, other=-1), capacity)
+        # The last key visible to each row; -1 for rows that do not exist.
+        row_first = range_first
+        if range_first is not None:
+            row_first, own = row_key_range(range_first, range_end, row_sequence, row_token, row_last, TOKENS)
         else:
             own = tl.where(row_last >= 0, row_last - (TOKENS - 1) + row_token, -1)
 
-        q_rows = q + at_rows(q_strides, row_sequence, row_head, row_token)
+        q_rows = q + row_offsets(q_strides, row_sequence, row_head, row_token)
         main = tl.arange(0, MAIN)
-        q_main = tl.load(q_rows[None, :] + main[:, None], mask=real[None, :] & (main < D)[:, None], other=0.0)
+        q_main = tl.load(q_rows[None, :] + main[:, None], mask=is_row[None, :] & (main < D)[:, None], other=0.0)
         q_tail = q_main
         if TAIL > 0:
             tail = MAIN + tl.arange(0, TAIL)
-            q_tail = tl.load(q_rows[None, :] + tail[:, None], mask=real[None, :] & (tail < D)[:, None], other=0.0)
+            q_tail = tl.load(q_rows[None, :] + tail[:, None], mask=is_row[None, :] & (tail < D)[:, None], other=0.0)
 
         score_scale = scale_log2
         value_scale = 1.0
@@ -253,82 +252,84 @@ def split_kernel(
             value_scale = tl.load(v_scales + head * v_scale_strides[0])
 
         if PAIRED:
-            q_main, row_scale = in_fp16(q_main)
+            q_main, row_scale = normalize_to_fp16(q_main)
             q_main, q_odd = split_pairs(q_main, MAIN // 2, ROWS)
             score_scale *= row_scale[None, :]
-        # The carry: `acc / sum of whole` is the output so far, `peak + log2(that sum)` its log-sum-exp in base 2.
+        # The carry: `acc / sum(denominator)` is the output so far, `peak + log2(sum(denominator))` its lse in base 2.
         acc = tl.zeros((BLOCK_DV // 2 if PAIRED else BLOCK_DV, ROWS), tl.float32)
         acc_odd = acc
-        whole = tl.zeros((KEYS, ROWS), tl.float32)  # summed over the keys at the end only
+        denominator = tl.zeros((KEYS, ROWS), tl.float32)  # summed over the keys once, at the end
         peak = tl.full((ROWS,), float("-inf"), tl.float32)
 
         table_row = table
         if (BLOCK_SIZE > 0) and (not SHARED):
             table_row += sequence.to(tl.int64) * table_stride
-        OWN: tl.constexpr = (BLOCK_SIZE == 0) and (not SHARED)
-        k_head = head_of(k, k_strides, head, sequence, OWN)
-        v_head = head_of(v, v_strides, head, sequence, OWN)
+        PER_SEQUENCE: tl.constexpr = (BLOCK_SIZE == 0) and (not SHARED)
+        k_head = head_pointer(k, k_strides, head, sequence, PER_SEQUENCE)
+        v_head = head_pointer(v, v_strides, head, sequence, PER_SEQUENCE)
         k_scale_head = k_scales
         v_scale_head = v_scales
         if (STORAGE == "int8") | (STORAGE == "bfp8"):
-            k_scale_head = head_of(k_scales, k_scale_strides, head, sequence, OWN)
-            v_scale_head = head_of(v_scales, v_scale_strides, head, sequence, OWN)
+            k_scale_head = head_pointer(k_scales, k_scale_strides, head, sequence, PER_SEQUENCE)
+            v_scale_head = head_pointer(v_scales, v_scale_strides, head, sequence, PER_SEQUENCE)
 
-        blocks = blocks_at(table_row, key_begin, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
+        blocks = load_blocks(table_row, key_begin, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
         for key in range(key_begin, key_stop, KEYS):
             keys = key + tl.arange(0, KEYS)
-            places = places_at(key, BLOCK_SIZE, ALIGNED, KEYS)
-            there = readable(blocks, keys, first, key_stop, num_blocks, BOUNDED, BLOCK_SIZE)
-            k_offsets = offsets_at(blocks, places, k_strides, WIDE)
-            v_offsets = offsets_at(blocks, places, v_strides, WIDE)
+            block_offsets = offsets_in_block(key, BLOCK_SIZE, ALIGNED, KEYS)
+            valid = in_bounds(blocks, keys, first, key_stop, num_blocks, BOUNDED, BLOCK_SIZE)
+            k_offsets = key_offsets(blocks, block_offsets, k_strides, WIDE)
+            v_offsets = key_offsets(blocks, block_offsets, v_strides, WIDE)
             if PAIRED:
-                k_main, k_odd = halves(load_rows(k_head, k_offsets, there, 0, D // 2, MAIN // 2), STORAGE, COMPILED)
+                k_main, k_odd = unpack_pairs(
+                    load_rows(k_head, k_offsets, valid, 0, D // 2, MAIN // 2), STORAGE, COMPILED
+                )
             else:
-                k_main = load_rows(k_head, k_offsets, there, 0, D, MAIN)
+                k_main = load_rows(k_head, k_offsets, valid, 0, D, MAIN)
             if STORAGE == "bfp8":
-                k_powers = offsets_at(blocks, places, k_scale_strides, WIDE)
-                steps = powers_of_rows(k_scale_head, k_scale_strides, k_powers, there, 0, D, KEYS, MAIN)
+                k_powers = key_offsets(blocks, block_offsets, k_scale_strides, WIDE)
+                steps = load_bfp_scales(k_scale_head, k_scale_strides, k_powers, valid, 0, D, KEYS, MAIN)
                 k_main = k_main.to(tl.float32) * steps
             k_main = k_main.to(q_main.dtype)
             scores = tl.dot(k_main, q_main, input_precision="ieee")
             if PAIRED:
                 scores = tl.dot(k_odd, q_odd, scores)
             if TAIL > 0:
-                k_tail = load_rows(k_head, k_offsets, there, MAIN, D, TAIL)
+                k_tail = load_rows(k_head, k_offsets, valid, MAIN, D, TAIL)
                 if STORAGE == "bfp8":
-                    steps = powers_of_rows(k_scale_head, k_scale_strides, k_powers, there, MAIN, D, KEYS, TAIL)
+                    steps = load_bfp_scales(k_scale_head, k_scale_strides, k_powers, valid, MAIN, D, KEYS, TAIL)
                     k_tail = k_tail.to(tl.float32) * steps
                 scores = tl.dot(k_tail.to(q_main.dtype), q_tail, scores, input_precision="ieee")
             scores *= score_scale
             if STORAGE == "int8":
-                at_scale = offsets_at(blocks, places, k_scale_strides, WIDE)
-                scores *= tl.load(k_scale_head + at_scale, mask=there, other=0.0)[:, None]
+                at_scale = key_offsets(blocks, block_offsets, k_scale_strides, WIDE)
+                scores *= tl.load(k_scale_head + at_scale, mask=valid, other=0.0)[:, None]
 
-            scores, visible = seen(
+            scores, visible = visible_keys(
                 scores, keys, row_last, row_first, own, row_sequence, row_head, row_token, window,
                 mask, mask_strides, mask_width, tree, tree_strides, TOKENS,
             )  # fmt: skip
-            if UNIT % KEYS != 0:  # a split may end in the middle of a tile
+            if UNIT % KEYS != 0:  # a split may end within a tile
                 visible = visible & (keys < key_stop)[:, None]
             scores = tl.where(visible, scores, float("-inf"))
-            used = there
-            if (mask is not None) | (tree is not None):  # what nobody sees may hold anything, and 0 * NaN is NaN
+            used = valid
+            if (mask is not None) | (tree is not None):  # keys visible to no row may hold anything, and 0 * NaN is NaN
                 used = used & (tl.max(visible.to(tl.int32), 1) > 0)
 
-            # A value's own scale joins its weight. The running peak counts the scale's exponent, too, so that the
-            # weight can leave fp16 neither way.
+            # The scale of a value is multiplied into its weight. The running peak includes the exponent of the scale,
+            # so that the weight neither overflows nor underflows fp16.
             peaks = scores
             if STORAGE == "int8":
-                at_scale = offsets_at(blocks, places, v_scale_strides, WIDE)
+                at_scale = key_offsets(blocks, block_offsets, v_scale_strides, WIDE)
                 token_scale = tl.load(v_scale_head + at_scale, mask=used, other=0.0)
                 exponent = ((token_scale.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
-                # At least -100: of values that are 0, or nearly, even the sum of a billion weights is finite.
+                # At least -100: even the sum of a billion weights of values that are almost 0 is finite.
                 peaks += tl.maximum(exponent, -100).to(tl.float32)[:, None]
             top = tl.maximum(peak, tl.max(peaks, 0))
             shift = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
             weights = tl.exp2(scores - shift[None, :])
             decay = tl.exp2(peak - shift)
-            whole = whole * decay[None, :] + weights
+            denominator = denominator * decay[None, :] + weights
             if STORAGE == "int8":
                 weights *= token_scale[:, None]
             weights = weights.to(q_main.dtype)
@@ -337,42 +338,44 @@ def split_kernel(
                 if (mask is not None) | (tree is not None):
                     v_tile = tl.where(used[None, :], v_tile, 0.0)
             elif PAIRED:
-                v_tile, v_odd = halves(load_across(v_head, v_offsets, used, DV // 2, BLOCK_DV // 2), STORAGE, COMPILED)
+                v_tile, v_odd = unpack_pairs(
+                    load_transposed(v_head, v_offsets, used, DV // 2, BLOCK_DV // 2), STORAGE, COMPILED
+                )
                 acc_odd = tl.dot(v_odd, weights, acc_odd * decay[None, :])
             else:
-                v_tile = load_across(v_head, v_offsets, used, DV, BLOCK_DV)
+                v_tile = load_transposed(v_head, v_offsets, used, DV, BLOCK_DV)
                 if STORAGE == "bfp8":
-                    v_powers = offsets_at(blocks, places, v_scale_strides, WIDE)
-                    steps = powers_of_rows(v_scale_head, v_scale_strides, v_powers, used, 0, DV, KEYS, BLOCK_DV)
+                    v_powers = key_offsets(blocks, block_offsets, v_scale_strides, WIDE)
+                    steps = load_bfp_scales(v_scale_head, v_scale_strides, v_powers, used, 0, DV, KEYS, BLOCK_DV)
                     v_tile = v_tile.to(tl.float32) * tl.trans(steps)
                 v_tile = v_tile.to(q_main.dtype)
             acc = tl.dot(v_tile, weights, acc * decay[None, :], input_precision="ieee")
             peak = top
-            # Read one tile ahead: no key waits for its address.
-            blocks = blocks_at(table_row, key + KEYS, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
+            # Read one tile ahead, so that no load waits for its address.
+            blocks = load_blocks(table_row, key + KEYS, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
 
         if PAIRED:
             acc = join_pairs(acc, acc_odd, BLOCK_DV // 2, ROWS)
         acc *= value_scale
-        sums = tl.sum(whole, 0)
+        row_sums = tl.sum(denominator, 0)
         columns = tl.arange(0, BLOCK_DV)
-        writes = real[None, :] & (columns < DV)[:, None]
-        if (from_unit == 0) & (until == units):
+        writes = is_row[None, :] & (columns < DV)[:, None]
+        if (unit_begin == 0) & (unit_end == units):
             sink = tl.full((ROWS,), float("-inf"), tl.float32)
             if sinks is not None:
-                sink = tl.load(sinks + row_head, mask=real & (row_last >= 0), other=float("-inf")).to(tl.float32)
+                sink = tl.load(sinks + row_head, mask=is_row & (row_last >= 0), other=float("-inf")).to(tl.float32)
                 sink *= _LOG2_E
-            result, natural = finished(acc, sums, peak, sink)
-            out_rows = at_rows(out_strides, row_sequence, row_head, row_token)
+            result, natural_lse = finish_state(acc, row_sums, peak, sink)
+            out_rows = row_offsets(out_strides, row_sequence, row_head, row_token)
             tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=writes)
-            lse_rows = at_rows(lse_strides, row_sequence, row_head, row_token)
-            tl.store(lse + lse_rows, natural, mask=real)
+            lse_rows = row_offsets(lse_strides, row_sequence, row_head, row_token)
+            tl.store(lse + lse_rows, natural_lse, mask=is_row)
         else:
             slot = at
             if not FIXED:
-                slot = 2 * share + (from_unit == 0)
-            pieces = (slot * heads + head_tile) * ROWS + tl.arange(0, ROWS)
-            normal = acc / tl.where(sums == 0.0, 1.0, sums)[None, :]
-            tl.store(part_out + pieces[None, :] * DV + columns[:, None], normal, mask=writes)
-            tl.store(part_lse + pieces, peak + tl.log2(sums), mask=real)
-        at += until - from_unit
+                slot = 2 * share + (unit_begin == 0)
+            splits = (slot * heads + head_tile) * ROWS + tl.arange(0, ROWS)
+            normal = acc / tl.where(row_sums == 0.0, 1.0, row_sums)[None, :]
+            tl.store(part_out + splits[None, :] * DV + columns[:, None], normal, mask=writes)
+            tl.store(part_lse + splits, peak + tl.log2(row_sums), mask=is_row)
+        at += unit_end - unit_begin

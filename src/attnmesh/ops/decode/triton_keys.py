@@ -1,8 +1,8 @@
-"""Where the keys of a tile lie, and how they are read: from blocks or one after another, in any storage type.
+"""Loading the keys and values of a tile: from blocks or a contiguous cache, in any storage type.
 
-What a program does for each key it reads costs as much as the attention itself, so all that can be is left out of the
-loop: places within a block repeat from tile to tile when tiles and blocks divide one another, and offsets are 32 bits
-wide unless the pool needs more.
+Address arithmetic per key costs as much as the attention itself, so it is hoisted out of the loop where possible:
+offsets within a block repeat from tile to tile when tiles and blocks divide one another, and are 32 bits wide unless
+the pool needs more.
 """
 
 # Kernels are Triton's language, not Python's: its names have no Python types.
@@ -11,7 +11,7 @@ wide unless the pool needs more.
 import triton
 import triton.language as tl
 
-# Two words in, their lower and their upper values out: four bytes, each to be an fp16.
+# Two 16-bit words in, their lower and upper values out: four bytes become four fp16 values.
 _FP8_HALVES = tl.constexpr("""{
     .reg .b32 sorted;
     .reg .b16 low, high;
@@ -33,10 +33,10 @@ _INT8_HALVES = tl.constexpr("""{
 
 
 @triton.jit
-def blocks_at(table_row, key, stop, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
-    """The blocks of the keys [key, key + KEYS): one for all where a block holds the tile, else one each.
+def load_blocks(table_row, key, stop, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
+    """The blocks of the keys [key, key + KEYS): one if a block contains the tile, else one per key.
 
-    From `stop` on nothing is looked up. A contiguous cache is one block.
+    Keys from `stop` on are not looked up. A contiguous cache is one block.
     """
     if BLOCK_SIZE == 0:
         blocks = 0
@@ -52,92 +52,92 @@ def blocks_at(table_row, key, stop, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.conste
 
 
 @triton.jit
-def places_at(key, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
-    """Where in their blocks the keys [key, key + KEYS) lie."""
+def offsets_in_block(key, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr, KEYS: tl.constexpr):
+    """The offsets of the keys [key, key + KEYS) in their blocks."""
     near = tl.arange(0, KEYS)
     if BLOCK_SIZE == 0:
-        places = key + near
+        block_offsets = key + near
     elif ALIGNED and BLOCK_SIZE >= KEYS:
-        places = key % BLOCK_SIZE + near
+        block_offsets = key % BLOCK_SIZE + near
     elif ALIGNED:
-        places = near % BLOCK_SIZE  # the same in every tile
+        block_offsets = near % BLOCK_SIZE  # the same in every tile
     else:
-        places = (key + near) % BLOCK_SIZE
-    return places
+        block_offsets = (key + near) % BLOCK_SIZE
+    return block_offsets
 
 
 @triton.jit
-def head_of(base, strides, head, sequence, OWN: tl.constexpr):
-    """Where a head begins: in a pool or a cache for all, or, if each sequence has its OWN, in that of this one."""
+def head_pointer(base, strides, head, sequence, PER_SEQUENCE: tl.constexpr):
+    """The beginning of a head in a pool or shared cache, or in the cache of this sequence if PER_SEQUENCE."""
     start = base + head.to(tl.int64) * strides[2]
-    if OWN:
+    if PER_SEQUENCE:
         start += sequence.to(tl.int64) * strides[0]
     return start
 
 
 @triton.jit
-def readable(blocks, keys, first, stop, num_blocks, BOUNDED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Which keys are the sequence's own and lie in the pool: no other memory is touched."""
-    there = keys < stop
+def in_bounds(blocks, keys, first, stop, num_blocks, BOUNDED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Which keys belong to the sequence and lie in the pool: no other memory is read."""
+    valid = keys < stop
     if BOUNDED:
-        there = there & (keys >= first)
+        valid = valid & (keys >= first)
     if BLOCK_SIZE > 0:
-        there = there & (tl.cast(blocks, tl.uint32, bitcast=True) < tl.cast(num_blocks, tl.uint32, bitcast=True))
-    return there
+        valid = valid & (tl.cast(blocks, tl.uint32, bitcast=True) < tl.cast(num_blocks, tl.uint32, bitcast=True))
+    return valid
 
 
 @triton.jit
-def offsets_at(blocks, places, strides, WIDE: tl.constexpr):
-    """How far from the beginning of its head each key lies."""
+def key_offsets(blocks, block_offsets, strides, WIDE: tl.constexpr):
+    """The offset of each key from the beginning of its head."""
     if WIDE:
         blocks = tl.cast(blocks, tl.int64)
-        places = places.to(tl.int64)
-    return blocks * strides[0] + places * strides[1]
+        block_offsets = block_offsets.to(tl.int64)
+    return blocks * strides[0] + block_offsets * strides[1]
 
 
 @triton.jit
-def load_rows(head, offsets, there, COLUMN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns [COLUMN, COLUMN + WIDTH) of some keys, [keys, WIDTH]."""
+def load_rows(head, offsets, valid, COLUMN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns [COLUMN, COLUMN + WIDTH) of a tile of keys, [keys, WIDTH]."""
     columns = COLUMN + tl.arange(0, WIDTH)
     pointers = head + (offsets[:, None] + columns[None, :])
     if COLUMN + WIDTH > D:
-        tile = tl.load(pointers, mask=there[:, None] & (columns < D)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=valid[:, None] & (columns < D)[None, :], other=0.0)
     else:
-        tile = tl.load(pointers, mask=there[:, None], other=0.0)
+        tile = tl.load(pointers, mask=valid[:, None], other=0.0)
     return tile
 
 
 @triton.jit
-def load_across(head, offsets, there, D: tl.constexpr, WIDTH: tl.constexpr):
-    """The same rows as columns, [WIDTH, keys]. (Loading and then transposing would not be pipelined.)"""
+def load_transposed(head, offsets, valid, D: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile of keys transposed, [WIDTH, keys]. (Loading and then transposing would not be pipelined.)"""
     columns = tl.arange(0, WIDTH)
     pointers = head + (offsets[None, :] + columns[:, None])
     if WIDTH > D:
-        tile = tl.load(pointers, mask=there[None, :] & (columns < D)[:, None], other=0.0)
+        tile = tl.load(pointers, mask=valid[None, :] & (columns < D)[:, None], other=0.0)
     else:
-        tile = tl.load(pointers, mask=there[None, :], other=0.0)
+        tile = tl.load(pointers, mask=valid[None, :], other=0.0)
     return tile
 
 
 @triton.jit
-def powers_of_rows(
-    scales, strides, offsets, there, COLUMN: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr
+def load_bfp_scales(
+    scales, strides, offsets, valid, COLUMN: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """The shared powers of two of a bfp8 tile, one for each of its values, [keys, WIDTH]."""
+    """The powers of two of a bfp8 tile, broadcast to its values, [keys, WIDTH]."""
     groups = COLUMN // 16 + tl.arange(0, WIDTH // 16)
-    inside = there[:, None] & (groups < D // 16)[None, :]
+    inside = valid[:, None] & (groups < D // 16)[None, :]
     powers = tl.load(scales + (offsets[:, None] + groups[None, :] * strides[3]), mask=inside, other=0).to(tl.int32)
     steps = ((powers + 127) << 23).to(tl.float32, bitcast=True)  # 2 ** power, exactly
     return tl.broadcast_to(steps[:, :, None], (KEYS, WIDTH // 16, 16)).reshape(KEYS, WIDTH)
 
 
 @triton.jit
-def halves(words, STORAGE: tl.constexpr, COMPILED: tl.constexpr):
-    """The lower and the upper value in each 16-bit word of an fp8 or int8 tile, in fp16, which holds them all.
+def unpack_pairs(words, STORAGE: tl.constexpr, COMPILED: tl.constexpr):
+    """The lower and the upper value in each 16-bit word of an fp8 or int8 tile, exactly, in fp16.
 
-    Words go from shared memory to the matrix units' registers as fp16 numbers do; bytes would go one by one.
+    Words move from shared memory to the registers of the tensor cores as fp16 values do; bytes would move one by one.
     """
-    if not COMPILED:  # the interpreter knows no machine code
+    if not COMPILED:  # the interpreter does not run inline assembly
         low, high = (words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8)
         if STORAGE == "fp8":
             low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
@@ -153,8 +153,8 @@ def halves(words, STORAGE: tl.constexpr, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def in_fp16(q):
-    """Queries [D, rows] in fp16, each row by a power of two that brings its largest to 1..2, and those powers."""
+def normalize_to_fp16(q):
+    """Queries [D, rows] in fp16, scaled by powers of two so that the maximum of a row is in 1..2, and the powers."""
     wide = q.to(tl.float32)
     exponent = tl.max(tl.abs(wide), 0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)  # of rows that are zero, tiny or not finite

@@ -1,4 +1,4 @@
-"""`attention` on one device: validates, reduces positions to a visibility, dispatches."""
+"""`attention` on one device: validation, choice of the backend, autograd."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of
 
-# Each pair of runs is planned for: with more, row bounds alone are cheaper than a plan.
-_MOST_RUN_PAIRS = 256
+BACKENDS = ("auto", "aten", "triton", "reference")
+
+_ATEN, _TRITON = Aten(), Triton()
+_FUSED: dict[str, Backend] = {"aten": _ATEN, "triton": _TRITON}
+
+# Each block is a kernel launch and a partial result to merge; one Triton launch serves any number of them.
+_MAX_ATEN_BLOCKS_ON_CUDA = 8
+# Every pair of runs is planned; beyond this many, row bounds alone are cheaper than a plan.
+_MAX_RUN_PAIRS = 256
 
 
 @overload
@@ -47,19 +54,23 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention on one device: q [B,Hq,Sq,D] against k, v [B,Hkv,Sk,D] to out [B,Hq,Sq,D] in the dtype of q.
 
-    Query head h reads kv head `h // (Hq // Hkv)`. Positions default to 0, 1, 2, ... on either side, so that a chunk of
-    a longer prompt is `q_positions=torch.arange(start, start + Sq)`; they may come in any order. `return_lse` adds the
-    float32 lse [B,Hq,Sq], natural log, which has a gradient of its own. A row that sees no key gives out 0, lse -inf.
+    Query head h reads kv head `h // (Hq // Hkv)`. A row that attends to no key has out 0 and lse -inf.
 
-    `backend` is "auto", "aten", "triton" or "reference"; one that cannot serve the call raises ValueError.
-    `explain_attention` says what "auto" picks and why. On CUDA, pass positions as CPU tensors (or not at all) to let
-    the fastest kernels serve: reading them back from the device would stall it.
+    Args:
+        mask: which keys a query attends to.
+        scale: multiplies the scores; 1 / sqrt(D) by default.
+        q_positions, k_positions: integer positions of the rows, in any order; 0, 1, 2, ... by default. A chunk of a
+            longer prompt is `q_positions=torch.arange(start, start + Sq)`. On CUDA, pass CPU tensors (or None) to allow
+            the fastest kernels: reading positions back from the device would stall it.
+        return_lse: also return the float32 lse [B,Hq,Sq], natural log. It is differentiable.
+        backend: "auto", "aten", "triton" or "reference". A backend that cannot serve the call raises ValueError.
+            `explain_attention` returns what "auto" chooses and why.
     """
     work = _prepared(q, k, v, mask, scale, q_positions, k_positions)
     choice = choose(work.call, backend)
     if choice.backend == "reference":
         at = [torch.arange(x.shape[2]) if p is None else p for x, p in ((q, q_positions), (k, k_positions))]
-        with torch.autocast(q.device.type, enabled=False):  # the specification means what it says
+        with torch.autocast(q.device.type, enabled=False):  # the reference computes in the given dtype
             state = reference.attention(q, k, v, mask, work.call.scale, *(p.to(q.device, torch.long) for p in at))
         return (state.out, state.lse) if return_lse else state.out
     call = work.call
@@ -75,7 +86,7 @@ def attention_state(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, q_positions: Tensor, k_positions: Tensor,
     backend: str = "auto",
 ) -> State:  # fmt: skip
-    """`attention` as it was summed, in float32, for a state that is yet to be merged. Positions ascend."""
+    """`attention` as an unrounded float32 state, to be merged with others. Positions must ascend. No autograd."""
     call = _prepared(q, k, v, mask, scale, q_positions, k_positions).call
     total = StateAccumulator(call.q)
     choose_fused(call, backend).forward(call, total)
@@ -86,12 +97,68 @@ def explain_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = Full(), scale: float | None = None,  # noqa: B008
     q_positions: Tensor | None = None, k_positions: Tensor | None = None, backend: str = "auto",
 ) -> Choice:  # fmt: skip
-    """Which backend `attention` would use for this call, why, and what the others refuse. Computes nothing."""
+    """The backend that `attention` would use for this call, the reason, and why others cannot. Computes nothing."""
     return choose(_prepared(q, k, v, mask, scale, q_positions, k_positions).call, backend)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The backend for a call, the reason, and why other backends cannot serve it."""
+
+    backend: str
+    reason: str
+    refusals: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        others = "".join(f"\n  {name} cannot: {why}" for name, why in self.refusals)
+        return f"{self.backend}: {self.reason}{others}"
+
+
+def choose(call: Call, backend: str) -> Choice:
+    """The backend for a call. A backend requested by name that cannot serve it raises ValueError."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "reference":
+        return Choice("reference", "requested by name", ())
+    refusals = {name: fused.refusal(call) for name, fused in _FUSED.items()}
+    unsupported = tuple((name, why) for name, why in refusals.items() if why is not None)
+    if backend != "auto":
+        if refusals[backend] is not None:
+            raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
+        return Choice(backend, "requested by name", unsupported)
+    if refusals["aten"] is None:
+        if not call.q.is_cuda:
+            return Choice("aten", "torch's flash kernel is the fastest on the CPU", unsupported)
+        if len(call.visibility.blocks) <= _MAX_ATEN_BLOCKS_ON_CUDA or refusals["triton"] is not None:
+            return Choice(
+                "aten", "every block is full or square causal: torch's fused kernels are fastest", unsupported
+            )
+    if refusals["triton"] is None:
+        return Choice("triton", "one launch serves this mask by row bounds", unsupported)
+    return Choice("reference", "no fused kernel serves this call; all scores are kept in memory", unsupported)
+
+
+def choose_fused(call: Call, backend: str) -> Backend:
+    """The backend for a forward that must be fused (it merges into an accumulator)."""
+    choice = choose(call, backend)
+    if choice.backend not in _FUSED:
+        raise ValueError(f"no fused kernel serves this call: {choice}")
+    return _FUSED[choice.backend]
+
+
+def choose_fused_backward(call: Call, result: Result, backend: str) -> Backend:
+    """The backend for the backward of a call: that of the forward if possible; with "auto", else Triton."""
+    forward = choose_fused(call, backend)
+    why = forward.backward_refusal(call, result)
+    if why is None:
+        return forward
+    if backend == "auto" and _TRITON.backward_refusal(call, result) is None:
+        return _TRITON
+    raise ValueError(f"backend={forward.name!r} cannot serve this backward: {why}")
+
+
 class _Attention(torch.autograd.Function):
-    """The fused path: backends fill running sums; (out, lse) is all the backward needs."""
+    """The fused path: backends add to accumulators; the backward needs only (out, lse)."""
 
     @staticmethod
     def forward(
@@ -121,7 +188,7 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A call in ascending positions, and the order the queries were put in to get there (None: as they came)."""
+    """A call with ascending positions, and the permutation that sorted the queries (None: already sorted)."""
 
     call: Call
     order: Tensor | None
@@ -140,10 +207,10 @@ def _prepared(
     q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
     q_runs = _runs("q_positions", q_at, q)
     k_runs = _runs("k_positions", k_at, k)
-    if q_runs is not None and k_runs is not None and len(q_runs) * len(k_runs) <= _MOST_RUN_PAIRS:
+    if q_runs is not None and k_runs is not None and len(q_runs) * len(k_runs) <= _MAX_RUN_PAIRS:
         return _Prepared(Call(q, k, v, Patch(mask, q_runs, k_runs), resolve_scale(q, scale)), None)
 
-    # Irregular positions: put both sides in ascending order (attention does not mind), and go by row bounds.
+    # Irregular positions: sort both sides (attention is permutation-equivariant) and use row bounds.
     q_pos, k_pos = (
         torch.arange(x.shape[2], device=x.device) if at is None else at.to(x.device, torch.long)
         for x, at in ((q, q_at), (k, k_at))
@@ -156,7 +223,7 @@ def _prepared(
 
 @dataclass(frozen=True, eq=False)
 class _Irregular:
-    """Visibility of positions that no few runs describe (or that live on a device): row bounds, one partial block."""
+    """Visibility of positions that are irregular or on a device: row bounds and one partial block."""
 
     mask: Mask
     q: Tensor
@@ -172,14 +239,14 @@ class _Irregular:
 
 
 def _runs(name: str, positions: Tensor | None, x: Tensor) -> ranges.Ranges | None:
-    """Positions as spans, or None where they are irregular or on a device (reading them would stall it)."""
+    """Positions as ranges, or None if they are irregular or on a device (reading them would stall it)."""
     length = x.shape[2]
     if positions is None:
         return (range(length),) if length else ()
     if not isinstance(positions, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(positions).__name__}")
     if positions.ndim != 1 or positions.shape[0] != length:
-        raise ValueError(f"{name} must be [{length}], one position a row, got shape {tuple(positions.shape)}")
+        raise ValueError(f"{name} must be [{length}], one position per row, got shape {tuple(positions.shape)}")
     if positions.dtype.is_floating_point or positions.dtype.is_complex or positions.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, got {positions.dtype}")
     if positions.device.type != "cpu":
@@ -187,66 +254,3 @@ def _runs(name: str, positions: Tensor | None, x: Tensor) -> ranges.Ranges | Non
             raise ValueError(f"{name} must be on the CPU or on {x.device}, got {positions.device}")
         return None
     return ranges.from_tensor(positions.long())
-
-
-BACKENDS = ("auto", "aten", "triton", "reference")
-
-_ATEN, _TRITON = Aten(), Triton()
-_FUSED: dict[str, Backend] = {"aten": _ATEN, "triton": _TRITON}
-
-# Each block is a kernel launch and a partial result to merge; one Triton launch serves any number of them.
-_MOST_ATEN_BLOCKS_ON_CUDA = 8
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The backend that serves a call, the reason, and what the others said."""
-
-    backend: str
-    reason: str
-    refusals: tuple[tuple[str, str], ...]
-
-    def __str__(self) -> str:
-        others = "".join(f"\n  {name} refuses: {why}" for name, why in self.refusals)
-        return f"{self.backend}: {self.reason}{others}"
-
-
-def choose(call: Call, backend: str) -> Choice:
-    """The backend for a call. A backend asked for by name that cannot serve raises ValueError."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend == "reference":
-        return Choice("reference", "asked for by name", ())
-    refusals = {name: fused.refusal(call) for name, fused in _FUSED.items()}
-    said = tuple((name, why) for name, why in refusals.items() if why is not None)
-    if backend != "auto":
-        if refusals[backend] is not None:
-            raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
-        return Choice(backend, "asked for by name", said)
-    if refusals["aten"] is None:
-        if not call.q.is_cuda:
-            return Choice("aten", "torch's flash kernel is the fastest on the CPU", said)
-        if len(call.visibility.blocks) <= _MOST_ATEN_BLOCKS_ON_CUDA or refusals["triton"] is not None:
-            return Choice("aten", "every block is full or square causal: torch's fused kernels are fastest", said)
-    if refusals["triton"] is None:
-        return Choice("triton", "one launch serves this mask by row bounds", said)
-    return Choice("reference", "no fused kernel serves this call; every score is held in memory", said)
-
-
-def choose_fused(call: Call, backend: str) -> Backend:
-    """The backend for the forward of a call that must be fused (it merges into a running state)."""
-    choice = choose(call, backend)
-    if choice.backend not in _FUSED:
-        raise ValueError(f"no fused kernel serves this call: {choice}")
-    return _FUSED[choice.backend]
-
-
-def choose_fused_backward(call: Call, result: Result, backend: str) -> Backend:
-    """The backend for the backward of a call: the forward's if it serves this too; under "auto", else Triton."""
-    forward = choose_fused(call, backend)
-    why = forward.backward_refusal(call, result)
-    if why is None:
-        return forward
-    if backend == "auto" and _TRITON.backward_refusal(call, result) is None:
-        return _TRITON
-    raise ValueError(f"backend={forward.name!r} cannot serve this backward: {why}")

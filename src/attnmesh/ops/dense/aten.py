@@ -1,7 +1,7 @@
-"""torch's own fused kernels, those that return an lse: the CPU flash kernel, cuDNN, FlashAttention-2.
+"""torch's fused kernels that return an lse: the CPU flash kernel, cuDNN, FlashAttention-2.
 
-They serve FULL and square CAUSAL blocks; the CPU kernel also takes a mask, which is made a strip of rows at a time.
-Their backward accepts the out and lse of the whole softmax, so blocks of a ring add up to the exact gradient.
+They serve FULL and square CAUSAL blocks; the CPU kernel also takes a mask, which is built for a few rows at a time.
+Their backward accepts the out and lse of the whole softmax, so the gradients of ring blocks add up exactly.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ aten = torch.ops.aten
 _CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _Parts = tuple[range, range, tuple[Tensor, Tensor, Tensor]]  # rows, keys, and their dq, dk, dv
-_STRIP = 256  # rows of a PARTIAL block that share one mask on the CPU: memory is O(strip x keys they see)
+_STRIP = 256  # rows of a PARTIAL block that share one mask on the CPU: memory is O(strip x visible keys)
 
 
 class Aten:
-    """Backend over torch's fused kernels."""
+    """Backend on torch's fused kernels."""
 
     name = "aten"
 
     def refusal(self, call: Call) -> str | None:
-        """Why it cannot serve the forward of this call; None if it can."""
+        """The reason why this backend cannot serve the forward; None if it can."""
         q = call.q
         if q.device.type == "cpu":
             return None if q.dtype in _CPU_DTYPES else f"the CPU flash kernel does not take {q.dtype}"
@@ -46,44 +46,44 @@ class Aten:
         if q.shape[-1] % 8 or q.shape[-1] > 256:
             return f"cuDNN and FlashAttention-2 take head_dim in multiples of 8 up to 256, not {q.shape[-1]}"
         if any(block.kind is Kind.PARTIAL for block in call.visibility.blocks):
-            return "on CUDA it serves full and square causal blocks, and this mask cuts through others"
+            return "on CUDA it serves full and square causal blocks, and this mask has other partial blocks"
         return None
 
     def backward_refusal(self, call: Call, result: Result) -> str | None:
-        """Why it cannot serve the backward of this call; None if it can."""
+        """The reason why this backend cannot serve the backward; None if it can."""
         if call.q.is_cuda and result.grad_lse is not None:
-            return "cuDNN and FlashAttention-2 take no gradient of the lse"
+            return "cuDNN and FlashAttention-2 do not accept a gradient of the lse"
         if call.q.is_cuda and torch.are_deterministic_algorithms_enabled():
-            return "cuDNN sums dq in no fixed order, and torch.use_deterministic_algorithms is on"
+            return "cuDNN accumulates dq in no fixed order, and torch.use_deterministic_algorithms is on"
         return self.refusal(call)
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
-        """Merge the attention of this call into the rows' running state."""
+        """Merges the attention of this call into `total`."""
         kernel = _cuda_forward
         if call.q.device.type == "cpu":
             kernel = _cpu_forward
-            call = replace(call, q=_computable(call.q), k=_computable(call.k), v=_computable(call.v))
+            call = replace(call, q=_widened(call.q), k=_widened(call.k), v=_widened(call.v))
         call, _ = _with_positive_scale(call)
         for block in call.visibility.blocks:
             for rows, part in kernel(call, block):
                 total.add(part, rows.start)
 
     def prepare(self, call: Call, result: Result) -> None:
-        """Lay out and grad_out out as cuDNN's backward must have them."""
+        """Copies out and grad_out to the strides that cuDNN's backward requires."""
         if call.q.is_cuda:
             for block in call.visibility.blocks:
                 q, k = _rows(call.q, block.q), _rows(call.k, block.k)
                 if _cudnn_takes(q, k):
-                    result.laid_like(q, block.q)
+                    result.with_layout_of(q, block.q)
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
-        """Add this call's part of the gradients."""
+        """Adds the gradients of this call to `grads`."""
         head_dim = call.q.shape[-1]
         kernel = _cuda_backward
         if call.q.device.type == "cpu":
             kernel = _cpu_backward
-            call = replace(call, q=_computable(call.q), k=_computable(call.k), v=_computable(call.v))
-            result = replace(result, out=_computable(result.out), grad_out=_computable(result.grad_out))
+            call = replace(call, q=_widened(call.q), k=_widened(call.k), v=_widened(call.v))
+            result = replace(result, out=_widened(result.out), grad_out=_widened(result.grad_out))
             if result.grad_lse is not None:
                 call, result = _with_lse_column(call, result)
         call, sign = _with_positive_scale(call)
@@ -96,7 +96,7 @@ class Aten:
 
 
 def _with_positive_scale(call: Call) -> tuple[Call, int]:
-    """The same scores with a scale above 0, and the sign that q took: kernels scale what they have masked with -inf."""
+    """The same scores with a positive scale, and the sign moved into q: kernels scale scores masked with -inf."""
     if call.scale > 0:
         return call, 1
     sign = -1 if call.scale < 0 else 0
@@ -110,10 +110,10 @@ def _rows(x: Tensor, rows: range) -> Tensor:
 # ---- CPU ------------------------------------------------------------------------------------------------------------
 
 
-def _computable(x: Tensor) -> Tensor:
-    """Half precision as float32 where the processor has no instructions for it: the kernel is then 100 times faster.
+def _widened(x: Tensor) -> Tensor:
+    """Half precision as float32 if the processor has no instructions for it: the kernel is then 100 times faster.
 
-    float16 always: where it has them, the kernel was still slower.
+    float16 always: even with such instructions the kernel was slower.
     """
     narrow = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not _has_bf16())
     return x.float() if narrow else x
@@ -125,20 +125,20 @@ def _has_bf16() -> bool:
 
 
 def _cpu_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
-    for q, k, mask, blind in _strips(call, block):
+    for q, k, mask, empty in _strips(call, block):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             _rows(call.q, q), _rows(call.k, k), _rows(call.v, k), 0.0, block.kind is Kind.CAUSAL,
             attn_mask=mask, scale=call.scale,
         )  # fmt: skip
-        if blind is not None:  # the kernel gives a row that sees nothing an lse of 0
-            lse = lse.masked_fill(blind, -torch.inf)
+        if empty is not None:  # the kernel gives a row without keys an lse of 0
+            lse = lse.masked_fill(empty, -torch.inf)
         yield q, State(out, lse)
 
 
 def _cpu_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
     for q, k, mask, _ in _strips(call, block):
         lse = _rows(result.lse, q)
-        # The kernel takes exp(score - lse) of masked scores too, and -inf - -inf is NaN: such rows see nothing anyway.
+        # The kernel computes exp(score - lse) of masked scores too, and -inf - -inf is NaN. Such rows have no keys.
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         yield q, k, aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _rows(result.grad_out, q), _rows(call.q, q), _rows(call.k, k), _rows(call.v, k), _rows(result.out, q),
@@ -147,7 +147,7 @@ def _cpu_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
 
 
 def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | None, Tensor | None]]:
-    """(rows, keys, additive mask, rows that see nothing) of the kernel calls that make up a block."""
+    """(rows, keys, additive mask, rows without keys) of the kernel calls that make up a block."""
     if block.kind is not Kind.PARTIAL:
         yield block.q, block.k, None, None
         return
@@ -165,10 +165,10 @@ def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | N
 
 
 def _with_lse_column(call: Call, result: Result) -> tuple[Call, Result]:
-    """The same backward, with the lse's gradient carried by a column of its own.
+    """The same backward, with the gradient of the lse in an extra column.
 
-    ds = p * (grad_out . v - (grad_out . out - grad_lse)). The kernel makes the inner product from grad_out and out:
-    one more column, 1 in grad_out, -grad_lse in out and 0 in q, k and v, makes it subtract just that.
+    ds = p * (grad_out . v - (grad_out . out - grad_lse)). The kernel computes the inner product of grad_out and out. An
+    extra column, 1 in grad_out, -grad_lse in out and 0 in q, k and v, adds exactly -grad_lse to it.
     """
     assert result.grad_lse is not None
     q, k, v = (F.pad(x, (0, 1)) for x in (call.q, call.k, call.v))
@@ -203,11 +203,11 @@ def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]
     assert block.kind is not Kind.PARTIAL, "see refusal"
     lse = _rows(result.lse, block.q)
     causal = block.kind is Kind.CAUSAL
-    unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the random state of a dropout that is not there
+    unused = torch.empty(2, dtype=torch.int64, device=q.device)  # dropout state, unused
     if _cudnn_takes(q, k):
-        # torch keeps a plan for each shape and strides of q, k and v, and takes it whatever the strides of out are. So
-        # out must lie as the forward would have made it for this q, or the plan of another call reads wrong memory.
-        out, grad_out = result.laid_like(q, block.q)
+        # torch caches a plan per shape and strides of q, k and v, whatever the strides of out are. So out must have the
+        # strides that the forward would give it for this q, or the plan of another call reads wrong memory.
+        out, grad_out = result.with_layout_of(q, block.q)
         parts = aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused[0], unused[1], None, None, None,
             q.shape[2], k.shape[2], 0.0, causal, scale=call.scale,
@@ -223,5 +223,5 @@ def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]
 
 
 def _cudnn_takes(q: Tensor, k: Tensor) -> bool:
-    """cuDNN is the faster of the two; it refuses one query against one key, and its backward wide heads."""
+    """Whether to use cuDNN, the faster one: not for one query and one key, nor for wide heads (its backward)."""
     return q.shape[-1] <= 128 and (q.shape[2] > 1 or k.shape[2] > 1) and torch.backends.cudnn.is_available()

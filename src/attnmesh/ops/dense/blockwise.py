@@ -1,9 +1,9 @@
-"""Calls on a device of their own, side by side where that is faster.
+"""Several calls on one device, on two CUDA streams where that is faster.
 
-torch's fused kernels end with a wave of tiles that does not fill the device. On CUDA, runs of queries that need nothing
-of each other therefore take two lanes in turn, the longest first, so that short ones fill the gaps; each lane finishes
-its own rows. In the backward all blocks add to the same keys, and blocks take lanes. Triton's kernels serve
-everything in one launch, and the CPU has nothing to overlap: there a call stays whole.
+torch's fused kernels end with a wave of tiles that does not fill the device. On CUDA, independent runs of queries
+therefore use two streams in turn, the longest first, so that short ones fill the gaps; each stream finishes its own
+rows. In the backward all blocks add to the same keys, and single blocks use the streams in turn. Triton's kernels serve
+everything in one launch, and the CPU has nothing to overlap: there a call is not divided.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from attnmesh.trace.recorder import Recorder
 
 
 def forward(calls: Sequence[Call], backend: str, *, allow_two_streams: bool, recorder: Recorder | None = None) -> State:
-    """The states of the calls' rows, one call after another. Lanes are for a stream that no other rank uses."""
-    served = [(call, choose_fused(call, backend)) for call in calls]
-    on_two_streams = allow_two_streams and _gain_by_two_streams(served)
+    """The states of the rows of all calls, concatenated. Allow two streams only if no other rank uses this one."""
+    assigned = [(call, choose_fused(call, backend)) for call in calls]
+    on_two_streams = allow_two_streams and _use_two_streams(assigned)
     if on_two_streams:
-        served = [(run, serving) for call, serving in served for run in _by_run(call, alone=len(calls) == 1)]
-    if not served:  # no queries at all
+        assigned = [(run, chosen) for call, chosen in assigned for run in _by_run(call, alone=len(calls) == 1)]
+    if not assigned:  # no queries
         return State.identity(calls[0].q.shape, dtype=accumulation_dtype(calls[0].q.dtype), device=calls[0].q.device)
-    if len(served) == 1:
-        call, serving = served[0]
+    if len(assigned) == 1:
+        call, chosen = assigned[0]
         total = StateAccumulator(call.q)
-        recorded.forward(serving, call, total, recorder)
+        recorded.forward(chosen, call, total, recorder)
         return total.finish(call.q.dtype)
     streams = StreamPair(enabled=True) if on_two_streams else SINGLE_STREAM
-    whole = _room_for([call.q for call, _ in served])
-    ends = accumulate(call.q.shape[2] for call, _ in served)
-    work = zip(served, ends, strict=True)
-    for (call, serving), end in sorted(work, key=lambda item: _work(item[0][0]), reverse=True):
+    whole = _empty_state_for([call.q for call, _ in assigned])
+    ends = accumulate(call.q.shape[2] for call, _ in assigned)
+    work = zip(assigned, ends, strict=True)
+    for (call, chosen), end in sorted(work, key=lambda item: _work(item[0][0]), reverse=True):
         rows = slice(end - call.q.shape[2], end)
         with streams.next_stream():
             total = StateAccumulator(call.q, parts=len(call.visibility.blocks) if on_two_streams else None)
-            recorded.forward(serving, call, total, recorder)
+            recorded.forward(chosen, call, total, recorder)
             total.finish_into(State(whole.out[:, :, rows], whole.lse[:, :, rows]))
     streams.join()
     return whole
@@ -64,40 +64,39 @@ def backward(
     allow_two_streams: bool,
     recorder: Recorder | None = None,
 ) -> tuple[list[GradAccumulator], Grads]:
-    """The sums of every call's dq, and those of dk and dv over all calls; complete on the caller's stream.
+    """The dq of every call, and dk and dv summed over all calls; complete on the caller's stream.
 
-    `result` covers the calls' rows, one call after another, and the keys of all calls begin with the same key.
-    `wanted` is what to differentiate for: q, k and v, or None where nobody asked. The keys may have more rows than the
-    calls see; these get a gradient of zero.
+    `result` covers the rows of all calls, concatenated; the keys of all calls begin with the same key. `wanted` is q, k
+    and v, or None for gradients that are not needed. Keys that no call reads get a gradient of zero.
     """
-    results = list(_parted(result, calls))
-    served = [(call, choose_fused_backward(call, part, backend)) for call, part in zip(calls, results, strict=True)]
-    for (call, serving), part in zip(served, results, strict=True):
-        serving.prepare(call, part)
-    on_two_streams = allow_two_streams and _gain_by_two_streams(served)
+    results = list(_split_rows(result, calls))
+    assigned = [(call, choose_fused_backward(call, part, backend)) for call, part in zip(calls, results, strict=True)]
+    for (call, chosen), part in zip(assigned, results, strict=True):
+        chosen.prepare(call, part)
+    on_two_streams = allow_two_streams and _use_two_streams(assigned)
     streams = StreamPair(enabled=True) if on_two_streams else SINGLE_STREAM
     blocks = sum(len(call.visibility.blocks) for call in calls) if on_two_streams else None
     keys = [None if x is None else GradAccumulator(x, streams, blocks) for x in wanted[1:]]
     queries: list[GradAccumulator] = []
     work = []
-    for (call, serving), part in zip(served, results, strict=True):
+    for (call, chosen), part in zip(assigned, results, strict=True):
         query = GradAccumulator(call.q, streams, len(call.visibility.blocks) if on_two_streams else None)
         queries.append(query)
         grads = Grads(query if wanted[0] is not None else None, *keys)
-        work += [(block, part, serving, grads) for block in (_blocks(call) if on_two_streams else [call])]
-    for call, part, serving, grads in sorted(work, key=lambda item: _work(item[0]), reverse=True):
+        work += [(block, part, chosen, grads) for block in (_blocks(call) if on_two_streams else [call])]
+    for call, part, chosen, grads in sorted(work, key=lambda item: _work(item[0]), reverse=True):
         with streams.next_stream():
-            recorded.backward(serving, call, part, grads, recorder)
+            recorded.backward(chosen, call, part, grads, recorder)
     streams.join()
     return queries, Grads(None, *keys)
 
 
-def _gain_by_two_streams(served: Sequence[tuple[Call, Backend]]) -> bool:
-    return bool(served) and all(call.q.is_cuda and isinstance(serving, Aten) for call, serving in served)
+def _use_two_streams(assigned: Sequence[tuple[Call, Backend]]) -> bool:
+    return bool(assigned) and all(call.q.is_cuda and isinstance(chosen, Aten) for call, chosen in assigned)
 
 
 def _by_run(call: Call, *, alone: bool) -> Iterator[Call]:
-    """A call for each run of queries, with only the keys it sees."""
+    """One call per run of queries, with only the keys that it reads."""
     assert isinstance(call.visibility, Patch)
     for rows, keys, visibility in _runs(call.visibility, alone):
         q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
@@ -106,31 +105,31 @@ def _by_run(call: Call, *, alone: bool) -> Iterator[Call]:
 
 @lru_cache(maxsize=128)
 def _runs(visibility: Patch, alone: bool) -> tuple[tuple[slice, slice, Patch], ...]:
-    """Rows, keys and patch of every run of queries. One run `alone` is halved: it has two lanes."""
+    """Rows, keys and visibility of every run of queries. A run that is `alone` is halved, one half per stream."""
     runs = visibility.q
     if alone and len(runs) == 1 and len(visibility.blocks) > 1:
         half = len(runs[0]) // 2
         runs = (runs[0][:half], runs[0][half:])
-    found, row = [], 0
+    parts, row = [], 0
     for run in runs:
         seen = Patch(visibility.mask, (run,), visibility.k).seen
         patch = Patch(visibility.mask, (run,), ranges.narrow(visibility.k, seen))
-        found.append((slice(row, row + len(run)), slice(seen.start, seen.stop), patch))
+        parts.append((slice(row, row + len(run)), slice(seen.start, seen.stop), patch))
         row += len(run)
-    if any(block.kind is Kind.PARTIAL for _, _, patch in found for block in patch.blocks):
-        # Torch's kernels serve the patch as a whole, but not when it is cut: many tiny documents.
+    if any(block.kind is Kind.PARTIAL for _, _, patch in parts for block in patch.blocks):
+        # torch's kernels serve the whole but not its parts: many tiny documents.
         return ((slice(None), slice(None), visibility),)
-    return tuple(found)
+    return tuple(parts)
 
 
 def _blocks(call: Call) -> Iterator[Call]:
-    """A call for each block."""
+    """One call per block."""
     for block in call.visibility.blocks:
-        yield replace(call, visibility=_OneOf(call.visibility, block))
+        yield replace(call, visibility=_SingleBlock(call.visibility, block))
 
 
-def _parted(result: Result, calls: Sequence[Call]) -> Iterator[Result]:
-    """What belongs to each call's rows."""
+def _split_rows(result: Result, calls: Sequence[Call]) -> Iterator[Result]:
+    """The part of the result that belongs to the rows of each call."""
     if len(calls) == 1:
         yield result
         return
@@ -142,7 +141,7 @@ def _parted(result: Result, calls: Sequence[Call]) -> Iterator[Result]:
         row = rows.stop
 
 
-def _room_for(queries: Sequence[Tensor]) -> State:
+def _empty_state_for(queries: Sequence[Tensor]) -> State:
     batch, heads, _, head_dim = queries[0].shape
     rows = sum(q.shape[2] for q in queries)
     dtype = queries[0].dtype
@@ -160,8 +159,8 @@ def _work(call: Call) -> int:
 
 
 @dataclass(frozen=True)
-class _OneOf:
-    """What one block holds of a visibility. The bounds stay those of all: kernels look at them within the block."""
+class _SingleBlock:
+    """One block of a visibility. Its bounds are those of the whole: kernels read them within the block."""
 
     whole: Visibility
     block: Block

@@ -1,4 +1,4 @@
-"""What a backend is asked to do: one patch of attention, forward or backward."""
+"""`Call`: one block of attention for a backend, forward or backward, and the validation of q, k and v."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from attnmesh.plan.blocks import Visibility
 
 
 def contiguous_last_dim(x: Tensor) -> Tensor:
-    """The tensor itself if its last dimension is contiguous in memory, as kernels need, else a copy that is."""
+    """The tensor itself if its last dimension is contiguous, as kernels require, else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @dataclass(frozen=True)
 class Call:
-    """Queries [B,Hq,Sq,D] against keys and values [B,Hkv,Sk,D], unexpanded, under a visibility."""
+    """Queries [B,Hq,Sq,D], keys and values [B,Hkv,Sk,D] (kv heads not expanded), and which keys each row attends to."""
 
     q: Tensor
     k: Tensor
@@ -33,32 +33,32 @@ class Call:
 
 @dataclass(frozen=True)
 class Result:
-    """What the forward of the whole softmax (all keys, all ranks) left, and the gradients that came back."""
+    """The forward result of the whole softmax (all keys, all ranks), and the gradients of its outputs."""
 
     out: Tensor  # in the dtype of q
     lse: Tensor
     grad_out: Tensor
     grad_lse: Tensor | None
-    _laid: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _by_layout: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> Result:
-        """From what autograd hands to a backward: None where nothing depends on an output."""
+        """From the arguments of an autograd backward, where None means that an output is unused."""
         return cls(out, lse, torch.zeros_like(out) if grad_out is None else contiguous_last_dim(grad_out), grad_lse)
 
-    def laid_like(self, q: Tensor, rows: range) -> tuple[Tensor, Tensor]:
-        """These rows of out and grad_out in the memory layout of `torch.empty_like(q)`; copied once, if at all."""
+    def with_layout_of(self, q: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+        """The given rows of out and grad_out with the strides of `torch.empty_like(q)`; copied at most once."""
         strides = torch.empty_like(q, device="meta").stride()
         at = rows, strides
-        if at not in self._laid:
+        if at not in self._by_layout:
             parts = [x[:, :, rows.start : rows.stop] for x in (self.out, self.grad_out)]
             out, grad_out = (x if _strided(x, strides) else torch.empty_like(q).copy_(x) for x in parts)
-            self._laid[at] = out, grad_out
-        return self._laid[at]
+            self._by_layout[at] = out, grad_out
+        return self._by_layout[at]
 
     @cached_property
     def delta(self) -> Tensor:
-        """rowsum(out * grad_out) - grad_lse, float32: what every score's gradient subtracts. Once for all blocks."""
+        """rowsum(out * grad_out) - grad_lse, float32: the row term of the softmax gradient, computed once."""
         delta: Tensor = require("attnmesh.ops.dense.triton_backward", extra="triton").delta(
             self.out, self.grad_out, self.grad_lse
         )
@@ -66,13 +66,13 @@ class Result:
 
 
 def _strided(x: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether x has these strides, as far as they matter."""
+    """Whether x has these strides, ignoring dimensions of size 1."""
     return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
 
 
 @dataclass(frozen=True)
 class Grads:
-    """Where the gradients of a call are summed; None where nobody asked."""
+    """Accumulators for the gradients of a call; None for gradients that are not needed."""
 
     q: GradAccumulator | None
     k: GradAccumulator | None
@@ -80,28 +80,28 @@ class Grads:
 
 
 class Backend(Protocol):
-    """One way to compute a call. It serves the call or says what it cannot do."""
+    """One implementation. It serves a call, or returns the reason why it cannot."""
 
     name: str
 
     def refusal(self, call: Call) -> str | None:
-        """Why it cannot serve the forward of this call; None if it can."""
+        """The reason why this backend cannot serve the forward; None if it can."""
 
     def backward_refusal(self, call: Call, result: Result) -> str | None:
-        """Why it cannot serve the backward of this call; None if it can."""
+        """The reason why this backend cannot serve the backward; None if it can."""
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
-        """Merge the attention of this call into the rows' running state."""
+        """Merges the attention of this call into `total`."""
 
     def prepare(self, call: Call, result: Result) -> None:
-        """Make what several blocks of a backward share, before they take lanes."""
+        """Computes what several blocks of a backward share, before they run on two streams."""
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
-        """Add this call's part of the gradients."""
+        """Adds the gradients of this call to `grads`."""
 
 
 def input_error(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
-    """What is wrong with the inputs of attention, in words; None if nothing."""
+    """The error message for invalid inputs of attention; None if they are valid."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             return f"{name} must be a tensor, got {type(x).__name__}"
@@ -110,15 +110,15 @@ def input_error(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | N
         if not x.dtype.is_floating_point:
             return f"{name} must be floating point, got {x.dtype}"
     if not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+        return f"q, k and v must have the same dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
     if not q.device == k.device == v.device:
-        return f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
+        return f"q, k and v must be on the same device, got {q.device}, {k.device} and {v.device}"
     if k.shape != v.shape:
-        return f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}"
+        return f"k and v must have the same shape, got {tuple(k.shape)} and {tuple(v.shape)}"
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        return f"q and k must have one batch and one head_dim, got {tuple(q.shape)} and {tuple(k.shape)}"
+        return f"q and k must have the same batch size and head_dim, got {tuple(q.shape)} and {tuple(k.shape)}"
     if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        return f"the {k.shape[1]} kv heads must divide the {q.shape[1]} query heads"
+        return f"q_heads must be a multiple of kv_heads, got q_heads={q.shape[1]} and kv_heads={k.shape[1]}"
     if not q.shape[3]:
         return "head_dim must be at least 1, got 0"
     if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):

@@ -1,4 +1,4 @@
-"""The library's own kernels: any mask by row bounds, float32 states carried from call to call, no atomics."""
+"""Backend on the library's Triton kernels: any mask by row bounds, float32 states continued in place, no atomics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Triton:
-    """Backend over the kernels in `triton_forward` and `triton_backward`."""
+    """Backend on the kernels in `triton_forward` and `triton_backward`."""
 
     name = "triton"
 
     def refusal(self, call: Call) -> str | None:
-        """Why it cannot serve the forward of this call; None if it can."""
+        """The reason why this backend cannot serve the forward; None if it can."""
         q = call.q
         if q.dtype not in _DTYPES:
             return f"its kernels take fp16, bf16 and fp32, not {q.dtype}"
@@ -34,11 +34,11 @@ class Triton:
         return None
 
     def backward_refusal(self, call: Call, result: Result) -> str | None:
-        """Why it cannot serve the backward of this call; None if it can."""
+        """The reason why this backend cannot serve the backward; None if it can."""
         return self.refusal(call)
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
-        """Merge the attention of this call into the rows' running state."""
+        """Merges the attention of this call into `total`."""
         kernel = require("attnmesh.ops.dense.triton_forward", extra="triton").forward
         for block in _launches(call):
             q, k, v = _sliced(call, block)
@@ -48,22 +48,22 @@ class Triton:
             if state is not None:
                 rows = slice(block.q.start, block.q.stop)
                 state = State(state.out[:, :, rows], state.lse[:, :, rows])
-            new = kernel(q, k, v, scale=call.scale, state=state, out_dtype=torch.float32, **_sight(call, block))
+            new = kernel(q, k, v, scale=call.scale, state=state, out_dtype=torch.float32, **_bounds(call, block))
             if state is None:
                 total.replace(new)
 
     def prepare(self, call: Call, result: Result) -> None:
-        """Nothing: its blocks do not take lanes."""
+        """Does nothing: its blocks do not run on two streams."""
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
-        """Add this call's part of the gradients."""
+        """Adds the gradients of this call to `grads`."""
         kernel = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
         for block in _launches(call):
             q, k, v = _sliced(call, block)
             rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
             kernel(
                 q, k, v, result.grad_out[:, :, rows], result.lse[:, :, rows], result.delta[:, :, rows],
-                scale=call.scale, **_sight(call, block),
+                scale=call.scale, **_bounds(call, block),
                 grad_q=None if grads.q is None else grads.q.total()[:, :, rows],
                 grad_k=None if grads.k is None else grads.k.total()[:, :, keys],
                 grad_v=None if grads.v is None else grads.v.total()[:, :, keys],
@@ -71,7 +71,7 @@ class Triton:
 
 
 def _launches(call: Call) -> tuple[Block, ...]:
-    """One launch where a block says all; otherwise one over everything, by row bounds."""
+    """A single block as it is; several blocks as one launch over everything, by row bounds."""
     blocks = call.visibility.blocks
     if len(blocks) <= 1:
         return blocks
@@ -83,7 +83,7 @@ def _sliced(call: Call, block: Block) -> Any:
     return call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
 
 
-def _sight(call: Call, block: Block) -> dict[str, Any]:
+def _bounds(call: Call, block: Block) -> dict[str, Any]:
     if block.kind is not Kind.PARTIAL:
         return {"causal": block.kind is Kind.CAUSAL, "bounds": None}
     first, end = call.visibility.bounds(call.q.device)

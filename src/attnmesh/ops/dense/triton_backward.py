@@ -1,12 +1,12 @@
 """Attention backward in Triton: deterministic, without atomics, adding into float32 gradients.
 
-Two kernels recompute the weights p from the log-sum-exp of the whole softmax. One walks the keys for each
-tile of queries (grad_q), one walks the queries for each tile of keys (grad_k, grad_v)::
+Two kernels recompute the weights p from the log-sum-exp of the whole softmax. One loops over the keys for each tile of
+queries (grad_q), one over the queries for each tile of keys (grad_k, grad_v)::
 
     grad_v += p^T @ grad_out          ds = p * (grad_out @ v^T - delta)
     grad_q += scale * ds @ k          grad_k += scale * ds^T @ q
 
-`lse` and `delta` being those of the whole softmax, the keys may come in any number of parts, in any order.
+`lse` and `delta` are those of the whole softmax, so the keys may be processed in any number of parts, in any order.
 """
 
 # Kernels are Triton's language, not Python's: its names have no Python types.
@@ -22,7 +22,7 @@ from attnmesh.ops.dense.triton_tiles import (
     GRAD_QUERY_TILES,
     LENGTHS,
     LOG2_E,
-    Tiles,
+    DenseTiles,
     at_head,
     key_phases,
     load_rows,
@@ -74,13 +74,13 @@ def backward(
     grad_q: Tensor | None,
     grad_k: Tensor | None,
     grad_v: Tensor | None,
-    query_tiles: Tiles | None = None,
-    key_tiles: Tiles | None = None,
+    query_tiles: DenseTiles | None = None,
+    key_tiles: DenseTiles | None = None,
 ) -> None:
     """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed.
 
-    Shapes and visibility are those of `forward`. `lse` and `delta` [B, Hq, Sq] are of the whole softmax, over
-    all keys wherever they are. A row whose lse is -inf saw nothing and contributes nothing.
+    Shapes and visibility are those of `forward`. `lse` and `delta` [B, Hq, Sq] are of the whole softmax over all keys
+    on all ranks. A row whose lse is -inf contributes nothing.
     """
     if q.numel() == 0 or k.numel() == 0:
         return
@@ -106,17 +106,17 @@ def backward(
         if grad_k is not None or grad_v is not None:
             tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q)
             _grad_key_kernel[(triton.cdiv(kv_len, tiles.keys) * batch * kv_heads,)](
-                *inputs, None if bounds is None else _seeing_rows(*bounds, kv_len, tiles.keys),
+                *inputs, None if bounds is None else _rows_per_key_tile(*bounds, kv_len, tiles.keys),
                 grad_k, grad_k_strides, grad_v, grad_v_strides, *sizes,
                 **head, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
 
 
-def _seeing_rows(first: Tensor, end: Tensor, kv_len: int, block: int) -> Tensor:
-    """For each key tile the rows that see it: int32 [tiles, 4] of begin, full_begin, full_end, stop.
+def _rows_per_key_tile(first: Tensor, end: Tensor, kv_len: int, block: int) -> Tensor:
+    """The rows that attend to each key tile: int32 [tiles, 4] of begin, full_begin, full_end, stop.
 
-    `first` and `end` ascend, so these rows are contiguous: some key of the tile is seen within [begin, stop),
-    every key within [full_begin, full_end). Computed where the bounds are; the host does not wait.
+    `first` and `end` ascend, so these rows are contiguous: rows in [begin, stop) attend to some key of the tile, rows
+    in [full_begin, full_end) to every key. Computed on the device of the bounds; the host does not wait.
     """
     tile_begin = torch.arange(0, kv_len, block, dtype=torch.int32, device=first.device)
     tile_end = (tile_begin + block).clamp_(max=kv_len)
@@ -148,16 +148,16 @@ def _delta_kernel(
 
 @triton.jit
 def _load_row_terms(lse, lse_stride, delta, delta_stride, begin, q_len, EDGE: tl.constexpr, ROWS: tl.constexpr):
-    """The lse, in base 2, and the delta of a tile's rows. If one saw nothing: (+inf, 0), so weights 0."""
+    """The lse (base 2) and the delta of a tile of rows; (+inf, 0), so that weights are 0, for rows without keys."""
     row_lse = load_rows(lse, lse_stride, begin, q_len, float("-inf"), EDGE, ROWS)
     row_delta = load_rows(delta, delta_stride, begin, q_len, 0.0, EDGE, ROWS)
-    saw_nothing = row_lse == float("-inf")
-    return tl.where(saw_nothing, float("inf"), row_lse * _LOG2_E), tl.where(saw_nothing, 0.0, row_delta)
+    empty = row_lse == float("-inf")
+    return tl.where(empty, float("inf"), row_lse * _LOG2_E), tl.where(empty, 0.0, row_delta)
 
 
 @triton.jit
 def _add_to_tile(base, stride, begin, limit, value, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Adds `value` to rows [begin, begin + ROWS) of one head. No other program touches them."""
+    """Adds `value` to rows [begin, begin + ROWS) of one head. No other program writes them."""
     pointers = tile_pointers(base, stride, begin, ROWS, BLOCK_D)
     mask = tile_mask(begin, limit, ROWS, D, BLOCK_D)
     tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + value, mask=mask)
@@ -190,7 +190,7 @@ def _grad_query_kernel(
     begin, inner, edge, stop = key_phases(
         first, end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, KEYS
     )
-    if first is not None:  # without bounds every row sees key 0, and there is no left edge
+    if first is not None:  # without bounds key 0 is visible to every row, and there is no left edge
         acc = _sum_over_keys(
             acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
             begin, inner, first, end, rows, q_len, kv_len, scale, True, CAUSAL, KEYS, D, BLOCK_D,
@@ -232,11 +232,11 @@ def _sum_over_keys(
 @triton.jit(do_not_specialize=LENGTHS)
 def _grad_key_kernel(
     q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-    lse, lse_strides, delta, delta_strides, first, end, seeing_rows,
+    lse, lse_strides, delta, delta_strides, first, end, rows_per_tile,
     grad_k, grad_k_strides, grad_v, grad_v_strides, q_len, kv_len, q_heads, group, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    # The first keys are seen by the most rows: in this order the longest tiles already come first.
+    # The first keys are visible to the most rows: in this order the longest tiles already run first.
     tile, kv_head, batch = locate(tl.cdiv(kv_len, KEYS), q_heads // group)
     key_begin = tile * KEYS
     k_head = at_head(k, k_strides, batch, kv_head)
@@ -244,9 +244,9 @@ def _grad_key_kernel(
     k_tile = load_tile(k_head, k_strides[2], key_begin, kv_len, True, KEYS, D, BLOCK_D)
     v_tile = load_tile(v_head, v_strides[2], key_begin, kv_len, True, KEYS, D, BLOCK_D)
 
-    # Keys past the last need no mask here: each has a row of the gradients to itself, which is not stored.
+    # Keys beyond the last need no mask here: each has its own row of the gradients, which is not stored.
     if first is not None:
-        of_tile = seeing_rows + tile * 4
+        of_tile = rows_per_tile + tile * 4
         begin, inner, edge, stop = split_phases(
             tl.load(of_tile), tl.load(of_tile + 1), tl.load(of_tile + 2), tl.load(of_tile + 3), ROWS
         )
@@ -263,7 +263,7 @@ def _grad_key_kernel(
     grad_out_head = at_head(grad_out, grad_out_strides, batch, head)
     lse_head = at_head(lse, lse_strides, batch, head)
     delta_head = at_head(delta, delta_strides, batch, head)
-    if CAUSAL or first is not None:  # without a mask every key is seen by row 0, and there is no upper edge
+    if CAUSAL or first is not None:  # without a mask every key is visible to row 0, and there is no upper edge
         acc_k, acc_v = _sum_over_rows(
             acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
             lse_head, lse_strides, delta_head, delta_strides, begin, inner, first, end,
@@ -300,9 +300,9 @@ def _sum_over_rows(
 ):  # fmt: skip
     """Adds ds^T @ q and p^T @ grad_out over the row tiles of [begin, stop), in every query head of the group.
 
-    Heads and tiles are one loop: the pipeline does not drain at each head, no registers go to the addresses
-    of two loops, and the sum over the group stays in them. Scores are computed transposed, [keys, rows]: they
-    are then the left operand of both sums as they come.
+    Heads and tiles are one loop: the pipeline does not drain at each head, the addresses of a second loop need no
+    registers, and the sum over the group stays in registers. Scores are computed transposed, [keys, rows], which makes
+    them the left operand of both products without a transposition.
     """
     tile_count = tl.cdiv(stop - begin, ROWS)
     for step in range(tile_count * group):

@@ -1,7 +1,7 @@
 """Attention forward in Triton: one pass over the visible keys, from a state to a state.
 
-The kernel does not start its online softmax from nothing but from the state it is given, so a partial result
-stays in float32 from the first step of a ring to the last, and no merge kernel runs in between.
+The kernel continues its online softmax from the state it is given, so that a partial result stays in float32 from the
+first step of a ring to the last, and no merge kernel runs in between.
 """
 
 # Kernels are Triton's language, not Python's: its names have no Python types.
@@ -17,7 +17,7 @@ from attnmesh.ops.dense.triton_tiles import (
     FORWARD_TILES,
     LENGTHS,
     LOG2_E,
-    Tiles,
+    DenseTiles,
     at_head,
     key_phases,
     load_rows,
@@ -45,13 +45,13 @@ def forward(
     bounds: tuple[Tensor, Tensor] | None,
     state: State | None,
     out_dtype: torch.dtype,
-    tiles: Tiles | None = None,
+    tiles: DenseTiles | None = None,
 ) -> State:
     """Attention of q [B, Hq, Sq, D] over k and v [B, Hkv, Sk, D], merged with `state`.
 
-    Row i sees every key, or keys j <= i if `causal` (Sq == Sk), or keys first[i] <= j < end[i] if
-    `bounds = (first, end)`: int32 [Sq], both non-decreasing. `state` is float32; it is overwritten with the
-    result when `out_dtype` is float32, else the result is new. A row that sees nothing: out 0, lse -inf.
+    Row i attends to all keys, or to keys j <= i if `causal` (Sq == Sk), or to keys first[i] <= j < end[i] if
+    `bounds = (first, end)`: int32 [Sq], both non-decreasing. `state` is float32; it is overwritten with the result if
+    `out_dtype` is float32, else the result is new. A row that attends to no key has out 0 and lse -inf.
     """
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -73,7 +73,7 @@ def forward(
     q_strides, k_strides, v_strides, state_strides, out_strides = row_strides(
         q=q, k=k, v=v, state_out=state_out, out=result.out
     )
-    # No keys at all needs no case of its own: the loops are empty, and the state passes through.
+    # Without keys the loops are empty and the state passes through.
     with torch.cuda.device_of(q):
         _forward_kernel[(triton.cdiv(q_len, tiles.rows) * batch * q_heads,)](
             q, q_strides, k, k_strides, v, v_strides, first, end,
@@ -96,7 +96,7 @@ def _forward_kernel(
 ):  # fmt: skip
     tile_count = tl.cdiv(q_len, ROWS)
     tile, head, batch = locate(tile_count, q_heads)
-    # The last rows see the most keys. They go first, so that the short tiles fill the gaps at the end.
+    # The last rows have the most keys. They run first, so that short tiles fill the gaps at the end.
     row_begin = (tile_count - 1 - tile) * ROWS
     rows = row_begin + tl.arange(0, ROWS)
 
@@ -116,14 +116,14 @@ def _forward_kernel(
         pointers = tile_pointers(
             at_head(state_out, state_out_strides, batch, head), state_out_strides[2], row_begin, ROWS, BLOCK_D
         )
-        # Where the state is empty its `out` is not read: it counts for nothing, whatever it holds.
+        # The `out` of an empty state is not read: it may hold anything.
         mask = tile_mask(row_begin, q_len, ROWS, D, BLOCK_D) & some[:, None]
         acc = tl.load(pointers, mask=mask, other=0.0)
 
     begin, inner, edge, stop = key_phases(
         first, end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, KEYS
     )
-    if first is not None:  # without bounds every row sees key 0, and there is no left edge
+    if first is not None:  # without bounds key 0 is visible to every row, and there is no left edge
         acc, total, peak = _attend(
             acc, total, peak, q_tile, k_head, k_strides[2], v_head, v_strides[2], begin, inner,
             first, end, rows, q_len, kv_len, scale_log2, True, CAUSAL, KEYS, D, BLOCK_D,
@@ -137,7 +137,7 @@ def _forward_kernel(
         first, end, rows, q_len, kv_len, scale_log2, True, CAUSAL, KEYS, D, BLOCK_D,
     )  # fmt: skip
 
-    # A row that saw nothing has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
+    # A row without keys has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     pointers = tile_pointers(at_head(out, out_strides, batch, head), out_strides[2], row_begin, ROWS, BLOCK_D)
     tl.store(pointers, result.to(out.dtype.element_ty), mask=tile_mask(row_begin, q_len, ROWS, D, BLOCK_D))
@@ -151,23 +151,23 @@ def _attend(
     first, end, rows, q_len, kv_len, scale_log2,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Carries the online softmax over the key tiles of [begin, stop)."""
+    """Continues the online softmax over the key tiles of [begin, stop)."""
     for key_begin in range(begin, stop, KEYS):
         k_tile = load_tile(k, k_stride, key_begin, kv_len, MASKED, KEYS, D, BLOCK_D)
         v_tile = load_tile(v, v_stride, key_begin, kv_len, MASKED, KEYS, D, BLOCK_D)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
-            # Read anew in each edge tile: two vectors less to carry in registers through the hot loop.
+            # Reloaded in each edge tile: two vectors fewer in registers through the hot loop.
             row_first, row_end = visible_keys(first, end, rows, q_len, kv_len, CAUSAL)
             keys = key_begin + tl.arange(0, KEYS)[None, :]
             visible = (keys >= row_first[:, None]) & (keys < row_end[:, None])
             scores = tl.where(visible, scores * scale_log2, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # Nothing seen yet: subtract 0, since -inf - -inf would be NaN.
+            # No key so far: subtract 0, since -inf - -inf would be NaN.
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weights = tl.exp2(scores - shift[:, None])
         else:
-            # The scale goes into the exponent's multiply-add instead of a pass of its own.
+            # The scale is part of the multiply-add in the exponent instead of a separate pass.
             new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
             shift = new_peak
             weights = tl.exp2(scores * scale_log2 - shift[:, None])

@@ -18,7 +18,7 @@ rank that owns a position stores it, and it is attended to there, once.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,7 @@ from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange
 from attnmesh.parallel.decode.exchange import Exchange, HeadExchange
 from attnmesh.parallel.decode.ranks import DecodeRanks, all_ranks_of, decode_ranks
-from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding
-
-KvRows = Literal["auto", "all", "own"]
+from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvRows
 
 _DEFAULT_EXCHANGE = Exchange()
 _SHARED_WEIGHTS = [field.name for field in fields(AttentionWeights) if field.name != "out_bias"]  # only on rank 0
@@ -209,9 +207,9 @@ def _faster_kv_rows(other_rows: int, weights: int, device: str) -> KvRows:
     if not other_rows:
         return "all"
     from attnmesh.planner.auto import own_rows_pay
-    from attnmesh.planner.catalog import usual_cluster
+    from attnmesh.planner.catalog import default_cluster
 
-    return "own" if own_rows_pay(other_rows, weights, usual_cluster(device).device) else "all"
+    return "own" if own_rows_pay(other_rows, weights, default_cluster(device).device) else "all"
 
 
 # Argument checks: ValueError with the argument and its value, before anything is sent.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.comm.base import split_buffer
-from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvdpCollective
+from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvdpExchange
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Exchange:
     Helix: W_q is stored `cp` times, and no queries are gathered.
     """
 
-    kvdp: KvdpCollective = "all_to_all"
+    kvdp: KvdpExchange = "all_to_all"
     cp: Literal["auto"] | Combine = "auto"
     replicate_q: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("kvdp", self.kvdp, get_args(KvdpCollective)),
+            ("kvdp", self.kvdp, get_args(KvdpExchange)),
             ("cp", self.cp, ("auto", *get_args(Combine))),
         ):
             if value not in allowed:
@@ -51,9 +51,9 @@ class Exchange:
         if self.cp != "auto":
             return self.cp
         from attnmesh.planner.auto import pick_combine
-        from attnmesh.planner.catalog import usual_cluster
+        from attnmesh.planner.catalog import default_cluster
 
-        return pick_combine(sharding, shape, usual_cluster(device).near)
+        return pick_combine(sharding, shape, default_cluster(device).intra_node)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class HeadExchange:
     comm: Comm
     rows: tuple[int, ...]
     heads: tuple[int, ...]
-    collective: KvdpCollective = "all_to_all"
+    collective: KvdpExchange = "all_to_all"
 
     @property
     def parts(self) -> int:

@@ -16,8 +16,8 @@ from typing import Literal
 
 import numpy as np
 
-from attnmesh.plan.program import Bundle, Messages, Program, Round
-from attnmesh.planner.hardware import Cluster, Floats
+from attnmesh.plan.program import Floats, Messages, MessageTotals, Program, Round
+from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.network import Network, Slow
 from attnmesh.planner.simulator.record import Record, Timed, beside_kernels, timed
 
@@ -53,12 +53,12 @@ class _Exchange:
         self.receives: dict[int, list[_Flow]] = {}
         self.pending: dict[int, int] = {}  # how many messages a rank still has in it
         routes = network.routes(messages)
-        columns = (messages.source, messages.target, messages.nbytes, routes.near, routes.out, routes.into)
-        for source, target, nbytes, near, out, into, latency, gap in zip(
+        columns = (messages.source, messages.target, messages.nbytes, routes.intra_node, routes.out, routes.into)
+        for source, target, nbytes, intra_node, out, into, latency, gap in zip(
             *(column.tolist() for column in (*columns, routes.latency, routes.message)), strict=True
         ):
             flow = _Flow(source, float(nbytes), (out,) if into == network.none else (out, into), np.inf)
-            flow.exchange, flow.route = self, (target, nbytes, near, latency, gap)
+            flow.exchange, flow.route = self, (target, nbytes, intra_node, latency, gap)
             self.sends.setdefault(source, []).append(flow)
             self.receives.setdefault(target, []).append(flow)
             self.pending[source] = self.pending.get(source, 0) + 1
@@ -177,10 +177,10 @@ class _Events:
             self.done(flow.rank, flow.exchange, now)
 
     def arrive(self, flow: _Flow, now: float) -> None:
-        target, nbytes, near, _, _ = flow.route
+        target, nbytes, intra_node, _, _ = flow.route
         assert flow.exchange is not None
         if self.kept[flow.rank] or self.kept[target]:
-            link = self.cluster.near if near else self.cluster.far
+            link = self.cluster.intra_node if intra_node else self.cluster.inter_node
             self.record.message(flow.exchange.name, flow.rank, target, nbytes, link.name, flow.begin, flow.at, now)
         self.done(target, flow.exchange, now)
 
@@ -264,7 +264,7 @@ class _Events:
             self.ended = True
             return None
         for name, messages in round_.starts.items():
-            if isinstance(messages, Bundle):
+            if isinstance(messages, MessageTotals):
                 raise ValueError(f"the exchange {name!r} is a bundle, whose messages cannot be followed one by one")
             if name in self.exchanges:
                 raise ValueError(f"names of exchanges must be unique in a program, got {name!r} twice")

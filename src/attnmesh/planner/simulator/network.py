@@ -18,8 +18,8 @@ from functools import cached_property
 
 import numpy as np
 
-from attnmesh.plan.program import Ints, Messages
-from attnmesh.planner.hardware import Cluster, Floats
+from attnmesh.plan.program import Floats, Ints, Messages
+from attnmesh.planner.hardware import Cluster
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Routes:
 
     source: Ints
     target: Ints
-    near: np.ndarray[tuple[int], np.dtype[np.bool_]]  # whether it stays within a node
+    intra_node: np.ndarray[tuple[int], np.dtype[np.bool_]]  # whether it stays within a node
     out: Ints  # the port that it leaves through
     into: Ints  # the port that it comes in through, or `Network.none`
     latency: Floats
@@ -73,28 +73,28 @@ class Network:
         slow.check(world)
         self.cluster, self.world = cluster, world
         ranks = np.arange(world)
-        self.node = ranks // cluster.node
+        self.node = ranks // cluster.ranks_per_node
         nodes = int(self.node[-1]) + 1 if world else 0
-        rail = self.node * cluster.rails + (ranks % cluster.node) % cluster.rails
+        rail = self.node * cluster.rails + (ranks % cluster.ranks_per_node) % cluster.rails
         rails = nodes * cluster.rails
-        near = nodes if cluster.near.shared else 2 * world
-        far = nodes if cluster.far.shared else 2 * rails
-        self.none = near + far  # a port that is always there, for messages that take only one
-        if cluster.near.shared:
-            self.near_out, self.near_in = self.node, np.full(world, self.none)
+        intra_node = nodes if cluster.intra_node.shared else 2 * world
+        inter_node = nodes if cluster.inter_node.shared else 2 * rails
+        self.none = intra_node + inter_node  # a port that is always there, for messages that take only one
+        if cluster.intra_node.shared:
+            self.intra_node_out, self.intra_node_in = self.node, np.full(world, self.none)
         else:
-            self.near_out, self.near_in = ranks, world + ranks
-        if cluster.far.shared:
-            self.far_out = self.far_in = near + self.node
+            self.intra_node_out, self.intra_node_in = ranks, world + ranks
+        if cluster.inter_node.shared:
+            self.inter_node_out = self.inter_node_in = intra_node + self.node
         else:
-            self.far_out, self.far_in = near + rail, near + rails + rail
+            self.inter_node_out, self.inter_node_in = intra_node + rail, intra_node + rails + rail
         slower = np.zeros(self.none + 1)
         for rank, factor in slow.links.items():
-            for table in (self.near_out, self.near_in, self.far_out, self.far_in):
+            for table in (self.intra_node_out, self.intra_node_in, self.inter_node_out, self.inter_node_in):
                 slower[table[rank]] = max(slower[table[rank]], factor)
         slower[slower == 0] = 1.0
         base = np.full(self.none + 1, np.inf)
-        base[:near], base[near : self.none] = cluster.near.bandwidth, cluster.far.bandwidth
+        base[:intra_node], base[intra_node : self.none] = cluster.intra_node.bandwidth, cluster.inter_node.bandwidth
         self.bandwidth: Floats = base / slower
 
     @property
@@ -113,16 +113,16 @@ class Network:
             raise ValueError(f"messages must be between ranks 0..{self.world - 1} and of 0 bytes or more")
         if np.any(source == target):
             raise ValueError(f"messages must have two ends, got one of rank {source[source == target][0]} to itself")
-        near = self.node[source] == self.node[target]
-        links = self.cluster.near, self.cluster.far
+        intra_node = self.node[source] == self.node[target]
+        links = self.cluster.intra_node, self.cluster.inter_node
         return Routes(
             source,
             target,
-            near,
-            np.where(near, self.near_out[source], self.far_out[source]),
-            np.where(near, self.near_in[target], self.far_in[target]),
-            np.where(near, links[0].latency, links[1].latency),
-            np.where(near, links[0].message, links[1].message),
+            intra_node,
+            np.where(intra_node, self.intra_node_out[source], self.inter_node_out[source]),
+            np.where(intra_node, self.intra_node_in[target], self.inter_node_in[target]),
+            np.where(intra_node, links[0].latency, links[1].latency),
+            np.where(intra_node, links[0].message, links[1].message),
         )
 
 

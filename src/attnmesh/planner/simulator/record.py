@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.program import Bundle, Kernels, Round
-from attnmesh.planner.hardware import OF_BYTES, Cluster, Floats
+from attnmesh.plan.program import SIZED_IN_BYTES, Floats, Kernels, MessageTotals, Round
+from attnmesh.planner.hardware import Cluster
 from attnmesh.trace.timeline import Span
 
 
@@ -25,12 +25,12 @@ def timed(work: Sequence[Kernels], cluster: Cluster, slower: Floats) -> list[Tim
 
     On a GPU, what runs beside the rest takes no time of its own unless there is more of it than of the rest.
     """
-    each = [k.seconds(cluster.device) * slower for k in work]
-    if cluster.device.cores is None and any(k.beside for k in work):
-        beside: Floats = sum((s for k, s in zip(work, each, strict=True) if k.beside), np.zeros(1))
-        rest: Floats = sum((s for k, s in zip(work, each, strict=True) if not k.beside), np.zeros(1))
-        exposed = np.maximum(beside - rest, 0.0) / np.where(beside > 0, beside, 1.0)
-        each = [s * exposed if k.beside else s for k, s in zip(work, each, strict=True)]
+    each = [cluster.device.kernel_seconds(k) * slower for k in work]
+    if cluster.device.cores is None and any(k.overlapped for k in work):
+        overlapped: Floats = sum((s for k, s in zip(work, each, strict=True) if k.overlapped), np.zeros(1))
+        rest: Floats = sum((s for k, s in zip(work, each, strict=True) if not k.overlapped), np.zeros(1))
+        exposed = np.maximum(overlapped - rest, 0.0) / np.where(overlapped > 0, overlapped, 1.0)
+        each = [s * exposed if k.overlapped else s for k, s in zip(work, each, strict=True)]
     return [Timed(k, s) for k, s in zip(work, each, strict=True)]
 
 
@@ -42,11 +42,11 @@ def beside_kernels(round_: Round, seconds: Floats, cluster: Cluster) -> Floats:
     """
     if cluster.device.cores is None:
         return np.zeros_like(seconds)
-    link, world = cluster.near, len(seconds)
+    link, world = cluster.intra_node, len(seconds)
     taken = np.where(seconds > 0, cluster.device.round, 0.0)
     for exchange in round_.starts.values():
-        if isinstance(exchange, Bundle):
-            nbytes = exchange.near_out + exchange.near_in + exchange.far_out + exchange.far_in
+        if isinstance(exchange, MessageTotals):
+            nbytes = exchange.intra_node_out + exchange.intra_node_in + exchange.inter_node_out + exchange.inter_node_in
             taken = taken + exchange.sends * link.message + nbytes / link.bandwidth
         else:
             taken = taken + np.bincount(exchange.source, minlength=world) * link.message
@@ -95,9 +95,12 @@ class Record:
             facts = {"bytes": nbytes, "from": source, "link": link}
             self.spans.append(Span(target, "receive", name, begin, there, facts))
 
-    def bundle(self, name: str, rank: int, bundle: Bundle, begin: float, end: float) -> None:
+    def bundle(self, name: str, rank: int, bundle: MessageTotals, begin: float, end: float) -> None:
         """A rank's part in a bundle."""
-        out, into = int(bundle.near_out[rank] + bundle.far_out[rank]), int(bundle.near_in[rank] + bundle.far_in[rank])
+        out, into = (
+            int(bundle.intra_node_out[rank] + bundle.inter_node_out[rank]),
+            int(bundle.intra_node_in[rank] + bundle.inter_node_in[rank]),
+        )
         sent: dict[str, object] = {"bytes": out, "messages": int(bundle.sends[rank])}
         self.spans.append(Span(rank, "send", name, begin, end, sent))
         self.spans.append(Span(rank, "receive", name, begin, end, {"bytes": into}))
@@ -109,6 +112,6 @@ class Record:
 
 
 def _size(kernels: Kernels, rank: int, shape: tuple[int, ...]) -> dict[str, object]:
-    unit = "bytes" if kernels.kind in OF_BYTES else "operations"
+    unit = "bytes" if kernels.kind in SIZED_IN_BYTES else "operations"
     size, calls = (np.broadcast_to(values, shape)[rank] for values in (kernels.size, kernels.calls))
     return {unit: float(size), "calls": float(calls)}

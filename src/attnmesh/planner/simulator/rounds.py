@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnmesh.plan.program import Bundle, Ints, Messages, Program, Round
-from attnmesh.planner.hardware import Cluster, Floats
+from attnmesh.plan.program import Floats, Ints, Messages, MessageTotals, Program, Round
+from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.network import Network, PortShares, Routes, Slow, UnderWay, sums
 from attnmesh.planner.simulator.record import Record, beside_kernels, timed
 
@@ -142,7 +142,7 @@ class _Waves:
             if name in self.seen:
                 raise ValueError(f"names of exchanges must be unique in a program, got {name!r} twice")
             self.seen.add(name)
-            if isinstance(exchange, Bundle):
+            if isinstance(exchange, MessageTotals):
                 loads[name] = self.load(exchange)
                 ports.put_bundle(loads[name])
             else:
@@ -150,7 +150,7 @@ class _Waves:
                 begins[name] = self.begins(paths[name])
                 ports.put(paths[name].routes, paths[name].users, begins[name], exchange.nbytes)
         for name, exchange in round_.starts.items():
-            if isinstance(exchange, Bundle):
+            if isinstance(exchange, MessageTotals):
                 self.done[name] = self.bundle(name, exchange, loads[name], ports)
             else:
                 self.done[name] = self.messages(name, exchange, paths[name], begins[name], ports)
@@ -186,46 +186,46 @@ class _Waves:
         if self.record.keep:
             kept = self.record.kept
             for i in np.flatnonzero(kept[source] | kept[target]).tolist():
-                link = self.cluster.near if routes.near[i] else self.cluster.far
+                link = self.cluster.intra_node if routes.intra_node[i] else self.cluster.inter_node
                 ends = int(source[i]), int(target[i])
                 times = float(begin[i]), float(left[i]), float(there[i])
                 self.record.message(name, *ends, int(messages.nbytes[i]), link.name, *times)
         return done
 
-    def load(self, bundle: Bundle) -> Floats:
+    def load(self, bundle: MessageTotals) -> Floats:
         """Bytes by port."""
         network = self.network
-        near = ((network.near_out, bundle.near_out), (network.near_in, bundle.near_in))
-        far = ((network.far_out, bundle.far_out), (network.far_in, bundle.far_in))
+        intra_node = ((network.intra_node_out, bundle.intra_node_out), (network.intra_node_in, bundle.intra_node_in))
+        inter_node = ((network.inter_node_out, bundle.inter_node_out), (network.inter_node_in, bundle.inter_node_in))
         return sum(
-            (sums(ports, nbytes, network.ports) for ports, nbytes in (*near, *far)),
+            (sums(ports, nbytes, network.ports) for ports, nbytes in (*intra_node, *inter_node)),
             np.zeros(network.ports),
         )
 
-    def bundle(self, name: str, bundle: Bundle, load: Floats, ports: PortShares) -> Floats:
+    def bundle(self, name: str, bundle: MessageTotals, load: Floats, ports: PortShares) -> Floats:
         """When a bundle is done, by rank."""
-        network, near, far = self.network, self.cluster.near, self.cluster.far
+        network, intra_node, inter_node = self.network, self.cluster.intra_node, self.cluster.inter_node
         seconds = ports.bundle_seconds(load)
-        is_near = (bundle.near_out > 0) | (bundle.near_in > 0)
-        is_far = (bundle.far_out > 0) | (bundle.far_in > 0)
+        is_near = (bundle.intra_node_out > 0) | (bundle.intra_node_in > 0)
+        is_far = (bundle.inter_node_out > 0) | (bundle.inter_node_in > 0)
         part = is_near | is_far
         passing = np.zeros(self.world)
         for used, nbytes in (
-            (network.near_out, bundle.near_out),
-            (network.near_in, bundle.near_in),
-            (network.far_out, bundle.far_out),
-            (network.far_in, bundle.far_in),
+            (network.intra_node_out, bundle.intra_node_out),
+            (network.intra_node_in, bundle.intra_node_in),
+            (network.inter_node_out, bundle.inter_node_out),
+            (network.inter_node_in, bundle.inter_node_in),
         ):
             passing = np.maximum(passing, np.where(nbytes > 0, seconds[used], 0.0))
-        gap = np.maximum(np.where(is_near, near.message, 0.0), np.where(is_far, far.message, 0.0))
-        latency = np.maximum(np.where(is_near, near.latency, 0.0), np.where(is_far, far.latency, 0.0))
+        gap = np.maximum(np.where(is_near, intra_node.message, 0.0), np.where(is_far, inter_node.message, 0.0))
+        latency = np.maximum(np.where(is_near, intra_node.latency, 0.0), np.where(is_far, inter_node.latency, 0.0))
         taking = passing + bundle.sends * gap + latency
         groups, group = np.unique(bundle.group, return_inverse=True)
         begin, longest = np.full(len(groups), NEVER), np.zeros(len(groups))
         np.maximum.at(begin, group[part], self.now[part])
         np.maximum.at(longest, group[part], taking[part])
         done = np.where(part, (begin + longest)[group], NEVER)
-        for port_of in (network.near_out, network.near_in, network.far_out, network.far_in):
+        for port_of in (network.intra_node_out, network.intra_node_in, network.inter_node_out, network.inter_node_in):
             # One rank stands for all that use a port: a bundle counts once there.
             found, owner = np.unique(port_of[part], return_index=True)
             busy = load[found] > 0

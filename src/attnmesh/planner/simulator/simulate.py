@@ -8,8 +8,8 @@ from itertools import chain
 
 import numpy as np
 
-from attnmesh.plan.program import Bundle, Program, Round
-from attnmesh.planner.hardware import Cluster, Floats
+from attnmesh.plan.program import Floats, MessageTotals, Program, Round
+from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Network, Slow
 from attnmesh.planner.simulator.record import Record
@@ -74,7 +74,7 @@ def _too_much(rounds: Iterator[Round], made: list[Round], world: int, cluster: C
     for round_ in rounds:
         made.append(round_)
         for name, exchange in round_.starts.items():
-            if isinstance(exchange, Bundle):
+            if isinstance(exchange, MessageTotals):
                 return f"the messages of {name!r} are known as sums by rank only"
             messages += len(exchange)
             if messages > FEW_MESSAGES:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.plan.program import Bundle, Messages, Program, Round
+from attnmesh.plan.program import Messages, MessageTotals, Program, Round
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Slow
 from attnmesh.planner.simulator.rounds import run_waves
@@ -44,7 +44,7 @@ def rings(draw):
         )
     node = draw(st.integers(1, 5))
     there = simulated_cluster(
-        node, node, near=(0.25, 100.0), far=(1.5, 30.0), message=draw(st.sampled_from([0.0, 0.5, 20.0]))
+        node, node, intra_node=(0.25, 100.0), inter_node=(1.5, 30.0), message=draw(st.sampled_from([0.0, 0.5, 20.0]))
     )
     factors = st.dictionaries(st.integers(0, world - 1), st.floats(0.5, 4.0), max_size=2)
     return make_program(world, *made), there, Slow(draw(factors), draw(factors))
@@ -57,7 +57,7 @@ def test_rings_are_the_same_as_event_by_event(workload):
 
 
 def test_a_long_ring_with_a_straggler_is_the_same_as_event_by_event():
-    wired = simulated_cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)
+    wired = simulated_cluster(8, 8, intra_node=(1e-6, 4e11), inter_node=(5e-6, 5e10), message=5e-7)
     same(long_ring_program(24, 60), wired, Slow({3: 1.5}, {7: 4.0}))
 
 
@@ -67,10 +67,12 @@ def close(make_program: Program, there, slow: Slow, *, whole: float, each: float
     assert found.finish == pytest.approx(truth.finish, rel=each)
 
 
-@pytest.mark.parametrize(("node", "rails"), [(8, 8), (4, 4), (4, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize(("ranks_per_node", "rails"), [(8, 8), (4, 4), (4, 2), (4, 1), (1, 1)])
 @pytest.mark.parametrize("shared", [False, True])
-def test_all_to_alls_of_equal_messages_are_close(node, rails, shared):
-    there = simulated_cluster(node, rails, near=(0.1, 100.0), far=(0.5, 10.0), message=0.01, shared=shared)
+def test_all_to_alls_of_equal_messages_are_close(ranks_per_node, rails, shared):
+    there = simulated_cluster(
+        ranks_per_node, rails, intra_node=(0.1, 100.0), inter_node=(0.5, 10.0), message=0.01, shared=shared
+    )
     close(all_to_all_program(np.full((12, 12), 1000)), there, Slow(), whole=0.02, each=0.02)
 
 
@@ -78,7 +80,9 @@ def test_all_to_alls_of_equal_messages_are_close(node, rails, shared):
 @given(
     st.integers(2, 10), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1)
 )
-def test_uneven_all_to_alls_among_ranks_that_come_at_different_times_are_close(world, node, rails, shared, late, seed):
+def test_uneven_all_to_alls_among_ranks_that_come_at_different_times_are_close(
+    world, ranks_per_node, rails, shared, late, seed
+):
     rng = np.random.default_rng(seed)
     (exchange,) = (
         round_.starts["rows"] for round_ in all_to_all_program(rng.integers(100, 1000, (world, world))).rounds()
@@ -86,7 +90,9 @@ def test_uneven_all_to_alls_among_ranks_that_come_at_different_times_are_close(w
     rounds = [
         Round(f"{s}", {f"{s}": exchange}, attention_kernels(*rng.uniform(0, 100, world)), (f"{s}",)) for s in range(3)
     ]
-    there = simulated_cluster(node, rails, near=(0.1, 100.0), far=(0.5, 10.0), message=0.01, shared=shared)
+    there = simulated_cluster(
+        ranks_per_node, rails, intra_node=(0.1, 100.0), inter_node=(0.5, 10.0), message=0.01, shared=shared
+    )
     slow = Slow({world - 1: 2.0}, {0: 2.0}) if late else Slow()
     close(make_program(world, *rounds), there, slow, whole=0.2, each=0.3)
 
@@ -128,40 +134,47 @@ def test_a_ring_on_shared_cores_is_close(world):
     close(make_program(world, *rounds), simulated_cluster(4, 1, cores=2), Slow({1: 2.0}), whole=0.05, each=0.05)
 
 
-def bundled(nbytes: np.ndarray, node: int, groups: np.ndarray | None = None) -> Bundle:
+def bundled(nbytes: np.ndarray, ranks_per_node: int, groups: np.ndarray | None = None) -> MessageTotals:
     """What `all_to_all` sends, as sums."""
     world = len(nbytes)
-    at = np.arange(world) // node
-    near = (at[:, None] == at) & ~np.eye(world, dtype=bool)
-    far = at[:, None] != at
-    sums = [(nbytes * near).sum(1), (nbytes * near).sum(0), (nbytes * far).sum(1), (nbytes * far).sum(0)]
+    at = np.arange(world) // ranks_per_node
+    intra_node = (at[:, None] == at) & ~np.eye(world, dtype=bool)
+    inter_node = at[:, None] != at
+    sums = [
+        (nbytes * intra_node).sum(1),
+        (nbytes * intra_node).sum(0),
+        (nbytes * inter_node).sum(1),
+        (nbytes * inter_node).sum(0),
+    ]
     group = np.zeros(world, dtype=np.int64) if groups is None else groups
-    return Bundle(group, *sums, sends=((near | far) & (nbytes > 0)).sum(1))
+    return MessageTotals(group, *sums, sends=((intra_node | inter_node) & (nbytes > 0)).sum(1))
 
 
-@pytest.mark.parametrize(("node", "rails"), [(8, 8), (4, 4), (4, 1), (1, 1)])
+@pytest.mark.parametrize(("ranks_per_node", "rails"), [(8, 8), (4, 4), (4, 1), (1, 1)])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_bundle_takes_what_its_messages_take(node, rails, shared):
+def test_a_bundle_takes_what_its_messages_take(ranks_per_node, rails, shared):
     nbytes = np.full((8, 8), 1000)
-    there = simulated_cluster(node, rails, near=(0.1, 100.0), far=(0.5, 10.0), message=0.01, shared=shared)
+    there = simulated_cluster(
+        ranks_per_node, rails, intra_node=(0.1, 100.0), inter_node=(0.5, 10.0), message=0.01, shared=shared
+    )
     truth = run_events(all_to_all_program(nbytes), there, Slow(links={3: 2.0}))
-    bundle = make_program(8, Round("a", {"rows": bundled(nbytes, node)}, (), ("rows",)))
+    bundle = make_program(8, Round("a", {"rows": bundled(nbytes, ranks_per_node)}, (), ("rows",)))
     found = run_waves(bundle, there, Slow(links={3: 2.0}))
     assert found.finish.max() == pytest.approx(truth.finish.max(), rel=0.03)
 
 
 def test_a_bundle_by_hand():
     group = np.array([0, 0, 7, 7])
-    bundle = Bundle(
+    bundle = MessageTotals(
         group,
-        near_out=np.array([200, 0, 0, 0]),
-        near_in=np.array([0, 200, 0, 0]),
-        far_out=np.array([0, 0, 30, 10]),
-        far_in=np.array([0, 0, 0, 20]),
+        intra_node_out=np.array([200, 0, 0, 0]),
+        intra_node_in=np.array([0, 200, 0, 0]),
+        inter_node_out=np.array([0, 0, 30, 10]),
+        inter_node_in=np.array([0, 0, 0, 20]),
         sends=np.array([2, 0, 1, 1]),
     )
     late = Round("late", {}, attention_kernels(0.0, 4.0, 1.0, 0.0))
-    there = simulated_cluster(2, 1, near=(0.5, 100.0), far=(3.0, 10.0), message=0.25)
+    there = simulated_cluster(2, 1, intra_node=(0.5, 100.0), inter_node=(3.0, 10.0), message=0.25)
     found = run_waves(make_program(4, late, Round("a", {"rows": bundle}, (), ("rows",))), there, Slow(), keep=[0, 3])
     # Begun at 4, 2 seconds of bytes, half a second of sends, half a second of latency. And from 1 on: one rail passes
     # 40 bytes, one message, a latency of 3.
@@ -178,7 +191,7 @@ def test_a_bundle_by_hand():
 
 def test_who_has_no_part_in_a_bundle_does_not_wait_for_it():
     nothing, some = np.zeros(3, dtype=np.int64), np.array([100, 100, 0])
-    bundle = Bundle(nothing, some, some, nothing, nothing, np.array([1, 1, 0]))
+    bundle = MessageTotals(nothing, some, some, nothing, nothing, np.array([1, 1, 0]))
     rounds = Round("late", {}, attention_kernels(0.0, 0.0, 9.0)), Round("a", {"rows": bundle}, (), ("rows",))
     assert run_waves(make_program(3, *rounds), simulated_cluster(), Slow()).finish.tolist() == [1.0, 1.0, 9.0]
 
@@ -190,7 +203,7 @@ def test_two_bundles_at_once_share_the_ports():
     assert run_waves(make_program(4, rounds), simulated_cluster(), Slow()).finish.tolist() == [4.5] * 4
 
 
-WIRED = simulated_cluster(8, 8, near=(1e-6, 4e11), far=(5e-6, 5e10), message=5e-7)
+WIRED = simulated_cluster(8, 8, intra_node=(1e-6, 4e11), inter_node=(5e-6, 5e10), message=5e-7)
 
 
 def test_a_round_of_thousands_of_ranks_is_quick():

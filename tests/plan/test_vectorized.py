@@ -7,12 +7,11 @@ import pytest
 
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
-from attnmesh.plan import programs
-from attnmesh.plan.program import Bundle
-from attnmesh.plan.programs import SCHEDULES, program
-from attnmesh.plan.rounds import travel
+from attnmesh.plan import ulysses, vectorized
+from attnmesh.plan.program import MessageTotals
+from attnmesh.plan.schedules import SCHEDULES, program
 from attnmesh.plan.shards import shards
-from attnmesh.plan.wide.schedules import WideSpread
+from attnmesh.plan.vectorized import VectorizedShards
 from attnmesh.plan.workload import Shape, Workload
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
@@ -20,7 +19,7 @@ MASKS = [Full(), Causal(), SlidingWindow(7), SlidingWindow(3, 5), Causal() & Sli
 
 
 def rounds(monkeypatch, most, schedule, workload, backward):
-    monkeypatch.setattr(programs, "MOST_BY_PATCH", most)
+    monkeypatch.setattr(vectorized, "MAX_PLANNED_RANKS", most)
     return list(program(schedule, workload, backward=backward).rounds())
 
 
@@ -66,27 +65,25 @@ def test_two_levels_by_arrays_are_those_by_patches(nodes, ranks_per_node, mask, 
 def test_messages_by_the_million_are_kept_as_their_sums(schedule, monkeypatch):
     workload = Workload(shards(Causal(), Zigzag(), 128, 8), SHAPE, 4)
     plain = rounds(monkeypatch, 64, schedule, workload, True)
-    for module in ("gather", "schedules"):
-        monkeypatch.setattr(f"attnmesh.plan.wide.{module}.MOST_MESSAGES", 0, raising=False)
-    monkeypatch.setattr("attnmesh.plan.rounds.ulysses.MOST_MESSAGES", 0)
+    for module in (vectorized, ulysses):
+        monkeypatch.setattr(module, "MAX_LISTED_MESSAGES", 0)
     folded = rounds(monkeypatch, 0, schedule, workload, True)
     for a, b in zip_longest(plain, folded):
         for name, messages in a.starts.items():
             sums = b.starts[name]
-            if not isinstance(sums, Bundle):
+            if not isinstance(sums, MessageTotals):
                 assert moved(messages) == moved(sums)
                 continue
-            near = messages.source // 4 == messages.target // 4
+            intra_node = messages.source // 4 == messages.target // 4
             for side, ranks, kept in (
-                ("near_out", messages.source, near), ("near_in", messages.target, near),
-                ("far_out", messages.source, ~near), ("far_in", messages.target, ~near),
+                ("intra_node_out", messages.source, intra_node), ("intra_node_in", messages.target, intra_node),
+                ("inter_node_out", messages.source, ~intra_node), ("inter_node_in", messages.target, ~intra_node),
             ):  # fmt: skip
                 expected = np.bincount(ranks[kept], messages.nbytes[kept], 8)
                 np.testing.assert_array_equal(getattr(sums, side), expected)
 
 
 def test_what_arrays_cannot_hold_stays_with_patches():
-    assert WideSpread.of(shards(Causal(), Striped(), 64, 4)) is None
-    assert WideSpread.of(shards(Documents([40, 24]), Zigzag(), 64, 4)) is None
-    assert WideSpread.of(shards(Causal(), Zigzag(5), 640, 4)) is None
-    assert travel.MOST_MESSAGES > 0
+    assert VectorizedShards.of(shards(Causal(), Striped(), 64, 4)) is None
+    assert VectorizedShards.of(shards(Documents([40, 24]), Zigzag(), 64, 4)) is None
+    assert VectorizedShards.of(shards(Causal(), Zigzag(5), 640, 4)) is None

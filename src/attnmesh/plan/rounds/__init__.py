@@ -1,1 +1,0 @@
-"""What every rank does under each schedule, round by round, from the plans that executors follow."""
