@@ -17,7 +17,7 @@ from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.ranges import Ranges
-from attnmesh.integrations.spread_pass import SpreadPass
+from attnmesh.integrations.transformers_attention import ShardedPass
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.parallel.context import ContextParallel
@@ -73,7 +73,7 @@ class PrefillPass(CachePass):
     ) -> Tensor:
         """The output of this rank's queries over all tokens up to and including this chunk."""
         if self.begin == 0:
-            first = SpreadPass(self.context, self.length)
+            first = ShardedPass(self.context, self.length)
             return first.attend(layer, q, k, v, mask=mask, scale=scale, sinks=sinks)
         keys, values = self._stored(self.cache.keys(layer)), self._stored(self.cache.values(layer))
         return prefill_attention(

@@ -217,7 +217,9 @@ def generation_report(
 
 def hardware_name(cluster: Cluster, *, nodes: int) -> str:
     """Return the device and the links that an estimate is for."""
-    intra_node, inter_node = (f"{link.name} ({link.bandwidth / 1e9:g} GB/s)" for link in (cluster.intra_node, cluster.inter_node))
+    intra_node, inter_node = (
+        f"{link.name} ({link.bandwidth / 1e9:g} GB/s)" for link in (cluster.intra_node, cluster.inter_node)
+    )
     within = f"{cluster.device.name}, {intra_node}"
     return within if nodes == 1 else f"{within} within a node, {inter_node} between nodes"
 

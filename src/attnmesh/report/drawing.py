@@ -107,7 +107,7 @@ def _schedule(view: ScheduleView, report: Report) -> Json:
     return {
         "name": view.name,
         "steps": [step.name for step in view.steps],
-        "visits": [
+        "blocks": [
             [tile.rank, at, *_ends(tile.heads), *_ends(tile.queries), *_ends(tile.keys), tile.pairs]
             for at, step in enumerate(view.steps)
             for tile in step.tiles

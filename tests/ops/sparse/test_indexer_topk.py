@@ -87,7 +87,7 @@ def test_numbers_that_are_no_integers(name):
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_sizes(data):
     s_q, s_kv = data.draw(st.tuples(st.integers(0, 20), st.integers(0, 300)))
     mask = SparseMask(
