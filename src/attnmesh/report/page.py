@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 
 from attnmesh.generation.generator import GenerationStats
-from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, Report, Rows
+from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, Rows, ScheduleReport
 from attnmesh.report.drawing import drawing_data
 
 _MIB = 2**20
@@ -25,12 +25,12 @@ class Bar:
     share: float
 
 
-def write_report(path: Path, report: Report | GenerationReport) -> None:
+def write_report(path: Path, report: ScheduleReport | GenerationReport) -> None:
     """Write the report as an HTML file that needs no network."""
     path.write_text(page(report), encoding="utf-8")
 
 
-def page(report: Report | GenerationReport) -> str:
+def page(report: ScheduleReport | GenerationReport) -> str:
     """Return the report as HTML."""
     if isinstance(report, GenerationReport):
         main, data = _generation_sections(report), None
@@ -62,7 +62,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, marked: i
     )
 
 
-def _schedule_sections(report: Report) -> str:
+def _schedule_sections(report: ScheduleReport) -> str:
     return "".join(
         [
             _section("run", "The workload", _facts(report.facts)),
@@ -121,7 +121,7 @@ def _facts(facts: Mapping[str, object]) -> str:
     return f'<dl class="facts">{"".join(each)}</dl>'
 
 
-def _ranking(report: Report) -> str:
+def _ranking(report: ScheduleReport) -> str:
     choice = report.choice
     ranked = sorted(choice.costs.items(), key=lambda named: named[1].seconds)
     best = ranked[0][1].seconds
@@ -144,7 +144,7 @@ def _verdict(selected: bool, slower: float) -> str:
     return "tie with the selected schedule" if slower < _TIE else f"{100 * slower:.0f}% slower"
 
 
-def _exactness(report: Report) -> str:
+def _exactness(report: ScheduleReport) -> str:
     rows = [
         [o.mode.name, o.mode.shape, o.worst, f"{o.error:.1e}", f"{o.bound:.1e}", "exact" if o.passed else "WRONG"]
         for o in report.outcomes
