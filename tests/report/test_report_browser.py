@@ -9,7 +9,7 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.plan.workload import Shape
-from attnmesh.report import GeneratedAnswer, generation_report, make_report, write_report
+from attnmesh.report import GeneratedAnswer, generation_report, schedule_report, write_report
 from attnmesh.trace.timeline import Span
 from attnmesh.verify.mode import Mode, Outcome
 
@@ -35,7 +35,7 @@ def ring_spans() -> list[Span]:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     outcome = Outcome(Mode("ring", "1x1", lambda seed, device: []), "dq", 1e-7, 1e-6)
-    report = make_report(
+    report = schedule_report(
         Causal(), Zigzag(), 512, WORLD, Shape(1, 8, 2, 64, 2, 4), ranks_per_node=2, facts={"written": EVIL},
         timelines={"simulated": ring_spans()}, outcomes=[outcome], figures={EVIL: [{"rank": 0, "a long name": 1.5}]},
     )  # fmt: skip
@@ -344,7 +344,7 @@ def other_page(browser, tmp_path, report, **options):
 
 
 def test_many_ranks_are_drawn_by_node(browser, tmp_path):
-    report = make_report(Causal(), Zigzag(), 160, 20, Shape(1, 8, 2, 64, 2, 4), ranks_per_node=5)
+    report = schedule_report(Causal(), Zigzag(), 160, 20, Shape(1, 8, 2, 64, 2, 4), ranks_per_node=5)
     page = other_page(browser, tmp_path, report, viewport={"width": 375, "height": 700})
     assert overflowing(page) == []
     assert page.locator("#strips .name").all_inner_texts() == ["all", "node 0", "node 1", "node 2", "node 3"]
@@ -359,7 +359,7 @@ def test_many_ranks_are_drawn_by_node(browser, tmp_path):
 
 
 def test_a_single_rank_has_no_communication(browser, tmp_path):
-    page = other_page(browser, tmp_path, make_report(Causal(), Zigzag(), 64, 1, Shape(1, 8, 2, 64, 2, 4)))
+    page = other_page(browser, tmp_path, schedule_report(Causal(), Zigzag(), 64, 1, Shape(1, 8, 2, 64, 2, 4)))
     assert page.locator("h1").inner_text() == "1 rank, 64 tokens"
     assert page.locator("#now-title").inner_text() == "Forward, 1 step"
     assert page.locator("#loads h3").all_inner_texts() == ["FLOPs"]
@@ -369,7 +369,7 @@ def test_a_single_rank_has_no_communication(browser, tmp_path):
 
 def test_a_generation_report_needs_no_drawings(browser, tmp_path):
     answers = [GeneratedAnswer("Who?", "word " * 200, 50, 200, 200, 1e-6)]
-    stats = [GenerationStats(rank, tokens_held=60 + rank, generated=200, decode_seconds=1.0) for rank in range(4)]
+    stats = [GenerationStats(rank, cached_tokens=60 + rank, generated_tokens=200, decode_seconds=1.0) for rank in range(4)]
     page = other_page(browser, tmp_path, generation_report(answers, stats), viewport={"width": 320, "height": 700})
     assert overflowing(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 320

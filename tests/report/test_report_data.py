@@ -13,8 +13,8 @@ from attnmesh.plan.schedules import SCHEDULES, loads
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape
 from attnmesh.planner.catalog import default_cluster
-from attnmesh.report import make_report
-from attnmesh.report.data import RankGroups, default_node, hardware_name, in_words
+from attnmesh.report import schedule_report
+from attnmesh.report.data import RankGroups, default_ranks_per_node, hardware_name, in_words
 from attnmesh.report.drawing import bands, drawing_data, pair_counts, visible_pairs
 from attnmesh.trace.timeline import Span
 from helpers.cases import allowed_pairs
@@ -54,7 +54,7 @@ def test_a_long_sequence_costs_no_more_than_a_short_one():
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_strips_hold_every_position_once(layout):
-    drawn = drawing_data(make_report(Causal(), layout, 101, 4, SHAPE))
+    drawn = drawing_data(schedule_report(Causal(), layout, 101, 4, SHAPE))
     held = [p for shard in drawn["shards"] for run in shard["runs"] for p in range(*run)]
     assert sorted(held) == list(range(101))
     assert [shard["count"] for shard in drawn["shards"]] == [layout.local_length(101, 4, r) for r in range(4)]
@@ -62,7 +62,7 @@ def test_the_strips_hold_every_position_once(layout):
 
 
 def test_the_page_gets_the_loads_and_the_choice():
-    report = make_report(Causal(), Zigzag(), 64, 4, SHAPE, ranks_per_node=2)
+    report = schedule_report(Causal(), Zigzag(), 64, 4, SHAPE, ranks_per_node=2)
     drawn = drawing_data(report)
     assert [each["name"] for each in drawn["schedules"]] == list(SCHEDULES)
     for each in drawn["schedules"]:
@@ -75,21 +75,21 @@ def test_the_page_gets_the_loads_and_the_choice():
 
 
 def test_an_uneven_layout_has_its_imbalance():
-    views = {view.name: view for view in make_report(Causal(), Contiguous(), 4, 2, SHAPE).schedules}
+    views = {view.name: view for view in schedule_report(Causal(), Contiguous(), 4, 2, SHAPE).schedules}
     assert views["ring"].imbalance == pytest.approx(7 / 5)  # pairs: 3 and 7
     assert views["ulysses"].imbalance == 1
 
 
 def test_timelines_begin_at_zero_and_are_cut_where_they_are_too_long():
     ranges = [Span(0, "compute", "a", 5.0 + i, 5.5 + i, {"step": i, "bytes": 7}) for i in range(8001)]
-    report = replace(make_report(Causal(), Zigzag(), 8, 2, SHAPE), timelines={"measured": ranges[::-1]})
+    report = replace(schedule_report(Causal(), Zigzag(), 8, 2, SHAPE), timelines={"measured": ranges[::-1]})
     (told,) = drawing_data(report)["timelines"]
     assert (told["left_out"], len(told["spans"])) == (1, 8000)
     assert told["spans"][1] == [0, "compute", "a", 1.0, 1.5, 1, "bytes 7"]
 
 
 def test_nodes_are_divided_in_the_middle():
-    assert [default_node(world) for world in (1, 2, 3, 4, 6, 8, 16, 7)] == [1, 2, 3, 2, 3, 4, 4, 7]
+    assert [default_ranks_per_node(world) for world in (1, 2, 3, 4, 6, 8, 16, 7)] == [1, 2, 3, 2, 3, 4, 4, 7]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_ranks_beyond_16_are_grouped_by_node(world, ranks_per_node, rows, size, 
 
 def test_a_grouped_report_draws_the_first_rank_of_every_node():
     timelines = {str(world): [Span(rank, "send", "a", 0, 1) for rank in range(world)] for world in (3, 20)}
-    report = make_report(Causal(), Zigzag(), 160, 20, SHAPE, ranks_per_node=5, timelines=timelines)
+    report = schedule_report(Causal(), Zigzag(), 160, 20, SHAPE, ranks_per_node=5, timelines=timelines)
     drawn = drawing_data(report)
     assert (drawn["group_size"], drawn["group_noun"]) == (5, "node")
     for each in drawn["schedules"]:
@@ -120,10 +120,10 @@ def test_a_grouped_report_draws_the_first_rank_of_every_node():
 
 def test_estimates_name_device_and_links():
     assert hardware_name(default_cluster("cuda"), nodes=1) == "h200, nvlink4 (450 GB/s)"
-    report = make_report(Causal(), Zigzag(), 64, 4, SHAPE, ranks_per_node=2)
+    report = schedule_report(Causal(), Zigzag(), 64, 4, SHAPE, ranks_per_node=2)
     assert report.hardware == "h200, nvlink4 (450 GB/s) within a node, infiniband (50 GB/s) between nodes"
     assert all(report.hardware == each["timeline"]["hardware"] for each in drawing_data(report)["schedules"])
-    on_cpu = make_report(Causal(), Zigzag(), 64, 2, SHAPE, device="cpu")
+    on_cpu = schedule_report(Causal(), Zigzag(), 64, 2, SHAPE, device="cpu")
     assert on_cpu.hardware.startswith("cpu, loopback (")
 
 
@@ -149,4 +149,4 @@ def test_masks_in_words():
 def test_what_cannot_be_shown_is_refused(given, said):
     usual = {"mask": Causal(), "layout": Zigzag(), "length": 4096, "world": 4, "shape": SHAPE}
     with pytest.raises(ValueError, match=said):
-        make_report(**usual | given)
+        schedule_report(**usual | given)
