@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnmesh.cli.main import DeviceOption, default_device
+from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
@@ -63,7 +63,7 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def main(device: DeviceOption = None, json: JsonOption = None) -> None:
+def main(device: MeasuredDeviceOption = None, json: JsonOption = None) -> None:
     """Measure the error of ring context parallelism in bf16 against the number of ranks."""
     chosen = default_device(device)
     backends = ("triton", "aten") if chosen == "cuda" else ("aten",)

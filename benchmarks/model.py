@@ -12,13 +12,13 @@ import torch
 import typer
 from torch import Tensor
 
-from attnmesh.cli.main import DeviceOption, default_device
+from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.cli.output import Rows
 from attnmesh.comm import Comm, launch
 from attnmesh.core.optional import require
-from attnmesh.generation.engine import Reader
+from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
-from attnmesh.integrations.load import load_model
+from attnmesh.integrations.loading import load_model
 from attnmesh.integrations.transformers_attention import NAME, register_attention
 from benchmarks.common import JsonOption, make_app, publish
 
@@ -61,17 +61,17 @@ def _in_processes(fn: Callable[..., dict[str, Any]], world: int, threads: int, p
 
 def _rank(comm: Comm, prompt: int) -> dict[str, Any]:
     model, _ = load_model()
-    generator = Generator(model, None, comm, tokens=2 * prompt + 4 * STEPS)
+    generator = Generator(model, None, comm, cache_tokens=2 * prompt + 4 * STEPS)
     ids = prompt_ids(model, prompt)
     list(generator.generate([ids[:64]], max_new_tokens=2, stop=[]))  # what is made once is made now
-    before = generator.effort.prefill_seconds, generator.effort.decode_seconds, generator.effort.steps
-    generator.reader.free(generator.reader.readings[0])
+    before = generator.stats.prefill_seconds, generator.stats.decode_seconds, generator.stats.decode_steps
+    generator.engine.free(generator.engine.sequences[0])
     tokens = [token.id for token in generator.generate([ids], max_new_tokens=STEPS, stop=[])]
-    effort = generator.effort
+    stats = generator.stats
     return {
-        "prefill_s": effort.prefill_seconds - before[0],
-        "decode_s": (effort.decode_seconds - before[1]) / (effort.steps - before[2]),
-        "kv_mb_per_rank": effort.kv_bytes / 1e6,
+        "prefill_s": stats.prefill_seconds - before[0],
+        "decode_s": (stats.decode_seconds - before[1]) / (stats.decode_steps - before[2]),
+        "kv_mb_per_rank": stats.kv_bytes / 1e6,
         "tokens": tokens,
     }
 
@@ -138,17 +138,17 @@ def _random_llama() -> Any:
 def _attnmesh_cuda(model: Any, ids: list[int], steps: int) -> tuple[float, float, Tensor]:
     """Seconds to the first token, seconds a token, and the logits of the first."""
     model.set_attn_implementation(NAME)
-    reader = Reader(model, tokens=len(ids) + steps + 8)
+    engine = Engine(model, cache_tokens=len(ids) + steps + 8)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    reading = reader.read(ids, more=steps)
-    logits = reading.logits
+    sequence = engine.prefill(ids, max_new_tokens=steps)
+    logits = sequence.logits
     token = int(logits.argmax())
     prefill = time.perf_counter() - began
     seconds = []
     for _ in range(steps):
         began = time.perf_counter()
-        token = int(reader.step([reading], [[token]])[0, -1].argmax())
+        token = int(engine.decode([sequence], [[token]])[0, -1].argmax())
         seconds.append(time.perf_counter() - began)
     return prefill, statistics.median(seconds), logits
 
@@ -173,7 +173,7 @@ def _peer_cuda(model: Any, ids: list[int], steps: int) -> tuple[float, float, Te
 
 
 def main(
-    device: DeviceOption = None,
+    device: MeasuredDeviceOption = None,
     lengths: Annotated[
         list[int] | None,
         typer.Option("--length", min=128, help="Tokens of the prompt. Repeatable. [default: 2048; 32k, 128k on CUDA]"),

@@ -16,11 +16,10 @@ from typing import Annotated
 import torch
 import typer
 
-from attnmesh.calibration.runs import Run as CpuRun
-from attnmesh.calibration.runs import made_by, runs_of
+from attnmesh.calibration.runs import ScheduleRun, all_runs, rank_runs
 from attnmesh.calibration.timing import Run, interleaved
 from attnmesh.cli.calibrate import calibrate
-from attnmesh.cli.main import DeviceOption, default_device
+from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
@@ -42,18 +41,18 @@ class OtherProcesses:
     """From when it is made until asked. Counts processes that were started and have ended since as ours."""
 
     def __init__(self) -> None:
-        self._wall, self._busy, self._attnmesh_cuda = time.perf_counter(), _busy(), _attnmesh_cuda()
+        self._wall, self._busy_seconds, self._own_seconds = time.perf_counter(), _busy_seconds(), _own_seconds()
 
     def share(self) -> float | None:
         """The share of all cores that others had; None where the system does not say."""
-        before, now = self._busy, _busy()
+        before, now = self._busy_seconds, _busy_seconds()
         if before is None or now is None:
             return None
         wall = (time.perf_counter() - self._wall) * (os.cpu_count() or 1)
-        return max(now - before - (_attnmesh_cuda() - self._attnmesh_cuda), 0.0) / wall
+        return max(now - before - (_own_seconds() - self._own_seconds), 0.0) / wall
 
 
-def _busy() -> float | None:
+def _busy_seconds() -> float | None:
     """Seconds that all cores together have been busy."""
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
@@ -63,7 +62,7 @@ def _busy() -> float | None:
         return None
 
 
-def _attnmesh_cuda() -> float:
+def _own_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
@@ -72,7 +71,12 @@ CPU_LENGTHS = (1024, 4096)
 
 
 def measure_predicted_cpu(
-    cluster: Cluster, runs: Sequence[CpuRun], worlds: Sequence[int] = (2, 4), *, rounds: int = 9, best: bool = False
+    cluster: Cluster,
+    runs: Sequence[ScheduleRun],
+    worlds: Sequence[int] = (2, 4),
+    *,
+    rounds: int = 9,
+    best: bool = False,
 ) -> list[dict[str, object]]:
     """Measured over predicted seconds of every run, on every number of processes.
 
@@ -84,7 +88,7 @@ def measure_predicted_cpu(
         times = measured(runs, world, rounds, best=best)
         busy = others.share()
         for run, seconds in zip(runs, times, strict=True):
-            parts = run.simulated(world, cluster)
+            parts = run.simulate(world, cluster)
             predicted = sum(part.seconds for part in parts)
             rows.append(
                 {
@@ -98,7 +102,7 @@ def measure_predicted_cpu(
     return rows
 
 
-def measured(runs: Sequence[CpuRun], world: int, rounds: int, *, best: bool = False) -> list[float]:
+def measured(runs: Sequence[ScheduleRun], world: int, rounds: int, *, best: bool = False) -> list[float]:
     """Seconds from a barrier until the last rank is done, of every run; runs take turns.
 
     The lower quartile of the rounds, or the `best` of them: whatever else runs on the machine only ever adds.
@@ -108,9 +112,9 @@ def measured(runs: Sequence[CpuRun], world: int, rounds: int, *, best: bool = Fa
     return [min(times) if best else statistics.quantiles(times, n=4)[0] for times in slowest]
 
 
-def _rank(comm: Comm, runs: Sequence[CpuRun], rounds: int) -> list[list[float]]:
+def _rank(comm: Comm, runs: Sequence[ScheduleRun], rounds: int) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
-    programs = made_by(comm, runs)
+    programs = rank_runs(comm, runs)
     for at in range(rounds + 1):
         for run, found in zip(programs, times, strict=True):
             comm.barrier()
@@ -175,7 +179,7 @@ def computing(schedule: str, length: int, world: int, backward: bool, cluster: C
 def main(
     hardware_file: HardwareFileOption = None,
     hardware: Annotated[str, typer.Option(help="Name of the device in the file.")] = "this-machine",
-    device: DeviceOption = None,
+    device: MeasuredDeviceOption = None,
     quick: QuickOption = False,
     json: JsonOption = None,
 ) -> None:
@@ -195,7 +199,7 @@ def main(
     else:
         title = "measured over predicted time of processes (gloo, float32, causal, zigzag, 4/2 heads, D=64)"
         lengths, rounds = ((512,), 5) if quick else (CPU_LENGTHS, 9)
-        rows = measure_predicted_cpu(cluster, runs_of(lengths), rounds=rounds)
+        rows = measure_predicted_cpu(cluster, all_runs(lengths), rounds=rounds)
     publish("predicted", chosen, [(title, rows)], json)
 
 

@@ -19,7 +19,7 @@ import torch
 import typer
 
 from attnmesh.calibration.timing import Run, interleaved
-from attnmesh.cli.main import Device, check_device
+from attnmesh.cli.options import Device, check_device
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.optional import require
 from attnmesh.parallel.context import ContextParallel

@@ -11,7 +11,7 @@ import typer
 from torch import Tensor
 
 from attnmesh.calibration.timing import Run, interleaved
-from attnmesh.cli.main import Device, check_device
+from attnmesh.cli.options import Device, check_device
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.query_distributed import ring_chunks, ring_distributed_attention
 from attnmesh.plan.blocks import Patch

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.calibration.timing import Run, host_ms, interleaved
-from attnmesh.cli.main import DeviceOption, default_device
+from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
@@ -182,7 +182,7 @@ def _timed(run: Callable[[], None]) -> float:
     return statistics.median(samples)
 
 
-def main(device: DeviceOption = None, json: JsonOption = None) -> None:
+def main(device: MeasuredDeviceOption = None, json: JsonOption = None) -> None:
     """Measure the efficiency of ring context parallelism against one device and, on CUDA, its peak memory."""
     chosen = default_device(device)
     if chosen == "cuda":

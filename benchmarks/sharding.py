@@ -17,7 +17,7 @@ import typer
 from torch import Tensor
 
 from attnmesh.calibration.timing import Run, cold
-from attnmesh.cli.main import Device, check_device
+from attnmesh.cli.options import Device, check_device
 from attnmesh.cli.output import Rows
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights

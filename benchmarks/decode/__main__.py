@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from attnmesh.cli.main import Device, DeviceOption, default_device
+from attnmesh.cli.options import Device, MeasuredDeviceOption, default_device
 from attnmesh.core.optional import require
 from benchmarks.common import JsonOption, make_app, publish
 from benchmarks.decode.measure import CPU_PARTS, Part, measure_decode
@@ -16,7 +16,7 @@ from benchmarks.decode.plot import plot_decode
 
 
 def main(
-    device: DeviceOption = None,
+    device: MeasuredDeviceOption = None,
     only: Annotated[
         list[Part] | None, typer.Option("--only", help="What to measure. Repeatable; everything by default.")
     ] = None,

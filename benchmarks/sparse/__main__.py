@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli import output
-from attnmesh.cli.main import DeviceOption, default_device
+from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.core.optional import require
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
 from benchmarks.sparse.measure import Part, measure_sparse, wrong_rows
@@ -16,7 +16,7 @@ from benchmarks.sparse.plot import FORMATS, plot_sparse
 
 
 def main(
-    device: DeviceOption = None,
+    device: MeasuredDeviceOption = None,
     only: Annotated[
         list[Part] | None, typer.Option("--only", help="What to measure. Repeatable; everything by default.")
     ] = None,

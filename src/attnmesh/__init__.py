@@ -9,11 +9,10 @@ from attnmesh.core.merge import merge
 from attnmesh.core.state import State
 from attnmesh.generation.generator import GenerationStats, Generator, Token, generate
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.attention import attention_from_transformers
-from attnmesh.integrations.inputs import shard_inputs
-from attnmesh.integrations.load import load_model
-from attnmesh.integrations.problem import ModelError
-from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.integrations.attention_weights import attention_from_transformers
+from attnmesh.integrations.checkpoint import ModelError
+from attnmesh.integrations.loading import load_model
+from attnmesh.integrations.transformers_attention import register_attention, shard_inputs
 from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache

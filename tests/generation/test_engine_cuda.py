@@ -1,0 +1,91 @@
+"""Models across ranks on a GPU: virtual ranks, bf16, and steps as graphs."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from attnmesh import Striped, Zigzag, run_virtual
+from attnmesh.generation.engine import Engine
+from attnmesh.integrations.transformers_attention import register_attention
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+SIZES = {
+    "vocab_size": 257, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
+}  # fmt: skip
+EXTRA = {
+    "llama": {},
+    "mistral": {"sliding_window": 100},
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+def model_of(kind: str) -> torch.nn.Module:
+    register_attention()
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **EXTRA[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 1.0, 0.1)
+    return model.cuda().eval()
+
+
+def logits_along(model, ids, comm=None, layout=None, prefill_chunk=None) -> torch.Tensor:
+    """Those of the last tokens: a prompt, single steps (the third of a kind is a replayed graph), steps of three."""
+    engine = Engine(model, comm, cache_tokens=2000, layout=layout or Zigzag(), prefill_chunk=prefill_chunk)
+    sequence = engine.prefill(ids[:600], max_new_tokens=100)
+    seen = [sequence.logits]
+    for at in range(600, 605):
+        seen += engine.decode([sequence], [ids[at : at + 1]])[0].clone()
+    for at in range(605, 620, 3):
+        seen += engine.decode([sequence], [ids[at : at + 3]])[0].clone()
+    return torch.stack(seen).float()
+
+
+def asked(model):
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("attnmesh")
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", EXTRA)
+@pytest.mark.parametrize(
+    ("world", "layout", "prefill_chunk"), [(1, Zigzag(), None), (4, Zigzag(), 256), (3, Striped(), None)]
+)
+def test_in_float32_the_logits_are_those_of_one_plain_forward(kind, world, layout, prefill_chunk):
+    model = model_of(kind)
+    ids = torch.randint(0, 257, (620,)).tolist()
+    want = model(torch.tensor([ids], device="cuda")).logits[0, 599:620]
+    with torch.autograd.set_multithreading_enabled(False):
+        found = run_virtual(world, lambda comm: logits_along(asked(model), ids, comm, layout, prefill_chunk))
+    for mine in found:
+        assert (mine - want).norm() < 1e-4 * want.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("world", [1, 4])
+def test_in_bf16_the_error_is_no_larger_than_that_of_sdpa(world):
+    exact = model_of("llama")
+    ids = torch.randint(0, 257, (620,)).tolist()
+    tokens = torch.tensor([ids], device="cuda")
+    narrow = copy.deepcopy(exact).bfloat16()
+    exact = copy.deepcopy(narrow).double()  # of the same weights
+    want = exact(tokens).logits[0, 599:620]
+    plain = copy.deepcopy(narrow)
+    plain.set_attn_implementation("sdpa")
+    sdpa = plain(tokens).logits[0, 599:620].double()
+    for mine in run_virtual(world, lambda comm: logits_along(asked(narrow), ids, comm)):
+        assert (mine.double() - want).norm() < 2 * (sdpa - want).norm()
