@@ -114,12 +114,12 @@ def test_scores_at_slots(device, dtype, heads, dim, slots, relu, w_dtype):
 
 
 def test_indices_of_all_rows_at_once_take_no_memory(device):
-    """Indices whose rows are one row: every key of a stretch."""
+    """Indices whose rows are one row: every key of a chunk."""
     iq, ik, w = (torch.randn(*shape, device=device) for shape in ((3, 4, 16), (50, 16), (3, 4)))
     lo, hi = (torch.full((3,), n, dtype=torch.int32, device=device) for n in (107, 140))
-    stretch = torch.arange(110, 150, dtype=torch.int32, device=device).expand(3, 40)
+    chunk = torch.arange(110, 150, dtype=torch.int32, device=device).expand(3, 40)
     scores = scores_at(
-        iq, ik, w, stretch, lo, hi, lo * 0 + 40, k_offset=100, scale=SCALE, relu=True, tiles=SMALL
+        iq, ik, w, chunk, lo, hi, lo * 0 + 40, k_offset=100, scale=SCALE, relu=True, tiles=SMALL
     )  # fmt: skip
     assert torch.allclose(scores[:, :30].double(), dense_scores(iq, ik, w)[:, 10:40], atol=1e-5)
     assert scores[:, 30:].isneginf().all()
@@ -177,7 +177,7 @@ def bounds(device, s_q, s_kv) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "dim", "k", "s_kv", "sparse"),
-    with_each_dtype((1, 16, 1, 150, 1.0), (8, 64, 20, 200, 0.2), (64, 128, 100, 130, 1.0), (130, 16, 30, 90, 1.0)),
+    with_each_dtype((1, 16, 1, 150, 1.0), (8, 64, 20, 200, 0.2), (64, 32, 60, 90, 1.0), (130, 16, 30, 90, 1.0)),
 )
 def test_the_topk_is_exact(device, dtype, heads, dim, k, s_kv, sparse):
     iq, ik, w = whole(device, dtype, heads, dim, 5, s_kv, sparse)
@@ -219,10 +219,10 @@ ROWS = {
 }
 
 
-MORE_TIES = ("constant", "two values")
+SIMILAR = ("ascending", "constant", "two values", "a plateau")  # to the other kinds
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW_HERE if kind in MORE_TIES else ()) for kind in ROWS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW_HERE if kind in SIMILAR else ()) for kind in ROWS])
 def test_rows_of_every_kind(device, kind):
     """One head that multiplies by 1 (or -1, from the last to the first): scores are what the keys say.
 
@@ -240,7 +240,7 @@ def test_rows_of_every_kind(device, kind):
     assert not (found.scores.signbit() & (found.scores == 0)).any()
 
 
-@pytest.mark.parametrize("k", [20, 40, 300])
+@pytest.mark.parametrize("k", [pytest.param(20, marks=SLOW_HERE), 40, 300])
 def test_a_topk_that_does_not_fit_in_the_room_for_candidates(device, k):
     iq, ik, w = whole(device, torch.float32, 2, 16, 1, N)
     lo, hi = torch.zeros(1, dtype=torch.int32, device=device), torch.full((1,), N, dtype=torch.int32, device=device)
@@ -271,8 +271,10 @@ def test_no_rows_and_no_keys(device):
 # Gradients.
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "dim", "slots", "relu"), [(8, 16, 40, True), (70, 40, 20, True), (3, 24, 33, False)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "dim", "slots", "relu"),
+    with_each_dtype((8, 16, 40, True), (70, 40, 20, True), (3, 24, 33, False)),
+)
 def test_gradients(device, dtype, heads, dim, slots, relu):
     named = Named(device, dtype, heads, dim, slots)
     assert_grads(named.backward(relu), named.true_grads(relu), dtype)
@@ -308,7 +310,7 @@ def test_gradients_too_small_for_float16_are_kept(device):
 
 
 @pytest.mark.parametrize(("dtype", "heads", "dim", "relu"), with_each_dtype((8, 16, True), (70, 24, False)))
-def test_gradients_of_a_stretch_of_keys(device, dtype, heads, dim, relu):
+def test_gradients_of_a_chunk_of_keys(device, dtype, heads, dim, relu):
     """Against float64, with NaN in keys that no row sees, and in gradients of what a row does not see."""
     iq, ik = (torch.randn(*n, dim, device=device).to(dtype) for n in ((5, heads), (40,)))
     w = torch.randn(5, heads, device=device)

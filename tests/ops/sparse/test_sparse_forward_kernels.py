@@ -4,6 +4,7 @@ The general kernel runs in Triton's interpreter or on a GPU; Gluon's kernel on a
 """
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,10 +96,16 @@ def assert_right(case: dict, kernel=triton_forward, tolerance: float | None = No
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+SHAPES = [(8, 100, 64, 64), (24, 128, 96, 96), (64, 100, 96, 64), (3, 1, 64, 16), (8, 100, 576, 512), (2, 40, 100, 90)]
+
+
 @pytest.mark.parametrize(
-    ("heads", "topk", "d", "d_v"),
-    [(8, 100, 64, 64), (24, 128, 96, 96), (64, 100, 96, 64), (3, 1, 64, 16), (8, 100, 576, 512), (2, 40, 100, 90)],
+    ("dtype", "heads", "topk", "d", "d_v"),
+    [
+        pytest.param(dtype, *shape, marks=() if torch.cuda.is_available() or i % 2 == j else pytest.mark.slow)
+        for i, shape in enumerate(SHAPES)
+        for j, dtype in enumerate(DTYPES)
+    ],
 )
 def test_every_shape(device, dtype, heads, topk, d, d_v):
     case = problem(device, dtype, heads, topk, d, d_v)
@@ -106,8 +113,10 @@ def test_every_shape(device, dtype, heads, topk, d, d_v):
     assert_right(case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (96, 48), (80, 96), (576, 512)])
+@pytest.mark.parametrize(
+    ("dtype", "d", "d_v"),
+    [(DTYPES[i % len(DTYPES)], *widths) for i, widths in enumerate([(64, 64), (96, 48), (80, 96), (576, 512)])],
+)
 def test_values_of_their_own(device, dtype, d, d_v):
     case = problem(device, dtype, 5, 33, d, d_v, rows=2, separate=True)
     poison(case)
@@ -133,8 +142,7 @@ def take_slots_away(case: dict) -> None:
     case["indices"][12] = case["indices"][12, 0].clone()  # the same key again and again counts each time
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k_offset", [0, 1000])
+@pytest.mark.parametrize(("dtype", "k_offset"), [(dtype, 1000 * i) for i, dtype in enumerate(DTYPES)])
 def test_slots_that_do_not_count(device, dtype, k_offset):
     case = problem(device, dtype, 8, 100, 64, 64, rows=13, k_offset=k_offset)
     take_slots_away(case)
@@ -144,9 +152,9 @@ def test_slots_that_do_not_count(device, dtype, k_offset):
 
 def test_one_row_of_names_for_all_queries(device):
     """Row stride 0: an arange that is expanded makes it dense attention, and bounds make that causal."""
-    case = problem(device, torch.float32, 4, 50, 32, 32, rows=50, s_kv=50)
-    case["indices"] = torch.arange(50, dtype=torch.int32, device=device).expand(50, 50)
-    case["hi"] = torch.arange(1, 51, dtype=torch.int32, device=device)
+    case = problem(device, torch.float32, 4, 50, 32, 32, rows=20, s_kv=50)
+    case["indices"] = torch.arange(50, dtype=torch.int32, device=device).expand(20, 50)
+    case["hi"] = torch.arange(31, 51, dtype=torch.int32, device=device)
     assert_right(case)
 
 
@@ -216,7 +224,7 @@ def test_the_hopper_kernel_says_what_it_serves(device):
 @pytest.mark.parametrize("heads", [1, 20, 128])
 def test_tiles_fit_the_memory_of_a_program(room, heads):
     for dtype, (main, width) in product((torch.bfloat16, torch.float32), ((64, 96), (256, 320), (512, 576))):
-        tiles = triton_forward.pick_tiles(heads, main, width, dtype, separate=False, room=room)
+        tiles = triton_forward.pick_tiles(heads, main, width, dtype, separate=False, limit=room)
         bytes_held = (tiles.heads + tiles.stages * tiles.keys) * width * dtype.itemsize
         assert bytes_held < room or tiles[:2] == (16, 16)
 
@@ -229,7 +237,7 @@ def rising(case: dict) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "topk", "d", "out_dtype"),
-    [(64, 300, 576, torch.float16), (70, 130, 512, torch.float32), (16, 1, 576, torch.float16)],
+    [(64, 140, 576, torch.float16), (70, 66, 512, torch.float32), (16, 1, 576, torch.float16)],
 )
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 30), marks=pytest.mark.slow)], ids=["one", "many"])
 def test_the_hopper_kernel_under_hostile_schedules(heads, topk, d, out_dtype, seeds):
@@ -249,7 +257,7 @@ PLANTED = {
     "the gatherer does not wait for the averagers": ("mbarrier.wait(back_free.index(stage), turn ^ 1)", "pass"),
     "the scores are read too early": ("warpgroup_mma_wait(0, [scores])", "warpgroup_mma_wait(1, [scores])"),
     "the front is not fenced": ("fence_async_shared()  # copies", "pass  # copies"),
-    "the weights are not fenced": ("to(k_tail.dtype))\n        fence_async_shared()", "to(k_tail.dtype))"),
+    "the weights are not fenced": ("to(k_tail.dtype))\n            fence_async_shared()", "to(k_tail.dtype))"),
     "nobody gives the front back": ("mbarrier.arrive(front_free.index(stage), count=1)", "pass"),
     "the queries are overwritten too soon": ("mbarrier.wait(q_free.index(0), (served & 1) ^ 1)", "pass"),
     "the shares are overwritten too soon": ("mbarrier.wait(share_free.index(0), (done & 1) ^ 1)", "pass"),
@@ -260,6 +268,7 @@ PLANTED = {
 def test_the_emulation_finds_planted_faults(fault):
     case = problem("cpu", torch.float16, 16, 200, 512, 512, rows=9, s_kv=400)
     case["slots"][3:] = 10  # three programs: a long item each, and two short ones that come soon after one another
+    assert Path(gluon_forward.__file__).read_text().count(PLANTED[fault][0]) == 1
 
     def many_times():  # a race is lost sooner or later
         for seed in range(20):
