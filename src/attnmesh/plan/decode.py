@@ -6,11 +6,11 @@
 Tensor parallelism (TP) divides heads, KV data parallelism (KVDP) sequences, context parallelism (CP) positions. The
 weights are not divided this way: all `tp x kvdp x cp` ranks project a part of the query heads each, in the order of
 ranks, exactly as plain tensor parallelism over all ranks would. The `kvdp x cp` ranks of one TP rank share its kv
-heads; they trade queries before attention and results after it.
+heads; they exchange queries before attention and results after it.
 
     rank = (tp_rank x cp + cp_rank) x kvdp + kvdp_rank
 
-In this order the ranks that trade hold query heads side by side: what arrives lies in order of heads.
+In this order the ranks of a KVDP group have adjacent query heads, so that received heads are in order.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class DecodeSharding:
         return _part(kv_heads, self.tp, self.place(rank).tp, least=1)
 
     def group_heads(self, rank: int, q_heads: int) -> range:
-        """The query heads of a rank's TP rank: those it attends with, after it has traded."""
+        """The query heads of a rank's TP rank: those that it computes attention for, after the exchange."""
         return _part(q_heads, self.tp, self.place(rank).tp)
 
     def q_heads(self, rank: int, q_heads: int) -> range:
@@ -161,7 +161,7 @@ def _part(count: int, parts: int, part: int, least: int = 0) -> range:
 
 
 KvdpExchange = Literal["all_to_all", "all_gather"]
-"""How KVDP ranks trade query heads for sequences and back: each its part, or all to all and slice."""
+"""How KVDP ranks exchange query heads for sequences and back: only what a rank needs, or everything and a slice."""
 
 Combine = Literal["all_to_all", "reduce_scatter", "all_reduce"]
 """How CP ranks merge results: `(out, lse)` in one message, or the lse first and then a sum."""
@@ -204,7 +204,7 @@ def bytes_sent(
     shape: DecodeShape,
     rank: int,
     *,
-    trade: KvdpExchange = "all_to_all",
+    kvdp: KvdpExchange = "all_to_all",
     combine: Combine = "all_to_all",
     replicate_q: bool = False,
 ) -> dict[str, int]:
@@ -213,18 +213,18 @@ def bytes_sent(
     With `replicate_q` a rank projects the queries of all its CP peers: they need not be gathered.
     """
     sharding.check_heads(shape.q_heads, shape.kv_heads)
-    _check_one_of("trade", trade, KVDP_EXCHANGES)
+    _check_one_of("kvdp", kvdp, KVDP_EXCHANGES)
     _check_one_of("combine", combine, COMBINES)
-    traded_in, traded_out = _traded(sharding, shape, rank, trade, replicate_q)
+    heads_in, heads_out = _exchanged_heads(sharding, shape, rank, kvdp, replicate_q)
     lse, out = _combined(sharding, shape, rank, combine)
     gathered = 0 if replicate_q else (sharding.cp - 1) * _cp_heads(sharding, shape, rank) * _row(sharding, shape, rank)
     projected = shape.batch * shape.tokens * shape.hidden * shape.itemsize
     return {
-        "kvdp in": traded_in,
+        "kvdp in": heads_in,
         "cp in": gathered,
         "cp lse": lse,
         "cp out": out,
-        "kvdp out": traded_out,
+        "kvdp out": heads_out,
         "projection": _all_reduced(projected, sharding.ranks),
     }
 
@@ -232,7 +232,7 @@ def bytes_sent(
 def messages_sent(
     sharding: DecodeSharding, shape: DecodeShape, rank: int, *, combine: Literal["all_to_all", "reduce_scatter"]
 ) -> dict[str, dict[int, int]]:
-    """Bytes of each message between peers, by collective and by whom it goes to, where KVDP ranks trade all-to-all.
+    """Bytes of each message between peers, by collective and by whom it goes to, where KVDP ranks use all_to_all.
 
     They add up to `bytes_sent`. The projection is left out: an all-reduce goes to nobody in particular.
     """
@@ -267,14 +267,14 @@ def weight_copies(sharding: DecodeSharding, kv_heads: int, *, replicate_q: bool 
     return Copies(w_q=sharding.cp if replicate_q else 1, w_kv=shared, w_out=1)
 
 
-def _traded(
-    sharding: DecodeSharding, shape: DecodeShape, rank: int, trade: KvdpExchange, replicate_q: bool
+def _exchanged_heads(
+    sharding: DecodeSharding, shape: DecodeShape, rank: int, kvdp: KvdpExchange, replicate_q: bool
 ) -> tuple[int, int]:
     """Between KVDP peers: query heads of all sequences on the way in, results of all query heads on the way out."""
     peers, others = sharding.kvdp_peers(rank), sharding.kvdp - 1
     projected = sharding.replicated_q_heads if replicate_q else sharding.q_heads
     heads = len(projected(rank, shape.q_heads))
-    if trade == "all_gather":
+    if kvdp == "all_gather":
         all_rows = shape.batch * shape.tokens * shape.head_dim * shape.itemsize
         return others * heads * all_rows, others * _cp_heads(sharding, shape, rank) * _row(sharding, shape, rank)
     there = sum(heads * _row(sharding, shape, peer) for peer in peers if peer != rank)

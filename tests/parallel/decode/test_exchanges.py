@@ -41,14 +41,14 @@ def test_every_way_to_exchange_is_right_and_sends_what_the_plan_says(case):
             for part in sent.values():
                 part.reset()
             feeding.feed(range(batch), tokens)
-            found.append((feeding.outputs, {name: dict(part.verbs) for name, part in sent.items()}))
+            found.append((feeding.outputs, {name: dict(part.by_op) for name, part in sent.items()}))
         return found
 
     for me, found in enumerate(am.run_virtual(sharding.ranks, rank)):
         for way, (seen, verbs) in zip(WAYS, found, strict=True):
             assert_outputs_close(seen, truth)
             plan = bytes_sent(
-                sharding, shape, me, trade=way.kvdp, combine=way.cp, replicate_q=way.replicate_q
+                sharding, shape, me, kvdp=way.kvdp, combine=way.cp, replicate_q=way.replicate_q
             )  # fmt: skip
             assert_sent(verbs, plan, way, sharding)
 
