@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from attnmesh.cli.output import Rows
-from attnmesh.planner.decode import Decode, decode_ranking
+from attnmesh.planner.decode import DecodeRequest, decode_ranking
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.read import model as model_named
 from attnmesh.planner.ranking import Option, Ranking
@@ -18,7 +18,7 @@ KERNEL_KINDS = ("TP", "TP-CP", "TP-KVDP", "TP-KVDP-CP", "replicas")
 def decode_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:
     """The best of each kind for every model, batch and number of devices, the fastest that fits first."""
     for name, batch, devices in product(scope.models, scope.batches, scope.devices):
-        ranking = decode_ranking(Decode(model_named(name), CONTEXT, batch, devices, cluster))
+        ranking = decode_ranking(DecodeRequest(model_named(name), CONTEXT, batch, devices, cluster))
         best: dict[str, Option] = {}
         for option in ranking.options:
             best.setdefault(kind_of(option.name), option)
@@ -46,7 +46,7 @@ def _row(model: str, batch: int, devices: int, kind: str, option: Option, rankin
         "weights": option.memory.weights,
         "cache": option.memory.cache,
         "total": option.memory.total,
-        "fits": option.fits(ranking.room),
+        "fits": option.fits(ranking.device_memory),
         "bottleneck": option.bottleneck,
         "why": ranking.why(option),
     }

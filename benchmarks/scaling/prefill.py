@@ -11,8 +11,8 @@ from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.config import pairs
-from attnmesh.planner.ranking import RESERVED
+from attnmesh.planner.models.config import causal_pairs
+from attnmesh.planner.ranking import RESERVED_MEMORY
 from benchmarks.scaling.cases import SHAPE, Scope
 from benchmarks.scaling.holding_up import holding_up
 from benchmarks.scaling.watch import Watched, watched
@@ -38,7 +38,7 @@ def case_of(length: int, world: int, cluster: Cluster) -> Workload:
 
 def one_device(length: int, cluster: Cluster, *, backward: bool) -> float:
     """Seconds of one device that has the whole sequence, if it could hold it."""
-    product = 2.0 * SHAPE.batch * SHAPE.q_heads * SHAPE.head_dim * pairs(length)
+    product = 2.0 * SHAPE.batch * SHAPE.q_heads * SHAPE.head_dim * causal_pairs(length)
     if backward:
         return float(cluster.device.seconds("attention backward", 5 * product))
     return float(cluster.device.seconds("attention", 2 * product))
@@ -66,7 +66,7 @@ def _row(schedule: str, workload: Workload, length: int, direction: str, cluster
         "far": sum(run.most.inter_node for run in runs),
         "exchanges": sum(run.exchanges for run in runs),
         "held": held,
-        "fits": held <= (1 - RESERVED) * cluster.device.memory,
+        "fits": held <= (1 - RESERVED_MEMORY) * cluster.device.memory,
         "held_up_by": holding_up(runs[longest], ideals[longest], cluster),
         "method": runs[longest].ran.method,
         "simulated_in": sum(run.wall for run in runs),

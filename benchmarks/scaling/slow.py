@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from attnmesh.cli.output import Rows
 from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.simulator.network import Slowdown
 from benchmarks.scaling.cases import Scope
 from benchmarks.scaling.prefill import case_of
 from benchmarks.scaling.watch import watched
@@ -28,7 +28,7 @@ def slow_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:
                 continue
             usual, rank, link = (
                 watched(schedule, workload, cluster, backward=False, slow=slow).ran.seconds
-                for slow in (Slow(), Slow(ranks={who: RANK_FACTOR}), Slow(links={who: LINK_FACTOR}))
+                for slow in (Slowdown(), Slowdown(ranks={who: RANK_FACTOR}), Slowdown(links={who: LINK_FACTOR}))
             )
             yield [
                 {

@@ -12,7 +12,7 @@ from attnmesh.plan.program import Ints, Load, LoadCounter, Messages, MessageTota
 from attnmesh.plan.schedules import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 
 # Ulysses' exchanges. What it attends over stays until the end; what it trades back are results of other ranks' rows.
@@ -32,7 +32,7 @@ class Watched:
 
 
 def watched(
-    schedule: str, workload: Workload, cluster: Cluster, *, backward: bool, slow: Slow | None = None
+    schedule: str, workload: Workload, cluster: Cluster, *, backward: bool, slow: Slowdown | None = None
 ) -> Watched:
     """Simulate a schedule that can serve the case. The case says how many ranks a node has."""
     whole = program(schedule, workload, backward=backward)

@@ -98,7 +98,7 @@ def test_bytes_are_those_of_the_pairs_that_travel(sharding, heads, batch, trade,
         assert step.has[rank] == set(product(step.mine[rank], range(batch)))
 
     for rank in step.ranks:
-        sent = bytes_sent(sharding, shape, rank, trade=trade, replicate_q=replicate_q)
+        sent = bytes_sent(sharding, shape, rank, kvdp=trade, replicate_q=replicate_q)
         for name, pairs in found.items():
             assert sent[name] == pairs[rank] * T * D * 2, name
         assert sent["cp out"] == combined[rank] * T * (D + 1) * 4
@@ -145,7 +145,7 @@ def test_bytes_of_the_documents_example():
     shape = DecodeShape(8, 1, 64, 8, head_dim=64, hidden=2880)
     kvdp = bytes_sent(DecodeSharding(8, kvdp=8), shape, 0)
     assert (kvdp["kvdp in"], kvdp["kvdp out"]) == (7 * 128, 7 * 128)
-    gathered = bytes_sent(DecodeSharding(8, kvdp=8), shape, 0, trade="all_gather")
+    gathered = bytes_sent(DecodeSharding(8, kvdp=8), shape, 0, kvdp="all_gather")
     assert (gathered["kvdp in"], gathered["kvdp out"]) == (7 * 8 * 128, 7 * 8 * 128)  # 8 times as much
     cp = bytes_sent(DecodeSharding(8, cp=8), shape, 0)
     assert (cp["cp in"], cp["cp out"]) == (7 * 8 * 128, 7 * 8 * 65 * 4)

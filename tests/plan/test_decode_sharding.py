@@ -133,8 +133,8 @@ def test_positions_by_rank_and_their_slots(cp, interleave):
         assert [sharding.local_index(p) for p in mine] == list(range(len(mine)))
         assert sharding.local_length(length, place.cp) == len(mine)
         blocks = list(range(100, 100 - len(mine) // block_size - 1, -1))  # backwards: a slot must go through them
-        room = [block * block_size + offset for block in blocks for offset in range(block_size)]
-        assert [sharding.slot(p, blocks, block_size) for p in mine] == room[: len(mine)]
+        device_memory = [block * block_size + offset for block in blocks for offset in range(block_size)]
+        assert [sharding.slot(p, blocks, block_size) for p in mine] == device_memory[: len(mine)]
 
 
 # What is refused.

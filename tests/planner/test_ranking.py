@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnmesh.planner.ranking import RESERVED, Memory, Option, ranked
+from attnmesh.planner.ranking import RESERVED_MEMORY, Memory, Option, ranked
 from attnmesh.planner.units import readable_seconds
 
 
@@ -23,8 +23,8 @@ def test_of_equally_fast_ones_the_leaner_comes_first():
 
 
 def test_a_part_of_the_memory_is_kept_back():
-    assert option("just", 1, 100 * (1 - RESERVED)).fits(100)
-    assert not option("over", 1, 100 * (1 - RESERVED) + 0.01).fits(100)
+    assert option("just", 1, 100 * (1 - RESERVED_MEMORY)).fits(100)
+    assert not option("over", 1, 100 * (1 - RESERVED_MEMORY) + 0.01).fits(100)
 
 
 def test_why_says_what_a_way_loses_by():

@@ -12,7 +12,7 @@ from attnmesh.plan.decode import Copies, DecodeShape, DecodeSharding, bytes_sent
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode import DecodeLayer, decode_program
-from attnmesh.planner.recommend import Compared, compare_shardings, recommend_sharding
+from attnmesh.planner.recommend import ShardingComparison, compare_shardings, recommend_sharding
 from attnmesh.planner.units import readable_bytes
 
 
@@ -261,7 +261,7 @@ def test_ways_that_do_not_fit_or_do_not_differ_are_left_out():
 
 def test_the_table_follows_the_heads():
     *_, dp = compare_shardings(32, 2, 32)
-    assert dp == Compared("DP Attention (TP2 DP16)", "16x (DP)", "16x (DP)", "16x (DP)", "[B/16, S, H]", "B/16 batches")
+    assert dp == ShardingComparison("DP Attention (TP2 DP16)", "16x (DP)", "16x (DP)", "16x (DP)", "[B/16, S, H]", "B/16 batches")
 
 
 # What is refused.

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from attnmesh.plan.program import MessageTotals, Program, Round
-from attnmesh.planner.simulator.network import Slow
-from attnmesh.planner.simulator.simulate import FEW_MESSAGES, simulate
+from attnmesh.planner.simulator.network import Slowdown
+from attnmesh.planner.simulator.simulate import MAX_MESSAGES, simulate
 from helpers.clusters import (
     all_to_all_program,
     attention_kernels,
@@ -37,7 +37,7 @@ def test_few_messages_are_followed_one_by_one():
 
 
 def test_many_messages_are_not():
-    found = simulate(long_ring_program(1024, FEW_MESSAGES // 1024 + 1), WIRED)
+    found = simulate(long_ring_program(1024, MAX_MESSAGES // 1024 + 1), WIRED)
     assert found.method.startswith("a round at a time: more than 50,000 messages; what a message gets")
 
 
@@ -65,13 +65,13 @@ def test_bundles_go_a_round_at_a_time():
 
 @pytest.mark.parametrize("exact", [None, True, False])
 def test_either_way_by_argument_and_the_same(exact):
-    found = simulate(long_ring_program(16, 20), WIRED, slow=Slow({3: 2.0}), exact=exact)
+    found = simulate(long_ring_program(16, 20), WIRED, slow=Slowdown({3: 2.0}), exact=exact)
     assert found.method.startswith("a round at a time: as asked for" if exact is False else "event by event")
-    assert found.seconds == pytest.approx(simulate(long_ring_program(16, 20), WIRED, slow=Slow({3: 2.0})).seconds)
+    assert found.seconds == pytest.approx(simulate(long_ring_program(16, 20), WIRED, slow=Slowdown({3: 2.0})).seconds)
     assert found.seconds > simulate(long_ring_program(16, 20), WIRED, exact=exact).seconds
 
 
-@pytest.mark.parametrize("rounds", [3, FEW_MESSAGES // 1024 + 5])
+@pytest.mark.parametrize("rounds", [3, MAX_MESSAGES // 1024 + 5])
 def test_rounds_are_made_once(rounds):
     made = []
 
@@ -93,6 +93,6 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="at least 1 rank, got 0"):
         simulate(make_program(0), simulated_cluster())
     with pytest.raises(ValueError, match=r"ranks of Slow must be within 0\.\.2, got 3"):
-        simulate(make_program(3), simulated_cluster(), slow=Slow({3: 2.0}))
+        simulate(make_program(3), simulated_cluster(), slow=Slowdown({3: 2.0}))
     with pytest.raises(ValueError, match=r"keep must name ranks within 0\.\.2, got 5"):
         simulate(make_program(3), simulated_cluster(), keep=[5])

@@ -48,7 +48,7 @@ def test_every_way_to_exchange_is_right_and_sends_what_the_plan_says(case):
         for way, (seen, verbs) in zip(WAYS, found, strict=True):
             assert_outputs_close(seen, truth)
             plan = bytes_sent(
-                sharding, shape, me, trade=way.kvdp, combine=way.cp, replicate_q=way.replicate_q
+                sharding, shape, me, kvdp=way.kvdp, combine=way.cp, replicate_q=way.replicate_q
             )  # fmt: skip
             assert_sent(verbs, plan, way, sharding)
 

@@ -26,7 +26,7 @@ def answer(comm: Comm, job: Job, loaded: tuple[Any, Any] | None = None) -> Outco
         model,
         tokenizer,
         comm,
-        tokens=job.room,
+        tokens=job.device_memory,
         layout=job.layout,
         prefill_chunk=job.prefill_chunk,
         on_read=screen.read,

@@ -34,7 +34,7 @@ class Job:
     keep_logits: bool  # for somebody to compare
 
     @property
-    def room(self) -> int:
+    def device_memory(self) -> int:
         """Tokens that the longest prompt and its answer take, with drafts that are not right."""
         return max(map(len, self.prompts)) + self.max_new_tokens + MAX_DECODE_TOKENS
 
@@ -66,7 +66,7 @@ def check_memory(job: Job, config: Any, ranks: int, copies: int) -> None:
     """Refuse a model that does not fit on a device that `copies` of the ranks share, each with its own weights."""
     device = torch.device(job.device)
     weights = weight_bytes(job.folder, job.dtype)
-    kept = -(-job.room // ranks) * token_bytes(config, job.dtype)
+    kept = -(-job.device_memory // ranks) * token_bytes(config, job.dtype)
     free = free_memory(device)
     if free is not None and copies * (weights + kept) > free:
         each = f"{in_gib(weights)} of weights and {in_gib(kept)} of keys and values"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attnmesh.planner.ranking import RESERVED, Memory, Ranking
+from attnmesh.planner.ranking import RESERVED_MEMORY, Memory, Ranking
 from attnmesh.planner.units import readable_bytes
 
 MOST_DEVICES = 1 << 14
@@ -13,7 +13,7 @@ Leanest = Callable[[int], Memory | None]
 """What the leanest way on so many devices asks of one of them; None if there is none."""
 
 
-def advice(ranking: Ranking, devices: int, leanest: Leanest, stored: float) -> str:
+def advice(ranking: Ranking, devices: int, leanest: Leanest, weight_bits: float) -> str:
     """In words: what is too large, how many devices would do, and whether smaller numbers in the cache would."""
     now = leanest(devices)
     if now is None:
@@ -24,19 +24,19 @@ def advice(ranking: Ranking, devices: int, leanest: Leanest, stored: float) -> s
     largest = max(parts, key=lambda part: parts[part])
     said = [
         f"Nothing fits: the leanest way needs {readable_bytes(now.total)} a device ({largest} alone "
-        f"{readable_bytes(parts[largest])}), and {readable_bytes((1 - RESERVED) * ranking.room)} can be used."
+        f"{readable_bytes(parts[largest])}), and {readable_bytes((1 - RESERVED_MEMORY) * ranking.device_memory)} can be used."
     ]
-    said.append(_enough(devices, leanest, (1 - RESERVED) * ranking.room))
-    if stored > 1 and now.cache > now.weights:
+    said.append(_enough(devices, leanest, (1 - RESERVED_MEMORY) * ranking.device_memory))
+    if weight_bits > 1 and now.cache > now.weights:
         said.append("An 8-bit KV cache (--storage fp8) halves the cache.")
     return " ".join(said)
 
 
-def _enough(devices: int, leanest: Leanest, room: float) -> str:
+def _enough(devices: int, leanest: Leanest, device_memory: float) -> str:
     most = None
     for n in _more(devices):
         need = leanest(n)
-        if need is not None and need.total <= room:
+        if need is not None and need.total <= device_memory:
             return f"{n} of these devices would hold it."
         most = most if need is None else n
     if most is None:

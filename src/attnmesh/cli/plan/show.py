@@ -51,7 +51,7 @@ def as_json(ranking: Ranking) -> dict[str, object]:
             "way": option.name, "seconds": option.seconds, "parts": option.parts, "bytes_sent": option.sent,
             "memory": {"total": memory.total, "weights": memory.weights, "cache": memory.cache,
                        "working": memory.working},
-            "fits": option.fits(ranking.room), "bottleneck": option.bottleneck, "why": ranking.why(option),
+            "fits": option.fits(ranking.device_memory), "bottleneck": option.bottleneck, "why": ranking.why(option),
         }  # fmt: skip
 
     best = ranking.best
@@ -59,6 +59,6 @@ def as_json(ranking: Ranking) -> dict[str, object]:
         "best": None if best is None else best.name,
         "options": [one(option) for option in ranking.options],
         "refused": ranking.refused,
-        "device_memory": ranking.room,
+        "device_memory": ranking.device_memory,
         "advice": ranking.advice,
     }

@@ -19,7 +19,7 @@ from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.trace.timeline import write_trace
@@ -66,7 +66,7 @@ def run(asked: Asked) -> None:
     found = asked.machines.cluster()
     workload = _case(asked, found)
     schedule = _schedule(asked, workload, found)
-    slow = Slow(
+    slow = Slowdown(
         _factors(asked.slow_ranks, "--slow-rank", asked.ranks), _factors(asked.slow_links, "--slow-link", asked.ranks)
     )
     keep = _ranks(asked) if asked.trace is not None else ()
@@ -85,7 +85,7 @@ def run(asked: Asked) -> None:
 
 
 def _simulated(
-    schedule: str, workload: Workload, found: Cluster, backward: bool, slow: Slow, keep: Sequence[int]
+    schedule: str, workload: Workload, found: Cluster, backward: bool, slow: Slowdown, keep: Sequence[int]
 ) -> _Run:
     whole = program(schedule, workload, backward=backward)
     counter = LoadCounter(whole.world, found.ranks_per_node)
