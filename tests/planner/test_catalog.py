@@ -186,7 +186,7 @@ latency_us = 0
 
 def test_a_device_without_wiring_wants_it_said(written):
     path = written('[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 10\n')
-    with pytest.raises(ValueError, match="does not say how mine is wired: give near and far and node and rails"):
+    with pytest.raises(ValueError, match="for mine: give intra_node and inter_node and ranks_per_node and rails"):
         cluster("mine", extra=path)
     found = cluster("mine", intra_node="pcie", inter_node="ethernet", ranks_per_node=4, rails=2, extra=path)
     assert (found.intra_node.name, found.ranks_per_node, found.rails) == ("pcie", 4, 2)

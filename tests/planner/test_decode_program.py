@@ -10,7 +10,7 @@ from attnmesh.plan.decode import DecodeShape, DecodeSharding, bytes_sent, messag
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.catalog import cluster as named_cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode import AROUND_ATTENTION, EXCHANGE, MERGE, DecodeLayer, LinearLayers, decode_program
+from attnmesh.planner.decode import ATTENTION_LAUNCHES, EXCHANGE_LAUNCHES, MERGE_LAUNCHES, DecodeLayer, LinearLayers, decode_program
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
 from helpers.blocks import random_sequences
 from helpers.clusters import cluster, link
@@ -135,7 +135,7 @@ def test_a_rank_reads_its_own_heads_sequences_and_positions():
 
 
 def test_weights_are_divided_but_those_of_kv_heads_which_are_copied():
-    linear = LinearLayers(divided=120, by_kv_head=40, out=60, mlp=600, mlp_used=300.0, nbytes=2.0, mlp_nbytes=0.5)
+    linear = LinearLayers(sharded=120, by_kv_head=40, out=60, mlp=600, mlp_used=300.0, nbytes=2.0, mlp_nbytes=0.5)
     layer = layer_of((12, 2), 3, linear=linear)
     for sharding, part in ((DecodeSharding(2), 0.5), (DecodeSharding(2, 3), 0.5), (DecodeSharding(1, 3), 1.0)):
         into, out, mlp = layer.projected(sharding), layer.projected_out(sharding), layer.mlp(sharding)
@@ -149,10 +149,10 @@ def test_weights_are_divided_but_those_of_kv_heads_which_are_copied():
 def test_small_kernels_are_launches_around_attention_and_exchanges():
     machine = cluster(flops=1e300, launch=1.0)
     for sharding, launches in (
-        (DecodeSharding(2), AROUND_ATTENTION),
-        (DecodeSharding(1, 2), AROUND_ATTENTION + 2 * EXCHANGE),
-        (DecodeSharding(1, 1, 2), AROUND_ATTENTION + 2 * EXCHANGE + MERGE),
-        (DecodeSharding(1, 2, 2), AROUND_ATTENTION + 4 * EXCHANGE + MERGE),
+        (DecodeSharding(2), ATTENTION_LAUNCHES),
+        (DecodeSharding(1, 2), ATTENTION_LAUNCHES + 2 * EXCHANGE_LAUNCHES),
+        (DecodeSharding(1, 1, 2), ATTENTION_LAUNCHES + 2 * EXCHANGE_LAUNCHES + MERGE_LAUNCHES),
+        (DecodeSharding(1, 2, 2), ATTENTION_LAUNCHES + 4 * EXCHANGE_LAUNCHES + MERGE_LAUNCHES),
     ):
         found = cost(decode_program(sharding, layer_of((8, 2), 4), machine.intra_node), machine)
         assert found.computed == launches + 1  # and attention
@@ -182,7 +182,7 @@ def test_kernels_take_what_was_measured_on_the_h200(context, batch):
     """Within 20%. Curves of attention are from the same table; products and small kernels are not."""
     h200 = named_cluster("h200")
     shape = DecodeShape(batch, 1, 64, 8, head_dim=64, hidden=2880)
-    weights = LinearLayers(divided=2880 * 4096, by_kv_head=2880 * 1024, out=2880 * 4096)
+    weights = LinearLayers(sharded=2880 * 4096, by_kv_head=2880 * 1024, out=2880 * 4096)
     layer = DecodeLayer(shape, cached=256.0, context=1024 * context, linear=weights)
     for way, measured in zip(WAYS, MEASURED[context, batch], strict=True):
         computed = cost(decode_program(way, layer, h200.intra_node), h200).computed
