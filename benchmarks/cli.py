@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli import output as report
-from attnmesh.cli.main import Device, DeviceOption, check_device, default_device
+from attnmesh.cli.options import Device, check_device, default_device
+from attnmesh.cli.options import MeasuredDeviceOption as DeviceOption
 from benchmarks import main
 from benchmarks.decode.parts import ON_CPU, Part
 from benchmarks.scaling.parts import Part as ScalingPart

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from attnmesh.calibration.runs import runs_of
+from attnmesh.calibration.runs import all_runs
 from attnmesh.cli import output as report
 from attnmesh.cli.calibrate import calibrate
 from attnmesh.cli.output import Rows
@@ -159,7 +159,7 @@ def predicted(device: str, hardware_file: Path | None, hardware: str, quick: boo
     else:
         title = "measured over predicted time of real processes (gloo, float32, causal, zigzag, 4/2 heads, D=64)"
         lengths, rounds = ((512,), 5) if quick else (LENGTHS, 9)
-        rows = measure_predicted_cpu(cluster, runs_of(lengths), rounds=rounds)
+        rows = measure_predicted_cpu(cluster, all_runs(lengths), rounds=rounds)
     _publish("predicted", device, [(title, rows)], json)
 
 

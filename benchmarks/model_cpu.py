@@ -16,7 +16,7 @@ import torch
 from attnmesh.cli.output import Rows
 from attnmesh.comm import Comm, launch
 from attnmesh.generation.generator import Generator
-from attnmesh.integrations.load import load_model
+from attnmesh.integrations.loading import load_model
 from benchmarks.model_prompt import PEER, STEPS, prompt_ids
 
 

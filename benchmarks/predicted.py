@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from attnmesh.calibration.runs import Run, made_by
+from attnmesh.calibration.runs import ScheduleRun, rank_runs
 from attnmesh.comm import Comm, launch
 from attnmesh.planner.hardware import Cluster
 from benchmarks.others import Others
@@ -15,7 +15,12 @@ LENGTHS = (1024, 4096)
 
 
 def measure_predicted_cpu(
-    cluster: Cluster, runs: Sequence[Run], worlds: Sequence[int] = (2, 4), *, rounds: int = 9, best: bool = False
+    cluster: Cluster,
+    runs: Sequence[ScheduleRun],
+    worlds: Sequence[int] = (2, 4),
+    *,
+    rounds: int = 9,
+    best: bool = False,
 ) -> list[dict[str, object]]:
     """Measured over predicted seconds of every run, on every number of processes.
 
@@ -27,7 +32,7 @@ def measure_predicted_cpu(
         times = measured(runs, world, rounds, best=best)
         busy = others.share()
         for run, seconds in zip(runs, times, strict=True):
-            parts = run.simulated(world, cluster)
+            parts = run.simulate(world, cluster)
             predicted = sum(part.seconds for part in parts)
             rows.append(
                 {
@@ -41,7 +46,7 @@ def measure_predicted_cpu(
     return rows
 
 
-def measured(runs: Sequence[Run], world: int, rounds: int, *, best: bool = False) -> list[float]:
+def measured(runs: Sequence[ScheduleRun], world: int, rounds: int, *, best: bool = False) -> list[float]:
     """Seconds from a barrier until the last rank is done, of every run; runs take turns.
 
     The lower quartile of the rounds, or the `best` of them: whatever else runs on the machine only ever adds.
@@ -51,9 +56,9 @@ def measured(runs: Sequence[Run], world: int, rounds: int, *, best: bool = False
     return [min(times) if best else statistics.quantiles(times, n=4)[0] for times in slowest]
 
 
-def _rank(comm: Comm, runs: Sequence[Run], rounds: int) -> list[list[float]]:
+def _rank(comm: Comm, runs: Sequence[ScheduleRun], rounds: int) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
-    made = made_by(comm, runs)
+    made = rank_runs(comm, runs)
     for at in range(rounds + 1):
         for run, found in zip(made, times, strict=True):
             comm.barrier()

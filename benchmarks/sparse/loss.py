@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnmesh.cli.output import Rows
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
-from attnmesh.ops.sparse.loss import indexer_kl_loss
+from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
 from benchmarks.sparse import exact, roofline
 from benchmarks.sparse.guard import ROUNDED, SUMMED, Verdict, judged, relative_error
 from benchmarks.sparse.inputs import Attended, Indexed, attention_inputs, indexer_inputs, only, some_rows

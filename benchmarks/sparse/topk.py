@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.cli.output import Rows
-from attnmesh.ops.sparse.canonical import Slots
+from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices
 from attnmesh.ops.sparse.indexer import indexer_topk
-from attnmesh.ops.sparse.mask import SparseMask
 from benchmarks.sparse import exact, roofline
 from benchmarks.sparse.cases import Indexer
 from benchmarks.sparse.guard import SUMMED, Verdict, choice_error, relative_error, worst
@@ -31,7 +30,7 @@ def _topk(stage: Stage, shape: Indexer, causal: bool) -> Rows:
     freed(stage.device)
     x = indexer_inputs(shape, stage.device, stage.dtype)
     mask = SparseMask(causal=True, q_start=shape.s_kv - shape.s_q) if causal else SparseMask()
-    ends = mask.rows(shape.s_q, shape.s_kv, shape.topk, x.iq.device).hi
+    ends = mask.bounds(shape.s_q, shape.s_kv, shape.topk, x.iq.device).hi
     ours = partial(indexer_topk, x.iq, x.ik, x.w, shape.topk, mask=mask, backend=stage.backend)
     torchs = partial(in_torch, x, shape.topk, ends)
 
@@ -62,7 +61,7 @@ def _topk(stage: Stage, shape: Indexer, causal: bool) -> Rows:
     return found
 
 
-def judged_choice(slots: Slots, scores: Tensor, rows: Tensor) -> Verdict:
+def judged_choice(slots: TopKIndices, scores: Tensor, rows: Tensor) -> Verdict:
     """The best keys of these rows, by exact scores; the scores that came with them; and every row in order."""
     assert slots.scores is not None
     chosen = slots.indices[rows]

@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from attnmesh.calibration import timing
-from attnmesh.ops.sparse.canonical import Slots
-from attnmesh.ops.sparse.loss import indexer_kl_loss
+from attnmesh.ops.sparse.arguments import TopKIndices
+from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
 from benchmarks.cli import app
 from benchmarks.sparse import attention as attention_part
 from benchmarks.sparse import inputs, naive, parts, recorded, roofline
@@ -192,7 +192,7 @@ def test_top_k_is_judged_by_choice_scores_and_order(spoil):
         indices, scores = indices.flip(1), scores.flip(1)
     if spoil == "scores":
         scores[3] += 0.1
-    slots = Slots(indices.int(), scores, torch.full((6,), 4))
+    slots = TopKIndices(indices.int(), scores, torch.full((6,), 4))
     assert topk_part.judged_choice(slots, exact, torch.arange(6)).verdict == ("ok" if spoil == "none" else "WRONG")
 
 
@@ -298,7 +298,7 @@ def test_the_naive_computation_is_the_loss(dense, at_once):
     ).logsumexp(-1)  # fmt: skip
     leaves = [t.detach().double().requires_grad_() for t in i]
     loss = indexer_kl_loss(
-        *leaves, None if dense else x.indices, q=x.q, k=x.kv, lse=lse, scale=x.scale,
+        *leaves, None if dense else x.indices, q=x.q, k=x.kv, lse=lse, attn_scale=x.scale,
         mode="dense" if dense else "sparse", reduction="none",
     )  # fmt: skip
     expected = (loss, *torch.autograd.grad(loss, leaves, grad))

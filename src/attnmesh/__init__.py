@@ -9,11 +9,10 @@ from attnmesh.core.merge import merge
 from attnmesh.core.state import State
 from attnmesh.generation.generator import GenerationStats, Generator, Token, generate
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.attention import attention_from_transformers
-from attnmesh.integrations.inputs import shard_inputs
-from attnmesh.integrations.load import load_model
-from attnmesh.integrations.problem import ModelError
-from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.integrations.attention_weights import attention_from_transformers
+from attnmesh.integrations.checkpoint import ModelError
+from attnmesh.integrations.loading import load_model
+from attnmesh.integrations.transformers_attention import register_attention, shard_inputs
 from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
@@ -22,12 +21,10 @@ from attnmesh.ops.block.stages import Norm, Rope
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.decode.device_errors import check_decode_errors
 from attnmesh.ops.dense.api import attention, explain_attention
+from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices, canonicalize, convert_lse
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
-from attnmesh.ops.sparse.canonical import Slots, canonicalize
 from attnmesh.ops.sparse.indexer import indexer_scores_at, indexer_topk
-from attnmesh.ops.sparse.loss import indexer_kl_loss
-from attnmesh.ops.sparse.lse import convert_lse
-from attnmesh.ops.sparse.mask import SparseMask
+from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
 from attnmesh.ops.storage import Quantized, quantize
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.block import AttentionBlock
@@ -72,7 +69,7 @@ __all__ = [
     "Sampling",
     "ShardedCache",
     "SlidingWindow",
-    "Slots",
+    "TopKIndices",
     "SparseMask",
     "SparseParallel",
     "State",

@@ -8,10 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attnmesh.calibration import host, runs
-from attnmesh.calibration.kernels import samples
+from attnmesh.calibration import cpu, runs
+from attnmesh.calibration.kernels import KernelSample, kernel_curves, kernel_samples
 from attnmesh.calibration.links import LinkFigures
-from attnmesh.calibration.sample import Sample, curves_of
 from attnmesh.cli.main import app
 from attnmesh.plan.program import KERNEL_KINDS
 from attnmesh.planner.catalog import load
@@ -64,7 +63,11 @@ def test_larger_calls_take_longer(written):
 def test_what_is_predicted_for_two_processes_is_about_what_they_take(written):
     # What else runs on the machine only ever adds: short runs, the best of many, and what others had taken off.
     cluster = load(written).cluster("here")
-    of = [runs.Run("ring", 256, True), runs.Run("allgather", 256, False), runs.Run("ulysses", 256, False)]
+    of = [
+        runs.ScheduleRun("ring", 256, True),
+        runs.ScheduleRun("allgather", 256, False),
+        runs.ScheduleRun("ulysses", 256, False),
+    ]
     rows = predicted.measure_predicted_cpu(cluster, of, (2,), rounds=40, best=True)
     for row in rows:
         others = row["share_of_others"] if isinstance(row["share_of_others"], float) else 0.0
@@ -75,23 +78,27 @@ def test_what_is_predicted_for_two_processes_is_about_what_they_take(written):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_kind_is_timed_at_ascending_sizes(device, quick):
-    timed = samples(device, quick=quick)
-    for square in (False, True):
-        curves = dict(curves_of(timed, [1.0] * len(timed), square=square))
-        assert set(curves) == ({"attention", "attention backward"} if square else set(KERNEL_KINDS))
+    timed = kernel_samples(device, quick=quick)
+    for causal in (False, True):
+        curves = dict(kernel_curves(timed, [1.0] * len(timed), causal=causal))
+        assert set(curves) == ({"attention", "attention backward"} if causal else set(KERNEL_KINDS))
     if not quick:
         sizes = [sample.size for sample in timed if sample.kind == "attention"]
         assert max(sizes) > 1e3 * min(sizes)
 
 
 def test_a_backward_is_timed_without_the_forward_before_it():
-    assert all(sample.before for sample in samples("cuda", quick=True) if sample.kind.endswith("backward"))
+    assert all(sample.before for sample in kernel_samples("cuda", quick=True) if sample.kind.endswith("backward"))
 
 
 def test_curves_are_by_kind_and_by_form():
-    timed = [Sample("copy", 2.0, None), Sample("attention", 3.0, None, square=True), Sample("copy", 1.0, None)]
-    assert dict(curves_of(timed, [20.0, 30.0, 10.0], square=False))["copy"].samples == ((1.0, 10.0), (2.0, 20.0))
-    assert dict(curves_of(timed, [20.0, 30.0, 10.0], square=True))["attention"].samples == ((3.0, 30.0),)
+    timed = [
+        KernelSample("copy", 2.0, None),
+        KernelSample("attention", 3.0, None, causal=True),
+        KernelSample("copy", 1.0, None),
+    ]
+    assert dict(kernel_curves(timed, [20.0, 30.0, 10.0], causal=False))["copy"].samples == ((1.0, 10.0), (2.0, 20.0))
+    assert dict(kernel_curves(timed, [20.0, 30.0, 10.0], causal=True))["attention"].samples == ((3.0, 30.0),)
 
 
 def test_a_link_is_told_from_its_exchanges():
@@ -101,7 +108,7 @@ def test_a_link_is_told_from_its_exchanges():
         (1, 64): latency,
         (17, 64): latency + 16 * message,
     }
-    figures = LinkFigures.of(seconds)
+    figures = LinkFigures.from_times(seconds)
     assert figures.latency == pytest.approx(latency)
     assert figures.message == pytest.approx(message)
     assert figures.bandwidth == pytest.approx(bandwidth)
@@ -113,22 +120,22 @@ def test_what_rounds_take_is_found_again(world, written):
     known = replace(device, round=3e-4, cores=world)
     cluster = Cluster(known, link, link, world, world)
     took = [
-        sum(statistics.mean(part.computed) for part in run.simulated(world, cluster))
-        for run in runs.runs_of((host._ROWS * world,))
+        sum(statistics.mean(part.computed) for part in run.simulate(world, cluster))
+        for run in runs.all_runs((cpu._SHORT_ROWS * world,))
     ]
-    assert host.round_seconds(device, link, took, world) == pytest.approx(3e-4)
+    assert cpu.round_seconds(device, link, took, world) == pytest.approx(3e-4)
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
     ran = run("calibrate", "--device", "cpu", "--out", tmp_path / "nowhere" / "hardware.toml")
     assert ran.exit_code == 2
-    assert "folder that exists" in ran.output
+    assert "--out must be in an existing folder" in ran.output
     ran = run("calibrate", "--device", "cpu", "--out", tmp_path)
     assert ran.exit_code == 2
-    assert "is a folder" in ran.output
+    assert "--out must be a file, got the folder" in ran.output
 
 
-@pytest.mark.parametrize(("name", "why"), [("h200", "a new one"), ("two words", "letters, digits"), ("", "letters")])
+@pytest.mark.parametrize(("name", "why"), [("h200", "got 'h200'"), ("two words", "got 'two words'"), ("", "got ''")])
 def test_names_that_are_taken_or_cannot_be_typed_are_refused(name, why, tmp_path):
     ran = run("calibrate", "--device", "cpu", "--out", tmp_path / "hardware.toml", "--name", name)
     assert ran.exit_code == 2

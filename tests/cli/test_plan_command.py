@@ -38,14 +38,14 @@ def table_rows(output: str) -> list[list[str]]:
 
 
 def test_a_plan_of_numbers_prints_choice_reason_alternatives_and_comparison():
-    ran = run(*HEADS, "--batch", "2", "--ranks", "64", "--context", "131072", "--head-dim", "64", "--hidden", "2880")
+    ran = run(*HEADS, "--batch", "2", "--ranks", "64", "--length", "131072", "--head-dim", "64", "--hidden", "2880")
     assert ran.exit_code == 0, ran.output
     found = recommend_sharding(2, 64, 8, 64, 131072, head_dim=64, hidden=2880)
     assert ran.output.startswith("TP8-KVDP2-CP4 over 64 ranks\n")
     assert found.reason in words(ran.output)
     for name, nbytes in found.choice.sent.items():
         assert (f"{name} {readable_bytes(nbytes)}" in words(ran.output)) == (nbytes > 0)
-    assert "KV cache of one layer in bf16, 131072 positions a sequence" in ran.output
+    assert "KV cache of one layer in bf16, 131,072 tokens per sequence" in ran.output
     rows = table_rows(ran.output)
     assert rows[:5] == [list(option.row().values()) for option in (found.choice, *found.alternatives)]
     ways = compare_shardings(64, 8, 64)
@@ -63,7 +63,7 @@ def test_without_a_context_bytes_of_the_cache_are_not_known():
 
 
 def test_storage_and_tokens_change_what_they_are_about():
-    common = (*HEADS, "--batch", "8", "--ranks", "64", "--context", "1000")
+    common = (*HEADS, "--batch", "8", "--ranks", "64", "--length", "1000")
     plain, eight_bits, drafts = (
         table_rows(run(*common, *more).output)[0] for more in ((), ("--storage", "int8"), ("--tokens", "4"))
     )
@@ -85,7 +85,7 @@ def config(tmp_path):
 
 
 def test_a_config_file_gives_the_cache_of_all_layers(config):
-    ran = run("--config", str(config), "--batch", "64", "--ranks", "64", "--context", "131072")
+    ran = run("--config", str(config), "--batch", "64", "--ranks", "64", "--length", "131072")
     assert ran.exit_code == 0, ran.output
     assert "KV cache of 36 layers in bf16" in ran.output
     first = table_rows(ran.output)[0]
@@ -96,11 +96,14 @@ def test_a_config_file_gives_the_cache_of_all_layers(config):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--batch", "1", "--ranks", "8"), "give --model, or --config, or --q-heads and --kv-heads"),
-        (("--batch", "1", "--ranks", "8", "--q-heads", "8"), "give --model, or --config, or --q-heads and --kv-heads"),
+        (("--batch", "1", "--ranks", "8"), "--model, or --config, or --q-heads and --kv-heads are required"),
+        (
+            ("--batch", "1", "--ranks", "8", "--q-heads", "8"),
+            "--model, or --config, or --q-heads and --kv-heads are required",
+        ),
         ((*HEADS, "--batch", "1", "--ranks", "128"), "got q_heads=64 for 8 x 1 x 16 = 128 ranks"),
         ((*HEADS, "--batch", "1", "--ranks", "8", "--storage", "fp4"), "storage must be one of bf16"),
-        ((*HEADS, "--batch", "1"), "Missing option --gpus"),
+        ((*HEADS, "--batch", "1"), "Missing option --ranks"),
         ((*HEADS, "--batch", "0", "--ranks", "8"), "0 is not in the range"),
         (("--config", "no_such.json", "--batch", "1", "--ranks", "8"), "no_such.json does not exist"),
     ],
@@ -116,7 +119,7 @@ def test_what_cannot_be_planned_is_a_clear_error(arguments, said):
 def test_a_config_and_numbers_exclude_one_another(config, option):
     ran = run("--config", str(config), "--batch", "1", "--ranks", "8", option, "8")
     assert ran.exit_code == 2
-    assert "heads and widths come from --config: leave them out" in words(ran.output)
+    assert "cannot be used with --config" in words(ran.output)
 
 
 def test_a_config_with_something_missing_is_a_clear_error(config):
@@ -127,27 +130,27 @@ def test_a_config_with_something_missing_is_a_clear_error(config):
 
 
 def test_heads_as_json_say_the_same():
-    ran = run(*HEADS, "--batch", "2", "--ranks", "64", "--context", "128k", "--json")
+    ran = run(*HEADS, "--batch", "2", "--ranks", "64", "--length", "128k", "--json")
     assert ran.exit_code == 0, ran.output
-    said, found = json.loads(ran.output), recommend_sharding(2, 64, 8, 64, 131072)
-    assert said["best"] == str(found.choice.sharding) == said["options"][0]["way"]
-    assert said["options"][0]["bytes_sent"] == found.choice.sent
-    assert [option["seconds"] for option in said["options"]] == [None] * 5
+    said, found = json.loads(ran.stdout), recommend_sharding(2, 64, 8, 64, 131072)
+    assert said["best"] == str(found.choice.sharding) == said["plans"][0]["plan"]
+    assert said["plans"][0]["bytes_sent"] == found.choice.sent
+    assert [option["seconds"] for option in said["plans"]] == [None] * 5
 
 
 def test_heads_on_machines_go_by_time():
     common = (*HEADS, "--batch", "2", "--ranks", "64", "--head-dim", "64", "--hidden", "2880")
-    ran = run(*common, "--context", "2k", "--hardware", "H200")
+    ran = run(*common, "--length", "2k", "--hardware", "H200")
     assert ran.exit_code == 0, ran.output
     found = recommend_sharding(2, 64, 8, 64, 2048, head_dim=64, hidden=2880, cluster=cluster("h200"))
     assert ran.output.startswith(f"{found.choice.sharding} over 64 ranks\n")
     assert found.reason in words(ran.output)
-    said = json.loads(run(*common, "--context", "2k", "--links", "pcie,ethernet", "--json").output)
+    said = json.loads(run(*common, "--length", "2k", "--links", "pcie,ethernet", "--json").stdout)
     slower = cluster("h200", intra_node="pcie", inter_node="ethernet")
     again = recommend_sharding(2, 64, 8, 64, 2048, head_dim=64, hidden=2880, cluster=slower)
-    assert said["options"][0]["seconds"] == again.choice.seconds > found.choice.seconds
+    assert said["plans"][0]["seconds"] == again.choice.seconds > found.choice.seconds
     ran = run(*common, "--hardware", "h200")
-    assert (ran.exit_code, "--context is missing" in words(ran.output)) == (2, True)
+    assert (ran.exit_code, "--length is required" in words(ran.output)) == (2, True)
 
 
 def test_help_comes_without_a_command():

@@ -7,15 +7,15 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from attnmesh.cli.plan.show import table
+from attnmesh.cli.plan_tables import show_plans
 from attnmesh.planner.catalog import cluster
-from attnmesh.planner.decode import DecodeRequest, decode_ranking
+from attnmesh.planner.decode import Decode, decode_ranking
 from attnmesh.planner.models import read as known_models
 from attnmesh.planner.models.read import model
-from attnmesh.planner.prefill import PrefillRequest, prefill_ranking
+from attnmesh.planner.prefill import Prefill, prefill_ranking
 from helpers.cli import assert_refused, run, words
 
-SMALL = ("--model", "llama-3.1-8b", "--context", "32k", "--gpus", "4")
+SMALL = ("--model", "llama-3.1-8b", "--length", "32k", "--ranks", "4")
 BOTH = pytest.mark.parametrize("what", ["prefill", "decode"])
 
 
@@ -27,7 +27,7 @@ def plan(what: str, *arguments: object):
 def as_json(what: str, *arguments: object) -> dict:
     ran = plan(what, *arguments, "--json")
     assert ran.exit_code in (0, 1), ran.output
-    return json.loads(ran.output)
+    return json.loads(ran.stdout)
 
 
 # What is said.
@@ -38,15 +38,15 @@ def test_a_plan_prints_the_best_first_and_why_the_others_lose(what):
     ran = plan(what, *SMALL)
     assert ran.exit_code == 0, ran.output
     llama, h200 = model("llama-3.1-8b"), cluster("h200")
-    asked = {"prefill": (PrefillRequest, 1), "decode": (DecodeRequest, 2)}[what]
+    asked = {"prefill": (Prefill, 1), "decode": (Decode, 2)}[what]
     task = asked[0](llama, 32768, asked[1], 4, h200)
     ranking = prefill_ranking(task) if what == "prefill" else decode_ranking(task)
     assert ranking.best is not None
     assert ran.output.startswith(f"{ranking.best.name}: ")
     said = words(ran.output)
-    assert f"the bottleneck is {ranking.best.bottleneck}" in said
-    assert f"next is {ranking.options[1].name}, {ranking.why(ranking.options[1])}" in said
-    assert "4 x h200, one node, nvlink4; the device's figures: measured on one H200" in said
+    assert f"Bottleneck: {ranking.best.bottleneck}." in said
+    assert f"Next: {ranking.options[1].name}, {ranking.why(ranking.options[1])}" in said
+    assert "4 x h200, one node, nvlink4; device figures: measured on one H200" in said
     places = [said.rindex(f" {option.name} ") for option in ranking.options[:6]]
     assert places == sorted(places)
     for option in ranking.options[:6]:
@@ -57,12 +57,12 @@ def test_a_plan_prints_the_best_first_and_why_the_others_lose(what):
 def test_json_says_the_same(what):
     found = as_json(what, *SMALL)
     assert plan(what, *SMALL).output.startswith(f"{found['best']}: ")
-    assert found["best"] == found["options"][0]["way"]
-    assert [option["seconds"] for option in found["options"]] == sorted(o["seconds"] for o in found["options"])
-    for option in found["options"]:
+    assert found["best"] == found["plans"][0]["plan"]
+    assert [option["seconds"] for option in found["plans"]] == sorted(o["seconds"] for o in found["plans"])
+    for option in found["plans"]:
         assert option["fits"]
         parts = option["memory"]
-        assert parts["total"] == pytest.approx(parts["weights"] + parts["cache"] + parts["working"])
+        assert parts["total"] == pytest.approx(parts["weights"] + parts["kv_cache"] + parts["activations"])
     assert (found["device_memory"], found["advice"]) == (141e9, "")
 
 
@@ -71,55 +71,55 @@ def test_names_files_and_folders_of_a_model_are_one(what, tmp_path):
     text = (known_models._FOLDER / "llama-3.1-8b.json").read_text()
     (tmp_path / "config.json").write_text(text)
     names = ("llama-3.1-8b", "Meta-Llama/Llama-3.1-8B-Instruct", tmp_path, tmp_path / "config.json")
-    found = [as_json(what, "--model", name, "--context", "32768", "--gpus", 4) for name in names]
-    assert all(one["options"] == found[0]["options"] for one in found)
+    found = [as_json(what, "--model", name, "--length", "32768", "--ranks", 4) for name in names]
+    assert all(one["plans"] == found[0]["plans"] for one in found)
 
 
 @BOTH
 def test_machines_are_as_they_were_asked_for(what, tmp_path):
-    common = ("--model", "qwen3-8b", "--context", "16k", "--gpus", 8)
+    common = ("--model", "qwen3-8b", "--length", "16k", "--ranks", 8)
     plain = as_json(what, *common)
-    slow = as_json(what, *common, "--links", "ethernet", "--node", 2, "--rails", 1)
-    assert "4 nodes of 2, ethernet within, ethernet between (1 ports a node)" in slow["machines"]
-    assert slow["options"][0]["seconds"] >= plain["options"][0]["seconds"]
+    slow = as_json(what, *common, "--links", "ethernet", "--ranks-per-node", 2, "--rails", 1)
+    assert "4 nodes of 2, ethernet within nodes, ethernet between nodes (1 ports per node)" in slow["cluster"]
+    assert slow["plans"][0]["seconds"] >= plain["plans"][0]["seconds"]
     file = tmp_path / "mine.toml"
     file.write_text('[device.h200]\nmemory_gb = 12\n[device.toy]\nsource = "made up"\nmemory_gb = 50\nlaunch_us = 1\n'
                     'peak_tflops = 1\npeak_gbs = 1\nintra_node = "pcie"\ninter_node = "pcie"\nranks_per_node = 8\nrails = 1\n')  # fmt: skip
     assert as_json(what, *common, "--hardware-file", file)["device_memory"] == 12e9
     toy = as_json(what, *common, "--hardware-file", file, "--hardware", "Toy")
-    assert toy["machines"] == "8 x toy, one node, pcie; the device's figures: made up"
-    assert toy["options"][0]["seconds"] > 100 * plain["options"][0]["seconds"]
+    assert toy["cluster"] == "8 x toy, one node, pcie; device figures: made up"
+    assert toy["plans"][0]["seconds"] > 100 * plain["plans"][0]["seconds"]
 
 
 @BOTH
 def test_an_eight_bit_cache_is_about_half(what):
     full, eight = (as_json(what, *SMALL, "--storage", storage) for storage in ("bf16", "fp8"))
-    cache = [{o["way"]: o["memory"]["cache"] for o in found["options"]} for found in (full, eight)]
+    cache = [{o["plan"]: o["memory"]["kv_cache"] for o in found["plans"]} for found in (full, eight)]
     assert all(0.5 <= cache[1][way] / nbytes < 0.55 for way, nbytes in cache[0].items())
 
 
 def test_tables_hide_some_and_all_shows_them():
-    common = ("--model", "gpt-oss-20b", "--context", "8k", "--gpus", 8, "--batch", 8)
+    common = ("--model", "gpt-oss-20b", "--length", "8k", "--ranks", 8, "--batch", 8)
     short, every = plan("decode", *common).output, plan("decode", *common, "--all").output
-    hidden = re.search(r"and (\d+) more \(--all shows them\)", words(short))
+    hidden = re.search(r"(\d+) more plans are hidden \(show them with --all\)", words(short))
     assert hidden is not None
-    assert "more (--all" not in every
-    found = as_json("decode", *common)["options"]
+    assert "are hidden" not in every
+    found = as_json("decode", *common)["plans"]
     assert len(found) == 12 + int(hidden[1])
-    assert all(f"│ {option['way']} " in every for option in found)
+    assert all(f"│ {option['plan']} " in every for option in found)
 
 
 @pytest.mark.parametrize("width", [80, 110, 140])
 def test_tables_of_usual_widths_do_not_fold_and_keep_the_why(width):
-    ranking = decode_ranking(DecodeRequest(model("gpt-oss-20b"), 8192, 8, 8, cluster("h200")))
+    ranking = decode_ranking(Decode(model("gpt-oss-20b"), 8192, 8, 8, cluster("h200")))
     console = Console(width=width, file=StringIO())
-    table(console, "ways", ranking, every=False)
+    show_plans(console, "plans", ranking, show_all=False)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     for option in ranking.options[:12]:
         (line,) = (line for line in lines if f"│ {option.name} " in line)
         assert ranking.why(option) in line
-    assert ("KV cache" in lines[2], "sends" in lines[2]) == (width >= 130, width >= 100)
+    assert ("KV cache" in lines[2], "bytes sent" in lines[2]) == (width >= 130, width >= 100)
 
 
 # Nothing fits.
@@ -128,46 +128,44 @@ def test_tables_of_usual_widths_do_not_fold_and_keep_the_why(width):
 @pytest.mark.parametrize(
     ("what", "arguments"),
     [
-        ("prefill", ("--model", "llama-3.1-405b", "--context", "128k", "--gpus", 1)),
-        ("prefill", ("--model", "llama-3.1-70b", "--context", "1M", "--gpus", 3)),
-        ("decode", ("--model", "deepseek-v3", "--context", "128k", "--gpus", 8, "--hardware", "h100")),
-        ("decode", ("--model", "llama-3.1-70b", "--context", "1M", "--gpus", 6, "--batch", 4)),
-        ("decode", ("--model", "llama-3.1-8b", "--context", "100k", "--gpus", 1, "--batch", 64)),
+        ("prefill", ("--model", "llama-3.1-405b", "--length", "128k", "--ranks", 1)),
+        ("prefill", ("--model", "llama-3.1-70b", "--length", "1M", "--ranks", 3)),
+        ("decode", ("--model", "deepseek-v3", "--length", "128k", "--ranks", 8, "--hardware", "h100")),
+        ("decode", ("--model", "llama-3.1-70b", "--length", "1M", "--ranks", 6, "--batch", 4)),
+        ("decode", ("--model", "llama-3.1-8b", "--length", "100k", "--ranks", 1, "--batch", 64)),
     ],
 )
 def test_where_nothing_fits_the_number_of_devices_that_is_advised_does(what, arguments):
     ran = plan(what, *arguments)
     assert ran.exit_code == 1
-    assert ran.output.startswith("Nothing fits: the leanest way needs ")
+    assert ran.output.startswith("No plan fits: the smallest needs ")
     found = as_json(what, *arguments)
-    assert (found["best"], not any(option["fits"] for option in found["options"])) == (None, True)
+    assert (found["best"], not any(option["fits"] for option in found["plans"])) == (None, True)
     assert found["advice"] in words(ran.output)
-    advised = re.search(r"(\d+) of these devices would hold it", found["advice"])
+    advised = re.search(r"(\d+) ranks would be enough", found["advice"])
     assert advised is not None
     given = list(arguments)
-    given[given.index("--gpus") + 1] = int(advised[1])
+    given[given.index("--ranks") + 1] = int(advised[1])
     assert as_json(what, *given)["best"] is not None
 
 
 def test_a_large_cache_is_advised_to_be_stored_in_eight_bits():
-    found = as_json("decode", "--model", "llama-3.1-8b", "--context", "1M", "--gpus", 1, "--batch", 4)
-    assert "An 8-bit KV cache (--storage fp8) halves the cache." in found["advice"]
-    found = as_json("decode", "--model", "deepseek-v3", "--context", "1k", "--gpus", 1)
+    found = as_json("decode", "--model", "llama-3.1-8b", "--length", "1M", "--ranks", 1, "--batch", 4)
+    assert "An 8-bit KV cache (--storage fp8) takes half the memory." in found["advice"]
+    found = as_json("decode", "--model", "deepseek-v3", "--length", "1k", "--ranks", 1)
     assert "8-bit" not in found["advice"]
 
 
 def test_more_devices_than_can_share_the_heads_is_no_plan():
-    ran = plan("decode", "--model", "llama-3.1-8b", "--context", "128k", "--gpus", 128, "--batch", 1)
+    ran = plan("decode", "--model", "llama-3.1-8b", "--length", "128k", "--ranks", 128, "--batch", 1)
     assert ran.exit_code == 1
-    assert words(ran.output).startswith(
-        "Nothing can be divided over 128 devices: 32 query heads and a batch of 1 leave some of 128 devices without "
-        "anything to do. 32 can be kept busy."
-    )
-    large = ("--model", "llama-3.1-405b", "--context", "1M", "--hardware", "cpu")
-    ran = plan("decode", *large, "--gpus", 128, "--batch", 1)
-    assert (ran.exit_code, "More of these devices cannot share it." in words(ran.output)) == (1, True)
-    ran = plan("decode", *large, "--gpus", 32, "--batch", 1)
-    assert "Not even 128 of these devices, the most that can share it, would hold it." in words(ran.output)
+    assert words(ran.output).startswith("No plan for 128 ranks: ")
+    assert "At most 32 ranks can be used." in words(ran.output)
+    large = ("--model", "llama-3.1-405b", "--length", "1M", "--hardware", "cpu")
+    ran = plan("decode", *large, "--ranks", 128, "--batch", 1)
+    assert (ran.exit_code, "No plan uses more ranks." in words(ran.output)) == (1, True)
+    ran = plan("decode", *large, "--ranks", 32, "--batch", 1)
+    assert "Even 128 ranks, the most that a plan can use, would not be enough." in words(ran.output)
 
 
 # Bad input.
@@ -183,22 +181,22 @@ def test_more_devices_than_can_share_the_heads_is_no_plan():
         ("--hardware", "", "unknown device ''"),
         ("--links", "nvlnk4", "unknown link 'nvlnk4'. Did you mean nvlink4"),
         ("--links", "nvlink4,infinband", "unknown link 'infinband'. Did you mean infiniband"),
-        ("--context", "lots", "a whole number above 0, such as 100000, 128k or 1.5M, got 'lots'"),
-        ("--context", "0", "got '0'"),
-        ("--context", "-5", "got '-5'"),
-        ("--context", "1.5", "got '1.5'"),
-        ("--context", "", "got ''"),
-        ("--gpus", "0", "0 is not in the range"),
-        ("--gpus", "many", "'many' is not a valid int"),
+        ("--length", "lots", "a whole number above 0, such as 100000, 128k or 1.5M, got 'lots'"),
+        ("--length", "0", "got '0'"),
+        ("--length", "-5", "got '-5'"),
+        ("--length", "1.5", "got '1.5'"),
+        ("--length", "", "got ''"),
+        ("--ranks", "0", "0 is not in the range"),
+        ("--ranks", "many", "'many' is not a valid int"),
         ("--batch", "0", "0 is not in the range"),
-        ("--node", "0", "0 is not in the range"),
+        ("--ranks-per-node", "0", "0 is not in the range"),
         ("--rails", "0", "0 is not in the range"),
         ("--storage", "fp4", "storage must be one of bf16, fp16, fp32, fp8, int8, bfp8, got 'fp4'"),
-        ("--hardware-file", "no_such.toml", "there is no file no_such.toml"),
+        ("--hardware-file", "no_such.toml", "--hardware-file must be an existing file, got no_such.toml"),
     ],
 )
 def test_what_cannot_be_planned_is_a_clear_error(what, option, value, said):
-    given = {"--model": "llama-3.1-8b", "--context": "32k", "--gpus": "4", "--batch": "2", option: value}
+    given = {"--model": "llama-3.1-8b", "--length": "32k", "--ranks": "4", "--batch": "2", option: value}
     assert_refused(run("plan", what, *(part for pair in given.items() for part in pair)), said)
 
 
@@ -219,8 +217,8 @@ def test_what_cannot_be_planned_is_a_clear_error(what, option, value, said):
 def test_configs_that_say_too_little_or_nonsense_are_refused(what, text, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(text)
-    assert_refused(plan(what, "--model", "config.json", "--context", "1k", "--gpus", 2), said)
-    assert_refused(plan(what, "--model", ".", "--context", "1k", "--gpus", 2), said)
+    assert_refused(plan(what, "--model", "config.json", "--length", "1k", "--ranks", 2), said)
+    assert_refused(plan(what, "--model", ".", "--length", "1k", "--ranks", 2), said)
 
 
 @BOTH
@@ -240,14 +238,14 @@ def test_hardware_files_with_mistakes_are_refused(what, text, said, tmp_path, mo
 
 
 def test_a_folder_is_no_hardware_file_and_an_empty_one_no_model(tmp_path):
-    assert_refused(plan("prefill", *SMALL, "--hardware-file", tmp_path), "there is no file")
-    assert_refused(plan("prefill", "--model", tmp_path, "--context", "1k", "--gpus", 1), "has no config.json")
+    assert_refused(plan("prefill", *SMALL, "--hardware-file", tmp_path), "--hardware-file must be an existing file")
+    assert_refused(plan("prefill", "--model", tmp_path, "--length", "1k", "--ranks", 1), "has no config.json")
 
 
 @pytest.mark.parametrize("option", ["--q-heads", "--kv-heads", "--head-dim", "--hidden"])
 def test_a_model_and_numbers_exclude_one_another(option):
-    assert_refused(plan("decode", *SMALL, option, 8), "heads and widths come from --model: leave them and --config out")
+    assert_refused(plan("decode", *SMALL, option, 8), "cannot be used with --model")
 
 
 def test_a_model_needs_a_context():
-    assert_refused(plan("decode", "--model", "llama-3.1-8b", "--gpus", 2), "--context is missing")
+    assert_refused(plan("decode", "--model", "llama-3.1-8b", "--ranks", 2), "--length is required")

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from attnmesh import Causal, Comm, run_virtual
 from attnmesh.cli.main import app
-from attnmesh.cli.trace import LAYOUTS, Attending, traced
+from attnmesh.cli.trace import LAYOUTS, TraceCase, record_attention
 from attnmesh.plan.allgather import head_groups
 from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.schedules import SCHEDULES, loads
@@ -23,14 +23,13 @@ from helpers.processes import run_processes
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, WORLD = 67, 6, 3, 8, 4
 
 
-def asked(tmp_path, schedule, **changed):
+def traced_case(schedule, **changed):
     ranks_per_node = 2 if "+" in schedule else None
     given = {
-        "out": tmp_path / "trace.json",
         "schedule": schedule,
         "length": LENGTH,
         "layout": "contiguous",
-        "heads": HEADS,
+        "q_heads": HEADS,
         "kv_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "backward": True,
@@ -38,12 +37,12 @@ def asked(tmp_path, schedule, **changed):
         "device": "cpu",
         "dtype": "bf16",
     }
-    return Attending(**{**given, **changed})
+    return TraceCase(**{**given, **changed})
 
 
-def workload(asked: Attending, world: int) -> Workload:
-    shape = Shape(1, asked.heads, asked.kv_heads, asked.head_dim, 2, 4)
-    return Workload(shards(Causal(), LAYOUTS[asked.layout], asked.length, world), shape, asked.ranks_per_node or world)
+def workload(case: TraceCase, world: int) -> Workload:
+    shape = Shape(1, case.q_heads, case.kv_heads, case.head_dim, 2, 4)
+    return Workload(shards(Causal(), LAYOUTS[case.layout], case.length, world), shape, case.ranks_per_node or world)
 
 
 def working(plan: RingPlan, rank: int) -> int:
@@ -90,28 +89,28 @@ def check_spans(spans: list[Span], workload: Workload, schedule: str) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_virtual_ranks_do_what_their_plan_says(tmp_path, schedule, layout):
-    ask = asked(tmp_path, schedule, layout=layout)
+def test_virtual_ranks_do_what_their_plan_says(schedule, layout):
+    ask = traced_case(schedule, layout=layout)
     if layout == "zigzag" and schedule.startswith("ulysses+"):
-        ask = asked(tmp_path, schedule, layout="contiguous", length=40)
-    on_rank_0, *others = run_virtual(WORLD, partial(traced, asked=ask))
+        ask = traced_case(schedule, layout="contiguous", length=40)
+    on_rank_0, *others = run_virtual(WORLD, partial(record_attention, case=ask))
     check_spans(on_rank_0, workload(ask, WORLD), schedule)
     assert others == [on_rank_0] * (WORLD - 1)
 
 
-def several(comm: Comm, asks: list[Attending]) -> list[tuple[list[Span], int]]:
+def several(comm: Comm, asks: list[TraceCase]) -> list[tuple[list[Span], int]]:
     found = []
     for ask in asks:
         before = comm.traffic.by_op.get("exchange", (0, 0))[1]
-        spans = traced(comm, ask)
+        spans = record_attention(comm, ask)
         found.append((spans, comm.traffic.by_op["exchange"][1] - before))
     return found
 
 
-def test_processes_do_what_their_plan_says(tmp_path):
+def test_processes_do_what_their_plan_says():
     """The largest computes for much longer than its keys travel: some of that is seen to be hidden."""
-    asks = [asked(tmp_path, schedule) for schedule in ("ring", "allgather", "ulysses")]
-    asks.append(asked(tmp_path, "ring", length=2048, heads=8, kv_heads=8, head_dim=64, layout="zigzag", dtype="fp32"))
+    asks = [traced_case(schedule) for schedule in ("ring", "allgather", "ulysses")]
+    asks.append(traced_case("ring", length=2048, q_heads=8, kv_heads=8, head_dim=64, layout="zigzag", dtype="fp32"))
     ranks = run_processes(2, several, asks)
     for at, ask in enumerate(asks[:3]):
         spans = ranks[0][at][0]
@@ -129,14 +128,14 @@ def command(*words: object):
 @pytest.mark.parametrize("schedule", ["ring", "auto", "ulysses+ring"])
 def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule):
     out = tmp_path / "trace.json"
-    ranks_per_node = ("--ranks_per_node", 2) if "+" in schedule else ()
+    ranks_per_node = ("--ranks-per-node", 2) if "+" in schedule else ()
     done = command(
         "--out", out, "--virtual", "--schedule", schedule, "--length", 64, "--backward", *ranks_per_node,
         "--layout", "contiguous",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert "transferred ms" in done.output
-    assert "virtual ranks take turns" in done.output
+    assert "communication ms" in done.output
+    assert "Virtual ranks take turns" in done.output
     assert schedule != "auto" or any(f"auto ({name})" in done.output for name in SCHEDULES)
     assert f"{out}: open it in" in done.output.replace("\n", "")
     assert all(f"│    {rank} │" in done.output for rank in range(4))
@@ -149,18 +148,18 @@ def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule):
     [
         (("--schedule", "rong"), "schedule must be one of auto, ring"),
         (("--ranks", 0), "0 is not in the range"),
-        (("--length", 0), "0 is not in the range"),
-        (("--schedule", "ring+ring"), "wants a mesh of two dimensions"),
-        (("--schedule", "ulysses+ring", "--ranks_per_node", 2, "--layout", "striped"), "interleave"),
-        (("--ranks_per_node", 3), "ranks_per_node must divide the 4 ranks, got 3"),
-        (("--kv-heads", 3), "the 3 kv heads must divide the 8 query heads"),
+        (("--length", 0), "got '0'"),
+        (("--schedule", "ring+ring"), "schedule='ring+ring'"),
+        (("--schedule", "ulysses+ring", "--ranks-per-node", 2, "--layout", "striped"), "interleave"),
+        (("--ranks-per-node", 3), "ranks_per_node must divide the 4 ranks, got 3"),
+        (("--kv-heads", 3), "kv_heads must divide the 8 query heads, got 3"),
         (("--layout", "diagonal"), "diagonal"),
-        (("--out", "no/such/folder/trace.json"), "in a folder that exists"),
-        (("--out", "."), "is a folder"),
+        (("--out", "no/such/folder/trace.json"), "--out must be in an existing folder"),
+        (("--out", "."), "--out must be a file, got the folder"),
     ],
 )
 def test_bad_input_is_refused_before_any_rank_starts(tmp_path, monkeypatch, words, said):
-    monkeypatch.setattr("attnmesh.comm.launch.start", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("attnmesh.comm.launch.run", lambda *_, **__: pytest.fail("ranks were started"))
     given = words if "--out" in words else ("--out", tmp_path / "trace.json", *words)
     done = command(*given)
     assert done.exit_code == 2, done.output

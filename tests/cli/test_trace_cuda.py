@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_trace_command import asked, workload
+from test_trace_command import traced_case, workload
 
 from attnmesh import run_virtual
-from attnmesh.cli.trace import Attending, traced
+from attnmesh.cli.trace import TraceCase, record_attention
 from attnmesh.comm.process_group import InFlightMessage, record_on_stream
 from attnmesh.plan.schedules import SCHEDULES, loads
 from attnmesh.trace.recorder import Recorder
@@ -32,7 +32,7 @@ def test_moments_on_a_gpu_are_those_of_its_stream():
     assert span.end > queued  # the host was long done: the end is the device's
 
 
-def check(spans, ask: Attending, world: int) -> None:
+def check(spans, ask: TraceCase, world: int) -> None:
     problem = workload(ask, world)
     both = [loads(ask.schedule, problem, backward=way) for way in (False, True)]
     for rank in range(world):
@@ -44,17 +44,17 @@ def check(spans, ask: Attending, world: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_virtual_ranks_share_a_stream_so_their_kernels_never_overlap(tmp_path, schedule):
-    ask = asked(tmp_path, schedule, device="cuda", length=4096, head_dim=64)
-    spans = run_virtual(4, partial(traced, asked=ask))[0]
+def test_virtual_ranks_share_a_stream_so_their_kernels_never_overlap(schedule):
+    ask = traced_case(schedule, device="cuda", length=4096, head_dim=64)
+    spans = run_virtual(4, partial(record_attention, case=ask))[0]
     check(spans, ask, 4)
     computed = sorted((span.begin, span.end) for span in spans if span.track == "compute")
     assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(computed))
 
 
-def test_processes_that_gloo_carries_through_host_memory(tmp_path):
-    ask = asked(tmp_path, "ring", device="cuda", length=4096, head_dim=64)
-    check(run_processes(2, traced, ask, timeout=300)[0], ask, 2)
+def test_processes_that_gloo_carries_through_host_memory():
+    ask = traced_case("ring", device="cuda", length=4096, head_dim=64)
+    check(run_processes(2, record_attention, ask, timeout=300)[0], ask, 2)
 
 
 def test_messages_that_only_order_streams_are_noted_without_a_wait_of_the_host():

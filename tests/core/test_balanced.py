@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh.core.layouts import Balanced, Contiguous, Layout, Zigzag, _shares
+from attnmesh.core.layouts import Balanced, Contiguous, Layout, Zigzag, _balanced_shards
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
 from attnmesh.plan.blocks import Patch
 from attnmesh.testing.attention import assert_attention_close, random_inputs, virtual_results
@@ -248,7 +248,7 @@ def test_shares_depend_on_nothing_but_mask_length_and_world():
     for seed in (0, 1):
         mask = Causal() & Documents(mix(seed))
         first = shares_of(Balanced(mask), S, 8)
-        _shares.cache_clear()
+        _balanced_shards.cache_clear()
         torch.set_num_threads(2)
         assert shares_of(Balanced(Causal() & Documents(mix(seed))), S, 8) == first
 
@@ -280,7 +280,7 @@ def test_a_layout_of_64k_positions_takes_no_time_to_speak_of():
     mask = Causal() & Documents(mix(1))
     taken = []
     for _ in range(5):
-        _shares.cache_clear()
+        _balanced_shards.cache_clear()
         begin = time.process_time()
         Balanced(mask).ranges(S, 16, 0)
         taken.append(time.process_time() - begin)

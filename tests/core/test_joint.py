@@ -85,7 +85,7 @@ def test_joints_compare_hash_and_print_by_value():
     "part", [5, Zigzag(), (5,), (Zigzag(), 5), (-1, Zigzag()), (2.0, Zigzag()), (True, Zigzag()), (5, Zigzag), "ab"]
 )
 def test_what_is_no_part_is_refused(part):
-    with pytest.raises(ValueError, match=r"Joint's parts must be \(length, layout\)"):
+    with pytest.raises(ValueError, match=r"Joint.parts must be \(length, layout\)"):
         Joint((3, Contiguous()), part)
 
 

@@ -61,9 +61,7 @@ BAD = [
 
 @pytest.mark.parametrize("text", BAD)
 def test_anything_else_is_refused(text):
-    with pytest.raises(
-        ValueError, match=r"is a whole number above 0, such as 100000, 128k or 1\.5M, got " + repr(text)
-    ):
+    with pytest.raises(ValueError, match="a length must be .* got " + repr(text)):
         parse_length(text)
 
 
@@ -71,5 +69,5 @@ def test_anything_else_is_refused(text):
 def test_no_text_does_anything_but_these_two(text):
     if any(character.isascii() and character.isdigit() for character in text):
         return
-    with pytest.raises(ValueError, match="a number of positions is"):
+    with pytest.raises(ValueError, match="a length must be"):
         parse_length(text)

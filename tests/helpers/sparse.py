@@ -135,7 +135,7 @@ class AttentionCase:
     @property
     def times(self) -> Tensor:
         """[s_q, s_kv]: how often a row reads a key."""
-        return reference.times_named(self.indices, self.valid, self.s_kv, self.mask.k_offset)
+        return reference.key_counts(self.indices, self.valid, self.s_kv, self.mask.k_offset)
 
     @property
     def grads(self) -> list[Tensor]:
@@ -218,7 +218,7 @@ def check_backend(case: AttentionCase, backend: str, **how: object) -> None:
 def assert_sparse_close(
     names: Sequence[str], actual: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> None:
-    """Assert the error rule for every result, in the precision of `plain`. Positions are rows of the first dimension."""
+    """Assert the error rule for every result, in the precision of `plain`. A position is an index of dimension 0."""
     for name, *three in zip(names, actual, plain, exact, strict=True):
         near, simple, right = (x.detach().cpu()[None, None] for x in three)
         assert_close(name, near, simple, right.double(), rounding=ROUNDING[simple.dtype])

@@ -63,7 +63,7 @@ class ExactInputs:
     @classmethod
     def of(cls, problem: SparseProblem) -> ExactInputs:
         valid = reference.valid_slots(problem.indices, problem.key_length, problem.mask)
-        times = reference.times_named(problem.indices, valid, problem.key_length)
+        times = reference.key_counts(problem.indices, valid, problem.key_length)
         kv, v, ik = (getattr(problem, name).double().nan_to_num(0.0) for name in ("kv", "v", "ik"))
         return cls(valid, times, kv, v, ik)
 

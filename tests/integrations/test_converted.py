@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("gguf")
 
-from attnmesh.integrations import converted as cache
-from attnmesh.integrations import memory
-from attnmesh.integrations.manifest import is_intact, write_manifest
-from attnmesh.integrations.problem import ModelError
+
+from attnmesh.integrations import checkpoint
+from attnmesh.integrations import gguf as cache
+from attnmesh.integrations.checkpoint import ModelError
 from helpers.models import write_gguf
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -48,23 +48,23 @@ def gguf(tmp_path):
 
 def test_the_second_time_nothing_is_converted(convert, gguf):
     assert not cache.is_converted(gguf)
-    entry = cache.converted(gguf)
+    entry = cache.converted_folder(gguf)
     assert cache.is_converted(gguf)
-    assert cache.converted(gguf) == entry
+    assert cache.converted_folder(gguf) == entry
     assert convert.calls == 1
     assert {file.name for file in entry.iterdir()} == {*FILES, "manifest.json"}
 
 
 def test_an_entry_belongs_to_the_bytes_of_a_file(convert, gguf, tmp_path):
-    entry = cache.converted(gguf)
-    assert cache.converted(shutil.copy(gguf, tmp_path / "copy.gguf")) == entry
+    entry = cache.converted_folder(gguf)
+    assert cache.converted_folder(shutil.copy(gguf, tmp_path / "copy.gguf")) == entry
     assert convert.calls == 1
     with gguf.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
-    assert cache.converted(gguf) != entry
+    assert cache.converted_folder(gguf) != entry
     assert convert.calls == 2
-    assert is_intact(entry)
+    assert cache._is_intact(entry)
 
 
 def truncate(file: Path) -> None:
@@ -80,38 +80,38 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink], ids=["truncated", "flipped", "deleted"])
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_damage_is_found_and_the_file_converted_anew(convert, gguf, name, damage):
-    entry = cache.converted(gguf)
+    entry = cache.converted_folder(gguf)
     damage(entry / name)
     assert not cache.is_converted(gguf)
-    assert cache.converted(gguf) == entry
+    assert cache.converted_folder(gguf) == entry
     assert convert.calls == 2
-    assert is_intact(entry)
-    cache.converted(gguf)
+    assert cache._is_intact(entry)
+    cache.converted_folder(gguf)
     assert convert.calls == 2
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "files": []}', '{"format": 1, "files": [7]}', "\0"])
 def test_a_manifest_that_says_nothing_vouches_for_nothing(convert, gguf, text):
-    entry = cache.converted(gguf)
+    entry = cache.converted_folder(gguf)
     (entry / "manifest.json").write_text(text)
-    assert not is_intact(entry)
+    assert not cache._is_intact(entry)
 
 
 def test_an_entry_of_another_format_is_made_anew(convert, gguf, monkeypatch):
-    entry = cache.converted(gguf)
-    monkeypatch.setattr("attnmesh.integrations.manifest._FORMAT", 2)
-    assert not is_intact(entry)
-    cache.converted(gguf)
+    entry = cache.converted_folder(gguf)
+    monkeypatch.setattr("attnmesh.integrations.gguf._MANIFEST_FORMAT", 2)
+    assert not cache._is_intact(entry)
+    cache.converted_folder(gguf)
     assert convert.calls == 2
 
 
 def test_what_a_killed_process_left_is_cleared_away(convert, gguf):
-    entry = cache.converted(gguf)
+    entry = cache.converted_folder(gguf)
     left = entry.with_name(f"{entry.name}.unfinished")
     entry.rename(left)  # all but the last step was done
     (left / "half a file").write_text("x")
     assert not cache.is_converted(gguf)
-    assert cache.converted(gguf) == entry
+    assert cache.converted_folder(gguf) == entry
     assert convert.calls == 2
     assert not left.exists()
     assert not (entry / "half a file").exists()
@@ -124,7 +124,7 @@ def killed(gguf: Path, wrote) -> None:
         time.sleep(60)
 
     cache.convert_gguf = never_ends
-    cache.converted(gguf)
+    cache.converted_folder(gguf)
 
 
 def test_the_lock_of_a_killed_process_is_free(convert, gguf):
@@ -135,7 +135,7 @@ def test_the_lock_of_a_killed_process_is_free(convert, gguf):
     assert wrote.wait(60)
     child.kill()
     child.join()
-    assert is_intact(cache.converted(gguf))
+    assert cache._is_intact(cache.converted_folder(gguf))
     assert convert.calls == 1
 
 
@@ -149,7 +149,7 @@ def one_of_two(gguf: Path, log: Path, together, seen) -> None:
 
     cache.convert_gguf = slow
     together.wait(60)
-    entry = cache.converted(gguf)
+    entry = cache.converted_folder(gguf)
     seen.put(sorted(file.name for file in entry.iterdir()))
 
 
@@ -174,27 +174,27 @@ def test_a_conversion_that_fails_leaves_nothing_and_can_be_tried_again(convert, 
     with monkeypatch.context() as broken:
         broken.setattr(cache, "convert_gguf", fails)
         with pytest.raises(ModelError, match=r"^no such model$"):
-            cache.converted(gguf)
+            cache.converted_folder(gguf)
     assert [file.suffix for file in cache.cache_folder().iterdir()] == [".lock"]
-    assert is_intact(cache.converted(gguf))
+    assert cache._is_intact(cache.converted_folder(gguf))
 
 
 def test_a_folder_that_cannot_be_made_is_named(convert, gguf, monkeypatch):
     monkeypatch.setenv("ATTNMESH_CACHE", str(gguf / "below a file"))
-    with pytest.raises(ModelError, match=r"cannot be kept in .*below a file \(ATTNMESH_CACHE names another"):
-        cache.converted(gguf)
+    with pytest.raises(ModelError, match=r"cannot be written to .*below a file \(set ATTNMESH_CACHE"):
+        cache.converted_folder(gguf)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_named_but_can_be_read(convert, gguf, tmp_path):
-    entry = cache.converted(gguf)
+    entry = cache.converted_folder(gguf)
     other = tmp_path / "other.gguf"
     other.write_bytes(gguf.read_bytes() + b"more")
     entry.parent.chmod(0o500)
     try:
-        assert cache.converted(gguf) == entry
-        with pytest.raises(ModelError, match=r"cannot be kept in .*ATTNMESH_CACHE.*Permission denied"):
-            cache.converted(other)
+        assert cache.converted_folder(gguf) == entry
+        with pytest.raises(ModelError, match=r"cannot be written to .*ATTNMESH_CACHE.*Permission denied"):
+            cache.converted_folder(other)
     finally:
         entry.parent.chmod(0o700)
 
@@ -205,24 +205,24 @@ def test_a_disk_that_takes_no_more_is_named(convert, gguf, monkeypatch, code):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(cache, "convert_gguf", full)
-    with pytest.raises(ModelError, match=rf"cannot be kept in .*cache \(ATTNMESH_CACHE.*{os.strerror(code)}"):
-        cache.converted(gguf)
+    with pytest.raises(ModelError, match=rf"cannot be written to .*cache \(set ATTNMESH_CACHE.*{os.strerror(code)}"):
+        cache.converted_folder(gguf)
 
 
 def test_a_disk_without_room_is_found_before_converting(convert, gguf, monkeypatch):
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=127))
     with pytest.raises(ModelError, match=r"has 0\.00 GiB free, and .*model\.gguf takes .*ATTNMESH_CACHE"):
-        cache.converted(gguf)
+        cache.converted_folder(gguf)
     assert convert.calls == 0
 
 
 def test_a_file_too_large_for_memory_is_refused_before_converting(convert, gguf, monkeypatch):
-    monkeypatch.setattr(memory, "_free_ram", lambda: 32 * 4 - 1)
+    monkeypatch.setattr(checkpoint, "_free_ram", lambda: 32 * 4 - 1)
     with pytest.raises(ModelError, match=r"model\.gguf does not fit: its weights take .* GiB, and cpu has .* free"):
-        cache.converted(gguf)
+        cache.converted_folder(gguf)
     assert convert.calls == 0
-    monkeypatch.setattr(memory, "_free_ram", lambda: 32 * 4)
-    assert is_intact(cache.converted(gguf))
+    monkeypatch.setattr(checkpoint, "_free_ram", lambda: 32 * 4)
+    assert cache._is_intact(cache.converted_folder(gguf))
 
 
 def test_where_converted_models_are_kept(monkeypatch, tmp_path):
@@ -238,8 +238,8 @@ def test_where_converted_models_are_kept(monkeypatch, tmp_path):
 
 def test_a_manifest_lists_every_file(tmp_path):
     (tmp_path / "a").write_text("1")
-    assert not is_intact(tmp_path)
-    write_manifest(tmp_path)
-    assert is_intact(tmp_path)
+    assert not cache._is_intact(tmp_path)
+    cache._write_manifest(tmp_path)
+    assert cache._is_intact(tmp_path)
     (tmp_path / "a").write_text("2")
-    assert not is_intact(tmp_path)
+    assert not cache._is_intact(tmp_path)

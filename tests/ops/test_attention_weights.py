@@ -131,15 +131,17 @@ def test_a_shard_is_of_its_rank_and_its_way_to_project():
         shard.check(CONFIG)
     with pytest.raises(ValueError, match=r"qkv must be \[30, 20\] on rank 1, got \[21, 20\]"):
         shard.check(CONFIG, sharding, 1, replicate_q=True)
-    with pytest.raises(ValueError, match="out_bias is added once, to what rank 0's out makes, but this is rank 1"):
+    with pytest.raises(
+        ValueError, match="out_bias must be given on rank 0 only, together with out, but this is rank 1"
+    ):
         dataclasses.replace(shard, out_bias=torch.zeros(HIDDEN)).check(CONFIG, sharding, 1)
-    with pytest.raises(ValueError, match="out_bias is added once, to what rank 0's out makes, but out is None"):
+    with pytest.raises(ValueError, match="out_bias must be given on rank 0 only, together with out, but out is None"):
         dataclasses.replace(whole(), out=None).check(CONFIG)
 
 
 @pytest.mark.parametrize("stage", ["norm", "norm_before_rope", "norm_after_rope"])
 def test_a_weight_without_its_stage_is_refused(stage):
-    with pytest.raises(ValueError, match=f"norm.* is a weight of config.{stage}, which is None"):
+    with pytest.raises(ValueError, match=f"norm.* must be None, since config.{stage} is None"):
         whole().check(dataclasses.replace(CONFIG, **{stage: None}))
 
 

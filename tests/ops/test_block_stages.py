@@ -146,7 +146,7 @@ def test_llama3_stretches_long_waves_and_keeps_short_ones():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Rope(()), "frequencies must hold one number for each pair, got none"),
+        (lambda: Rope(()), "frequencies must contain one number per pair, got none"),
         (lambda: Rope((0.1,)), "frequencies must be finite float32 numbers, got 0.1"),
         (lambda: Rope((1.0, math.inf)), "frequencies must be finite float32 numbers, got inf"),
         (lambda: Rope((1.0,), "thirds"), "layout must be one of halves, pairs, got 'thirds'"),
@@ -178,7 +178,7 @@ def test_a_config_is_a_value():
         ((64, 8, True, 16), {}, "kv_heads must be a positive integer, got True"),
         ((64, 8, 2, -1), {}, "head_dim must be a positive integer, got -1"),
         ((64, 8, 3, 16), {}, "q_heads must be a multiple of kv_heads, got q_heads=8 and kv_heads=3"),
-        ((64, 8, 2, 16), {"rope": Rope.plain(18)}, "rope turns 18 numbers of a head, but head_dim is 16"),
+        ((64, 8, 2, 16), {"rope": Rope.plain(18)}, "rope.dim must be at most head_dim=16, got 18"),
         ((64, 8, 2, 16), {"window": 0}, "window must be a positive integer, got 0"),
         ((64, 8, 2, 16), {"scale": math.nan}, "scale must be a finite number or None, got nan"),
     ],

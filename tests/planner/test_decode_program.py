@@ -10,7 +10,14 @@ from attnmesh.plan.decode import DecodeShape, DecodeSharding, bytes_sent, messag
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.catalog import cluster as named_cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode import ATTENTION_LAUNCHES, EXCHANGE_LAUNCHES, MERGE_LAUNCHES, DecodeLayer, LinearLayers, decode_program
+from attnmesh.planner.decode import (
+    ATTENTION_LAUNCHES,
+    EXCHANGE_LAUNCHES,
+    MERGE_LAUNCHES,
+    DecodeLayer,
+    LinearLayers,
+    decode_program,
+)
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
 from helpers.blocks import random_sequences
 from helpers.clusters import cluster, link

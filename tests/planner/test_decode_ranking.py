@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode import DecodeRequest, decode_layers, decode_memory, decode_program, decode_ranking, shardings
+from attnmesh.planner.decode import (
+    DecodeRequest,
+    decode_layers,
+    decode_memory,
+    decode_program,
+    decode_ranking,
+    shardings,
+)
 from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.models.read import model
 from attnmesh.planner.ranking import RESERVED_MEMORY

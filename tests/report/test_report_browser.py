@@ -11,8 +11,7 @@ from attnmesh.generation.generator import GenerationStats
 from attnmesh.plan.workload import Shape
 from attnmesh.report import GeneratedAnswer, generation_report, make_report, write_report
 from attnmesh.trace.timeline import Span
-from attnmesh.verify.attention import Outcome
-from attnmesh.verify.mode import ComparedMode
+from attnmesh.verify.mode import Mode, Outcome
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -35,7 +34,7 @@ def ring_spans() -> list[Span]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    outcome = Outcome(ComparedMode("ring", "1x1", lambda seed, device: []), "dq", 1e-7, 1e-6)
+    outcome = Outcome(Mode("ring", "1x1", lambda seed, device: []), "dq", 1e-7, 1e-6)
     report = make_report(
         Causal(), Zigzag(), 512, WORLD, Shape(1, 8, 2, 64, 2, 4), ranks_per_node=2, facts={"written": EVIL},
         timelines={"simulated": ring_spans()}, outcomes=[outcome], figures={EVIL: [{"rank": 0, "a long name": 1.5}]},
@@ -356,6 +355,15 @@ def test_32_ranks_are_drawn_by_node(browser, tmp_path):
     assert page.locator("#group option").all_inner_texts()[1] == "node 0 (ranks 0 to 7)"
     page.select_option("#group", "2")
     assert page.locator("#strips .strip.dim").count() == 3
+    page.close()
+
+
+def test_a_single_rank_has_no_communication(browser, tmp_path):
+    page = other_page(browser, tmp_path, make_report(Causal(), Zigzag(), 64, 1, Shape(1, 8, 2, 64, 2, 4)))
+    assert page.locator("h1").inner_text() == "1 rank, 64 tokens"
+    assert page.locator("#now-title").inner_text() == "Forward, 1 step"
+    assert page.locator("#loads h3").all_inner_texts() == ["FLOPs"]
+    assert page.locator("#wheel svg").count() == 0
     page.close()
 
 

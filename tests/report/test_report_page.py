@@ -15,12 +15,11 @@ from attnmesh.report import GeneratedAnswer, generation_report, make_report, wri
 from attnmesh.report.drawing import drawing_data
 from attnmesh.report.page import page
 from attnmesh.trace.timeline import Span
-from attnmesh.verify.attention import Outcome
-from attnmesh.verify.mode import ComparedMode
+from attnmesh.verify.mode import Mode, Outcome
 
 SHAPE = Shape(1, 8, 2, 16, 2, 4)
 EVIL = "</script><img src=x onerror=alert(1)>&\"'<!--"
-MODE = ComparedMode("ring <zigzag>", "1x1", lambda seed, device: [])
+MODE = Mode("ring <zigzag>", "1x1", lambda seed, device: [])
 
 
 class Read(HTMLParser):

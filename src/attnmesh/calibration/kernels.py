@@ -1,44 +1,56 @@
-"""The calls that are timed: every kind of kernel, through the library's own functions, at a few sizes.
+"""The calls that are timed: every kind of kernel, through the library's own functions, at several sizes.
 
-Attention is timed as schedules call it, in full rectangles and in causal squares, with fewer kv heads than query heads.
+Attention is timed as schedules call it: full rectangles and causal squares, with fewer KV heads than query heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from attnmesh.calibration.sample import Sample
 from attnmesh.core.masks import Causal, Full
 from attnmesh.ops.decode.api import decode_attention
 from attnmesh.ops.dense.api import attention
 from attnmesh.ops.sparse.attention import sparse_attention
 from attnmesh.ops.sparse.indexer import indexer_topk
+from attnmesh.plan.program import KernelKind
+from attnmesh.planner.hardware import Curve
 
 Run = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
+class KernelSample:
+    """One call of a kind of kernel."""
+
+    kind: KernelKind
+    size: float  # in the unit of the kind: operations or bytes
+    make: Callable[[], Run]  # creates the inputs, so that only one sample's inputs are in memory
+    causal: bool = False  # whether it is a causal square
+    before: Callable[[], Run] | None = None  # a call that `make` includes and whose time is subtracted
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """What is timed on a kind of device."""
+    """The sizes that are timed on a device type."""
 
     dtype: torch.dtype
     heads: int
     kv_heads: int
     head_dim: int
     sides: tuple[int, ...]  # rows and keys of an attention call
-    long: tuple[tuple[int, int, int], ...]  # rows, heads and kv heads of causal squares as Ulysses leaves them
-    matmuls: tuple[int, ...]  # rows, columns and depth of a product
-    copies: tuple[int, ...]  # rows that are laid out anew, as for a message
-    caches: tuple[int, ...]  # keys of a step of decoding
+    long: tuple[tuple[int, int, int], ...]  # rows, query heads and KV heads of causal squares as in Ulysses
+    matmuls: tuple[int, ...]  # rows, columns and depth of a matrix product
+    copies: tuple[int, ...]  # rows that are copied, as into a message
+    caches: tuple[int, ...]  # keys of a decode step
     sparse_rows: tuple[int, ...]
     sparse_keys: int
-    sparse: tuple[int, int, int, int]  # heads, width of keys, width of values, keys a query reads
-    indexer: tuple[int, int, int]  # heads, width, keys that are found
+    sparse: tuple[int, int, int, int]  # heads, width of keys, width of values, keys per query
+    indexer: tuple[int, int, int]  # heads, width, number of selected keys
 
 
 _CPU = Sizes(
@@ -62,45 +74,56 @@ _CUDA_QUICK = Sizes(
 )  # fmt: skip
 
 
-def samples(device: str, *, quick: bool) -> list[Sample]:
-    """Everything that is timed on a device, kind by kind."""
+def kernel_samples(device: str, *, quick: bool) -> list[KernelSample]:
+    """All calls that are timed on a device, kind by kind."""
     sizes = {"cpu": (_CPU, _CPU_QUICK), "cuda": (_CUDA, _CUDA_QUICK)}[device][quick]
-    made = [_attention, _products, _copies, _decoding, _sparse, _indexing]
-    return [sample for make in made for sample in make(sizes, device)]
+    kinds = [_attention, _matmuls, _copies, _decode, _sparse, _indexer]
+    return [sample for kind in kinds for sample in kind(sizes, device)]
+
+
+def kernel_curves(
+    samples: Iterable[KernelSample], seconds: Sequence[float], *, causal: bool
+) -> tuple[tuple[KernelKind, Curve], ...]:
+    """The curve of every kind, from the seconds of each sample."""
+    found: dict[KernelKind, list[tuple[float, float]]] = {}
+    for sample, time in zip(samples, seconds, strict=True):
+        if sample.causal == causal:
+            found.setdefault(sample.kind, []).append((sample.size, time))
+    return tuple((kind, Curve(tuple(sorted(pairs)))) for kind, pairs in found.items())
 
 
 def empty_call(device: str) -> Run:
-    """A call that does next to nothing: what any call takes."""
+    """A call with almost no work: the overhead of any call."""
     one = torch.zeros(1, device=device)
     return lambda: one.add_(1)
 
 
-def _attention(sizes: Sizes, device: str) -> Iterator[Sample]:
-    for square in (False, True):
+def _attention(sizes: Sizes, device: str) -> Iterator[KernelSample]:
+    for causal in (False, True):
         for side in sizes.sides:
-            yield from _there_and_back(sizes, device, side, square)
+            yield from _forward_and_backward(sizes, device, side, causal)
     for side, heads, kv_heads in sizes.long:
-        yield from _there_and_back(replace(sizes, heads=heads, kv_heads=kv_heads), device, side, True)
+        yield from _forward_and_backward(replace(sizes, heads=heads, kv_heads=kv_heads), device, side, True)
 
 
-def _there_and_back(sizes: Sizes, device: str, side: int, square: bool) -> Iterator[Sample]:
-    pairs = side * (side + 1) // 2 if square else side * side
+def _forward_and_backward(sizes: Sizes, device: str, side: int, causal: bool) -> Iterator[KernelSample]:
+    pairs = side * (side + 1) // 2 if causal else side * side
     operations = 4.0 * sizes.heads * sizes.head_dim * pairs
-    given = partial(_attended, sizes, device, side, square)
-    yield Sample("attention", operations, partial(_forward, given), square)
-    if device == "cpu":  # the backward by itself; on CUDA a graph holds both, and the forward is taken off
-        yield Sample("attention backward", 2.5 * operations, partial(_backward, given), square)
+    given = partial(_attention_inputs, sizes, device, side, causal)
+    yield KernelSample("attention", operations, partial(_forward, given), causal)
+    if device == "cpu":  # the backward alone; on CUDA a graph has both, and the forward is subtracted
+        yield KernelSample("attention backward", 2.5 * operations, partial(_backward, given), causal)
     else:
-        both = partial(_both_ways, given)
-        yield Sample("attention backward", 2.5 * operations, both, square, partial(_forward, given))
+        both = partial(_forward_with_backward, given)
+        yield KernelSample("attention backward", 2.5 * operations, both, causal, partial(_forward, given))
 
 
-def _attended(sizes: Sizes, device: str, side: int, square: bool) -> tuple[list[Tensor], Callable[[], Tensor]]:
+def _attention_inputs(sizes: Sizes, device: str, side: int, causal: bool) -> tuple[list[Tensor], Callable[[], Tensor]]:
     """q, k, v and the gradient of out, and their attention."""
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
     drawn = [torch.randn(1, n, side, sizes.head_dim, device=device, dtype=sizes.dtype) for n in heads]
     q, k, v = (x.requires_grad_() for x in drawn[:3])
-    return drawn, partial(attention, q, k, v, mask=Causal() if square else Full())
+    return drawn, partial(attention, q, k, v, mask=Causal() if causal else Full())
 
 
 def _forward(given: Callable[[], tuple[list[Tensor], Run]]) -> Run:
@@ -113,21 +136,21 @@ def _backward(given: Callable[[], tuple[list[Tensor], Run]]) -> Run:
     return lambda: torch.autograd.grad(out, drawn[:3], drawn[3], retain_graph=True)[0]
 
 
-def _both_ways(given: Callable[[], tuple[list[Tensor], Run]]) -> Run:
+def _forward_with_backward(given: Callable[[], tuple[list[Tensor], Run]]) -> Run:
     drawn, attend = given()
     return lambda: torch.autograd.grad(attend(), drawn[:3], drawn[3])[0]
 
 
-def _products(sizes: Sizes, device: str) -> Iterator[Sample]:
+def _matmuls(sizes: Sizes, device: str) -> Iterator[KernelSample]:
     def product(n: int) -> Run:
         a, b = (torch.randn(n, n, device=device, dtype=sizes.dtype) for _ in range(2))
         return partial(torch.mm, a, b)
 
-    return (Sample("matmul", 2.0 * n**3, partial(product, n)) for n in sizes.matmuls)
+    return (KernelSample("matmul", 2.0 * n**3, partial(product, n)) for n in sizes.matmuls)
 
 
-def _copies(sizes: Sizes, device: str) -> Iterator[Sample]:
-    """Keys as they are, and heads first to rows first: what a message wants and kernels do not."""
+def _copies(sizes: Sizes, device: str) -> Iterator[KernelSample]:
+    """Plain copies, and copies from [heads, rows] to [rows, heads], the order in messages."""
 
     def copy(rows: int) -> Run:
         x = torch.randn(1, sizes.kv_heads, rows, sizes.head_dim, device=device, dtype=sizes.dtype)
@@ -138,13 +161,13 @@ def _copies(sizes: Sizes, device: str) -> Iterator[Sample]:
         message = torch.empty(rows, 1, sizes.kv_heads, sizes.head_dim, device=device, dtype=sizes.dtype)
         return lambda: message.permute(1, 2, 0, 3).copy_(x)
 
-    row = 2.0 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize  # read and written
+    row = 2.0 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize  # bytes read and written
     for rows in sizes.copies:
-        yield Sample("copy", rows * row, partial(copy, rows))
-        yield Sample("relayout", rows * row, partial(relayout, rows))
+        yield KernelSample("copy", rows * row, partial(copy, rows))
+        yield KernelSample("relayout", rows * row, partial(relayout, rows))
 
 
-def _decoding(sizes: Sizes, device: str) -> Iterator[Sample]:
+def _decode(sizes: Sizes, device: str) -> Iterator[KernelSample]:
     def decode(keys: int) -> Run:
         q = torch.randn(1, sizes.heads, 1, sizes.head_dim, device=device, dtype=sizes.dtype)
         k, v = (
@@ -154,10 +177,10 @@ def _decoding(sizes: Sizes, device: str) -> Iterator[Sample]:
         return partial(decode_attention, q, k, v, cur_pos=last)
 
     row = 2.0 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
-    return (Sample("decode", keys * row, partial(decode, keys)) for keys in sizes.caches)
+    return (KernelSample("decode", keys * row, partial(decode, keys)) for keys in sizes.caches)
 
 
-def _sparse(sizes: Sizes, device: str) -> Iterator[Sample]:
+def _sparse(sizes: Sizes, device: str) -> Iterator[KernelSample]:
     heads, width, values, slots = sizes.sparse
 
     def given(rows: int) -> tuple[list[Tensor], Run]:
@@ -176,19 +199,19 @@ def _sparse(sizes: Sizes, device: str) -> Iterator[Sample]:
 
     for rows in sizes.sparse_rows:
         one = 2.0 * rows * heads * slots
-        yield Sample("sparse", one * (width + values), partial(forward, rows))
+        yield KernelSample("sparse", one * (width + values), partial(forward, rows))
         backward = one * (3 * width + 2 * values)
-        yield Sample("sparse backward", backward, partial(both, rows), before=partial(forward, rows))
+        yield KernelSample("sparse backward", backward, partial(both, rows), before=partial(forward, rows))
 
 
-def _indexing(sizes: Sizes, device: str) -> Iterator[Sample]:
-    heads, width, found = sizes.indexer
+def _indexer(sizes: Sizes, device: str) -> Iterator[KernelSample]:
+    heads, width, selected = sizes.indexer
 
     def index(rows: int) -> Run:
         iq = torch.randn(rows, heads, width, device=device, dtype=sizes.dtype)
         ik = torch.randn(sizes.sparse_keys, width, device=device, dtype=sizes.dtype)
         w = torch.randn(rows, heads, device=device) * (heads * width) ** -0.5
-        return lambda: indexer_topk(iq, ik, w, found).indices
+        return lambda: indexer_topk(iq, ik, w, selected).indices
 
     for rows in sizes.sparse_rows:
-        yield Sample("indexer", 2.0 * rows * heads * width * sizes.sparse_keys, partial(index, rows))
+        yield KernelSample("indexer", 2.0 * rows * heads * width * sizes.sparse_keys, partial(index, rows))

@@ -1,4 +1,4 @@
-"""Runs of schedules on the CPU: as real ranks make them, and as they are simulated."""
+"""Runs of schedules on the CPU: executed on ranks, and simulated."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ SCHEDULES = ("ring", "allgather", "ulysses")
 
 
 @dataclass(frozen=True)
-class Run:
-    """Causal attention in float32, zigzag."""
+class ScheduleRun:
+    """Causal attention in float32 under a schedule, in the zigzag layout."""
 
     schedule: str
     length: int
     backward: bool
 
     def programs(self, world: int) -> list[Program]:
-        """That of the forward, and that of the backward where there is one."""
+        """The programs of the forward and, if there is one, of the backward."""
         shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, itemsize=4, sum_itemsize=4)
         workload = Workload(shards(Causal(), Zigzag(), self.length, world), shape, world, device="cpu")
         return [
             program(self.schedule, workload, backward=way) for way in ((False, True) if self.backward else (False,))
         ]
 
-    def simulated(self, world: int, cluster: Cluster) -> list[Simulated]:
-        """The forward, and the backward after it, on one node of `world` ranks."""
+    def simulate(self, world: int, cluster: Cluster) -> list[Simulated]:
+        """The simulated forward and backward on one node of `world` ranks."""
         return [simulate(whole, cluster.with_ranks_per_node(world)) for whole in self.programs(world)]
 
 
-def runs_of(lengths: Sequence[int], schedules: Sequence[str] = SCHEDULES) -> list[Run]:
-    """Every schedule at every length, forward, and forward with backward."""
-    return [Run(*of) for of in product(schedules, lengths, (False, True))]
+def all_runs(lengths: Sequence[int], schedules: Sequence[str] = SCHEDULES) -> list[ScheduleRun]:
+    """Every schedule at every length, forward and forward+backward."""
+    return [ScheduleRun(*of) for of in product(schedules, lengths, (False, True))]
 
 
-def made_by(comm: Comm, runs: Sequence[Run]) -> list[Callable[[], object]]:
-    """Every run as this rank makes it."""
+def rank_runs(comm: Comm, runs: Sequence[ScheduleRun]) -> list[Callable[[], object]]:
+    """One function per run that executes this rank's part of it."""
     by_name = {name: ContextParallel(comm, layout=Zigzag(), schedule=name) for name in {run.schedule for run in runs}}
-    return [_made(run, by_name[run.schedule]) for run in runs]
+    return [_rank_run(run, by_name[run.schedule]) for run in runs]
 
 
-def _made(run: Run, cp: ContextParallel) -> Callable[[], object]:
+def _rank_run(run: ScheduleRun, cp: ContextParallel) -> Callable[[], object]:
     rows = Zigzag().local_length(run.length, cp.world, cp.rank)
     drawn = [torch.randn(1, heads, rows, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v = (x.requires_grad_(run.backward) for x in drawn[:3])

@@ -1,4 +1,4 @@
-"""Times compared in one run, in turns: on a GPU graphs, warm or cold, or long programs; on the host by the wall."""
+"""Timers that compare several functions in turns: CUDA graphs with a warm or cold L2, queued programs, wall time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _FLUSH = 256 * 2**20  # bytes, several times any L2
 def interleaved(runs: Mapping[Name, Run], rounds: int = _ROUNDS) -> dict[Name, float]:
     """Median milliseconds of every run on the device.
 
-    Runs are captured as graphs, so that the host is out of the picture, and replayed in turns for a slice of time long
-    enough for the clocks to settle under load: a short run after a pause would profit from a cool chip.
+    Runs are captured as graphs, so that the host does not count, and replayed in turns for a slice of time that is long
+    enough for the clocks to settle under load: a short run after a pause would be faster on a cool chip.
     """
     graphs = {name: _captured(name, run) for name, run in runs.items()}
     samples: dict[Name, list[float]] = {name: [] for name in runs}
@@ -40,9 +40,8 @@ def interleaved(runs: Mapping[Name, Run], rounds: int = _ROUNDS) -> dict[Name, f
 def queued(runs: Mapping[Name, Callable[[], object]], rounds: int = _ROUNDS) -> dict[Name, float]:
     """Median milliseconds of every run on the device, without a graph.
 
-    For programs that take the device longer than the host needs to queue the next: a graph would keep all they
-    allocate in a pool of its own. In turns and in slices of time, as `interleaved`; a run longer than a slice counts
-    as it is.
+    For programs that the host queues faster than the device runs them, and whose allocations a graph would keep in a
+    pool of its own. In turns and in slices of time, as `interleaved`; a run longer than a slice is timed once.
     """
     samples: dict[Name, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -59,16 +58,15 @@ def queued(runs: Mapping[Name, Callable[[], object]], rounds: int = _ROUNDS) -> 
 def cold(
     runs: Mapping[Name, Run], *, rounds: int = _COLD_ROUNDS, failures: dict[Name, str] | None = None
 ) -> dict[Name, float]:
-    """Median microseconds of every run when nothing it reads is in the L2.
+    """Median microseconds of every run with a cold L2.
 
-    For programs that read memory once, like a step of decoding: a real step finds its cache cold, since the layers
-    before it have read theirs. Before each replay a large buffer is summed, which fills the L2 with other data. It is
-    read, not written: lines that were written have to be stored before they can go, and the program would pay for
-    that, some 8 to 10 us. Runs take turns, round by round, so that all see the same clocks. Nothing waits for the
-    host, which is ahead of the device by a head start. The time between two events with an empty graph between them is
-    in every figure (see `measured_floor`).
+    For programs that read memory once, such as a decode step, whose KV cache is not in the L2 because the layers before
+    it have read theirs. Before each replay a large buffer is summed, which fills the L2 with other data. It is read and
+    not written, since evicting written lines would cost the program 8 to 10 us. Runs take turns, round by round, so
+    that all see the same clocks. The host is ahead of the device, so nothing waits for it. Every figure includes the
+    time between two events around an empty graph (see `measured_floor`).
 
-    A run that cannot be captured is left out, and `failures` says why; without `failures` its error is raised.
+    A run that cannot be captured is left out and the reason stored in `failures`; without `failures` it raises.
     """
     graphs: dict[Name, torch.cuda.CUDAGraph] = {}
     stream = torch.cuda.current_stream()
@@ -79,7 +77,7 @@ def cold(
             if failures is None:
                 raise
             failures[name] = reason(error)
-            torch.cuda.set_stream(stream)  # a capture that broke off may have left another
+            torch.cuda.set_stream(stream)  # a failed capture may have left another one
     marks: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
     buffer = _buffer()
     torch.cuda.synchronize()
@@ -97,17 +95,17 @@ def cold(
 
 
 def measured_floor() -> dict[str, float]:
-    """What `cold` reads when there is nothing to do, and the bandwidth it reads for a plain sum over 1 GiB."""
+    """What `cold` measures for an empty graph, and the bandwidth it measures for a sum over 1 GiB."""
     nothing = torch.zeros((), device="cuda")
     numbers = torch.ones(2**28, device="cuda")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of a graph without a node
+        warnings.simplefilter("ignore")  # torch warns about an empty graph
         times = cold({"empty": lambda: nothing, "read": numbers.sum})
     return {"empty_graph_us": times["empty"], "read_tb_per_s": numbers.nbytes / times["read"] / 1e6}
 
 
 def wall(runs: Mapping[Name, Callable[[], object]], rounds: int = 7) -> dict[Name, float]:
-    """Median seconds of every run on the host, in turns, after one run that does not count."""
+    """Median wall seconds of every run, in turns, after one warm-up."""
     samples: dict[Name, list[float]] = {name: [] for name in runs}
     for counts in [False] + [True] * rounds:
         for name, run in runs.items():
@@ -119,9 +117,9 @@ def wall(runs: Mapping[Name, Callable[[], object]], rounds: int = 7) -> dict[Nam
 
 
 def reason(error: BaseException) -> str:
-    """An error in the space of a table's cell."""
-    said = str(error).strip()
-    return f"{type(error).__name__}: {said.splitlines()[0]}"[:100] if said else type(error).__name__
+    """An error message short enough for a table cell."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}"[:100] if text else type(error).__name__
 
 
 @functools.cache
@@ -134,7 +132,7 @@ def _captured(name: object, run: Run) -> torch.cuda.CUDAGraph:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            if not torch.isfinite(run()).all():  # garbage can run at another speed
+            if not torch.isfinite(run()).all():  # NaN can change the speed
                 raise RuntimeError(f"{name} computed NaN or infinity")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -144,7 +142,7 @@ def _captured(name: object, run: Run) -> torch.cuda.CUDAGraph:
 
 
 def _between_events(run: Callable[[], object], times: int) -> float:
-    """Milliseconds of one run among `times`, queued one after another."""
+    """Milliseconds per run of `times` runs that are queued one after the other."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
@@ -155,7 +153,7 @@ def _between_events(run: Callable[[], object], times: int) -> float:
 
 
 def host_ms(run: Run) -> float:
-    """Milliseconds the host needs to queue a run, measured while the device is kept busy with something else."""
+    """Milliseconds that the host needs to queue a run, measured while the device is busy."""
     samples = []
     for _ in range(_ROUNDS):
         torch.cuda.synchronize()

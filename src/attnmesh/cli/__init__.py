@@ -1,1 +1,1 @@
-"""The commands."""
+"""The command line: one file per command."""

@@ -1,52 +1,64 @@
-"""`attnmesh calibrate`: measure this machine, and write what was found as a file that the catalogue reads."""
+"""`attnmesh calibrate`: measures this machine and writes a hardware file for the planner."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Annotated
 
-from attnmesh.calibration.on_cpu import measure_cpu
-from attnmesh.calibration.on_cuda import measure_cuda
-from attnmesh.cli import output as report
+import typer
+
+from attnmesh.calibration.cpu import measure_cpu
+from attnmesh.calibration.cuda import measure_cuda
+from attnmesh.cli import output
+from attnmesh.cli.options import MeasuredDeviceOption, check_output_file, default_device, reported_errors
 from attnmesh.planner.catalog import catalog
 from attnmesh.planner.catalog_file import as_toml
 from attnmesh.planner.hardware import Link, Wiring
 
 
-def check_out(out: Path) -> None:
-    """Refuse a place that cannot be written to before minutes are spent."""
-    if out.is_dir():
-        raise ValueError(f"out must be a file, {out} is a folder")
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"out must be in a folder that exists, {out.absolute().parent} does not")
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that could not be given on a command line, or that is another device's."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-        raise ValueError(f"name must be letters, digits, '-', '_' or '.', got {name!r}")
-    if name.lower() in catalog().devices:
-        raise ValueError(f"name must be a new one, the catalogue has a {name} already")
+def calibrate_command(
+    device: MeasuredDeviceOption = None,
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("hardware.toml"),
+    name: Annotated[str, typer.Option(help="Name of the device in the file.")] = "this-machine",
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes and rounds: faster, less exact.")] = False,
+) -> None:
+    """Measure kernels and messages on this machine and write a file for --hardware-file."""
+    chosen = default_device(device)
+    with reported_errors("calibrate"):
+        _check_name(name)
+        check_output_file("--out", out)
+        out.write_text(calibrate(chosen, name, quick=quick), encoding="utf-8")
+    output.console().print(f"Hardware file: {out} (device {name})", soft_wrap=True)
 
 
 def calibrate(device: str, name: str = "this-machine", *, quick: bool = False) -> str:
-    """The file's text."""
-    check_name(name)
-    facts = report.machine(device)
-    source = f"measured: {facts.pop('processor')}, {', '.join(f'{key} {value}' for key, value in facts.items())}"
+    """Measure the device and return the text of the hardware file."""
+    _check_name(name)
+    facts = output.machine(device)
+    processor = facts.pop("processor")
+    source = f"measured: {processor}, {', '.join(f'{key} {value}' for key, value in facts.items())}"
     if quick:
-        source += "; quickly"
-    if device == "cpu":
-        cpu, link = measure_cpu(name, source, quick=quick)
-        return as_toml(
-            cpu, [link], Wiring(intra_node=link.name, inter_node="ethernet", ranks_per_node=cpu.cores, rails=1)
-        )
-    gpu, between = measure_cuda(name, source, quick=quick)
-    return as_toml(gpu, [between] if between else [], _wiring(report.machine(device)["processor"], between))
+        source += "; quick"
+    with output.Progress() as progress:
+        if device == "cpu":
+            cpu, link = measure_cpu(name, source, quick=quick, progress=progress)
+            return as_toml(
+                cpu, [link], Wiring(intra_node=link.name, inter_node="ethernet", ranks_per_node=cpu.cores, rails=1)
+            )
+        gpu, between = measure_cuda(name, source, quick=quick, progress=progress)
+    return as_toml(gpu, [between] if between else [], _wiring(processor, between))
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise ValueError(f"--name must consist of letters, digits, '-', '_' and '.', got {name!r}")
+    if name.lower() in catalog().devices:
+        raise ValueError(f"--name must not be a device of the catalogue, got {name!r}")
 
 
 def _wiring(processor: str, between: Link | None) -> Wiring:
-    """As the catalogue wires a GPU that has this one's name; else PCIe and Ethernet, in the file to be changed."""
+    """The catalogue's links for a GPU of this name; otherwise PCIe and Ethernet, to be edited in the file."""
     usual = Wiring("pcie", "ethernet", 1, 1)
     for name, wiring in catalog().wirings.items():
         if name != "cpu" and name in processor.lower():

@@ -1,24 +1,32 @@
-"""What a run says about itself: the machine and versions beside every figure, as a table and as JSON."""
+"""What commands print: tables, JSON files, the machine that figures come from, and progress."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Sequence
-from contextlib import suppress
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 Rows = list[dict[str, object]]
 
+_LINE_EVERY = 2.0  # seconds between lines of progress where there is no terminal
+
 
 def machine(device: str) -> dict[str, str]:
-    """The processor and the versions that a figure was seen on."""
+    """The processor and the versions that a figure was measured with."""
     facts = {
         "processor": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
         "cores": str(os.cpu_count()),
@@ -33,14 +41,14 @@ def machine(device: str) -> dict[str, str]:
     return facts
 
 
-def console(*, quiet: bool = False) -> Console:
-    """Where reports go. Off a terminal there is no width to fit, so tables are not folded."""
-    plain = Console(quiet=quiet)
-    return plain if plain.is_terminal else Console(quiet=quiet, width=140)
+def console(*, quiet: bool = False, stderr: bool = False) -> Console:
+    """A Rich console. Without a terminal it is 140 columns wide, so that tables do not fold."""
+    plain = Console(quiet=quiet, stderr=stderr)
+    return plain if plain.is_terminal else Console(quiet=quiet, stderr=stderr, width=140)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A Rich table; numbers to the right, words to the left."""
+    """A Rich table; columns of numbers are right-aligned."""
     drawn = Table(title=title, title_justify="left", title_style="bold")
     for i, column in enumerate(columns):
         numeric = bool(rows) and all(isinstance(row[i], (int, float)) for row in rows)
@@ -57,9 +65,74 @@ def show(console: Console, title: str, rows: Sequence[dict[str, object]]) -> Non
 
 
 def save(path: Path, facts: dict[str, object]) -> None:
-    """Write figures as JSON."""
+    """Write a JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+@contextmanager
+def status(message: str, *, quiet: bool = False) -> Iterator[None]:
+    """Show on stderr that something runs: a spinner on a terminal, else one line if it takes over two seconds."""
+    err = console(stderr=True)
+    if quiet:
+        yield
+    elif err.is_terminal:
+        with err.status(message):
+            yield
+    else:
+        timer = threading.Timer(_LINE_EVERY, lambda: print(f"{message} ...", file=sys.stderr, flush=True))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+class Progress:
+    """Counts steps on stderr: a bar on a terminal, else a line every two seconds.
+
+    It can be pickled before the first call, so that a rank in another process can report for the command. The bar
+    disappears with the last step.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._printed = time.monotonic()
+
+    def __call__(self, description: str, completed: int, total: int) -> None:
+        """Report that `completed` of `total` steps are done; `description` names the next one."""
+        if self._quiet:
+            return
+        err = console(stderr=True)
+        if not err.is_terminal:
+            if time.monotonic() - self._printed >= _LINE_EVERY:
+                print(f"{completed} of {total}: {description}", file=sys.stderr, flush=True)
+                self._printed = time.monotonic()
+            return
+        if self._bar is None:
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+            self._bar = Bar(*columns, console=err, transient=True)
+            self._task = self._bar.add_task(description, total=total)
+            self._bar.start()
+        assert self._task is not None
+        self._bar.update(self._task, description=description, completed=completed, total=total)
+        if completed >= total:
+            self.close()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 
 def _cell(value: object) -> str:

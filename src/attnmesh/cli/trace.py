@@ -1,4 +1,4 @@
-"""A real run as a timeline: attention over ranks, what every rank computed, sent, received and waited for, and when."""
+"""`attnmesh trace`: runs attention over ranks and writes a timeline of it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,31 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch import Tensor
 
-from attnmesh.cli import output as report
-from attnmesh.comm import Comm, recording
+from attnmesh.cli import output
+from attnmesh.cli.options import (
+    Device,
+    DeviceOption,
+    HeadDimOption,
+    KvHeadsOption,
+    LayoutName,
+    LayoutOption,
+    LengthOption,
+    Precision,
+    QHeadsOption,
+    RanksOption,
+    RanksPerNodeOption,
+    VirtualOption,
+    check_device,
+    check_output_file,
+    reported_errors,
+)
+from attnmesh.comm import Comm, VirtualComm, launch, recording
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
@@ -23,18 +42,51 @@ from attnmesh.trace.overlap import match_messages, summarize_overlap
 from attnmesh.trace.recorder import Recorder
 from attnmesh.trace.timeline import Span, write_trace
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+def trace_command(
+    out: Annotated[Path, typer.Option(help="File to write, in an existing folder.")],
+    ranks: RanksOption = None,
+    schedule: Annotated[str, typer.Option(help=f"auto, {', '.join(SCHEDULES)}.")] = "ring",
+    length: LengthOption = 8192,
+    layout: LayoutOption = LayoutName.ZIGZAG,
+    q_heads: QHeadsOption = 8,
+    kv_heads: KvHeadsOption = 2,
+    head_dim: HeadDimOption = 64,
+    backward: Annotated[bool, typer.Option("--backward", help="Also compute gradients.")] = False,
+    ranks_per_node: RanksPerNodeOption = None,
+    device: DeviceOption = Device.CPU,
+    dtype: Annotated[Precision | None, typer.Option(show_default="fp32 on cpu, bf16 on cuda", help="Dtype.")] = None,
+    virtual: VirtualOption = False,
+) -> None:
+    """Run attention over ranks and write when each rank computed, sent, received and waited, for a trace viewer."""
+    check_device(device)
+    precision = dtype or (Precision.BF16 if device is Device.CUDA else Precision.FP32)
+    case = TraceCase(
+        schedule=schedule,
+        length=length,
+        layout=layout.value,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        backward=backward,
+        ranks_per_node=ranks_per_node,
+        device=device.value,
+        dtype=precision.value,
+    )
+    with reported_errors("trace"):
+        check_output_file("--out", out)
+        case.check(launch.world_size(ranks, virtual=virtual))
+        launch.run(_trace, ranks, device=device.value, virtual=virtual, case=case, out=out)
 
 
 @dataclass(frozen=True)
-class Attending:
-    """What to run: causal attention over `length` positions, and where to write what happened."""
+class TraceCase:
+    """Causal attention over `length` positions, to be run on ranks."""
 
-    out: Path
     schedule: str
     length: int
     layout: str
-    heads: int
+    q_heads: int
     kv_heads: int
     head_dim: int
     backward: bool
@@ -43,63 +95,61 @@ class Attending:
     dtype: str
 
     def check(self, ranks: int) -> None:
-        """Raise ValueError for what cannot be run on so many ranks, before any of them is started."""
-        sizes = {"ranks": ranks, "length": self.length, "heads": self.heads, "kv-heads": self.kv_heads}
-        for name, size in {**sizes, "head-dim": self.head_dim}.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        """Raise ValueError if the case cannot run on this number of ranks."""
         if self.schedule not in ("auto", *SCHEDULES):
             raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {self.schedule!r}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"the {self.kv_heads} kv heads must divide the {self.heads} query heads")
-        if self.ranks_per_node is not None and (self.ranks_per_node < 1 or ranks % self.ranks_per_node):
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide the {self.q_heads} query heads, got {self.kv_heads}")
+        if self.ranks_per_node is not None and ranks % self.ranks_per_node:
             raise ValueError(f"ranks_per_node must divide the {ranks} ranks, got {self.ranks_per_node}")
-        if not self.out.parent.is_dir():
-            raise ValueError(f"out must be in a folder that exists, got {self.out}")
-        if self.out.is_dir():
-            raise ValueError(f"out must be a file, and {self.out} is a folder")
         if self.schedule != "auto":
             places = shards(Causal(), LAYOUTS[self.layout], self.length, ranks)
             check_schedule(self.schedule, places, ranks if self.ranks_per_node is None else self.ranks_per_node)
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of q, k and v."""
+        return Precision(self.dtype).dtype
 
-def run(comm: Comm, asked: Attending, *, virtual: bool = False) -> None:
-    """One rank's part: run once for warmth and once recorded; rank 0 writes the file and shows what it says."""
-    spans = traced(comm, asked)
+
+def _trace(comm: Comm, *, case: TraceCase, out: Path) -> None:
+    """One rank's run; rank 0 writes the file and prints the summary."""
+    with output.status(f"tracing {case.schedule} on {comm.world} ranks", quiet=comm.rank > 0):
+        spans = record_attention(comm, case)
     if comm.rank > 0:
         return
-    title, facts = _described(comm, asked, virtual)
-    write_trace(asked.out, spans, title=title, metadata=facts)
-    show(spans, title, asked.out, virtual=virtual)
+    schedule = case.schedule if case.schedule != "auto" else f"auto ({_selected(comm, case)})"
+    title = _title(comm, case, schedule)
+    facts: dict[str, object] = {"schedule": schedule, "ranks": comm.world, **output.machine(case.device)}
+    write_trace(out, spans, title=title, metadata=facts)
+    _show(spans, title, out, virtual=isinstance(comm, VirtualComm))
 
 
-def traced(comm: Comm, asked: Attending) -> list[Span]:
-    """The spans of all ranks of one run, on every rank, in seconds since it began."""
-    cp = ContextParallel(
-        comm, layout=LAYOUTS[asked.layout], schedule=asked.schedule, ranks_per_node=asked.ranks_per_node
-    )
-    q, k, v, grad = (_drawn(asked, cp, heads) for heads in (asked.heads, asked.kv_heads, asked.kv_heads, asked.heads))
+def record_attention(comm: Comm, case: TraceCase) -> list[Span]:
+    """The spans of all ranks of the second of two runs, on every rank, in seconds since it began."""
+    cp = ContextParallel(comm, layout=LAYOUTS[case.layout], schedule=case.schedule, ranks_per_node=case.ranks_per_node)
+    q, k, v, grad = (_random(case, cp, heads) for heads in (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads))
 
     def attend() -> None:
-        given = [x.detach().requires_grad_(asked.backward) for x in (q, k, v)]
-        out = cp.attention(*given, length=asked.length)
-        if asked.backward:
+        inputs = [x.detach().requires_grad_(case.backward) for x in (q, k, v)]
+        out = cp.attention(*inputs, length=case.length)
+        if case.backward:
             out.backward(grad)
 
     attend()
-    with recording(comm, asked.device) as recorder:
+    with recording(comm, case.device) as recorder:
         attend()
-    return gathered(comm, recorder, asked.device)
+    return gather_spans(comm, recorder, case.device)
 
 
-def gathered(comm: Comm, recorder: Recorder, device: str) -> list[Span]:
-    """What all ranks recorded, on one clock that starts when the run began.
+def gather_spans(comm: Comm, recorder: Recorder, device: str) -> list[Span]:
+    """The spans of all ranks on one clock that starts when the run began.
 
-    The processes of a machine share a clock. Those of different machines left the same barrier when they began: the
-    first of a machine to leave it says what time that was there. So they are as exact as a barrier is.
+    Processes on one machine share a clock. Machines are aligned by the barrier that starts the recording: the first
+    process of a machine to leave it defines time 0 there, so their clocks agree up to the skew of the barrier.
     """
     mine = _machine(), recorder.start, recorder.spans()
-    ranks = [pickle.loads(data) for data in _all_bytes(comm, pickle.dumps(mine), device)]
+    ranks = [pickle.loads(data) for data in _all_gather_bytes(comm, pickle.dumps(mine), device)]
     zero: dict[str, float] = {}
     for machine, began, _ in ranks:
         zero[machine] = min(began, zero.get(machine, began))
@@ -110,48 +160,50 @@ def gathered(comm: Comm, recorder: Recorder, device: str) -> list[Span]:
     )
 
 
-def show(spans: Sequence[Span], title: str, out: Path, *, virtual: bool) -> None:
-    """Print what ranks did with their time, and where to see it."""
+def _show(spans: Sequence[Span], title: str, out: Path, *, virtual: bool) -> None:
     rows: list[list[object]] = []
     for each in summarize_overlap(spans):
         share = f"{each.overlap / each.transfer:.0%}" if each.transfer else "-"
         times = (each.compute, each.transfer, each.overlap, each.wait)
         rows.append([each.rank, *(f"{1e3 * seconds:.2f}" for seconds in times), share, f"{each.bytes_sent / 1e6:.2f}"])
-    console = report.console()
-    columns = ["rank", "computed ms", "transferred ms", "overlapped ms", "waited ms", "hidden", "MB sent"]
-    console.print(report.table(f"attnmesh trace: {title}", columns, rows))
-    console.print("overlapped: computing while a message is under way; hidden: that as a share of transferred")
+    console = output.console()
+    columns = ["rank", "compute ms", "communication ms", "overlapped ms", "waiting ms", "overlapped", "MB sent"]
+    console.print(output.table(f"attnmesh trace: {title}", columns, rows))
+    console.print("Overlapped: communication while the rank computes, in ms and as a share of its communication.")
     if virtual:
-        console.print("virtual ranks take turns: a rank that waits lets another compute, so nothing overlaps")
+        console.print("Virtual ranks take turns: while a rank waits, another one computes, so nothing overlaps.")
     console.print(f"{out}: open it in https://ui.perfetto.dev or chrome://tracing", soft_wrap=True)
 
 
-def _drawn(asked: Attending, cp: ContextParallel, heads: int) -> Tensor:
-    """This rank's rows of something random; nobody looks at the numbers."""
-    rows = len(cp.positions(asked.length))
-    made = torch.Generator(asked.device).manual_seed(cp.rank)
-    return torch.randn(1, heads, rows, asked.head_dim, generator=made, device=asked.device).to(DTYPES[asked.dtype])
+def _title(comm: Comm, case: TraceCase, schedule: str) -> str:
+    direction = "forward+backward" if case.backward else "forward"
+    ranks = f"{comm.world} virtual ranks" if isinstance(comm, VirtualComm) else f"{comm.world} ranks"
+    shape = f"{case.length} tokens, {case.q_heads}/{case.kv_heads} heads, head dim {case.head_dim}, {case.dtype}"
+    return f"{schedule}, {direction}, {ranks}, {case.device}, {shape}, {case.layout}"
 
 
-def _described(comm: Comm, asked: Attending, virtual: bool) -> tuple[str, dict[str, object]]:
-    way = "forward and backward" if asked.backward else "forward"
-    ranks = f"{comm.world} virtual ranks" if virtual else f"{comm.world} ranks"
-    shape = f"{asked.length} positions, {asked.heads}/{asked.kv_heads} heads of {asked.head_dim}, {asked.dtype}"
-    schedule = asked.schedule if asked.schedule != "auto" else f"auto ({_chosen(comm, asked)})"
-    title = f"{schedule}, {way}, {ranks}, {asked.device}, {shape}, {asked.layout}"
-    return title, {"schedule": schedule, "ranks": comm.world, **report.machine(asked.device)}
-
-
-def _chosen(comm: Comm, asked: Attending) -> str:
-    cp = ContextParallel(comm, layout=LAYOUTS[asked.layout], ranks_per_node=asked.ranks_per_node)
+def _selected(comm: Comm, case: TraceCase) -> str:
+    cp = ContextParallel(comm, layout=LAYOUTS[case.layout], ranks_per_node=case.ranks_per_node)
     return cp.explain(
-        length=asked.length, q_heads=asked.heads, kv_heads=asked.kv_heads, head_dim=asked.head_dim,
-        dtype=DTYPES[asked.dtype], device=asked.device,
-    ).schedule  # fmt: skip
+        length=case.length,
+        q_heads=case.q_heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.torch_dtype,
+        device=case.device,
+    ).schedule
 
 
-def _all_bytes(comm: Comm, data: bytes, device: str) -> list[bytes]:
-    """Everybody's bytes, in rank order."""
+def _random(case: TraceCase, cp: ContextParallel, heads: int) -> Tensor:
+    """This rank's rows of a random tensor."""
+    rows = len(cp.positions(case.length))
+    generator = torch.Generator(case.device).manual_seed(cp.rank)
+    drawn = torch.randn(1, heads, rows, case.head_dim, generator=generator, device=case.device)
+    return drawn.to(case.torch_dtype)
+
+
+def _all_gather_bytes(comm: Comm, data: bytes, device: str) -> list[bytes]:
+    """The bytes of all ranks, in rank order."""
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     size = torch.tensor([len(data)], device=device)
     sizes = [int(n) for n in comm.all_gather(size, [(1,)] * comm.world)]
@@ -159,7 +211,7 @@ def _all_bytes(comm: Comm, data: bytes, device: str) -> list[bytes]:
 
 
 def _machine() -> str:
-    """The same for all processes whose clock is the same: this machine, since it was started."""
+    """An identifier of this machine since it was booted: processes with the same one share a clock."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     return platform.node()

@@ -9,7 +9,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -187,17 +186,3 @@ def _error(folder: Path, rank: int) -> Path:
 def _backend(device: str, local_ranks: int) -> str:
     """NCCL refuses two ranks on one GPU."""
     return "nccl" if device == "cuda" and torch.cuda.device_count() >= local_ranks else "gloo"
-
-
-def join(device: str, fn: Callable[..., T], *args: Any, timeout: float = TIMEOUT) -> T:
-    """Removed once every command uses `run`."""
-    return _join(lambda comm: fn(comm, *args), device, timeout, {})
-
-
-def start(ranks: int, device: str, fn: Callable[..., None], *args: Any, timeout: float = TIMEOUT) -> None:
-    """Removed once every command uses `run`."""
-    _start(partial(_positional, fn=fn, args=args), ranks, device, None, timeout, {})
-
-
-def _positional(comm: Any, fn: Callable[..., T], args: Any) -> T:
-    return fn(comm, *args)

@@ -1,10 +1,10 @@
-"""Masks: which positions see which, as pure functions of position.
+"""Masks: which keys a query attends to, as pure functions of position.
 
-Every mask here lets a query see one interval of positions, `first <= k < end`, that contains the query itself and whose
-two ends never move back as the query moves on. Intervals intersect to intervals, so any conjunction (`Causal() &
-Documents(...)`) is again such a mask. This is the whole idea: one truth (`visible`), from which follow what a pair
-may do (`allows`), what a range of queries needs of a range of keys (`verdict`), and what kernels are told (two
-integers a row).
+Every mask lets a query attend to one interval of positions, `first <= k < end`, that contains the query itself and
+whose two ends are non-decreasing in the query position. Intervals intersect to intervals, so any conjunction (`Causal()
+& Documents(...)`) is again such a mask. Everything follows from one function (`key_ranges`): whether a pair is allowed
+(`allows`), what a range of queries needs of a range of keys (`coverage`), and the arguments of kernels (two integers
+per row).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# An end of the visible interval that no position reaches, on either side; far inside int64, so arithmetic is safe.
+# A bound that no position reaches, on either side; far inside int64, so that arithmetic does not overflow.
 _FAR = 1 << 60
 
 
 class Coverage(enum.Enum):
-    """What a range of queries sees of a range of keys."""
+    """How much of a range of keys a range of queries attends to."""
 
     EMPTY = "nothing: skip it"
     FULL = "everything: compute it without a mask"
@@ -34,29 +34,28 @@ class Coverage(enum.Enum):
 
 
 class Mask(ABC):
-    """Which keys a query sees. Immutable and hashable; combine masks with `&`."""
+    """Which keys a query attends to. Immutable and hashable; combine masks with `&`."""
 
     @abstractmethod
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The half-open interval of positions that each query position sees; both ends non-decreasing in `q`."""
+        """The half-open interval of key positions visible to each query position; both ends non-decreasing in `q`."""
 
     @abstractmethod
     def key_range(self, q: int) -> tuple[int, int]:
-        """`visible` for one position, in plain integers: plans are made without tensors."""
+        """`key_ranges` for one position, in plain integers, for planning without tensors."""
 
     def check(self, length: int) -> None:
-        """Raise ValueError if this mask cannot be meant for a sequence of `length` positions."""
+        """Raises ValueError if this mask does not fit a sequence of `length` positions."""
 
     def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """The truth: whether the query at `q_pos` sees the key at `k_pos`, element by element with broadcasting."""
+        """Whether the query at `q_pos` attends to the key at `k_pos`, elementwise with broadcasting."""
         first, end = self.key_ranges(q_pos)
         return (k_pos >= first) & (k_pos < end)
 
     def coverage(self, q: range, k: range) -> Coverage:
-        """What the queries at positions `q` see of the keys at positions `k` (ascending ranges, any step).
+        """How much of the keys at positions `k` the queries at positions `q` attend to (ascending ranges, any step).
 
-        Exact: EMPTY if and only if no pair is allowed, FULL if and only if all are. (The ring-distributed text this
-        grew from has the rule inverted: it skips the blocks that are fully visible.)
+        Exact: EMPTY if and only if no pair is allowed, FULL if and only if all are.
         """
         if not q or not k:
             return Coverage.EMPTY
@@ -66,12 +65,12 @@ class Mask(ABC):
         first, end = self.key_range(q[0])[0], self.key_range(q[-1])[1]
         if end <= k[0] or k[-1] < first:
             return Coverage.EMPTY
-        if q.step == 1:  # neighbours' intervals leave no gap between them, since each holds its own query
-            return Coverage.PARTIAL if _meets(k, first, end) else Coverage.EMPTY
-        return Coverage.PARTIAL if any(_meets(k, *self.key_range(p)) for p in q) else Coverage.EMPTY
+        if q.step == 1:  # intervals of adjacent queries leave no gap, since each contains its own query
+            return Coverage.PARTIAL if _intersects(k, first, end) else Coverage.EMPTY
+        return Coverage.PARTIAL if any(_intersects(k, *self.key_range(p)) for p in q) else Coverage.EMPTY
 
     def boundaries(self, q: range) -> list[int]:
-        """Positions inside `q` at which the mask starts afresh (document boundaries): good places to cut a block."""
+        """Document boundaries inside `q`: good positions to split a block."""
         return []
 
     def __and__(self, other: Mask) -> Mask:
@@ -86,7 +85,7 @@ class Mask(ABC):
 
 @dataclass(frozen=True)
 class Full(Mask):
-    """Every query sees every key."""
+    """Every query attends to every key."""
 
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(q, -_FAR), torch.full_like(q, _FAR)
@@ -97,7 +96,7 @@ class Full(Mask):
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """A query sees itself and what came before: keys `k <= q`."""
+    """A query attends to itself and earlier positions: keys `k <= q`."""
 
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(q, -_FAR), q + 1
@@ -108,7 +107,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """A query sees `left` keys before itself, itself, and `right` keys after: `q - left <= k <= q + right`."""
+    """A query attends to `left` keys before itself, itself, and `right` keys after: `q - left <= k <= q + right`."""
 
     left: int
     right: int = 0
@@ -127,9 +126,9 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True, init=False)
 class Documents(Mask):
-    """Several documents packed into one sequence: a query sees the keys of its own document.
+    """Several documents packed into one sequence: a query attends to the keys of its own document.
 
-    `lengths` are the documents' lengths in order; they must add up to the length of the sequence.
+    `lengths` are the lengths of the documents in order; they must add up to the length of the sequence.
     """
 
     lengths: tuple[int, ...]
@@ -139,20 +138,20 @@ class Documents(Mask):
         try:
             counts = tuple(operator.index(n) for n in given)
         except TypeError:
-            counts = (-1,)  # no counts at all
+            counts = (-1,)  # not integers
         if any(n < 0 for n in counts) or any(isinstance(n, bool) for n in given):
             raise ValueError(f"Documents.lengths must all be integers >= 0, got {_brief(given)}")
         object.__setattr__(self, "lengths", counts)
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """Where documents begin and end: 0, the running sums, the total. Empty documents leave no trace."""
+        """The boundaries of the documents: 0, the running sums, the total. Empty documents have none."""
         return tuple(dict.fromkeys(itertools.accumulate(self.lengths, initial=0)))
 
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
         bounds = torch.tensor(self.bounds, device=q.device)
-        after = torch.bucketize(q.contiguous(), bounds, right=True)  # the first boundary beyond the query
-        # Positions outside all documents see nothing.
+        after = torch.bucketize(q.contiguous(), bounds, right=True)  # index of the first boundary after the query
+        # Positions outside all documents attend to nothing.
         last = bounds.numel() - 1
         return bounds[(after - 1).clamp(0, last)], bounds[after.clamp(0, last)]
 
@@ -174,7 +173,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True)
 class And(Mask):
-    """What all of `parts` allow. Made by `&`."""
+    """The intersection of `parts`. Created by `&`."""
 
     parts: tuple[Mask, ...]
 
@@ -194,10 +193,10 @@ class And(Mask):
             part.check(length)
 
     def boundaries(self, q: range) -> list[int]:
-        return sorted({cut for part in self.parts for cut in part.boundaries(q)})
+        return sorted({boundary for part in self.parts for boundary in part.boundaries(q)})
 
 
-def _meets(k: range, first: int, end: int) -> bool:
+def _intersects(k: range, first: int, end: int) -> bool:
     """Whether some key of the ascending range `k` lies in `[first, end)`."""
     at = max(0, -(-(first - k.start) // k.step))  # index of the first key >= first
     return at < len(k) and k[at] < end
@@ -209,7 +208,7 @@ def _brief(lengths: tuple[object, ...]) -> str:
 
 
 def parse_mask(name: str) -> Mask:
-    """The mask that `causal`, `full` or `window:N` means."""
+    """The mask for the option `causal`, `full` or `window:N`."""
     kind, _, width = name.partition(":")
     if kind == "window" and width.isascii() and width.isdigit() and int(width):
         return Causal() & SlidingWindow(int(width) - 1)

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported when used, with an error that names the extra to install."""
+"""Optional dependencies: imported on first use, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Import `module`, or say which extra of attnmesh brings what it needs."""
+    """Imports `module`; raises ModuleNotFoundError that names the extra of attnmesh to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
@@ -19,5 +19,5 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 
 def installed(module: str) -> bool:
-    """Whether an optional module is there, without importing it."""
+    """Whether a module is installed, without importing it."""
     return importlib.util.find_spec(module) is not None

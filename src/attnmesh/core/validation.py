@@ -1,4 +1,4 @@
-"""Validation and parsing of numbers that users give."""
+"""Validation and parsing of numeric arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fractions import Fraction
 
 
 def check_positive(**counts: object) -> None:
-    """Raise ValueError unless all these are positive integers."""
+    """Raises ValueError unless all arguments are positive integers."""
     for name, n in counts.items():
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"{name} must be a positive integer, got {n!r}")
@@ -24,10 +24,10 @@ _WRITTEN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kKmM]?)", re.ASCII)
 
 
 def parse_length(text: str) -> int:
-    """How many positions a text says: `100000`, `128k`, `1.5M`; k is 1024, M is 1024 x 1024, as contexts are named."""
-    found = _WRITTEN.fullmatch(text.strip())
-    if found is not None:
-        count = Fraction(found[1]) * _SUFFIX[found[2].lower()]
+    """Parses a sequence length such as `100000`, `128k` or `1.5M`; k is 1024 and M is 1024 * 1024."""
+    match = _WRITTEN.fullmatch(text.strip())
+    if match is not None:
+        count = Fraction(match[1]) * _SUFFIX[match[2].lower()]
         if count.denominator == 1 and count > 0:
             return int(count)
-    raise ValueError(f"a number of positions is a whole number above 0, such as 100000, 128k or 1.5M, got {text!r}")
+    raise ValueError(f"a length must be a whole number above 0, such as 100000, 128k or 1.5M, got {text!r}")

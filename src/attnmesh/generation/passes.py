@@ -15,7 +15,7 @@ from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.merge import unpack_state
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.integrations.spread_pass import SpreadPass
+from attnmesh.integrations.transformers_attention import ShardedPass
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.ops.decode.api import paged_decode_attention
@@ -72,7 +72,7 @@ class ReadingPass(CachePass):
     ) -> Tensor:
         """Out of this rank's queries over all that was read, this stretch included."""
         if self.begin == 0:
-            spread = SpreadPass(self.ranks, self.length)
+            spread = ShardedPass(self.ranks, self.length)
             return spread.attend(layer, q, k, v, mask=mask, scale=scale, sinks=sinks)
         comm, (_, heads, _, dim) = self.ranks.comm, q.shape
         rows = [ranges.size(part) for part in self.parts]

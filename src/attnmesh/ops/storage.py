@@ -1,13 +1,13 @@
-"""How keys and values are stored: plain numbers, or fewer bits with scales that turn them back.
+"""Storage types of a KV cache: plain dtypes, or 8-bit values with scales.
 
-| name | a value | what it shares | bytes a value at head_dim 128 |
+| name | value | scale | bytes per value at head_dim 128 |
 |---|---|---|---|
-| `bf16` `fp16` `fp32` | itself | nothing | 2, 2, 4 |
-| `fp8` | e4m3 | one scale a tensor, or one a kv head | 1 |
-| `int8` | -127..127 | one float32 scale a token and head | 1.031 |
-| `bfp8` | -127..127 | one power of two for each 16 values | 1.0625 |
+| `bf16` `fp16` `fp32` | itself | none | 2, 2, 4 |
+| `fp8` | e4m3 | one float32 per tensor or per kv head | 1 |
+| `int8` | -127..127 | one float32 per token and head | 1.031 |
+| `bfp8` | -127..127 | one power of two per 16 values | 1.0625 |
 
-The flash decode text this grew from counts one byte a value for block floating point; its exponents add a sixteenth.
+The exponents of block floating point (`bfp8`) add a sixteenth to one byte per value.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BFP_BITS = 6  # below the leading one: a value is at most 127 steps of 2 ** (exp
 
 @dataclass(frozen=True)
 class Quantized:
-    """A cache in fewer bits: `values` in the cache's own shape [..., D], and the `scales` that turn them back.
+    """A quantized cache: `values` in the shape of the cache [..., D], and the `scales` to dequantize them.
 
-    The two dtypes say which storage it is. `fp8`: float8_e4m3fn with float32 scales [] or [Hkv]. `int8`: int8 with
-    float32 scales [...], one a token and head. `bfp8`: int8 with int8 scales [..., D / 16], powers of two:
-    a value is `values * 2 ** scales`. Strides are free: a pool keeps a head's scales next to one another.
+    The dtypes determine the storage type. `fp8`: float8_e4m3fn with float32 scales [] or [Hkv]. `int8`: int8 with
+    float32 scales [...], one per token and head. `bfp8`: int8 with int8 scales [..., D / 16], powers of two: a value is
+    `values * 2 ** scales`. Strides are arbitrary: a pool keeps the scales of a head adjacent.
     """
 
     values: Tensor
@@ -44,7 +44,7 @@ class Quantized:
             shape = "float32 [] or [kv heads]"
         elif values.dtype == torch.int8 and scales.dtype == torch.float32:
             wanted = scales.shape == values.shape[:-1]
-            shape = f"float32 {list(values.shape[:-1])}, one a token and head"
+            shape = f"float32 {list(values.shape[:-1])}, one per token and head"
         elif values.dtype == torch.int8:
             if scales.dtype == torch.int8:
                 check_storage("bfp8", values.shape[-1])
@@ -57,7 +57,7 @@ class Quantized:
                 f"scales of {values.dtype} values must be {shape}, got {scales.dtype} {list(scales.shape)}"
             )
         if values.device != scales.device:
-            raise ValueError(f"values and scales must be on one device, got {values.device} and {scales.device}")
+            raise ValueError(f"values and scales must be on the same device, got {values.device} and {scales.device}")
 
     @property
     def storage(self) -> str:
@@ -71,32 +71,32 @@ Stored = Tensor | Quantized
 
 
 def storage_of(stored: Stored) -> str:
-    """The name of a cache's storage type; a plain dtype we do not store in raises ValueError."""
+    """The storage type of a cache; raises ValueError for other dtypes."""
     if isinstance(stored, Quantized):
         return stored.storage
     for name, dtype in PLAIN.items():
         if stored.dtype == dtype:
             return name
-    if stored.dtype == torch.float64:  # for references
+    if stored.dtype == torch.float64:  # for the reference
         return "fp64"
-    raise ValueError(f"a cache is stored as one of {', '.join(STORAGES)}; a tensor of {stored.dtype} is none of them")
+    raise ValueError(f"a cache must be stored as one of {', '.join(STORAGES)}, got a tensor of {stored.dtype}")
 
 
 def values_of(stored: Stored) -> Tensor:
-    """The tensor in the cache's shape: what is stored, or the values of what is quantized."""
+    """The tensor in the shape of the cache: the cache itself, or the values of a quantized one."""
     return stored.values if isinstance(stored, Quantized) else stored
 
 
 def check_storage(storage: str, head_dim: int) -> None:
-    """Refuse a name we do not know, and a head_dim its groups do not divide."""
+    """Raises ValueError for an unknown storage type, or a head_dim that it does not support."""
     if storage not in STORAGES:
         raise ValueError(f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
     if storage == "bfp8" and head_dim % BFP_GROUP:
-        raise ValueError(f"bfp8 shares an exponent among {BFP_GROUP} values: head_dim {head_dim} is not a multiple")
+        raise ValueError(f"head_dim must be a multiple of {BFP_GROUP} for bfp8, got {head_dim}")
 
 
 def bytes_per_token(storage: str, head_dim: int) -> float:
-    """Bytes that one head of one token takes, scales included."""
+    """Bytes per head and token, scales included."""
     check_storage(storage, head_dim)
     if storage in PLAIN:
         return float(head_dim * PLAIN[storage].itemsize)
@@ -104,15 +104,16 @@ def bytes_per_token(storage: str, head_dim: int) -> float:
 
 
 def quantize(x: Tensor, storage: str, *, scale: Tensor | None = None, head_axis: int = 1) -> Stored:
-    """x [..., D] in a storage type. `scale` is fp8's: [] or [Hkv], by default what maps the largest value to 448.
+    """x [..., D] in a storage type.
 
-    A value beyond an fp8 scale's range becomes the largest of its sign. `head_axis` says which dimension of x the
-    scales of heads belong to: 1 in a cache [B, Hkv, L, D], 2 in a pool [blocks, block_size, Hkv, D].
+    `scale`, [] or [Hkv], is for fp8 only; by default it maps the largest value to 448. Values outside the range of an
+    fp8 scale are clamped. `head_axis` is the dimension of x that indexes kv heads: 1 in a cache [B, Hkv, L, D], 2 in a
+    pool [blocks, block_size, Hkv, D].
     """
     check_storage(storage, x.shape[-1])
     if storage in PLAIN:
         return x.to(PLAIN[storage])
-    wide = x.float()  # as the kernel that writes a cache does, whatever x is
+    wide = x.float()  # as in the kernel that writes a cache, for any dtype of x
     if storage == "fp8":
         if scale is None:
             scale = wide.abs().amax() / FP8_MAX if x.numel() else wide.new_ones(())
@@ -120,20 +121,20 @@ def quantize(x: Tensor, storage: str, *, scale: Tensor | None = None, head_axis:
         values = (wide / _along(scale, x.ndim, head_axis)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
         return Quantized(values, scale)
     if storage == "int8":
-        # Divided by a tensor: by a number, CUDA multiplies with its reciprocal, and its bits would not be the CPU's.
+        # Divide by a tensor: for a Python number CUDA multiplies by the reciprocal, whose bits differ from the CPU's.
         scales = wide.abs().amax(-1) / wide.new_full((), INT8_MAX)
         steps = (wide / torch.where(scales > 0, scales, 1.0)[..., None]).round()
-        # Clamped: a scale near the smallest float32 is coarse, and a quotient may pass 127.
+        # Clamped: a scale near the smallest float32 is coarse, and a quotient may exceed 127.
         return Quantized(steps.clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales)
     grouped = wide.unflatten(-1, (-1, BFP_GROUP))
-    # frexp gives a mantissa in [0.5, 1): the leading one is worth 2 ** (exponent - 1).
+    # frexp returns a mantissa in [0.5, 1): the leading bit is worth 2 ** (exponent - 1).
     exponent = (torch.frexp(grouped.abs().amax(-1)).exponent - 1).clamp(-120, 127) - BFP_BITS
     steps = torch.ldexp(grouped, -exponent[..., None]).round().clamp(-INT8_MAX, INT8_MAX)
     return Quantized(steps.to(torch.int8).flatten(-2), exponent.to(torch.int8))
 
 
 def dequantize(stored: Stored, dtype: torch.dtype, *, head_axis: int = 1) -> Tensor:
-    """What a cache stands for, as plain numbers of `dtype` (computed in it, or in float32 if that is wider)."""
+    """The values of a cache in `dtype`, computed in the wider of `dtype` and float32."""
     if isinstance(stored, Tensor):
         return stored.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -148,7 +149,7 @@ def dequantize(stored: Stored, dtype: torch.dtype, *, head_axis: int = 1) -> Ten
 
 
 def _along(scale: Tensor, ndim: int, axis: int) -> Tensor:
-    """A scale [] or [Hkv], to be multiplied with a tensor whose dimension `axis` is that of the heads."""
+    """A scale [] or [Hkv], reshaped to broadcast along dimension `axis` of a tensor."""
     if scale.ndim == 0:
         return scale
     return scale.view([-1 if i == axis % ndim else 1 for i in range(ndim)])

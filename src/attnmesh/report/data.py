@@ -20,7 +20,7 @@ from attnmesh.planner.catalog import default_cluster
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import Span
-from attnmesh.verify.attention import Outcome
+from attnmesh.verify.mode import Outcome
 
 Rows = Sequence[Mapping[str, object]]
 """A table: one dictionary per row, keyed by column."""
@@ -93,7 +93,7 @@ class Report:
     @property
     def title(self) -> str:
         """The heading of the page."""
-        return f"{self.workload.shards.world} ranks, {self.length:,} tokens"
+        return f"{_count(self.workload.shards.world, 'rank')}, {_count(self.length, 'token')}"
 
     @property
     def groups(self) -> RankGroups:
@@ -126,7 +126,7 @@ class GenerationReport:
     @property
     def title(self) -> str:
         """The heading of the page."""
-        return f"generate on {len(self.stats)} rank{'s' if len(self.stats) > 1 else ''}"
+        return f"generate on {_count(len(self.stats), 'rank')}"
 
 
 def make_report(
@@ -172,7 +172,7 @@ def make_report(
         workload=workload,
         length=length,
         facts={
-            "ranks": _ranks(world, workload.ranks_per_node), "sequence length": f"{length:,} tokens",
+            "ranks": _ranks(world, workload.ranks_per_node), "sequence length": _count(length, "token"),
             "layout": in_words(layout), "mask": in_words(mask),
             "heads": f"{shape.q_heads} query, {shape.kv_heads} KV, head dimension {shape.head_dim}",
             "batch": shape.batch, "selected schedule": f"{choice.schedule}, the fastest by estimate",
@@ -207,8 +207,11 @@ def generation_report(
     world = len(stats)
     node = _checked_node(world, world if ranks_per_node is None else ranks_per_node)
     prompts = sum(each.prompt_tokens for each in answers)
-    count = f"{len(answers)} prompt{'s' if len(answers) > 1 else ''}, {prompts:,} tokens"
-    described = {"ranks": _ranks(world, node), "prompts": count, **(facts or {})}
+    described = {
+        "ranks": _ranks(world, node),
+        "prompts": f"{_count(len(answers), 'prompt')}, {_count(prompts, 'token')}",
+        **(facts or {}),
+    }
     return GenerationReport(answers, stats, described, speculative, RankGroups.of(world, node))
 
 
@@ -310,6 +313,10 @@ def _ranks(world: int, ranks_per_node: int) -> str:
     if ranks_per_node == world:
         return f"{world}"
     return f"{world}: {world // ranks_per_node} nodes, {ranks_per_node} ranks per node"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def _check(length: int, world: int, shape: Shape) -> None:

@@ -64,6 +64,7 @@
   const flops = (n, short = false) => scaled(n, ["", "k", "M", "G", "T", "P"].map((x) => (short ? x : `${x}FLOP`)), 1000);
   const seconds = (s) => (s >= 1 ? `${s.toPrecision(3)} s` : s >= 1e-3 ? `${(s * 1e3).toPrecision(3)} ms` : `${(s * 1e6).toPrecision(3)} µs`);
   const sum = (list) => list.reduce((a, b) => a + b, 0);
+  const allSteps = (n) => (n === 1 ? "1 step" : `all ${n} steps`);
   const plural = (n, word) => `${whole(n)} ${word}${n === 1 ? "" : "s"}`;
 
   // Elements are made, never parsed from text: nothing in the data can become markup.
@@ -286,7 +287,7 @@
     });
 
     const steps = here.steps.length;
-    at("now-title").textContent = chosen.step < 0 ? `Forward, all ${plural(steps, "step")}` : `Forward, step ${chosen.step + 1} of ${steps}`;
+    at("now-title").textContent = chosen.step < 0 ? `Forward, ${allSteps(steps)}` : `Forward, step ${chosen.step + 1} of ${steps}`;
     const active = work.filter((w) => w > 0).length;
     const what = [...new Set(messages.map((message) => message[4]))].join(", ");
     const computed = active ? `${active} of ${plural(data.world, "rank")} compute, ${flops(sum(work))} in total. ` : "No computation. ";
@@ -377,9 +378,11 @@
     const all = sum(sent("forward")) + sum(sent("backward"));
     const between = Math.round((100 * (sum(here.forward.inter_node) + sum(here.backward.inter_node))) / (all || 1));
     const nodes = data.ranks_per_node < data.world ? `, ${between}% of it between nodes` : "";
-    at("loads").replaceChildren(
+    const charts = [
       chart("FLOPs", `All ranks: ${flops(sum(here.forward.flops))} forward, ${flops(sum(here.backward.flops))} backward.`, here.forward.flops, here.backward.flops, flops),
-      chart("Bytes sent", all ? `All ranks: ${bytes(all)}${nodes}.` : "No communication.", sent("forward"), sent("backward"), bytes));
+      chart("Bytes sent", `All ranks: ${bytes(all)}${nodes}.`, sent("forward"), sent("backward"), bytes),
+    ];
+    at("loads").replaceChildren(...charts.slice(0, all ? 2 : 1));
     at("imbalance").textContent = `${grouped ? `Each row is the busiest rank of a ${noun}. ` : ""}Load imbalance: the busiest rank has ${here.imbalance.toFixed(3)} times the mean FLOPs. Backward bars are paler.`;
   };
 
@@ -458,7 +461,7 @@
   };
   const drawStepName = () => {
     const { steps } = schedule();
-    const text = chosen.step < 0 ? `all ${plural(steps.length, "step")}` : `step ${chosen.step + 1} of ${steps.length}: ${steps[chosen.step]}`;
+    const text = chosen.step < 0 ? allSteps(steps.length) : `step ${chosen.step + 1} of ${steps.length}: ${steps[chosen.step]}`;
     at("step").max = steps.length;
     at("step").value = chosen.step + 1;
     at("step").setAttribute("aria-valuetext", text);

@@ -126,7 +126,7 @@ def _ranking(report: Report) -> str:
     imbalance = {view.name: view.imbalance for view in report.schedules}
     rows: list[list[object]] = [
         [
-            name, f"{1e3 * cost.seconds:.3f} ms", f"{cost.seconds / best:.2f}x", f"{cost.exposed:.0%}",
+            name, f"{1e3 * cost.seconds:.3f}\u00a0ms", f"{cost.seconds / best:.2f}x", f"{cost.exposed:.0%}",
             f"{imbalance[name]:.3f}", _verdict(name == choice.schedule, cost.seconds / best - 1),
         ]
         for name, cost in ranked

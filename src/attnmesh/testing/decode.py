@@ -132,7 +132,7 @@ def random_decode(
         share: "cache" sets share_cache; "blocks" lets block tables name the same blocks at their beginning.
         memory: how caches lie in memory: "own", "token major" (not for pools), "layer" or "layer inside" a larger one.
         key_range: what tokens see: "causal", "tree", "trees" (one per sequence), "intervals", or a mask: "bool bht",
-            "added h", ... where the letters name the dimensions that are not broadcast, with " short" for a mask that
+            "bias bht", "added h" (a bias with some very large entries), ... where the letters name the dimensions that are not broadcast, with " short" for a mask that
             ends before the cache does.
         at: the type of `cur_pos`: "list", "int32", "int64", or None to leave it out.
         options: more arguments of the call.
@@ -350,7 +350,8 @@ def _mask_options(
     if kind == "bool":
         return {"mask": mask.to(device)}
     added = torch.where(mask, 2 * torch.randn(mask.shape, generator=generator), -torch.inf)
-    added[chance(0.1, *added.shape)] = torch.finfo(torch.float16).min
+    if kind == "added":  # large enough to round away the scores
+        added[chance(0.1, *added.shape)] = torch.finfo(torch.float16).min
     for sequence in range(size[0]):  # past the end
         last = positions[sequence] if size[0] > 1 or batch == 1 else max([*positions, -1])
         added[sequence, ..., last + 1 :] = torch.nan

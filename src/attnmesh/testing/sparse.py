@@ -14,9 +14,8 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, SubComm
 from attnmesh.core.layouts import Layout
-from attnmesh.ops.sparse import attention, indexer, loss, reference
-from attnmesh.ops.sparse.lse import convert_lse
-from attnmesh.ops.sparse.mask import SparseMask
+from attnmesh.ops.sparse import attention, indexer, indexer_loss, reference
+from attnmesh.ops.sparse.arguments import SparseMask, convert_lse
 from attnmesh.parallel.sparse.api import SparseParallel
 
 SCALE, INDEX_SCALE = 0.3, 0.7  # of the attention scores and of the indexer's
@@ -160,7 +159,7 @@ def visible_keys(length: int, key_length: int, mask: SparseMask) -> Tensor:
 
 def _counts(indices: Tensor, key_length: int, mask: SparseMask) -> Tensor:
     """Return [length, key_length]: how often a row names a key."""
-    return reference.times_named(indices, reference.valid_slots(indices, key_length, mask), key_length)
+    return reference.key_counts(indices, reference.valid_slots(indices, key_length, mask), key_length)
 
 
 class OneDevice:
@@ -170,7 +169,7 @@ class OneDevice:
     attention_distribution = staticmethod(attention.attention_distribution)
     indexer_scores_at = staticmethod(indexer.indexer_scores_at)
     indexer_topk = staticmethod(indexer.indexer_topk)
-    indexer_kl_loss = staticmethod(loss.indexer_kl_loss)
+    indexer_kl_loss = staticmethod(indexer_loss.indexer_kl_loss)
 
 
 class _TopK(NamedTuple):
@@ -220,7 +219,7 @@ class Reference:
         """Return the best keys of each row in ascending order, and the best scores in descending order."""
         visible = visible_keys(len(iq), len(ik), mask)
         scores = reference.index_scores(iq, ik, w, scale).masked_fill(~visible, -torch.inf)
-        keys = reference.best_keys(scores, visible, topk)
+        keys = reference.topk_keys(scores, visible, topk)
         padded = [row + [-1] * (topk - len(row)) for row in keys]
         return _TopK(torch.tensor(padded, dtype=torch.int32), scores.sort(descending=True).values[:, :topk])
 

@@ -1,1 +1,1 @@
-"""`attnmesh verify`: every mode against float64."""
+"""`attnmesh verify`: every mode on fresh random inputs against float64, by the error rule of `attnmesh.testing`."""

@@ -1,250 +1,145 @@
-"""Token generation over ranks against float64: every way to spread a block's cache, and every stage and exchange.
+"""Token generation over ranks: every sharding of a block's cache, and every stage and exchange.
 
-A block generates tokens after prompts of different lengths, a few at a time, and each of its answers is compared with
-plain torch over the whole sequences. The pools, and the inputs of sequences that wait, are poisoned. All ranks must
-hold the same bits in the end; with `split_size`, also those of one rank alone.
+A block generates tokens after prompts of different lengths, and each output is compared with plain torch over whole
+sequences. All ranks must hold the same bits; with `split_size`, also those of a single rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import Comm, SoloComm
-from attnmesh.kv_cache.sequence import ShardedSequence
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.stages import Norm, Rope
-from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
-from attnmesh.ops.storage import PLAIN, dequantize, quantize
-from attnmesh.parallel.decode.block import AttentionBlock
+from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.decode.exchange import Exchange
 from attnmesh.plan.decode import DecodeSharding
-from attnmesh.verify.decode import fill_with_poison
-from attnmesh.verify.mode import Compared, ComparedMode
+from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
+from attnmesh.testing.errors import Comparison
+from attnmesh.verify.mode import Mode
 
-_HIDDEN, _HEAD_DIM, _BLOCK_SIZE, _SPLIT = 48, 32, 4, 8
-_PROMPTS = (3, 13, 9)  # of each sequence; the first is shorter than a window, and fewer than some CP ranks
-_NEW = 12  # tokens a sequence after its prompt
-_LENGTHS = tuple(prompt + _NEW for prompt in _PROMPTS)
-_EPS = Norm(1e-5)
-_ONE_RANK = DecodeSharding()
-
-
-def generation_modes(comm: Comm) -> Iterator[ComparedMode]:
-    """Every factorisation of the world, and every way on one that has ranks for it, each way on another."""
-    shardings = _factorisations(comm.world)
-    for tp_kvdp_cp, way in zip(shardings, cycle(_EVERYWHERE), strict=False):
-        yield _mode(comm, tp_kvdp_cp, way)
-    for number, way in enumerate(_WAYS):
-        if fitting := [sizes for sizes in shardings if way.fits(*sizes)]:
-            yield _mode(comm, fitting[number % len(fitting)], way)
+_HIDDEN, _HEAD_DIM, _SPLIT = 48, 32, 8
+_PROMPTS = (3, 13, 9)  # of each sequence; the first is shorter than a window and than some numbers of CP ranks
+_NEW_TOKENS = 12  # per sequence
+_LENGTHS = tuple(prompt + _NEW_TOKENS for prompt in _PROMPTS)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """What a block computes, how its cache is stored and how its ranks exchange."""
+class _Case:
+    """The stages of a block, the storage of its cache and the exchanges of its ranks."""
 
     name: str
     storage: str
-    tokens: int  # new ones a step
-    config: dict[str, Any] = field(default_factory=dict)
+    tokens: int  # per step
+    stages: dict[str, Any] = field(default_factory=dict)  # of `random_block`
     options: dict[str, Any] = field(default_factory=dict)  # of the block
     interleave: int = 1
-    kvdp: bool = False  # whether it says something about KVDP ranks: there must be some
-    cp: bool = False
-    sinks: bool = False
-    few_kv_heads: bool = False  # one for all, and query heads that do not divide
+    kvdp: bool = False  # needs more than one KVDP rank
+    cp: bool = False  # needs more than one CP rank
+    one_kv_head: bool = False  # and query heads that do not divide evenly
 
     def fits(self, _tp: int, kvdp: int, cp: int) -> bool:
         return (kvdp > 1 or not self.kvdp) and (cp > 1 or not self.cp)
 
     def heads(self, world: int) -> tuple[int, int]:
-        """Query and kv heads, for any factorisation of the world."""
-        return (world + 1, 1) if self.few_kv_heads else (2 * world, world)
+        """Return query and KV heads that fit every factorization of the world size."""
+        return (world + 1, 1) if self.one_kv_head else (2 * world, world)
 
 
-_EVERYWHERE = (_Way("fp32", "fp32", 1), _Way("bf16", "bf16", 3))
-_NORMS = {"norm": _EPS, "norm_before_rope": _EPS, "norm_after_rope": _EPS}
-_WAYS = (
-    _Way("norms", "bf16", 1, _NORMS),
-    _Way("sinks window", "fp32", 3, {"window": 5}, sinks=True),
-    _Way("one kv head", "fp32", 1, {"rope": Rope.plain(_HEAD_DIM // 2, layout="pairs")}, few_kv_heads=True),
-    _Way("int8", "int8", 1, sinks=True),
-    _Way("fp8", "fp8", 3, _NORMS),
-    _Way("bfp8", "bfp8", 1, {"window": 5}),
-    _Way("all_gather in and out", "fp32", 3, options={"exchange": Exchange(kvdp="all_gather")}, kvdp=True),
-    _Way("own kv rows", "int8", 3, options={"kv_rows": "own"}, kvdp=True),
-    _Way("all_to_all out", "bf16", 1, options={"exchange": Exchange(cp="all_to_all")}, cp=True, sinks=True),
-    _Way("reduce_scatter out", "fp32", 3, options={"exchange": Exchange(cp="reduce_scatter")}, cp=True, sinks=True),
-    _Way("all_reduce out", "bf16", 1, {"window": 5}, {"exchange": Exchange(cp="all_reduce")}, interleave=2, cp=True),
-    _Way("replicate_q", "fp32", 3, {"window": 5}, {"exchange": Exchange(replicate_q=True)}, interleave=3, cp=True),
-    _Way("split_size", "fp32", 3, {"window": 5}, {"split_size": _SPLIT}, interleave=2 * _SPLIT),
-    _Way("split_size same bits", "fp32", 1, options={"split_size": _SPLIT}, interleave=_SPLIT, sinks=True),
-)  # fmt: skip
+_NORMS = {"norm": True, "norm_before_rope": True, "norm_after_rope": True}
+_SINKS, _WINDOW = {"sinks": True}, {"window": 5}
+_EVERY_SHARDING = (_Case("fp32", "fp32", 1), _Case("bf16", "bf16", 3))
+_CASES = (
+    _Case("norms", "bf16", 1, _NORMS),
+    _Case("sinks window", "fp32", 3, _SINKS | _WINDOW),
+    _Case("one kv head", "fp32", 1, {"rope": "pairs", "rotary_dim": _HEAD_DIM // 2}, one_kv_head=True),
+    _Case("int8", "int8", 1, _SINKS),
+    _Case("fp8", "fp8", 3, _NORMS),
+    _Case("bfp8", "bfp8", 1, _WINDOW),
+    _Case("all_gather in and out", "fp32", 3, options={"exchange": Exchange(kvdp="all_gather")}, kvdp=True),
+    _Case("own kv rows", "int8", 3, options={"kv_rows": "own"}, kvdp=True),
+    _Case("all_to_all out", "bf16", 1, _SINKS, {"exchange": Exchange(cp="all_to_all")}, cp=True),
+    _Case("reduce_scatter out", "fp32", 3, _SINKS, {"exchange": Exchange(cp="reduce_scatter")}, cp=True),
+    _Case("all_reduce out", "bf16", 1, _WINDOW, {"exchange": Exchange(cp="all_reduce")}, interleave=2, cp=True),
+    _Case("replicate_q", "fp32", 3, _WINDOW, {"exchange": Exchange(replicate_q=True)}, interleave=3, cp=True),
+    _Case("split_size", "fp32", 3, _WINDOW, {"split_size": _SPLIT}, interleave=2 * _SPLIT),
+    _Case("split_size same bits", "fp32", 1, _SINKS, {"split_size": _SPLIT}, interleave=_SPLIT),
+)
 
 
-def _factorisations(world: int) -> list[tuple[int, int, int]]:
-    """Every (tp, kvdp, cp) of so many ranks."""
-    sizes = [n for n in range(1, world + 1) if world % n == 0]
-    return [(tp, kvdp, world // tp // kvdp) for tp in sizes for kvdp in sizes if world // tp % kvdp == 0]
+def generation_modes(comm: Comm) -> Iterator[Mode]:
+    """Yield every factorization of the world size, and every case on one that fits, each on another."""
+    sizes = [n for n in range(1, comm.world + 1) if comm.world % n == 0]
+    shardings = [(tp, kvdp, comm.world // tp // kvdp) for tp in sizes for kvdp in sizes if comm.world // tp % kvdp == 0]
+    for sharding, case in zip(shardings, cycle(_EVERY_SHARDING), strict=False):
+        yield _mode(comm, sharding, case)
+    for number, case in enumerate(_CASES):
+        if fitting := [sizes for sizes in shardings if case.fits(*sizes)]:
+            yield _mode(comm, fitting[number % len(fitting)], case)
 
 
-def _mode(comm: Comm, sizes: tuple[int, int, int], way: _Way) -> ComparedMode:
-    sharding = DecodeSharding(*sizes, way.interleave)
-    q_heads, kv_heads = way.heads(comm.world)
-    dtype = "fp32" if way.storage == "fp32" else "bf16"
-    shape = f"{len(_PROMPTS)}x{q_heads}/{kv_heads}x{way.tokens}:{max(_LENGTHS)}x{_HEAD_DIM} {dtype}"
-    compared = _same_bits if way.name.endswith("same bits") else _generated
-    return ComparedMode(
-        f"generation {sharding} {way.name}", shape, partial(compared, comm, sharding, way), together=True
+def _mode(comm: Comm, sizes: tuple[int, int, int], case: _Case) -> Mode:
+    sharding = DecodeSharding(*sizes, case.interleave)
+    q_heads, kv_heads = case.heads(comm.world)
+    dtype = "fp32" if case.storage == "fp32" else "bf16"
+    shape = f"{len(_PROMPTS)}x{q_heads}/{kv_heads}x{case.tokens}:{max(_LENGTHS)}x{_HEAD_DIM} {dtype}"
+    compute = _same_bits if case.name.endswith("same bits") else _generate
+    return Mode(f"generation {sharding} {case.name}", shape, partial(compute, comm, sharding, case), collective=True)
+
+
+def _random(case: _Case, world: int, seed: int, device: str) -> tuple[AttentionConfig, AttentionWeights, Tensor]:
+    """Return a block and its inputs [B, L, hidden], the same on every rank."""
+    dtype = PLAIN.get(case.storage, torch.bfloat16)
+    config, weights = random_block(
+        *case.heads(world), _HEAD_DIM, _HIDDEN, **case.stages, dtype=dtype, seed=seed, device=device
     )
+    x = torch.randn(len(_PROMPTS), max(_LENGTHS), _HIDDEN, generator=torch.Generator().manual_seed(seed))
+    return config, weights, x.to(device, dtype)
 
 
-class _Problem(NamedTuple):
-    """A whole model's block, and x [B, L, hidden] for all positions of all sequences."""
+def _outputs(
+    comm: Comm, sharding: DecodeSharding, case: _Case, config: AttentionConfig, weights: AttentionWeights, x: Tensor
+) -> Tensor:
+    """Return the block's outputs at every position; 0 past the end of a sequence."""
+    block = shard_block(config, weights, sharding, comm, **case.options)
+    cache = poisoned_cache(block, len(x), x.shape[1], storage=case.storage)
+    outputs = BlockRunner(block, cache, x).generate(_PROMPTS, _NEW_TOKENS // case.tokens, case.tokens)
+    for i, length in enumerate(_LENGTHS):
+        outputs[i, length:] = 0
+    return outputs
 
-    config: AttentionConfig
-    weights: AttentionWeights
-    x: Tensor
 
-
-def _generated(comm: Comm, sharding: DecodeSharding, way: _Way, seed: int, device: str) -> list[Compared]:
-    """Each sequence beside float64 and the plain computation; other ranks' answers beside rank 0's."""
-    problem = _drawn(way, comm.world, seed, device)
-    found = _answers(comm, sharding, way, problem)
-    everybodys = comm.all_gather(found, [found.shape] * comm.world)
+def _generate(comm: Comm, sharding: DecodeSharding, case: _Case, seed: int, device: str) -> list[Comparison]:
+    """Compare each sequence with float64, and the outputs of every rank with those of rank 0."""
+    config, weights, x = _random(case, comm.world, seed, device)
+    actual = _outputs(comm, sharding, case, config, weights, x)
+    copies = comm.all_gather(actual, [actual.shape] * comm.world)
     if comm.rank > 0:
         return []
-    exact, plain = (_by_definition(problem, way.storage, dtype) for dtype in (torch.float64, problem.x.dtype))
-    results = [Compared(f"sequence {i}", found[i, :n], exact[i, :n], plain[i, :n]) for i, n in enumerate(_LENGTHS)]
-    return [*results, *(Compared(f"bits of rank {rank}", x, found) for rank, x in enumerate(everybodys))]
+    exact, plain = (
+        reference_block(config, weights, x, dtype=dtype, storage=case.storage) for dtype in (torch.float64, x.dtype)
+    )
+    results = [Comparison(f"sequence {i}", actual[i, :n], exact[i, :n], plain[i, :n]) for i, n in enumerate(_LENGTHS)]
+    return [*results, *(Comparison(f"bits of rank {rank}", copy, actual) for rank, copy in enumerate(copies))]
 
 
-def _same_bits(comm: Comm, sharding: DecodeSharding, way: _Way, seed: int, device: str) -> list[Compared]:
-    """Attention by all ranks has the bits of attention by one.
+def _same_bits(comm: Comm, sharding: DecodeSharding, case: _Case, seed: int, device: str) -> list[Comparison]:
+    """Compare the heads of all ranks with those of a single rank, bitwise.
 
-    Heads come back as they are, and are projected from small whole numbers: such sums are exact in any order.
+    Inputs and weights are small multiples of 1/8: their projections are exact in any order of summation.
     """
-    config, weights, x = _drawn(way, comm.world, seed, device)
-    qkv = (weights.qkv * _HIDDEN**0.5).round() / 8
-    problem = _Problem(config, AttentionWeights(qkv, sinks=weights.sinks), x.round())
-    own = _answers(comm, sharding, way, problem)
-    widths = [len(sharding.q_heads(rank, config.q_heads)) * _HEAD_DIM for rank in range(comm.world)]
-    parts = comm.all_gather(own, [(*own.shape[:2], width) for width in widths])
+    config, weights, x = _random(case, comm.world, seed, device)
+    exact_weights = AttentionWeights((weights.qkv * _HIDDEN**0.5).round() / 8, sinks=weights.sinks)
+    own = _outputs(comm, sharding, case, config, exact_weights, x.round())
+    heads = [len(sharding.q_heads(rank, config.q_heads)) for rank in range(comm.world)]
+    parts = comm.all_gather(own, [(*own.shape[:2], n, own.shape[3]) for n in heads])
     if comm.rank > 0:
         return []
-    return [Compared("out bits", torch.cat(parts, -1), _answers(SoloComm(), _ONE_RANK, way, problem))]
-
-
-def _answers(comm: Comm, sharding: DecodeSharding, way: _Way, problem: _Problem) -> Tensor:
-    """What a block says at every position, [B, L, ...]; 0 past the end of a sequence."""
-    config, weights, x = problem
-    exchange = way.options.get("exchange", Exchange())
-    own = weights.shard(config, sharding, comm.rank, replicate_q=exchange.replicate_q)
-    block = AttentionBlock(config, own, sharding, comm, **way.options)
-    batch, longest, _ = x.shape
-    cache = block.make_cache(
-        batch=batch, num_blocks=batch * -(-longest // _BLOCK_SIZE), block_size=_BLOCK_SIZE, max_length=longest,
-        storage=way.storage,
-    )  # fmt: skip
-    for pool in (cache.keys(0), cache.values(0)):
-        fill_with_poison(pool)
-    width = config.hidden if weights.out is not None else len(sharding.q_heads(block.rank, config.q_heads)) * _HEAD_DIM
-    found = x.new_zeros(batch, longest, width)
-    sequences = [cache.allocate(prompt) for prompt in _PROMPTS]  # which row one gets is the cache's choice
-
-    def feed(some: list[ShardedSequence], tokens: int) -> None:
-        places = [(sequences.index(each), each.row, slice(each.length, each.length + tokens)) for each in some]
-        step = cache.append(some, tokens)
-        fed = x.new_full((batch, tokens, config.hidden), torch.nan)
-        for i, row, positions in places:
-            fed[row] = x[i, positions]
-        said = block(fed, cache, step)
-        by_token = said if said.ndim == 3 else said.transpose(1, 2).flatten(2)
-        for i, row, positions in places:
-            found[i, positions] = by_token[row]
-
-    for sequence, prompt in zip(sequences, _PROMPTS, strict=True):
-        while sequence.length < prompt:
-            feed([sequence], min(MAX_DECODE_TOKENS, prompt - sequence.length))
-    for _ in range(_NEW // way.tokens):
-        feed(sequences, way.tokens)
-    return found
-
-
-def _drawn(way: _Way, world: int, seed: int, device: str) -> _Problem:
-    """The same on every rank."""
-    dice = torch.Generator().manual_seed(seed)
-    q_heads, kv_heads = way.heads(world)
-    options = {"rope": Rope.plain(_HEAD_DIM, theta=100.0)} | way.config
-    config = AttentionConfig(_HIDDEN, q_heads, kv_heads, _HEAD_DIM, **options)
-
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=dice) * scale).to(device, PLAIN.get(way.storage, torch.bfloat16))
-
-    def about_one(there: Norm | None, width: int) -> Tensor | None:
-        return None if there is None else 1 + normal(width, scale=0.3)
-
-    rows = (q_heads + 2 * kv_heads) * _HEAD_DIM
-    weights = AttentionWeights(
-        normal(rows, _HIDDEN, scale=_HIDDEN**-0.5),
-        normal(rows, scale=0.3),
-        out=normal(_HIDDEN, q_heads * _HEAD_DIM, scale=(q_heads * _HEAD_DIM) ** -0.5),
-        out_bias=normal(_HIDDEN, scale=0.3),
-        norm=about_one(config.norm, _HIDDEN),
-        q_norm_before_rope=about_one(config.norm_before_rope, _HEAD_DIM),
-        k_norm_before_rope=about_one(config.norm_before_rope, _HEAD_DIM),
-        q_norm_after_rope=about_one(config.norm_after_rope, _HEAD_DIM),
-        k_norm_after_rope=about_one(config.norm_after_rope, _HEAD_DIM),
-        sinks=normal(q_heads) if way.sinks else None,
-    )
-    return _Problem(config, weights, normal(len(_PROMPTS), max(_LENGTHS), _HIDDEN))
-
-
-def _by_definition(problem: _Problem, storage: str, dtype: torch.dtype) -> Tensor:
-    """All positions at once, [B, L, hidden], in plain torch of a dtype, over keys and values as a cache stores them."""
-    config, whole, x = problem
-    tensors = {each.name: getattr(whole, each.name) for each in fields(whole)}
-    w = AttentionWeights(**{name: tensor.to(dtype) for name, tensor in tensors.items() if tensor is not None})
-    x = _normed(x.to(dtype), w.norm, config.norm)
-    heads = F.linear(x, w.qkv, w.qkv_bias).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-    q, k, v = heads.split([config.q_heads, config.kv_heads, config.kv_heads], 1)
-    at = torch.arange(x.shape[1], device=x.device)
-    q = _stages(q, at, config, w.q_norm_before_rope, w.q_norm_after_rope)
-    k = _stages(k, at, config, w.k_norm_before_rope, w.k_norm_after_rope)
-    k, v = (_stored(each, storage).repeat_interleave(config.q_heads // config.kv_heads, 1) for each in (k, v))
-
-    seen = at[:, None] >= at
-    if config.window is not None:
-        seen &= at[:, None] - at < config.window
-    scores = (q @ k.mT * config.head_dim**-0.5).masked_fill(~seen, -torch.inf)
-    if w.sinks is not None:
-        scores = torch.cat([scores, w.sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    out = scores.softmax(-1)[..., : len(at)] @ v
-    assert w.out is not None
-    return F.linear(out.transpose(1, 2).flatten(2), w.out, w.out_bias)
-
-
-def _stages(x: Tensor, at: Tensor, config: AttentionConfig, before: Tensor | None, after: Tensor | None) -> Tensor:
-    assert config.rope is not None
-    turned = config.rope.rotate(_normed(x, before, config.norm_before_rope), at.expand(len(x), -1))
-    return _normed(turned, after, config.norm_after_rope)
-
-
-def _normed(x: Tensor, weight: Tensor | None, norm: Norm | None) -> Tensor:
-    return x if norm is None else F.rms_norm(x, x.shape[-1:], weight, norm.eps)
-
-
-def _stored(x: Tensor, storage: str) -> Tensor:
-    """What a cache makes of keys or values; a plain one keeps them."""
-    if storage in PLAIN:
-        return x
-    scale = x.new_ones((), dtype=torch.float32) if storage == "fp8" else None
-    return dequantize(quantize(x, storage, scale=scale), x.dtype)
+    alone = _outputs(SoloComm(), DecodeSharding(), case, config, exact_weights, x.round())
+    return [Comparison("out bits", torch.cat(parts, 2), alone)]

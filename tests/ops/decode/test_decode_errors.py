@@ -196,10 +196,8 @@ TENSORS = {
         k=quantized([*p.k.shape], [*p.k.shape[:3]], torch.float32),
         v=quantized([*p.v.shape], [*p.v.shape[:3], 2], torch.int8),
     ),
-    "a tensor of torch.int8 is none of them": lambda p: having(p, k=p.k.to(torch.int8), v=p.v.to(torch.int8)),
-    "a tensor of torch.float8_e5m2 is none of them": lambda p: having(
-        p, k=p.k.to(torch.float8_e5m2), v=p.v.to(torch.float8_e5m2)
-    ),
+    "got a tensor of torch.int8": lambda p: having(p, k=p.k.to(torch.int8), v=p.v.to(torch.int8)),
+    "got a tensor of torch.float8_e5m2": lambda p: having(p, k=p.k.to(torch.float8_e5m2), v=p.v.to(torch.float8_e5m2)),
     "k must have one fp8 scale per kv head, 2, got 3": lambda p: having(
         p, k=quantized([*p.k.shape], [3], "fp8"), v=quantized([*p.v.shape], [2], "fp8")
     ),

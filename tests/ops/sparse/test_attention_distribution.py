@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmesh import SparseMask, attention_distribution, convert_lse, sparse_attention
-from attnmesh.ops.sparse import reference, torch_gather
+from attnmesh.ops.sparse import reference, torch_backend
 from helpers.memory import peak_bytes
 from helpers.sparse import (
     BACKENDS,
@@ -259,7 +259,7 @@ def test_seventy_thousand_rows(backend):
 
 def test_memory_on_a_cpu_grows_with_the_output_only(monkeypatch):
     """Neither [s_q, heads, topk] nor the gathered keys [s_q, topk, d] are ever whole."""
-    monkeypatch.setattr(torch_gather, "_MOST_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(torch_backend, "_MAX_GATHERED", 1 << 15)
 
     def peak(s_q: int) -> int:
         case, lse = random_attention(s_q, 64, heads=16, d=16, topk=64), torch.zeros(s_q, 16)

@@ -6,11 +6,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from attnmesh.ops.sparse.triton_indexer_backward import scores_at_backward
-from attnmesh.ops.sparse.triton_indexer_dense_backward import scores_backward_dense
-from attnmesh.ops.sparse.triton_indexer_scores import scores_at
-from attnmesh.ops.sparse.triton_indexer_tiles import Tiles
-from attnmesh.ops.sparse.triton_indexer_topk import Best, topk
+from attnmesh.ops.sparse.arguments import TopKIndices
+from attnmesh.ops.sparse.triton_indexer import IndexerTiles, scores_at
+from attnmesh.ops.sparse.triton_indexer_backward import dense_scores_backward, scores_at_backward
+from attnmesh.ops.sparse.triton_topk import topk
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 HOW = {"scale": (64 * 128) ** -0.5, "relu": True}
@@ -34,12 +33,14 @@ def scores_of_all(iq: Tensor, ik: Tensor, w: Tensor, lo: Tensor, hi: Tensor) -> 
     return scores_at(iq, ik, w, every, lo, hi, torch.full_like(lo, s_kv), k_offset=0, **HOW)
 
 
-def definition(scores: Tensor, k: int) -> Best:
+def definition(scores: Tensor, k: int) -> TopKIndices:
     order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
     chosen = scores.gather(1, order) > -torch.inf
     indices, back = order.masked_fill(~chosen, 2**31 - 1).sort(1)
     chosen = chosen.gather(1, back)
-    return Best(indices.masked_fill(~chosen, -1).int(), scores.gather(1, order).gather(1, back), chosen.sum(1).int())
+    return TopKIndices(
+        indices.masked_fill(~chosen, -1).int(), scores.gather(1, order).gather(1, back), chosen.sum(1).int()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,7 +75,8 @@ def test_no_cut_of_the_work_shows_in_the_bits():
     lo, hi = seen(500, 20000, True)
     first = topk(iq, ik, w, 512, lo, hi, **HOW)
     for how in (
-        {"tiles": Tiles(128, 2, 4, 2)}, {"tiles": Tiles(64, 1, 4, 3), "span": 512}, {"tiles": Tiles(128, 4, 8, 3)},
+        {"tiles": IndexerTiles(128, 2, 4, 2)}, {"tiles": IndexerTiles(64, 1, 4, 3), "span": 512},
+        {"tiles": IndexerTiles(128, 4, 8, 3)},
         {"workspace": 1}, {"programs": 1}, {"programs": 40, "span": 256}, {"block": 512}, {"block": 8192},
     ):  # fmt: skip
         other = topk(iq, ik, w, 512, lo, hi, **HOW, **how)
@@ -159,8 +161,8 @@ def test_gradients_of_a_stretch_are_those_at_its_slots(dtype):
     every = torch.arange(n, dtype=torch.int32, device="cuda").expand(s_q, n)
     how = HOW | {"d_iq_dtype": torch.float32}
     at_slots = scores_at_backward(iq, ik, w, every, lo, hi, lo + n, grad, k_offset=0, deterministic=True, **how)
-    dense = scores_backward_dense(iq, ik, w, 5000, lo + 5000, hi + 5000, grad, **how)
-    again = scores_backward_dense(iq, ik, w, 5000, lo + 5000, hi + 5000, grad, **how)
+    dense = dense_scores_backward(iq, ik, w, 5000, lo + 5000, hi + 5000, grad, **how)
+    again = dense_scores_backward(iq, ik, w, 5000, lo + 5000, hi + 5000, grad, **how)
     assert all(torch.equal(a, b) for a, b in zip(dense, again, strict=True))
     for mine, theirs in zip(dense, at_slots, strict=True):
         assert (mine - theirs).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * theirs.norm()

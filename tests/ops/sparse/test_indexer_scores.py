@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh import SparseMask, indexer_scores_at
-from attnmesh.ops.sparse import reference, torch_gather
+from attnmesh.ops.sparse import reference, torch_backend
 from helpers.sparse import (
     BACKENDS,
     EVERY,
@@ -46,7 +46,7 @@ def by_definition(case: IndexerCase, indices: Tensor, dtype: torch.dtype = torch
 def found(case: IndexerCase, indices: Tensor, backend: str, **how: object) -> list[Tensor]:
     """The same from `indexer_scores_at`, with NaN wherever it has no business."""
     device, valid = device_of(backend), reference.valid_slots(indices, case.s_kv, case.mask)
-    unread = reference.times_named(indices, valid, case.s_kv, case.mask.k_offset).eq(0).all(0)
+    unread = reference.key_counts(indices, valid, case.s_kv, case.mask.k_offset).eq(0).all(0)
     blind = ~valid.any(1)
     iq = case.iq.masked_fill(blind[:, None, None], torch.nan)
     ik, w = case.ik.masked_fill(unread[:, None], torch.nan), case.w.masked_fill(blind[:, None], torch.nan)
@@ -123,7 +123,7 @@ def test_indices_that_all_rows_share(backend):
 def test_a_few_rows_at_a_time_give_the_same(monkeypatch):
     case, indices = random_indexer(mask="causal"), random_indices(13, 23, 11)
     whole = found(case, indices, "torch")
-    monkeypatch.setattr(torch_gather, "_MOST_ELEMENTS", 300)
+    monkeypatch.setattr(torch_backend, "_MAX_GATHERED", 300)
     for a, b in zip(whole, found(case, indices, "torch"), strict=True):
         torch.testing.assert_close(a, b)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmesh import SparseMask, State, attention_distribution, merge, sparse_attention
-from attnmesh.ops.sparse import torch_gather
+from attnmesh.ops.sparse import torch_backend
 from helpers.sparse import BACKENDS, EVERY, HIGH, LOW, MASKS, AttentionCase, check_backend, device_of, random_attention
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -131,7 +131,7 @@ def test_a_few_rows_at_a_time_give_the_same(monkeypatch):
     for case in (random_attention(mask="everything", sink=True), random_attention(mask="causal", own_values=True)):
         whole = case.run("torch")
         for most in (2 * 11 * 20, 1):
-            monkeypatch.setattr(torch_gather, "_MOST_ELEMENTS", most)
+            monkeypatch.setattr(torch_backend, "_MAX_GATHERED", most)
             for a, b in zip(whole, case.run("torch"), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         monkeypatch.undo()

@@ -95,10 +95,10 @@ WRONG_ALONE = {
         r"out must be \[24, 16\] on rank 2, got \[24, 64\]",
     ),
     "no output": ({"weights": {"out": None}}, "ranks disagree: tensors is"),
-    "the bias of rank 0": ({"weights": {"out_bias": torch.ones(24)}}, "out_bias is added once.* this is rank 2"),
+    "the bias of rank 0": ({"weights": {"out_bias": torch.ones(24)}}, "out_bias must be given on rank 0 only"),
     "sinks": ({"weights": {"sinks": torch.ones(8)}}, "ranks disagree: tensors is"),
     "sinks of its own heads": ({"weights": {"sinks": torch.ones(4)}}, r"sinks must be \[8\] on rank 2, got \[4\]"),
-    "a norm that nobody asked for": ({"weights": {"norm": torch.ones(24)}}, "norm is a weight of config.norm"),
+    "a norm that nobody asked for": ({"weights": {"norm": torch.ones(24)}}, "norm must be None, since config.norm"),
     "weights of another dtype": (
         {"weights": {"qkv": torch.ones(80, 24).half(), "qkv_bias": None, "out": torch.ones(24, 16).half()}},
         "ranks disagree: dtype",

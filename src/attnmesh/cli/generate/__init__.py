@@ -1,1 +1,1 @@
-"""`attnmesh generate`."""
+"""`attnmesh generate`: answers questions about a text with a language model over ranks."""

@@ -1,168 +1,290 @@
-"""The order of events: what was asked for is checked, the model made ready, ranks answer, one process checks them."""
+"""The command, and what each rank does for it."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
+from torch import Tensor
 
-from attnmesh.cli import output as report
-from attnmesh.cli.generate import ranks as start
-from attnmesh.cli.generate.bad_input import BadInput
-from attnmesh.cli.generate.document import read_document
-from attnmesh.cli.generate.job import Job, check_job, check_memory
-from attnmesh.cli.generate.outcome import Outcome
-from attnmesh.cli.generate.page import problem_with_page, write_page
-from attnmesh.cli.generate.plain import Comparison, compare
-from attnmesh.cli.generate.prompts import prompts_of
-from attnmesh.cli.generate.screen import Screen
-from attnmesh.cli.generate.show import rank_table, summary, verdict
-from attnmesh.comm import launch
+from attnmesh.cli import output
+from attnmesh.cli.generate.display import Display, rank_table, summary, verdict, write_generation_report
+from attnmesh.cli.generate.job import (
+    Answer,
+    Comparison,
+    Job,
+    Result,
+    check_job,
+    check_memory,
+    compare,
+    read_document,
+    tokenize_prompts,
+)
+from attnmesh.cli.options import (
+    Device,
+    DeviceOption,
+    LayoutName,
+    LayoutOption,
+    Precision,
+    RanksOption,
+    VirtualOption,
+    check_device,
+    check_output_file,
+    reported_errors,
+)
+from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import LAYOUTS
+from attnmesh.core.optional import require
+from attnmesh.generation.generator import GenerationStats, Generator
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.load import config_and_tokenizer, model_folder, needs_conversion
-from attnmesh.integrations.problem import ModelError
+from attnmesh.integrations.checkpoint import ModelError
+from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
 from attnmesh.integrations.transformers_attention import check_config
+from attnmesh.report.data import MOST_RANKS
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STRETCH = {"cpu": 512, "cuda": 8192}
-"""Tokens a rank that are read in one pass: enough to keep its device busy."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What was asked for, as the command line has it."""
-
-    model: Path | None
-    ranks: int | None
-    device: str
-    dtype: str
-    prompt: str | None
-    prompt_file: Path | None
-    questions: Sequence[str]
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-    speculative: bool
-    check: bool
-    layout: str
-    prefill_chunk: int | None
-    virtual: bool
-    timeout: float
-    report: Path | None = None
+PREFILL_CHUNK = {"cpu": 512, "cuda": 8192}
+"""Default tokens per rank in one prefill pass: enough to keep a device busy."""
 
 
-def generate(asked: Asked) -> bool:
-    """Do it and show it; whether all is well, which it is not where one process says something else."""
-    world, copies = _places(asked)
-    sampling = _sampling(asked)
-    problem = problem_with_page(asked.report, world) if asked.report is not None else None
-    if problem is not None:
-        raise BadInput(problem)
-    document = read_document(asked.prompt, asked.prompt_file)
-    screen = Screen(seen=int(os.environ.get("RANK", "0")) == 0)
-    folder, config, tokenizer = _model(asked, screen)
-    job = Job(
-        folder, asked.device, DTYPES[asked.dtype], tuple(map(tuple, prompts_of(tokenizer, document, asked.questions))),
-        tuple(asked.questions), asked.max_new_tokens, sampling, asked.speculative, LAYOUTS[asked.layout],
-        asked.prefill_chunk or world * STRETCH[asked.device], asked.check,
-    )  # fmt: skip
-    check_job(job, config, world)
-    check_memory(job, config, world, copies)
-    screen.note(f"A prompt of {len(job.prompts[0]):,} tokens goes to {world} ranks, {_kind(asked)} on {asked.device}.")
-    outcome = _run(asked, job, world)
-    if outcome is None:  # another rank of torchrun's shows it
-        return True
-    console = report.console()
-    console.print()
-    console.print(rank_table(job, outcome))
-    for line in summary(job, outcome):
-        console.print(line, highlight=False, soft_wrap=True)
-    checks = _checks(job, outcome, tokenizer, screen) if asked.check else []
-    if asked.report is not None:
-        with screen.busy("writing the report"):
-            write_page(asked.report, job, config, tokenizer, outcome, checks)
-        console.print(f"Report: {asked.report}", soft_wrap=True)
-    return all(one.equal for one in checks)
+def generate_command(
+    model: Annotated[
+        Path | None,
+        typer.Option(show_default="SmolLM2-135M-Instruct", help="Folder written by save_pretrained, or a GGUF file."),
+    ] = None,
+    ranks: RanksOption = None,
+    device: DeviceOption = Device.CPU,
+    dtype: Annotated[Precision, typer.Option(help="Dtype of weights, activations and KV cache.")] = Precision.FP32,
+    prompt: Annotated[str | None, typer.Option(help="Text to read.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the text to read.")] = None,
+    questions: Annotated[
+        list[str] | None,
+        typer.Option("--question", help="Question about the text. Repeatable. Without it, the text is continued."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    speculative: Annotated[
+        bool, typer.Option("--speculative", help="Draft tokens by lookup in the text and verify several per step.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Also generate in a single process with Transformers, and compare.")
+    ] = False,
+    layout: LayoutOption = LayoutName.ZIGZAG,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default="512 per rank on cpu, 8192 on cuda", help="Tokens of the prompt per prefill pass."
+        ),
+    ] = None,
+    virtual: VirtualOption = False,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a rank gives up waiting for its peers.")
+    ] = launch.TIMEOUT,
+    report: Annotated[Path | None, typer.Option(help="Also write an HTML report about the run.")] = None,
+) -> None:
+    """Read a text with a language model sharded over ranks, and answer questions about it.
+
+    Exits with 1 if --check finds a different token or a rank fails, with 2 for invalid options.
+    """
+    check_device(device)
+    with reported_errors("generate"):
+        world = launch.world_size(ranks, virtual=virtual)
+        _check_questions(questions or ())
+        sampling = _sampling(temperature, top_p, seed, speculative=speculative, check=check, dtype=dtype)
+        if report is not None:
+            check_output_file("--report", report)
+            if world > MOST_RANKS:
+                raise ValueError(f"--report supports at most {MOST_RANKS} ranks, got {world}")
+        document = read_document(prompt, prompt_file)
+        display = Display(visible=int(os.environ.get("RANK", "0")) == 0)
+        folder, config, tokenizer = _prepare_model(model, display)
+        job = Job(
+            folder=folder,
+            device=device.value,
+            dtype=dtype.dtype,
+            prompts=tuple(map(tuple, tokenize_prompts(tokenizer, document, questions or ()))),
+            questions=tuple(questions or ()),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            speculative=speculative,
+            layout=LAYOUTS[layout.value],
+            prefill_chunk=prefill_chunk or world * PREFILL_CHUNK[device.value],
+            keep_logits=check,
+        )
+        check_job(job, config, world)
+        check_memory(job, config, world, copies=_models_per_device(device.value, world, virtual))
+        kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
+        display.note(f"Prompt of {len(job.prompts[0]):,} tokens on {world} {kind} ranks, {device.value}.")
+        result = _run(job, ranks, virtual, timeout)
+        if result is None:  # rank 0 of torchrun prints the results
+            return
+        _print_result(job, result)
+        checks = _compare(job, result, tokenizer, display) if check else []
+        if report is not None:
+            with display.status("writing the report"):
+                write_generation_report(report, job, config, tokenizer, result, checks)
+            output.console().print(f"Report: {report}", soft_wrap=True)
+    if not all(comparison.equal for comparison in checks):
+        raise typer.Exit(1)
 
 
-def _places(asked: Asked) -> tuple[int, int]:
-    """How many ranks there are, and how many of them have a copy of the model on the same device."""
-    if launch.under_torchrun():
-        if asked.virtual or asked.ranks is not None:
-            raise BadInput("torchrun says how many ranks there are: leave out --ranks and --virtual")
-        world = int(os.environ["WORLD_SIZE"])
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    else:
-        world = here = asked.ranks or 4
-    if asked.virtual:
-        return world, 1  # threads share one
-    return world, -(-here // torch.cuda.device_count()) if asked.device == "cuda" else here
+def _check_questions(questions: Sequence[str]) -> None:
+    for question in questions:
+        if not question.strip():
+            raise ValueError(f"--question must not be empty, got {question!r}")
 
 
-def _sampling(asked: Asked) -> Sampling:
-    if asked.speculative and asked.temperature:
-        raise BadInput(f"--speculative verifies the likeliest tokens: leave out --temperature {asked.temperature}")
-    if asked.check and asked.temperature:
-        raise BadInput(f"--check compares the likeliest tokens: leave out --temperature {asked.temperature}")
-    if asked.check and DTYPES[asked.dtype] != torch.float32:
-        raise BadInput(f"--check compares token by token, which {asked.dtype} is too coarse for: leave out --dtype")
-    if not all(question.strip() for question in asked.questions):
-        raise BadInput("a --question is empty")
-    try:
-        return Sampling(asked.temperature, asked.top_p, asked.seed)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
+def _sampling(
+    temperature: float, top_p: float, seed: int, *, speculative: bool, check: bool, dtype: Precision
+) -> Sampling:
+    for option, given in (("--speculative", speculative), ("--check", check)):
+        if given and temperature:
+            raise ValueError(f"{option} requires greedy decoding (--temperature 0), got --temperature {temperature}")
+    if check and dtype is not Precision.FP32:
+        raise ValueError(f"--check compares token by token and requires --dtype fp32, got {dtype.value}")
+    return Sampling(temperature, top_p, seed)
 
 
-def _model(asked: Asked, screen: Screen) -> tuple[Path, Any, Any]:
+def _prepare_model(model: Path | None, display: Display) -> tuple[Path, Any, Any]:
     """The folder that ranks load from, the model's configuration and its tokenizer."""
-    with screen.busy("looking at the model"):
-        convert = needs_conversion(asked.model)
+    with display.status("looking for the model"):
+        convert = needs_conversion(model)
     if convert:
-        screen.note("The model is a GGUF file: it is converted once and kept, which takes a while.")
-    with screen.busy("converting the model" if convert else "looking at the model"):
-        folder = model_folder(asked.model)
-        config, tokenizer = config_and_tokenizer(folder)
-        try:
-            check_config(config, ", ".join(config.architectures or ()) or str(folder))
-        except ValueError as error:
-            raise ModelError(f"{folder}: {error}") from None
+        display.note("The model is a GGUF file. It is converted once and cached, which takes a while.")
+    with display.status("converting the model" if convert else "reading the model's configuration"):
+        folder = model_folder(model)
+        config, tokenizer = load_config_and_tokenizer(folder)
+    try:
+        check_config(config, ", ".join(config.architectures or ()) or str(folder))
+    except ValueError as error:
+        raise ModelError(f"{folder}: {error}") from None
     return folder, config, tokenizer
 
 
-def _kind(asked: Asked) -> str:
-    return "torchrun's" if launch.under_torchrun() else "threads" if asked.virtual else "processes"
+def _models_per_device(device: str, world: int, virtual: bool) -> int:
+    """How many ranks load a model of their own on the same device. Virtual ranks share one."""
+    if virtual:
+        return 1
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launch.under_torchrun() else world
+    return -(-local // torch.cuda.device_count()) if device == "cuda" else local
 
 
-def _run(asked: Asked, job: Job, world: int) -> Outcome | None:
+def _run(job: Job, ranks: int | None, virtual: bool, timeout: float) -> Result | None:
+    """The result of rank 0, or None if this process is another rank of torchrun."""
+    model = load_model(job.folder, device=job.device, dtype=job.dtype) if virtual else None
     try:
-        if launch.under_torchrun():
-            return start.joined(job, asked.timeout)
-        return start.threads(world, job) if asked.virtual else start.processes(world, job, asked.timeout)
+        return launch.run(
+            answer_prompts, ranks, device=job.device, virtual=virtual, timeout=timeout, job=job, shared_model=model
+        )[0]
     except BaseException:
-        report.console().show_cursor()  # a bar hides it, and a rank that is ended does not bring it back
+        output.console().show_cursor()  # a rank that is stopped leaves its progress bar's cursor hidden
         raise
 
 
-def _checks(job: Job, outcome: Outcome, tokenizer: Any, screen: Screen) -> list[Comparison]:
-    """Ask one process, and show what it says to each answer."""
-    console, comparisons, checks = report.console(), compare(job, outcome), []
+def answer_prompts(comm: Comm, *, job: Job, shared_model: tuple[Any, Any] | None) -> Result | None:
+    """Answer all prompts together with the other ranks. Rank 0 prints the answers as they come and returns the result.
+
+    `shared_model` is the model and tokenizer of virtual ranks; other ranks load their own.
+    """
+    try:
+        result = _answer_prompts(comm, job, shared_model)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"rank {comm.rank} of {comm.world} ran out of memory: {reason}") from error
+    return result if comm.rank == 0 else None
+
+
+def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) -> Result:
+    display = Display(visible=comm.rank == 0)
+    with display.status(f"loading the model on {comm.world} ranks"):
+        model, tokenizer = shared_model or _load_own_model(job)
+        comm.barrier()
+    logits: list[Tensor] = []
+    keep_logits = job.keep_logits and comm.rank == 0
+    generator = Generator(
+        model,
+        tokenizer,
+        comm,
+        tokens=job.capacity,
+        layout=job.layout,
+        prefill_chunk=job.prefill_chunk,
+        on_read=display.prefill,
+        on_logits=(lambda _, row: logits.append(row.float().cpu())) if keep_logits else None,
+    )
+    answers = []
+    for number, prompt in enumerate(job.prompts):
+        if job.questions:
+            display.question(job.questions[number])
+        display.prefill(0, len(prompt))
+        before = _counters(generator.effort)
+        logits.clear()
+        ids = []
+        for token in generator.generate(
+            [prompt], max_new_tokens=job.max_new_tokens, sampling=job.sampling, speculative=job.speculative
+        ):
+            ids.append(token.id)
+            display.answer(token.text)
+        display.note()
+        display.note(_describe_answer(len(prompt), before, _counters(generator.effort)))
+        answers.append(Answer(ids, torch.stack(logits) if logits else None))
+    return Result(answers, _gather_stats(comm, generator.effort, generator.reader.device))
+
+
+def _load_own_model(job: Job) -> tuple[Any, Any]:
+    # tqdm's default lock is shared among processes, and Python complains about it if a rank is killed.
+    require("tqdm", extra="hf").tqdm.set_lock(threading.RLock())
+    device = f"cuda:{torch.cuda.current_device()}" if job.device == "cuda" else job.device
+    return load_model(job.folder, device=device, dtype=job.dtype)
+
+
+def _counters(stats: GenerationStats) -> tuple[int, int, float, float]:
+    return stats.reused, stats.generated, stats.prefill_seconds, stats.decode_seconds
+
+
+def _describe_answer(prompt: int, before: tuple[int, int, float, float], after: tuple[int, int, float, float]) -> str:
+    """One line about an answer. Prefill computes the first token, so the decode rate does not count it."""
+    reused, new, prefill, decode = (b - a for a, b in zip(before, after, strict=True))
+    cached = f" ({reused:,} from the KV cache)" if reused else ""
+    speed = f" at {(new - 1) / decode:.1f} tokens/s" if new > 1 else ""
+    return f"prompt of {prompt:,} tokens{cached}, prefill in {prefill:.1f} s; {new} new tokens{speed}"
+
+
+def _gather_stats(comm: Comm, stats: GenerationStats, device: torch.device) -> list[GenerationStats]:
+    """The statistics of all ranks, in rank order."""
+    mine = torch.tensor(astuple(stats), dtype=torch.float64, device=device)
+    return [_stats_of(x) for x in comm.all_gather(mine, [mine.shape] * comm.world)]
+
+
+def _stats_of(numbers: Tensor) -> GenerationStats:
+    names = [field.name for field in fields(GenerationStats)]
+    values: dict[str, Any] = {
+        name: number if name.endswith("seconds") else int(number)
+        for name, number in zip(names, numbers.tolist(), strict=True)
+    }
+    return GenerationStats(**values)
+
+
+def _print_result(job: Job, result: Result) -> None:
+    console = output.console()
+    console.print()
+    console.print(rank_table(job, result))
+    for line in summary(job, result):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _compare(job: Job, result: Result, tokenizer: Any, display: Display) -> list[Comparison]:
+    """Generate the same answers in a single process, and print a verdict for each."""
+    console, comparisons, checks = output.console(), compare(job, result), []
     for number in range(1, len(job.prompts) + 1):
-        with screen.busy(f"one process answers alone, {number} of {len(job.prompts)}"):
+        with display.status(f"single process: answer {number} of {len(job.prompts)}"):
             one = next(comparisons)
-        line = verdict(number, one, *_where_different(one, tokenizer))
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(verdict(number, one, tokenizer), highlight=False, markup=False, soft_wrap=True)
         checks.append(one)
     return checks
-
-
-def _where_different(one: Comparison, tokenizer: Any) -> tuple[str, str]:
-    """What the two answers say at the first token that differs; nothing where one has ended."""
-    at = slice(one.alike, one.alike + 1)
-    return tokenizer.decode(one.ours[at]), tokenizer.decode(one.theirs[at])

@@ -1,74 +1,194 @@
-"""What the ranks are to do, checked before any of them starts."""
+"""The prompts and how to answer them, checked before any rank starts; and the comparison with a single process."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from attnmesh.cli.generate.bad_input import BadInput
 from attnmesh.core.layouts import Layout
+from attnmesh.core.optional import require
 from attnmesh.generation.engine import min_prefill_chunk, token_bytes
+from attnmesh.generation.generator import GenerationStats
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.checkpoint import weight_bytes
-from attnmesh.integrations.memory import free_memory, in_gib
+from attnmesh.integrations.checkpoint import free_memory, readable_gib, translated_errors, weight_bytes
+from attnmesh.integrations.loading import load_config_and_tokenizer, load_model
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
+
+_EAGER_ONLY = ("gpt_oss",)  # Transformers implements sinks on every device only in its eager attention
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model's folder, prompts for it one after the other, and how to answer them. Picklable: ranks are processes."""
+    """The prompts for a model and how to answer them. Picklable, since ranks are processes."""
 
     folder: Path
     device: str
     dtype: torch.dtype
     prompts: tuple[tuple[int, ...], ...]
-    questions: tuple[str, ...]  # as they were asked, to be shown; none where a prompt is continued
+    questions: tuple[str, ...]  # to be shown; empty if the prompt is continued
     max_new_tokens: int
     sampling: Sampling
     speculative: bool
     layout: Layout
     prefill_chunk: int
-    keep_logits: bool  # for somebody to compare
+    keep_logits: bool  # for the comparison with a single process
 
     @property
-    def device_memory(self) -> int:
-        """Tokens that the longest prompt and its answer take, with drafts that are not right."""
+    def capacity(self) -> int:
+        """Tokens of the longest prompt and its answer, with drafts that are rejected."""
         return max(map(len, self.prompts)) + self.max_new_tokens + MAX_DECODE_TOKENS
 
 
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of an answer and, if they were kept, the logits [tokens, vocabulary] that each was selected from."""
+
+    ids: list[int]
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """All answers, and the statistics of each rank."""
+
+    answers: Sequence[Answer]
+    stats: Sequence[GenerationStats]
+
+
+def read_document(prompt: str | None, file: Path | None) -> str:
+    """The text of the prompt, given directly or in a file."""
+    if (prompt is None) == (file is None):
+        raise ValueError(
+            f"exactly one of --prompt and --prompt-file is required, got {'none' if file is None else 'both'}"
+        )
+    if file is None:
+        assert prompt is not None
+        text = prompt
+    else:
+        try:
+            text = file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompt-file {file} is not a text file: byte {error.start} is not UTF-8") from None
+        except OSError as error:
+            raise ValueError(f"--prompt-file {file} cannot be read: {error.strerror}") from None
+        if "\0" in text:  # valid UTF-8, but not a text
+            raise ValueError(f"--prompt-file {file} is not a text file: it contains a zero byte")
+    if not text.strip():
+        raise ValueError("--prompt is empty" if file is None else f"--prompt-file {file} is empty")
+    return text
+
+
+def tokenize_prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> list[list[int]]:
+    """The tokens of one prompt per question, or of the document alone.
+
+    The question comes last, so that prompts share a prefix. A model with a chat template gets the prompt as a user's message, another model as text to continue.
+    """
+    texts = [f"{document.rstrip()}\n\n{question}" for question in questions] or [document]
+    with translated_errors("the tokenizer cannot encode the prompt"):
+        if not tokenizer.chat_template:
+            return [[int(token) for token in tokenizer(text)["input_ids"]] for text in texts]
+        return [_chat_tokens(tokenizer, text) for text in texts]
+
+
+def _chat_tokens(tokenizer: Any, text: str) -> list[int]:
+    message = [{"role": "user", "content": text}]
+    encoded = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return [int(token) for token in encoded["input_ids"]]
+
+
 def check_job(job: Job, config: Any, ranks: int) -> None:
-    """Refuse prompts that a model with this configuration cannot read on so many ranks."""
+    """Raise ValueError for prompts that a model with this configuration cannot read on so many ranks."""
     shortest, longest = min(map(len, job.prompts)), max(map(len, job.prompts))
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and longest + job.max_new_tokens > limit:
-        raise BadInput(
-            f"the prompt has {longest:,} tokens, and {job.max_new_tokens:,} may follow: the model has only "
+        raise ValueError(
+            f"the prompt of {longest:,} tokens and --max-new-tokens {job.max_new_tokens:,} exceed the model's "
             f"{limit:,} positions"
         )
     if shortest < ranks:
-        raise BadInput(f"the prompt has {shortest} tokens, fewer than the {ranks} ranks it is to be spread over")
+        raise ValueError(f"the prompt must have at least one token per rank ({ranks}), got {shortest} tokens")
     if job.prefill_chunk < min_prefill_chunk(ranks):
-        raise BadInput(
-            f"--prefill-chunk must be at least {min_prefill_chunk(ranks)} tokens on {ranks} ranks, got {job.prefill_chunk}"
-        )
+        least = min_prefill_chunk(ranks)
+        raise ValueError(f"--prefill-chunk must be at least {least} tokens on {ranks} ranks, got {job.prefill_chunk}")
     largest = max(max(prompt) for prompt in job.prompts)
     if largest >= config.vocab_size:
-        raise BadInput(
-            f"the tokenizer in {job.folder} is not this model's: it makes token {largest}, and the model knows "
-            f"{config.vocab_size}"
+        raise ValueError(
+            f"the tokenizer in {job.folder} does not belong to the model: it produces token {largest}, and the model's "
+            f"vocabulary has {config.vocab_size}"
         )
 
 
-def check_memory(job: Job, config: Any, ranks: int, copies: int) -> None:
-    """Refuse a model that does not fit on a device that `copies` of the ranks share, each with its own weights."""
+def check_memory(job: Job, config: Any, ranks: int, *, copies: int) -> None:
+    """Raise ValueError if `copies` ranks with a model each do not fit on the device that they share."""
     device = torch.device(job.device)
     weights = weight_bytes(job.folder, job.dtype)
-    kept = -(-job.device_memory // ranks) * token_bytes(config, job.dtype)
+    kv_cache = -(-job.capacity // ranks) * token_bytes(config, job.dtype)
     free = free_memory(device)
-    if free is not None and copies * (weights + kept) > free:
-        each = f"{in_gib(weights)} of weights and {in_gib(kept)} of keys and values"
-        who = "it takes" if copies == 1 else f"each of {copies} ranks here takes"
-        raise BadInput(f"{job.folder} does not fit: {who} {each}, and {device} has {in_gib(free)} free")
+    if free is not None and copies * (weights + kv_cache) > free:
+        each = f"{readable_gib(weights)} of weights and {readable_gib(kv_cache)} of KV cache"
+        raise ValueError(
+            f"{job.folder} does not fit: {copies} x ({each}) on {device}, which has {readable_gib(free)} free"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The tokens of an answer, and those of a single process."""
+
+    ours: list[int]
+    expected: list[int]
+    logit_error: float
+    """Largest difference of logits relative to the largest logit, over the tokens with the same text before them."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether all tokens are the same."""
+        return self.ours == self.expected
+
+    @property
+    def equal_tokens(self) -> int:
+        """Number of tokens before the first difference."""
+        return _equal_tokens(self.ours, self.expected)
+
+
+def compare(job: Job, result: Result) -> Iterator[Comparison]:
+    """Each answer, compared with Transformers' own attention, cache and `generate` in this process."""
+    transformers = require("transformers", extra="hf")
+    config, _ = load_config_and_tokenizer(job.folder)
+    gc.collect()  # a model that virtual ranks shared may still be in memory, held by reference cycles
+    implementation = "eager" if config.model_type in _EAGER_ONLY else "sdpa"
+    model: Any = load_model(job.folder, device=job.device, dtype=job.dtype, attn_implementation=implementation)[0]
+    eos = model.generation_config.eos_token_id
+    # Greedy decoding without other defaults of the model, such as a repetition penalty.
+    model.generation_config = transformers.GenerationConfig(eos_token_id=eos, pad_token_id=0)
+    for prompt, answer in zip(job.prompts, result.answers, strict=True):
+        yield _compare(model, torch.tensor([prompt], device=model.device), answer, job.max_new_tokens)
+
+
+def _compare(model: Any, ids: Tensor, answer: Answer, max_new_tokens: int) -> Comparison:
+    assert answer.logits is not None
+    generated = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    expected: list[int] = generated.sequences[0, ids.shape[1] :].tolist()
+    logits = torch.cat(generated.logits).float().cpu()
+    # The first token that differs was still selected after the same text.
+    same = min(_equal_tokens(answer.ids, expected) + 1, len(logits), len(answer.logits))
+    error = (answer.logits[:same] - logits[:same]).abs().max() / logits[:same].abs().max()
+    return Comparison(answer.ids, expected, float(error))
+
+
+def _equal_tokens(ours: list[int], expected: list[int]) -> int:
+    pairs = zip(ours, expected, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(expected)))

@@ -1,4 +1,4 @@
-"""`AttentionConfig`: what an attention block computes, whatever its weights and however it is spread."""
+"""`AttentionConfig` and `AttentionWeights`: what an attention block computes, and the tensors of one rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from attnmesh.plan.decode import DecodeSharding
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """The whole model's sizes, and its stages; None leaves a stage out.
+    """Sizes of the whole model and the stages of its attention; None omits a stage.
 
-    `norm` is X's, before the projections. `norm_before_rope` and `norm_after_rope` are those of each head of Q and K.
-    `window` keeps the last so many keys up to the query's own; `scale` multiplies the scores, by default
-    1 / sqrt(head_dim). Whether there are biases, sinks and an output projection is said by the weights.
+    `norm` applies to the input of the projections, `norm_before_rope` and `norm_after_rope` to each head of Q and K.
+    `window` is the number of last keys, up to its own, that a query attends to. `scale` multiplies the scores; 1 /
+    sqrt(head_dim) by default. Biases, sinks and the output projection are present if the weights contain them.
     """
 
     hidden: int
@@ -41,7 +41,7 @@ class AttentionConfig:
                 f"q_heads must be a multiple of kv_heads, got q_heads={self.q_heads} and kv_heads={self.kv_heads}"
             )
         if self.rope is not None and self.rope.dim > self.head_dim:
-            raise ValueError(f"rope turns {self.rope.dim} numbers of a head, but head_dim is {self.head_dim}")
+            raise ValueError(f"rope.dim must be at most head_dim={self.head_dim}, got {self.rope.dim}")
         if self.window is not None:
             check_positive(window=self.window)
         if self.scale is not None and not (isinstance(self.scale, float | int) and math.isfinite(self.scale)):
@@ -50,11 +50,11 @@ class AttentionConfig:
 
 @dataclass(frozen=True, eq=False)
 class AttentionWeights:
-    """The tensors of one rank, which has q query heads and kv kv heads. All but `qkv` may be missing.
+    """The tensors of one rank, which has q query heads and kv kv heads. All except `qkv` are optional.
 
-    `qkv` [(q + 2 kv) D, hidden] has the rows of Q, then K, then V. `out` [hidden, q D] makes this rank's part of the
-    output: the sum over ranks is the whole. So `out_bias` [hidden] is rank 0's alone, and in the sum once. `sinks`
-    [q_heads] are the whole model's, since ranks attend with other heads than they project.
+    `qkv` [(q + 2 kv) D, hidden] has the rows of Q, then K, then V. `out` [hidden, q D] computes this rank's part of the
+    output, which is summed over ranks. `out_bias` [hidden] is therefore on rank 0 only. `sinks` [q_heads] are those of
+    the whole model, since ranks attend with other heads than they project.
     """
 
     qkv: Tensor
@@ -73,16 +73,16 @@ class AttentionWeights:
         cls, q: Tensor, k: Tensor, v: Tensor, biases: tuple[Tensor, Tensor, Tensor] | None = None,
         **others: Tensor | None,
     ) -> AttentionWeights:  # fmt: skip
-        """A whole model's, from projections (and their biases) that are not fused yet; `others` are fields by name."""
+        """The weights of the whole model, from separate projections (and biases); `others` are fields by name."""
         bias = None if biases is None else torch.cat([x.detach() for x in biases])
         return cls(torch.cat([x.detach() for x in (q, k, v)]), bias, **others)
 
     def shard(
         self, config: AttentionConfig, sharding: DecodeSharding, rank: int, *, replicate_q: bool = False
     ) -> AttentionWeights:
-        """A rank's part of a whole model's weights: copies, so that the whole can be freed.
+        """The shard of a rank, from the weights of the whole model: copies, so that the whole can be freed.
 
-        With `replicate_q` CP ranks project the same queries, and need not gather them.
+        With `replicate_q`, all CP ranks project the same queries and need not gather them.
         """
         self.check(config)
         heads = _Heads.of(config, sharding, rank, replicate_q)
@@ -97,7 +97,7 @@ class AttentionWeights:
         self, config: AttentionConfig, sharding: DecodeSharding | None = None, rank: int = 0, *,
         replicate_q: bool = False,
     ) -> None:  # fmt: skip
-        """Raise ValueError unless these are the tensors of a rank (by default, of a whole model)."""
+        """Raises ValueError unless these are the tensors of a rank (by default, of the whole model)."""
         heads = _Heads.of(config, sharding or DecodeSharding(), rank, replicate_q)
         for name, shape in heads.shapes().items():
             tensor = getattr(self, name)
@@ -105,7 +105,7 @@ class AttentionWeights:
                 raise ValueError(f"{name} must be {list(shape)} on rank {rank}, got {list(tensor.shape)}")
         if self.out_bias is not None and (self.out is None or rank != 0):
             wrong = "out is None" if self.out is None else f"this is rank {rank}"
-            raise ValueError(f"out_bias is added once, to what rank 0's out makes, but {wrong}")
+            raise ValueError(f"out_bias must be given on rank 0 only, together with out, but {wrong}")
         for name in ("qkv_bias", "out", "out_bias"):
             tensor = getattr(self, name)
             if tensor is not None and (tensor.dtype, tensor.device) != (self.qkv.dtype, self.qkv.device):
@@ -116,7 +116,7 @@ class AttentionWeights:
         for stage, names in _OF_STAGE.items():
             for name in names:
                 if getattr(self, name) is not None and getattr(config, stage) is None:
-                    raise ValueError(f"{name} is a weight of config.{stage}, which is None")
+                    raise ValueError(f"{name} must be None, since config.{stage} is None")
 
 
 _OF_STAGE = {
@@ -128,7 +128,7 @@ _OF_STAGE = {
 
 @dataclass(frozen=True)
 class _Heads:
-    """Which of the whole model's heads a rank's weights are for."""
+    """The heads of the whole model that the weights of a rank belong to."""
 
     config: AttentionConfig
     q: range
@@ -147,7 +147,7 @@ class _Heads:
         )
 
     def rows(self, whole: Tensor) -> Tensor:
-        """Of all rows of Q, K and V (or their biases), these heads' ones, copied."""
+        """A copy of the rows of these heads, from all rows of Q, K and V (or their biases)."""
         q, kv = self.config.q_heads, self.config.kv_heads
         by_head = whole.detach().unflatten(0, (q + 2 * kv, self.config.head_dim))
         parts = by_head.split([q, kv, kv])
@@ -155,14 +155,14 @@ class _Heads:
         return torch.cat(own).flatten(0, 1)
 
     def columns(self, whole: Tensor) -> Tensor:
-        """Of all columns of the output projection, these heads' ones, copied."""
+        """A copy of the columns of these heads, from all columns of the output projection."""
         dim = self.config.head_dim
         return whole.detach()[:, self.out.start * dim : self.out.stop * dim].clone(
             memory_format=torch.contiguous_format
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What every tensor must be."""
+        """The shape of every tensor."""
         config = self.config
         rows = (len(self.q) + 2 * len(self.kv)) * config.head_dim
         norms = (name for stage, names in _OF_STAGE.items() if stage != "norm" for name in names)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # config.py imports Norm and Rope
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm: `x / sqrt(mean(x ** 2) + eps)`, times a weight where there is one."""
+    """RMSNorm: `x / sqrt(mean(x ** 2) + eps)`, times a weight if there is one."""
 
     eps: float
 
@@ -37,16 +37,16 @@ class Norm:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
-    """x normed in float32 (float64 for float64), and rounded once to its own dtype, after the weight."""
+    """RMSNorm of x over the last dimension, in float32 (float64 for float64), rounded once, after the weight."""
     shape = (x.shape[-1],)
     if weight is None or weight.dtype == x.dtype:
-        return F.rms_norm(x, shape, weight, norm.eps)  # on a GPU one kernel
+        return F.rms_norm(x, shape, weight, norm.eps)  # one fused kernel on a GPU
     wide = widened(x)
     return F.rms_norm(wide, shape, weight.to(wide.dtype), norm.eps).to(x.dtype)
 
 
 def widened(x: Tensor) -> Tensor:
-    """x as what is computed in: float32, or float64 if it is that already."""
+    """x in the dtype of the computation: float64 for float64, else float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -56,10 +56,10 @@ LAYOUTS = ("halves", "pairs")
 
 @dataclass(frozen=True)
 class Rope:
-    """Pair i turns by position * frequencies[i]; `factor` multiplies cosines and sines (YaRN's attention factor).
+    """Rotary embedding: pair i rotates by position * frequencies[i]; `factor` multiplies cosines and sines (YaRN).
 
-    Frequencies are float32 numbers, so that every path, float64 too, computes with the same ones. Heads wider than
-    `dim` keep the rest of their numbers as they are.
+    Frequencies are float32 values, so that every path, float64 included, uses the same ones. Elements of a head beyond
+    `dim` are not rotated.
     """
 
     frequencies: tuple[float, ...]
@@ -68,7 +68,7 @@ class Rope:
 
     def __post_init__(self) -> None:
         if not self.frequencies:
-            raise ValueError("frequencies must hold one number for each pair, got none")
+            raise ValueError("frequencies must contain one number per pair, got none")
         wide = torch.tensor(self.frequencies, dtype=torch.float64)
         inexact = (wide.float().double() != wide) | ~wide.isfinite()
         if inexact.any():
@@ -80,7 +80,7 @@ class Rope:
 
     @classmethod
     def plain(cls, dim: int, theta: float = 10000.0, layout: Layout = "halves") -> Rope:
-        """Wavelengths from 2 pi to 2 pi theta, in equal ratios."""
+        """The original embedding: wavelengths from 2 pi to 2 pi theta in a geometric progression."""
         return cls(_as_floats(_plain_frequencies(dim, theta)), layout)
 
     @classmethod
@@ -88,35 +88,35 @@ class Rope:
         cls, dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float,
         original_length: int, layout: Layout = "halves",
     ) -> Rope:  # fmt: skip
-        """Llama 3's scaling: wavelengths beyond original_length / low_freq_factor become `factor` times as long.
+        """The scaling of Llama 3: wavelengths above original_length / low_freq_factor become `factor` times as long.
 
-        Those below original_length / high_freq_factor stay, and between the two it is a mixture.
+        Those below original_length / high_freq_factor are unchanged; in between they are interpolated.
         """
         if low_freq_factor >= high_freq_factor:
             raise ValueError(
                 f"low_freq_factor must be below high_freq_factor, got {low_freq_factor} and {high_freq_factor}"
             )
         plain = _plain_frequencies(dim, theta)
-        turns = original_length / (2 * math.pi / plain)  # of each pair within the original length
+        turns = original_length / (2 * math.pi / plain)  # rotations of each pair within the original length
         kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
         return cls(_as_floats((1 - kept) * plain / factor + kept * plain), layout)
 
     @property
     def dim(self) -> int:
-        """How many of a head's numbers turn: its first ones."""
+        """The number of elements of a head that are rotated: its first ones."""
         return 2 * len(self.frequencies)
 
     def on(self, device: torch.device) -> Tensor:
-        """The frequencies on a device, in float32; made once."""
+        """The frequencies on a device, float32, cached."""
         return _frequencies_on(self, device)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [B, heads, T, D] at integer positions [B, T]; those below 0 mark rows that nobody reads, and count as 0.
+        """x [B, heads, T, D] rotated by integer positions [B, T]. Negative positions mark unused rows and count as 0.
 
-        Angles are float32 products as in Transformers (float64 for float64), and the result is rounded once.
+        Angles are float32 products as in Transformers (float64 for float64); the result is rounded once.
         """
         wide = widened(x)
-        # From float32 for any x: what multiplies is the same number.
+        # From float32 for any x, so that the frequencies are the same.
         angles = positions.clamp(min=0)[:, None, :, None].to(wide.dtype) * self.on(x.device).to(wide.dtype)
         cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
         turning, rest = wide[..., : self.dim], wide[..., self.dim :]
@@ -131,12 +131,12 @@ class Rope:
 
 
 def _plain_frequencies(dim: int, theta: float) -> Tensor:
-    """In float32 and in this order of operations, as every published model had them."""
+    """In float32 and in this order of operations, as published models compute them."""
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 2 or dim % 2:
         raise ValueError(f"dim must be a positive even integer, got {dim!r}")
     if not (math.isfinite(theta) and theta > 0):
         raise ValueError(f"theta must be a positive number, got {theta!r}")
-    # On the CPU, whatever the default device: its bits are the ones to have.
+    # On the CPU, whatever the default device, for the same bits everywhere.
     frequencies: Tensor = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
     return frequencies
 
@@ -153,16 +153,16 @@ def _frequencies_on(rope: Rope, device: torch.device) -> Tensor:
 def split_and_rotate(
     q: Tensor, kv: Tensor, positions: Tensor, config: AttentionConfig, weights: AttentionWeights
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, T, q*D] and kv [B, T, 2*kv*D] (keys, then values) as Q [B, q, T, D], K and V [B, kv, T, D].
+    """Q [B, q, T, D], K and V [B, kv, T, D] from projections q [B, T, q*D] and kv [B, T, 2*kv*D] (keys, then values).
 
-    Of a fused projection, give two views. Positions are integers [B, T]; below 0 they mark rows that nobody reads.
+    For a fused projection, pass two views. Positions are integers [B, T]; negative ones mark unused rows.
     """
     k, v = keys_and_values(kv, positions, config, weights)
     return queries(q, positions, config, weights), k, v
 
 
 def queries(q: Tensor, positions: Tensor, config: AttentionConfig, weights: AttentionWeights) -> Tensor:
-    """The queries alone: q [B, T, q*D] as [B, q, T, D]."""
+    """The queries only: [B, q, T, D] from q [B, T, q*D]."""
     norms = weights.q_norm_before_rope, weights.q_norm_after_rope
     return _stages(_heads(q, config.head_dim), positions, config, *norms)
 
@@ -170,7 +170,7 @@ def queries(q: Tensor, positions: Tensor, config: AttentionConfig, weights: Atte
 def keys_and_values(
     kv: Tensor, positions: Tensor, config: AttentionConfig, weights: AttentionWeights
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values alone: kv [B, T, 2*kv*D] as two of [B, kv, T, D]."""
+    """Keys and values only: two tensors [B, kv, T, D] from kv [B, T, 2*kv*D]."""
     k, v = _heads(kv, config.head_dim).chunk(2, 1)
     norms = weights.k_norm_before_rope, weights.k_norm_after_rope
     return _stages(k, positions, config, *norms), v

@@ -1,32 +1,32 @@
-"""How much attention each chosen key gets, summed over heads: the kernel for Hopper's matrix units, in Gluon.
+"""The attention distribution of chosen keys, summed over heads, for Hopper in Gluon.
 
-One program serves all heads of a row, so that every key is gathered once: the gather, not the arithmetic, is what a
-kernel of this kind waits for. Its twelve warps have three parts to play (eight and two, up to 64 heads)::
+One program serves all heads of a row, so that every key is gathered once: the gather, not the arithmetic, limits this
+kernel. Its twelve warps have three roles (eight warps and two roles for up to 64 heads)::
 
     producer     gathers 64 keys at a time into a ring of three slots, and writes out the finished sums
     consumer 0   heads 0..63:    their queries stay in registers, scores = queries x keys, exponentials, sums
     consumer 1   heads 64..127:  likewise, half a block behind, so that one multiplies while one exponentiates
 
-Queries come through the ring as keys do, in the order Q0 K0 Q1 K1 K2 ...: consumer 0 starts on K0 while Q1 is on its
-way. All of it is an *item*, and both consumers wait for every item and give it back, also where it is not theirs.
+Queries pass through the ring as keys do, in the order Q0 K0 Q1 K1 K2 ...: consumer 0 starts on K0 while Q1 is being
+copied. Each of these is an *item*; both consumers wait for every item and release it, even if they do not use it.
 
-Barriers, with what completes a phase; `item` and `block` are counted through all rows of a program, by all alike:
+Barriers, with what completes a phase; `item` and `block` are counted over all rows of a program, equally by all roles:
 
-    ready[item % 3]    128 threads of the producer, each when its copies have landed
-    free[item % 3]     each consumer, once its last read of the item is over
-    summed[block % 4]  each consumer, once its sums of the block lie in shared memory
-    turns[consumer]    the other consumer, when most of its product is under way: strict alternation. Two that ran in
-                       step would exponentiate at the same time, and nothing would ever bring them out of step
+    ready[item % 3]    128 threads of the producer, each when its copies have arrived
+    free[item % 3]     each consumer, after its last read of the item
+    summed[block % 4]  each consumer, after its sums of the block are in shared memory
+    turns[consumer]    the other consumer, when most of its product has been issued: strict alternation. Consumers in
+                       step would exponentiate at the same time, and nothing would bring them out of step
 
-A barrier tells only odd phases from even ones, so nobody may fall two phases behind. Nobody does: an item's slot is
-filled anew only after both consumers gave it back, and sums are overwritten (block b writes where b - 4 lay) only after
-the keys of block b are ready, which the producer says after it has read the sums of b - 4. And nobody waits for ever:
+A barrier distinguishes only odd phases from even ones, so no role may fall two phases behind. None does: the slot of an
+item is refilled only after both consumers released it, and sums are overwritten (block b writes over b - 4) only after
+the keys of block b are ready, which the producer signals after it has read the sums of b - 4. There is no deadlock:
 what the producer waits for before it sends block b, an item three back and sums four back, needs only what it has sent.
 
-tests/gluon_emulation.py runs this file on the CPU under hostile schedules.
+tests/gluon_emulation.py runs this file on the CPU under adversarial schedules.
 """
 
-# Kernels are Gluon's language, not Python's: its names have no Python types.
+# Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 import torch
@@ -41,53 +41,53 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# What a measurement may change.
-# Consumers -> registers of a thread of consumer 1, of the producer (the first consumer has the rest), and at launch.
+# Tuning.
+# Consumers -> registers per thread of consumer 1, of the producer (consumer 0 has the rest), and at launch.
 REGISTERS = {1: (None, 72, 240), 2: (216, 72, None)}
 WIDTHS = {128: (128, 0), 192: (128, 64), 256: (256, 0), 512: (512, 0), 576: (512, 64)}  # blocks are powers of two wide
 
 
 def handover(tiles: int) -> int:
-    """After how many tiles of its product a consumer lets the other begin.
+    """The number of tiles of its product after which a consumer lets the other begin.
 
     Early enough to hide the signal behind the rest of the product, late enough to leave the other time to exponentiate.
     """
     return tiles - tiles // 4
 
 
-HEADS = 64  # of a consumer: the rows of one matrix instruction
+HEADS = 64  # per consumer: the rows of one matrix instruction
 TILE = 64  # columns: 128 bytes, the widest swizzle
-LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, the hardware's own
+LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _HEADS = gl.constexpr(HEADS)
 _TILE = gl.constexpr(TILE)
 _LOG2_E = gl.constexpr(LOG2_E)
-_KEYS = gl.constexpr(64)  # of a block
+_KEYS = gl.constexpr(64)  # per block
 _SLOTS = gl.constexpr(3)  # as many as fit
 _SUMS = gl.constexpr(4)  # blocks whose sums wait to be written
-_UNSPECIALIZED = [  # they vary, and each would compile anew
+_NOT_SPECIALIZED = [  # they vary, and each value would be compiled separately
     "q_stride", "q_head_stride", "k_stride", "indices_stride", "lse_stride", "lse_head_stride", "s_q", "h", "topk",
     "k_offset",
 ]  # fmt: skip
-# How the producer's threads share a tile, eight to the 128 bytes of a key; and the keys alone, as they share them.
+# Layout of a tile over the threads of the producer, eight per 128 bytes of a key; and of the keys alone.
 _GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _GATHERED = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
-# Where (warp, heads..., key) lies while a consumer adds up heads: the second axis in a register, so that a sum over it
-# is a thread's own. Each differs from what the last sum left by one bit of the place changing with one of the lane.
-_TRADE_4 = gl.constexpr(
+# Layouts of (warp, heads..., key) while a consumer sums heads: the second axis is in registers, so that a sum over it
+# stays in the thread. Each differs from the layout after the last sum by one bit exchanged with the lane.
+_EXCHANGE_4 = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 8], [0, 0, 0, 16], [0, 1, 0, 0]],
         [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 0, 32]],
         [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 2, 4, 64],
     )
 )  # fmt: skip
-_TRADE_2 = gl.constexpr(
+_EXCHANGE_2 = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 8], [0, 1, 0, 0]],
         [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 0, 16], [0, 0, 0, 32]],
         [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 2, 2, 64],
     )
 )  # fmt: skip
-_TRADE_1 = gl.constexpr(
+_EXCHANGE_1 = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 1, 0]],
         [[0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
@@ -96,8 +96,8 @@ _TRADE_1 = gl.constexpr(
 )  # fmt: skip
 
 
-def suits(q: Tensor, k: Tensor, *, head_group: int) -> bool:
-    """Whether the kernel can serve a call: on Hopper, up to 128 heads in one group or in groups of 64."""
+def supports(q: Tensor, k: Tensor, *, head_group: int) -> bool:
+    """Whether the kernel can serve the call: on Hopper, up to 128 heads in one group or in groups of 64."""
     h, d = q.shape[1:]
     return (
         q.is_cuda
@@ -130,7 +130,7 @@ def distribution(
 
     Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
     of k. Returns float32 [ceil(h / head_group), s_q, topk], where valid the sum over the group's heads of
-    exp(scale q k - lse), else 0. A head whose lse [s_q, h] is infinite has no mass.
+    exp(scale q k - lse), else 0. A head whose lse [s_q, h] is infinite contributes nothing.
     """
     s_q, h, d = q.shape
     topk = indices.shape[1]
@@ -153,15 +153,15 @@ def distribution(
 
 
 def processors(device: torch.device) -> int:
-    """As many programs as run at once: each fills one processor's shared memory, and takes its share of the rows."""
+    """The number of programs: one per multiprocessor, whose shared memory it fills."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @gluon.jit
 def _unit(n, program, programs, s_q, blocks):
-    """The n-th piece of a program's work: a row, and its blocks [first, stop).
+    """The n-th unit of work of a program: a row, and its blocks [first, stop).
 
-    Whole rows first, every `programs`-th; the rows that are left over are cut, so that all programs end together.
+    First whole rows, every `programs`-th; the remaining rows are split, so that all programs end together.
     """
     whole = s_q // programs
     rest = (s_q - whole * programs) * blocks
@@ -184,19 +184,19 @@ def _consume(
     heads = WHICH * _HEADS + gl.arange(0, _HEADS, gl.SliceLayout(1, layout))
     program, programs = gl.program_id(0), gl.num_programs(0)
     blocks = gl.cdiv(topk, _KEYS)
-    item = 0  # of all that comes through the ring
-    block = 0  # of all blocks this program sees
+    item = 0  # number of items so far
+    block = 0  # number of blocks so far
     row, first, end = _unit(0, program, programs, s_q, blocks)
     row_slots = gl.load(slots + row)
     for n in range(s_q // programs + 2):
-        # Of the next piece, long before it is needed.
+        # Loaded for the next unit, long before they are needed.
         next_row, next_first, next_end = _unit(n + 1, program, programs, s_q, blocks)
         next_slots = gl.load(slots + next_row)
         stop = gl.minimum(end, gl.cdiv(row_slots, _KEYS))
         if first < stop:
             of_heads = lse + row.to(gl.int64) * lse_stride + heads * lse_head_stride
             given = gl.load(of_heads, mask=heads < h, other=float("inf"))
-            # Without mass, or no head at all: +inf makes every probability 0.
+            # An infinite lse, or no head: +inf makes every probability 0.
             shift = gl.where(given == float("-inf"), float("inf"), given * _LOG2_E)
             if WHICH == 1:
                 _pass_by(ready, free, item)
@@ -212,7 +212,7 @@ def _consume(
                 _leave_sums(scores, shift, scale_log2, sums, summed, block, WHICH, CONSUMERS)
                 at += 1
                 block += 1
-                if CONSUMERS == 2 and i == 0:  # the queries of consumer 1 lie between
+                if CONSUMERS == 2 and i == 0:  # the queries of consumer 1 come between
                     if WHICH == 0:
                         _pass_by(ready, free, at)
                     at += 1
@@ -227,9 +227,9 @@ def _wait_for(barriers, item):
 
 @gluon.jit
 def _pass_by(ready, free, item):
-    """Gives back the other consumer's queries, once they have come.
+    """Releases the queries of the other consumer after they have arrived.
 
-    If it did not, the slot could be filled anew, and again, before it looks: the barrier would say "not yet" for ever.
+    Otherwise the slot could be refilled twice before this consumer looks, and it would wait for the barrier forever.
     """
     _wait_for(ready, item)
     mbarrier.arrive(free.index(item % _SLOTS), count=1)
@@ -259,9 +259,9 @@ def _multiply(
     q, main, tail, ready, turns, item, block, layout: gl.constexpr,
     WHICH: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, HANDOVER: gl.constexpr,
 ):  # fmt: skip
-    """Starts scores = q x the keys of an item, once these are there and it is this consumer's turn."""
+    """Starts scores = q x the keys of an item, when these are ready and it is the turn of this consumer."""
     _wait_for(ready, item)
-    fence_async_shared()  # copies are written as by ordinary stores, and the matrix units read by a way of their own
+    fence_async_shared()  # copies and tensor cores access shared memory through different proxies
     if HANDOVER > 0:
         mbarrier.wait(turns.index(WHICH), (block & 1) ^ (1 - WHICH))  # consumer 0 begins
     scores = gl.zeros([_HEADS, _KEYS], gl.float32, layout)
@@ -278,12 +278,13 @@ def _multiply(
 @gluon.jit
 def _leave_sums(scores, shift, scale_log2, sums, summed, block, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
     p = gl.exp2(scores * scale_log2 - shift[:, None])
-    # A thread holds two of every sixteen heads for sixteen keys, which seven other threads of its warp hold, too. Three
-    # times it trades half of its keys for another's heads of the other half, and adds: 14 exchanges in place of 48.
+    # A thread holds two of every sixteen heads for sixteen keys, which seven other threads of its warp also hold. Three
+    # times it exchanges half of its keys for the heads of another thread of the other half, and adds: 14 shuffles
+    # instead of 48.
     part = gl.sum(p.reshape([4, 2, 8, _KEYS]), axis=1)
-    part = gl.sum(gl.convert_layout(part.reshape([4, 2, 4, _KEYS]), _TRADE_4), axis=1)
-    part = gl.sum(gl.convert_layout(part.reshape([4, 2, 2, _KEYS]), _TRADE_2), axis=1)
-    part = gl.sum(gl.convert_layout(part, _TRADE_1), axis=1)
+    part = gl.sum(gl.convert_layout(part.reshape([4, 2, 4, _KEYS]), _EXCHANGE_4), axis=1)
+    part = gl.sum(gl.convert_layout(part.reshape([4, 2, 2, _KEYS]), _EXCHANGE_2), axis=1)
+    part = gl.sum(gl.convert_layout(part, _EXCHANGE_1), axis=1)
     place = block % _SUMS
     sums.index(place * CONSUMERS + WHICH).store(part)
     mbarrier.arrive(summed.index(place), count=1)
@@ -299,7 +300,7 @@ def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constex
 
     item = 0
     block = 0
-    # The last _SUMS blocks: where their output goes, newest first, and a bit for each key: was it valid?
+    # The last _SUMS blocks: the positions of their output, newest first, and one bit per key: was it valid?
     waiting0 = -1
     waiting1 = -1
     waiting2 = -1
@@ -328,12 +329,12 @@ def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constex
                     key = gl.where(valid, chosen - k_offset, 0)
                     sources = k + key.to(gl.int64) * k_stride * 8
                     present = valid
-                mbarrier.wait(free.index(slot), ((item // _SLOTS) & 1) ^ 1)  # at first, all are free
+                mbarrier.wait(free.index(slot), ((item // _SLOTS) & 1) ^ 1)  # initially all are free
                 _copy(main.index(slot), sources, present, 0, MAIN)
                 if TAIL > 0:
                     _copy(tail.index(slot), sources, present, MAIN, TAIL)
                 if not is_query:
-                    last = at + 1 == stop  # indices are fetched a block ahead, which may be the next row's first
+                    last = at + 1 == stop  # indices are loaded one block ahead, which may be the first of the next row
                     chosen = _load_indices(
                         indices, indices_stride,
                         gl.where(last, next_row, row), gl.where(last, next_first, at + 1), topk, rows,
@@ -349,7 +350,7 @@ def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constex
                     seen = (seen << 1) | valid.to(gl.int32)
                     at += 1
                     block += 1
-                # Last of all: that an item is ready also says that the sums above were read.
+                # Last: that an item is ready also signals that the sums above were read.
                 async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
                 item += 1
         else:
@@ -369,7 +370,7 @@ def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constex
 
 @gluon.jit
 def _copy(slot, sources, present, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
-    """Starts copying columns of 64 keys or heads; what is not present becomes 0."""
+    """Starts copying columns of 64 keys or heads; 0 where not present."""
     columns = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, _GATHER))
     async_copy.async_copy_global_to_shared(slot, sources[:, None] + columns[None, :], mask=present[:, None])
 
@@ -384,8 +385,10 @@ def _load_indices(indices, stride, row, block, topk, rows):
 def _write_sums(
     out, sums, summed, block, where_to, seen, rows, s_q, topk, CONSUMERS: gl.constexpr, GROUPS: gl.constexpr
 ):
-    """Adds up what the consumers' warps left for a block, and writes it where its keys were valid."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])  # its rows lie as the producer's do
+    """Adds the sums of the warps of the consumers for a block, and writes them where its keys were valid."""
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 1], [4, 8], [4, 1], [1, 0]
+    )  # its rows are distributed like those of the producer
     place = block % _SUMS
     mbarrier.wait(summed.index(place), (block // _SUMS) & 1)
     valid = ((seen >> (_SUMS - 1)) & 1) == 1
@@ -404,7 +407,7 @@ def _write_sums(
 
 @gluon.jit
 def _write_zeros(out, row, first, stop, s_q, topk, GROUPS: gl.constexpr):
-    """Blocks that no valid slot reaches."""
+    """Writes 0 for blocks without a valid slot."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     places = gl.arange(0, 512, layout)
     end = gl.minimum(stop * _KEYS, topk)
@@ -414,7 +417,7 @@ def _write_zeros(out, row, first, stop, s_q, topk, GROUPS: gl.constexpr):
             gl.store(start + place + places, gl.zeros([512], gl.float32, layout), mask=place + places < end)
 
 
-@gluon.jit(do_not_specialize=_UNSPECIALIZED)
+@gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _distribution_kernel(
     q, q_stride, q_head_stride, k, k_stride, indices, indices_stride, lo, hi, slots,
     lse, lse_stride, lse_head_stride, out, s_q, h, topk, k_offset, scale_log2,
@@ -433,7 +436,7 @@ def _distribution_kernel(
     summed = gl.allocate_shared_memory(gl.int64, [_SUMS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(_SLOTS):
-        mbarrier.init(ready.index(i), count=128)  # every thread of the producer, when its copies have come
+        mbarrier.init(ready.index(i), count=128)  # every thread of the producer, when its copies have arrived
         mbarrier.init(free.index(i), count=CONSUMERS)
     for i in gl.static_range(_SUMS):
         mbarrier.init(summed.index(i), count=CONSUMERS)

@@ -1,25 +1,25 @@
-"""Sparse attention forward on Hopper for latent keys: d 576 or 512, the value the first 512 columns of the key.
+"""The forward pass of sparse attention on Hopper in Gluon: d 576 or 512, values the first 512 columns of the keys.
 
-A program stays on its processor and takes one item of work after another: 64 heads of one query row. Four warp groups
-share an item, 64 keys at a time, two tiles of keys in turn:
+A program is persistent and processes one work item after another: 64 heads of one query row. Four warp groups share an
+item, 64 keys at a time, double-buffered:
 
-- the gatherer copies the named rows into shared memory, front columns first;
-- the scorer multiplies queries and keys, keeps the running maximum, and writes the weights where the tail of the
-  keys was (64 columns that only scores need);
+- the gatherer copies the rows of the keys into shared memory, front columns first;
+- the scorer multiplies queries and keys, keeps the running maximum, and writes the weights over the tail of the keys
+  (64 columns that only scores need);
 - two averagers each hold 256 of the 512 output columns in registers, and add weights times keys.
 
-So one group's softmax runs while the others keep the matrix units busy, no group holds more than one kind of
-accumulator, and the next item's first keys come while this one's last are summed.
+So the softmax of one group runs while the others keep the tensor cores busy, no group holds more than one kind of
+accumulator, and the first keys of the next item arrive while the last of this one are summed.
 
-Who may write what, and when: a tile's stage is `ready` when every gathering thread's copies have landed (each reports
-its own), its weights are ready after the scores of that tile were computed, and it is `free` when the averagers' last
-products have read it. The weights, the decay and the bias of a stage live exactly as long as its keys, so they need no
-barrier of their own to be overwritten; queries and shares live as long as an item, and have one. Barriers are waited
-for by the parity of their turn, counted over all items: stage `step % 2` is used for the `step // 2`-th time; waiting
-for the turn before the first succeeds at once.
+Synchronization: a stage is `ready` when the copies of every gathering thread have arrived (each reports its own), its
+weights are ready after the scores of that tile have been computed, and it is `free` when the last products of the
+averagers have read it. The weights, the decay and the bias of a stage live exactly as long as its keys, so they need no
+barrier of their own before they are overwritten; queries and shares live as long as an item, and have one. Barriers are
+waited for by the parity of their phase, counted over all items: stage `step % 2` is used for the `step // 2`-th time;
+waiting for the phase before the first succeeds at once.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
+# Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 import torch
@@ -37,19 +37,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = gl.constexpr(LOG2_E)
-HEADS = 64  # of an item: the rows of one matrix instruction
-KEYS = 64  # of a tile; two tiles and the queries fill the shared memory
+HEADS = 64  # per item: the rows of one matrix instruction
+KEYS = 64  # per tile; two tiles and the queries fill shared memory
 D_V = 512
 _QUARTER = gl.constexpr(D_V // 4)
 _TAIL = gl.constexpr(64)
-_SLACK = gl.constexpr(8.0)  # how far, in powers of two, weights may grow above 1 before the sums are scaled down
-_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(64)  # registers a thread; the scorer's: what is left of 512
+_SLACK = gl.constexpr(8.0)  # weights may grow to 2**_SLACK before the sums are rescaled
+_AVERAGER, _GATHERER = gl.constexpr(160), gl.constexpr(64)  # registers per thread; the scorer has the rest of 512
 _GATHERERS = gl.constexpr(128)  # threads, each of which reports its own copies
-NUMBERS = ["items", "heads", "k_offset", "scale_log2", "topk"]
+NOT_SPECIALIZED = ["items", "heads", "k_offset", "scale_log2", "topk"]
 
 
-def suits(q: Tensor, k: Tensor, v: Tensor | None, *, d_v: int) -> bool:
-    """Whether the kernel below serves these: latent keys in 16 bits, rows that 16-byte copies can read, on Hopper."""
+def supports(q: Tensor, k: Tensor, v: Tensor | None, *, d_v: int) -> bool:
+    """Whether the kernel can serve the call: latent keys in 16 bits, rows aligned to 16 bytes, on Hopper."""
     return (
         v is None
         and d_v == D_V
@@ -75,7 +75,7 @@ def forward(
     scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """What `triton_forward.forward` computes, for operands that `suits` this kernel."""
+    """`triton_forward.forward` for arguments that satisfy `supports`."""
     assert v is None
     s_q, heads, d = q.shape
     out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
@@ -93,17 +93,17 @@ def forward(
 
 
 def _processors(q: Tensor) -> int:
-    # Three in the emulation: few enough that a program has several items.
+    # Three in the emulation, so that a program has several items.
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, slots, out, lse,
     items, heads, topk, k_offset, scale_log2,
     TAILED: gl.constexpr, NARROW_OUT: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Every so many-th item. Neighbouring programs share a row: its keys are in L2 for the second."""
+    """Processes every num_programs-th item. Neighboring programs share a row: its keys are in L2 for the second."""
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -111,8 +111,8 @@ def _forward_kernel(
     q_tail = gl.allocate_shared_memory(dtype, [HEADS, _TAIL], wide)
     k_main = gl.allocate_shared_memory(dtype, [8, KEYS, _QUARTER], wide)  # four quarters of each tile
     k_tail = gl.allocate_shared_memory(dtype, [2, KEYS, _TAIL], wide)  # and then the weights [HEADS, KEYS]
-    bias = gl.allocate_shared_memory(gl.float32, [2, KEYS], flat)  # 0, or -inf where the slot does not count
-    decay = gl.allocate_shared_memory(gl.float32, [2, HEADS], flat)  # what a new maximum makes of the sums so far
+    bias = gl.allocate_shared_memory(gl.float32, [2, KEYS], flat)  # 0, or -inf where the slot is invalid
+    decay = gl.allocate_shared_memory(gl.float32, [2, HEADS], flat)  # factor of the sums so far after a new maximum
     share = gl.allocate_shared_memory(gl.float32, [HEADS], flat)  # 1 / sum of weights, at the end
 
     once: gl.constexpr = mbarrier.MBarrierLayout()
@@ -160,7 +160,7 @@ def _forward_kernel(
 
 @gluon.jit
 def _item(item, slots, topk, heads, HEADS: gl.constexpr):
-    """The row of an item of work, its first head, and how many slots the row has."""
+    """The row of a work item, its first head, and the number of slots of the row."""
     head_tiles = (heads + HEADS - 1) // HEADS
     row = (item // head_tiles).to(gl.int64)
     slot_count = gl.maximum(gl.minimum(gl.load(slots + row), topk), 0)
@@ -174,8 +174,8 @@ def _gather(
     q_ready, q_free, front_ready, back_ready, front_free, back_free,
     items, topk, heads, TAILED: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Copies each item's queries, and tile after tile the keys that the slots name; zeros where none counts."""
-    # Eight lanes copy 128 bytes of a row: whole lines, and columns at constant distances.
+    """Copies the queries of each item and, tile by tile, the keys of its slots; 0 where a slot is invalid."""
+    # Eight lanes copy 128 bytes of a row: whole cache lines, and columns at constant offsets.
     grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     down: gl.constexpr = gl.SliceLayout(1, grid)
@@ -196,7 +196,7 @@ def _gather(
             turn = (step // 2) & 1
             valid = (key >= first) & (key < end) & (slot < slot_count)
             k_rows = k + ((key.to(gl.int64) - k_offset) * k_row)[:, None]
-            # The next keys are named early, so that the copies need not wait for the names.
+            # Load the next indices early, so that the copies do not wait for them.
             slot = slot + KEYS
             key = gl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
 
@@ -221,7 +221,7 @@ def _gather(
             mbarrier.arrive(back_ready.index(stage), count=1)
             step += 1
 
-            # After the first keys: these may come while the last item's scores still read the queries before.
+            # After the first keys, which may arrive while the scores of the last item still read its queries.
             if tile == 0:
                 mbarrier.wait(q_free.index(0), (served & 1) ^ 1)
                 head = head_begin + gl.arange(0, HEADS, layout=down)
@@ -257,7 +257,7 @@ def _score(
         peak = gl.full([HEADS], float("-inf"), gl.float32, down)
         total = gl.full([HEADS], 0.0, gl.float32, down)
         mbarrier.wait(q_ready.index(0), served & 1, pred=tiles > 0)
-        # As many of the queries as there are registers for: shared memory is what the products wait for.
+        # As many of the queries as fit in registers: shared memory bandwidth limits the products.
         q_first = q_main.index(0).load(held)
         for _tile in range(tiles):
             stage = step % 2
@@ -265,7 +265,7 @@ def _score(
             step += 1
             scores = gl.zeros([HEADS, KEYS], gl.float32, grid)
             mbarrier.wait(front_ready.index(stage), turn)
-            fence_async_shared()  # copies write shared memory by another way than matrix units read it
+            fence_async_shared()  # copies and tensor cores access shared memory through different proxies
             keys = k_main.index(4 * stage).permute([1, 0])
             scores = warpgroup_mma(q_first, keys, scores, use_acc=False, is_async=True)
             keys = k_main.index(4 * stage + 1).permute([1, 0])
@@ -283,12 +283,12 @@ def _score(
             scores = scores * scale_log2 + tile_bias[None, :]
             highest = gl.max(scores, 1)
             new_peak = gl.where(highest > peak + _SLACK, highest, peak)
-            # Nothing seen yet: subtract 0, since -inf - -inf would be NaN.
+            # No valid key yet: subtract 0, because -inf - -inf is NaN.
             shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
             tile_decay = gl.exp2(peak - shift)
             decay.index(stage).store(tile_decay)
-            # The averagers scale while the weights are made. Arriving also makes this group's warps wait for one
-            # another: none writes weights over the tail of the keys while another still multiplies with it.
+            # The averagers rescale while the weights are computed. Arriving also synchronizes the warps of this group:
+            # none writes weights over the tail of the keys while another still multiplies with it.
             mbarrier.arrive(decay_ready.index(stage), count=1)
             weights = gl.exp2(scores - shift[:, None])
             k_tail.index(stage).store(weights.to(k_tail.dtype))
@@ -300,7 +300,7 @@ def _score(
         if tiles > 0:
             mbarrier.arrive(q_free.index(0), count=1)
             served += 1
-        # A row that saw nothing has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
+        # A row without a valid slot has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
         mbarrier.wait(share_free.index(0), (done & 1) ^ 1)
         share.store(1.0 / gl.where(total == 0.0, 1.0, total))
         mbarrier.arrive(share_ready.index(0), count=1)
@@ -315,7 +315,7 @@ def _average(
     front_free, back_free, slots, items, topk, out, heads,
     PART: gl.constexpr, NARROW_OUT: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Adds weights times keys to two quarters of the output's columns, one of the front and one of the back."""
+    """Adds weights times keys to two quarters of the output columns, one of the front and one of the back."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     step = 0  # tiles so far, of all items
@@ -331,14 +331,14 @@ def _average(
             step += 1
             mbarrier.wait(decay_ready.index(stage), turn)
             tile_decay = decay.index(stage).load(down)
-            # Seldom, and a branch: 128 products a thread, else before every tile's matrix products.
+            # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
             if gl.min(tile_decay, 0) < 1.0:
                 front = front * tile_decay[:, None]
                 back = back * tile_decay[:, None]
             mbarrier.wait(weights_ready.index(stage), turn)
             front = warpgroup_mma(weights.index(stage), k_main.index(4 * stage + PART), front, is_async=True)
             back = warpgroup_mma(weights.index(stage), k_main.index(4 * stage + 2 + PART), back, is_async=True)
-            # The front is given back while the back is still read: its next keys are on their way the sooner.
+            # Release the front while the back is still read, so that its next keys arrive earlier.
             front = warpgroup_mma_wait(1, [front])
             mbarrier.arrive(front_free.index(stage), count=1)
             back = warpgroup_mma_wait(0, [back])
@@ -357,8 +357,8 @@ def _average(
 def _write(out, result, column_begin, head_begin, heads, NARROW: gl.constexpr, HEADS: gl.constexpr, grid: gl.constexpr):
     result = result.to(out.dtype.element_ty)
     if NARROW:
-        # Four lanes swap pairs of columns until each has eight in a row: 16-byte stores, and no shared memory,
-        # where the next item's queries already arrive.
+        # Four lanes exchange pairs of columns until each has eight in a row: 16-byte stores, without shared memory,
+        # where the queries of the next item already arrive.
         lines: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
             [[16, 0], [32, 0]], [], [HEADS, _QUARTER],

@@ -1,4 +1,4 @@
-"""The lightning indexer on one device: scores at chosen slots, and the exact top-k.
+"""The lightning indexer on one device: scores of given keys, and the exact top-k.
 
 The score of key j for row i is `scale * sum_h w[i, h] * relu(iq[i, h] . ik[j])`.
 """
@@ -12,15 +12,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core.validation import check_positive
-from attnmesh.ops.sparse import check
-from attnmesh.ops.sparse.backend import Backend
-from attnmesh.ops.sparse.canonical import Slots
-from attnmesh.ops.sparse.choose import choose
-from attnmesh.ops.sparse.mask import Rows, SparseMask
+from attnmesh.ops.sparse import arguments
+from attnmesh.ops.sparse.arguments import RowBounds, SparseMask, TopKIndices
+from attnmesh.ops.sparse.backend import Backend, select_backend
 
 
-class Indexing(NamedTuple):
-    """A checked indexer."""
+class IndexerCall(NamedTuple):
+    """Validated arguments of a call."""
 
     iq: Tensor
     ik: Tensor
@@ -30,8 +28,8 @@ class Indexing(NamedTuple):
     deterministic: bool
     backend: Backend
 
-    def without_tensors(self) -> Indexing:
-        """What autograd's saved tensors do not hold already."""
+    def without_tensors(self) -> IndexerCall:
+        """The arguments that autograd does not save itself."""
         return self._replace(iq=None, ik=None, w=None)  # type: ignore[arg-type]
 
 
@@ -47,14 +45,14 @@ def indexer_scores_at(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Scores of the keys that slots name: [s_q, topk] float32, -inf where a slot is not valid.
+    """Index scores of the keys in `indices`: float32 [s_q, topk], -inf where a slot is invalid.
 
-    iq [s_q, heads, d], ik [s_kv, d] (or [s_kv, 1, d]), w [s_q, heads], indices [s_q, topk] int32. Gradients flow to
-    iq, ik and w.
+    iq [s_q, heads, d], ik [s_kv, d] (or [s_kv, 1, d]), w [s_q, heads], indices int32 [s_q, topk]. Without `relu` the
+    products are summed as they are. Gradients flow to iq, ik and w.
     """
-    call = checked(iq, ik, w, scale, relu, deterministic, backend)
-    indices = check.same_device(check.check_indices(indices, call.iq.shape[0]), call.iq)
-    return scores_at(call, indices, check.rows_of(mask, call.iq, call.ik.shape[0], indices.shape[1]))
+    call = indexer_call(iq, ik, w, scale, relu, deterministic, backend)
+    indices = arguments.check_same_device(arguments.check_indices(indices, call.iq.shape[0]), call.iq)
+    return scores_at(call, indices, arguments.mask_bounds(mask, call.iq, call.ik.shape[0], indices.shape[1]))
 
 
 def indexer_topk(
@@ -68,59 +66,65 @@ def indexer_topk(
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
     block: int = 4096,
     backend: str = "auto",
-) -> Slots:
-    """The `topk` best keys of every row, exactly: `indices` [s_q, topk] int32 ascending, -1 last, `scores`, `length`.
+) -> TopKIndices:
+    """The exact top-k keys of every row: `indices` int32 [s_q, topk], ascending, then -1; `scores`; `lengths`.
 
-    Of equal scores the lowest index wins (ReLU makes many of exactly 0); a key whose score is NaN is not chosen. Keys
-    are streamed, `block` of them at a time on a CPU; what comes out has the same bits in every run and for every block.
-    Shapes as in `indexer_scores_at`. No gradient flows: train the indexer with `indexer_kl_loss`.
+    Shapes as in `indexer_scores_at`. Of equal scores the lowest index wins (ReLU makes many of them exactly 0); a key
+    whose score is NaN is never selected. Scores are computed for `block` keys at a time on a CPU; the result has the
+    same bits in every run and for every block. No gradient flows: train the indexer with `indexer_kl_loss`.
     """
-    check_choosing(topk, block, mask)
-    call = checked(iq, ik, w, scale, relu, False, backend)
-    rows = check.rows_of(mask, call.iq, call.ik.shape[0], topk)
+    check_topk(topk, block, mask)
+    call = indexer_call(iq, ik, w, scale, relu, False, backend)
+    bounds = arguments.mask_bounds(mask, call.iq, call.ik.shape[0], topk)
     with torch.no_grad():
         return call.backend.topk(
-            call.iq.detach(), call.ik.detach(), call.w.detach(), topk, rows, scale=call.scale, relu=call.relu,
+            call.iq.detach(), call.ik.detach(), call.w.detach(), topk, bounds, scale=call.scale, relu=call.relu,
             block=block,
         )  # fmt: skip
 
 
-def check_choosing(topk: object, block: object, mask: object) -> None:
-    """Raise ValueError for what no top-k can be asked for."""
+def check_topk(topk: object, block: object, mask: object) -> None:
+    """Raises ValueError unless these can be the arguments of a top-k."""
     check_positive(topk=topk, block=block)
     if isinstance(mask, SparseMask) and mask.topk_length is not None:
-        raise ValueError("mask.topk_length counts slots, and indexer_topk has none yet: use k_start and k_end")
+        raise ValueError(
+            "mask.topk_length must be None for indexer_topk, which has no slots yet: use k_start and k_end"
+        )
 
 
-def checked(iq: Tensor, ik: Tensor, w: Tensor, scale: float, relu: bool, deterministic: bool, backend: str) -> Indexing:
-    """An indexer that can be served, or ValueError."""
-    iq = check.check_queries("iq", iq)
-    ik = check.check_keys("ik", ik, iq, iq.shape[2])
-    w = check.check_per_head("w", w, iq)
-    scale = check.check_scale("scale", scale)
-    return Indexing(iq, ik, w, scale, bool(relu), deterministic, choose(iq, backend))
+def indexer_call(
+    iq: Tensor, ik: Tensor, w: Tensor, scale: float, relu: bool, deterministic: bool, backend: str
+) -> IndexerCall:
+    """Validates the arguments."""
+    iq = arguments.check_queries("iq", iq)
+    ik = arguments.check_keys("ik", ik, iq, iq.shape[2])
+    w = arguments.check_per_head("w", w, iq)
+    scale = arguments.check_scale("scale", scale)
+    return IndexerCall(iq, ik, w, scale, bool(relu), deterministic, select_backend(iq, backend))
 
 
-def scores_at(call: Indexing, indices: Tensor, rows: Rows) -> Tensor:
-    """Scores of a checked call, differentiable."""
-    scores: Tensor = _ScoresAt.apply(call.iq, call.ik, call.w, call, indices, rows)  # type: ignore[no-untyped-call]
+def scores_at(call: IndexerCall, indices: Tensor, bounds: RowBounds) -> Tensor:
+    """Scores of a validated call, differentiable."""
+    scores: Tensor = _ScoresAt.apply(call.iq, call.ik, call.w, call, indices, bounds)  # type: ignore[no-untyped-call]
     return scores
 
 
 class _ScoresAt(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: Indexing, indices: Tensor, rows: Rows) -> Tensor:
+    def forward(
+        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, indices: Tensor, bounds: RowBounds
+    ) -> Tensor:
         ctx.save_for_backward(iq, ik, w)
-        ctx.rest = call.without_tensors(), indices, rows
-        return call.backend.scores_at(iq, ik, w, indices, rows, scale=call.scale, relu=call.relu)
+        ctx.rest = call.without_tensors(), indices, bounds
+        return call.backend.scores_at(iq, ik, w, indices, bounds, scale=call.scale, relu=call.relu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         iq, ik, w = ctx.saved_tensors
-        call, indices, rows = ctx.rest
+        call, indices, bounds = ctx.rest
         d_iq, d_ik, d_w = call.backend.scores_at_backward(
-            iq, ik, w, indices, rows, grad.contiguous(), scale=call.scale, relu=call.relu,
+            iq, ik, w, indices, bounds, grad.contiguous(), scale=call.scale, relu=call.relu,
             deterministic=call.deterministic, dtype=iq.dtype,
         )  # fmt: skip
         return d_iq, d_ik.to(ik.dtype), d_w.to(w.dtype), None, None, None

@@ -1,6 +1,6 @@
-"""The specification: every score of every key in memory, in plain differentiable operations. For tests and reading.
+"""The specification in plain differentiable operations, with the scores of all keys in memory. For tests.
 
-`times[i, j]` says how often row i names key j with a valid slot; that is all there is to sparsity.
+Sparsity is one matrix: `times[i, j]` is how often key j is in a valid slot of row i.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State
-from attnmesh.ops.sparse.mask import SparseMask
+from attnmesh.ops.sparse.arguments import SparseMask
 
 
 def valid_slots(indices: Tensor, s_kv: int, mask: SparseMask) -> Tensor:
-    """Slot by slot, as the mask says it."""
+    """Whether each slot is valid, one slot at a time: bool [s_q, topk]."""
     valid = [[False] * indices.shape[1] for _ in range(indices.shape[0])]
     length, positions, start, end = (
         None if x is None else x.tolist() for x in (mask.topk_length, mask.q_positions, mask.k_start, mask.k_end)
@@ -34,27 +34,27 @@ def valid_slots(indices: Tensor, s_kv: int, mask: SparseMask) -> Tensor:
     return torch.tensor(valid, dtype=torch.bool).view(indices.shape)
 
 
-def times_named(indices: Tensor, valid: Tensor, s_kv: int, k_offset: int = 0) -> Tensor:
-    """[s_q, s_kv]."""
+def key_counts(indices: Tensor, valid: Tensor, s_kv: int, k_offset: int = 0) -> Tensor:
+    """How often each key is in a valid slot of each row, [s_q, s_kv]."""
     times = torch.zeros(indices.shape[0], s_kv, dtype=torch.float64)
     at = torch.where(valid, indices - k_offset, 0).long()
     return times.scatter_add(1, at, valid.double()) if s_kv else times
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, times: Tensor, scale: float, sink: Tensor | None = None) -> State:
-    """out [s_q, h, d_v] and lse [s_q, h]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, times: Tensor, scale: float, sinks: Tensor | None = None) -> State:
+    """out [s_q, heads, d_v] and lse [s_q, heads]."""
     scores = torch.einsum("ihd,jd->ihj", q, k) * scale
     weight = times[:, None] * torch.exp(scores)
     total = weight.sum(-1)
-    if sink is not None:
-        total = total + torch.exp(sink)
-    seen = total > 0
-    out = torch.einsum("ihj,jv->ihv", weight, v) / torch.where(seen, total, 1.0)[..., None]
-    return State(out, torch.where(seen, torch.where(seen, total, 1.0).log(), -torch.inf))
+    if sinks is not None:
+        total = total + torch.exp(sinks)
+    has_mass = total > 0
+    out = torch.einsum("ihj,jv->ihv", weight, v) / torch.where(has_mass, total, 1.0)[..., None]
+    return State(out, torch.where(has_mass, torch.where(has_mass, total, 1.0).log(), -torch.inf))
 
 
 def distribution(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """[h, s_q, s_kv]: the probability of every key, per head."""
+    """The probability of every key per head, [heads, s_q, s_kv]."""
     scores = torch.einsum("ihd,jd->hij", q, k) * scale
     return torch.exp(scores - lse.T[..., None])
 
@@ -65,18 +65,18 @@ def index_scores(iq: Tensor, ik: Tensor, w: Tensor, scale: float = 1.0, relu: bo
     return scale * torch.einsum("ih,ihj->ij", w, dots.relu() if relu else dots)
 
 
-def best_keys(scores: Tensor, seen: Tensor, topk: int) -> list[list[int]]:
-    """For every row the best keys it sees, in ascending order; of equal scores the lowest key."""
-    best = []
-    for row, visible in zip(scores.tolist(), seen.tolist(), strict=True):
-        keys = [j for j, ok in enumerate(visible) if ok]
-        best.append(sorted(sorted(keys, key=lambda j: (-row[j], j))[:topk]))
-    return best
+def topk_keys(scores: Tensor, visible: Tensor, topk: int) -> list[list[int]]:
+    """The top-k visible keys of every row in ascending order; of equal scores the lowest key."""
+    selected = []
+    for row, row_visible in zip(scores.tolist(), visible.tolist(), strict=True):
+        keys = [j for j, ok in enumerate(row_visible) if ok]
+        selected.append(sorted(sorted(keys, key=lambda j: (-row[j], j))[:topk]))
+    return selected
 
 
-def kl(p: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
-    """[s_q]: KL(p || softmax(scores over the keys seen)), p normalized here; a row without mass gives 0."""
-    mass = (p * seen).sum(-1, keepdim=True)
-    p = torch.where(seen, p / torch.where(mass > 0, mass, 1.0), 0.0)
-    log_q = scores - torch.logsumexp(scores.masked_fill(~seen, -torch.inf), -1, keepdim=True)
+def kl(p: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
+    """KL(p || softmax(scores of the visible keys)) [s_q]; normalizes p; 0 for a row without mass."""
+    mass = (p * visible).sum(-1, keepdim=True)
+    p = torch.where(visible, p / torch.where(mass > 0, mass, 1.0), 0.0)
+    log_q = scores - torch.logsumexp(scores.masked_fill(~visible, -torch.inf), -1, keepdim=True)
     return torch.where(p > 0, p * (torch.where(p > 0, p, 1.0).log() - log_q), 0.0).sum(-1)

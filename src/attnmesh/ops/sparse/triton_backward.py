@@ -1,59 +1,66 @@
-"""The backward of sparse attention in plain Triton: any heads, widths and number of slots; 16-bit or float32.
+"""The backward pass of sparse attention in Triton: any number of heads, widths and slots; 16-bit types or float32.
 
-Three kernels, over chunks of rows, recompute the weights p from the log-sum-exp::
+Three kernels run over chunks of rows and recompute the weights p from the lse::
 
     scores_kernel      p = exp(scale * q @ k^T - lse)     ds = p * (dout @ v^T - delta)    to workspaces
     grad_query_kernel  dq = scale * ds @ k
     grad_key_kernel    dk += scale * ds^T @ q             dv += p^T @ dout                 scattered to the keys
 
-What the backward costs is not the products but what goes to the keys: 4 bytes for each slot and column, 19 GB for 4096
-rows of 2048 slots and 576 columns. That is summed over all heads before it leaves a processor. One kernel for
-everything could not do so: q, dout and dq of 128 heads and 576 columns are more than a processor holds, and half of the
-heads at a time sends twice as much. p and ds, on their way from kernel to kernel, take 2 bytes for each slot and head,
-and every product is a plain tile that reads each key once for 64 heads or more.
+The cost is dominated not by the products but by the gradients of the keys: 4 bytes per slot and column, 19 GB for 4096
+rows of 2048 slots and 576 columns. They are therefore summed over all heads before they leave a multiprocessor. One
+kernel could not do that: q, dout and dq of 128 heads and 576 columns exceed the memory of a multiprocessor, and half of
+the heads at a time would write twice as much. Between kernels p and ds take 2 bytes per slot and head, and every
+product reads each key once for 64 heads or more.
 
-dk and dv are summed by atomics, or, if `deterministic`, written slot by slot and then added key by key in the order
-of rows and slots.
+The workspaces of p and ds are [rows, padded_heads, padded_slots]: 0 where a slot is invalid or a head does not exist.
+Tiles past the last slot of a row are neither written nor read.
+
+dk and dv are summed by atomics or, if `deterministic`, written slot by slot and then summed key by key, in the order of
+rows and slots.
 """
 
-from __future__ import annotations
-
+# Kernels are written in Triton's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.sparse.mask import Rows
-from attnmesh.ops.sparse.triton_backward_kernels import delta_kernel, grad_key_kernel, grad_query_kernel, scores_kernel
-from attnmesh.ops.sparse.triton_by_key import ByKey, add_by_key, by_key
+from attnmesh.ops.sparse.arguments import RowBounds
 
 _Factors = tuple[Tensor, Tensor]  # a workspace, and the q or dout that it is multiplied with
 
 
-class Tiles(NamedTuple):
-    """What a program of one kernel holds at a time, and the warps and pipeline stages that run it."""
+class BackwardTiles(NamedTuple):
+    """The tile of a program, and its warps and pipeline stages."""
 
-    heads: int  # at most: fewer heads take a smaller tile, and so do fewer slots and columns
+    heads: int  # heads, keys and columns are maxima: the tile shrinks with the operands
     keys: int
     columns: int
     warps: int
     stages: int
 
 
-# By bytes of an element. Fixed rather than autotuned: the order of the sums must not depend on a timing. 16 bits: the
-# fastest of some tried on an H200 with 128 heads of 576 columns. float32 runs without tensor cores (tf32 would not be
-# float32): a thread then holds rows of both operands, which wants small tiles. The others' keys must divide those of
-# SCORES: a tile reads only what a tile of the scores has written.
-SCORES = {2: Tiles(64, 128, 64, 4, 3), 4: Tiles(32, 32, 32, 4, 1)}
-SCORES_UNALIGNED = {2: Tiles(64, 64, 64, 4, 1), 4: Tiles(32, 32, 32, 4, 1)}  # rows that 16 bytes at a time do not fit
-GRAD_QUERY = {2: Tiles(128, 64, 128, 4, 3), 4: Tiles(32, 32, 64, 4, 1)}
-GRAD_KEY = {2: Tiles(128, 64, 128, 8, 3), 4: Tiles(16, 32, 64, 4, 1)}
-GRAD_KEY_MANY_HEADS = {2: Tiles(64, 64, 128, 8, 3), 4: Tiles(16, 32, 64, 4, 1)}  # q and dout are then read anew
-# Bytes that the workspaces of a chunk of rows may take. Some waves of programs: few places idle in the last one.
+# By bytes per element. Fixed rather than autotuned: the order of the sums must not depend on a timing. 16 bits: the
+# fastest of those tried on an H200 with 128 heads of 576 columns. float32 runs without tensor cores (tf32 is not
+# float32), so a thread holds rows of both operands, which requires small tiles. The other kernels' keys must divide
+# those of SCORES, because a tile reads only what one tile of the scores has written.
+SCORES = {2: BackwardTiles(64, 128, 64, 4, 3), 4: BackwardTiles(32, 32, 32, 4, 1)}
+# For rows that are not aligned to 16 bytes.
+SCORES_UNALIGNED = {2: BackwardTiles(64, 64, 64, 4, 1), 4: BackwardTiles(32, 32, 32, 4, 1)}
+GRAD_QUERY = {2: BackwardTiles(128, 64, 128, 4, 3), 4: BackwardTiles(32, 32, 64, 4, 1)}
+GRAD_KEY = {2: BackwardTiles(128, 64, 128, 8, 3), 4: BackwardTiles(16, 32, 64, 4, 1)}
+# For more heads than one tile of GRAD_KEY holds: q and dout are then read once per tile of keys.
+GRAD_KEY_MANY_HEADS = {2: BackwardTiles(64, 64, 128, 8, 3), 4: BackwardTiles(16, 32, 64, 4, 1)}
+# Bytes of the workspaces of a chunk of rows: enough for several waves of programs.
 WORKSPACE = 1 << 29
 WORKSPACE_DETERMINISTIC = 1 << 30
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NOT_SPECIALIZED = ["row_begin", "k_offset"]  # they differ between chunks
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
@@ -92,15 +99,15 @@ def backward(
     dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients (dq, dk, dv) of sparse attention; dq in `dtype` (that of q unless said), dk and dv in float32.
+    """The gradients (dq, dk, dv) of sparse attention: dq in `dtype`, by default that of q; dk and dv in float32.
 
-    q [s_q, h, d], k [s_kv, d] and v [s_kv, d_v], or None: the value is then the first d_v columns of k, dk holds both
-    gradients and dv is None. Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i], and names
-    the key `indices[i, j] - k_offset`. lse [s_q, h], natural and float32, may be of more keys than these; where it is
-    -inf or +inf the row has no weights. delta [s_q, h], float32, is `row_delta` less the gradient of lse.
+    q [s_q, h, d], k [s_kv, d], v [s_kv, d_v] or None: the values are then the first d_v columns of k, dk includes
+    their gradient and dv is None. Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key
+    is row `indices[i, j] - k_offset`. lse [s_q, h], natural and float32, may cover more keys; a head whose lse is
+    infinite has no weights. delta [s_q, h], float32, is `row_delta` minus the gradient of lse.
 
-    The work is done `chunk_rows` rows at a time, by default as many as fill the workspaces; if `deterministic`, no bit
-    of the result depends on it.
+    `chunk_rows` rows are computed at a time, by default as many as the workspaces allow; with `deterministic` the
+    result has the same bits for every number.
     """
     _check_contiguous(q=q, k=k, v=v, indices=indices, dout=dout)
     rows, heads, width = q.shape
@@ -123,12 +130,12 @@ def backward(
     with torch.cuda.device_of(q):
         for begin in range(0, rows, plan.rows):
             count = min(plan.rows, rows - begin)
-            where = (begin, plan.padded_slots, k_offset)
+            chunk = (begin, plan.padded_slots, k_offset)
             tiles = plan.scores
             scores_kernel[(count * (plan.padded_heads // tiles.heads) * (plan.padded_slots // tiles.keys),)](
                 q, q.stride()[:2], k, k.stride(0), k if v is None else v, k.stride(0) if v is None else v.stride(0),
                 dout, dout.stride()[:2], *listed, lse, lse.stride(), delta, delta.stride(), weights, grad_scores,
-                *where, scale, width,
+                *chunk, scale, width,
                 D=width, DV=d_v, V_IN_K=v is None, H=heads, PADDED_HEADS=plan.padded_heads,
                 HEADS=tiles.heads, KEYS=tiles.keys, COLUMNS=tiles.columns,
                 num_warps=tiles.warps, num_stages=tiles.stages,
@@ -136,18 +143,20 @@ def backward(
             tiles = plan.grad_query
             parts = _parts(width, tiles.columns)
             grad_query_kernel[(count * (plan.padded_heads // tiles.heads) * parts.number,)](
-                grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *where, scale,
+                grad_scores, k, k.stride(0), *listed, dq, dq.stride()[:2], *chunk, scale,
                 D=width, H=heads, PADDED_HEADS=plan.padded_heads, HEADS=tiles.heads, KEYS=tiles.keys,
                 PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
                 num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
             order = None
             if deterministic:
-                order = by_key(
-                    indices[begin : begin + count], Rows(lo, hi, slots, k_offset).part(begin, begin + count), k.shape[0]
+                order = sort_slots_by_key(
+                    indices[begin : begin + count],
+                    RowBounds(lo, hi, slots, k_offset).narrow(begin, begin + count),
+                    k.shape[0],
                 )
             for target, factor, product, second in sums:
-                _add_to_keys(target, factor, product, second, listed, where, count, plan, order)
+                _add_to_keys(target, factor, product, second, listed, chunk, count, plan, order)
     return dq, dk, dv
 
 
@@ -157,12 +166,12 @@ def _add_to_keys(
     product: _Factors,
     second: _Factors | None,
     listed: tuple[Tensor | int, ...],
-    where: tuple[int, int, int],
+    chunk: tuple[int, int, int],
     count: int,
-    plan: _Plan,
-    order: ByKey | None,
+    plan: "_Plan",
+    order: "SlotsByKey | None",
 ) -> None:
-    """Adds `scale * left^T @ right`, and a second such product, of a chunk's rows to the keys they name."""
+    """Adds `scale * left^T @ right`, and a second such product, of the rows of a chunk to their keys."""
     width = target.shape[1]
     left, right = product
     left_v, right_v = second or (None, right)
@@ -173,7 +182,7 @@ def _add_to_keys(
         into = torch.empty((count * plan.slots, width), dtype=torch.float32, device=target.device)
     grad_key_kernel[(count * parts.number,)](
         left, right, right.stride()[:2], left_v, right_v, right_v.stride()[:2], *listed,
-        into, into.stride(0), *where, plan.slots, scale,
+        into, into.stride(0), *chunk, plan.slots, scale,
         WIDTH=width, WIDTH_V=right_v.shape[2], H=right.shape[1], PADDED_HEADS=plan.padded_heads,
         HEADS=tiles.heads, KEYS=tiles.keys, PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
         ATOMIC=order is None, num_warps=tiles.warps, num_stages=tiles.stages,
@@ -183,15 +192,15 @@ def _add_to_keys(
 
 
 class _Plan(NamedTuple):
-    """How many rows make a chunk, how wide a row's workspaces are, and every kernel's tiles."""
+    """Rows per chunk, sizes of the workspaces, and the tiles of every kernel."""
 
     rows: int
     slots: int
     padded_heads: int
     padded_slots: int
-    scores: Tiles
-    grad_query: Tiles
-    grad_key: Tiles
+    scores: BackwardTiles
+    grad_query: BackwardTiles
+    grad_key: BackwardTiles
 
 
 def _plan(q: Tensor, indices: Tensor, aligned: bool, deterministic: bool, chunk_rows: int | None) -> _Plan:
@@ -210,16 +219,16 @@ def _plan(q: Tensor, indices: Tensor, aligned: bool, deterministic: bool, chunk_
     return _Plan(min(rows, chunk_rows or max(1, budget // row_bytes)), slots, padded_heads, padded_slots, *every)
 
 
-def _fitted(tiles: Tiles, heads: int, slots: int, width: int) -> Tiles:
-    """Tiles no larger than the operands need; 16 is the least that a product of Triton's takes."""
+def _fitted(tiles: BackwardTiles, heads: int, slots: int, width: int) -> BackwardTiles:
+    """Tiles no larger than the operands; 16 is the minimum of `tl.dot`."""
     heads, keys, columns = (
         min(most, max(16, _power_of_two(size))) for most, size in zip(tiles, (heads, slots, width), strict=False)
     )
-    return Tiles(heads, keys, columns, tiles.warps, tiles.stages)
+    return BackwardTiles(heads, keys, columns, tiles.warps, tiles.stages)
 
 
 class _Parts(NamedTuple):
-    """Columns cut into parts, each of `main` of the first number * main and `extra` of the rest."""
+    """Columns split into `number` parts: each has `main` of the first number * main columns and `extra` of the rest."""
 
     number: int
     main: int
@@ -227,7 +236,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(width: int, most: int) -> _Parts:
-    """Parts of at most `most` columns and half as many: 576 = 4 * (128 + 16). Triton's tiles are powers of two."""
+    """Parts whose `main` is at most `most` and `extra` at most half of it: 576 = 4 * (128 + 16)."""
     main = max(16, min(most, _power_of_two(width)))
     while True:
         number = max(1, width // main)
@@ -246,4 +255,296 @@ def _power_of_two(n: int) -> int:
 def _check_contiguous(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {x.stride(-1)} along its last dimension; the Triton kernels need 1")
+            raise ValueError(f"{name} must have stride 1 along its last dimension, got {x.stride(-1)}")
+
+
+# Kernels.
+
+
+@triton.jit
+def _row_of(program, row_begin, lo, hi, slots):
+    """The row of a program of a chunk: its number, and the bounds of its valid slots and keys."""
+    row = (row_begin + program).to(tl.int64)
+    return row, tl.load(lo + row), tl.load(hi + row), tl.load(slots + row)
+
+
+@triton.jit
+def _keys_at(indices, slot, first, end, count, k_offset):
+    """The rows of the keys of some slots, and whether these slots are valid; row 0 for an invalid slot."""
+    there = slot < count
+    key = tl.load(indices + slot, mask=there, other=0)
+    valid = there & (key >= first) & (key < end)
+    return tl.where(valid, key - k_offset, 0).to(tl.int64), valid
+
+
+@triton.jit
+def _load_tile(rows, there, columns, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
+    """Columns of some rows, given as pointers [n, 1]; 0 for rows that do not exist and columns past the last.
+
+    Masked elements are never read: keys of no valid slot may hold NaN. With WHOLE all columns exist.
+    """
+    mask = there[:, None]
+    if not WHOLE:
+        mask = mask & (columns < LIMIT)[None, :]
+    return tl.load(rows + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _times_transposed(acc, left_rows, left_there, right_rows, right_there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Adds left @ right^T over all columns, COLUMNS at a time."""
+    WHOLE: tl.constexpr = WIDTH % COLUMNS == 0
+    for begin in range(0, WIDTH, COLUMNS):
+        columns = begin + tl.arange(0, COLUMNS)
+        left = _load_tile(left_rows, left_there, columns, WIDTH, WHOLE)
+        right = _load_tile(right_rows, right_there, columns, WIDTH, WHOLE)
+        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def scores_kernel(
+    q, q_strides, k, k_stride, v, v_stride, dout, dout_strides, indices, indices_stride, lo, hi, slots,
+    lse, lse_strides, delta, delta_strides, weights, grad_scores,
+    row_begin, padded_slots, k_offset, scale, width,
+    D: tl.constexpr, DV: tl.constexpr, V_IN_K: tl.constexpr, H: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile [heads, slots] of the weights and of the gradients of the scores."""
+    head_tiles: tl.constexpr = PADDED_HEADS // HEADS
+    key_tiles = padded_slots // KEYS
+    program = tl.program_id(0)  # neighboring programs share a row, so its queries stay in L2
+    in_chunk = program // (key_tiles * head_tiles)
+    row, first, end, count = _row_of(in_chunk, row_begin, lo, hi, slots)
+    key_begin = program % key_tiles * KEYS
+    if key_begin < count:
+        slot = key_begin + tl.arange(0, KEYS)
+        key, valid = _keys_at(indices + row * indices_stride, slot, first, end, count, k_offset)
+        head = program // key_tiles % head_tiles * HEADS + tl.arange(0, HEADS)
+        real = head < H
+        q_rows = q + row * q_strides[0] + head.to(tl.int64)[:, None] * q_strides[1]
+        dout_rows = dout + row * dout_strides[0] + head.to(tl.int64)[:, None] * dout_strides[1]
+        k_rows = k + key[:, None] * k_stride
+        scores = tl.zeros((HEADS, KEYS), tl.float32)
+        grad_weights = tl.zeros((HEADS, KEYS), tl.float32)
+        if V_IN_K:  # one load of the keys serves both products; the few columns past DV are multiplied by 0
+            for begin in range(0, width, COLUMNS):
+                columns = begin + tl.arange(0, COLUMNS)
+                k_tile = _load_tile(k_rows, valid, columns, D, D % COLUMNS == 0)
+                q_tile = _load_tile(q_rows, real, columns, D, D % COLUMNS == 0)
+                dout_tile = _load_tile(dout_rows, real, columns, DV, False)
+                scores = tl.dot(q_tile, tl.trans(k_tile), scores, input_precision="ieee")
+                grad_weights = tl.dot(dout_tile, tl.trans(k_tile), grad_weights, input_precision="ieee")
+        else:
+            v_rows = v + key[:, None] * v_stride
+            scores = _times_transposed(scores, q_rows, real, k_rows, valid, D, COLUMNS)
+            grad_weights = _times_transposed(grad_weights, dout_rows, real, v_rows, valid, DV, COLUMNS)
+
+        row_lse = tl.load(lse + row * lse_strides[0] + head * lse_strides[1], mask=real, other=float("inf"))
+        row_delta = tl.load(delta + row * delta_strides[0] + head * delta_strides[1], mask=real, other=0.0)
+        has_mass = tl.abs(row_lse) != float("inf")
+        p = tl.exp2(scores * (scale * _LOG2_E) - (row_lse * _LOG2_E)[:, None])
+        p = tl.where(valid[None, :] & has_mass[:, None], p, 0.0)
+        # A weight of 0 has no gradient, even if dout or delta is NaN.
+        ds = tl.where(p == 0.0, 0.0, p * (grad_weights - row_delta[:, None]))
+
+        at = (in_chunk.to(tl.int64) * PADDED_HEADS + head)[:, None] * padded_slots + slot[None, :]
+        tl.store(weights + at, p.to(weights.dtype.element_ty))
+        tl.store(grad_scores + at, ds.to(grad_scores.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def grad_query_kernel(
+    grad_scores, k, k_stride, indices, indices_stride, lo, hi, slots, dq, dq_strides,
+    row_begin, padded_slots, k_offset, scale,
+    D: tl.constexpr, H: tl.constexpr, PADDED_HEADS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    PARTS: tl.constexpr, MAIN: tl.constexpr, EXTRA: tl.constexpr,
+):  # fmt: skip
+    """dq = scale * ds @ k: one part of the columns, of one tile of heads."""
+    head_tiles: tl.constexpr = PADDED_HEADS // HEADS
+    program = tl.program_id(0)
+    part = program % PARTS
+    in_chunk = program // (PARTS * head_tiles)
+    row, first, end, count = _row_of(in_chunk, row_begin, lo, hi, slots)
+    head = program // PARTS % head_tiles * HEADS + tl.arange(0, HEADS)
+    # The width need not be a power of two: a part has MAIN of the first PARTS * MAIN columns and EXTRA of the rest.
+    main = part * MAIN + tl.arange(0, MAIN)
+    extra = PARTS * MAIN + part * EXTRA + tl.arange(0, EXTRA if EXTRA > 0 else 16)
+    acc = tl.zeros((HEADS, MAIN), tl.float32)
+    acc_extra = tl.zeros((HEADS, EXTRA if EXTRA > 0 else 16), tl.float32)
+    ds_rows = grad_scores + (in_chunk.to(tl.int64) * PADDED_HEADS + head)[:, None] * padded_slots
+    for begin in range(0, count, KEYS):
+        slot = begin + tl.arange(0, KEYS)
+        key, valid = _keys_at(indices + row * indices_stride, slot, first, end, count, k_offset)
+        ds = tl.load(ds_rows + slot[None, :])
+        k_rows = k + key[:, None] * k_stride
+        k_main = _load_tile(k_rows, valid, main, D, PARTS * MAIN <= D)
+        acc = tl.dot(ds, k_main, acc, input_precision="ieee")
+        if EXTRA > 0:
+            k_extra = _load_tile(k_rows, valid, extra, D, PARTS * (MAIN + EXTRA) == D)
+            acc_extra = tl.dot(ds, k_extra, acc_extra, input_precision="ieee")
+    real = (head < H)[:, None]
+    dq_rows = dq + row * dq_strides[0] + head[:, None] * dq_strides[1]
+    tl.store(dq_rows + main[None, :], (acc * scale).to(dq.dtype.element_ty), mask=real & (main < D)[None, :])
+    if EXTRA > 0:
+        value = (acc_extra * scale).to(dq.dtype.element_ty)
+        tl.store(dq_rows + extra[None, :], value, mask=real & (extra < D)[None, :])
+
+
+@triton.jit
+def _times(
+    acc, left, held, rows, there, columns,
+    WIDTH: tl.constexpr, WHOLE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Adds left @ right, where right is `held` in shared memory or loaded now."""
+    right = held
+    if not HELD:
+        right = _load_tile(rows, there, columns, WIDTH, WHOLE)
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def _put(target, rows, valid, columns, value, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ATOMIC: tl.constexpr):
+    """Adds a tile to the rows of its keys, or stores it in the rows of its slots."""
+    mask = valid[:, None]
+    if not WHOLE:
+        mask = mask & (columns < WIDTH)[None, :]
+    pointers = target + rows[:, None] + columns[None, :]
+    if ATOMIC:
+        tl.atomic_add(pointers, value, mask=mask, sem="relaxed")
+    else:
+        tl.store(pointers, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def grad_key_kernel(
+    left, right, right_strides, left_v, right_v, right_v_strides, indices, indices_stride, lo, hi, slots,
+    target, target_stride, row_begin, padded_slots, k_offset, slot_count, scale,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, H: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, MAIN: tl.constexpr, EXTRA: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):  # fmt: skip
+    """scale * left^T @ right + left_v^T @ right_v, one part of the columns, for all slots of a row.
+
+    left and left_v are workspaces, right [.., WIDTH] and right_v [.., WIDTH_V] are q and dout; left_v is None
+    where the values are not in the keys. The sum goes to the row of its key (ATOMIC) or of its slot in the target.
+    """
+    head_tiles: tl.constexpr = PADDED_HEADS // HEADS
+    ONE_TILE: tl.constexpr = head_tiles == 1
+    program = tl.program_id(0)
+    part = program % PARTS
+    in_chunk = program // PARTS
+    row, first, end, count = _row_of(in_chunk, row_begin, lo, hi, slots)
+    main = part * MAIN + tl.arange(0, MAIN)
+    extra = PARTS * MAIN + part * EXTRA + tl.arange(0, EXTRA if EXTRA > 0 else 16)
+    MAIN_WHOLE: tl.constexpr = PARTS * MAIN <= WIDTH
+    MAIN_V_WHOLE: tl.constexpr = PARTS * MAIN <= WIDTH_V
+    EXTRA_WHOLE: tl.constexpr = PARTS * (MAIN + EXTRA) == WIDTH
+    EXTRA_V: tl.constexpr = (left_v is not None) and (WIDTH_V > PARTS * MAIN)
+    member = tl.arange(0, HEADS)
+    wide = member.to(tl.int64)[:, None]
+    right_rows = right + row * right_strides[0] + wide * right_strides[1]
+    right_v_rows = right_v + row * right_v_strides[0] + wide * right_v_strides[1]
+    tile_rows = (in_chunk.to(tl.int64) * PADDED_HEADS + member)[:, None] * padded_slots
+    # If one tile holds all heads, q and dout stay in shared memory for all slots.
+    held = _load_tile(right_rows, member < H, main, WIDTH, MAIN_WHOLE)
+    held_v = _load_tile(right_v_rows, member < H, main, WIDTH_V, MAIN_V_WHOLE)
+    held_extra = _load_tile(right_rows, member < H, extra, WIDTH, EXTRA_WHOLE)
+    held_extra_v = _load_tile(right_v_rows, member < H, extra, WIDTH_V, False)
+    for begin in range(0, count, KEYS):
+        slot = begin + tl.arange(0, KEYS)
+        key, valid = _keys_at(indices + row * indices_stride, slot, first, end, count, k_offset)
+        # Two accumulators instead of one that is scaled in between, so that the products do not wait for each other.
+        acc = tl.zeros((KEYS, MAIN), tl.float32)
+        acc_v = tl.zeros((KEYS, MAIN), tl.float32)
+        acc_extra = tl.zeros((KEYS, EXTRA if EXTRA > 0 else 16), tl.float32)
+        acc_extra_v = tl.zeros((KEYS, EXTRA if EXTRA > 0 else 16), tl.float32)
+        for tile in range(head_tiles):
+            there = tile * HEADS + member < H
+            at = tile_rows + tile * HEADS * padded_slots + slot[None, :]
+            rows = right_rows + tl.cast(tile * HEADS, tl.int64) * right_strides[1]
+            factor = tl.trans(tl.load(left + at))
+            acc = _times(acc, factor, held, rows, there, main, WIDTH, MAIN_WHOLE, ONE_TILE)
+            if EXTRA > 0:
+                acc_extra = _times(acc_extra, factor, held_extra, rows, there, extra, WIDTH, EXTRA_WHOLE, ONE_TILE)
+            if left_v is not None:
+                rows_v = right_v_rows + tl.cast(tile * HEADS, tl.int64) * right_v_strides[1]
+                factor_v = tl.trans(tl.load(left_v + at))
+                acc_v = _times(acc_v, factor_v, held_v, rows_v, there, main, WIDTH_V, MAIN_V_WHOLE, ONE_TILE)
+                if EXTRA_V:
+                    acc_extra_v = _times(
+                        acc_extra_v, factor_v, held_extra_v, rows_v, there, extra, WIDTH_V, False, ONE_TILE
+                    )
+        # tl.fma, because the compiler would fold a plain sum into one accumulator.
+        value = tl.fma(acc, scale + tl.zeros_like(acc), acc_v)
+        value_extra = tl.fma(acc_extra, scale + tl.zeros_like(acc_extra), acc_extra_v)
+        target_rows = key
+        if not ATOMIC:
+            target_rows = in_chunk.to(tl.int64) * slot_count + slot
+        _put(target, target_rows * target_stride, valid, main, value, WIDTH, MAIN_WHOLE, ATOMIC)
+        if EXTRA > 0:
+            _put(target, target_rows * target_stride, valid, extra, value_extra, WIDTH, EXTRA_WHOLE, ATOMIC)
+
+
+@triton.jit
+def delta_kernel(
+    out, out_strides, dout, dout_strides, delta, pairs,
+    H: tl.constexpr, DV: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """sum(out * dout) over the value's columns, for PAIRS pairs of a row and a head."""
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    there = pair < pairs
+    row = pair // H
+    head = pair % H
+    columns = tl.arange(0, COLUMNS)
+    left = _load_tile(out + (row * out_strides[0] + head * out_strides[1])[:, None], there, columns, DV, False)
+    right = _load_tile(dout + (row * dout_strides[0] + head * dout_strides[1])[:, None], there, columns, DV, False)
+    tl.store(delta + pair, tl.sum(left.to(tl.float32) * right.to(tl.float32), 1), mask=there)
+
+
+# Deterministic sums of the gradients of slots.
+
+_MAX_COLUMNS = 1024  # per program
+_IN_FLIGHT = tl.constexpr(8)  # loads issued before the first is added
+
+
+class SlotsByKey(NamedTuple):
+    """Slots, numbered row by row, sorted by key: `order`; the slots of key j begin at `starts[j]`."""
+
+    order: Tensor
+    starts: Tensor
+
+
+def sort_slots_by_key(indices: Tensor, bounds: RowBounds, keys: int) -> SlotsByKey:
+    """Sorts the slots of some rows by key, those of a key by row and slot; invalid slots come last."""
+    slot_keys = torch.where(bounds.valid(indices), indices - bounds.k_offset, keys).int()
+    slot_keys, order = slot_keys.flatten().sort(stable=True)
+    return SlotsByKey(
+        order, torch.searchsorted(slot_keys, torch.arange(keys + 1, dtype=torch.int32, device=slot_keys.device))
+    )
+
+
+def add_by_key(total: Tensor, grads: Tensor, slots: SlotsByKey) -> None:
+    """Adds the gradient of each slot, float32 [..., width], to the row of its key in `total` [keys, width]."""
+    keys, width = total.shape
+    columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
+    with torch.cuda.device_of(total):
+        sum_kernel[(keys, triton.cdiv(width, columns))](
+            grads, *slots, total, total.stride(0), WIDTH=width, COLUMNS=columns, num_warps=4
+        )
+
+
+@triton.jit
+def sum_kernel(grads, order, starts, total, total_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Adds the slots of one key to its sum, one by one: the bits do not depend on the chunks of rows."""
+    key = tl.program_id(0).to(tl.int64)
+    begin = tl.load(starts + key)
+    end = tl.load(starts + key + 1)
+    if begin < end:
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        pointers = total + key * total_stride + columns
+        acc = tl.load(pointers, mask=columns < WIDTH, other=0.0)
+        for first in range(begin, end, _IN_FLIGHT):
+            for i in tl.static_range(_IN_FLIGHT):  # past the end it adds 0; no partial sum is -0
+                slot = tl.load(order + first + i, mask=first + i < end, other=0)
+                acc += tl.load(grads + slot * WIDTH + columns, mask=(first + i < end) & (columns < WIDTH), other=0.0)
+        tl.store(pointers, acc, mask=columns < WIDTH)

@@ -1,11 +1,11 @@
-"""How much attention each chosen key gets, summed over heads: the general kernel, in plain Triton.
+"""The attention distribution of chosen keys, summed over heads, in Triton.
 
-A program takes some of a row's slots and one group of heads. Keys are the rows of its products and heads the columns:
-few heads then cost little, and the sum over heads stays within a few threads. A group of more heads than one product
-takes is summed in several passes over the keys, each of which adds to what the one before has written.
+A program takes some slots of a row and one group of heads. Keys are the rows of its products and heads the columns, so
+few heads cost little and the sum over heads stays within a few threads. A group of more heads than one product takes is
+summed in several passes over the keys, each of which adds to the output of the one before.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
+# Kernels are written in Triton's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from functools import cache
@@ -16,13 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, the hardware's own
+LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _LOG2_E = tl.constexpr(LOG2_E)
-_UNSPECIALIZED = ["s_q", "h", "topk", "k_offset", "span", "indices_stride"]  # they vary, and each would compile anew
+_NOT_SPECIALIZED = [
+    "s_q",
+    "h",
+    "topk",
+    "k_offset",
+    "span",
+    "indices_stride",
+]  # they vary, and each value would be compiled separately
 
 
-class Tiles(NamedTuple):
-    """How one program cuts its work: keys x heads per product, and the warps and pipeline stages that run it."""
+class DistributionTiles(NamedTuple):
+    """Keys and heads of one product, and the warps and pipeline stages of its program."""
 
     keys: int
     heads: int
@@ -30,19 +37,19 @@ class Tiles(NamedTuple):
     stages: int
 
     def shared_memory(self, width: int) -> int:
-        """Bytes of the queries, which stay, and of the keys of each stage, in a 16-bit type."""
+        """Bytes of the queries and of the keys of each stage, in a 16-bit type."""
         return (self.heads + self.stages * self.keys) * width * 2
 
 
-# What a later measurement may change. 16-bit tiles: keys, at most so many heads, and stages; the first that fit.
+# Tuning. 16-bit tiles: keys, maximum of heads, stages; the first that fit are used.
 TILES = [(64, 64, 3), (64, 64, 2), (32, 64, 2), (64, 64, 1), (32, 32, 2), (32, 16, 2), (32, 16, 1)]
-MAX_HEADS = 64  # of one pass
-# float32 runs without matrix units, where a thread holds whole rows of both operands: small tiles, columns in steps.
-WIDE_TILES = Tiles(32, 16, 4, 2)
-STEPS = {4: 32}  # bytes of a value -> columns of a step; others take them all at once
-SHARED_MEMORY = 227 * 1024  # where no device says what it has: Hopper's
-RESERVED = 4096  # of it, for indices and for what the sums exchange
-PROGRAMS = 1024  # few rows are cut until there are about so many
+MAX_HEADS = 64  # per pass
+# float32 runs without tensor cores, and a thread holds whole rows of both operands: small tiles, columns in steps.
+WIDE_TILES = DistributionTiles(32, 16, 4, 2)
+STEPS = {4: 32}  # bytes per element -> columns per step; others take all columns at once
+SHARED_MEMORY = 227 * 1024  # of Hopper, where there is no device
+RESERVED = 4096  # of it, for indices and reductions
+PROGRAMS = 1024  # few rows are split into about this many programs
 
 
 def distribution(
@@ -57,13 +64,13 @@ def distribution(
     k_offset: int,
     scale: float,
     head_group: int,
-    tiles: Tiles | None = None,
+    tiles: DistributionTiles | None = None,
 ) -> Tensor:
     """Probabilities of q [s_q, h, d] over chosen rows of k [s_kv, d], summed over each group of heads.
 
     Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
     of k. Returns float32 [ceil(h / head_group), s_q, topk], where valid the sum over the group's heads of
-    exp(scale q k - lse), else 0. A head whose lse [s_q, h] is infinite has no mass.
+    exp(scale q k - lse), else 0. A head whose lse [s_q, h] is infinite contributes nothing.
     """
     s_q, h, d = q.shape
     topk = indices.shape[1]
@@ -71,11 +78,11 @@ def distribution(
     out = torch.empty(groups, s_q, topk, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out
-    main = 1 << (d.bit_length() - 1)  # 576 is 512 and 64: padded to one power of two it would be nearly twice as wide
+    main = 1 << (d.bit_length() - 1)  # 576 is 512 + 64: padded to one power of two it would be nearly twice as wide
     tail = max(16, triton.next_power_of_2(d - main)) if d > main else 0
     group = min(head_group, h)
     tiles = tiles or pick_tiles(q, group, main + tail)
-    # Few rows: each is cut among several programs.
+    # Few rows: several programs share each of them.
     blocks = triton.cdiv(topk, tiles.keys)
     span = triton.cdiv(blocks, max(1, min(blocks, PROGRAMS // (s_q * groups)))) * tiles.keys
     with torch.cuda.device_of(q):
@@ -89,24 +96,24 @@ def distribution(
     return out
 
 
-def pick_tiles(q: Tensor, group: int, width: int) -> Tiles:
+def pick_tiles(q: Tensor, group: int, width: int) -> DistributionTiles:
     """The first tiles whose keys and queries fit the device's shared memory."""
     if q.element_size() == 4:
         return WIDE_TILES
     heads = min(max(16, triton.next_power_of_2(group)), MAX_HEADS)
-    warps = 8 if width > 256 else 4  # the addresses of wide rows fill the registers of few threads
-    choices = [Tiles(keys, min(heads, most), warps, stages) for keys, most, stages in TILES]
+    warps = 8 if width > 256 else 4  # addresses of wide rows would fill the registers of fewer threads
+    choices = [DistributionTiles(keys, min(heads, most), warps, stages) for keys, most, stages in TILES]
     room = shared_memory(q.device.index) if q.is_cuda else SHARED_MEMORY
     return next((tiles for tiles in choices if tiles.shared_memory(width) <= room - RESERVED), choices[-1])
 
 
 @cache
 def shared_memory(device: int) -> int:
-    """Bytes of shared memory that one program can have."""
+    """Bytes of shared memory per program."""
     return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _distribution_kernel(
     q, q_strides, k, k_strides, indices, indices_stride, lo, hi, slots, lse, lse_strides, out,
     s_q, h, topk, k_offset, scale_log2, span, group,
@@ -133,7 +140,7 @@ def _distribution_kernel(
         heads = (head + tl.arange(0, HEADS)).to(tl.int64)
         there = heads < end_head
         shift = tl.load(lse + row * lse_strides[0] + heads * lse_strides[1], mask=there, other=float("inf"))
-        # Without mass, or no head at all: +inf makes every probability 0.
+        # An infinite lse, or no head: +inf makes every probability 0.
         shift = tl.where(shift == float("-inf"), float("inf"), shift * _LOG2_E)
         queries = q + row * q_strides[0] + heads * q_strides[1]
         if STEP == 0:
@@ -160,13 +167,13 @@ def _distribution_kernel(
             total += tl.load(out_row + places, mask=inside & (head > first_head), other=0.0)
             tl.store(out_row + places, tl.where(valid, total, 0.0), mask=inside)
         if head + HEADS < end_head:
-            tl.debug_barrier()  # the next pass reads what this one wrote, perhaps by other threads
+            tl.debug_barrier()  # the next pass reads what other threads wrote in this one
     for place in range(stop, end, KEYS):
         tl.store(out_row + place + near, tl.zeros((KEYS,), tl.float32), mask=place + near < end)
 
 
 @triton.jit
 def _load_columns(rows, there, column, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns [column, column + WIDTH) of some rows, [rows, WIDTH]; 0 where there are none."""
+    """Columns [column, column + WIDTH) of some rows, [rows, WIDTH]; 0 where they do not exist."""
     columns = column + tl.arange(0, WIDTH)
     return tl.load(rows[:, None] + columns[None, :], mask=there[:, None] & (columns < D)[None, :], other=0.0)

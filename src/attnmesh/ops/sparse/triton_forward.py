@@ -1,10 +1,10 @@
-"""Sparse attention forward in plain Triton: any number of heads, any head dim up to 576, any dtype.
+"""The forward pass of sparse attention in Triton: any number of heads, any head dim up to 576.
 
-A program takes the heads of one query row in tiles and walks the row's slots. A key is gathered once: where the value
-is the front of the key, the tile read for the scores is the tile that is averaged.
+A program takes a tile of heads of one query row and iterates over the slots of the row. A key is gathered once: where
+the values are the first columns of the keys, the tile loaded for the scores is also the tile of the values.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
+# Kernels are written in Triton's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
-NUMBERS = ["heads", "k_offset", "scale_log2", "topk"]
+NOT_SPECIALIZED = ["heads", "k_offset", "scale_log2", "topk"]
 
 
-class Tiles(NamedTuple):
-    """How one program cuts its work: heads and keys of a tile, warps, and how many tiles of keys are on their way."""
+class ForwardTiles(NamedTuple):
+    """Heads and keys of a tile, and the warps and pipeline stages of a program."""
 
     heads: int
     keys: int
@@ -28,8 +28,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-_WIDE = {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)}
-_ROOM_FOR_SUMS = 1024
+_WIDE = {16: ForwardTiles(16, 64, 4, 2), 32: ForwardTiles(32, 64, 8, 2), 64: ForwardTiles(64, 64, 8, 2)}
+_RESERVED = 1024  # bytes of shared memory for reductions
 
 
 def forward(
@@ -45,13 +45,13 @@ def forward(
     k_offset: int,
     scale: float,
     out_dtype: torch.dtype,
-    tiles: Tiles | None = None,
+    tiles: ForwardTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [s_q, h, d] over the keys that `indices` [s_q, topk] names: out [s_q, h, d_v] and lse [s_q, h].
+    """Attention of q [s_q, h, d] over the keys of `indices` [s_q, topk]: out [s_q, h, d_v] and lse [s_q, h].
 
-    Slot j of row i counts iff j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
-    of k [s_kv, d], its value that row of v, or the first d_v columns of the key if v is None. Rows that no slot
-    counts may hold anything. lse is natural, float32; a row without a key: out 0, lse -inf.
+    Slot j of row i is valid if j < slots[i] and lo[i] <= indices[i, j] < hi[i]; its key is row indices[i, j] - k_offset
+    of k [s_kv, d], its value the same row of v, or the first d_v columns of the key if v is None. Keys of no valid slot
+    may hold any values. lse is natural, float32; a row without a valid slot has out 0 and lse -inf.
     """
     s_q, heads, d = q.shape
     out = torch.empty(s_q, heads, d_v, dtype=out_dtype, device=q.device)
@@ -59,7 +59,9 @@ def forward(
     if out.numel() == 0:
         return out, lse
     main, tail = split_width(d)
-    if v is None and 2 * d_v <= main:  # a narrow value is read on its own: less than averaging the whole key
+    if (
+        v is None and 2 * d_v <= main
+    ):  # narrow values are loaded separately: less work than a product with the whole key
         v = k[:, :d_v]
     value_main, value_tail = (main, tail if d_v > main else 0) if v is None else split_width(d_v)
     if tiles is None:
@@ -77,7 +79,7 @@ def forward(
 
 
 def split_width(width: int) -> tuple[int, int]:
-    """Widths of the two column tiles, powers of two (or 0): 576 is 512 and 64, never 1024."""
+    """Widths of the two column tiles, powers of two or 0: 576 is 512 + 64, not 1024."""
     whole = triton.next_power_of_2(max(width, 16))
     if width >= whole:
         return whole, 0
@@ -85,20 +87,20 @@ def split_width(width: int) -> tuple[int, int]:
     return (whole, 0) if rest >= whole // 2 else (whole // 2, rest)
 
 
-def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separate: bool, room: int) -> Tiles:
-    """The tile for this many heads and this main width that registers hold, cut until `room` bytes do too.
+def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separate: bool, room: int) -> ForwardTiles:
+    """The tiles for these heads and this main width that fit in registers and in `room` bytes of shared memory.
 
-    `width` is what one key takes in shared memory, in elements: itself, and its value if that is `separate`.
+    `width` is the number of elements of a key in shared memory, including its value if that is `separate`.
     """
     heads = min(64, max(16, triton.next_power_of_2(heads)))
     if dtype == torch.float32:
-        tiles = Tiles(16, 16, 8, 2) if main > 64 else Tiles(16, 32, 4, 2)
+        tiles = ForwardTiles(16, 16, 8, 2) if main > 64 else ForwardTiles(16, 32, 4, 2)
     elif main > 256:
-        # 64 keys a tile took three quarters of the time of 32 (H200, 16 and 128 heads).
-        tiles = Tiles(min(heads, 32), 32, 4 if heads == 16 else 8, 2) if separate else _WIDE[heads]
+        # 64 keys per tile take three quarters of the time of 32 (H200, 16 and 128 heads).
+        tiles = ForwardTiles(min(heads, 32), 32, 4 if heads == 16 else 8, 2) if separate else _WIDE[heads]
     else:
-        tiles = Tiles(heads, 64, 8 if main == 256 and heads == 64 else 4, 2)
-    while (tiles.heads + tiles.stages * tiles.keys) * width * dtype.itemsize + _ROOM_FOR_SUMS > room:
+        tiles = ForwardTiles(heads, 64, 8 if main == 256 and heads == 64 else 4, 2)
+    while (tiles.heads + tiles.stages * tiles.keys) * width * dtype.itemsize + _RESERVED > room:
         if tiles.keys > 16:
             tiles = tiles._replace(keys=tiles.keys // 2)
         elif tiles.heads > 16:
@@ -109,13 +111,13 @@ def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separat
 
 
 def shared_memory(x: Tensor) -> int:
-    """Bytes that one program may have on the device of x."""
+    """Bytes of shared memory per program on the device of x."""
     if not x.is_cuda:
         return 227 * 1024
     return int(getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 48 * 1024))
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     q, q_row, q_head, k, k_row, v, v_row, indices, indices_row, lo, hi, slots, out, lse,
     heads, topk, k_offset, scale_log2,
@@ -123,7 +125,7 @@ def _forward_kernel(
     D_V: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_TAIL: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One query row, one tile of its heads. Neighbouring programs share a row: its keys are in L2 for the second."""
+    """One query row, one tile of its heads. Neighboring programs share a row: its keys are in L2 for the second."""
     head_tiles = tl.cdiv(heads, HEADS)
     row = (tl.program_id(0) // head_tiles).to(tl.int64)
     head = tl.program_id(0) % head_tiles * HEADS + tl.arange(0, HEADS)
@@ -136,7 +138,7 @@ def _forward_kernel(
         tail = MAIN + tl.arange(0, TAIL)[None, :]
         q_tail = tl.load(q_tile + tail, mask=real & (tail < D), other=0.0)
 
-    # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
+    # The running state: `acc / total` is the output, `peak + log2(total)` the lse in base 2.
     acc = tl.zeros((HEADS, VALUE_MAIN), tl.float32)
     if VALUE_TAIL > 0:
         acc_tail = tl.zeros((HEADS, VALUE_TAIL), tl.float32)
@@ -149,7 +151,7 @@ def _forward_kernel(
     row_indices = indices + row * indices_row
     for slot_begin in range(0, slot_count, KEYS):
         slot = slot_begin + tl.arange(0, KEYS)
-        # A slot past the end reads as the first key that does not count.
+        # A slot past the end reads as an index that is never valid.
         key = tl.load(row_indices + slot, mask=slot < slot_count, other=-2147483648)
         valid = (key >= first) & (key < end) & (slot < slot_count)
         place = key.to(tl.int64) - k_offset
@@ -161,7 +163,7 @@ def _forward_kernel(
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # Nothing seen yet: subtract 0, since -inf - -inf would be NaN.
+        # No valid key yet: subtract 0, because -inf - -inf is NaN.
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(peak - shift)
@@ -182,7 +184,7 @@ def _forward_kernel(
                 v_tail = tl.load(v_rows + column, mask=valid[:, None] & (column < D_V), other=0.0)
                 acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
 
-    # A row that saw nothing has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
+    # A row without a valid slot has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
     share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
     out_rows = out + (row * heads + head[:, None]) * D_V
     column = tl.arange(0, VALUE_MAIN)[None, :]

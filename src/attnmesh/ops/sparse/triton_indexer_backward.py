@@ -1,16 +1,20 @@
-"""Gradients of the indexer's scores at given slots, in Triton: one program a row, which gathers its keys once.
+"""Gradients of index scores in Triton: at given slots, and of a chunk of keys.
 
 With g the upstream gradient times the scale, and s = iq[i, h] . ik[j]::
 
     d_w[i, h] = sum_j g relu(s)     ds = g w [s > 0]     d_iq[i, h] = sum_j ds ik[j]     d_ik[j] += sum_h ds iq[i, h]
 
-Many rows add to one key: by atomics, or, to have the same bits in every run, each to a place of its own, from where
-they are summed in the order of rows and slots.
+At slots there is one program per row, which gathers its keys once. Many rows add to one key: by atomics or, if
+deterministic, through one workspace entry per slot, summed in the order of rows and slots.
+
+For a chunk of keys that all rows may see, atomics would be contended. There, one kernel iterates over the keys of each
+row (d_iq, d_w) and one over the rows of each tile of keys (d_ik); both recompute the products. Always deterministic.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
+# Kernels are written in Triton's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
 from typing import NamedTuple
 
 import torch
@@ -18,25 +22,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.ops.sparse.mask import Rows
-from attnmesh.ops.sparse.triton_by_key import add_by_key, by_key
-from attnmesh.ops.sparse.triton_indexer_scores import gather_keys, valid_keys
-from attnmesh.ops.sparse.triton_indexer_tiles import (
-    MOST_GRAD_COLUMNS,
-    Tiles,
+from attnmesh.ops.sparse.arguments import RowBounds
+from attnmesh.ops.sparse.triton_backward import add_by_key, sort_slots_by_key
+from attnmesh.ops.sparse.triton_indexer import (
+    DENSE_KEY_PROGRAMS,
+    MAX_GRAD_COLUMNS,
+    IndexerTiles,
     check_inputs,
+    dot_products,
+    gather_keys,
     grad_head_tile,
     load_queries,
     padded,
+    pick_dense_tiles,
     pick_grad_tiles,
-    products,
+    valid_keys,
 )
 
-_WORKSPACE = 256 << 20  # bytes of parts of d_ik, if they are summed in a fixed order
+_WORKSPACE = 256 << 20  # bytes of the gradients per slot, if deterministic
 
 
 class Grads(NamedTuple):
-    """Gradients of iq (in its dtype, unless asked otherwise), ik and w (float32)."""
+    """Gradients of iq (by default in its dtype), ik and w (float32)."""
 
     iq: Tensor
     ik: Tensor
@@ -58,12 +65,12 @@ def scores_at_backward(
     relu: bool,
     deterministic: bool,
     d_iq_dtype: torch.dtype | None = None,
-    tiles: Tiles | None = None,
+    tiles: IndexerTiles | None = None,
     workspace: int = _WORKSPACE,
 ) -> Grads:
-    """Gradients of `scores_at`, whose arguments these are; `grad` float32 [s_q, topk] is not read where not valid.
+    """Gradients of `scores_at`, which has the same arguments; `grad` float32 [s_q, topk] is not read at invalid slots.
 
-    If `deterministic`, the same bits in every run, whatever the `workspace` (in bytes).
+    If `deterministic`, the result has the same bits in every run and for every `workspace` (in bytes).
     """
     check_inputs(iq, ik, w)
     (s_q, _, width), topk, s_kv = iq.shape, indices.shape[1], ik.shape[0]
@@ -85,22 +92,22 @@ def scores_at_backward(
             rows=rows, topk=topk, k_offset=k_offset, scale=scale, relu=relu, tiles=tiles,
         )  # fmt: skip
         if parts is not None:
-            named = Rows(lo, hi, slots, k_offset).part(rows.start, rows.stop)
-            add_by_key(grads.ik, parts, by_key(indices[rows.start : rows.stop], named, s_kv))
+            chunk = RowBounds(lo, hi, slots, k_offset).narrow(rows.start, rows.stop)
+            add_by_key(grads.ik, parts, sort_slots_by_key(indices[rows.start : rows.stop], chunk, s_kv))
     return grads
 
 
 def launch_grads(
     iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor | None, lo: Tensor, hi: Tensor, slots: Tensor | None,
     grad: Tensor, d_iq: Tensor, d_ik: Tensor | None, d_w: Tensor, parts: Tensor | None,
-    *, rows: range, topk: int, k_offset: int, scale: float, relu: bool, tiles: Tiles,
+    *, rows: range, topk: int, k_offset: int, scale: float, relu: bool, tiles: IndexerTiles,
 ) -> None:  # fmt: skip
     """Writes d_iq and d_w of some rows; adds to d_ik, or writes to `parts`, or neither.
 
-    Without indices, slot j names key j.
+    Without indices, slot j is key j.
     """
     _, heads, width = iq.shape
-    head_block, columns = grad_head_tile(heads), min(padded(width), MOST_GRAD_COLUMNS)
+    head_block, columns = grad_head_tile(heads), min(padded(width), MAX_GRAD_COLUMNS)
     with torch.cuda.device_of(iq):
         for head in range(0, heads, head_block):
             _grad_kernel[(len(rows), triton.cdiv(padded(width), columns))](
@@ -114,7 +121,7 @@ def launch_grads(
 
 @triton.jit
 def power_below(largest):
-    """The power of two below a number; one whose inverse is a normal number, too."""
+    """The largest power of two up to a number, clamped so that its inverse is a normal number."""
     bits = largest.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.minimum(tl.maximum(bits, 1 << 23), 253 << 23).to(tl.float32, bitcast=True)
 
@@ -152,7 +159,7 @@ def _grad_kernel(
         )  # fmt: skip
 
     unit = 1.0 + tl.zeros((), tl.float32)
-    if NARROW:  # gradients may be far below what float16 holds: the largest of the row is brought to about 1
+    if NARROW:  # gradients may underflow in float16: scale the largest of the row to about 1
         largest = tl.zeros((KEYS,), tl.float32)
         for first in range(begin, limit, KEYS):
             j = first + tl.arange(0, KEYS)
@@ -170,14 +177,14 @@ def _grad_kernel(
         if COLUMNS < BLOCK_D:
             my_tile = gather_keys(ik, ik_stride, keys, valid, first_dim, D, COLUMNS)
         upstream = tl.load(grad + j, mask=valid, other=0.0) * scale / unit
-        dots = products(tile, queries)
-        # Chosen, not multiplied by zero: a row that sees nothing may hold anything.
-        flows = valid[:, None]
+        dots = dot_products(tile, queries)
+        # where, not a product with 0: a row without a visible key may hold NaN.
+        has_grad = valid[:, None]
         if RELU:
-            flows = flows & (dots > 0.0)
-        d_dots = tl.where(flows, upstream[:, None] * weights[None, :], 0.0)
-        d_weight = tl.where(flows, dots * upstream[:, None], 0.0)
-        # A thread holds rows that lie 8 apart: these are summed here, the others at the end.
+            has_grad = has_grad & (dots > 0.0)
+        d_dots = tl.where(has_grad, upstream[:, None] * weights[None, :], 0.0)
+        d_weight = tl.where(has_grad, dots * upstream[:, None], 0.0)
+        # A thread holds rows that are 8 apart: these are summed here, the others at the end.
         d_weights += tl.sum(tl.reshape(d_weight, (KEYS // 16, 2, 8, HEADS)), 1)
         d_dots = d_dots.to(tile.dtype)
         d_queries = tl.dot(tl.trans(d_dots), my_tile, d_queries, input_precision="ieee")
@@ -188,7 +195,7 @@ def _grad_kernel(
         if parts is not None:
             d_keys = tl.dot(d_dots, my_queries, input_precision="ieee") * unit
             at = parts + (tl.program_id(0).to(tl.int64) * topk + j)[:, None] * D + dims[None, :]
-            if MORE:  # added to what earlier heads left here; nobody else adds, so the order is fixed
+            if MORE:  # added to the sum of earlier heads; no other program adds, so the order is fixed
                 tl.atomic_add(at, d_keys, mask=inside, sem="relaxed")
             else:
                 tl.store(at, d_keys, mask=inside)
@@ -199,3 +206,130 @@ def _grad_kernel(
         tl.store(d_w + at, tl.sum(tl.reshape(d_weights, (KEYS // 2, HEADS)), 0) * unit, mask=head < heads)
     inside = (head < heads)[:, None] & (dims < D)[None, :]
     tl.store(d_iq + at[:, None] * D + dims[None, :], (d_queries * unit).to(d_iq.dtype.element_ty), mask=inside)
+
+
+def dense_scores_backward(
+    iq: Tensor,
+    ik: Tensor,
+    w: Tensor,
+    first_key: int,
+    lo: Tensor,
+    hi: Tensor,
+    grad: Tensor,
+    *,
+    scale: float,
+    relu: bool,
+    d_iq_dtype: torch.dtype | None = None,
+    tiles: IndexerTiles | None = None,
+) -> Grads:
+    """Gradients of the scores of keys [first_key, first_key + n), which are the rows of `ik` [n, d].
+
+    Keys with lo[i] <= key < hi[i] are visible to row i; `grad` float32 [s_q, n] is not read elsewhere.
+    """
+    check_inputs(iq, ik, w)
+    (s_q, heads, width), n = iq.shape, ik.shape[0]
+    grads = Grads(
+        torch.empty(iq.shape, dtype=d_iq_dtype or iq.dtype, device=iq.device),
+        torch.empty(ik.shape, dtype=torch.float32, device=iq.device),
+        torch.empty(w.shape, dtype=torch.float32, device=iq.device),
+    )
+    if s_q == 0 or n == 0:
+        return Grads(*(x.zero_() for x in grads))
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    # Bounds relative to the chunk: no number below exceeds 32 bits, wherever the chunk begins.
+    lo, hi = (lo - first_key).clamp(0, n), (hi - first_key).clamp(0, n)
+    tiles = tiles or pick_dense_tiles(iq)
+    launch_grads(
+        iq, ik, w, None, lo, hi, None, grad, grads.iq, None, grads.w, None,
+        rows=range(s_q), topk=n, k_offset=0, scale=scale, relu=relu, tiles=tiles,
+    )  # fmt: skip
+
+    head_block, columns = grad_head_tile(heads), min(padded(width), MAX_GRAD_COLUMNS)
+    blocks, pieces = triton.cdiv(n, tiles.keys), triton.cdiv(padded(width), columns)
+    begins, ends = _row_ranges(lo, hi, blocks, tiles.keys)
+    shares = max(1, min(DENSE_KEY_PROGRAMS // (blocks * pieces), s_q))
+    parts = grads.ik[None] if shares == 1 else torch.empty(shares, *ik.shape, dtype=torch.float32, device=iq.device)
+    with torch.cuda.device_of(iq):
+        for head in range(0, heads, head_block):
+            _grad_keys_kernel[(blocks * shares, pieces)](
+                iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, grad, grad.stride(0),
+                begins, ends, parts, s_q, n, head, heads, scale, shares,
+                RELU=relu, KEYS=tiles.keys, HEADS=head_block, D=width, BLOCK_D=padded(width), COLUMNS=columns,
+                NARROW=iq.dtype == torch.float16, MORE=head > 0, num_warps=tiles.warps, num_stages=tiles.stages,
+            )  # fmt: skip
+    if shares > 1:
+        torch.sum(parts, 0, out=grads.ik)
+    return grads
+
+
+def _row_ranges(lo: Tensor, hi: Tensor, blocks: int, block: int) -> tuple[Tensor, Tensor]:
+    """For each tile of keys, the range of rows to which any of it is visible; (0, 0) if there is none."""
+    begin = torch.arange(blocks, device=lo.device, dtype=torch.int32)[:, None] * block
+    sees = (torch.maximum(lo, begin) < torch.minimum(hi, begin + block)).to(torch.int32)
+    some = sees.amax(1)
+    first, last = sees.argmax(1), lo.shape[0] - 1 - sees.flip(1).argmax(1)
+    return (first * some).to(torch.int32), ((last + 1) * some).to(torch.int32)
+
+
+@triton.jit(do_not_specialize=["grad_stride", "s_q", "n", "first_head", "heads", "shares"])
+def _grad_keys_kernel(
+    iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi, grad, grad_stride,
+    begins, ends, parts, s_q, n, first_head, heads, scale, shares,
+    RELU: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr, NARROW: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
+    """d_ik of KEYS keys, summed over one share of the rows.
+
+    Keys are the rows of both products: NaN in a key that is visible to no query affects only that key.
+    """
+    block, share = tl.program_id(0) // shares, tl.program_id(0) % shares
+    keys = block * KEYS + tl.arange(0, KEYS)
+    all_dims = tl.arange(0, BLOCK_D)
+    tile = tl.load(
+        ik + keys.to(tl.int64)[:, None] * ik_stride + all_dims[None, :],
+        mask=(keys < n)[:, None] & (all_dims < D)[None, :], other=0.0,
+    )  # fmt: skip
+    first_dim = tl.program_id(1) * COLUMNS
+    each = tl.cdiv(s_q, shares)
+    begin = tl.maximum(tl.load(begins + block), share * each)
+    end = tl.minimum(tl.load(ends + block), (share + 1) * each)
+
+    unit = 1.0 + tl.zeros((), tl.float32)
+    if NARROW:
+        largest = tl.zeros((KEYS,), tl.float32)
+        for row in range(begin, end):
+            largest = tl.maximum(largest, tl.abs(_upstream(grad, grad_stride, row, keys, lo, hi, scale)))
+        unit = power_below(tl.max(largest, 0))
+
+    d_keys = tl.zeros((KEYS, COLUMNS), tl.float32)
+    for row in range(begin, end):
+        # A row without a visible key may hold NaN: zeros are read instead.
+        rows = tl.where(tl.load(lo + row) < tl.load(hi + row), s_q, 0)
+        queries, weights = load_queries(
+            iq, iq_strides, w, w_strides, row, rows, first_head, heads, 0, 1, HEADS, D, BLOCK_D
+        )  # fmt: skip
+        my_queries = queries
+        if COLUMNS < BLOCK_D:
+            my_queries, _same_weights = load_queries(
+                iq, iq_strides, w, w_strides, row, rows, first_head, heads, first_dim, 1, HEADS, D, COLUMNS
+            )  # fmt: skip
+        upstream = _upstream(grad, grad_stride, row, keys, lo, hi, scale) / unit
+        d_dots = upstream[:, None] * weights[None, :]
+        if RELU:
+            d_dots = tl.where(dot_products(tile, queries) > 0.0, d_dots, 0.0)
+        d_keys = tl.dot(d_dots.to(tile.dtype), my_queries, d_keys, input_precision="ieee")
+
+    dims = first_dim + tl.arange(0, COLUMNS)
+    at = parts + (share.to(tl.int64) * n + keys)[:, None] * D + dims[None, :]
+    inside = (keys < n)[:, None] & (dims < D)[None, :]
+    d_keys *= unit
+    if MORE:
+        d_keys += tl.load(at, mask=inside, other=0.0)
+    tl.store(at, d_keys, mask=inside)
+
+
+@triton.jit
+def _upstream(grad, grad_stride, row, keys, lo, hi, scale):
+    """The gradient of the scores of some keys of a row, times the scale; 0 for keys that are not visible."""
+    seen = (keys >= tl.load(lo + row)) & (keys < tl.load(hi + row))
+    return tl.load(grad + tl.cast(row, tl.int64) * grad_stride + keys, mask=seen, other=0.0) * scale

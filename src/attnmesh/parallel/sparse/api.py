@@ -1,4 +1,4 @@
-"""`SparseParallel`: the sparse family with its heads and its sequence spread over ranks."""
+"""`SparseParallel`: the sparse functions with heads sharded over tp ranks and the sequence over cp ranks."""
 
 from __future__ import annotations
 
@@ -12,48 +12,50 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Contiguous, Layout
 from attnmesh.core.validation import check_count, check_positive
-from attnmesh.ops.sparse import attention as one_device
-from attnmesh.ops.sparse import check
-from attnmesh.ops.sparse import indexer as one_indexer
-from attnmesh.ops.sparse import loss as one_loss
-from attnmesh.ops.sparse.attention import normalized
-from attnmesh.ops.sparse.canonical import Slots
-from attnmesh.ops.sparse.loss import Mode, Reduction, reduced
-from attnmesh.ops.sparse.lse import Base, check_base, convert_lse
-from attnmesh.ops.sparse.mask import Rows, SparseMask
-from attnmesh.parallel.sparse import indexer, loss
-from attnmesh.parallel.sparse.attention import attend, distribute
-from attnmesh.parallel.sparse.facts import gradients, in_words
-from attnmesh.parallel.sparse.ranks import SparseGroups, comm_or_solo
-from attnmesh.parallel.sparse.row_share import RowShare
-from attnmesh.parallel.sparse.same_indices import check_same_indices
-from attnmesh.parallel.sparse.spread import Spread
-from attnmesh.parallel.sparse.visits import bring
+from attnmesh.ops.sparse import arguments
+from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, TopKIndices, check_base, convert_lse
+from attnmesh.ops.sparse.attention import AttentionCall, attention_call, normalize_rows
+from attnmesh.ops.sparse.indexer import IndexerCall, check_topk, indexer_call
+from attnmesh.ops.sparse.indexer_loss import LossCall, Mode, Reduction, loss_call, reduce_rows
+from attnmesh.parallel.sparse import indexer
+from attnmesh.parallel.sparse.attention import attend, distribution
+from attnmesh.parallel.sparse.groups import (
+    RowSharding,
+    SparseGroups,
+    check_same_indices,
+    comm_or_solo,
+    mask_summary,
+    requiring_grad,
+)
+from attnmesh.parallel.sparse.keys import SequenceSharding, exchange_keys
 
 Group = Comm | ProcessGroup | DeviceMesh | None
-Bringing = Literal["gathered", "sharded"]
+Schedule = Literal["allgather", "ring"]
 LossRows = Literal["replicated", "scattered"]
 
 
 class SparseParallel:
-    """The sparse family over ranks, one object a rank. Methods are the functions of one device, over all ranks.
+    """The sparse functions over ranks; every rank makes one. Methods take this rank's shards of the arguments.
 
-    `tp` and `cp` are comms, process groups or meshes of one dimension; None is not spread. Heads are spread over tp: a
-    rank gives the heads it has (any number) of `q`, and with them `lse` and `sinks`; keys, the indexer and indices
-    are the same on every tp rank. The sequence is spread over cp: a rank gives rows `layout.shard(x, 0, cp.world,
-    cp.rank)` of the `length` queries (q, lse, indices, iq, w) and of the `key_length` keys (kv, v, ik; as many as
-    queries unless said). Without `length` all ranks hold equally many.
+    Heads are sharded over tp: a rank passes its heads of `q`, any number, and of `lse` and `sinks`; keys, the indexer
+    and indices are replicated over tp. The sequence is sharded over cp: a rank passes the rows
+    `layout.shard(x, 0, cp.world, cp.rank)` of queries (q, lse, indices, iq, w) and keys (kv, v, ik).
 
-    `keys` is how keys come to the queries of other cp ranks: "gathered" for each call, which gives the bits of one
-    device (on a CPU but for BLAS, which may go another way for fewer rows); or "sharded": blocks of them visit in a
-    ring, and nothing holds the whole sequence.
+    Args:
+        tp, cp: a comm, process group or one-dimensional mesh; None is a group of this rank alone.
+        length: the number of queries over all cp ranks; by default all ranks hold equally many.
+        key_length: the number of keys over all cp ranks; by default `length`.
+        layout: which rows each cp rank holds.
+        schedule: how keys reach the queries of other cp ranks. "allgather" gathers them in each call and gives the bits
+            of one device (on a CPU, except where BLAS takes another path for fewer rows). "ring" passes KV shards
+            around, so no rank holds the whole sequence.
+        check_indices: compare a checksum of given indices over tp ranks, which synchronizes with a GPU.
 
-    Indices are the numbers of keys in the whole sequence. `mask` speaks of it, too: row i stands at `q_start` plus its
-    place in the sequence, unless `q_positions` says where this rank's rows stand; what it says of each row is of this
-    rank's rows. All ranks make the same calls in the same order, forward and backward, or get ValueError on every
-    one. Group indices are given, tp ranks compare a checksum of them, which a GPU has to be waited for:
-    `check_indices=False` trusts them. Gradients are those of one device: what several ranks hold alike gets the whole
-    gradient on each of them.
+    Indices are those of keys in the whole sequence. So is `mask`: row i is at `q_start` plus its position in the
+    sequence, unless `q_positions` gives the positions of this rank's rows; per-row tensors are of this rank's rows.
+
+    All ranks make the same calls in the same order, forward and backward; otherwise every rank raises ValueError.
+    Gradients are those of one device: a tensor that several ranks hold gets its whole gradient on each of them.
     """
 
     def __init__(
@@ -64,29 +66,29 @@ class SparseParallel:
         length: int | None = None,
         key_length: int | None = None,
         layout: Layout = Contiguous(),  # noqa: B008  (immutable)
-        keys: Bringing = "gathered",
+        schedule: Schedule = "allgather",
         check_indices: bool = True,
     ) -> None:
         if not isinstance(layout, Layout):
             raise ValueError(f"layout must be a layout (Contiguous(), Zigzag(), ...), got {layout!r}")
-        if keys not in get_args(Bringing):
-            raise ValueError(f'keys must be "gathered" or "sharded", got {keys!r}')
+        if schedule not in get_args(Schedule):
+            raise ValueError(f'schedule must be "allgather" or "ring", got {schedule!r}')
         for name, n in (("length", length), ("key_length", key_length)):
             if n is not None:
                 check_count(name, n)
-        self.layout, self.keys, self.check_indices = layout, keys, check_indices
+        self.layout, self.schedule, self.check_indices = layout, schedule, check_indices
         self.length, self.key_length = length, length if key_length is None else key_length
-        self._ranks = SparseGroups(comm_or_solo(tp), comm_or_solo(cp))
+        self._groups = SparseGroups(comm_or_solo(tp), comm_or_solo(cp))
 
     @property
     def tp(self) -> Comm:
-        """The ranks that share the heads."""
-        return self._ranks.tp
+        """The ranks over which heads are sharded."""
+        return self._groups.tp
 
     @property
     def cp(self) -> Comm:
-        """The ranks that share the sequence."""
-        return self._ranks.cp
+        """The ranks over which the sequence is sharded."""
+        return self._groups.cp
 
     def sparse_attention(
         self,
@@ -105,25 +107,26 @@ class SparseParallel:
     ) -> tuple[Tensor, ...]:
         """`attnmesh.sparse_attention` of this rank's rows and heads; `return_attn_sum` is summed over all heads."""
 
-        def check_arguments() -> tuple[tuple[one_device.Attending, Spread], SharedValues]:
-            spread = self._spread("q", q, "kv", kv)
-            call = one_device.checked(
-                q, kv, indices, scale, d_v, v, self._mask(mask, spread), deterministic, backend, spread.key_length
+        def check() -> tuple[tuple[AttentionCall, SequenceSharding], SharedValues]:
+            sharding = self._sharding("q", q, "kv", kv)
+            local_mask = self._local_mask(mask, sharding)
+            call = attention_call(
+                q, kv, indices, scale, d_v, v, local_mask, deterministic, backend, sharding.key_length
             )
-            check.check_sink(sinks, call.q)
-            return (call, spread), self._facts(
-                spread, call.q, mask, backend, width=call.q.shape[2], d_v=call.d_v, topk=call.indices.shape[1],
+            arguments.check_sinks(sinks, call.q)
+            return (call, sharding), self._shared_values(
+                sharding, call.q, mask, backend, width=call.q.shape[2], d_v=call.d_v, topk=call.indices.shape[1],
                 scale=call.scale, values=v is not None, sinks=sinks is not None,
                 return_attn_sum=return_attn_sum, deterministic=deterministic,
-                gradients=gradients(q=q, kv=kv, v=v, sinks=sinks),
+                gradients=requiring_grad(q=q, kv=kv, v=v, sinks=sinks),
             )  # fmt: skip
 
-        call, spread = check_on_all_ranks(self._ranks, "SparseParallel.sparse_attention", check_arguments)
-        self._check_indices(call.indices, call.rows)
-        out, lse, dist = attend(call, sinks, spread, return_attn_sum)
+        call, sharding = check_on_all_ranks(self._groups, "SparseParallel.sparse_attention", check)
+        self._check_same_indices(call.indices, call.bounds)
+        out, lse, dist = attend(call, sinks, sharding, return_attn_sum)
         if not return_attn_sum:
             return out, lse
-        return out, lse, self._all_rows(call.q).over_heads(dist)
+        return out, lse, self._replicated_rows(call.q).reduce_heads(dist)
 
     def attention_distribution(
         self,
@@ -139,42 +142,42 @@ class SparseParallel:
         normalize: bool = False,
         backend: str = "auto",
     ) -> Tensor:
-        """`attnmesh.attention_distribution` of this rank's rows, over the heads of all ranks, normalized after that.
+        """`attnmesh.attention_distribution` of this rank's rows, summed over the heads of all ranks, then normalized.
 
-        `head_group` must be None where heads are spread: a group could not be told from another rank's.
+        `head_group` must be None where heads are sharded, because a group could span ranks.
         """
 
-        def check_arguments() -> tuple[tuple[one_device.Attending, Spread, Tensor], SharedValues]:
-            spread = self._spread("q", q, "k", k)
-            call = one_device.checked(
-                q, k, indices, scale, None, None, self._mask(mask, spread), False, backend, spread.key_length
-            )
+        def check() -> tuple[tuple[AttentionCall, SequenceSharding, Tensor], SharedValues]:
+            sharding = self._sharding("q", q, "k", k)
+            local_mask = self._local_mask(mask, sharding)
+            call = attention_call(q, k, indices, scale, None, None, local_mask, False, backend, sharding.key_length)
             check_base("lse_base", lse_base)
-            natural = convert_lse(check.check_per_head("lse", lse, call.q).detach(), lse_base, "e")
+            natural = convert_lse(arguments.check_per_head("lse", lse, call.q).detach(), lse_base, "e")
             if head_group is not None:
                 check_positive(head_group=head_group)
                 if self.tp.world > 1:
-                    world = self.tp.world
                     raise ValueError(
-                        f"head_group must be None where {world} tp ranks share the heads, got {head_group}"
+                        f"head_group must be None where heads are sharded over {self.tp.world} tp ranks, "
+                        f"got {head_group}"
                     )
-            return (call._replace(q=call.q.detach(), k=call.k.detach()), spread, natural), self._facts(
-                spread, call.q, mask, backend, width=call.q.shape[2], topk=call.indices.shape[1],
+            return (call._replace(q=call.q.detach(), k=call.k.detach()), sharding, natural), self._shared_values(
+                sharding, call.q, mask, backend, width=call.q.shape[2], topk=call.indices.shape[1],
                 scale=call.scale, lse_base=lse_base, head_group=head_group, normalize=normalize,
             )  # fmt: skip
 
-        call, spread, natural = check_on_all_ranks(
-            self._ranks, "SparseParallel.attention_distribution", check_arguments
-        )
-        self._check_indices(call.indices, call.rows)
+        call, sharding, natural = check_on_all_ranks(self._groups, "SparseParallel.attention_distribution", check)
+        self._check_same_indices(call.indices, call.bounds)
         heads = call.q.shape[1]
         with torch.no_grad():
-            dist = distribute(
-                call, bring([call.k], spread), natural, heads if head_group is None else min(head_group, heads)
+            dist = distribution(
+                call,
+                exchange_keys([call.k], sharding),
+                natural,
+                heads if head_group is None else min(head_group, heads),
             )
             if head_group is None:
-                dist = self._all_rows(call.q).over_heads(dist[0])
-            return normalized(dist) if normalize else dist
+                dist = self._replicated_rows(call.q).reduce_heads(dist[0])
+            return normalize_rows(dist) if normalize else dist
 
     def indexer_scores_at(
         self,
@@ -191,19 +194,21 @@ class SparseParallel:
     ) -> Tensor:
         """`attnmesh.indexer_scores_at` of this rank's rows, the same on every tp rank."""
 
-        def check_arguments() -> tuple[tuple[one_indexer.Indexing, Tensor, Rows, Spread], SharedValues]:
-            spread = self._spread("iq", iq, "ik", ik)
-            call = one_indexer.checked(iq, ik, w, scale, relu, deterministic, backend)
-            named = check.same_device(check.check_indices(indices, call.iq.shape[0]), call.iq)
-            rows = check.rows_of(self._mask(mask, spread), call.iq, spread.key_length, named.shape[1])
-            return (call, named, rows, spread), self._facts(
-                spread, call.iq, mask, backend, **_indexer_facts(call), topk=named.shape[1],
-                gradients=gradients(iq=iq, ik=ik, w=w),
+        def check() -> tuple[tuple[IndexerCall, Tensor, RowBounds, SequenceSharding], SharedValues]:
+            sharding = self._sharding("iq", iq, "ik", ik)
+            call = indexer_call(iq, ik, w, scale, relu, deterministic, backend)
+            checked = arguments.check_same_device(arguments.check_indices(indices, call.iq.shape[0]), call.iq)
+            bounds = arguments.mask_bounds(
+                self._local_mask(mask, sharding), call.iq, sharding.key_length, checked.shape[1]
+            )
+            return (call, checked, bounds, sharding), self._shared_values(
+                sharding, call.iq, mask, backend, **_indexer_values(call), topk=checked.shape[1],
+                gradients=requiring_grad(iq=iq, ik=ik, w=w),
             )  # fmt: skip
 
-        call, named, rows, spread = check_on_all_ranks(self._ranks, "SparseParallel.indexer_scores_at", check_arguments)
-        self._check_indices(named, rows)
-        return indexer.scores_at(call, named, rows, spread, self._all_rows(call.iq))
+        call, checked, bounds, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_scores_at", check)
+        self._check_same_indices(checked, bounds)
+        return indexer.scores_at(call, checked, bounds, sharding, self._replicated_rows(call.iq))
 
     def indexer_topk(
         self,
@@ -217,26 +222,26 @@ class SparseParallel:
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
         block: int = 4096,
         backend: str = "auto",
-    ) -> Slots:
-        """`attnmesh.indexer_topk` of this rank's rows: the best of all keys, the same bits on every tp rank.
+    ) -> TopKIndices:
+        """`attnmesh.indexer_topk` of this rank's rows over the keys of all ranks, the same bits on every tp rank.
 
-        Each tp rank scores its share of the rows, and they exchange what they have found.
+        Each tp rank computes some of the rows, and the results are all-gathered.
         """
 
-        def check_arguments() -> tuple[tuple[one_indexer.Indexing, Rows, Spread], SharedValues]:
-            spread = self._spread("iq", iq, "ik", ik)
-            one_indexer.check_choosing(topk, block, mask)
-            call = one_indexer.checked(iq, ik, w, scale, relu, False, backend)
-            rows = check.rows_of(self._mask(mask, spread), call.iq, spread.key_length, topk)
-            found = call._replace(iq=call.iq.detach(), ik=call.ik.detach(), w=call.w.detach())
-            return (found, rows, spread), self._facts(
-                spread, call.iq, mask, backend, **_indexer_facts(call), topk=topk, block=block
+        def check() -> tuple[tuple[IndexerCall, RowBounds, SequenceSharding], SharedValues]:
+            sharding = self._sharding("iq", iq, "ik", ik)
+            check_topk(topk, block, mask)
+            call = indexer_call(iq, ik, w, scale, relu, False, backend)
+            bounds = arguments.mask_bounds(self._local_mask(mask, sharding), call.iq, sharding.key_length, topk)
+            detached = call._replace(iq=call.iq.detach(), ik=call.ik.detach(), w=call.w.detach())
+            return (detached, bounds, sharding), self._shared_values(
+                sharding, call.iq, mask, backend, **_indexer_values(call), topk=topk, block=block
             )
 
-        call, rows, spread = check_on_all_ranks(self._ranks, "SparseParallel.indexer_topk", check_arguments)
-        share = RowShare(self.tp, call.iq.shape[0], scattered=self.tp.world > 1)
+        call, bounds, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_topk", check)
+        rows = RowSharding(self.tp, call.iq.shape[0], scattered=self.tp.world > 1)
         with torch.no_grad():
-            return indexer.choose_keys(call, topk, rows, block, spread, share)
+            return indexer.topk_keys(call, topk, bounds, block, sharding, rows)
 
     def indexer_kl_loss(
         self,
@@ -262,78 +267,83 @@ class SparseParallel:
         backend: str = "auto",
         rows: LossRows = "replicated",
     ) -> Tensor:
-        """`attnmesh.indexer_kl_loss` of the whole sequence, on every rank; `reduction="none"`: of this rank's rows.
+        """`attnmesh.indexer_kl_loss` of the whole sequence, on every rank; of this rank's rows if reduction="none".
 
-        Every rank takes the backward from its own copy of the loss, and all weigh it alike. A `target` given is over
-        the heads of all ranks. "mean_rows" counts the rows of all ranks, unless `global_rows` says how many.
+        Every rank calls backward on its own loss, with the same weight. A given `target` is over the heads of all
+        ranks. "mean_rows" is the mean over the rows of all ranks, or over `global_rows` rows.
 
-        `rows` is who works on the rows that all tp ranks hold: "replicated", every rank on all of them after one
-        all-reduce of the target; "scattered", every rank on its share after a reduce-scatter, which moves and computes
-        less, and gives every rank the same bits of the gradients by construction.
+        `rows` is how tp ranks compute the rows that all of them hold: "replicated", every rank computes all rows after
+        an all-reduce of the target; "scattered", every rank computes some rows after a reduce-scatter, which sends and
+        computes less and gives all ranks the same bits of the gradients.
         """
 
-        def check_arguments() -> tuple[tuple[one_loss.Losing, Spread], SharedValues]:
-            spread = self._spread("iq", iq, "ik", ik)
+        def check() -> tuple[tuple[LossCall, SequenceSharding], SharedValues]:
+            sharding = self._sharding("iq", iq, "ik", ik)
             if rows not in get_args(LossRows):
                 raise ValueError(f'rows must be "replicated" or "scattered", got {rows!r}')
-            found = one_loss.checked(
-                iq, ik, w, indices, target, q, k, lse, attn_scale, lse_base, self._mask(mask, spread), mode, scale,
-                relu, reduction, row_mask, global_rows, deterministic, backend, spread.key_length,
+            local_mask = self._local_mask(mask, sharding)
+            loss = loss_call(
+                iq, ik, w, indices, target, q, k, lse, attn_scale, lse_base, local_mask, mode, scale, relu,
+                reduction, row_mask, global_rows, deterministic, backend, sharding.key_length,
             )  # fmt: skip
-            source = found.source
-            return (found, spread), self._facts(
-                spread, found.call.iq, mask, backend, **_indexer_facts(found.call),
-                topk=None if found.indices is None else found.indices.shape[1], mode=mode, reduction=reduction,
+            source = loss.source
+            return (loss, sharding), self._shared_values(
+                sharding, loss.indexer.iq, mask, backend, **_indexer_values(loss.indexer),
+                topk=None if loss.indices is None else loss.indices.shape[1], mode=mode, reduction=reduction,
                 target=None if source is None else (source.q.shape[2], source.q.dtype, source.scale, lse_base),
                 row_mask=row_mask is not None, rows=rows, deterministic=deterministic,
                 global_rows=global_rows if isinstance(global_rows, int | None) else "a tensor",
-                gradients=gradients(iq=iq, ik=ik, w=w),
+                gradients=requiring_grad(iq=iq, ik=ik, w=w),
             )  # fmt: skip
 
-        found, spread = check_on_all_ranks(self._ranks, "SparseParallel.indexer_kl_loss", check_arguments)
-        if found.indices is not None:
-            self._check_indices(found.indices, found.rows)
-        share = RowShare(self.tp, found.call.iq.shape[0], scattered=rows == "scattered" and self.tp.world > 1)
-        each = loss.each_row(found, spread, share)
+        loss, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_kl_loss", check)
+        if loss.indices is not None:
+            self._check_same_indices(loss.indices, loss.bounds)
+        scattered = rows == "scattered" and self.tp.world > 1
+        row_sharding = RowSharding(self.tp, loss.indexer.iq.shape[0], scattered=scattered)
+        losses = indexer.row_losses(loss, sharding, row_sharding)
         if reduction == "mean_rows" and global_rows is None:
-            global_rows = loss.counted_rows(spread, row_mask)
-        part = reduced(each, reduction, row_mask, global_rows)
-        return part if reduction == "none" else loss.over_sequence(part, self.cp)
+            global_rows = indexer.global_row_count(sharding, row_mask)
+        partial = reduce_rows(losses, reduction, row_mask, global_rows)
+        return partial if reduction == "none" else indexer.sum_over_sequence(partial, self.cp)
 
-    def _spread(self, q_name: str, q: object, k_name: str, k: object) -> Spread:
-        """Who holds what in this call; ValueError unless this rank has its share of it."""
-        queries = check.check_queries(q_name, q)
-        keys = check.check_keys(k_name, k, queries, queries.shape[2])
+    def _sharding(self, q_name: str, q: object, k_name: str, k: object) -> SequenceSharding:
+        """Raises ValueError unless this rank passes as many queries and keys as it holds."""
+        queries = arguments.check_queries(q_name, q)
+        keys = arguments.check_keys(k_name, k, queries, queries.shape[2])
         world = self.cp.world
         length = queries.shape[0] * world if self.length is None else self.length
         key_length = keys.shape[0] * world if self.key_length is None else self.key_length
-        spread = Spread(self._ranks, self.layout, self.keys == "sharded", length, key_length, queries.device)
-        spread.check(f"queries ({q_name})", queries.shape[0], length)
-        spread.check(f"keys ({k_name})", keys.shape[0], key_length)
-        return spread
+        ring = self.schedule == "ring"
+        sharding = SequenceSharding(self._groups, self.layout, ring, length, key_length, queries.device)
+        sharding.check_rows(q_name, queries.shape[0], length)
+        sharding.check_rows(k_name, keys.shape[0], key_length)
+        return sharding
 
-    def _mask(self, mask: object, spread: Spread) -> SparseMask:
-        return spread.local_mask(check.check_mask(mask))
+    def _local_mask(self, mask: object, sharding: SequenceSharding) -> SparseMask:
+        return sharding.local_mask(arguments.check_mask(mask))
 
-    def _all_rows(self, q: Tensor) -> RowShare:
-        return RowShare(self.tp, q.shape[0], scattered=False)
+    def _replicated_rows(self, q: Tensor) -> RowSharding:
+        return RowSharding(self.tp, q.shape[0], scattered=False)
 
-    def _check_indices(self, indices: Tensor, rows: Rows) -> None:
+    def _check_same_indices(self, indices: Tensor, bounds: RowBounds) -> None:
         if self.check_indices:
-            check_same_indices(indices, rows, self._ranks)
+            check_same_indices(indices, bounds, self._groups)
 
-    def _facts(self, spread: Spread, q: Tensor, mask: SparseMask, backend: str, **more: object) -> SharedValues:
-        """What must be equal on all ranks."""
-        inferred = " (rows a rank x world; give it where they differ)"
+    def _shared_values(
+        self, sharding: SequenceSharding, q: Tensor, mask: SparseMask, backend: str, **more: object
+    ) -> SharedValues:
+        """The values that must be equal on all ranks."""
+        inferred = " (rows per rank times world size; set it where ranks hold different numbers)"
         return {
-            "length" + ("" if self.length is not None else inferred): spread.length,
-            "key_length" + ("" if self.key_length is not None else inferred): spread.key_length,
-            "layout": self.layout, "keys": self.keys, "check_indices": self.check_indices,
-            "dtype": q.dtype, "device": q.device.type, "mask": in_words(mask), "backend": backend, **more,
+            "length" + ("" if self.length is not None else inferred): sharding.length,
+            "key_length" + ("" if self.key_length is not None else inferred): sharding.key_length,
+            "layout": self.layout, "schedule": self.schedule, "check_indices": self.check_indices,
+            "dtype": q.dtype, "device": q.device.type, "mask": mask_summary(mask), "backend": backend, **more,
         }  # fmt: skip
 
 
-def _indexer_facts(call: one_indexer.Indexing) -> SharedValues:
+def _indexer_values(call: IndexerCall) -> SharedValues:
     return {
         "indexer heads": call.iq.shape[1], "width": call.iq.shape[2], "scale": call.scale, "relu": call.relu,
         "dtype of w": call.w.dtype,

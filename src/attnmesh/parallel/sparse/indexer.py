@@ -1,4 +1,4 @@
-"""The indexer over ranks: scores at slots, and the exact top-k."""
+"""The indexer and its loss over ranks."""
 
 from __future__ import annotations
 
@@ -8,45 +8,49 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attnmesh.comm import Comm
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.ops.sparse.canonical import Slots
-from attnmesh.ops.sparse.indexer import Indexing
-from attnmesh.ops.sparse.mask import Rows
-from attnmesh.ops.sparse.select import reselect
-from attnmesh.parallel.sparse.row_share import RowShare
-from attnmesh.parallel.sparse.spread import Spread
-from attnmesh.parallel.sparse.visits import at_slots, bring
+from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, merge_topk
+from attnmesh.ops.sparse.indexer import IndexerCall
+from attnmesh.ops.sparse.indexer_loss import AttentionTarget, KLSums, LossCall, key_chunks, row_kl, score_gradient
+from attnmesh.parallel.sparse.groups import RowSharding, gather_replicated, shard_replicated
+from attnmesh.parallel.sparse.keys import SequenceSharding, exchange_keys, map_slots
 
 
-def choose_keys(call: Indexing, topk: int, rows: Rows, block: int, spread: Spread, share: RowShare) -> Slots:
-    """The best keys of all, of every row: each tp rank finds those of its share of the rows."""
-    iq, w, rows = share.mine(call.iq), share.mine(call.w), share.mine_of(rows)
-    best: Slots | None = None
-    keys = bring([call.ik], spread)
-    for visit in keys.visits():
-        found = call.backend.topk(
-            iq, visit.keys[0], w, topk, keys.rows_at(visit, rows), scale=call.scale, relu=call.relu, block=block
-        )
-        found = found._replace(indices=keys.keys_of(visit, found.indices))
-        best = found if best is None else reselect([best, found], topk)
+def topk_keys(
+    call: IndexerCall, topk: int, bounds: RowBounds, block: int, sharding: SequenceSharding, rows: RowSharding
+) -> TopKIndices:
+    """The top-k of the keys of all ranks, for every row: each tp rank computes its shard of the rows."""
+    iq, w, bounds = rows.shard(call.iq), rows.shard(call.w), rows.shard_bounds(bounds)
+    best: TopKIndices | None = None
+    keys = exchange_keys([call.ik], sharding)
+    for shard in keys.shards():
+        part = call.backend.topk(
+            iq, shard.tensors[0], w, topk, keys.local_bounds(shard, bounds), scale=call.scale, relu=call.relu,
+            block=block,
+        )  # fmt: skip
+        part = part._replace(indices=keys.global_indices(shard, part.indices))
+        best = part if best is None else merge_topk([best, part], topk)
     assert best is not None
-    return _from_shares(best, share) if share.scattered else best
+    return _gather_topk(best, rows) if rows.scattered else best
 
 
-def _from_shares(mine: Slots, share: RowShare) -> Slots:
-    """The finished rows of all tp ranks: the same bits on each, whoever found them. Scores travel as they are."""
-    assert mine.scores is not None
-    dtype, topk = mine.scores.dtype, mine.indices.shape[1]
-    whole = share.whole(torch.cat((mine.indices, mine.scores.contiguous().view(torch.int32)), 1))
-    indices = whole[:, :topk].contiguous()
-    scores = whole[:, topk:].contiguous().view(dtype)
-    return Slots(indices, scores, (indices >= 0).sum(1, dtype=torch.int32))
+def _gather_topk(shard: TopKIndices, rows: RowSharding) -> TopKIndices:
+    """The rows of all tp ranks, the same bits on each, in one all-gather: scores are sent as int32."""
+    assert shard.scores is not None
+    dtype, topk = shard.scores.dtype, shard.indices.shape[1]
+    gathered = rows.gather(torch.cat((shard.indices, shard.scores.contiguous().view(torch.int32)), 1))
+    indices = gathered[:, :topk].contiguous()
+    scores = gathered[:, topk:].contiguous().view(dtype)
+    return TopKIndices(indices, scores, (indices >= 0).sum(1, dtype=torch.int32))
 
 
-def scores_at(call: Indexing, indices: Tensor, rows: Rows, spread: Spread, share: RowShare) -> Tensor:
-    """Scores of slots, differentiable. `call`, `indices` and `rows` are of the rows of `share`."""
+def scores_at(
+    call: IndexerCall, indices: Tensor, bounds: RowBounds, sharding: SequenceSharding, rows: RowSharding
+) -> Tensor:
+    """Scores of slots, differentiable. `call`, `indices` and `bounds` are of the rows that this tp rank computes."""
     scores: Tensor = _ScoresAt.apply(  # type: ignore[no-untyped-call]
-        call.iq, call.ik, call.w, call, indices, rows, spread, share
+        call.iq, call.ik, call.w, call, indices, bounds, sharding, rows
     )
     return scores
 
@@ -54,18 +58,18 @@ def scores_at(call: Indexing, indices: Tensor, rows: Rows, spread: Spread, share
 class _ScoresAt(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: Indexing, indices: Tensor, rows: Rows, spread: Spread,
-        share: RowShare,
+        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, indices: Tensor, bounds: RowBounds,
+        sharding: SequenceSharding, rows: RowSharding,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(iq, ik, w)
-        ctx.rest = call.without_tensors(), indices, rows, spread, share
-        return at_slots(
-            bring([ik], spread),
+        ctx.rest = call.without_tensors(), indices, bounds, sharding, rows
+        return map_slots(
+            exchange_keys([ik], sharding),
             indices,
-            rows,
+            bounds,
             -torch.inf,
-            lambda visit, here: call.backend.scores_at(
-                iq, visit.keys[0], w, here.indices, here.rows, scale=call.scale, relu=call.relu
+            lambda shard, slots: call.backend.scores_at(
+                iq, shard.tensors[0], w, slots.indices, slots.bounds, scale=call.scale, relu=call.relu
             ),
         )
 
@@ -73,35 +77,152 @@ class _ScoresAt(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         iq, ik, w = ctx.saved_tensors
-        call, indices, rows, spread, share = ctx.rest
-        keys = bring([ik], spread)
-        slots, homing = keys.slots(indices, rows), keys.homing()
-        total = Totals(iq, w, keys.alone)
-        for visit in keys.visits():
-            here = slots(visit)
+        call, indices, bounds, sharding, rows = ctx.rest
+        keys = exchange_keys([ik], sharding)
+        slots, grad_return = keys.slots(indices, bounds), keys.grad_return()
+        total = _RowGrads(iq, w, keys.single)
+        for shard in keys.shards():
+            local = slots(shard)
             d_iq, d_ik, d_w = call.backend.scores_at_backward(
-                iq, visit.keys[0], w, here.indices, here.rows, here.take(grad).contiguous(), scale=call.scale,
-                relu=call.relu, deterministic=call.deterministic, dtype=total.dtype,
+                iq, shard.tensors[0], w, local.indices, local.bounds, local.gather(grad).contiguous(),
+                scale=call.scale, relu=call.relu, deterministic=call.deterministic, dtype=total.dtype,
             )  # fmt: skip
             total.add(d_iq, d_w)
             if ctx.needs_input_grad[1]:
-                homing.leave(visit, [d_ik])
-        to_keys = share.over_ranks(homing.home()[0]).to(ik.dtype) if ctx.needs_input_grad[1] else None
-        return total.d_iq.to(iq.dtype), to_keys, total.d_w.to(w.dtype), None, None, None, None, None
+                grad_return.send(shard, [d_ik])
+        d_keys = rows.reduce_grad(grad_return.collect()[0]).to(ik.dtype) if ctx.needs_input_grad[1] else None
+        return total.d_iq.to(iq.dtype), d_keys, total.d_w.to(w.dtype), None, None, None, None, None
 
 
-class Totals:
-    """Gradients of the indexer's rows, over the keys of all visits: rounded once."""
+class _RowGrads:
+    """Gradients of iq and w, summed over KV shards and rounded once."""
 
     d_iq: Tensor
     d_w: Tensor
 
-    def __init__(self, iq: Tensor, w: Tensor, alone: bool) -> None:
+    def __init__(self, iq: Tensor, w: Tensor, single: bool) -> None:
         wide = accumulation_dtype(iq.dtype)
-        self.dtype = iq.dtype if alone else wide
+        self.dtype = iq.dtype if single else wide
         self.d_iq, self.d_w = torch.zeros_like(iq, dtype=self.dtype), torch.zeros_like(w, dtype=wide)
 
     def add(self, d_iq: Tensor, d_w: Tensor) -> None:
-        """Those of some more keys."""
+        """Add the gradients of a shard."""
         self.d_iq += d_iq
         self.d_w += d_w
+
+
+# The loss.
+
+
+def row_losses(loss: LossCall, sharding: SequenceSharding, rows: RowSharding) -> Tensor:
+    """[s_q], differentiable: every tp rank computes its shard of the rows, and returns all of them."""
+    call, indices, bounds, target, source = loss
+    call = call._replace(iq=shard_replicated(call.iq, rows), w=shard_replicated(call.w, rows))
+    if indices is None:
+        assert source is not None
+        losses: Tensor = _DenseKL.apply(  # type: ignore[no-untyped-call]
+            call.iq, call.ik, call.w, call, source, bounds, sharding, rows
+        )
+    else:
+        if source is None:
+            assert target is not None
+            p = rows.shard(target)  # already over all heads
+        else:
+            p = rows.reduce_heads(_target_at(source, indices, bounds, sharding))
+        losses = row_kl(scores_at(call, rows.shard(indices), rows.shard_bounds(bounds), sharding, rows), p)
+    return gather_replicated(losses, rows)
+
+
+def _target_at(source: AttentionTarget, indices: Tensor, bounds: RowBounds, sharding: SequenceSharding) -> Tensor:
+    """[s_q, topk] over the heads of this rank."""
+    with torch.no_grad():
+        return map_slots(
+            exchange_keys([source.k], sharding),
+            indices,
+            bounds,
+            0.0,
+            lambda shard, slots: source._replace(k=shard.tensors[0]).at(slots.indices, slots.bounds),
+        )
+
+
+class _DenseKL(torch.autograd.Function):
+    """The loss over all keys, one chunk of a KV shard at a time.
+
+    The indexer's tensors are of the rows that this tp rank computes; `source` and `bounds` are of all rows, because the
+    target is summed over the heads of all tp ranks first.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, iq: Tensor, ik: Tensor, w: Tensor, call: IndexerCall, source: AttentionTarget, bounds: RowBounds,
+        sharding: SequenceSharding, rows: RowSharding,
+    ) -> Tensor:  # fmt: skip
+        sums = KLSums(iq)
+        keys = exchange_keys([ik, source.k], sharding)
+        for shard in keys.shards():
+            index_keys, attention_keys = shard.tensors
+            target = source._replace(k=attention_keys)
+            for part, indices, chunk in key_chunks(rows.rows, index_keys.shape[0], keys.local_bounds(shard, bounds)):
+                p = rows.reduce_heads(target.narrow_keys(part).at(indices, chunk))
+                scores = call.backend.scores_at(
+                    iq, index_keys[part], w, rows.shard(indices), rows.shard_bounds(chunk), scale=call.scale,
+                    relu=call.relu,
+                )  # fmt: skip
+                sums.add(p, scores)
+        ctx.save_for_backward(iq, ik, w, sums.log_z, sums.mass)
+        ctx.rest = call.without_tensors(), source, bounds, sharding, rows
+        return sums.loss()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        iq, ik, w, log_z, mass = ctx.saved_tensors
+        call, source, bounds, sharding, rows = ctx.rest
+        keys = exchange_keys([ik, source.k], sharding)
+        grad_return, total = keys.grad_return(), _RowGrads(iq, w, single=False)
+        for shard in keys.shards():
+            index_keys, attention_keys = shard.tensors
+            d_ik = torch.zeros_like(index_keys, dtype=log_z.dtype)
+            target = source._replace(k=attention_keys)
+            for part, indices, chunk in key_chunks(rows.rows, index_keys.shape[0], keys.local_bounds(shard, bounds)):
+                p = rows.reduce_heads(target.narrow_keys(part).at(indices, chunk))
+                indices, chunk = rows.shard(indices), rows.shard_bounds(chunk)
+                scores = call.backend.scores_at(
+                    iq, index_keys[part], w, indices, chunk, scale=call.scale, relu=call.relu
+                )
+                d_iq, d_keys, d_w = call.backend.dense_scores_backward(
+                    iq, index_keys[part], w, chunk, score_gradient(p, scores, log_z, mass, grad), scale=call.scale,
+                    relu=call.relu, dtype=total.dtype,
+                )  # fmt: skip
+                total.add(d_iq, d_w)
+                d_ik[part] += d_keys
+            if ctx.needs_input_grad[1]:
+                grad_return.send(shard, [d_ik])
+        d_own = rows.reduce_grad(grad_return.collect()[0]).to(ik.dtype) if ctx.needs_input_grad[1] else None
+        return total.d_iq.to(iq.dtype), d_own, total.d_w.to(w.dtype), None, None, None, None, None
+
+
+def sum_over_sequence(partial: Tensor, cp: Comm) -> Tensor:
+    """The loss of all rows, given that of the rows of this rank. The gradient reaches the rows of every rank."""
+    if cp.world == 1:
+        return partial
+    total: Tensor = _SumOverSequence.apply(partial, cp)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumOverSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, cp: Comm) -> Tensor:
+        return cp.all_reduce(partial)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def global_row_count(sharding: SequenceSharding, row_mask: Tensor | None) -> int | Tensor:
+    """The number of rows of the whole sequence that count."""
+    if row_mask is None:
+        return sharding.length
+    return sharding.groups.cp.all_reduce(row_mask.sum())

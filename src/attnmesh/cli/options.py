@@ -1,0 +1,185 @@
+"""Options that several commands share, and how commands report errors."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from attnmesh.comm import CommError
+from attnmesh.core.validation import parse_length
+from attnmesh.planner.catalog import cluster
+from attnmesh.planner.hardware import Cluster
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Device(enum.StrEnum):
+    """Device type."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Precision(enum.StrEnum):
+    """Names of torch dtypes."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        return DTYPES[self.value]
+
+
+class LayoutName(enum.StrEnum):
+    """Names of layouts."""
+
+    ZIGZAG = "zigzag"
+    STRIPED = "striped"
+    CONTIGUOUS = "contiguous"
+
+
+def _length(text: str | int) -> int:
+    try:
+        return parse_length(str(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+LENGTH_HELP = "Tokens in the whole sequence, such as 100000, 128k or 1M."
+
+RanksOption = Annotated[
+    int | None, typer.Option("--ranks", min=1, show_default="4", help="Number of ranks to start. Not under torchrun.")
+]
+VirtualOption = Annotated[
+    bool, typer.Option("--virtual", help="Run the ranks as threads of this process instead of as processes.")
+]
+DeviceOption = Annotated[Device, typer.Option(help="Device to compute on.")]
+MeasuredDeviceOption = Annotated[
+    Device | None, typer.Option("--device", show_default="cuda if available, else cpu", help="Device to measure.")
+]
+LengthOption = Annotated[int, typer.Option("--length", parser=_length, metavar="LENGTH", help=LENGTH_HELP)]
+OptionalLengthOption = Annotated[
+    int | None, typer.Option("--length", parser=_length, metavar="LENGTH", help="Tokens per sequence, such as 128k.")
+]
+BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Number of sequences.")]
+QHeadsOption = Annotated[int, typer.Option("--q-heads", min=1, help="Number of query heads.")]
+KvHeadsOption = Annotated[int, typer.Option("--kv-heads", min=1, help="Number of key and value heads.")]
+HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, help="Head dimension.")]
+LayoutOption = Annotated[LayoutName, typer.Option("--layout", help="How token positions are assigned to ranks.")]
+MaskOption = Annotated[
+    str, typer.Option("--mask", help="causal, full, or window:N (causal, limited to the last N keys).")
+]
+RanksPerNodeOption = Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Number of ranks per node.")]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="Model name (such as llama-3.1-70b), config.json file or its folder.")
+]
+HardwareOption = Annotated[
+    str,
+    typer.Option(
+        "--hardware", help="Device: h200, h100, b200, a100, mi300x, trainium2, cpu, or one of --hardware-file."
+    ),
+]
+HardwareFileOption = Annotated[
+    Path | None,
+    typer.Option("--hardware-file", help="TOML file with devices and links, as `attnmesh calibrate` writes."),
+]
+LinksOption = Annotated[
+    str | None,
+    typer.Option(
+        "--links",
+        show_default="the usual links of the hardware",
+        help="Link within nodes and link between nodes, such as nvlink4,infiniband. One name is used for both.",
+    ),
+]
+ClusterNodeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks-per-node", min=1, show_default="the usual node of the hardware", help="Number of ranks per node."
+    ),
+]
+RailsOption = Annotated[
+    int | None,
+    typer.Option("--rails", min=1, show_default="as usual for the hardware", help="Number of network ports per node."),
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def check_device(device: str) -> None:
+    """Raise a usage error if the device type is not available."""
+    if device == Device.CUDA and not torch.cuda.is_available():
+        raise typer.BadParameter("cuda: no CUDA device is available", param_hint="--device")
+
+
+def default_device(device: Device | None) -> str:
+    """The device that was given, or "cuda" if there is a GPU, else "cpu"."""
+    device = device or (Device.CUDA if torch.cuda.is_available() else Device.CPU)
+    check_device(device)
+    return device.value
+
+
+def check_output_file(option: str, path: Path) -> None:
+    """Raise ValueError if a file cannot be written to `path`, before any time is spent."""
+    if path.is_dir():
+        raise ValueError(f"{option} must be a file, got the folder {path}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} must be in an existing folder, got {path}")
+
+
+def resolve_cluster(
+    hardware: str, links: str | None, ranks_per_node: int | None, rails: int | None, hardware_file: Path | None
+) -> Cluster:
+    """The cluster that the hardware options describe."""
+    intra_node = inter_node = None
+    if links is not None:
+        intra_node, _, inter_node = links.partition(",")
+        inter_node = inter_node or intra_node
+    if hardware_file is not None and not hardware_file.is_file():
+        raise ValueError(f"--hardware-file must be an existing file, got {hardware_file}")
+    return cluster(
+        hardware,
+        ranks_per_node=ranks_per_node,
+        intra_node=intra_node,
+        inter_node=inter_node,
+        rails=rails,
+        extra=hardware_file,
+    )
+
+
+def describe_cluster(found: Cluster, ranks: int) -> str:
+    """One line: devices, nodes, links, and the source of the device's figures."""
+    nodes = -(-ranks // found.ranks_per_node)
+    text = f"{ranks} x {found.device.name}"
+    if nodes == 1:
+        text += f", one node, {found.intra_node.name}"
+    else:
+        text += f", {nodes} nodes of {found.ranks_per_node}, {found.intra_node.name} within nodes, {found.inter_node.name} between nodes"
+        text += f" ({found.rails} ports per node)"
+    return f"{text}; device figures: {found.device.source}"
+
+
+@contextmanager
+def reported_errors(command: str) -> Iterator[None]:
+    """Report an error in one line on stderr: exit code 2 for invalid input, 1 for a rank that failed."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _report(command, error)
+        raise typer.Exit(2) from None
+    except CommError as error:
+        _report(command, error)
+        raise typer.Exit(1) from None
+
+
+def _report(command: str, error: Exception) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of torchrun would report the same
+        typer.echo(f"attnmesh {command}: {error}", err=True)

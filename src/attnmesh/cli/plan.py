@@ -1,0 +1,205 @@
+"""`attnmesh plan`: ranks the plans for a model on a cluster, or recommends a sharding for given heads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnmesh.cli import output
+from attnmesh.cli.options import (
+    BatchOption,
+    ClusterNodeOption,
+    HardwareFileOption,
+    HardwareOption,
+    JsonFlag,
+    LengthOption,
+    LinksOption,
+    ModelOption,
+    OptionalLengthOption,
+    RailsOption,
+    describe_cluster,
+    reported_errors,
+    resolve_cluster,
+)
+from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
+from attnmesh.ops.storage import bytes_per_token
+from attnmesh.planner.decode import DecodeRequest, decode_memory, decode_ranking, shardings
+from attnmesh.planner.models.config import ModelConfig
+from attnmesh.planner.models.read import model as known_model
+from attnmesh.planner.models.read import read_config
+from attnmesh.planner.prefill import MAX_CP_RANKS, PrefillRequest, parallelisms, prefill_memory, prefill_ranking
+from attnmesh.planner.ranking import Memory, Ranking
+
+plan_app = typer.Typer(no_args_is_help=True, help="Rank the plans for a model on a cluster, without running anything.")
+
+RequiredRanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks (devices).")]
+StorageOption = Annotated[
+    str, typer.Option("--storage", help="Storage type of the KV cache: bf16, fp16, fp32, fp8, int8 or bfp8.")
+]
+AllOption = Annotated[bool, typer.Option("--all", help="Show all plans, not only the best twelve.")]
+
+
+@plan_app.command("prefill")
+def plan_prefill(
+    model: ModelOption,
+    length: LengthOption,
+    ranks: RequiredRanksOption,
+    batch: BatchOption = 1,
+    hardware: HardwareOption = "h200",
+    hardware_file: HardwareFileOption = None,
+    links: LinksOption = None,
+    ranks_per_node: ClusterNodeOption = None,
+    rails: RailsOption = None,
+    storage: StorageOption = "bf16",
+    show_all: AllOption = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Rank plans to prefill prompts by time, with memory, bytes sent, bottleneck and reason.
+
+    Exits with 1 if no plan fits into memory, and reports what would fit.
+    """
+    with reported_errors("plan prefill"):
+        chosen = known_model(model)
+        cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
+        task = PrefillRequest(chosen, length, batch, ranks, cluster, _bytes_per_number(storage, chosen))
+        with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
+            ranking = prefill_ranking(task)
+
+            def least_memory(devices: int) -> Memory | None:
+                larger = replace(task, devices=devices)
+                plans = (plan for plan in parallelisms(larger) if plan.cp <= MAX_CP_RANKS)
+                return min((prefill_memory(larger, plan) for plan in plans), key=_total, default=None)
+
+            ranking = _with_advice(ranking, ranks, least_memory, task.kv_itemsize)
+        title = f"prefill of {_sequences(batch)} of {length:,} tokens, {chosen.name}"
+        _print_ranking(
+            ranking, title, describe_cluster(cluster, ranks), tokens=batch * length, show_all=show_all, as_json=as_json
+        )
+
+
+@plan_app.command("decode")
+def plan_decode(
+    ranks: RequiredRanksOption,
+    batch: BatchOption,
+    model: Annotated[
+        str | None, typer.Option(help="Model name, config.json file or its folder; plans are ranked by time.")
+    ] = None,
+    length: OptionalLengthOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="config.json file to take the heads from, without --model."),
+    ] = None,
+    q_heads: Annotated[int | None, typer.Option(min=1, help="Number of query heads, without --model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Number of key and value heads, without --model.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, show_default="128", help="Head dimension.")] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, show_default="q-heads x head-dim", help="Hidden size of the model.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            show_default="h200 with --model",
+            help="Device, as in `plan prefill`. With heads instead of a model it ranks shardings by time.",
+        ),
+    ] = None,
+    hardware_file: HardwareFileOption = None,
+    links: LinksOption = None,
+    ranks_per_node: ClusterNodeOption = None,
+    rails: RailsOption = None,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens per sequence and step.")] = 1,
+    storage: StorageOption = "bf16",
+    show_all: AllOption = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Rank plans to decode tokens.
+
+    With --model, plans for the whole model are ranked by time; exits with 1 if no plan fits into memory. With --config
+    or heads, recommends a sharding of one attention layer: what each rank holds and sends, and with --hardware and
+    --length which sharding is the fastest.
+    """
+    with reported_errors("plan decode"):
+        on_cluster = any(part is not None for part in (hardware, links, ranks_per_node, rails, hardware_file))
+        if length is None and (model is not None or on_cluster):
+            raise ValueError("--length is required with --model and with --hardware")
+        cluster = None
+        if model is not None or on_cluster:
+            cluster = resolve_cluster(
+                "h200" if hardware is None else hardware, links, ranks_per_node, rails, hardware_file
+            )
+        if model is None:
+            heads = _heads(config, q_heads, kv_heads, head_dim, hidden)
+            with output.status(f"comparing shardings over {ranks} ranks"):
+                show_sharding(
+                    heads, batch, ranks, length=length, tokens=tokens, storage=storage, cluster=cluster, as_json=as_json
+                )
+            return
+        if config is not None or any((q_heads, kv_heads, head_dim, hidden)):
+            raise ValueError("--config, --q-heads, --kv-heads, --head-dim and --hidden cannot be used with --model")
+        assert length is not None
+        assert cluster is not None
+        chosen = known_model(model)
+        number = _bytes_per_number(storage, chosen)
+        task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
+        with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
+            ranking = decode_ranking(task)
+
+            def least_memory(devices: int) -> Memory | None:
+                larger = replace(task, devices=devices)
+                found = (decode_memory(larger, plan, batch // replicas) for replicas, plan in shardings(larger))
+                return min(found, key=_total, default=None)
+
+            ranking = _with_advice(ranking, ranks, least_memory, number)
+        title = f"one decode step of {_sequences(batch)} with {length:,} tokens in the KV cache, {chosen.name}"
+        _print_ranking(
+            ranking, title, describe_cluster(cluster, ranks), tokens=batch * tokens, show_all=show_all, as_json=as_json
+        )
+
+
+def _with_advice(
+    ranking: Ranking, ranks: int, least_memory: Callable[[int], Memory | None], kv_itemsize: float
+) -> Ranking:
+    if ranking.best is not None:
+        return ranking
+    return replace(ranking, advice=fitting_advice(ranking, ranks, least_memory, kv_itemsize))
+
+
+def _print_ranking(ranking: Ranking, title: str, cluster: str, *, tokens: int, show_all: bool, as_json: bool) -> None:
+    """Print the ranking; exit with 1 if no plan fits."""
+    if as_json:
+        print(json.dumps({"workload": title, "cluster": cluster, **ranking_facts(ranking)}, indent=2))
+    else:
+        show_ranking(output.console(), ranking, title, cluster, tokens=tokens, show_all=show_all)
+    if ranking.best is None:
+        raise typer.Exit(1)
+
+
+def _heads(
+    config: Path | None, q_heads: int | None, kv_heads: int | None, head_dim: int | None, hidden: int | None
+) -> ModelConfig:
+    if config is not None:
+        if any((q_heads, kv_heads, head_dim, hidden)):
+            raise ValueError("--q-heads, --kv-heads, --head-dim and --hidden cannot be used with --config")
+        return read_config(config)
+    if q_heads is None or kv_heads is None:
+        raise ValueError("--model, or --config, or --q-heads and --kv-heads are required")
+    head_dim = head_dim or 128
+    return ModelConfig(q_heads, kv_heads, head_dim, hidden or q_heads * head_dim)
+
+
+def _bytes_per_number(storage: str, model: ModelConfig) -> float:
+    """Bytes of one number in the KV cache, scales included."""
+    width = model.latent.cached if model.latent else model.head_dim
+    return bytes_per_token(storage, width) / width
+
+
+def _sequences(batch: int) -> str:
+    return "1 sequence" if batch == 1 else f"{batch} sequences"
+
+
+def _total(memory: Memory) -> float:
+    return memory.total

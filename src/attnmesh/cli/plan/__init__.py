@@ -1,1 +1,0 @@
-"""`attnmesh plan` and `attnmesh simulate`."""

@@ -1,0 +1,108 @@
+"""`attnmesh report`: writes an HTML report about a workload."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnmesh.cli import output
+from attnmesh.cli.options import (
+    BatchOption,
+    Device,
+    HeadDimOption,
+    KvHeadsOption,
+    LayoutName,
+    LayoutOption,
+    LengthOption,
+    MaskOption,
+    QHeadsOption,
+    check_output_file,
+    reported_errors,
+)
+from attnmesh.comm import Comm, run_virtual
+from attnmesh.core.layouts import LAYOUTS, Layout
+from attnmesh.core.masks import Mask, parse_mask
+from attnmesh.plan.workload import Shape
+from attnmesh.report.data import default_node, make_report, read_figures
+from attnmesh.report.page import write_report
+from attnmesh.trace.timeline import read_trace
+from attnmesh.verify import run as verify
+from attnmesh.verify.attention import schedule_modes
+from attnmesh.verify.mode import Outcome
+
+
+def report_command(
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 8,
+    length: LengthOption = 131072,
+    layout: LayoutOption = LayoutName.ZIGZAG,
+    mask: MaskOption = "causal",
+    q_heads: QHeadsOption = 32,
+    kv_heads: KvHeadsOption = 8,
+    head_dim: HeadDimOption = 128,
+    batch: BatchOption = 1,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks-per-node", min=1, show_default="the middle divisor of --ranks", help="Number of ranks per node."
+        ),
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Device type that schedules are ranked for.")] = Device.CUDA,
+    traces: Annotated[list[Path] | None, typer.Option("--trace", help="Trace to include. Repeatable.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="JSON file with figures to include.")] = None,
+    check: Annotated[bool, typer.Option(help="Compute a small case on virtual ranks and compare with float64.")] = True,
+) -> None:
+    """Write an HTML report: what each rank holds, computes and sends, and which schedule is the fastest."""
+    shape = Shape(batch, q_heads, kv_heads, head_dim, itemsize=2, sum_itemsize=4)  # bf16, accumulated in float32
+    with reported_errors("report"):
+        check_output_file("--out", out)
+        chosen_mask, chosen_layout = parse_mask(mask), LAYOUTS[layout.value]
+        timelines = {path.stem: read_trace(path) for path in traces or ()}
+        tables = read_figures(figures) if figures else {}
+        outcomes: list[Outcome] = []
+        if check:
+            with output.status("comparing every schedule with float64"):
+                outcomes = compare_schedules(ranks, chosen_layout, chosen_mask, ranks_per_node)
+        with output.status("planning and simulating every schedule"):
+            made = make_report(
+                chosen_mask,
+                chosen_layout,
+                length,
+                ranks,
+                shape,
+                ranks_per_node=ranks_per_node,
+                device=device.value,
+                facts=run_facts(),
+                timelines=timelines,
+                figures=tables,
+                outcomes=outcomes,
+            )
+            write_report(out, made)
+    output.console().print(f"Report: {out}", soft_wrap=True)
+
+
+def run_facts() -> dict[str, object]:
+    """This machine, the versions on it, and the date, for a report."""
+    here = output.machine("cpu")
+    versions = {"attnmesh": metadata.version("attnmesh")} | {name: here[name] for name in ("torch", "python")}
+    return {
+        "machine": f"{here['processor']}, {here['cores']} cores",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "written": datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),
+    }
+
+
+def compare_schedules(
+    ranks: int, layout: Layout, mask: Mask, ranks_per_node: int | None = None, seed: int = 0
+) -> list[Outcome]:
+    """Every schedule on virtual ranks, a small random case, compared with float64."""
+    per_node = ranks_per_node or default_node(ranks)
+
+    def run(comm: Comm) -> list[Outcome]:
+        return list(verify.run(comm, "cpu", seed, schedule_modes(comm, layout, mask, per_node)))
+
+    return run_virtual(ranks, run)[0]

@@ -1,0 +1,228 @@
+"""`attnmesh simulate`: simulates one attention layer under a schedule on a cluster."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnmesh.cli import output
+from attnmesh.cli.options import (
+    BatchOption,
+    ClusterNodeOption,
+    HardwareFileOption,
+    HardwareOption,
+    JsonFlag,
+    LayoutName,
+    LayoutOption,
+    LengthOption,
+    LinksOption,
+    MaskOption,
+    RailsOption,
+    check_output_file,
+    describe_cluster,
+    reported_errors,
+    resolve_cluster,
+)
+from attnmesh.core.layouts import LAYOUTS
+from attnmesh.core.masks import parse_mask
+from attnmesh.plan.program import Load, LoadCounter
+from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.auto import choose_schedule
+from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.models.read import model as known_model
+from attnmesh.planner.simulator.network import Slowdown
+from attnmesh.planner.simulator.simulate import Simulated, simulate
+from attnmesh.planner.units import readable_bytes, readable_seconds
+from attnmesh.trace.timeline import write_trace
+
+TRACED_RANKS = 16
+"""How many ranks a trace has by default."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    name: str
+    simulated: Simulated
+    busiest: Load
+    wall: float
+
+
+def simulate_command(
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks, up to thousands.")],
+    length: LengthOption,
+    schedule: Annotated[str, typer.Option(help=f"auto, {', '.join(SCHEDULES)}.")] = "ring",
+    model: Annotated[
+        str | None, typer.Option(help="Model name, config.json file or its folder to take the heads from.")
+    ] = None,
+    q_heads: Annotated[int | None, typer.Option(min=1, show_default="32", help="Number of query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, show_default="8", help="Number of KV heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, show_default="128", help="Head dimension.")] = None,
+    batch: BatchOption = 1,
+    layout: LayoutOption = LayoutName.ZIGZAG,
+    mask: MaskOption = "causal",
+    backward: Annotated[bool, typer.Option("--backward", help="Also simulate the backward pass.")] = False,
+    hardware: HardwareOption = "h200",
+    hardware_file: HardwareFileOption = None,
+    links: LinksOption = None,
+    ranks_per_node: ClusterNodeOption = None,
+    rails: RailsOption = None,
+    slow_ranks: Annotated[
+        list[str] | None,
+        typer.Option("--slow-rank", help="RANK:FACTOR; 3:1.5 makes rank 3 compute 1.5 times as long. Repeatable."),
+    ] = None,
+    slow_links: Annotated[
+        list[str] | None,
+        typer.Option("--slow-link", help="RANK:FACTOR; 7:4 leaves rank 7 a quarter of its link bandwidth. Repeatable."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
+    trace_ranks: Annotated[
+        str | None, typer.Option(show_default="the first 16", help="Ranks in the trace, such as 0-7,12.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Simulate one attention layer under a schedule on a cluster: every rank, port and message."""
+    with reported_errors("simulate"):
+        if trace is not None:
+            check_output_file("--trace", trace)
+        if trace_ranks is not None and trace is None:
+            raise ValueError(f"--trace-ranks {trace_ranks} requires --trace")
+        shape = _shape(model, batch, q_heads, kv_heads, head_dim)
+        cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
+        if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
+            raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
+        held = shards(parse_mask(mask), LAYOUTS[layout.value], length, ranks)
+        workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
+        slow = Slowdown(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
+        keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
+        chosen = _schedule(schedule, workload, cluster)
+        nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
+        runs = []
+        for way in (False, True) if backward else (False,):
+            with output.status(f"simulating {chosen} {'backward' if way else 'forward'} on {ranks:,} ranks"):
+                runs.append(_simulate(chosen, workload, nodes, way, slow, keep))
+        if trace is not None:
+            _write_trace(trace, runs, ranks)
+    title = f"{chosen}: {length:,} tokens over {ranks:,} ranks, {layout.value}, {mask}"
+    if as_json:
+        facts = {
+            "schedule": chosen, "ranks": ranks, "length": length, "layout": layout.value, "mask": mask,
+            "cluster": describe_cluster(cluster, ranks), "runs": [_facts(run) for run in runs],
+        }  # fmt: skip
+        print(json.dumps(facts, indent=2))
+        return
+    console = output.console()
+    console.print(describe_cluster(cluster, ranks))
+    output.show(console, title, [_row(run) for run in runs])
+    for method in dict.fromkeys(run.simulated.method for run in runs):
+        console.print(f"Simulated {method}.")
+    if trace is not None:
+        console.print(f"Trace: {trace} (open it in https://ui.perfetto.dev or chrome://tracing)", soft_wrap=True)
+
+
+def _shape(model: str | None, batch: int, q_heads: int | None, kv_heads: int | None, head_dim: int | None) -> Shape:
+    """The heads of the model, or those that were given; bf16, accumulated in float32."""
+    if model is None:
+        shape = Shape(batch, q_heads or 32, kv_heads or 8, head_dim or 128, itemsize=2, sum_itemsize=4)
+        if shape.q_heads % shape.kv_heads:
+            raise ValueError(f"--kv-heads must divide the {shape.q_heads} query heads, got {shape.kv_heads}")
+        return shape
+    if any((q_heads, kv_heads, head_dim)):
+        raise ValueError("--q-heads, --kv-heads and --head-dim cannot be used with --model")
+    of = known_model(model)
+    heads = of.q_heads if of.latent else of.kv_heads
+    return Shape(batch, of.q_heads, heads, (of.head_dim + of.value_dim) // 2, itemsize=2, sum_itemsize=4)
+
+
+def _schedule(schedule: str, workload: Workload, cluster: Cluster) -> str:
+    if schedule == "auto":
+        return choose_schedule(workload, cluster).schedule
+    if schedule not in SCHEDULES:
+        raise ValueError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
+    check_schedule(schedule, workload.shards, workload.ranks_per_node)
+    return schedule
+
+
+def _simulate(
+    schedule: str, workload: Workload, cluster: Cluster, backward: bool, slow: Slowdown, keep: Sequence[int]
+) -> _Run:
+    whole = program(schedule, workload, backward=backward)
+    counter = LoadCounter(whole.world, cluster.ranks_per_node)
+    begin = time.perf_counter()
+    simulated = simulate(counter.counting(whole), cluster, slow=slow, keep=keep)
+    name = f"{schedule} {'backward' if backward else 'forward'}"
+    return _Run(name, simulated, counter.maximum(), time.perf_counter() - begin)
+
+
+def _row(run: _Run) -> dict[str, object]:
+    simulated = run.simulated
+    active = simulated.finish > 0  # ranks without positions finish at once
+    waiting = simulated.waited[active] / simulated.finish[active]
+    return {
+        "run": run.name,
+        "slowest rank": readable_seconds(simulated.seconds),
+        "max compute": readable_seconds(float(simulated.computed.max())),
+        "max waiting": readable_seconds(float(simulated.waited.max())),
+        "min utilization": f"{100 * (1 - waiting.max(initial=0.0)):.1f}%",
+        "max bytes sent": readable_bytes(run.busiest.sent),
+        "between nodes": readable_bytes(run.busiest.inter_node),
+        "TFLOP per rank": f"{run.busiest.flops / 1e12:.4g}",
+        "simulated in": f"{run.wall:.1f} s",
+    }
+
+
+def _facts(run: _Run) -> dict[str, object]:
+    simulated = run.simulated
+    return {
+        "run": run.name,
+        "seconds": simulated.seconds,
+        "computed": float(simulated.computed.max()),
+        "waited": float(simulated.waited.max()),
+        "bytes_sent": run.busiest.sent,
+        "bytes_between_nodes": run.busiest.inter_node,
+        "flops": run.busiest.flops,
+        "method": simulated.method,
+    }
+
+
+def _write_trace(path: Path, runs: Sequence[_Run], ranks: int) -> None:
+    """Write all runs into one file, one after the other."""
+    spans, begin = [], 0.0
+    for run in runs:
+        spans += [replace(span, begin=span.begin + begin, end=span.end + begin) for span in run.simulated.spans]
+        begin += run.simulated.seconds
+    write_trace(path, spans, title=f"simulated {runs[0].name}", metadata={"ranks": ranks})
+
+
+def _factors(given: Sequence[str], option: str, ranks: int) -> dict[int, float]:
+    factors: dict[int, float] = {}
+    for text in given:
+        rank, _, factor = text.partition(":")
+        try:
+            factors[int(rank)] = float(factor)
+        except ValueError:
+            raise ValueError(f"{option} must be RANK:FACTOR, such as 3:1.5, got {text!r}") from None
+        if not 0 <= int(rank) < ranks:
+            raise ValueError(f"{option} must name a rank in 0..{ranks - 1}, got {text!r}")
+    return factors
+
+
+def _traced_ranks(text: str | None, ranks: int) -> list[int]:
+    if text is None:
+        return list(range(min(ranks, TRACED_RANKS)))
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.strip().isdigit() or (last and not last.strip().isdigit()):
+            raise ValueError(f"--trace-ranks must be ranks such as 0-7,12, got {text!r}")
+        found.update(range(int(first), int(last or first) + 1))
+    if not found or max(found) >= ranks:
+        raise ValueError(f"--trace-ranks must be within 0..{ranks - 1}, got {text!r}")
+    return sorted(found)

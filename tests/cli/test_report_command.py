@@ -1,0 +1,96 @@
+"""`attnmesh report` writes a file, or exits with 2 and one line."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from attnmesh.cli.main import app
+from attnmesh.core.masks import Causal, Full, SlidingWindow, parse_mask
+from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.report.data import read_figures
+from attnmesh.trace.timeline import Span, read_trace, write_trace
+
+SPAN = Span(3, "send", "keys", 2.0, 2.5, {"bytes": 9})
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_a_report_of_files_is_written(tmp_path):
+    trace, figures, out = tmp_path / "measured.json", tmp_path / "generate.json", tmp_path / "report.html"
+    write_trace(trace, [SPAN], title="a run")
+    figures.write_text(json.dumps({"rows": [{"rank": 0, "tokens": 1024}]}))
+    ran = run(
+        "--out", out, "--ranks", 4, "--length", "0.25k", "--trace", trace, "--figures", figures, "--mask", "window:20"
+    )
+    assert ran.exit_code == 0, ran.output
+    text = out.read_text(encoding="utf-8")
+    assert "causal and window of 19 before" in text
+    assert "generate: rows" in text
+    assert '"name":"measured"' in text
+    checked = re.findall(
+        r'<td data-label="mode">(\S+) [^<]*</td>.*?data-label="error">([^<]*)<.*?class="(good|bad)"', text
+    )
+    assert [name for name, _, _ in checked] == list(SCHEDULES)
+    assert all(float(error) > 0 and verdict == "good" for _, error, verdict in checked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "{folder}/none/report.html"], "--out must be in an existing folder"),
+        (["--out", "{folder}"], "--out must be a file, got the folder"),
+        (["--ranks", 0], "Invalid value"),
+        (["--ranks", 65], "1 to 64 ranks"),
+        (["--length", "long"], "got 'long'"),
+        (["--mask", "window:0"], "mask must be causal, full or window:N"),
+        (["--mask", "diagonal"], "got 'diagonal'"),
+        (["--layout", "heap"], "Invalid value"),
+        (["--kv-heads", 5], "kv_heads must divide the 32 query heads, got 5"),
+        (["--ranks-per-node", 3], "must divide the 8 ranks, got 3"),
+        (["--figures", "{folder}/none.json"], "cannot be read"),
+        (["--figures", "{folder}/text"], "text is not a JSON file"),
+        (["--figures", "{folder}/number"], "number has no table"),
+        (["--trace", "{folder}/none.json"], "cannot be read"),
+        (["--trace", "{folder}/number"], "is not a trace"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, said):
+    (tmp_path / "text").write_text("no JSON")
+    (tmp_path / "number").write_text("3")
+    given = [str(each).format(folder=tmp_path) for each in arguments]
+    ran = run(*(() if "--out" in given else ("--out", tmp_path / "report.html")), "--no-check", *given)
+    assert ran.exit_code == 2
+    assert said in " ".join(ran.output.replace("│", " ").split())
+    assert "Traceback" not in ran.output
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_names_of_masks():
+    assert parse_mask("causal") == Causal()
+    assert parse_mask("full") == Full()
+    assert parse_mask("window:5") == Causal() & SlidingWindow(4)
+
+
+def test_figures_are_all_tables_that_a_file_holds(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(
+        json.dumps({"benchmark": "ring", "machine": {"cores": 2}, "sections": {"a": [{"x": 1}, {"x": [1]}], "b": []}})
+    )
+    assert read_figures(path) == {
+        "run": [{"": "benchmark", "value": "ring"}],
+        "run: machine": [{"": "cores", "value": 2}],
+        "run: sections: a": [{"x": 1}, {"x": "[1]"}],
+        "run: sections": [{"": "b", "value": "[]"}],
+    }
+
+
+@pytest.mark.parametrize("events", [[{"ph": "X"}], [{"ph": "X", "cat": "lunch"}], 3])
+def test_no_trace_of_ranks_is_refused(tmp_path, events):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    with pytest.raises(ValueError, match="is not a trace"):
+        read_trace(path)

@@ -1,0 +1,315 @@
+"""`attnmesh verify` passes correct results and reports faults in every family."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attnmesh import ContextParallel, State
+from attnmesh.cli.main import app
+from attnmesh.core.ranges import InterleavedShard
+from attnmesh.kv_cache.block_manager import BlockManager
+from attnmesh.kv_cache.pools import Pools
+from attnmesh.kv_cache.sharded import StepTensors
+from attnmesh.ops.decode.cpu import Cpu
+from attnmesh.ops.merge import GradAccumulator
+from attnmesh.ops.sparse.arguments import RowBounds
+from attnmesh.ops.sparse.torch_backend import RunningTopK
+from attnmesh.parallel.decode.exchange import Kvdp
+from attnmesh.parallel.sparse.groups import RowSharding
+from attnmesh.parallel.sparse.keys import SequenceSharding, _RingGradReturn
+from attnmesh.verify import run as verify
+
+
+@pytest.fixture(autouse=True)
+def not_under_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def leave_only(some: str, monkeypatch):
+    modes = verify.modes
+    monkeypatch.setattr(verify, "modes", lambda *args: [mode for mode in modes(*args) if re.match(some, mode.name)])
+
+
+@pytest.fixture
+def few_modes(monkeypatch):
+    """Enough of what verify would do, in a tenth of the time."""
+    leave_only(r"(ring auto zigzag|attention auto) (causal|window)$", monkeypatch)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, arguments)
+
+
+def counts(output: str) -> tuple[int, int]:
+    """How many modes passed and how many failed, as the last line says."""
+    passed, failed = re.search(r"(\d+) passed, (\d+) failed", output).groups()
+    return int(passed), int(failed)
+
+
+@pytest.mark.slow
+def test_verify_on_virtual_ranks_finds_everything_right():
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 0, ran.output
+    assert "attnmesh verify: 2 ranks, cpu, seed 1" in ran.output
+    for column in ("mode", "shape", "worst", "error", "bound", "verdict"):
+        assert column in ran.output
+    for mode in (
+        "merge causal",
+        "attention auto documents",
+        "ring auto zigzag causal+documents",
+        "ring aten striped window",
+        "decode auto paged T=4",
+        "decode cpu contiguous additive mask",
+        "decode cpu paged split_size same bits",
+        "cache fp8 append fork truncate",
+        "cache int8 prefix same bits",
+        "generation CP2 reduce_scatter out",
+        "generation KVDP2 all_gather in and out",
+        "generation TP2 fp32",
+        "sparse attention documents",
+        "sparse dense loss causal strided",
+        "sparse top-k same bits",
+        "sparse attention CP2 sharded contiguous causal",
+        "sparse loss TP2 causal",
+        "sparse CP2 gathered zigzag same bits",
+    ):
+        assert mode in ran.output
+    passed, failed = counts(ran.stdout)
+    assert passed == len(re.findall(r"\bok\b", ran.output)) >= 36  # 3 layouts, 6 masks, 2 dtypes
+    assert failed == 0
+    assert "WRONG" not in ran.output
+
+
+def slightly_louder(attend):
+    """An error of a ten thousandth, on the last rank only."""
+
+    def attention(self, *args, **kwargs):
+        out, lse = attend(self, *args, **kwargs)
+        return (out * 1.0001, lse) if self.rank == self.world - 1 else (out, lse)
+
+    return attention
+
+
+def off_in_lse(attend):
+    def attention(self, *args, **kwargs):
+        out, lse = attend(self, *args, **kwargs)
+        return out, lse + 1e-4 * self.rank
+
+    return attention
+
+
+def nan_in_one_place(attend):
+    def attention(self, *args, **kwargs):
+        out, lse = attend(self, *args, **kwargs)
+        out = out.clone()
+        if self.rank == 0 and out.numel():
+            out[-1, -1, -1, -1] = torch.nan
+        return out, lse
+
+    return attention
+
+
+@pytest.mark.parametrize("fault", [slightly_louder, off_in_lse, nan_in_one_place])
+def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
+    monkeypatch.setattr(ContextParallel, "attention", fault(ContextParallel.attention))
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    assert len(re.findall(r"ring auto zigzag \w+ .* fp32 .*WRONG", ran.output)) == 2
+    assert not re.search(r"attention .*WRONG", ran.output)
+    assert counts(ran.stdout) == (ran.stdout.count(" ok "), ran.stdout.count("WRONG"))
+
+
+def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch):
+    monkeypatch.setattr(GradAccumulator, "add_to", lambda self, target: None)
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    assert len(re.findall(r"ring auto zigzag \w+ .*(dk|dv).*WRONG", ran.output)) == 4
+    assert counts(ran.stdout) == (4, 4)
+
+
+@pytest.fixture
+def one_devices_modes(monkeypatch):
+    """Only the modes of token generation on one device."""
+    leave_only(r"(decode|cache) ", monkeypatch)
+
+
+def louder(run):
+    def faulty(self, call, into=None):
+        state = run(self, call, into)
+        return State(state.out * 1.0001, state.lse)
+
+    return faulty
+
+
+def by_the_batch(run):
+    """Right but for the last bit of a float32, which changes with the number of sequences."""
+
+    def faulty(self, call, into=None):
+        state = run(self, call, into)
+        return State(state.out, state.lse * (1 + torch.finfo(torch.float32).eps * (call.q.shape[0] > 1)))
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "wrong"),
+    [
+        (Cpu, "run", louder, r"(decode|cache).*fp32"),
+        (Cpu, "run", by_the_batch, r"decode.*split_size same bits"),
+        (Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork"),
+        (BlockManager, "cache_full_blocks", lambda register: lambda *args: None, r"│ cache "),
+    ],
+)
+def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, one_devices_modes, monkeypatch):
+    monkeypatch.setattr(place, name, fault(getattr(place, name)))
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    lines = [line for line in ran.stdout.splitlines() if re.search(r"decode|cache", line)]
+    assert len(lines) == sum(counts(ran.stdout)) >= 30
+    found = {line for line in lines if "WRONG" in line}
+    assert found == {line for line in lines if re.search(wrong, line)}
+
+
+@pytest.fixture
+def generation_modes(monkeypatch):
+    """Only the modes of token generation over ranks."""
+    leave_only("generation ", monkeypatch)
+
+
+def as_the_first_rank(length):
+    """Every rank believes that it holds as many positions as the first one of its share, which has most."""
+    return lambda self, n, rank=None: length(self, n, 0 if isinstance(n, torch.Tensor) else rank)
+
+
+def without_a_window(sight):
+    return lambda self, window: sight(self, None)
+
+
+def louder_from_one_rank(scatter_heads):
+    def faulty(self, out):
+        return scatter_heads(self, out * (1 + 1e-4 * (self.comm.rank == 1)))
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "wrong"),
+    [
+        (InterleavedShard, "length", as_the_first_rank, r" CP2 "),
+        (StepTensors, "key_range", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
+        (Kvdp, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
+    ],
+)
+def test_verify_sees_a_fault_in_generation_over_ranks(place, name, fault, wrong, generation_modes, monkeypatch):
+    monkeypatch.setattr(place, name, fault(getattr(place, name)))
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    lines = [line for line in ran.stdout.splitlines() if "generation" in line]
+    assert len(lines) == sum(counts(ran.stdout)) >= 15
+    found = {line for line in lines if "WRONG" in line}
+    assert found == {line for line in lines if re.search(wrong, line)}
+    assert found
+
+
+def without_counting_slots(valid):
+    def faulty(self, indices):
+        return valid(self._replace(slots=torch.full_like(self.slots, indices.shape[1])), indices)
+
+    return faulty
+
+
+def the_last_of_equals(update):
+    """Of equal scores the highest key wins, as if keys came in descending order."""
+    return lambda self, some, scores, at: update(self, some, scores.flip(1), at.flip(0))
+
+
+def of_own_heads(reduce_heads):
+    return lambda self, part: self.shard(part)
+
+
+def without_received_grads(collect):
+    """The gradients from other ranks are lost."""
+    return lambda self: collect(self) and self._own
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "modes", "wrong"),
+    [
+        (RowBounds, "valid", without_counting_slots, ".*(no mask|strided)", r"sparse (?!top-k|dense).*strided"),
+        (RunningTopK, "update", the_last_of_equals, "(top-k|loss)", r"sparse top-k"),
+        (RowSharding, "reduce_heads", of_own_heads, ".* [TC]P2", r"(attention|distribution|loss) TP2"),
+        (_RingGradReturn, "collect", without_received_grads, ".* CP2", r"(attention|loss) .*ring"),
+        (SequenceSharding, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"),
+    ],
+)
+def test_verify_sees_a_fault_in_sparse_attention(place, name, fault, modes, wrong, monkeypatch):
+    leave_only(f"sparse {modes}", monkeypatch)
+    monkeypatch.setattr(place, name, fault(getattr(place, name)))
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    lines = [line for line in ran.stdout.splitlines() if "│ sparse" in line]
+    assert len(lines) == sum(counts(ran.stdout)) >= 10
+    found = {line for line in lines if "WRONG" in line}
+    assert found == {line for line in lines if re.search(wrong, line)}
+    assert found != set(lines)
+
+
+@pytest.mark.slow
+def test_a_seed_repeats_a_test_and_another_does_not(few_modes):
+    first, again, other = (run("verify", "--ranks", "2", "--virtual", "--seed", s).stdout for s in "112")
+    assert first == again
+    assert re.findall(r"\de-\d\d", first)
+    assert re.findall(r"[\d.]+e-\d\d", first) != re.findall(r"[\d.]+e-\d\d", other)
+
+
+@pytest.mark.slow
+def test_without_a_seed_inputs_are_fresh(few_modes):
+    seeds = {re.search(r"seed (\d+)", run("verify", "--ranks", "1", "--virtual").output)[1] for _ in range(2)}
+    assert len(seeds) == 2
+
+
+def in_a_process(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=250, env=env)
+
+
+@pytest.mark.slow
+def test_verify_starts_processes_of_its_own():
+    ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3")
+    assert ran.returncode == 0, ran.stderr
+    assert "attnmesh verify: 2 ranks, cpu, seed 3" in ran.stdout
+    assert counts(ran.stdout)[1] == 0
+
+
+@pytest.mark.slow
+def test_a_wrong_answer_of_processes_is_an_exit_status_of_one(tmp_path):
+    fault = "from attnmesh.ops.merge import GradAccumulator\nGradAccumulator.add_to = lambda self, target: None\n"
+    (tmp_path / "sitecustomize.py").write_text(fault)  # every process imports it as it starts
+    ran = in_a_process("attnmesh", "verify", "--ranks", "2", "--seed", "3", PYTHONPATH=str(tmp_path))
+    assert ran.returncode == 1
+    assert counts(ran.stdout)[1] > 0
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.slow
+def test_verify_joins_the_ranks_of_torchrun():
+    ran = in_a_process(
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "attnmesh",
+        "verify",
+        "--seed",
+        "3",
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("attnmesh verify: 2 ranks, cpu, seed 3") == 1  # rank 0 speaks for all
+    assert counts(ran.stdout)[1] == 0
