@@ -48,16 +48,16 @@ def _in_processes(fn: Callable[..., dict[str, Any]], world: int, threads: int, p
 
 def _rank(comm: Comm, prompt: int) -> dict[str, Any]:
     model, _ = load_model()
-    generator = Generator(model, None, comm, tokens=2 * prompt + 4 * STEPS)
+    generator = Generator(model, None, comm, cache_tokens=2 * prompt + 4 * STEPS)
     ids = prompt_ids(model, prompt)
     list(generator.generate([ids[:64]], max_new_tokens=2, stop=[]))  # what is made once is made now
-    before = generator.effort.prefill_seconds, generator.effort.decode_seconds, generator.effort.steps
-    generator.reader.free(generator.reader.readings[0])
+    before = generator.stats.prefill_seconds, generator.stats.decode_seconds, generator.stats.decode_steps
+    generator.engine.free(generator.engine.sequences[0])
     tokens = [token.id for token in generator.generate([ids], max_new_tokens=STEPS, stop=[])]
-    effort = generator.effort
+    effort = generator.stats
     return {
         "prefill_s": effort.prefill_seconds - before[0],
-        "decode_s": (effort.decode_seconds - before[1]) / (effort.steps - before[2]),
+        "decode_s": (effort.decode_seconds - before[1]) / (effort.decode_steps - before[2]),
         "kv_mb_a_rank": effort.kv_bytes / 1e6,
         "tokens": tokens,
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.cli.output import Rows
 from attnmesh.core.optional import require
-from attnmesh.generation.engine import Reader
+from attnmesh.generation.engine import Engine
 from attnmesh.integrations.transformers_attention import NAME, register_attention
 from benchmarks.model_prompt import PEER, STEPS, prompt_ids
 
@@ -59,17 +59,17 @@ def _random_llama() -> Any:
 def _ours(model: Any, ids: list[int], steps: int) -> tuple[float, float, Tensor]:
     """Seconds to the first token, seconds a token, and the logits of the first."""
     model.set_attn_implementation(NAME)
-    reader = Reader(model, tokens=len(ids) + steps + 8)
+    engine = Engine(model, cache_tokens=len(ids) + steps + 8)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    reading = reader.read(ids, more=steps)
-    logits = reading.logits
+    sequence = engine.prefill(ids, max_new_tokens=steps)
+    logits = sequence.logits
     token = int(logits.argmax())
     prefill = time.perf_counter() - began
     seconds = []
     for _ in range(steps):
         began = time.perf_counter()
-        token = int(reader.step([reading], [[token]])[0, -1].argmax())
+        token = int(engine.decode([sequence], [[token]])[0, -1].argmax())
         seconds.append(time.perf_counter() - began)
     return prefill, statistics.median(seconds), logits
 

@@ -42,7 +42,7 @@ def _row(model: str, batch: int, devices: int, kind: str, option: Option, rankin
         "way": option.name,
         "seconds": option.seconds,
         "tokens_per_second": batch / option.seconds,
-        "computing": sum(s for part, s in option.parts.items() if part != "exchanges") / option.seconds,
+        "computing": sum(s for part, s in option.parts.items() if part != "communication") / option.seconds,
         "weights": option.memory.weights,
         "cache": option.memory.cache,
         "total": option.memory.total,

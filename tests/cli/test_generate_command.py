@@ -24,7 +24,7 @@ from attnmesh.cli.generate.job import tokenize_prompts
 from attnmesh.cli.main import app
 from attnmesh.comm import launch
 from attnmesh.core.optional import installed
-from attnmesh.generation.passes import ReadingPass
+from attnmesh.generation.passes import PrefillPass
 from attnmesh.integrations import loading
 from helpers.models import tiny_llama, tiny_tokenizer, write_folder
 
@@ -148,8 +148,8 @@ def test_questions_come_last_as_a_users_message():
 
 
 def test_a_wrong_answer_is_seen_and_is_an_exit_status_of_one(model, monkeypatch):
-    attend = ReadingPass.attend
-    monkeypatch.setattr(ReadingPass, "attend", lambda self, *args, **kwargs: 3 * attend(self, *args, **kwargs))
+    attend = PrefillPass.attend
+    monkeypatch.setattr(PrefillPass, "attend", lambda self, *args, **kwargs: 3 * attend(self, *args, **kwargs))
     ran = virtual(model, "--question", "a b", "--check")
     assert ran.exit_code == 1
     assert re.search(r"answer 1: DIFFERENT from a single process at token \d+: '\S+' instead of '\S+'", ran.output)

@@ -19,7 +19,7 @@ from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.torch_backend import RunningTopK
-from attnmesh.parallel.decode.exchange import Kvdp
+from attnmesh.parallel.decode.exchange import HeadExchange
 from attnmesh.parallel.sparse.groups import RowSharding
 from attnmesh.parallel.sparse.keys import SequenceSharding, _RingGradReturn
 from attnmesh.verify import run as verify
@@ -203,7 +203,7 @@ def louder_from_one_rank(scatter_heads):
     [
         (InterleavedShard, "length", as_the_first_rank, r" CP2 "),
         (StepTensors, "key_range", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
-        (Kvdp, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
+        (HeadExchange, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
     ],
 )
 def test_verify_sees_a_fault_in_generation_over_ranks(place, name, fault, wrong, generation_modes, monkeypatch):

@@ -10,9 +10,9 @@ import torch
 
 import attnmesh as am
 from attnmesh.comm import CommError
-from attnmesh.generation.engine import Reader
+from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator, Token, generate
-from attnmesh.generation.sampling import Lookup, Sampling
+from attnmesh.generation.sampling import PromptLookup, Sampling
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
 from helpers.models import (
@@ -39,7 +39,7 @@ def second(kind, prompts):
     return [[*prompt, *greedy_tokens(kind, prompt, MOST)[:4], 9, 9, 8] for prompt in prompts]
 
 
-class HalfRight(Lookup):
+class HalfRight(PromptLookup):
     """Drafts from texts that it knows to the end; the fifth token of every seven is another."""
 
     texts: ClassVar[list[list[int]]] = []
@@ -59,17 +59,19 @@ def check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, 
 
     def rank(comm):
         generator = Generator(
-            attnmesh_model(kind), None, comm, tokens=600, sequences=batch, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk
+            attnmesh_model(kind), None, comm, cache_tokens=600, max_sequences=batch, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk
         )  # fmt: skip
         rows = [generated_rows(generator, prompts, max_new_tokens=most, speculative=speculative) for prompts in rounds]
-        return rows, generator.effort
+        return rows, generator.stats
 
     found = on_virtual_ranks(world, rank)
-    for rows, effort in found:
+    for rows, stats in found:
         assert rows == expected
-        assert effort.generated == effort.steps + effort.accepted + len(rounds) or batch > 1
-        assert (effort.reused > 0) == reuse or batch > 1
-    drafted, accepted = (sum(getattr(effort, name) for _, effort in found) for name in ("drafted", "accepted"))
+        assert stats.generated_tokens == stats.decode_steps + stats.accepted_tokens + len(rounds) or batch > 1
+        assert (stats.reused_tokens > 0) == reuse or batch > 1
+    drafted, accepted = (
+        sum(getattr(stats, name) for _, stats in found) for name in ("draft_tokens", "accepted_tokens")
+    )
     assert 0 < accepted < drafted if speculative else accepted == drafted == 0
 
 
@@ -90,7 +92,7 @@ def check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, 
     ],
 )
 def test_tokens_are_those_of_one_process(kind, world, layout, batch, speculative, reuse, prefill_chunk, monkeypatch):
-    monkeypatch.setattr("attnmesh.generation.generator.Lookup", HalfRight)
+    monkeypatch.setattr("attnmesh.generation.generator.PromptLookup", HalfRight)
     check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk)
 
 
@@ -105,7 +107,7 @@ def test_tokens_are_those_of_one_process(kind, world, layout, batch, speculative
 def test_tokens_are_those_of_one_process_in_every_way(
     kind, world, layout, batch, speculative, reuse, prefill_chunk, monkeypatch
 ):
-    monkeypatch.setattr("attnmesh.generation.generator.Lookup", HalfRight)
+    monkeypatch.setattr("attnmesh.generation.generator.PromptLookup", HalfRight)
     check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, most=24)
 
 
@@ -121,27 +123,27 @@ def test_sequences_are_dealt_to_groups(kvdp, cp, batch):
     sharding = DecodeSharding(kvdp=kvdp, cp=cp)
 
     def rank(comm):
-        generator = Generator(attnmesh_model("llama"), None, comm, tokens=400, sequences=3, sharding=sharding)
+        generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=400, max_sequences=3, sharding=sharding)
         rows = generated_rows(generator, PROMPTS[:batch], max_new_tokens=MOST, speculative=speculative)
         again = generated_rows(generator, PROMPTS[:batch], max_new_tokens=MOST, speculative=speculative)
-        held = [(len(r.ids), len(r.held)) for r in generator.reader.readings]
-        return rows, again, held, generator.effort
+        held = [(len(r.ids), len(r.local)) for r in generator.engine.sequences]
+        return rows, again, held, generator.stats
 
     found = on_virtual_ranks(kvdp * cp, rank)
-    for me, (rows, again, held, effort) in enumerate(found):
+    for me, (rows, again, held, stats) in enumerate(found):
         assert rows == again == expected
         mine = sharding.sequences(me, batch)
         assert len(held) == len(mine)
         assert all(abs(own - length / cp) <= 2 for length, own in held)
-        assert effort.generated == 2 * sum(len(expected[number]) for number in mine)
-        assert effort.rank == me
-    assert sum(effort.generated for *_, effort in found) == cp * 2 * sum(map(len, expected))
+        assert stats.generated_tokens == 2 * sum(len(expected[number]) for number in mine)
+        assert stats.rank == me
+    assert sum(stats.generated_tokens for *_, stats in found) == cp * 2 * sum(map(len, expected))
 
 
 @pytest.mark.parametrize(("sequences", "expected"), [(1, (1, 4)), (2, (2, 2)), (3, (2, 2)), (4, (4, 1)), (9, (4, 1))])
 def test_without_a_sharding_the_recommended_one_is_taken(sequences, expected):
     def rank(comm):
-        sharding = Generator(attnmesh_model("llama"), None, comm, tokens=100, sequences=sequences).sharding
+        sharding = Generator(attnmesh_model("llama"), None, comm, cache_tokens=100, max_sequences=sequences).sharding
         return sharding.kvdp, sharding.cp
 
     assert on_virtual_ranks(4, rank) == [expected] * 4
@@ -151,7 +153,7 @@ def test_without_a_sharding_the_recommended_one_is_taken(sequences, expected):
 def test_a_sharding_for_other_ranks_is_refused(sharding):
     def rank(comm):
         with pytest.raises(ValueError, match="sharding must be kvdp x cp = 3 ranks and tp = 1, got"):
-            Generator(attnmesh_model("llama"), None, comm, tokens=100, sharding=sharding)
+            Generator(attnmesh_model("llama"), None, comm, cache_tokens=100, sharding=sharding)
 
     on_virtual_ranks(3, rank)
 
@@ -161,7 +163,7 @@ def test_a_sharding_for_other_ranks_is_refused(sharding):
 
 def drawn(world, prompts, sampling, sharding=None, most=8):
     def rank(comm):
-        generator = Generator(attnmesh_model("llama"), None, comm, tokens=500, sequences=3, sharding=sharding)
+        generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=500, max_sequences=3, sharding=sharding)
         return generated_rows(generator, prompts, max_new_tokens=most, sampling=sampling, stop=())
 
     found = on_virtual_ranks(world, rank)
@@ -186,7 +188,7 @@ def test_a_tiny_top_p_is_greedy():
 @pytest.mark.parametrize("how", [{}, {"sampling": Sampling(1.0, seed=3)}, {"speculative": True}])
 def test_ranks_agree_on_tokens_even_where_their_logits_differ(how, monkeypatch):
     """A rank of another make may round otherwise: here all its logits are wrong, and it goes along all the same."""
-    read, step = Reader.read, Reader.step
+    read, step = Engine.prefill, Engine.decode
 
     def disturbed(reader, logits):
         return logits.flip(-1) if reader.comm.rank == 1 else logits
@@ -197,12 +199,12 @@ def test_ranks_agree_on_tokens_even_where_their_logits_differ(how, monkeypatch):
         return reading
 
     def generated(comm):
-        generator = Generator(attnmesh_model("qwen3"), None, comm, tokens=400)
+        generator = Generator(attnmesh_model("qwen3"), None, comm, cache_tokens=400)
         return generated_rows(generator, PROMPTS[1:2], max_new_tokens=MOST, stop=(), **how)
 
     expected = on_virtual_ranks(2, generated)[0]
-    monkeypatch.setattr(Reader, "read", disturbed_read)
-    monkeypatch.setattr(Reader, "step", lambda self, *args: disturbed(self, step(self, *args)))
+    monkeypatch.setattr(Engine, "prefill", disturbed_read)
+    monkeypatch.setattr(Engine, "decode", lambda self, *args: disturbed(self, step(self, *args)))
     assert on_virtual_ranks(2, generated) == [expected] * 2
 
 
@@ -224,20 +226,25 @@ def test_drafts_make_fewer_steps_of_repetitive_text():
     def rank(comm):
         found = []
         for speculative in (False, True):
-            generator = Generator(forgetful, None, comm, tokens=400)
+            generator = Generator(forgetful, None, comm, cache_tokens=400)
             found += [
                 generated_rows(generator, [prompt], max_new_tokens=40, stop=(), speculative=speculative),
-                generator.effort,
+                generator.stats,
             ]
         return found
 
-    for stepped, without, drafted, effort in on_virtual_ranks(2, rank):
+    for stepped, without, drafted, stats in on_virtual_ranks(2, rank):
         assert stepped == drafted == [expected]
-        assert (without.steps, without.drafted, without.accepted, without.generated) == (39, 0, 0, 40)
-        assert effort.accepted == effort.drafted  # all drafts are right here
-        assert effort.steps + effort.accepted == 39  # the first token comes with the prompt
-        assert effort.steps < 20
-        assert effort.generated == 40
+        assert (without.decode_steps, without.draft_tokens, without.accepted_tokens, without.generated_tokens) == (
+            39,
+            0,
+            0,
+            40,
+        )
+        assert stats.accepted_tokens == stats.draft_tokens  # all drafts are right here
+        assert stats.decode_steps + stats.accepted_tokens == 39  # the first token comes with the prompt
+        assert stats.decode_steps < 20
+        assert stats.generated_tokens == 40
 
 
 def test_a_stop_within_a_draft_ends_the_row(monkeypatch):
@@ -245,13 +252,13 @@ def test_a_stop_within_a_draft_ends_the_row(monkeypatch):
     expected = greedy_tokens("llama", prompt, MOST)
     end = next(i for i in range(3, MOST) if expected[i] not in expected[:i])
     assert end < MAX_DECODE_TOKENS < MOST - 1
-    monkeypatch.setattr(Lookup, "draft", lambda self, ids, most: expected[len(ids) - len(prompt) :][:most])
+    monkeypatch.setattr(PromptLookup, "draft", lambda self, ids, most: expected[len(ids) - len(prompt) :][:most])
 
     def rank(comm):
-        generator = Generator(attnmesh_model("llama"), None, comm, tokens=200)
+        generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=200)
         rows = generated_rows(generator, [prompt], max_new_tokens=MOST, stop=[expected[end]], speculative=True)
-        effort = generator.effort
-        return rows, effort.steps, effort.generated, effort.drafted, effort.accepted
+        stats = generator.stats
+        return rows, stats.decode_steps, stats.generated_tokens, stats.draft_tokens, stats.accepted_tokens
 
     # The first token comes with the prompt, all others with one step. What was drafted past the stop was of no use.
     found = ([expected[: end + 1]], 1, end + 1, MAX_DECODE_TOKENS - 1, end - 1)
@@ -268,15 +275,15 @@ def test_a_row_ends_with_a_stop_token_and_the_others_go_on():
     assert len(expected[0]) <= 3 < max(map(len, expected))
 
     def rank(comm):
-        generator = Generator(attnmesh_model("gpt_oss"), None, comm, tokens=500, sequences=3)
+        generator = Generator(attnmesh_model("gpt_oss"), None, comm, cache_tokens=500, max_sequences=3)
         return generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=[stop, 100_000])
 
     assert on_virtual_ranks(2, rank) == [expected] * 2
 
 
 def test_stops_are_the_model_s_own_unless_given():
-    generator = Generator(attnmesh_model("llama"), None, tokens=200)
-    assert generator._stops() == {STOP}
+    generator = Generator(attnmesh_model("llama"), None, cache_tokens=200)
+    assert generator._eos() == {STOP}
     prompt = random_ids(12, seed=10)
     row = greedy_tokens("llama", prompt, 20)
     assert (len(row), row[-1]) == (5, STOP)
@@ -294,11 +301,11 @@ def test_one_token_is_enough():
 
 def test_who_has_heard_enough_may_leave():
     def rank(comm):
-        generator = Generator(attnmesh_model("llama"), None, comm, tokens=100)
+        generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=100)
         heard = generator.generate(PROMPTS[:1], max_new_tokens=MOST)
         first = next(heard)
         heard.close()
-        assert not any(reading.busy for reading in generator.reader.readings)
+        assert not any(sequence.active for sequence in generator.engine.sequences)
         return first.id, generated_rows(generator, PROMPTS[:1], max_new_tokens=MOST)[0]
 
     expected = greedy_tokens("llama", PROMPTS[0], MOST)
@@ -308,23 +315,28 @@ def test_who_has_heard_enough_may_leave():
 # What it says of itself.
 
 
-def test_effort_says_what_a_rank_has_done_and_holds():
+def test_stats():
     def rank(comm):
-        generator = Generator(attnmesh_model("llama"), None, comm, tokens=300)
+        generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=300)
         generated_rows(generator, PROMPTS[1:2], max_new_tokens=MOST, stop=())
         generated_rows(generator, [[*PROMPTS[1], 9]], max_new_tokens=1)
-        return generator.effort, comm.traffic.bytes
+        return generator.stats, comm.traffic.bytes
 
     # 39 tokens of the prompt, and one more; the first answer's last token was never read.
     found = on_virtual_ranks(2, rank)
-    assert sum(effort.tokens_held for effort, _ in found) == 40
-    for effort, sent in found:
+    assert sum(stats.cached_tokens for stats, _ in found) == 40
+    for stats, sent in found:
         token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, numbers, bytes
-        assert (effort.read, effort.reused, effort.generated, effort.steps) == (40, 39, MOST + 1, MOST - 1)
-        assert abs(effort.tokens_held - 20) <= 1
-        assert (effort.kv_bytes, effort.kv_bytes_alone) == (effort.tokens_held * token, 40 * token)
-        assert 0 < effort.bytes_sent <= sent
-        assert min(effort.prefill_seconds, effort.decode_seconds) > 0
+        assert (stats.prefill_tokens, stats.reused_tokens, stats.generated_tokens, stats.decode_steps) == (
+            40,
+            39,
+            MOST + 1,
+            MOST - 1,
+        )
+        assert abs(stats.cached_tokens - 20) <= 1
+        assert (stats.kv_bytes, stats.kv_bytes_unsharded) == (stats.cached_tokens * token, 40 * token)
+        assert 0 < stats.bytes_sent <= sent
+        assert min(stats.prefill_seconds, stats.decode_seconds) > 0
 
 
 def test_text_comes_along():
@@ -374,23 +386,27 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
 @pytest.mark.parametrize(
     ("prompts", "how", "message"),
     [
-        ([], {}, "prompts must be 1 to 2, as this generator has room for, got 0"),
-        ([PROMPTS[0]] * 3, {}, "prompts must be 1 to 2, as this generator has room for, got 3"),
+        ([], {}, "prompts must be 1 to max_sequences=2, got 0"),
+        ([PROMPTS[0]] * 3, {}, "prompts must be 1 to max_sequences=2, got 3"),
         ([PROMPTS[0], []], {}, "prompt 1 is empty"),
-        ([PROMPTS[0], [8, 8]], {}, "prompt 1 has 2 tokens, fewer than the 3 ranks it is spread over"),
+        ([PROMPTS[0], [8, 8]], {}, "prompt 1 has 2 tokens, fewer than the 3 ranks that shard it"),
         ([[8] * 503], {"max_new_tokens": 10}, f"prompt 0 has 503 tokens, and 10 may follow: the model has {POSITIONS}"),
-        ([[8, 8, 101]], {}, "prompt 0 must hold tokens 0 to 100, got 8 to 101"),
-        ([[8, 8, -1]], {}, "prompt 0 must hold tokens 0 to 100, got -1 to 8"),
-        (["text"], {}, "prompts must be tokens, since there is no tokenizer; got text"),
+        ([[8, 8, 101]], {}, "prompt 0 must have token ids 0 to 100, got 8 to 101"),
+        ([[8, 8, -1]], {}, "prompt 0 must have token ids 0 to 100, got -1 to 8"),
+        (["text"], {}, "prompts must be token ids without a tokenizer, got text"),
         ([PROMPTS[0]], {"max_new_tokens": 0}, "max_new_tokens must be a positive integer, got 0"),
         ([PROMPTS[0]], {"max_new_tokens": True}, "max_new_tokens must be a positive integer, got True"),
         ([PROMPTS[0]], {"max_new_tokens": 2.0}, "max_new_tokens must be a positive integer, got 2.0"),
         (
             [PROMPTS[0]],
             {"speculative": True, "sampling": Sampling(0.5)},
-            "verifies the likeliest tokens, temperature 0",
+            "sampling must be greedy",
         ),
-        ([[8] * 90], {"max_new_tokens": 3}, "101 tokens of 1 sequences do not fit beside 0 of 0 in use: there is room"),
+        (
+            [[8] * 90],
+            {"max_new_tokens": 3},
+            "101 tokens of 1 sequences do not fit beside 0 of 0 active ones: there is room",
+        ),
     ],
 )
 def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, message):
@@ -398,11 +414,11 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
 
     def rank(comm):
         generator = Generator(
-            attnmesh_model("llama"), None, comm, tokens=100, sequences=2, sharding=DecodeSharding(cp=3)
+            attnmesh_model("llama"), None, comm, cache_tokens=100, max_sequences=2, sharding=DecodeSharding(cp=3)
         )  # fmt: skip
         with pytest.raises(ValueError, match=message):
             generator.generate(prompts, **how)
-        assert generator.reader.readings == []
+        assert generator.engine.sequences == []
         return generated_rows(generator, PROMPTS[:1], max_new_tokens=2)
 
     assert on_virtual_ranks(3, rank) == [[expected]] * 3
@@ -425,7 +441,7 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
 )
 def test_ranks_that_ask_different_things_are_all_told(mine, how, message):
     def rank(comm):
-        generator = Generator(attnmesh_model("llama"), None, comm, tokens=200)
+        generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=200)
         given = {"max_new_tokens": 4} | (how if comm.rank == 1 else {})
         with pytest.raises(ValueError, match=message):
             generator.generate([mine if comm.rank == 1 else PROMPTS[0]], **given)
@@ -437,7 +453,7 @@ def test_ranks_that_ask_different_things_are_all_told(mine, how, message):
 def test_what_one_group_has_no_room_for_all_are_told():
     def rank(comm):
         generator = Generator(
-            attnmesh_model("llama"), None, comm, tokens=80, sequences=2, sharding=DecodeSharding(kvdp=2)
+            attnmesh_model("llama"), None, comm, cache_tokens=80, max_sequences=2, sharding=DecodeSharding(kvdp=2)
         )  # fmt: skip
         with pytest.raises(ValueError, match=r"98 tokens of 1 sequences do not fit .* \(on rank 1\)"):
             generator.generate([PROMPTS[0], [8] * 82], max_new_tokens=8)
@@ -449,7 +465,7 @@ def test_what_one_group_has_no_room_for_all_are_told():
 
 def test_a_model_that_does_not_ask_us_is_refused():
     with pytest.raises(ValueError, match="must be loaded with attn_implementation='attnmesh'"):
-        Generator(transformers_model("llama"), None, tokens=100)
+        Generator(transformers_model("llama"), None, cache_tokens=100)
 
 
 # What breaks.
@@ -457,17 +473,17 @@ def test_a_model_that_does_not_ask_us_is_refused():
 
 @pytest.mark.parametrize(("world", "sharding"), [(3, DecodeSharding(cp=3)), (4, DecodeSharding(kvdp=2, cp=2))])
 def test_a_rank_that_is_lost_ends_the_others_wait(world, sharding, monkeypatch):
-    step, steps, heard = Reader.step, itertools.count(), {}
+    step, steps, heard = Engine.decode, itertools.count(), {}
 
     def lost(self, *args):
         if self.comm.rank == 0 and next(steps) == 5:
             raise OSError("the device is gone")
         return step(self, *args)
 
-    monkeypatch.setattr(Reader, "step", lost)
+    monkeypatch.setattr(Engine, "decode", lost)
 
     def rank(comm):
-        generator = Generator(attnmesh_model("llama"), None, comm, tokens=300, sequences=2, sharding=sharding)
+        generator = Generator(attnmesh_model("llama"), None, comm, cache_tokens=300, max_sequences=2, sharding=sharding)
         try:
             generated_rows(generator, PROMPTS[:2], max_new_tokens=MOST, stop=())
         except CommError as error:

@@ -1,20 +1,22 @@
-"""Tokens are drawn as often as their logits say."""
+"""Sampling follows the probabilities, prompt lookup finds the longest match, and text is returned once complete."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from attnmesh.generation.sampling import Sampling
+from attnmesh.generation.sampling import PromptLookup, Sampling, TextStream
 
 SHARES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1], dtype=torch.float64)
 DRAWS = 2000
 
 
 def frequencies(sampling, logits=None, draws=DRAWS):
-    dice = sampling.dice(0)
+    dice = sampling.generator(0)
     logits = SHARES.log() if logits is None else logits
-    drawn = torch.tensor([sampling.draw(logits, dice) for _ in range(draws)])
+    drawn = torch.tensor([sampling.sample(logits, dice) for _ in range(draws)])
     return torch.bincount(drawn, minlength=len(logits)) / draws
 
 
@@ -49,7 +51,7 @@ def test_temperature_comes_before_top_p():
 def test_a_tiny_top_p_and_a_tiny_temperature_are_greedy():
     logits = torch.randn(200)
     for sampling in (Sampling(), Sampling(1.0, 1e-12), Sampling(1e-6), Sampling(1e-320)):
-        assert sampling.draw(logits, sampling.dice(3)) == int(logits.argmax())
+        assert sampling.sample(logits, sampling.generator(3)) == int(logits.argmax())
     assert Sampling().greedy
     assert not Sampling(1e-320).greedy
 
@@ -59,8 +61,8 @@ def test_a_row_s_dice_are_its_own():
 
     def drawn(seed, row):
         sampling = Sampling(1.0, seed=seed)
-        dice = sampling.dice(row)
-        return tuple(sampling.draw(logits, dice) for _ in range(5))
+        dice = sampling.generator(row)
+        return tuple(sampling.sample(logits, dice) for _ in range(5))
 
     assert drawn(3, 1) == drawn(3, 1)
     assert len({drawn(seed, row) for seed in range(4) for row in range(4)}) == 16
@@ -70,8 +72,8 @@ def test_half_precision_is_drawn_like_double():
     sampling = Sampling(0.7, 0.9)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         logits = torch.randn(64).to(dtype)
-        a, b = sampling.dice(0), sampling.dice(0)
-        draws = [(sampling.draw(logits, a), sampling.draw(logits.double(), b)) for _ in range(20)]
+        a, b = sampling.generator(0), sampling.generator(0)
+        draws = [(sampling.sample(logits, a), sampling.sample(logits.double(), b)) for _ in range(20)]
         assert all(x == y for x, y in draws)
 
 
@@ -82,7 +84,7 @@ def test_impossible_tokens_are_never_drawn():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"temperature": -0.1}, "temperature must be 0 or more, got -0.1"),
         ({"temperature": math.nan}, "temperature must be 0 or more, got nan"),
@@ -94,6 +96,93 @@ def test_impossible_tokens_are_never_drawn():
         ({"seed": 1.5}, "seed must be an integer from 0 to .*, got 1.5"),
     ],
 )
-def test_what_cannot_be_drawn_with_is_refused(given, message):
+def test_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
-        Sampling(**given)
+        Sampling(**options)
+
+
+# Prompt lookup.
+
+
+def searched(ids, most, longest=4):
+    """What followed the last place, before the end, of the longest run that the text ends with."""
+    for n in range(min(longest, len(ids)), 0, -1):
+        for end in range(len(ids) - 1, n - 1, -1):
+            if ids[end - n : end] == ids[-n:]:
+                return ids[end : end + most]
+    return []
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(1, 9), max_size=20), st.integers(1, 8)
+)
+def test_lookup_matches_a_search(ids, growths, most):
+    lookup, length = PromptLookup(), min(len(ids), 5)
+    while True:
+        assert lookup.draft(ids[:length], most) == searched(ids[:length], most)
+        if length == len(ids) or not growths:
+            break
+        length = min(len(ids), length + growths.pop())
+
+
+def test_the_longest_match_wins_and_the_latest_of_its_places():
+    assert PromptLookup().draft([1, 2, 3, 9, 2, 3, 8, 5, 3, 7, 1, 2, 3], 4) == [9, 2, 3, 8]
+    assert PromptLookup().draft([5, 1, 6, 5, 2, 6, 5], 2) == [2, 6]
+    assert PromptLookup().draft([4, 4, 4, 4, 4, 4], 3) == [4]  # the place before the end has but one token behind it
+    assert PromptLookup().draft([1, 2, 3], 4) == []
+    assert PromptLookup().draft([1], 4) == []
+
+
+def test_a_draft_may_be_as_long_as_the_text_has_it():
+    text = [*range(20), 0, 1]
+    assert PromptLookup().draft(text, 3) == [2, 3, 4]
+    assert PromptLookup().draft(text, 100) == [*range(2, 20), 0, 1]
+
+
+# Text.
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A token a byte, as byte-level tokenizers have it where nothing was merged, and one special token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<end>")
+
+
+def pieces(tokenizer, ids):
+    text = TextStream(tokenizer)
+    return [text.add(token) for token in ids]
+
+
+def test_a_character_comes_with_its_last_byte(tokenizer):
+    ids = tokenizer("aé€😀b")["input_ids"]
+    assert len(ids) == 1 + 2 + 3 + 4 + 1
+    assert pieces(tokenizer, ids) == ["a", "", "é", "", "", "€", "", "", "", "😀", "b"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.text(max_size=30))
+def test_the_pieces_make_the_text(tokenizer, text):
+    if text.endswith("\ufffd"):
+        text += "."  # what a tokenizer says of half a character, too: it is held back until more comes
+    assert "".join(pieces(tokenizer, tokenizer(text)["input_ids"])) == text
+
+
+def test_bytes_that_are_no_text_do_not_stop_it(tokenizer):
+    a, e = tokenizer("a")["input_ids"], tokenizer("é")["input_ids"]
+    assert "".join(pieces(tokenizer, [*a, e[0], *a, *a])) == "a\ufffdaa"
+    assert pieces(tokenizer, [*a, e[0]]) == ["a", ""]
+
+
+def test_special_tokens_are_silent(tokenizer):
+    assert pieces(tokenizer, [*tokenizer("ok")["input_ids"], tokenizer.eos_token_id]) == ["o", "k", ""]
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    assert pieces(None, [1, 2]) == ["", ""]

@@ -6,7 +6,7 @@ index names, queries that see nothing, the memory around every view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -28,6 +28,21 @@ DTYPES = {
 }
 EVERY = [("torch", dtype) for dtype in DTYPES["torch"]]
 EVERY += [pytest.param("triton", dtype, marks=INTERPRETED) for dtype in DTYPES["triton"]]
+
+
+def with_dtypes(names: Iterable[str]) -> list:
+    """All (name, backend, dtype); by default every name with half of the dtypes of torch, the others are slow."""
+    names = list(names)
+    half = [
+        pytest.param(name, "torch", dtype, marks=() if i % 2 == j % 2 else pytest.mark.slow)
+        for i, name in enumerate(names)
+        for j, dtype in enumerate(DTYPES["torch"])
+    ]
+    return half + [
+        pytest.param(name, "triton", dtype, marks=INTERPRETED) for name in names for dtype in DTYPES["triton"]
+    ]
+
+
 LOW, HIGH = -(2**31), 2**31 - 1  # the ends of int32: indices that name no key
 
 

@@ -67,12 +67,12 @@ class Step:
 
 
 @each_case
-@pytest.mark.parametrize("trade", KVDP_EXCHANGES)
+@pytest.mark.parametrize("kvdp", KVDP_EXCHANGES)
 @pytest.mark.parametrize("replicate_q", [False, True])
-def test_bytes_are_those_of_the_pairs_that_travel(sharding, heads, batch, trade, replicate_q):
+def test_bytes_are_those_of_the_pairs_that_travel(sharding, heads, batch, kvdp, replicate_q):
     shape = shape_of(heads, batch)
     step = Step(sharding, heads, batch, replicate_q)
-    all_of_it = trade == "all_gather"
+    all_of_it = kvdp == "all_gather"
 
     def held_here(rank, head, sequence):
         return sequence in step.held[rank]
@@ -98,7 +98,7 @@ def test_bytes_are_those_of_the_pairs_that_travel(sharding, heads, batch, trade,
         assert step.has[rank] == set(product(step.mine[rank], range(batch)))
 
     for rank in step.ranks:
-        sent = bytes_sent(sharding, shape, rank, kvdp=trade, replicate_q=replicate_q)
+        sent = bytes_sent(sharding, shape, rank, kvdp=kvdp, replicate_q=replicate_q)
         for name, pairs in found.items():
             assert sent[name] == pairs[rank] * T * D * 2, name
         assert sent["cp out"] == combined[rank] * T * (D + 1) * 4
@@ -246,7 +246,7 @@ def test_a_shape_is_of_positive_integers(name):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"trade": "ring"}, "trade must be one of all_to_all, all_gather, got 'ring'"),
+        ({"kvdp": "ring"}, "kvdp must be one of all_to_all, all_gather, got 'ring'"),
         ({"combine": "tree"}, "combine must be one of all_to_all, reduce_scatter, all_reduce, got 'tree'"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_sum_of_all_ranks_is_what_the_plan_says_where_it_divides_and_as_much_i
     for hidden in (720, 7):
         layer = layer_of(heads, batch, hidden)
         plan = [bytes_sent(sharding, layer.shape, rank)["projection"] for rank in range(sharding.ranks)]
-        found = exchanged(sharding, layer).get("sum of projections", np.zeros(1, dtype=np.int64))
+        found = exchanged(sharding, layer).get("all-reduce of projections", np.zeros(1, dtype=np.int64))
         whole = layer.rows * hidden * 2
         assert found.sum() == 2 * (sharding.ranks - 1) * whole
         if whole % sharding.ranks == 0:
@@ -145,7 +145,7 @@ def test_weights_are_divided_but_those_of_kv_heads_which_are_copied():
     linear = LinearLayers(sharded=120, by_kv_head=40, out=60, mlp=600, mlp_used=300.0, nbytes=2.0, mlp_nbytes=0.5)
     layer = layer_of((12, 2), 3, linear=linear)
     for sharding, part in ((DecodeSharding(2), 0.5), (DecodeSharding(2, 3), 0.5), (DecodeSharding(1, 3), 1.0)):
-        into, out, mlp = layer.projected(sharding), layer.projected_out(sharding), layer.mlp(sharding)
+        into, out, mlp = layer.qkv_projection(sharding), layer.out_projection(sharding), layer.mlp(sharding)
         ranks = sharding.ranks
         assert into.bytes_read.tolist() == [2 * (120 / ranks + 40 * part)] * ranks
         assert into.size.tolist() == [2 * 6 * (120 / ranks + 40 * part)] * ranks  # 3 sequences, 2 tokens
@@ -168,7 +168,7 @@ def test_small_kernels_are_launches_around_attention_and_exchanges():
 def test_a_layer_without_an_mlp_has_one_sum_and_one_with_it_two():
     for linear, sums in ((LinearLayers(), 1), (LinearLayers(mlp=8, mlp_used=8.0), 2)):
         found = exchanged(DecodeSharding(2), layer_of((8, 2), 4, linear=linear))
-        assert [name for name in found if name.startswith("sum")] == ["sum of projections", "sum of MLPs"][:sums]
+        assert [name for name in found if name.startswith("sum")] == ["all-reduce of projections", "all-reduce of MLPs"][:sums]
 
 
 # docs/benchmarks.md, "Token generation over 64 ranks": kernels of a whole step of a layer, us, 5 of them the clock's.

@@ -132,8 +132,8 @@ def test_a_step_is_all_layers_and_the_head():
     assert (layers, more) == (32, [])
     ways = {option.name: option for option in decode_ranking(task).options}
     one = cost(decode_program(DecodeSharding(4), layer, H200.intra_node), H200)
-    assert ways["TP4"].parts["computing"] == pytest.approx(32 * one.computed)
-    assert ways["TP4"].parts["exchanges"] == pytest.approx(32 * (one.seconds - one.computed))
+    assert ways["TP4"].parts["compute"] == pytest.approx(32 * one.computed)
+    assert ways["TP4"].parts["communication"] == pytest.approx(32 * (one.seconds - one.computed))
     assert ways["TP4"].sent == 32 * one.sent
 
 
@@ -167,7 +167,7 @@ def test_more_devices_than_heads_have_nothing_to_do_and_it_says_so():
     found = decode_ranking(asked(devices=64, batch=1))
     assert found.options == ()
     assert found.refused == {
-        "every way": "32 query heads and a batch of 1 leave some of 64 devices without anything to do"
+        "all plans": "32 query heads and a batch of 1 leave some of 64 devices idle"
     }
 
 
@@ -196,7 +196,7 @@ def test_heads_alone_are_enough_and_have_no_weights():
     found = decode_ranking(asked(ModelConfig(q_heads=16, kv_heads=2, head_dim=64, hidden=1024), devices=4))
     assert found.best is not None
     assert found.best.memory.weights == 0
-    assert set(found.best.parts) == {"computing", "exchanges"}
+    assert set(found.best.parts) == {"compute", "communication"}
 
 
 @pytest.mark.parametrize("field", ["context", "batch", "devices", "tokens"])

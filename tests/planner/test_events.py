@@ -38,7 +38,7 @@ def test_the_sender_is_free_before_the_message_is_there(run):
 
 @both
 def test_small_messages_take_their_latency(run):
-    there = simulated_cluster(intra_node=(2.0, 1e9), inter_node=(7.0, 1e9), node=2)
+    there = simulated_cluster(intra_node=(2.0, 1e9), inter_node=(7.0, 1e9), ranks_per_node=2)
     rounds = [Round(f"{s}", {f"{s}": Messages.of([(0, 1, 1), (1, 2, 1)])}, (), (f"{s}",)) for s in range(4)]
     found = run(make_program(3, *rounds), there, Slowdown())
     # Rank 2 has a message every 7 seconds. Rank 1 sends the last as soon as rank 2 has the one before, and asked rank 0
@@ -224,5 +224,5 @@ def test_programs_that_make_no_sense_are_refused(run):
 def test_bundles_are_refused_event_by_event():
     nothing = np.zeros(2, dtype=np.int64)
     bundle = MessageTotals(nothing, nothing, nothing, nothing, nothing, nothing)
-    with pytest.raises(ValueError, match="'rows' is a bundle"):
+    with pytest.raises(ValueError, match="'rows' only has totals"):
         run_events(make_program(2, Round("a", {"rows": bundle})), simulated_cluster(), Slowdown())

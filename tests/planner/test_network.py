@@ -46,13 +46,13 @@ def test_a_slow_link_slows_the_ports_that_the_rank_uses():
 @pytest.mark.parametrize("factor", [0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("what", ["ranks", "links"])
 def test_a_factor_that_is_none_is_refused(what, factor):
-    with pytest.raises(ValueError, match=f"{what} of Slow must have factors above 0, got .* for rank 3"):
+    with pytest.raises(ValueError, match=f"{what} must have factors above 0, got .* for rank 3"):
         Slowdown(**{what: {3: factor}})
 
 
 @pytest.mark.parametrize("what", ["ranks", "links"])
 def test_a_slow_rank_that_is_not_there_is_refused(what):
-    with pytest.raises(ValueError, match=f"{what} of Slow must be within 0..3, got -1, 4"):
+    with pytest.raises(ValueError, match=f"{what} must be ranks within 0..3, got -1, 4"):
         Network(simulated_cluster(), 4, Slowdown(**{what: {4: 2.0, 0: 2.0, -1: 2.0}}))
 
 

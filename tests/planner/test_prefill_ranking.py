@@ -119,7 +119,7 @@ def test_options_are_in_order_and_their_parts_add_up(devices):
 
 def test_one_device_has_one_way_and_sends_nothing():
     (only,) = prefill_ranking(asked(devices=1)).options
-    assert (only.name, only.sent, only.parts["sums over TP"]) == ("one device", 0, 0)
+    assert (only.name, only.sent, only.parts["TP all-reduce"]) == ("one device", 0, 0)
 
 
 def test_replicas_take_their_sequences_at_once():

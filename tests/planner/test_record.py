@@ -28,13 +28,13 @@ def floats(*values: float) -> np.ndarray:
 
 def test_squares_run_at_their_own_pace_and_the_rest_at_the_usual_one():
     kernels = Kernels("attention", floats(10, 10, 4), floats(4, 4, 1), causal=(floats(0, 4, 4), floats(0, 2, 1)))
-    assert kernels.seconds(SLOW_SQUARES) == pytest.approx([10, 6 + 3 * 4, 3 * 4])
-    assert kernels.seconds(simulated_device()) == pytest.approx([10, 10, 4])  # no pace of their own
-    assert replace(kernels, causal=None).seconds(SLOW_SQUARES) == pytest.approx([10, 10, 4])  # nobody looked
+    assert SLOW_SQUARES.kernel_seconds(kernels) == pytest.approx([10, 6 + 3 * 4, 3 * 4])
+    assert simulated_device().kernel_seconds(kernels) == pytest.approx([10, 10, 4])  # no pace of their own
+    assert SLOW_SQUARES.kernel_seconds(replace(kernels, causal=None)) == pytest.approx([10, 10, 4])  # nobody looked
 
 
 def test_squares_shrink_with_their_kernels():
-    kernels = Kernels("attention", floats(8), floats(4), causal=(floats(2), floats(2))).times(0.5)
+    kernels = Kernels("attention", floats(8), floats(4), causal=(floats(2), floats(2))).scaled(0.5)
     assert (kernels.size, kernels.calls) == (4, 4)
     assert kernels.causal == (1, 2)
 

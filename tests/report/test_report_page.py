@@ -11,7 +11,7 @@ from attnmesh.core.layouts import Striped, Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.plan.workload import Shape
-from attnmesh.report import GeneratedAnswer, generation_report, make_report, write_report
+from attnmesh.report import GeneratedAnswer, generation_report, schedule_report, write_report
 from attnmesh.report.drawing import drawing_data
 from attnmesh.report.page import page
 from attnmesh.trace.timeline import Span
@@ -48,7 +48,7 @@ class Read(HTMLParser):
 
 @pytest.fixture(scope="module")
 def report():
-    return make_report(Causal(), Zigzag(), 64, 4, SHAPE, facts={"written": "today"})
+    return schedule_report(Causal(), Zigzag(), 64, 4, SHAPE, facts={"written": "today"})
 
 
 def test_the_page_needs_no_network(report):
@@ -100,7 +100,7 @@ def test_tables_show_outcomes_and_figures(report):
 
 
 def test_schedules_are_ranked_and_refusals_have_a_reason():
-    report = make_report(Causal(), Striped(), 60, 6, SHAPE)
+    report = schedule_report(Causal(), Striped(), 60, 6, SHAPE)
     rows = table_of(page(report), "selection")
     served = sorted(report.choice.seconds, key=lambda name: report.choice.seconds[name])
     assert [row[0] for row in rows] == [*served, *report.choice.refusals]

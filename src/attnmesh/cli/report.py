@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +28,7 @@ from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
 from attnmesh.core.masks import Mask, parse_mask
 from attnmesh.plan.workload import Shape
-from attnmesh.report.data import default_node, make_report, read_figures
+from attnmesh.report.data import default_ranks_per_node, read_figures, schedule_report
 from attnmesh.report.page import write_report
 from attnmesh.trace.timeline import read_trace
 from attnmesh.verify import run as verify
@@ -63,12 +64,8 @@ def report_command(
         chosen_mask, chosen_layout = parse_mask(mask), LAYOUTS[layout.value]
         timelines = {path.stem: read_trace(path) for path in traces or ()}
         tables = read_figures(figures) if figures else {}
-        outcomes: list[Outcome] = []
-        if check:
-            with output.status("comparing every schedule with float64"):
-                outcomes = compare_schedules(ranks, chosen_layout, chosen_mask, ranks_per_node)
         with output.status("planning and simulating every schedule"):
-            made = make_report(
+            made = schedule_report(
                 chosen_mask,
                 chosen_layout,
                 length,
@@ -79,9 +76,12 @@ def report_command(
                 facts=run_facts(),
                 timelines=timelines,
                 figures=tables,
-                outcomes=outcomes,
             )
-            write_report(out, made)
+        if check:
+            with output.status("comparing every schedule with float64"):
+                outcomes = compare_schedules(ranks, chosen_layout, chosen_mask, ranks_per_node)
+            made = replace(made, outcomes=outcomes)
+        write_report(out, made)
     output.console().print(f"Report: {out}", soft_wrap=True)
 
 
@@ -100,7 +100,7 @@ def compare_schedules(
     ranks: int, layout: Layout, mask: Mask, ranks_per_node: int | None = None, seed: int = 0
 ) -> list[Outcome]:
     """Every schedule on virtual ranks, a small random case, compared with float64."""
-    per_node = ranks_per_node or default_node(ranks)
+    per_node = ranks_per_node or default_ranks_per_node(ranks)
 
     def run(comm: Comm) -> list[Outcome]:
         return list(verify.run(comm, "cpu", seed, schedule_modes(comm, layout, mask, per_node)))

@@ -1,8 +1,8 @@
-"""`Reader`: a Transformers model whose sequences, and their keys and values, are spread over ranks.
+"""`Engine`: prefill and decode of a Transformers model whose KV cache is sharded over ranks by position.
 
-Every rank has the whole model. A prompt is read in stretches, each spread over the ranks by a layout; new tokens are
-computed on every rank, and kept by one of them in turn. What was read stays, so that a later prompt that begins alike
-need not be read again.
+Every rank has the whole model. A prompt is prefilled in chunks, each sharded over the ranks by a layout. New tokens are
+computed on every rank, and their keys and values are stored by the ranks in turn. Finished sequences stay cached, so
+that a later prompt with the same prefix reuses them.
 """
 
 from __future__ import annotations
@@ -20,55 +20,47 @@ from attnmesh.comm import Comm, comm_from
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
-from attnmesh.generation.passes import CachePass, ReadingPass, StepGraphs, SteppingPass
-from attnmesh.generation.tensor_parallel import SharedWork
+from attnmesh.generation.passes import CachePass, DecodeGraphs, DecodePass, PrefillPass
+from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_attention import check_model
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import NewTokens
-from attnmesh.kv_cache.sequence import Sequence as Kept
+from attnmesh.kv_cache.sequence import Sequence as CacheSequence
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.context import ContextParallel
-from attnmesh.parallel.decode.positions import Held, Shares, evened, grown, in_turn
+from attnmesh.parallel.decode.positions import LocalPositions, SequenceShards, balance, interleave
 
 BLOCK_SIZE = 32
-_BY_LAYOUT = 2  # tokens a rank: any layout then gives every rank some of a stretch
-_SPARE = 4
+_MIN_TOKENS_PER_RANK = 2  # with as many, any layout gives every rank some tokens of a chunk
+_SPARE_TOKENS = 4
 
 
 @dataclass(eq=False)
-class Reading:
-    """A sequence that was read: its tokens, and what this rank holds of them."""
+class EngineSequence:
+    """A sequence in the engine: its token ids, and the positions that each rank stores."""
 
     ids: list[int]
-    shares: Shares
-    kept: Kept
-    reused: int = 0  # tokens that need not have been read
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary], of the token to come
-    room: int = 0  # tokens it may grow to
-    room_of_ranks: list[int] = field(default_factory=list)  # how many of them each rank may come to hold
-    busy: bool = True  # somebody still steps on from it
+    shards: SequenceShards
+    stored: CacheSequence  # this rank's part, in its cache
+    reused: int = 0  # prompt tokens that were not computed again
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary], for the next token
+    max_tokens: int = 0  # tokens that it may grow to
+    max_tokens_per_rank: list[int] = field(default_factory=list)
+    active: bool = True  # False once it is only kept for reuse
 
     @property
-    def held(self) -> Held:
-        """What this rank holds of it."""
-        return self.shares.own
+    def local(self) -> LocalPositions:
+        """The positions that this rank stores."""
+        return self.shards.local
 
 
-@dataclass
-class Work:
-    """What a reader has done so far, in tokens."""
+class Engine:
+    """Prefill and decode steps. All ranks of `comm` must construct it and call its methods with the same arguments.
 
-    read: int = 0
-    reused: int = 0
-
-
-class Reader:
-    """Reads prompts and steps on from them. All ranks of `comm` make it, and call it, alike.
-
-    There is room for `tokens` tokens of at most `sequences` sequences at a time, over all ranks. `prefill_chunk` is how many
-    tokens are read in one pass, all of a prompt by default. `on_read` is called after every pass over a prompt with
-    how many of its tokens are there, and how many it has.
+    The cache holds `cache_tokens` tokens of at most `max_sequences` sequences at a time, over all ranks.
+    `prefill_chunk` is the number of tokens per prefill pass, by default the whole prompt. `on_prefill` is called after
+    every pass with the number of prompt tokens that are cached and the length of the prompt.
     """
 
     def __init__(
@@ -76,220 +68,240 @@ class Reader:
         model: Any,
         comm: Comm | None = None,
         *,
-        tokens: int,
-        sequences: int = 1,
+        cache_tokens: int,
+        max_sequences: int = 1,
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
         prefill_chunk: int | None = None,
-        on_read: Callable[[int, int], None] | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
     ) -> None:
         check_model(model)
-        self.model, self.work, self._on_read = model, Work(), on_read
-        self.ranks = ContextParallel(comm_from(comm), layout=layout, schedule=schedule)
-        self.comm, world = self.ranks.comm, self.ranks.world
-        self.prefill_chunk = tokens if prefill_chunk is None else prefill_chunk
+        self.model, self._on_prefill = model, on_prefill
+        self.prefill_tokens = self.reused_tokens = 0
+        self.context = ContextParallel(comm_from(comm), layout=layout, schedule=schedule)
+        self.comm, world = self.context.comm, self.context.world
+        self.prefill_chunk = cache_tokens if prefill_chunk is None else prefill_chunk
         if self.prefill_chunk < min_prefill_chunk(world):
             raise ValueError(
-                f"prefill_chunk must be {_BY_LAYOUT} tokens for each of {world} ranks or more, got {prefill_chunk}"
+                f"prefill_chunk must be at least {_MIN_TOKENS_PER_RANK} tokens per rank, {min_prefill_chunk(world)} "
+                f"for {world} ranks, got {prefill_chunk}"
             )
         config, weight = model.config, model.get_input_embeddings().weight
-        self.tokens, self.sequences, self.device = tokens, sequences, weight.device
+        self.cache_tokens, self.max_sequences, self.device = cache_tokens, max_sequences, weight.device
         if not all(layout.ranges(min_prefill_chunk(world), world, rank) for rank in range(world)):
             raise ValueError(f"layout must give every one of {world} ranks a part of the sequence, got {layout}")
-        # A shorter sequence may give a rank a token or two more than the longest does; steps give it at most one.
-        self._most = max(self._room_of_ranks([0] * world, 0, tokens, 0)) + _SPARE
+        # A shorter sequence may give a rank one or two tokens more than the longest does; decode adds at most one.
+        self._capacity = max(self._tokens_per_rank([0] * world, 0, cache_tokens, 0)) + _SPARE_TOKENS
         plain = {dtype: name for name, dtype in PLAIN.items()}
         if weight.dtype not in plain:
-            raise ValueError(f"the model must be of {', '.join(map(str, plain))}, got {weight.dtype}")
+            raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {weight.dtype}")
         self.cache = BlockCache(
-            layers=config.num_hidden_layers, num_blocks=_blocks(self._most) + 4 * sequences, block_size=BLOCK_SIZE,
-            kv_heads=config.num_key_value_heads, head_dim=_head_dim(config), storage=plain[weight.dtype],
-            device=weight.device, max_sequences=sequences, max_length=self._most,
+            layers=config.num_hidden_layers, num_blocks=_num_blocks(self._capacity) + 4 * max_sequences,
+            block_size=BLOCK_SIZE, kv_heads=config.num_key_value_heads, head_dim=_head_dim(config),
+            storage=plain[weight.dtype], device=weight.device, max_sequences=max_sequences, max_length=self._capacity,
         )  # fmt: skip
-        self.readings: list[Reading] = []
-        # Over gloo a message takes longer than the weights that it spares a core: measured, 2 and 4 ranks on 2 cores.
-        self._shared = SharedWork(model, self.comm) if self.device.type == "cuda" else nullcontext()
-        # Neither messages between ranks nor experts, whose work the host deals out, can be captured.
+        self.sequences: list[EngineSequence] = []
+        # Over gloo a message takes longer than it saves in reading weights: measured, 2 and 4 ranks on 2 cores.
+        self._tensor_parallel = TensorParallel(model, self.comm) if self.device.type == "cuda" else nullcontext()
+        # Neither messages between ranks nor mixture-of-experts routing on the host can be captured.
         graphs = self.device.type == "cuda" and world == 1 and not hasattr(config, "num_local_experts")
-        self._call = partial(_logits, model)
-        self._step = StepGraphs(self._call) if graphs else self._call
-        self.token_bytes = token_bytes(config, weight.dtype)
+        self._forward = partial(_logits, model)
+        self._forward_step = DecodeGraphs(self._forward) if graphs else self._forward
+        self.kv_bytes_per_token = kv_bytes_per_token(config, weight.dtype)
 
-    def read(self, ids: Sequence[int], more: int = 0) -> Reading:
-        """A sequence that begins with these tokens, and may grow by `more`.
+    def prefill(self, ids: Sequence[int], max_new_tokens: int = 0) -> EngineSequence:
+        """A sequence that starts with the prompt `ids` and may grow by `max_new_tokens`, with its next `logits`.
 
-        What an earlier one has in common with them is not read again: it is taken over, or shared while somebody still
-        steps on from it. Sequences that nobody uses make room, the oldest first.
+        The longest common prefix with a cached sequence is not computed again: that sequence is taken over or, while it
+        is active, forked. Inactive sequences are evicted to make room, the oldest first.
         """
         ids = list(ids)
         if not ids:
-            raise ValueError("a prompt must have at least one token")
-        alike, begin = self._alike(ids)
-        room = self._room_of_ranks(alike.shares.truncated(begin).counts, begin, len(ids), more) if alike else []
-        if alike is None or max(room) > self._most:  # too uneven to go on from: one rank has kept most of it
-            alike, begin = None, 0
-            room = self._room_of_ranks([0] * self.comm.world, 0, len(ids), more)
-        self._make_room(len(ids) + more, room, alike)
-        if alike is None:
-            reading = Reading([], Shares.nothing(self.comm.world, self.comm.rank), self.cache.allocate(0))
-        elif alike.busy:
-            reading = Reading(list(alike.ids), alike.shares, self.cache.fork(alike.kept))
-        else:
-            reading = alike
-            self.readings.remove(alike)
-        self.readings.append(reading)
-        self.truncate(reading, begin)
-        reading.busy, reading.reused, reading.room, reading.room_of_ranks = True, begin, len(ids) + more, room
-        self.work.reused += begin
-        self.work.read += len(ids) - begin
-        while len(reading.ids) < len(ids):
-            rest = ids[len(reading.ids) : len(reading.ids) + self.prefill_chunk]
-            if len(rest) >= min_prefill_chunk(self.comm.world):
-                reading.logits = self._read_stretch(reading, rest)
-            else:
-                reading.logits = self._forward([reading], [rest[:MAX_DECODE_TOKENS]])[0, -1]
-            if self._on_read is not None:
-                self._on_read(len(reading.ids), len(ids))
-        return reading
+            raise ValueError("ids must have at least one token, got none")
+        cached, begin = self._longest_prefix(ids)
+        per_rank: list[int] = []
+        if cached is not None:
+            per_rank = self._tokens_per_rank(cached.shards.truncated(begin).counts, begin, len(ids), max_new_tokens)
+        if cached is None or max(per_rank) > self._capacity:  # too uneven: one rank stores most of the prefix
+            cached, begin = None, 0
+            per_rank = self._tokens_per_rank([0] * self.comm.world, 0, len(ids), max_new_tokens)
+        self._make_room(len(ids) + max_new_tokens, per_rank, cached)
+        sequence = self._start_from(cached)
+        self.truncate(sequence, begin)
+        sequence.active, sequence.reused = True, begin
+        sequence.max_tokens, sequence.max_tokens_per_rank = len(ids) + max_new_tokens, per_rank
+        self.reused_tokens += begin
+        self.prefill_tokens += len(ids) - begin
+        while len(sequence.ids) < len(ids):
+            chunk = ids[len(sequence.ids) : len(sequence.ids) + self.prefill_chunk]
+            if len(chunk) >= min_prefill_chunk(self.comm.world):
+                sequence.logits = self._prefill_chunk(sequence, chunk)
+            else:  # too short to shard
+                sequence.logits = self._decode([sequence], [chunk[:MAX_DECODE_TOKENS]])[0, -1]
+            if self._on_prefill is not None:
+                self._on_prefill(len(sequence.ids), len(ids))
+        return sequence
 
-    def step(self, readings: Sequence[Reading], ids: Sequence[Sequence[int]]) -> Tensor:
-        """T more tokens of each sequence, to logits [B, T, vocabulary] of what follows each; the same on every rank."""
-        logits = self._forward(readings, ids)
-        for reading, row in zip(readings, logits, strict=True):
-            reading.logits = row[-1].clone()  # of many tokens only the last, and no graph's own
+    def decode(self, sequences: Sequence[EngineSequence], ids: Sequence[Sequence[int]]) -> Tensor:
+        """Append T tokens to each sequence: logits [B, T, vocabulary] for what follows each, the same on every rank."""
+        logits = self._decode(sequences, ids)
+        for sequence, row in zip(sequences, logits, strict=True):
+            sequence.logits = row[-1].clone()  # not a view, which would keep all logits or point into a graph
         return logits
 
-    def truncate(self, reading: Reading, length: int) -> None:
+    def truncate(self, sequence: EngineSequence, length: int) -> None:
         """Keep the first `length` tokens only."""
-        shares = reading.shares.truncated(length)
-        if len(shares.own) < reading.kept.length:
-            self.cache.truncate(reading.kept, len(shares.own))
-        reading.shares, reading.ids = shares, reading.ids[:length]
+        shards = sequence.shards.truncated(length)
+        if len(shards.local) < sequence.stored.length:
+            self.cache.truncate(sequence.stored, len(shards.local))
+        sequence.shards, sequence.ids = shards, sequence.ids[:length]
 
-    def rest(self, reading: Reading) -> None:
-        """Nobody steps on from a sequence any more: it is there to be found, until room is needed."""
-        reading.busy, reading.room = False, len(reading.ids)
+    def release(self, sequence: EngineSequence) -> None:
+        """Mark a sequence as finished: it stays cached for reuse until room is needed."""
+        sequence.active, sequence.max_tokens = False, len(sequence.ids)
 
-    def free(self, reading: Reading) -> None:
-        """Forget a sequence."""
-        self.cache.free(reading.kept)
-        self.readings.remove(reading)
+    def free(self, sequence: EngineSequence) -> None:
+        """Remove a sequence from the cache."""
+        self.cache.free(sequence.stored)
+        self.sequences.remove(sequence)
 
     def check_room(self, tokens: Sequence[int]) -> None:
-        """Raise ValueError unless new sequences of so many tokens fit beside those in use."""
-        busy = [reading.room for reading in self.readings if reading.busy]
-        if sum(busy) + sum(tokens) > self.tokens or len(busy) + len(tokens) > self.sequences:
+        """Raise ValueError unless new sequences with so many tokens each fit beside the active ones."""
+        active = [sequence.max_tokens for sequence in self.sequences if sequence.active]
+        if sum(active) + sum(tokens) > self.cache_tokens or len(active) + len(tokens) > self.max_sequences:
             raise ValueError(
-                f"{sum(tokens)} tokens of {len(tokens)} sequences do not fit beside {sum(busy)} of {len(busy)} in use: "
-                f"there is room for {self.tokens} of {self.sequences}"
+                f"{sum(tokens)} tokens of {len(tokens)} sequences do not fit beside {sum(active)} of {len(active)} "
+                f"active ones: there is room for cache_tokens={self.cache_tokens} of max_sequences={self.max_sequences}"
             )
 
-    def _alike(self, ids: list[int]) -> tuple[Reading | None, int]:
-        """The sequence that has most in common with these tokens, and how much. Not the last: it says what comes."""
-        common = [min(_in_common(reading.ids, ids), len(ids) - 1) for reading in self.readings]
-        most = max(common, default=0)
-        return (self.readings[common.index(most)], most) if most else (None, 0)
+    def _longest_prefix(self, ids: list[int]) -> tuple[EngineSequence | None, int]:
+        """The cached sequence with the longest common prefix, and its length; the last token is computed again."""
+        common = [min(_common_prefix(sequence.ids, ids), len(ids) - 1) for sequence in self.sequences]
+        longest = max(common, default=0)
+        return (self.sequences[common.index(longest)], longest) if longest else (None, 0)
 
-    def _parts(self, counts: Sequence[int], new: range) -> list[Ranges]:
-        """Which of some new positions each rank is to hold, if it holds so many of those before them."""
+    def _start_from(self, cached: EngineSequence | None) -> EngineSequence:
+        """A new sequence, a fork of an active one, or an inactive one itself; it becomes the most recent one."""
+        if cached is None:
+            empty = SequenceShards.empty(self.comm.world, self.comm.rank)
+            sequence = EngineSequence([], empty, self.cache.allocate(0))
+        elif cached.active:
+            sequence = EngineSequence(list(cached.ids), cached.shards, self.cache.fork(cached.stored))
+        else:
+            sequence = cached
+            self.sequences.remove(cached)
+        self.sequences.append(sequence)
+        return sequence
+
+    def _shard(self, counts: Sequence[int], new: range) -> list[Ranges]:
+        """The new positions that each rank stores, where the ranks store `counts` positions before them."""
         world = self.comm.world
         if len(new) < min_prefill_chunk(world):
-            return in_turn(new, world)
-        if new.start:  # every rank attends for all, over what it holds: that is to be even, whatever the layout
-            return evened(new, counts)
-        return [self.ranks.layout.ranges(len(new), world, rank) for rank in range(world)]
+            return interleave(new, world)
+        if new.start:  # every rank attends for all queries over its keys: balance the keys, whatever the layout
+            return balance(new, counts)
+        return [self.context.layout.ranges(len(new), world, rank) for rank in range(world)]
 
-    def _room_of_ranks(self, counts: Sequence[int], begin: int, length: int, more: int) -> list[int]:
-        """How many tokens each rank comes to hold: from `counts` of `begin` on, of `length` and `more` steps."""
+    def _tokens_per_rank(self, counts: Sequence[int], begin: int, length: int, max_new_tokens: int) -> list[int]:
+        """The tokens per rank after prefill from `begin` (with `counts` per rank) to `length`, and all new tokens."""
         for at in range(begin, length, self.prefill_chunk):
-            counts = grown(counts, self._parts(counts, range(at, min(length, at + self.prefill_chunk))))
-        return [count + -(-more // self.comm.world) for count in counts]
+            parts = self._shard(counts, range(at, min(length, at + self.prefill_chunk)))
+            counts = [count + ranges.size(part) for count, part in zip(counts, parts, strict=True)]
+        return [count + -(-max_new_tokens // self.comm.world) for count in counts]
 
-    def _make_room(self, tokens: int, of_ranks: list[int], alike: Reading | None) -> None:
-        """For a sequence of so many tokens, which takes over what is like it unless that is busy.
+    def _make_room(self, tokens: int, per_rank: list[int], reused: EngineSequence | None) -> None:
+        """Evict inactive sequences until a sequence of so many tokens fits; `reused` is taken over unless it is active.
 
-        Every rank decides the same: it goes by what all of them hold. Nothing is given up where that would not do.
+        All ranks evict the same ones, because they decide by what all ranks store. Raises ValueError, and evicts
+        nothing, if eviction does not make enough room.
         """
-        staying = [reading for reading in self.readings if reading.busy or reading is not alike]
-        leaving: list[Reading] = []
+        kept = [sequence for sequence in self.sequences if sequence.active or sequence is not reused]
+        evicted: list[EngineSequence] = []
 
         def fits() -> bool:
-            each = [
-                [_blocks(n) for n in rooms] for rooms in (of_ranks, *(reading.room_of_ranks for reading in staying))
-            ]
+            all_per_rank = (per_rank, *(sequence.max_tokens_per_rank for sequence in kept))
+            blocks = [[_num_blocks(n) for n in each] for each in all_per_rank]
             return (
-                sum(reading.room for reading in staying) + tokens <= self.tokens
-                and len(staying) < self.sequences
-                and max(map(sum, zip(*each, strict=True))) <= self.cache.stats().total
+                sum(sequence.max_tokens for sequence in kept) + tokens <= self.cache_tokens
+                and len(kept) < self.max_sequences
+                and max(map(sum, zip(*blocks, strict=True))) <= self.cache.stats().total
             )
 
-        for idle in [reading for reading in staying if not reading.busy]:
+        for inactive in [sequence for sequence in kept if not sequence.active]:
             if fits():
                 break
-            staying.remove(idle)
-            leaving.append(idle)
+            kept.remove(inactive)
+            evicted.append(inactive)
         if not fits():
             raise ValueError(
-                f"{tokens} tokens do not fit beside {sum(reading.room for reading in staying)} of {len(staying)} "
-                f"sequences in use: there is room for {self.tokens} of {self.sequences}"
+                f"{tokens} tokens do not fit beside {sum(sequence.max_tokens for sequence in kept)} of {len(kept)} "
+                f"active sequences: there is room for cache_tokens={self.cache_tokens} of "
+                f"max_sequences={self.max_sequences}"
             )
-        for reading in leaving:
-            self.free(reading)
+        for sequence in evicted:
+            self.free(sequence)
 
-    def _read_stretch(self, reading: Reading, ids: list[int]) -> Tensor:
-        """Every rank reads its part; the logits of the last token, from the rank that has it."""
-        begin = len(reading.ids)
-        parts = self._parts(reading.shares.counts, range(begin, begin + len(ids)))
-        mine = parts[self.comm.rank]
-        new = self.cache.append([reading.kept], ranges.size(mine))
-        reading.shares.extend(parts)
-        blocks = torch.tensor(reading.kept.blocks, device=self.device)
-        how = ReadingPass(self.cache, new.slots, self.ranks, parts, begin, len(ids), reading.held.runs, blocks)
-        at = ranges.as_tensor(mine)
-        tokens = torch.tensor(ids)[at - begin]
+    def _prefill_chunk(self, sequence: EngineSequence, ids: list[int]) -> Tensor:
+        """Prefill a chunk, sharded over the ranks; returns the logits of its last token on every rank."""
+        begin = len(sequence.ids)
+        parts = self._shard(sequence.shards.counts, range(begin, begin + len(ids)))
+        own = parts[self.comm.rank]
+        new = self.cache.append([sequence.stored], ranges.size(own))
+        sequence.shards.extend(parts)
+        blocks = torch.tensor(sequence.stored.blocks, device=self.device)
+        chunk = PrefillPass(self.cache, new.slots, self.context, parts, begin, len(ids), sequence.local.ranges, blocks)
+        positions = ranges.as_tensor(own)
+        tokens = torch.tensor(ids)[positions - begin]
         device = self.device
-        logits = self._call(how, tokens[None].to(device), at[None].to(device), keep=1)[0, -1]
+        logits = self._forward(chunk, tokens[None].to(device), positions[None].to(device), keep=1)[0, -1]
         self.cache.mark_written(new)
-        reading.ids += ids
+        sequence.ids += ids
         last = next(rank for rank, part in enumerate(parts) if part[-1][-1] == begin + len(ids) - 1)
-        return self._from(last, logits)
+        return self._broadcast(logits, last)
 
-    def _forward(self, readings: Sequence[Reading], ids: Sequence[Sequence[int]]) -> Tensor:
-        """A few tokens on every rank."""
+    def _decode(self, sequences: Sequence[EngineSequence], ids: Sequence[Sequence[int]]) -> Tensor:
+        """Compute a few tokens on every rank; each rank stores those that `interleave` gives it."""
         count, world, rank = len(ids[0]), self.comm.world, self.comm.rank
-        positions = [range(len(reading.ids), len(reading.ids) + count) for reading in readings]
-        parts = [in_turn(new, world) for new in positions]
-        mine = [
+        positions = [range(len(sequence.ids), len(sequence.ids) + count) for sequence in sequences]
+        parts = [interleave(new, world) for new in positions]
+        own = [
             [position - new.start for run in part[rank] for position in run]
             for new, part in zip(positions, parts, strict=True)
         ]
-        slots = torch.full((len(readings), count), -1, dtype=torch.int64, device=self.device)
-        appended: list[NewTokens] = []
-        for n in sorted({len(own) for own in mine} - {0}):  # a cache appends equally many at a time
-            rows = [b for b, own in enumerate(mine) if len(own) == n]
-            new = self.cache.append([readings[b].kept for b in rows], n)
-            appended.append(new)
-            for b, at in zip(rows, new.slots, strict=True):
-                slots[b, mine[b]] = at
-        for reading, part in zip(readings, parts, strict=True):
-            reading.shares.extend(part)
-        rows_at = torch.tensor([reading.kept.row for reading in readings], device=self.device)
-        how = SteppingPass(
-            self.cache, slots, self.comm, self.cache.block_table[rows_at], self.cache.cur_pos[rows_at], positions,
-            [reading.held for reading in readings],
+        slots, appended = self._append(sequences, own, count)
+        for sequence, part in zip(sequences, parts, strict=True):
+            sequence.shards.extend(part)
+        rows = torch.tensor([sequence.stored.row for sequence in sequences], device=self.device)
+        step = DecodePass(
+            self.cache, slots, self.comm, self.cache.block_table[rows], self.cache.cur_pos[rows], positions,
+            [sequence.local for sequence in sequences],
         )  # fmt: skip
         at = torch.tensor([list(new) for new in positions])
         tokens = torch.tensor([list(row) for row in ids], device=self.device)
-        with self._shared:
-            logits = self._step(how, tokens, at.to(self.device))
+        with self._tensor_parallel:
+            logits = self._forward_step(step, tokens, at.to(self.device))
         for new in appended:
             self.cache.mark_written(new)
-        for reading, row in zip(readings, ids, strict=True):
-            reading.ids += row
+        for sequence, row in zip(sequences, ids, strict=True):
+            sequence.ids += row
         return logits
 
-    def _from(self, rank: int, x: Tensor) -> Tensor:
-        """One rank's tensor, on every rank."""
+    def _append(
+        self, sequences: Sequence[EngineSequence], own: list[list[int]], count: int
+    ) -> tuple[Tensor, list[NewTokens]]:
+        """Slots [B, count] of new tokens, -1 for those of other ranks; `own[b]` are the indices of this rank's."""
+        slots = torch.full((len(sequences), count), -1, dtype=torch.int64, device=self.device)
+        appended: list[NewTokens] = []
+        for n in sorted({len(indices) for indices in own} - {0}):  # the cache appends equally many to each sequence
+            rows = [b for b, indices in enumerate(own) if len(indices) == n]
+            new = self.cache.append([sequences[b].stored for b in rows], n)
+            appended.append(new)
+            for b, row in zip(rows, new.slots, strict=True):
+                slots[b, own[b]] = row
+        return slots, appended
+
+    def _broadcast(self, x: Tensor, rank: int) -> Tensor:
+        """The tensor of one rank, on every rank."""
         comm = self.comm
         if comm.world == 1:
             return x
@@ -298,21 +310,22 @@ class Reader:
 
 
 def min_prefill_chunk(world: int) -> int:
-    """The fewest tokens that any layout can spread over so many ranks."""
-    return _BY_LAYOUT * world
+    """The fewest tokens that any layout can shard over `world` ranks."""
+    return _MIN_TOKENS_PER_RANK * world
 
 
-def token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """What the keys and values of a token take, in all layers of a model."""
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one token in all layers of a model."""
     return 2 * int(config.num_hidden_layers) * int(config.num_key_value_heads) * _head_dim(config) * dtype.itemsize
 
 
 @torch.no_grad()
-def _logits(model: Any, how: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
-    """Those of the last `keep` tokens, or of all."""
+def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
+    """The logits of the last `keep` tokens, or of all if 0."""
     out = model(
-        input_ids=ids, position_ids=positions, past_key_values=how, mesh=how, use_cache=True, logits_to_keep=keep
-    )
+        input_ids=ids, position_ids=positions, past_key_values=cache_pass, mesh=cache_pass, use_cache=True,
+        logits_to_keep=keep,
+    )  # fmt: skip
     logits: Tensor = out.logits
     return logits
 
@@ -322,10 +335,10 @@ def _head_dim(config: Any) -> int:
     return dim
 
 
-def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """The length of the common prefix of two sequences."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _blocks(tokens: int) -> int:
+def _num_blocks(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)

@@ -1,7 +1,7 @@
-"""`Generator`: prompts in, tokens out, over as many ranks as there are.
+"""`Generator`: prompts in, tokens out, over any number of ranks.
 
-Sequences are dealt to groups of ranks (KVDP), and the ranks of a group share the positions of each (CP). A group reads
-and steps on its own; after every round the groups tell one another their new tokens, so that every rank yields all.
+Sequences are divided among groups of ranks (KVDP), and the ranks of a group shard the positions of each sequence (CP).
+Groups prefill and decode independently. After every step they exchange their new tokens, so that every rank yields all.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, IndependentSubComm, SharedValues, check_on_all_ranks, comm_from
 from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.generation.engine import Reader, Reading
-from attnmesh.generation.sampling import Lookup, NewText, Sampling
+from attnmesh.generation.engine import Engine, EngineSequence
+from attnmesh.generation.sampling import PromptLookup, Sampling, TextStream
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
 
 _GREEDY = Sampling()
-_NONE = -1  # where a row has no more tokens in a round
+_PADDING = -1  # in place of tokens of rows that are finished
 
 
 @dataclass(frozen=True)
@@ -38,43 +38,57 @@ class Token:
 
 @dataclass
 class GenerationStats:
-    """What one rank has done and holds."""
+    """What one rank has computed, sent and stored.
+
+    `kv_bytes` are those that this rank stores, `kv_bytes_unsharded` those that a single device would store.
+    `generated_tokens` and `decode_steps` are those of this rank's group.
+    """
 
     rank: int
-    tokens_held: int = 0
+    cached_tokens: int = 0
     kv_bytes: int = 0
-    kv_bytes_alone: int = 0  # what one device would need for all of it
+    kv_bytes_unsharded: int = 0
     bytes_sent: int = 0
-    read: int = 0
-    reused: int = 0
-    generated: int = 0  # by this rank's group
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    prefill_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
 
 @dataclass(eq=False)
 class _Row:
-    """A sequence being generated."""
+    """A row of the batch that is being generated."""
 
     number: int
-    reading: Reading
-    dice: torch.Generator
-    lookup: Lookup = field(default_factory=Lookup)
+    sequence: EngineSequence
+    random: torch.Generator
+    lookup: PromptLookup = field(default_factory=PromptLookup)
     new: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Request:
+    """The options of one `generate` call."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    stop: frozenset[int]
+    speculative: bool
+
+
 class Generator:
-    """Generates from a model that every rank of `comm` has, and keeps what it has read for the next prompts.
+    """Generates from a model that every rank of `comm` has, and caches sequences for later prompts.
 
-    There is room for `tokens` tokens, prompts and answers together, of at most `sequences` sequences. `sharding` says
-    how many ranks share a sequence (cp) and how many groups there are (kvdp); by default it is what
-    `recommend_sharding` says for so many sequences. `layout`, `schedule`, `prefill_chunk` and `on_read` are a `Reader`'s.
+    The KV cache of a group holds `cache_tokens` tokens, prompts and answers together, of all its sequences;
+    `max_sequences` is the size of a batch over all groups. `sharding` is the number of ranks per sequence (cp) and of
+    groups (kvdp), by default what `recommend_sharding` returns for `max_sequences` sequences. `layout`, `schedule`,
+    `prefill_chunk` and `on_prefill` are those of `Engine`.
 
-    `on_logits` is called with a row and the logits [vocabulary] of every token of it that comes, on the ranks that
-    have them: those of the row's group.
+    `on_logits` is called with a row and the logits [vocabulary] of each of its new tokens, on the ranks of its group.
     """
 
     def __init__(
@@ -83,42 +97,36 @@ class Generator:
         tokenizer: Any = None,
         comm: Comm | None = None,
         *,
-        tokens: int,
-        sequences: int = 1,
+        cache_tokens: int,
+        max_sequences: int = 1,
         sharding: DecodeSharding | None = None,
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
         prefill_chunk: int | None = None,
-        on_read: Callable[[int, int], None] | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.comm = model, tokenizer, comm_from(comm)
         self._on_logits = on_logits
         if sharding is None:
-            # Every rank has whole weights, so no kv heads are divided: as if there were one.
-            world = self.comm.world
-            from attnmesh.planner.recommend import recommend_sharding
-
-            sharding = recommend_sharding(sequences, world, 1, world).choice.sharding
+            sharding = _recommended(max_sequences, self.comm.world)
         if sharding.tp != 1 or sharding.ranks != self.comm.world:
             raise ValueError(f"sharding must be kvdp x cp = {self.comm.world} ranks and tp = 1, got {sharding}")
-        self.sharding = sharding
+        self.sharding, self.max_sequences = sharding, max_sequences
         rank = self.comm.rank
-        self._group = _part(self.comm, sharding.cp_peers(rank))
-        self._others = _part(self.comm, sharding.kvdp_peers(rank))
-        per_group = -(-sequences // sharding.kvdp)
-        self.sequences = sequences
-        self.reader = Reader(
+        self._group = _subgroup(self.comm, sharding.cp_peers(rank))
+        self._across_groups = _subgroup(self.comm, sharding.kvdp_peers(rank))
+        self.engine = Engine(
             model,
             self._group,
-            tokens=tokens,
-            sequences=per_group,
+            cache_tokens=cache_tokens,
+            max_sequences=-(-max_sequences // sharding.kvdp),
             layout=layout,
             schedule=schedule,
             prefill_chunk=prefill_chunk,
-            on_read=on_read,
+            on_prefill=on_prefill,
         )
-        self.effort = GenerationStats(rank)
+        self.stats = GenerationStats(rank)
 
     def generate(
         self,
@@ -129,138 +137,137 @@ class Generator:
         stop: Sequence[int] | None = None,
         speculative: bool = False,
     ) -> Iterator[Token]:
-        """Tokens as they come, row by row within a round, the same on every rank.
+        """Tokens as they are generated, row by row within a step, the same on every rank.
 
-        A prompt is text, or its tokens. A row ends with one of the `stop` tokens, by default those that the model's
-        generation config calls eos, or after `max_new_tokens`. With `speculative` tokens are drafted from the text
-        itself and verified several at a time: fewer steps, the same tokens; `effort` says how many drafts were right.
+        A prompt is text, or its token ids. A row ends with one of the `stop` tokens, by default the eos tokens of the
+        model's generation config, or after `max_new_tokens`. With `speculative`, tokens are drafted by prompt lookup
+        and several are verified per step: fewer steps, the same tokens. `stats` counts the accepted ones.
         """
-        stops = self._stops() if stop is None else set(stop)
+        request = _Request(max_new_tokens, sampling, frozenset(self._eos() if stop is None else stop), speculative)
 
         def check_arguments() -> tuple[list[list[int]], SharedValues]:
-            rows = [_ids(self.tokenizer, prompt) for prompt in prompts]
-            self._check(rows, max_new_tokens, sampling, speculative)
-            said = sha256(repr((rows, sorted(stops))).encode()).hexdigest()
+            rows = [_token_ids(self.tokenizer, prompt) for prompt in prompts]
+            self._check(rows, request)
+            digest = sha256(repr((rows, sorted(request.stop))).encode()).hexdigest()
             return rows, {
-                "prompts and stops": said, "max_new_tokens": max_new_tokens, "sampling": sampling,
+                "prompts and stops": digest, "max_new_tokens": max_new_tokens, "sampling": sampling,
                 "speculative": speculative, "sharding": self.sharding,
             }  # fmt: skip
 
         rows = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
-        return self._generate(rows, max_new_tokens, sampling, stops, speculative)
+        return self._generate(rows, request)
 
-    def _generate(
-        self, rows: list[list[int]], most: int, sampling: Sampling, stops: set[int], speculative: bool
-    ) -> Iterator[Token]:
-        batch = len(rows)
-        texts = [NewText(self.tokenizer) for _ in rows]
-        mine: list[_Row] = []
-        before = self.comm.traffic.bytes
+    def _generate(self, prompts: list[list[int]], request: _Request) -> Iterator[Token]:
+        batch = len(prompts)
+        texts = [TextStream(self.tokenizer) for _ in prompts]
+        own: list[_Row] = []
+        bytes_before = self.comm.traffic.bytes
         try:
             with self._timed("prefill_seconds"):
                 for number in self.sharding.sequences(self.comm.rank, batch):
-                    reading = self.reader.read(rows[number], more=most + MAX_DECODE_TOKENS)
-                    mine.append(_Row(number, reading, sampling.dice(number)))
-                fresh = self._agreed([[sampling.draw(row.reading.logits, row.dice)] for row in mine])
-                self._show_logits(mine, [row.reading.logits[None] for row in mine], fresh)
-            active, left = mine, dict.fromkeys(range(batch), most)
+                    sequence = self.engine.prefill(prompts[number], request.max_new_tokens + MAX_DECODE_TOKENS)
+                    own.append(_Row(number, sequence, request.sampling.generator(number)))
+                new = self._broadcast([[request.sampling.sample(row.sequence.logits, row.random)] for row in own])
+                self._report_logits(own, [row.sequence.logits[None] for row in own], new)
+            active, left = own, dict.fromkeys(range(batch), request.max_new_tokens)
             while True:
-                for row, new in zip(active, fresh, strict=True):
-                    row.new += new
-                    self.effort.generated += len(new)
-                for number, new in self._told(active, fresh, batch):
-                    left[number] = 0 if new[-1] in stops else left[number] - len(new)
-                    for token in new:
+                for row, tokens in zip(active, new, strict=True):
+                    row.new += tokens
+                    self.stats.generated_tokens += len(tokens)
+                for number, tokens in self._all_gather_tokens(active, new, batch):
+                    left[number] = 0 if tokens[-1] in request.stop else left[number] - len(tokens)
+                    for token in tokens:
                         yield Token(number, token, texts[number].add(token))
                 if not any(left.values()):
                     break
                 active = [row for row in active if left[row.number]]
                 with self._timed("decode_seconds"):
-                    fresh = self._round(active, most, sampling, stops, speculative) if active else []
+                    new = self._decode_step(active, request) if active else []
         finally:
-            self.effort.bytes_sent += self.comm.traffic.bytes - before
-            for row in mine:
-                self.reader.rest(row.reading)
-            self._count()
+            self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
+            for row in own:
+                self.engine.release(row.sequence)
+            self._update_stats()
 
-    def _round(
-        self, active: list[_Row], most: int, sampling: Sampling, stops: set[int], speculative: bool
-    ) -> list[list[int]]:
-        """One step of the group's rows: the new tokens of each, one or (with drafts) more."""
-        drafts = [self._draft(row, most) if speculative else [] for row in active]
+    def _decode_step(self, active: list[_Row], request: _Request) -> list[list[int]]:
+        """One decode step of the group's rows: the new tokens of each, one or (with drafts) more."""
+        drafts = [self._draft(row, request.max_new_tokens) if request.speculative else [] for row in active]
         width = max(map(len, drafts))
-        begins = [len(row.reading.ids) for row in active]
-        # Shorter drafts are filled up with anything, to be cut off with what is rejected.
+        begins = [len(row.sequence.ids) for row in active]
+        # Shorter drafts are padded with token 0, which is truncated with the rejected tokens.
         given = [[row.new[-1], *draft, *[0] * (width - len(draft))] for row, draft in zip(active, drafts, strict=True)]
-        logits = self.reader.step([row.reading for row in active], given)
-        self.effort.steps += 1
-        if speculative:
-            likeliest = self._agreed(logits.argmax(-1).tolist())
-            fresh = [_verified(draft, row) for draft, row in zip(drafts, likeliest, strict=True)]
+        logits = self.engine.decode([row.sequence for row in active], given)
+        self.stats.decode_steps += 1
+        if request.speculative:
+            greedy = self._broadcast(logits.argmax(-1).tolist())
+            new = [_accept(draft, tokens) for draft, tokens in zip(drafts, greedy, strict=True)]
         else:
-            drawn = [[sampling.draw(x[0], row.dice)] for x, row in zip(logits, active, strict=True)]
-            fresh = self._agreed(drawn)
-        for row, begin, draft, new in zip(active, begins, drafts, fresh, strict=True):
-            if len(row.reading.ids) > begin + len(new):
-                self.reader.truncate(row.reading, begin + len(new))
-            del new[most - len(row.new) :]
-            stopped = next((i for i, token in enumerate(new) if token in stops), len(new))
-            del new[stopped + 1 :]
-            self.effort.drafted += len(draft)
-            self.effort.accepted += len(new) - 1
-        self._show_logits(active, logits, fresh)
-        return fresh
+            sampled = [[request.sampling.sample(x[0], row.random)] for x, row in zip(logits, active, strict=True)]
+            new = self._broadcast(sampled)
+        for row, begin, draft, tokens in zip(active, begins, drafts, new, strict=True):
+            if len(row.sequence.ids) > begin + len(tokens):
+                self.engine.truncate(row.sequence, begin + len(tokens))
+            del tokens[request.max_new_tokens - len(row.new) :]
+            stopped = next((i for i, token in enumerate(tokens) if token in request.stop), len(tokens))
+            del tokens[stopped + 1 :]
+            self.stats.draft_tokens += len(draft)
+            self.stats.accepted_tokens += len(tokens) - 1
+        self._report_logits(active, logits, new)
+        return new
 
-    def _show_logits(self, rows: list[_Row], logits: Sequence[Tensor] | Tensor, fresh: list[list[int]]) -> None:
+    def _report_logits(self, rows: list[_Row], logits: Sequence[Tensor] | Tensor, new: list[list[int]]) -> None:
         if self._on_logits is not None:
-            for row, theirs, new in zip(rows, logits, fresh, strict=True):
-                for of_one in theirs[: len(new)]:
-                    self._on_logits(row.number, of_one)
+            for row, of_row, tokens in zip(rows, logits, new, strict=True):
+                for of_token in of_row[: len(tokens)]:
+                    self._on_logits(row.number, of_token)
 
-    def _draft(self, row: _Row, most: int) -> list[int]:
-        """What may come next; no more than may be generated, or than a step can verify."""
-        room = min(MAX_DECODE_TOKENS, most - len(row.new)) - 1
-        return row.lookup.draft([*row.reading.ids, row.new[-1]], room) if room > 0 else []
+    def _draft(self, row: _Row, max_new_tokens: int) -> list[int]:
+        """Draft tokens: no more than may be generated, or than one step can verify."""
+        room = min(MAX_DECODE_TOKENS, max_new_tokens - len(row.new)) - 1
+        return row.lookup.draft([*row.sequence.ids, row.new[-1]], room) if room > 0 else []
 
-    def _agreed(self, tokens: list[list[int]]) -> list[list[int]]:
-        """The group's tokens as its first rank has drawn them: a rank that rounds otherwise must not go elsewhere."""
+    def _broadcast(self, tokens: list[list[int]]) -> list[list[int]]:
+        """The tokens that the first rank of the group has sampled: ranks may round differently and must not diverge."""
         group = self._group
         if group.world == 1 or not tokens:
             return tokens
-        x = torch.tensor(tokens, dtype=torch.int64, device=self.reader.device)  # NCCL carries nothing else
+        x = torch.tensor(tokens, dtype=torch.int64, device=self.engine.device)  # NCCL sends device tensors only
         first: Tensor = group.all_gather(x, [x.shape] * group.world)[0]
-        agreed: list[list[int]] = first.tolist()
-        return agreed
+        received: list[list[int]] = first.tolist()
+        return received
 
-    def _told(self, active: list[_Row], fresh: list[list[int]], batch: int) -> list[tuple[int, list[int]]]:
+    def _all_gather_tokens(self, active: list[_Row], new: list[list[int]], batch: int) -> list[tuple[int, list[int]]]:
         """The new tokens of all groups, by row."""
-        by_row = {row.number: new for row, new in zip(active, fresh, strict=True)}
-        if self._others.world == 1:
+        by_row = {row.number: tokens for row, tokens in zip(active, new, strict=True)}
+        if self._across_groups.world == 1:
             return sorted(by_row.items())
         rows = [self.sharding.sequences(peer, batch) for peer in self.sharding.kvdp_peers(self.comm.rank)]
-        own = rows[self._others.rank]
-        x = torch.full((len(own), MAX_DECODE_TOKENS), _NONE, dtype=torch.int64)
-        for number, new in by_row.items():
-            x[number - own.start, : len(new)] = torch.tensor(new, dtype=torch.int64)
-        everybodys = self._others.all_gather(x.to(self.reader.device), [(len(r), MAX_DECODE_TOKENS) for r in rows])
-        told = [
-            (number, [token for token in new if token != _NONE])
-            for numbers, part in zip(rows, everybodys, strict=True)
-            for number, new in zip(numbers, part.tolist(), strict=True)
+        own = rows[self._across_groups.rank]
+        x = torch.full((len(own), MAX_DECODE_TOKENS), _PADDING, dtype=torch.int64)
+        for number, tokens in by_row.items():
+            x[number - own.start, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        gathered = self._across_groups.all_gather(
+            x.to(self.engine.device), [(len(each), MAX_DECODE_TOKENS) for each in rows]
+        )
+        unpadded = [
+            (number, [token for token in tokens if token != _PADDING])
+            for numbers, part in zip(rows, gathered, strict=True)
+            for number, tokens in zip(numbers, part.tolist(), strict=True)
         ]
-        return [(number, new) for number, new in sorted(told) if new]
+        return [(number, tokens) for number, tokens in sorted(unpadded) if tokens]
 
-    def _stops(self) -> set[int]:
+    def _eos(self) -> set[int]:
         eos = getattr(self.model.generation_config, "eos_token_id", None)
         return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
 
-    def _check(self, rows: list[list[int]], most: int, sampling: Sampling, speculative: bool) -> None:
-        if not 1 <= len(rows) <= self.sequences:
-            raise ValueError(f"prompts must be 1 to {self.sequences}, as this generator has room for, got {len(rows)}")
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ValueError(f"max_new_tokens must be a positive integer, got {most!r}")
-        if speculative and not sampling.greedy:
-            raise ValueError(f"speculative decoding verifies the likeliest tokens, temperature 0; got {sampling}")
+    def _check(self, rows: list[list[int]], request: _Request) -> None:
+        if not 1 <= len(rows) <= self.max_sequences:
+            raise ValueError(f"prompts must be 1 to max_sequences={self.max_sequences}, got {len(rows)}")
+        new = request.max_new_tokens
+        if isinstance(new, bool) or not isinstance(new, int) or new < 1:
+            raise ValueError(f"max_new_tokens must be a positive integer, got {new!r}")
+        if request.speculative and not request.sampling.greedy:
+            raise ValueError(f"sampling must be greedy (temperature 0) with speculative, got {request.sampling}")
         limit = getattr(self.model.config, "max_position_embeddings", None)
         vocabulary = self.model.config.vocab_size
         for number, ids in enumerate(rows):
@@ -268,35 +275,34 @@ class Generator:
                 raise ValueError(f"prompt {number} is empty")
             if len(ids) < self._group.world:
                 raise ValueError(
-                    f"prompt {number} has {len(ids)} tokens, fewer than the {self._group.world} ranks it is spread over"
+                    f"prompt {number} has {len(ids)} tokens, fewer than the {self._group.world} ranks that shard it"
                 )
-            if limit is not None and len(ids) + most > limit:
+            if limit is not None and len(ids) + new > limit:
                 raise ValueError(
-                    f"prompt {number} has {len(ids)} tokens, and {most} may follow: the model has {limit} positions"
+                    f"prompt {number} has {len(ids)} tokens, and {new} may follow: the model has {limit} positions"
                 )
             if not 0 <= min(ids) <= max(ids) < vocabulary:
                 raise ValueError(
-                    f"prompt {number} must hold tokens 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}"
+                    f"prompt {number} must have token ids 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}"
                 )
-        # Of this group's rows: what one group has no room for, all ranks hear of before any of them reads.
-        mine = [rows[number] for number in self.sharding.sequences(self.comm.rank, len(rows))]
-        self.reader.check_room([len(ids) + most + MAX_DECODE_TOKENS for ids in mine])
+        # Rows of this group only: if one group has no room, all ranks raise before any of them starts.
+        own = [rows[number] for number in self.sharding.sequences(self.comm.rank, len(rows))]
+        self.engine.check_room([len(ids) + new + MAX_DECODE_TOKENS for ids in own])
 
     @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
+    def _timed(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        if self.reader.device.type == "cuda":
-            torch.cuda.synchronize(self.reader.device)
-        setattr(self.effort, what, getattr(self.effort, what) + time.perf_counter() - began)
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)
+        setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - began)
 
-    def _count(self) -> None:
-        """What this rank holds, and what of it was read."""
-        reader, effort = self.reader, self.effort
-        effort.tokens_held = sum(len(reading.held) for reading in reader.readings)
-        effort.kv_bytes = effort.tokens_held * reader.token_bytes
-        effort.kv_bytes_alone = sum(len(reading.ids) for reading in reader.readings) * reader.token_bytes
-        effort.read, effort.reused = reader.work.read, reader.work.reused
+    def _update_stats(self) -> None:
+        engine, stats = self.engine, self.stats
+        stats.cached_tokens = sum(len(sequence.local) for sequence in engine.sequences)
+        stats.kv_bytes = stats.cached_tokens * engine.kv_bytes_per_token
+        stats.kv_bytes_unsharded = sum(len(sequence.ids) for sequence in engine.sequences) * engine.kv_bytes_per_token
+        stats.prefill_tokens, stats.reused_tokens = engine.prefill_tokens, engine.reused_tokens
 
 
 def generate(
@@ -313,34 +319,42 @@ def generate(
     layout: Layout = Zigzag(),  # noqa: B008  (immutable)
     prefill_chunk: int | None = None,
 ) -> Iterator[Token]:
-    """Tokens for these prompts, as they come, from a model that every rank of `comm` has: see `Generator`.
+    """Tokens for these prompts, as they are generated, from a model that every rank of `comm` has: see `Generator`.
 
-    All ranks call it alike. Nothing is kept for later prompts: for that, make a `Generator`.
+    All ranks must pass the same arguments. Nothing is cached for later prompts: use a `Generator` for that.
     """
-    rows = [_ids(tokenizer, prompt) for prompt in prompts]
+    rows = [_token_ids(tokenizer, prompt) for prompt in prompts]
     generator = Generator(
-        model, tokenizer, comm, tokens=max(1, sum(map(len, rows)) + len(rows) * (max_new_tokens + MAX_DECODE_TOKENS)),
-        sequences=max(1, len(rows)), sharding=sharding, layout=layout, prefill_chunk=prefill_chunk,
+        model, tokenizer, comm, max_sequences=max(1, len(rows)), sharding=sharding, layout=layout,
+        cache_tokens=max(1, sum(map(len, rows)) + len(rows) * (max_new_tokens + MAX_DECODE_TOKENS)),
+        prefill_chunk=prefill_chunk,
     )  # fmt: skip
     return generator.generate(
         rows, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, speculative=speculative
     )
 
 
-def _ids(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
+def _recommended(sequences: int, ranks: int) -> DecodeSharding:
+    from attnmesh.planner.recommend import recommend_sharding
+
+    # Every rank has all weights, so no kv heads are divided: as with a single kv head.
+    return recommend_sharding(sequences, ranks, 1, ranks).choice.sharding
+
+
+def _token_ids(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]
     if tokenizer is None:
-        raise ValueError("prompts must be tokens, since there is no tokenizer; got text")
+        raise ValueError("prompts must be token ids without a tokenizer, got text")
     ids: list[int] = tokenizer(prompt)["input_ids"]
     return ids
 
 
-def _verified(draft: list[int], likeliest: list[int]) -> list[int]:
-    """What follows, from the likeliest token after each of those given: drafts while they are right, and one more."""
-    right = next((i for i, token in enumerate(draft) if token != likeliest[i]), len(draft))
-    return likeliest[: right + 1]
+def _accept(draft: list[int], greedy: list[int]) -> list[int]:
+    """The new tokens, from the greedy token after each given one: the correct prefix of a draft, and one more."""
+    correct = next((i for i, token in enumerate(draft) if token != greedy[i]), len(draft))
+    return greedy[: correct + 1]
 
 
-def _part(comm: Comm, members: list[int]) -> Comm:
+def _subgroup(comm: Comm, members: list[int]) -> Comm:
     return comm if len(members) == comm.world else IndependentSubComm(comm, members)

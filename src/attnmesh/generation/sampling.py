@@ -1,4 +1,4 @@
-"""The next token from its logits."""
+"""`Sampling`: the next token from its logits. `PromptLookup`: draft tokens. `TextStream`: text from tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROW_BITS = 20  # a seed leaves room for so many rows of a batch
-_SEEDS = 1 << (63 - _ROW_BITS)
+_ROW_BITS = 20  # bits of a seed for the row of the batch
+_MAX_SEED = (1 << (63 - _ROW_BITS)) - 1
+_MAX_NGRAM = 4  # tokens that must match: longer matches give better drafts
+_INCOMPLETE = "\ufffd"  # what a tokenizer returns while the bytes of a character are incomplete
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn: the likeliest at temperature 0, else among the likeliest that make up `top_p`."""
+    """Sampling parameters: greedy at temperature 0, otherwise among the most likely tokens that make up `top_p`."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -26,70 +28,64 @@ class Sampling:
             raise ValueError(f"temperature must be 0 or more, got {self.temperature!r}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < _SEEDS:
-            raise ValueError(f"seed must be an integer from 0 to {_SEEDS - 1}, got {self.seed!r}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed <= _MAX_SEED:
+            raise ValueError(f"seed must be an integer from 0 to {_MAX_SEED}, got {self.seed!r}")
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, always."""
+        """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
-    def dice(self, row: int) -> torch.Generator:
-        """What a row of a batch is drawn with: the same however many ranks there are, and whatever the other rows."""
+    def generator(self, row: int) -> torch.Generator:
+        """The random generator of a row of the batch, which does not depend on the other rows or the number of ranks."""
         return torch.Generator().manual_seed((self.seed << _ROW_BITS) + row)
 
-    def draw(self, logits: Tensor, dice: torch.Generator) -> int:
+    def sample(self, logits: Tensor, generator: torch.Generator) -> int:
         """A token from logits [vocabulary]."""
         if self.greedy:
             return int(logits.argmax())
         logits = logits.double().cpu()
-        # The likeliest stays 0 at any temperature: divided by a tiny one, it would be infinite.
-        shares = torch.softmax((logits - logits.max()) / self.temperature, -1)
-        ordered, ids = shares.sort(descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered  # the likeliest has nothing before it, so one token is always left
+        # Subtracting the maximum first keeps it 0: divided by a tiny temperature, it would be infinite.
+        probabilities = torch.softmax((logits - logits.max()) / self.temperature, -1)
+        ordered, ids = probabilities.sort(descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # 0 for the most likely token, so at least one token is left
         ordered = torch.where(before < self.top_p, ordered, 0.0)
-        return int(ids[torch.multinomial(ordered, 1, generator=dice)])
+        return int(ids[torch.multinomial(ordered, 1, generator=generator)])
 
 
-_LONGEST = 4  # tokens that must have stood there before: the more, the better the guess
-
-
-class Lookup:
-    """The places of every short run of tokens in a growing text."""
+class PromptLookup:
+    """Speculative drafts by prompt lookup: the tokens that followed the last few tokens earlier in the text."""
 
     def __init__(self) -> None:
-        self._ids: list[int] = []
-        self._latest: dict[tuple[int, ...], int] = {}  # where the run last ended, if not at the end of the text
+        self._length = 0
+        self._latest: dict[tuple[int, ...], int] = {}  # where an n-gram last ended, before the end of the text
 
-    def draft(self, ids: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that may come next, from the longest match there is; none where nothing matches.
+    def draft(self, ids: Sequence[int], max_tokens: int) -> list[int]:
+        """At most `max_tokens` tokens that may come next, from the longest n-gram match; empty without a match.
 
-        `ids` is all of the text, and begins with what it was at the last call.
+        `ids` is the whole text, and must start with that of the last call.
         """
-        self._learn(ids)
-        for n in range(min(_LONGEST, len(ids)), 0, -1):
+        self._index(ids)
+        for n in range(min(_MAX_NGRAM, len(ids)), 0, -1):
             end = self._latest.get(tuple(ids[-n:]))
             if end is not None:
-                return list(ids[end : end + most])
+                return list(ids[end : end + max_tokens])
         return []
 
-    def _learn(self, ids: Sequence[int]) -> None:
-        for end in range(max(1, len(self._ids)), len(ids)):
-            for n in range(1, min(_LONGEST, end) + 1):
+    def _index(self, ids: Sequence[int]) -> None:
+        for end in range(max(1, self._length), len(ids)):
+            for n in range(1, min(_MAX_NGRAM, end) + 1):
                 self._latest[tuple(ids[end - n : end])] = end
-        self._ids = list(ids)
+        self._length = len(ids)
 
 
-_UNFINISHED = "\ufffd"  # what a tokenizer says while the bytes of a character are still coming
-
-
-class NewText:
-    """The text of a growing list of tokens, handed out as soon as it can no longer change."""
+class TextStream:
+    """The text of a growing list of tokens, returned as soon as it can no longer change."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._said = 0
+        self._returned = 0
 
     def add(self, token: int) -> str:
         """The text that a further token completes; "" within a character, or without a tokenizer."""
@@ -97,8 +93,8 @@ class NewText:
             return ""
         self._ids.append(token)
         text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        if text.endswith(_UNFINISHED):
+        if text.endswith(_INCOMPLETE):
             return ""
-        new = text[self._said :]
-        self._said = len(text)
+        new = text[self._returned :]
+        self._returned = len(text)
         return new

@@ -1,20 +1,20 @@
-"""Linear maps that ranks compute together, while all of them step through the same tokens.
+"""Tensor-parallel MLP and LM head for decode steps, in which all ranks compute the same tokens.
 
-A step of few tokens takes as long as its weights take to be read. Every rank has all weights, but need not read them
-all: of an MLP each computes some of the hidden numbers, and the ranks sum what they make of them; of the vocabulary
-each scores some tokens, and the ranks gather the scores.
+A step of few tokens takes as long as reading its weights. Every rank stores all weights, but reads only a part: each
+computes a part of the intermediate activations of an MLP, and an all-reduce sums the results; each computes the logits
+of a part of the vocabulary, and an all-gather collects them.
 
-    gate_proj, up_proj    [.., hidden] -> own part of [.., intermediate]
-    down_proj             own part -> [.., hidden], summed over ranks
-    lm_head               [.., hidden] -> own part of [.., vocabulary], gathered
+    gate_proj, up_proj    column-parallel: [.., hidden] -> this rank's part of [.., intermediate]
+    down_proj             row-parallel: this rank's part -> [.., hidden], all-reduce
+    lm_head               column-parallel: [.., hidden] -> this rank's part of [.., vocabulary], all-gather
 
-A model is the same as before, except within `with SharedWork(...)`: its maps ask who works on them in this thread.
+Outside of `with TensorParallel(...)` the model is unchanged.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,23 +22,23 @@ from torch import Tensor, nn
 
 from attnmesh.comm import Comm
 
-_IN, _OUT, _SCORES = "in", "out", "scores"
-_MLP = {"gate_proj": _IN, "up_proj": _IN, "down_proj": _OUT}
+_Split = Literal["column", "row", "column_gathered"]
+_MLP: dict[str, _Split] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
 
 
-class _Workers(threading.local):
-    """Who works together in this thread: virtual ranks are threads."""
+class _Active(threading.local):
+    """The comm of the tensor-parallel ranks in this thread: virtual ranks are threads."""
 
     comm: Comm | None = None
 
 
-_workers = _Workers()
+_active = _Active()
 
 
-class SharedWork:
-    """The maps of a model that can be shared: ranks that are in its `with` together share the work.
+class TensorParallel:
+    """Context manager that runs the MLPs and the LM head of a model in parallel over the ranks of `comm`.
 
-    Models whose MLP is built otherwise share what they can.
+    All ranks must enter it together. Modules that are not plain gated MLPs of `nn.Linear` are left alone.
     """
 
     def __init__(self, model: Any, comm: Comm) -> None:
@@ -46,38 +46,38 @@ class SharedWork:
         if comm.world == 1:
             return
         for module in model.modules():
-            parts = {name: getattr(module, name, None) for name in _MLP}
-            if all(_is_plain(part) for part in parts.values()):
-                for name, part in parts.items():
-                    _share(part, _MLP[name])
+            linears = {name: getattr(module, name, None) for name in _MLP}
+            if all(_is_plain(linear) for linear in linears.values()):
+                for name, linear in linears.items():
+                    _parallelize(linear, _MLP[name])
         head = model.get_output_embeddings()
         if _is_plain(head):
-            _share(head, _SCORES)
+            _parallelize(head, "column_gathered")
 
     def __enter__(self) -> None:
-        _workers.comm = self._comm if self._comm.world > 1 else None
+        _active.comm = self._comm if self._comm.world > 1 else None
 
     def __exit__(self, *_: object) -> None:
-        _workers.comm = None
+        _active.comm = None
 
 
-class _SharedLinear:
-    """The forward of a linear map that may be shared."""
+class _ParallelForward:
+    """The forward of a linear layer, tensor-parallel where that is active."""
 
-    def __init__(self, linear: nn.Linear, how: str) -> None:
-        self._linear, self._how = linear, how
+    def __init__(self, linear: nn.Linear, split: _Split) -> None:
+        self._linear, self._split = linear, split
 
     def __call__(self, x: Tensor) -> Tensor:
-        linear, comm = self._linear, _workers.comm
+        linear, comm = self._linear, _active.comm
         if comm is None:
             return F.linear(x, linear.weight, linear.bias)
-        slices = _slices(linear.in_features if self._how == _OUT else linear.out_features, comm.world)
+        slices = _slices(linear.in_features if self._split == "row" else linear.out_features, comm.world)
         own = slices[comm.rank]
-        if self._how == _OUT:
+        if self._split == "row":
             total = comm.all_reduce(F.linear(x, linear.weight[:, own]), reuse=True)
             return total if linear.bias is None else total + linear.bias
         y = F.linear(x, linear.weight[own], None if linear.bias is None else linear.bias[own])
-        if self._how == _IN:
+        if self._split == "column":
             return y
         shapes = [(*x.shape[:-1], part.stop - part.start) for part in slices]
         return torch.cat(comm.all_gather(y, shapes), -1)
@@ -88,9 +88,9 @@ def _slices(n: int, world: int) -> list[slice]:
 
 
 def _is_plain(module: object) -> bool:
-    """Whether it is a linear map and nothing else: a subclass, or one that was given another forward, is left alone."""
-    return type(module) is nn.Linear and isinstance(vars(module).get("forward"), _SharedLinear | None)
+    """Whether a module is an `nn.Linear` itself, without a replaced forward."""
+    return type(module) is nn.Linear and isinstance(vars(module).get("forward"), _ParallelForward | None)
 
 
-def _share(linear: Any, how: str) -> None:
-    vars(linear)["forward"] = _SharedLinear(linear, how)
+def _parallelize(linear: Any, split: _Split) -> None:
+    vars(linear)["forward"] = _ParallelForward(linear, split)

@@ -94,7 +94,7 @@ class _TouchedBlock(NamedTuple):
     """A block that new tokens of a sequence go to: a new one, a copy of a shared one, or one of its own."""
 
     sequence: Sequence
-    index: int  # in the sequence's blocks
+    at: int  # index in the sequence's blocks
     is_new: bool
     is_copy: bool
 
@@ -221,27 +221,27 @@ class BlockManager:
         copied: Counter[int] = Counter()
         touched = []
         for sequence in sequences:
-            for index in self._layout.touched(sequence.length, sequence.length + count):
-                is_new, is_copy = index >= len(sequence.blocks), False
-                if not is_new and (references := self._pool.ref_count(sequence.blocks[index])) > 1:
-                    is_copy = references - copied[sequence.blocks[index]] > 1
-                    copied[sequence.blocks[index]] += is_copy
-                touched.append(_TouchedBlock(sequence, index, is_new, is_copy))
+            for at in self._layout.touched(sequence.length, sequence.length + count):
+                is_new, is_copy = at >= len(sequence.blocks), False
+                if not is_new and (references := self._pool.ref_count(sequence.blocks[at])) > 1:
+                    is_copy = references - copied[sequence.blocks[at]] > 1
+                    copied[sequence.blocks[at]] += is_copy
+                touched.append(_TouchedBlock(sequence, at, is_new, is_copy))
         return touched
 
     def _make_writable(self, touched: _TouchedBlock, copies: BlockCopies) -> None:
         """Give the sequence a block that no other sequence references and that no prompt can reuse."""
-        sequence, index, is_new, is_copy = touched
+        sequence, at, is_new, is_copy = touched
         if not is_new and not is_copy:
-            self._pool.remove_hash(sequence.blocks[index])  # it may have been full before a truncation
+            self._pool.remove_hash(sequence.blocks[at])  # it may have been full before a truncation
             return
         (block,) = self._pool.allocate(1)
         if is_copy:
-            copies.sources.append(sequence.blocks[index])
+            copies.sources.append(sequence.blocks[at])
             copies.targets.append(block)
-            self._pool.free([sequence.blocks[index]])
-        sequence.blocks[index : index + 1] = [block]
-        self._tables.set_blocks(sequence.row, index, [block])
+            self._pool.free([sequence.blocks[at]])
+        sequence.blocks[at : at + 1] = [block]
+        self._tables.set_blocks(sequence.row, at, [block])
 
     def _set_length(self, row: int, length: int) -> None:
         self._tables.set_length(row, self._layout.shard.length(length))

@@ -231,7 +231,8 @@ class AllGatherSpec(GroupSpec):
                 for index, group in enumerate(groups)
                 for i, rank in enumerate(group)
             ]
-            steps.append(GroupStep(f"kv heads {kv_heads.start} to {kv_heads[-1]}", tiles))
+            several = f"KV heads {kv_heads.start} to {kv_heads[-1]}"
+            steps.append(GroupStep(several if len(kv_heads) > 1 else f"KV head {kv_heads.start}", tiles))
         return steps
 
 

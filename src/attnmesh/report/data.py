@@ -77,7 +77,7 @@ class ScheduleView:
 
 
 @dataclass(frozen=True)
-class Report:
+class ScheduleReport:
     """What the ranks hold, compute and send under every schedule."""
 
     workload: Workload
@@ -129,7 +129,7 @@ class GenerationReport:
         return f"generate on {_count(len(self.stats), 'rank')}"
 
 
-def make_report(
+def schedule_report(
     mask: Mask,
     layout: Layout,
     length: int,
@@ -142,7 +142,7 @@ def make_report(
     timelines: Mapping[str, Sequence[Span]] | None = None,
     outcomes: Sequence[Outcome] = (),
     figures: Mapping[str, Rows] | None = None,
-) -> Report:
+) -> ScheduleReport:
     """Return a report on attention over `length` tokens sharded over `world` ranks.
 
     Args:
@@ -151,7 +151,7 @@ def make_report(
         length: tokens of the whole sequence.
         world: number of ranks, at most 64.
         shape: batch, heads and element sizes.
-        ranks_per_node: a divisor of `world`; `default_node(world)` if None.
+        ranks_per_node: a divisor of `world`; `default_ranks_per_node(world)` if None.
         device: "cuda" or "cpu", the kind of hardware that times are estimated for.
         facts: shown first, after those of the workload.
         timelines: measured timelines by name.
@@ -168,7 +168,7 @@ def make_report(
     cluster = default_cluster(device)
     choice = choose_schedule(workload, cluster)
     hardware = hardware_name(cluster, nodes=world // workload.ranks_per_node)
-    return Report(
+    return ScheduleReport(
         workload=workload,
         length=length,
         facts={
@@ -217,12 +217,14 @@ def generation_report(
 
 def hardware_name(cluster: Cluster, *, nodes: int) -> str:
     """Return the device and the links that an estimate is for."""
-    intra_node, inter_node = (f"{link.name} ({link.bandwidth / 1e9:g} GB/s)" for link in (cluster.intra_node, cluster.inter_node))
+    intra_node, inter_node = (
+        f"{link.name} ({link.bandwidth / 1e9:g} GB/s)" for link in (cluster.intra_node, cluster.inter_node)
+    )
     within = f"{cluster.device.name}, {intra_node}"
     return within if nodes == 1 else f"{within} within a node, {inter_node} between nodes"
 
 
-def default_node(world: int) -> int:
+def default_ranks_per_node(world: int) -> int:
     """Return the middle divisor of `world`, so that both levels of a two-level schedule have something to do."""
     divisors = [n for n in range(2, world) if world % n == 0]
     return divisors[len(divisors) // 2] if divisors else world
@@ -303,7 +305,7 @@ def _simulated_forward(schedule: str, workload: Workload, cluster: Cluster) -> l
 
 def _checked_node(world: int, ranks_per_node: int | None) -> int:
     if ranks_per_node is None:
-        return default_node(world)
+        return default_ranks_per_node(world)
     if ranks_per_node < 1 or world % ranks_per_node:
         raise ValueError(f"ranks_per_node must divide the {world} ranks, got {ranks_per_node}")
     return ranks_per_node

@@ -13,7 +13,7 @@ from attnmesh.core.masks import Coverage, Mask
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.program import Load
 from attnmesh.plan.shards import Shards
-from attnmesh.report.data import MOST_ROWS, RankGroups, Report, ScheduleView
+from attnmesh.report.data import MOST_ROWS, RankGroups, ScheduleReport, ScheduleView
 from attnmesh.trace.timeline import Span
 
 _MOST_SPANS = 8000  # of a timeline; more would make the page slow, and are too thin to see
@@ -23,7 +23,7 @@ _BANDS = 64  # approximate rows of mask tiles: more cannot be told apart on a ph
 Json = dict[str, object]
 
 
-def drawing_data(report: Report) -> Json:
+def drawing_data(report: ScheduleReport) -> Json:
     """Return everything that is drawn, as JSON values."""
     shards, shape = report.workload.shards, report.workload.shape
     cut = bands(shards.queries)
@@ -103,11 +103,11 @@ def _tokens_shown(shards: Shards, length: int) -> int:
     return min(length, _STRIPES_SHOWN * shards.world) if in_turn else length
 
 
-def _schedule(view: ScheduleView, report: Report) -> Json:
+def _schedule(view: ScheduleView, report: ScheduleReport) -> Json:
     return {
         "name": view.name,
         "steps": [step.name for step in view.steps],
-        "visits": [
+        "blocks": [
             [tile.rank, at, *_ends(tile.heads), *_ends(tile.queries), *_ends(tile.keys), tile.pairs]
             for at, step in enumerate(view.steps)
             for tile in step.tiles

@@ -83,17 +83,17 @@
   const swatch = (group) => element("span", { class: "swatch", style: `background:${groupColor(group)}` });
 
   const schedule = () => data.schedules.find((each) => each.name === chosen.schedule);
-  const visitOf = ([rank, step, h0, h1, q0, q1, k0, k1, pairs]) => ({ rank, step, h0, h1, q0, q1, k0, k1, pairs });
-  const visits = () => schedule().visits.map(visitOf);
+  const blockOf = ([rank, step, h0, h1, q0, q1, k0, k1, pairs]) => ({ rank, step, h0, h1, q0, q1, k0, k1, pairs });
+  const blocks = () => schedule().blocks.map(blockOf);
 
   // Heads that are always computed together: one choice under a ring, several where heads are divided.
   const headClasses = () => {
     const edges = new Set([0, data.heads]);
-    visits().forEach((v) => edges.add(v.h0).add(v.h1));
+    blocks().forEach((block) => edges.add(block.h0).add(block.h1));
     const sorted = [...edges].sort((a, b) => a - b);
     return sorted.slice(0, -1).map((first, i) => [first, sorted[i + 1]]);
   };
-  const inClass = (v, heads) => v.h0 <= heads[0] && heads[1] <= v.h1;
+  const inClass = (block, heads) => block.h0 <= heads[0] && heads[1] <= block.h1;
 
   // ---- tokens
   // The tokens of some ranks as intervals [first, stop), neighbors joined, as far as the strip reaches.
@@ -120,7 +120,7 @@
   });
 
   const drawStrips = () => {
-    const now = chosen.step < 0 ? [] : visits().filter((v) => v.step === chosen.step);
+    const now = chosen.step < 0 ? [] : blocks().filter((block) => block.step === chosen.step);
     const wholeBar = element("div", { class: "bar" });
     groups.forEach((group) => {
       for (const made of segments(members(group), group, true)) {
@@ -137,11 +137,11 @@
       const row = element("div", { class: `strip${isDim(group) ? " dim" : ""}` },
         element("span", { class: "name" }, `${noun} ${group}`), bar, element("span", { class: "count" }, whole(count)));
       if (chosen.step >= 0) {
-        const visiting = element("div", { class: "visiting", title: "keys used in this step" });
+        const line = element("div", { class: "used", title: "keys used in this step" });
         const used = new Set();
-        now.filter((v) => groupOf(v.rank) === group).forEach((v) => { for (let k = v.k0; k < v.k1; k += 1) used.add(k); });
-        groups.forEach((owner) => visiting.append(...segments(members(owner).filter((rank) => used.has(rank)), owner, false)));
-        row.append(visiting);
+        now.filter((block) => groupOf(block.rank) === group).forEach((block) => { for (let k = block.k0; k < block.k1; k += 1) used.add(k); });
+        groups.forEach((owner) => line.append(...segments(members(owner).filter((rank) => used.has(rank)), owner, false)));
+        row.append(line);
       }
       rows.push(row);
     });
@@ -164,16 +164,16 @@
     if (!byRank) order.sort((a, b) => data.bands[a][1] - data.bands[b][1]);
     const heads = headClasses()[chosen.heads];
     lookup = ranks.map(() => Array(data.world).fill(null));
-    for (const v of visits()) {
-      if (!inClass(v, heads)) continue;
-      for (let q = v.q0; q < v.q1; q += 1) for (let k = v.k0; k < v.k1; k += 1) lookup[q][k] = v;
+    for (const block of blocks()) {
+      if (!inClass(block, heads)) continue;
+      for (let q = block.q0; q < block.q1; q += 1) for (let k = block.k0; k < block.k1; k += 1) lookup[q][k] = block;
     }
   };
   const tileAt = (row, column) => {
     const [q, k] = [order[row], order[column]];
     const [qBand, kBand] = [data.bands[q], data.bands[k]];
     const pairs = data.pairs[q][k];
-    return { qBand, kBand, pairs, full: pairs === qBand[3] * kBand[3], visit: pairs ? lookup[qBand[0]][kBand[0]] : null };
+    return { qBand, kBand, pairs, full: pairs === qBand[3] * kBand[3], block: pairs ? lookup[qBand[0]][kBand[0]] : null };
   };
 
   const drawTiles = () => {
@@ -194,13 +194,13 @@
     const steps = schedule().steps.length;
     for (let row = 0; row < n; row += 1) {
       for (let column = 0; column < n; column += 1) {
-        const { visit, full } = tileAt(row, column);
-        if (!visit) continue;
+        const { block, full } = tileAt(row, column);
+        if (!block) continue;
         let strength = 1;
-        if (isDim(groupOf(visit.rank))) strength = 0.1;
-        else if (chosen.step >= 0 && visit.step < chosen.step) strength = 0.32;
-        else if (chosen.step >= 0 && visit.step > chosen.step) strength = 0.08;
-        const color = chosen.color === "rank" ? rankColor(visit.rank) : stepColor(visit.step, steps);
+        if (isDim(groupOf(block.rank))) strength = 0.1;
+        else if (chosen.step >= 0 && block.step < chosen.step) strength = 0.32;
+        else if (chosen.step >= 0 && block.step > chosen.step) strength = 0.08;
+        const color = chosen.color === "rank" ? rankColor(block.rank) : stepColor(block.step, steps);
         const [x, y, side] = [margin + column * size, margin + row * size, size - gap];
         pen.fillStyle = color;
         if (full) {
@@ -248,11 +248,11 @@
       put(`Rows are queries, columns are keys; the edges show which ${noun} holds them.${data.in_turn ? " Both are ordered by rank." : ""}`);
       return;
     }
-    const { qBand, kBand, pairs, full, visit } = tileAt(...chosen.tile);
+    const { qBand, kBand, pairs, full, block } = tileAt(...chosen.tile);
     const where = `Queries ${positions(qBand)} (rank ${qBand[0]}), keys ${positions(kBand)} (rank ${kBand[0]})${data.in_turn ? `, every ${data.world}th` : ""}`;
-    if (!visit) { put(`${where}: masked, not computed.`); return; }
+    if (!block) { put(`${where}: masked, not computed.`); return; }
     const share = full ? `all ${whole(pairs)} pairs visible` : `${whole(pairs)} of ${whole(qBand[3] * kBand[3])} pairs visible`;
-    put(`${where}: ${share}. Computed by rank ${visit.rank} in step ${visit.step + 1}: ${schedule().steps[visit.step]}.`);
+    put(`${where}: ${share}. Computed by rank ${block.rank} in step ${block.step + 1}: ${schedule().steps[block.step]}.`);
   };
 
   const drawLegend = () => {
@@ -275,7 +275,7 @@
     const here = schedule();
     const onStep = (step) => chosen.step < 0 || step === chosen.step;
     const work = ranks.map(() => 0);
-    visits().forEach((v) => { if (onStep(v.step)) work[v.rank] += v.pairs * (v.h1 - v.h0) * data.flops_per_pair; });
+    blocks().forEach((block) => { if (onStep(block.step)) work[block.rank] += block.pairs * (block.h1 - block.h0) * data.flops_per_pair; });
     const messages = here.messages.filter(([step]) => onStep(step));
     const sent = groups.map(() => 0);
     const received = groups.map(() => 0);
@@ -451,8 +451,8 @@
     // The selected step or group may not compute the heads shown: show the first that it does compute.
     const classes = headClasses();
     chosen.heads = Math.min(chosen.heads, classes.length - 1);
-    const wanted = visits().filter((v) => !isDim(groupOf(v.rank)) && (chosen.step < 0 || v.step === chosen.step));
-    if (wanted.length && !wanted.some((v) => inClass(v, classes[chosen.heads]))) {
+    const wanted = blocks().filter((block) => !isDim(groupOf(block.rank)) && (chosen.step < 0 || block.step === chosen.step));
+    if (wanted.length && !wanted.some((block) => inClass(block, classes[chosen.heads]))) {
       chosen.heads = classes.findIndex((heads) => inClass(wanted[0], heads));
     }
     at("heads-field").hidden = classes.length < 2;

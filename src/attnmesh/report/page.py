@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 
 from attnmesh.generation.generator import GenerationStats
-from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, Report, Rows
+from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, Rows, ScheduleReport
 from attnmesh.report.drawing import drawing_data
 
 _MIB = 2**20
@@ -25,12 +25,12 @@ class Bar:
     share: float
 
 
-def write_report(path: Path, report: Report | GenerationReport) -> None:
+def write_report(path: Path, report: ScheduleReport | GenerationReport) -> None:
     """Write the report as an HTML file that needs no network."""
     path.write_text(page(report), encoding="utf-8")
 
 
-def page(report: Report | GenerationReport) -> str:
+def page(report: ScheduleReport | GenerationReport) -> str:
     """Return the report as HTML."""
     if isinstance(report, GenerationReport):
         main, data = _generation_sections(report), None
@@ -62,7 +62,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, marked: i
     )
 
 
-def _schedule_sections(report: Report) -> str:
+def _schedule_sections(report: ScheduleReport) -> str:
     return "".join(
         [
             _section("run", "The workload", _facts(report.facts)),
@@ -84,9 +84,11 @@ def _schedule_sections(report: Report) -> str:
 
 
 def _generation_sections(report: GenerationReport) -> str:
-    most, whole = max(each.kv_bytes for each in report.stats), report.stats[0].kv_bytes_alone
+    most, whole = max(each.kv_bytes for each in report.stats), report.stats[0].kv_bytes_unsharded
     first = report.stats[0]
-    reused = f" {first.reused:,} prompt tokens were reused from an earlier prompt." if first.reused else ""
+    reused = (
+        f" {first.reused_tokens:,} prompt tokens were reused from an earlier prompt." if first.reused_tokens else ""
+    )
     return "".join(
         [
             _section("run", "The run", _facts(report.facts)),
@@ -119,7 +121,7 @@ def _facts(facts: Mapping[str, object]) -> str:
     return f'<dl class="facts">{"".join(each)}</dl>'
 
 
-def _ranking(report: Report) -> str:
+def _ranking(report: ScheduleReport) -> str:
     choice = report.choice
     ranked = sorted(choice.costs.items(), key=lambda named: named[1].seconds)
     best = ranked[0][1].seconds
@@ -142,7 +144,7 @@ def _verdict(selected: bool, slower: float) -> str:
     return "tie with the selected schedule" if slower < _TIE else f"{100 * slower:.0f}% slower"
 
 
-def _exactness(report: Report) -> str:
+def _exactness(report: ScheduleReport) -> str:
     rows = [
         [o.mode.name, o.mode.shape, o.worst, f"{o.error:.1e}", f"{o.bound:.1e}", "exact" if o.passed else "WRONG"]
         for o in report.outcomes
@@ -185,7 +187,7 @@ def _rank_table(report: GenerationReport) -> str:
     if report.speculative:
         columns += ["steps", "drafted", "accepted"]
     grouped = [[report.stats[rank] for rank in ranks] for ranks in report.groups.ranks]
-    most = max(1, *(sum(each.tokens_held for each in members) for members in grouped))
+    most = max(1, *(sum(each.cached_tokens for each in members) for members in grouped))
     rows = [_rank_row(number, members, most, report) for number, members in enumerate(grouped)]
     return table(columns, rows)
 
@@ -193,15 +195,15 @@ def _rank_table(report: GenerationReport) -> str:
 def _rank_row(number: int, members: Sequence[GenerationStats], most: int, report: GenerationReport) -> list[object]:
     """Sums of what the ranks of a row hold and send, and the times of the slowest."""
     first = members[0]
-    held = sum(each.tokens_held for each in members)
+    held = sum(each.cached_tokens for each in members)
     decode = max(each.decode_seconds for each in members)
-    decoded = first.generated - len(report.answers)  # the first token of an answer comes from the prefill
+    decoded = first.generated_tokens - len(report.answers)  # the first token of an answer comes from the prefill
     row: list[object] = [
         number, Bar(held / most), held, sum(each.kv_bytes for each in members) / _MIB,
         sum(each.bytes_sent for each in members) / _MIB, max(each.prefill_seconds for each in members), decode,
         decoded / decode if decode else 0.0,
     ]  # fmt: skip
-    return [*row, first.steps, first.drafted, first.accepted] if report.speculative else row
+    return [*row, first.decode_steps, first.draft_tokens, first.accepted_tokens] if report.speculative else row
 
 
 def _group_note(groups: RankGroups) -> str:

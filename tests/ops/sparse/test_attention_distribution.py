@@ -25,6 +25,7 @@ from helpers.sparse import (
     normal,
     random_attention,
     random_indices,
+    with_dtypes,
 )
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -63,18 +64,17 @@ def check(case: AttentionCase, backend: str, lse: Tensor | None = None) -> None:
     assert_sparse_close(["distribution"], [result], [plain], [exact])
 
 
-@each
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "backend", "dtype"), with_dtypes(MASKS))
 def test_every_mask_in_every_dtype(name, backend, dtype):
     check(random_attention(mask=name, dtype=dtype), backend)
 
 
 @each_backend
 @pytest.mark.parametrize("heads", [1, 8, 24, 64, 96, 128])
-@pytest.mark.parametrize("topk", [1, 100, 128, 2048])
+@pytest.mark.parametrize("topk", [1, 100, 600])
 def test_every_number_of_heads_and_slots(topk, heads, backend):
     check(
-        random_attention(3, 300, heads=heads, topk=topk, d=16, mask="later strided" if topk == 2048 else "all"), backend
+        random_attention(3, 300, heads=heads, topk=topk, d=16, mask="later strided" if topk == 600 else "all"), backend
     )
 
 

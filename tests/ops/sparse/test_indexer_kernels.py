@@ -114,12 +114,12 @@ def test_scores_at_slots(device, dtype, heads, dim, slots, relu, w_dtype):
 
 
 def test_indices_of_all_rows_at_once_take_no_memory(device):
-    """Indices whose rows are one row: every key of a stretch."""
+    """Indices whose rows are one row: every key of a chunk."""
     iq, ik, w = (torch.randn(*shape, device=device) for shape in ((3, 4, 16), (50, 16), (3, 4)))
     lo, hi = (torch.full((3,), n, dtype=torch.int32, device=device) for n in (107, 140))
-    stretch = torch.arange(110, 150, dtype=torch.int32, device=device).expand(3, 40)
+    chunk = torch.arange(110, 150, dtype=torch.int32, device=device).expand(3, 40)
     scores = scores_at(
-        iq, ik, w, stretch, lo, hi, lo * 0 + 40, k_offset=100, scale=SCALE, relu=True, tiles=SMALL
+        iq, ik, w, chunk, lo, hi, lo * 0 + 40, k_offset=100, scale=SCALE, relu=True, tiles=SMALL
     )  # fmt: skip
     assert torch.allclose(scores[:, :30].double(), dense_scores(iq, ik, w)[:, 10:40], atol=1e-5)
     assert scores[:, 30:].isneginf().all()
@@ -310,7 +310,7 @@ def test_gradients_too_small_for_float16_are_kept(device):
 
 
 @pytest.mark.parametrize(("dtype", "heads", "dim", "relu"), with_each_dtype((8, 16, True), (70, 24, False)))
-def test_gradients_of_a_stretch_of_keys(device, dtype, heads, dim, relu):
+def test_gradients_of_a_chunk_of_keys(device, dtype, heads, dim, relu):
     """Against float64, with NaN in keys that no row sees, and in gradients of what a row does not see."""
     iq, ik = (torch.randn(*n, dim, device=device).to(dtype) for n in ((5, heads), (40,)))
     w = torch.randn(5, heads, device=device)

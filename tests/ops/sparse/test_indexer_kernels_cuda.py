@@ -153,7 +153,7 @@ def test_gradients_against_float64(dtype, heads, dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_a_stretch_are_those_at_its_slots(dtype):
+def test_gradients_of_a_chunk_are_those_at_its_slots(dtype):
     s_q, n = 200, 700
     iq, ik, w = drawn(s_q, n, dtype=dtype)
     lo, hi = seen(s_q, n, True)

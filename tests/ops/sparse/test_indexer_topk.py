@@ -12,7 +12,17 @@ from attnmesh import SparseMask, TopKIndices, indexer_scores_at, indexer_topk
 from attnmesh.ops.sparse import reference
 from attnmesh.ops.sparse.arguments import merge_topk
 from helpers.memory import peak_bytes
-from helpers.sparse import BACKENDS, DTYPES, EVERY, KEY_MASKS, IndexerCase, device_of, embedded, mask_on, random_indexer
+from helpers.sparse import (
+    BACKENDS,
+    DTYPES,
+    KEY_MASKS,
+    IndexerCase,
+    device_of,
+    embedded,
+    mask_on,
+    random_indexer,
+    with_dtypes,
+)
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -56,8 +66,7 @@ def same(a: TopKIndices, b: TopKIndices) -> bool:
 # The best keys.
 
 
-@pytest.mark.parametrize(("backend", "dtype"), EVERY)
-@pytest.mark.parametrize("name", KEY_MASKS)
+@pytest.mark.parametrize(("name", "backend", "dtype"), with_dtypes(KEY_MASKS))
 def test_every_mask_in_every_dtype_with_ties_everywhere(name, backend, dtype):
     for relu in (True, False):
         case = counted(random_indexer(mask=name, dtype=dtype, relu=relu))
@@ -149,7 +158,7 @@ def test_a_key_whose_score_is_nan_is_not_chosen(backend):
 def test_any_block_gives_the_same_bits(name, dtype):
     case = random_indexer(11, 150, heads=5, d=24, mask=name, dtype=dtype)
     whole = chosen(case, 40, "torch")
-    for block in (7, 39, 128, 129, 150, 5000) if dtype != torch.float32 else (1, 2, 7, 39, 128, 129, 150, 5000):
+    for block in (39, 129, 5000) if dtype != torch.float32 else (1, 7, 128, 129, 5000):
         assert same(chosen(case, 40, "torch", block=block), whole), block
 
 
@@ -165,7 +174,7 @@ def test_a_row_alone_gives_the_same_bits(heads, d, backend):
 
 @each_backend
 @pytest.mark.parametrize(("heads", "d"), [(1, 3), (5, 17), (64, 128)])
-def test_keys_of_a_stretch_have_the_scores_that_they_have_in_the_whole(heads, d, backend):
+def test_keys_of_a_chunk_have_the_same_scores(heads, d, backend):
     case = random_indexer(9, 300, heads=heads, d=d)
     whole = chosen(case, 300, backend)
     for start, stop in ((0, 300), (1, 300), (37, 165), (255, 256)):
@@ -179,7 +188,7 @@ def test_keys_of_a_stretch_have_the_scores_that_they_have_in_the_whole(heads, d,
 
 
 @each_backend
-def test_the_best_of_stretches_are_the_best_of_all_to_the_bit(backend):
+def test_merged_topk_of_chunks_is_the_topk_of_all(backend):
     case = random_indexer(9, 300, heads=2, mask="later")
     for topk in (3, 40, 200):
         whole = chosen(case, topk, backend)

@@ -9,14 +9,24 @@ from hypothesis import strategies as st
 
 from attnmesh import SparseMask, State, attention_distribution, merge, sparse_attention
 from attnmesh.ops.sparse import torch_backend
-from helpers.sparse import BACKENDS, EVERY, HIGH, LOW, MASKS, AttentionCase, check_backend, device_of, random_attention
+from helpers.sparse import (
+    BACKENDS,
+    EVERY,
+    HIGH,
+    LOW,
+    MASKS,
+    AttentionCase,
+    check_backend,
+    device_of,
+    random_attention,
+    with_dtypes,
+)
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 each = pytest.mark.parametrize(("backend", "dtype"), EVERY)
 
 
-@each
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "backend", "dtype"), with_dtypes(MASKS))
 def test_every_mask_in_every_dtype(name, backend, dtype):
     check_backend(random_attention(mask=name, dtype=dtype), backend)
     check_backend(random_attention(mask=name, dtype=dtype, sink=True, own_values=True, d_v=8, seed=5), backend)
@@ -323,7 +333,7 @@ def test_deterministic_gives_the_same_bits_twice(backend):
 
 @each_backend
 @pytest.mark.parametrize("name", ["all", "causal", "strided positions", "documents"])
-def test_states_over_two_stretches_of_the_keys_merge_to_the_whole(name, backend):
+def test_states_over_two_chunks_of_the_keys_merge_to_the_whole(name, backend):
     case = random_attention(mask=name, own_values=True)
     exact, plain, device, cut = case.exact(), case.exact(torch.float32), device_of(backend), 9
     leaves = [x.to(device).requires_grad_() for x in (case.q, case.kv, case.v)]

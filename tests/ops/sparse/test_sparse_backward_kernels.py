@@ -129,8 +129,8 @@ def assert_close(found: tuple, expected: list, dtype: torch.dtype) -> None:
 
 SHAPES = {
     "one slot": {"topk": 1, "keys": 12, "rows": 9},
-    "100 slots": {"heads": 24, "width": 96, "d_v": 80, "topk": 100},
-    "128 slots": {"heads": 64, "topk": 128, "d_v": 48},
+    "100 slots": {"heads": 20, "width": 48, "d_v": 40, "topk": 100},
+    "128 slots": {"heads": 16, "topk": 128, "d_v": 48},
     "the width of MLA": {"width": 576, "d_v": 512, "topk": 17},
     "value as wide as the odd key": {"heads": 3, "width": 200, "d_v": 200, "topk": 20},
     "value of its own": {"heads": 24, "width": 96, "d_v": 64, "separate": True},

@@ -96,10 +96,16 @@ def assert_right(case: dict, kernel=triton_forward, tolerance: float | None = No
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+SHAPES = [(8, 100, 64, 64), (24, 128, 96, 96), (64, 100, 96, 64), (3, 1, 64, 16), (8, 100, 576, 512), (2, 40, 100, 90)]
+
+
 @pytest.mark.parametrize(
-    ("heads", "topk", "d", "d_v"),
-    [(8, 100, 64, 64), (24, 128, 96, 96), (64, 100, 96, 64), (3, 1, 64, 16), (8, 100, 576, 512), (2, 40, 100, 90)],
+    ("dtype", "heads", "topk", "d", "d_v"),
+    [
+        pytest.param(dtype, *shape, marks=() if torch.cuda.is_available() or i % 2 == j else pytest.mark.slow)
+        for i, shape in enumerate(SHAPES)
+        for j, dtype in enumerate(DTYPES)
+    ],
 )
 def test_every_shape(device, dtype, heads, topk, d, d_v):
     case = problem(device, dtype, heads, topk, d, d_v)
@@ -136,8 +142,7 @@ def take_slots_away(case: dict) -> None:
     case["indices"][12] = case["indices"][12, 0].clone()  # the same key again and again counts each time
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k_offset", [0, 1000])
+@pytest.mark.parametrize(("dtype", "k_offset"), [(dtype, 1000 * i) for i, dtype in enumerate(DTYPES)])
 def test_slots_that_do_not_count(device, dtype, k_offset):
     case = problem(device, dtype, 8, 100, 64, 64, rows=13, k_offset=k_offset)
     take_slots_away(case)

@@ -188,9 +188,9 @@ def refusals(comm):
 
 def test_a_mistake_on_one_rank_is_heard_on_all_at_once():
     words = [
-        "interleave must be a multiple of split_size.*on rank 2",
+        "interleave of the sharding must be a multiple of split_size.*on rank 2",
         "ranks disagree: sharding is .*interleave=2",
-        "the mesh must have dimensions named tp, cp, kvdp",
+        "mesh must have dimensions named tp, cp, kvdp",
         r"x must be .* got \[1, 2, 24\] \(on rank 2\)",
         r"step what its append returned, got ShardedCache and NoneType \(on rank 2\)",
     ]

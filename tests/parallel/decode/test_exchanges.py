@@ -41,7 +41,7 @@ def test_every_way_to_exchange_is_right_and_sends_what_the_plan_says(case):
             for part in sent.values():
                 part.reset()
             feeding.feed(range(batch), tokens)
-            found.append((feeding.outputs, {name: dict(part.verbs) for name, part in sent.items()}))
+            found.append((feeding.outputs, {name: dict(part.by_op) for name, part in sent.items()}))
         return found
 
     for me, found in enumerate(am.run_virtual(sharding.ranks, rank)):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.parallel.decode import core as attention
+from attnmesh.parallel.decode import core
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
 from helpers.blocks import assert_outputs_close, exact_weights, fed_lengths
 
@@ -150,5 +150,5 @@ def test_ranks_do_not_show_in_the_kernels_results(sharding):
 
 def test_more_pieces_than_a_kernel_takes_at_once(monkeypatch):
     whole = unsharded("both")
-    monkeypatch.setattr(attention, "MOST_SEQUENCES", 4)
+    monkeypatch.setattr(core, "MAX_SEQUENCES", 4)
     assert same(attended(am.DecodeSharding(cp=2, interleave=SPLIT), "both"), whole)

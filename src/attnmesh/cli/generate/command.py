@@ -212,10 +212,10 @@ def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) 
         model,
         tokenizer,
         comm,
-        tokens=job.capacity,
+        cache_tokens=job.capacity,
         layout=job.layout,
         prefill_chunk=job.prefill_chunk,
-        on_read=display.prefill,
+        on_prefill=display.prefill,
         on_logits=(lambda _, row: logits.append(row.float().cpu())) if keep_logits else None,
     )
     answers = []
@@ -223,7 +223,7 @@ def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) 
         if job.questions:
             display.question(job.questions[number])
         display.prefill(0, len(prompt))
-        before = _counters(generator.effort)
+        before = _counters(generator.stats)
         logits.clear()
         ids = []
         for token in generator.generate(
@@ -232,9 +232,9 @@ def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) 
             ids.append(token.id)
             display.answer(token.text)
         display.note()
-        display.note(_describe_answer(len(prompt), before, _counters(generator.effort)))
+        display.note(_describe_answer(len(prompt), before, _counters(generator.stats)))
         answers.append(Answer(ids, torch.stack(logits) if logits else None))
-    return Result(answers, _gather_stats(comm, generator.effort, generator.reader.device))
+    return Result(answers, _gather_stats(comm, generator.stats, generator.engine.device))
 
 
 def _load_own_model(job: Job) -> tuple[Any, Any]:
@@ -245,7 +245,7 @@ def _load_own_model(job: Job) -> tuple[Any, Any]:
 
 
 def _counters(stats: GenerationStats) -> tuple[int, int, float, float]:
-    return stats.reused, stats.generated, stats.prefill_seconds, stats.decode_seconds
+    return stats.reused_tokens, stats.generated_tokens, stats.prefill_seconds, stats.decode_seconds
 
 
 def _describe_answer(prompt: int, before: tuple[int, int, float, float], after: tuple[int, int, float, float]) -> str:

@@ -78,17 +78,17 @@ def summary(job: Job, result: Result) -> list[str]:
     first, most = result.stats[0], max(stats.kv_bytes for stats in result.stats)
     lines = [
         f"KV cache: at most {most / _MIB:.1f} MiB per rank; a single device would need "
-        f"{first.kv_bytes_alone / _MIB:.1f} MiB."
+        f"{first.kv_bytes_unsharded / _MIB:.1f} MiB."
     ]
     if len(job.prompts) > 1:
         lines.append(
-            f"Prompts: {first.read + first.reused:,} tokens, {first.read:,} computed and {first.reused:,} reused from "
+            f"Prompts: {first.prefill_tokens + first.reused_tokens:,} tokens, {first.prefill_tokens:,} computed and {first.reused_tokens:,} reused from "
             "the KV cache of an earlier question."
         )
     if job.speculative:
         lines.append(
-            f"Drafts: {first.accepted} of {first.drafted} tokens accepted; "
-            f"{first.generated} tokens in {first.steps + len(job.prompts)} forward passes."
+            f"Drafts: {first.accepted_tokens} of {first.draft_tokens} tokens accepted; "
+            f"{first.generated_tokens} tokens in {first.decode_steps + len(job.prompts)} forward passes."
         )
     return lines
 
@@ -135,18 +135,18 @@ def _columns(job: Job) -> list[str]:
 
 
 def _row(job: Job, stats: GenerationStats) -> list[object]:
-    decoded = stats.generated - len(job.prompts)  # prefill computes the first token of an answer
+    decoded = stats.generated_tokens - len(job.prompts)  # prefill computes the first token of an answer
     speed = decoded / stats.decode_seconds if stats.decode_seconds else 0.0
     row: list[object] = [
         stats.rank,
-        stats.tokens_held,
+        stats.cached_tokens,
         stats.kv_bytes / _MIB,
         stats.bytes_sent / _MIB,
         stats.prefill_seconds,
         stats.decode_seconds,
         speed,
     ]
-    return [*row, stats.steps, stats.drafted, stats.accepted] if job.speculative else row
+    return [*row, stats.decode_steps, stats.draft_tokens, stats.accepted_tokens] if job.speculative else row
 
 
 def _describe_model(config: Any) -> str:

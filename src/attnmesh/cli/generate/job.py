@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
-from attnmesh.generation.engine import min_prefill_chunk, token_bytes
+from attnmesh.generation.engine import kv_bytes_per_token, min_prefill_chunk
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.checkpoint import free_memory, readable_gib, translated_errors, weight_bytes
@@ -128,7 +128,7 @@ def check_memory(job: Job, config: Any, ranks: int, *, copies: int) -> None:
     """Raise ValueError if `copies` ranks with a model each do not fit on the device that they share."""
     device = torch.device(job.device)
     weights = weight_bytes(job.folder, job.dtype)
-    kv_cache = -(-job.capacity // ranks) * token_bytes(config, job.dtype)
+    kv_cache = -(-job.capacity // ranks) * kv_bytes_per_token(config, job.dtype)
     free = free_memory(device)
     if free is not None and copies * (weights + kv_cache) > free:
         each = f"{readable_gib(weights)} of weights and {readable_gib(kv_cache)} of KV cache"

@@ -1,157 +1,228 @@
-"""Context parallelism of a KV cache: every peer attends over its positions, and the partial states are merged.
+"""The decode core: attention over a KV cache whose positions are sharded over the ranks of a CP group.
 
-The CP peers hold the same kv heads of the same sequences, each for its own positions. Shapes at every arrow, with S
-tokens a sequence, B sequences, h_c heads of peer c, and H heads in all:
+Every rank attends over the positions that it stores, which gives a partial state (out, lse) of every query. The ranks
+exchange these states and merge them. `AttentionBlock` and `Generator` both decode this way.
 
-    in                        [h, B, S, D]  --->  [H, B, S, D]                 (nothing, where queries are replicated)
-    attention over a shard    a state of all heads: out [H, B, S, D], lse [H, B, S], float32
-    out, all_to_all           [c][h_c, B, S, D + 1]  --->  [cp, h, B, S, D + 1]  ->  merged [B, h, S, D]
-    out, reduce_scatter       lse [H, B, S]  --->  [cp, H, B, S];  out x exp(lse - total)  --->  sum [h, B, S, D]
-    out, all_reduce           the same, but everybody gets the sum of all heads and keeps its own
+A state travels packed, out and lse side by side in float32: [heads, sequences, tokens, D + 1]. Shapes, with T tokens
+per sequence, B sequences, h_c query heads of rank c, h of this rank, and H of all ranks:
 
-The positions a token sees on a rank are an interval of what the rank holds, so the kernel knows nothing of ranks. A new
-token is written by the owner of its position before anybody attends: it is attended once, where it lies.
+    gather_heads      q [h, B, T, D]  ->  [H, B, T, D]                   (not needed where queries are replicated)
+    attention         q [B, H, T, D]  ->  packed state [H, B, T, D + 1]
+    all_to_all        [c][h_c, B, T, D + 1]  ->  [cp, h, B, T, D + 1]  ->  merged [B, h, T, D]
+    reduce_scatter    lse [H, B, T]  ->  [cp, H, B, T];  out * exp(lse - total)  ->  sum [h, B, T, D]
+    all_reduce        as reduce_scatter, but every rank receives the sum of all heads and keeps its own
+    all_gather        [H, B, T, D + 1]  ->  [cp, H, B, T, D + 1]  ->  merged [B, H, T, D] on every rank
+
+The keys that a token attends to on one rank are a contiguous range of the keys stored there (`key_range`), so kernels
+know nothing of ranks. A new token is written by the rank that stores its position before any rank attends, and is
+attended to there, once. Sinks are added once, after the merge.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import Comm
+from attnmesh.core import ranges
+from attnmesh.core.masks import Mask
 from attnmesh.core.merge import discount_sinks_batch_invariant, scale_for_sum, unpack_state
+from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
+from attnmesh.ops.dense.api import attention_state
 from attnmesh.ops.merge import merge_packed
-from attnmesh.plan.decode import Combine, DecodeSharding
+from attnmesh.ops.storage import Stored, values_of
+from attnmesh.plan.decode import Combine
 
 
 @dataclass(frozen=True)
-class Cp:
-    """What the peers of `comm` exchange: `heads[c]` query heads of peer c."""
+class LocalKV:
+    """The keys and values of one layer that this rank stores, for B sequences.
+
+    `block_table` is int32 [B, blocks], and `cur_pos` int32 [B] the index of the last key stored here. `key_range`
+    returns, for a window, the keys stored here that each new token attends to: `first` and `end`, int32 [B, T].
+    """
+
+    keys: Stored
+    values: Stored
+    block_table: Tensor
+    cur_pos: Tensor
+    key_range: Callable[[int | None], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class StateExchange:
+    """The exchange of partial states among the ranks of `comm`; `heads[c]` are the query heads of rank c."""
 
     comm: Comm
     heads: tuple[int, ...]
 
     @property
     def own(self) -> slice:
-        """The own heads among all."""
-        ends = list(accumulate(self.heads))
-        return slice(ends[self.comm.rank] - self.heads[self.comm.rank], ends[self.comm.rank])
+        """The heads of this rank among all heads."""
+        end = list(accumulate(self.heads))[self.comm.rank]
+        return slice(end - self.heads[self.comm.rank], end)
 
     def gather_heads(self, q: Tensor) -> Tensor:
-        """All heads, [H, B, S, D], from the own, [h, B, S, D]."""
-        if len(self.heads) == 1:
+        """Queries of all heads, [H, B, T, D], from those of this rank, [h, B, T, D]."""
+        if self.comm.world == 1:
             return q
         shapes = [(heads, *q.shape[1:]) for heads in self.heads]
-        gathered = self._room((sum(self.heads), *q.shape[1:]), q)
+        gathered = _receive_buffer(self.comm, (sum(self.heads), *q.shape[1:]), q)
         self.comm.all_gather(q, shapes, into=gathered)
         return gathered
 
-    def combine(self, packed: Tensor, sinks: Tensor | None, dtype: torch.dtype, way: Combine) -> Tensor:
-        """The out of the own heads over all positions, [B, h, S, D], from this rank's states [H, B, S, D + 1]."""
-        if way == "all_to_all":
-            return merge_packed(self.trade(packed), sinks, dtype)
+    def combine(
+        self, packed: Tensor, sinks: Tensor | None, dtype: torch.dtype, collective: Combine | Literal["all_gather"]
+    ) -> Tensor:
+        """The output over all positions, [B, h, T, D], from this rank's packed state of all heads [H, B, T, D + 1].
+
+        `sinks` are those of all heads, [H]. With all_gather the output is that of all heads, [B, H, T, D].
+        """
+        if collective == "all_gather":
+            return merge_packed(all_gather_states(self.comm, packed), sinks, dtype)
+        own_sinks = None if sinks is None else sinks[self.own]
+        if collective == "all_to_all":
+            return merge_packed(self.all_to_all(packed), own_sinks, dtype)
         out, lse = packed[..., :-1], packed[..., -1].contiguous()
-        lses = self._room((len(self.heads), *lse.shape), lse)
-        self.comm.all_gather(lse, [lse.shape] * len(self.heads), into=lses)
-        scaled, total = scale_for_sum(State(out, lse), lses)
-        if way == "reduce_scatter":
-            mine = self.comm.reduce_scatter(scaled.split(self.heads))
+        scaled, total = scale_for_sum(State(out, lse), all_gather_states(self.comm, lse))
+        if collective == "reduce_scatter":
+            own = self.comm.reduce_scatter(scaled.split(self.heads))
         else:
-            mine = self.comm.all_reduce(scaled, reuse=True)[self.own]
-        if sinks is not None:
-            mine = discount_sinks_batch_invariant(mine, total[self.own], sinks[:, None, None])
-        return mine.transpose(0, 1).to(dtype)
+            own = self.comm.all_reduce(scaled, reuse=True)[self.own]
+        if own_sinks is not None:
+            own = discount_sinks_batch_invariant(own, total[self.own], own_sinks[:, None, None])
+        return own.transpose(0, 1).to(dtype)
 
-    def trade(self, packed: Tensor) -> Tensor:
-        """Everybody's states of the own heads, [cp, h, ...], from this rank's of all heads, [H, ...]."""
-        shapes = [(self.heads[self.comm.rank], *packed.shape[1:])] * len(self.heads)
-        arrived = self._room((len(self.heads), *shapes[0]), packed)
-        self.comm.all_to_all(packed.split(self.heads), shapes, into=arrived)
-        return arrived
-
-    def _room(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        return self.comm.buffer(shape, dtype=like.dtype, device=like.device)
+    def all_to_all(self, packed: Tensor) -> Tensor:
+        """The states of this rank's heads over every rank's keys, [cp, h, ...], from packed states [H, ...]."""
+        return all_to_all_states(self.comm, packed.split(self.heads))
 
 
 @dataclass(frozen=True)
-class ShardAttention:
-    """What is the same for every step of a layer. `sinks` [H] are those of all heads that attend here."""
+class DecodeAttention:
+    """Attention of a few new tokens per sequence over the positions of all ranks of a CP group.
 
-    sharding: DecodeSharding
-    cp: Cp
-    scale: float | None
-    window: int | None
-    sinks: Tensor | None
-    split_size: int | None
-    backend: str
+    `sinks` [H] are those of all heads that attend here. With `split_size` the bits do not depend on the number of
+    ranks; `interleave` is then the number of consecutive positions per rank, a multiple of it.
+    """
 
-    def __call__(self, q: Tensor, cache: ShardedCache, step: Step, layer: int, combine: Combine) -> Tensor:
-        """Out [B, h, S, D] of the own heads, from q [H, B, S, D] of all heads and the own sequences."""
+    states: StateExchange
+    scale: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+    split_size: int | None = None
+    interleave: int = 1
+    backend: str = "auto"
+
+    def __call__(self, q: Tensor, kv: LocalKV, combine: Combine | Literal["all_gather"]) -> Tensor:
+        """The output [B, h, T, D] of this rank's heads (of all heads with all_gather), from q [B, H, T, D]."""
         if self.split_size is not None:
-            return self._in_pieces(q, cache, step, layer, self.split_size)
-        by_row = q.transpose(0, 1)
-        pools = cache.keys(layer), cache.values(layer), cache.block_table
-        if self.sharding.cp == 1:
+            return self._with_fixed_splits(q, kv, self.split_size)
+        if self.states.comm.world == 1:
             return paged_decode_attention(
-                by_row, *pools, cur_pos=step.cur_pos, scale=self.scale, window=self.window, sinks=self.sinks,
-                backend=self.backend,
+                q, kv.keys, kv.values, kv.block_table, cur_pos=kv.cur_pos, scale=self.scale, window=self.window,
+                sinks=self.sinks, backend=self.backend,
             )  # fmt: skip
-        packed = _packed_like(q)
-        # One token without a window sees all that its rank holds, and the kernel need not be told.
-        key_range = step.key_range(self.window) if step.tokens > 1 or self.window is not None else None
+        packed = _empty_packed(q)
+        # One token without a window attends to all keys stored here: the kernel needs no range.
+        key_range = kv.key_range(self.window) if q.shape[2] > 1 or self.window is not None else None
         paged_decode_attention(
-            by_row, *pools, cur_pos=step.cur_pos, scale=self.scale, key_range=key_range, into=unpack_state(packed),
-            backend=self.backend,
+            q, kv.keys, kv.values, kv.block_table, cur_pos=kv.cur_pos, scale=self.scale, key_range=key_range,
+            into=unpack_state(packed), backend=self.backend,
         )  # fmt: skip
-        return self.cp.combine(packed, self._own_sinks, q.dtype, combine)
+        return self.states.combine(packed, self.sinks, q.dtype, combine)
 
-    @property
-    def _own_sinks(self) -> Tensor | None:
-        return None if self.sinks is None else self.sinks[self.cp.own]
+    def _with_fixed_splits(self, q: Tensor, kv: LocalKV, size: int) -> Tensor:
+        """The same bits for any number of ranks: states of splits of `size` positions, merged in position order.
 
-    def _in_pieces(self, q: Tensor, cache: ShardedCache, step: Step, layer: int, size: int) -> Tensor:
-        """The same bits for any number of CP ranks: states of pieces of `size` positions, merged in their order.
-
-        A piece is a run of whole blocks, so a row of the table in pieces is a table of its own. Its state depends on
-        its keys only, and which rank has computed it does not show in the merge.
+        A split is whole blocks, so the block table can be cut into one row per split. The state of a split depends on
+        its keys only, and the merge does not depend on the rank that computed it.
         """
-        heads, rows, tokens, dim = q.shape
-        table, pieces, in_a_run = self._pieces_of(cache, size)
-        start = torch.arange(0, pieces * size, size, dtype=torch.int32, device=q.device)[:, None]
-        first, end = ((x[:, None] - start).clamp(0, size).flatten(0, 1) for x in step.key_range(self.window))
-        packed = _packed_like(q.new_empty(heads, rows * pieces, tokens, dim))
-        queries = q.transpose(0, 1).repeat_interleave(pieces, 0)
-        for at in range(0, rows * pieces, MAX_SEQUENCES):  # every piece is a sequence to the kernel
+        rows, heads, tokens, dim = q.shape
+        table, splits, per_run = self._split_table(kv, size)
+        start = torch.arange(0, splits * size, size, dtype=torch.int32, device=q.device)[:, None]
+        first, end = ((x[:, None] - start).clamp(0, size).flatten(0, 1) for x in kv.key_range(self.window))
+        queries = q.repeat_interleave(splits, 0)
+        packed = _empty_packed(queries)
+        for at in range(0, rows * splits, MAX_SEQUENCES):  # to the kernel, every split is a sequence
             some = slice(at, at + MAX_SEQUENCES)
             paged_decode_attention(
-                queries[some], cache.keys(layer), cache.values(layer), table[some], cur_pos=end[some, -1] - 1,
-                scale=self.scale, key_range=(first[some], end[some]), split_size=size, into=unpack_state(packed[:, some]),
+                queries[some], kv.keys, kv.values, table[some], cur_pos=end[some, -1] - 1, scale=self.scale,
+                key_range=(first[some], end[some]), split_size=size, into=unpack_state(packed[:, some]),
                 backend=self.backend,
             )  # fmt: skip
-        packed = packed.view(heads, rows, pieces, tokens, dim + 1)
-        everybodys = self.cp.trade(packed) if self.sharding.cp > 1 else packed[None]
-        by_run = everybodys.unflatten(3, (-1, in_a_run))  # [cp, h, B, runs, in a run, S, D + 1]
-        in_order = by_run.permute(3, 0, 4, 1, 2, 5, 6).flatten(0, 2)
-        return merge_packed(in_order, self._own_sinks, q.dtype)
+        packed = packed.view(heads, rows, splits, tokens, dim + 1)
+        sharded = self.states.comm.world > 1
+        states = self.states.all_to_all(packed) if sharded else packed[None]
+        runs = states.unflatten(3, (-1, per_run))  # [cp, h, B, runs, splits per run, T, D + 1]
+        in_order = runs.permute(3, 0, 4, 1, 2, 5, 6).flatten(0, 2)
+        return merge_packed(in_order, None if self.sinks is None else self.sinks[self.states.own], q.dtype)
 
-    def _pieces_of(self, cache: ShardedCache, size: int) -> tuple[Tensor, int, int]:
-        """A table of pieces [rows * pieces, blocks a piece], pieces a row, and how many are a run of positions."""
-        in_a_run = self.sharding.interleave // size if self.sharding.cp > 1 else 1
-        blocks = size // cache.block_size
-        table = cache.block_table
-        slots = -(-table.shape[1] // (blocks * in_a_run)) * blocks * in_a_run
-        table = F.pad(table, (0, slots - table.shape[1]), value=-1)
-        return table.reshape(-1, blocks), slots // blocks, in_a_run
+    def _split_table(self, kv: LocalKV, size: int) -> tuple[Tensor, int, int]:
+        """A block table [B * splits, blocks per split], the splits per sequence, and the splits per `interleave`."""
+        per_run = self.interleave // size if self.states.comm.world > 1 else 1
+        blocks = size // values_of(kv.keys).shape[1]
+        table = kv.block_table
+        width = -(-table.shape[1] // (blocks * per_run)) * blocks * per_run
+        table = F.pad(table, (0, width - table.shape[1]), value=-1)
+        return table.reshape(-1, blocks), width // blocks, per_run
 
 
-def _packed_like(q: Tensor) -> Tensor:
-    """Room for the states of rows q [H, B, S, D], as they are sent: [H, B, S, D + 1]."""
-    return torch.empty(*q.shape[:-1], q.shape[-1] + 1, dtype=accumulation_dtype(q.dtype), device=q.device)
+def prefill_attention(
+    comm: Comm, q: Tensor, q_positions: Sequence[Ranges], k: Tensor, v: Tensor, k_positions: Ranges, *, mask: Mask,
+    scale: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of a chunk of a prompt over a KV cache sharded over `comm`: [1, H, n, D] for this rank's queries.
+
+    `q` [1, H, n, D] are this rank's queries, `q_positions[r]` the positions of rank r's. `k` and `v` [1, Hkv, m, D] are
+    the keys and values that this rank stores, at `k_positions`. Queries are gathered, every rank attends for all of
+    them over its keys, and the states return to the rank of the query. So the bytes sent grow with the chunk and not
+    with the context.
+    """
+    _, heads, _, dim = q.shape
+    gathered = comm.all_gather(q.contiguous(), [(1, heads, ranges.size(part), dim) for part in q_positions])
+    stored = ranges.as_tensor(k_positions)
+    states = [
+        attention_state(queries, k, v, mask=mask, scale=scale, q_positions=ranges.as_tensor(part), k_positions=stored)
+        for queries, part in zip(gathered, q_positions, strict=True)
+    ]
+    return merge_packed(all_to_all_states(comm, [_pack_state(state) for state in states]), sinks, q.dtype)
+
+
+def _pack_state(state: State) -> Tensor:
+    """A packed copy [H, B, T, D + 1] of a state with out [B, H, T, D]."""
+    return torch.cat([state.out, state.lse.unsqueeze(-1)], -1).transpose(0, 1).contiguous()
+
+
+def all_to_all_states(comm: Comm, parts: Sequence[Tensor]) -> Tensor:
+    """The states of this rank's part over every rank's keys, [world, ...], where `parts[r]` is sent to rank r."""
+    shape = parts[comm.rank].shape
+    received = _receive_buffer(comm, (comm.world, *shape), parts[comm.rank])
+    comm.all_to_all(parts, [shape] * comm.world, into=received)
+    return received
+
+
+def all_gather_states(comm: Comm, packed: Tensor) -> Tensor:
+    """The states (or lse) of every rank, [world, ...], all of the same shape."""
+    received = _receive_buffer(comm, (comm.world, *packed.shape), packed)
+    comm.all_gather(packed, [packed.shape] * comm.world, into=received)
+    return received
+
+
+def _empty_packed(q: Tensor) -> Tensor:
+    """An empty packed state [H, B, T, D + 1] for queries [B, H, T, D]."""
+    batch, heads, tokens, dim = q.shape
+    return torch.empty(heads, batch, tokens, dim + 1, dtype=accumulation_dtype(q.dtype), device=q.device)
+
+
+def _receive_buffer(comm: Comm, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return comm.buffer(shape, dtype=like.dtype, device=like.device)

@@ -1,4 +1,16 @@
-"""How the ranks of a block exchange, as a value."""
+"""`Exchange`: the collectives of an `AttentionBlock`. `HeadExchange`: query heads for sequences, among KVDP ranks.
+
+KVDP ranks store the same kv heads, each for its own sequences. Each has projected q query heads of all B sequences.
+Shapes, with T tokens per sequence, B_d sequences and q_d heads of rank d, and H heads in all:
+
+    in,  all_to_all            [d][q, B_d, T, D]  ->  [H, B_own, T, D]
+    in,  all_gather + slice    [q, B, T, D]       ->  [H, B, T, D]  ->  [H, B_own, T, D]
+    out, all_to_all            [d][B_own, T, q_d, D]  ->  [B, T, q, D]
+    out, all_gather + slice    [B_own, H, T, D]       ->  [B, H, T, D]  ->  [B, T, q, D]
+
+Heads come first on the way in and sequences on the way out, so that the received parts are in order. With one head per
+rank nothing is transposed: [1, B, T, D] is [B, T, D]. The all_gather sends kvdp times the bytes of the all_to_all.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +28,10 @@ from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvdpExcha
 
 @dataclass(frozen=True)
 class Exchange:
-    """KVDP's trades, CP's combining of states, and who projects the queries.
+    """The collectives of KVDP ranks (`kvdp`) and of CP ranks (`cp`), and whether CP ranks replicate the queries.
 
-    `cp="auto"` goes by the size of the messages. With `replicate_q` CP ranks project the same queries, as in Helix: W_q
-    is held `cp` times, and no queries are gathered.
+    `cp="auto"` picks the cheapest by message size. With `replicate_q` all CP ranks project the same queries, as in
+    Helix: W_q is stored `cp` times, and no queries are gathered.
     """
 
     kvdp: KvdpExchange = "all_to_all"
@@ -35,7 +47,7 @@ class Exchange:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
     def combine(self, sharding: DecodeSharding, shape: DecodeShape, device: str) -> Combine:
-        """How CP ranks combine their states of such a step: on every rank the same."""
+        """The collective that CP ranks combine their states with, the same on every rank."""
         if self.cp != "auto":
             return self.cp
         from attnmesh.planner.auto import pick_combine
@@ -45,62 +57,62 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Kvdp:
-    """The trade among the peers of `comm`: `rows[d]` sequences and `heads[d]` query heads of peer d."""
+class HeadExchange:
+    """Query heads for sequences among the ranks of `comm`: `rows[d]` sequences and `heads[d]` query heads of rank d."""
 
     comm: Comm
     rows: tuple[int, ...]
     heads: tuple[int, ...]
-    way: KvdpExchange = "all_to_all"
+    collective: KvdpExchange = "all_to_all"
 
     @property
     def parts(self) -> int:
-        """In how many parts a message lies: one for each peer, unless everybody gets all of it."""
-        return len(self.rows) if self.way == "all_to_all" else 1
+        """The number of parts of the send buffer: one per rank for all_to_all, otherwise 1."""
+        return len(self.rows) if self.collective == "all_to_all" else 1
 
-    def gather_heads(self, message: Tensor, tokens: int, dim: int) -> Tensor:
-        """All heads of the own sequences, [H, B_own, S, D], from the own heads of all, in `parts` parts."""
+    def gather_heads(self, buffer: Tensor, tokens: int, dim: int) -> Tensor:
+        """All heads of this rank's sequences, [H, B_own, T, D], from this rank's heads of all, in `parts` parts."""
         me = self.comm.rank
         if len(self.rows) == 1:
-            return message.view(self.heads[me], self.rows[me], tokens, dim)
-        if self.way == "all_to_all":
+            return buffer.view(self.heads[me], self.rows[me], tokens, dim)
+        if self.collective == "all_to_all":
             sent = [(self.heads[me], rows, tokens, dim) for rows in self.rows]
             shapes = [(heads, self.rows[me], tokens, dim) for heads in self.heads]
-            arrived = self._room(message, (sum(self.heads), self.rows[me], tokens, dim))
-            self.comm.all_to_all(split_buffer(message, sent), shapes, into=arrived)
-            return arrived
+            received = self._receive_buffer(buffer, (sum(self.heads), self.rows[me], tokens, dim))
+            self.comm.all_to_all(split_buffer(buffer, sent), shapes, into=received)
+            return received
         shapes = [(heads, sum(self.rows), tokens, dim) for heads in self.heads]
-        gathered = self._room(message, (sum(self.heads), sum(self.rows), tokens, dim))
-        self.comm.all_gather(message.view(shapes[me]), shapes, into=gathered)
+        gathered = self._receive_buffer(buffer, (sum(self.heads), sum(self.rows), tokens, dim))
+        self.comm.all_gather(buffer.view(shapes[me]), shapes, into=gathered)
         return gathered[:, _slice(self.rows, me)]
 
     def scatter_heads(self, out: Tensor) -> Tensor:
-        """The own heads of all sequences, [B, S, q, D], from all heads of the own, [B_own, H, S, D]."""
+        """This rank's heads of all sequences, [B, T, q, D], from all heads of its own, [B_own, H, T, D]."""
         me = self.comm.rank
         if len(self.rows) == 1:
             return out.transpose(1, 2)
         _, _, tokens, dim = out.shape
-        if self.way == "all_to_all":
+        if self.collective == "all_to_all":
             shapes = [(rows, tokens, self.heads[me], dim) for rows in self.rows]
-            arrived = self._room(out, (sum(self.rows), tokens, self.heads[me], dim))
-            self.comm.all_to_all(self._by_peer(out), shapes, into=arrived)
-            return arrived
+            received = self._receive_buffer(out, (sum(self.rows), tokens, self.heads[me], dim))
+            self.comm.all_to_all(self._split_heads(out), shapes, into=received)
+            return received
         shapes = [(rows, sum(self.heads), tokens, dim) for rows in self.rows]
-        gathered = self._room(out, (sum(self.rows), sum(self.heads), tokens, dim))
+        gathered = self._receive_buffer(out, (sum(self.rows), sum(self.heads), tokens, dim))
         self.comm.all_gather(out, shapes, into=gathered)
         return gathered[:, _slice(self.heads, me)].transpose(1, 2)
 
-    def _by_peer(self, out: Tensor) -> list[Tensor]:
-        """A message [B_own, S, q_d, D] for each peer, by one copy where they are alike."""
+    def _split_heads(self, out: Tensor) -> list[Tensor]:
+        """A part [B_own, T, q_d, D] for each rank, by a single copy if all have the same size."""
         by_token = out.transpose(1, 2)
         if len(set(self.heads)) > 1:
             return [part.contiguous() for part in by_token.split(self.heads, dim=2)]
         return list(by_token.unflatten(2, (len(self.heads), -1)).movedim(2, 0).contiguous())
 
-    def _room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _receive_buffer(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         return self.comm.buffer(shape, dtype=like.dtype, device=like.device)
 
 
 def _slice(counts: Sequence[int], part: int) -> slice:
-    ends = list(accumulate(counts))
-    return slice(ends[part] - counts[part], ends[part])
+    end = list(accumulate(counts))[part]
+    return slice(end - counts[part], end)

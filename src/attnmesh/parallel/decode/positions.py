@@ -1,103 +1,105 @@
-"""Which positions of one sequence a rank holds, as a few arithmetic runs: they ascend, in the order of its tokens."""
+"""Which positions of a sequence each rank stores, where prefill decided it: any ascending positions, as ranges.
+
+`InterleavedShard` is the closed form for positions that are dealt out in turn. Here the layout of the prefill decides,
+chunk by chunk, and keys and values stay on the rank that computed them. Every rank tracks the positions of all ranks,
+so all ranks make the same decisions without communication.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
 
 
-class Held:
-    """Positions that only grow at the end, and are cut off there again."""
+class LocalPositions:
+    """The positions of one sequence that one rank stores, ascending, in the order of its KV cache."""
 
-    def __init__(self, runs: Ranges = ()) -> None:
-        self.runs = runs
+    def __init__(self, positions: Ranges = ()) -> None:
+        self.ranges = positions
 
     def __len__(self) -> int:
-        return ranges.size(self.runs)
+        return ranges.size(self.ranges)
 
-    def below(self, position: int) -> int:
-        """How many of them come before a position."""
-        return sum(ranges.rows_between(run, run.start, position).stop for run in self.runs)
+    def count_below(self, position: int) -> int:
+        """The number of stored positions below `position`: the index of the first stored one from there on."""
+        return sum(ranges.rows_between(run, run.start, position).stop for run in self.ranges)
 
     def extend(self, more: Ranges) -> None:
-        """Hold these, too, all of which come after."""
-        self.runs = _joined((*self.runs, *(run for run in more if run)))
+        """Append positions, all of which are larger."""
+        self.ranges = _join((*self.ranges, *(run for run in more if run)))
 
-    def truncated(self, length: int) -> Held:
-        """Those of a sequence that is cut off at `length` tokens."""
-        return Held(ranges.narrow(self.runs, range(self.below(length))))
-
-
-def _joined(runs: Ranges) -> Ranges:
-    """Neighbours in one run, where they are: tokens that come one by one would else be a run each."""
-    joined: list[range] = []
-    for run in runs:
-        last = joined[-1] if joined else None
-        if last is not None and (whole := _one_run(last, run)) is not None:
-            joined[-1] = whole
-        else:
-            joined.append(run)
-    return tuple(joined)
+    def truncated(self, length: int) -> LocalPositions:
+        """The positions below `length`."""
+        return LocalPositions(ranges.narrow(self.ranges, range(self.count_below(length))))
 
 
-def _one_run(a: range, b: range) -> range | None:
-    step = b[0] - a[-1]
-    if (len(a) == 1 or a.step == step) and (len(b) == 1 or b.step == step):
-        return range(a[0], b[-1] + 1, step)
-    return None
+class SequenceShards:
+    """The positions of one sequence on every rank; `local` are those of this rank."""
 
-
-class Shares:
-    """What each rank holds, of which `own` is this rank's."""
-
-    def __init__(self, ranks: Sequence[Held], rank: int) -> None:
-        self.ranks, self.rank = ranks, rank
+    def __init__(self, by_rank: Sequence[LocalPositions], rank: int) -> None:
+        self.by_rank, self.rank = by_rank, rank
 
     @classmethod
-    def nothing(cls, world: int, rank: int) -> Shares:
-        """Of a sequence without tokens."""
-        return cls([Held() for _ in range(world)], rank)
+    def empty(cls, world: int, rank: int) -> SequenceShards:
+        """The shards of a sequence without tokens."""
+        return cls([LocalPositions() for _ in range(world)], rank)
 
     @property
-    def own(self) -> Held:
-        """What this rank holds."""
-        return self.ranks[self.rank]
+    def local(self) -> LocalPositions:
+        """The positions that this rank stores."""
+        return self.by_rank[self.rank]
 
     @property
     def counts(self) -> list[int]:
-        """How many positions each rank holds."""
-        return [len(held) for held in self.ranks]
+        """The number of positions per rank."""
+        return [len(positions) for positions in self.by_rank]
 
     def extend(self, parts: Sequence[Ranges]) -> None:
-        """Hold these, too, `parts[r]` on rank r; all of them come after."""
-        for held, part in zip(self.ranks, parts, strict=True):
+        """Append positions `parts[r]` to rank r."""
+        for positions, part in zip(self.by_rank, parts, strict=True):
             if part:
-                held.extend(part)
+                positions.extend(part)
 
-    def truncated(self, length: int) -> Shares:
-        """Those of a sequence that is cut off at `length` tokens."""
-        return Shares([held.truncated(length) for held in self.ranks], self.rank)
+    def truncated(self, length: int) -> SequenceShards:
+        """The shards of the sequence truncated to `length` tokens."""
+        return SequenceShards([positions.truncated(length) for positions in self.by_rank], self.rank)
 
 
-def in_turn(positions: range, world: int) -> list[Ranges]:
-    """A few positions, dealt out one by one: to each rank those that divide by `world` with its number left."""
+def key_range(local: Sequence[LocalPositions], new: Sequence[range], window: int | None) -> Tensor:
+    """The stored keys that each new token attends to, `first` and `end`: int32 [2, B, T] on the CPU.
+
+    `local[b]` are the stored positions of sequence b, and `new[b]` the positions of its new tokens.
+    """
+    pairs = list(zip(local, new, strict=True))
+    end = [[stored.count_below(p + 1) for p in positions] for stored, positions in pairs]
+    first = [
+        [0 if window is None else stored.count_below(p + 1 - window) for p in positions] for stored, positions in pairs
+    ]
+    return torch.tensor([first, end], dtype=torch.int32)
+
+
+def interleave(positions: range, world: int) -> list[Ranges]:
+    """Consecutive positions dealt to the ranks in turn: position p goes to rank p % world."""
     parts = [positions[(rank - positions.start) % world :: world] for rank in range(world)]
     return [(part,) if part else () for part in parts]
 
 
-def evened(positions: range, counts: Sequence[int]) -> list[Ranges]:
-    """Positions, at least one a rank, for ranks that hold `counts`: those with fewer get more, a run each.
+def balance(positions: range, counts: Sequence[int]) -> list[Ranges]:
+    """Consecutive positions, at least one per rank, divided so that ranks that store fewer (`counts`) get more.
 
-    What was cut off may have been one rank's more than another's. Without this, cuts would add up.
+    Truncation may take more positions from one rank than from another. Without this, the imbalance would accumulate.
     """
-    level = min(counts)  # to which all are filled up that have less: found by halves
+    level = min(counts)  # all ranks with fewer positions are filled up to this level: found by bisection
     above = max(counts) + len(positions) + 1
     while above - level > 1:
         middle = (level + above) // 2
-        level, above = (middle, above) if sum(_up_to(middle, counts)) <= len(positions) else (level, middle)
-    sizes = _up_to(level, counts)
+        level, above = (middle, above) if sum(_fill_to(middle, counts)) <= len(positions) else (level, middle)
+    sizes = _fill_to(level, counts)
     left = len(positions) - sum(sizes)
     for rank in [rank for rank, count in enumerate(counts) if count < level][:left]:
         sizes[rank] += 1
@@ -105,10 +107,24 @@ def evened(positions: range, counts: Sequence[int]) -> list[Ranges]:
     return [(positions[end - size : end],) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _up_to(level: int, counts: Sequence[int]) -> list[int]:
+def _fill_to(level: int, counts: Sequence[int]) -> list[int]:
     return [max(1, level - count) for count in counts]
 
 
-def grown(counts: Sequence[int], parts: Sequence[Ranges]) -> list[int]:
-    """How many positions each rank holds with these, too."""
-    return [count + ranges.size(part) for count, part in zip(counts, parts, strict=True)]
+def _join(runs: Ranges) -> Ranges:
+    """Adjacent ranges joined where possible: otherwise every decoded token would be a range of its own."""
+    joined: list[range] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if last is not None and (whole := _one_range(last, run)) is not None:
+            joined[-1] = whole
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+def _one_range(a: range, b: range) -> range | None:
+    step = b[0] - a[-1]
+    if (len(a) == 1 or a.step == step) and (len(b) == 1 or b.step == step):
+        return range(a[0], b[-1] + 1, step)
+    return None

@@ -1,4 +1,4 @@
-"""The ranks that share a KV cache: all ranks, those that trade sequences for heads, those that share positions."""
+"""The rank groups of a decode sharding: all ranks, the KVDP group and the CP group of this rank."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ class DecodeRanks(RankGroups):
         self.kvdp, self.cp, self.rank = kvdp, cp, rank
 
 
-def whole_comm(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
-    """All ranks, in any order: they only sum and agree."""
+def all_ranks_of(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+    """A comm over all ranks, in any order: it is used for all-reduce and agreement only."""
     if not isinstance(group, DeviceMesh) or group.ndim == 1:
         return comm_from(group)
     return comm_from(None if prod(group.shape) == dist.get_world_size() else group._flatten())
 
 
 def decode_rank(group: Comm | ProcessGroup | DeviceMesh | None, sharding: DecodeSharding) -> int:
-    """This process's rank in the order of a sharding: the one whose weights and cache it must have.
+    """This process's rank in the order of a sharding, which decides the weights and the cache shard that it needs.
 
     On a comm or a group it is the rank there; on a mesh it follows from the names of the dimensions.
     """
-    return decode_ranks(group, whole_comm(group), sharding).rank
+    return decode_ranks(group, all_ranks_of(group), sharding).rank
 
 
 def decode_ranks(
     group: Comm | ProcessGroup | DeviceMesh | None, all_ranks: Comm, sharding: DecodeSharding
 ) -> DecodeRanks:
-    """The ranks of a comm or group in the sharding's order; or of a mesh with dimensions named tp, cp and kvdp.
+    """The groups of this rank, from a comm or group in the sharding's order or a mesh with dimensions tp, cp and kvdp.
 
-    A mesh may have its dimensions in any order, and leave out those of size 1. `all_ranks` is their `whole_comm`.
+    A mesh may have its dimensions in any order, and omit those of size 1. `all_ranks` is `all_ranks_of(group)`.
     """
     if all_ranks.world != sharding.ranks:
         raise ValueError(
-            f"the sharding wants tp x kvdp x cp = {sharding.tp} x {sharding.kvdp} x {sharding.cp} = {sharding.ranks} "
-            f"ranks, there are {all_ranks.world}"
+            f"sharding must have as many ranks as the group, got tp x kvdp x cp = {sharding.tp} x {sharding.kvdp} x "
+            f"{sharding.cp} = {sharding.ranks} for {all_ranks.world} ranks"
         )
     if isinstance(group, DeviceMesh) and (group.ndim > 1 or set(group.mesh_dim_names or ()) & set(_DIMENSIONS)):
         return _on_mesh(group, all_ranks, sharding)
@@ -70,17 +70,17 @@ def _on_mesh(mesh: DeviceMesh, all_ranks: Comm, sharding: DecodeSharding) -> Dec
     wanted = {name: getattr(sharding, name) for name in _DIMENSIONS}
     if set(sizes) - set(_DIMENSIONS) or any(sizes.get(name, 1) != size for name, size in wanted.items()):
         raise ValueError(
-            f"the mesh must have dimensions named {', '.join(_DIMENSIONS)} of sizes {wanted}, got "
+            f"mesh must have dimensions named {', '.join(_DIMENSIONS)} of sizes {wanted}, got "
             f"{sizes or tuple(mesh.shape)}"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"this rank is not a member of the mesh {mesh.mesh.tolist()}")
+        raise ValueError(f"mesh must contain this rank, got {mesh.mesh.tolist()}")
     place = Place(**{name: mesh.get_local_rank(name) if name in sizes else 0 for name in _DIMENSIONS})
 
     def along(name: str) -> Comm:
         comm = comm_from(mesh.get_group(name)) if name in sizes else SubComm(all_ranks, [all_ranks.rank])
         if comm.rank != getattr(place, name):
-            raise ValueError(f"the mesh must have its ranks in ascending order along {name}, got {mesh.mesh.tolist()}")
+            raise ValueError(f"mesh must have its ranks in ascending order along {name}, got {mesh.mesh.tolist()}")
         return comm
 
     return DecodeRanks(all_ranks, along("kvdp"), along("cp"), sharding.rank(place))

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from attnmesh import Striped, Zigzag, run_virtual
-from attnmesh.generation.engine import Reader
+from attnmesh.generation.engine import Engine
 from attnmesh.integrations.transformers_attention import register_attention
 
 pytestmark = [
@@ -44,13 +44,13 @@ def model_of(kind: str) -> torch.nn.Module:
 
 def logits_along(model, ids, comm=None, layout=None, prefill_chunk=None) -> torch.Tensor:
     """Those of the last tokens: a prompt, single steps (the third of a kind is a replayed graph), steps of three."""
-    reader = Reader(model, comm, tokens=2000, layout=layout or Zigzag(), prefill_chunk=prefill_chunk)
-    reading = reader.read(ids[:600], more=100)
-    seen = [reading.logits]
+    engine = Engine(model, comm, cache_tokens=2000, layout=layout or Zigzag(), prefill_chunk=prefill_chunk)
+    sequence = engine.prefill(ids[:600], max_new_tokens=100)
+    seen = [sequence.logits]
     for at in range(600, 605):
-        seen += reader.step([reading], [ids[at : at + 1]])[0].clone()
+        seen += engine.decode([sequence], [ids[at : at + 1]])[0].clone()
     for at in range(605, 620, 3):
-        seen += reader.step([reading], [ids[at : at + 3]])[0].clone()
+        seen += engine.decode([sequence], [ids[at : at + 3]])[0].clone()
     return torch.stack(seen).float()
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from attnmesh import DecodeSharding, run_virtual
-from attnmesh.parallel.decode.exchange import Kvdp
+from attnmesh.parallel.decode.exchange import HeadExchange
 
 
 def trade(comm, batch, heads_each, exchange):
     rows = tuple(len(DecodeSharding(kvdp=comm.world).sequences(d, batch)) for d in range(comm.world))
-    return Kvdp(comm, rows, heads_each, exchange)
+    return HeadExchange(comm, rows, heads_each, exchange)
 
 
 def message_of(q, parts):
@@ -96,7 +96,7 @@ def test_the_documents_example_arrow_by_arrow():
 
     def rank(comm, exchange):
         spoken = Spoken(comm)
-        kvdp = Kvdp(spoken, (2, 2, 2, 2), (1, 1, 1, 1), exchange)
+        kvdp = HeadExchange(spoken, (2, 2, 2, 2), (1, 1, 1, 1), exchange)
         q = queries[comm.rank]
         message = q.transpose(0, 1)
         assert message.data_ptr() == q.data_ptr()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnmesh.generation.tensor_parallel import SharedWork
+from attnmesh.generation.tensor_parallel import TensorParallel
 from helpers.models import attnmesh_model, logits_of, on_virtual_ranks, transformers_model
 
 
@@ -40,7 +40,7 @@ def test_together_they_make_the_same(world, bias):
 
     def rank(comm):
         mine = copy.deepcopy(model)
-        shared = SharedWork(mine, comm)
+        shared = TensorParallel(mine, comm)
         assert torch.equal(mine(x), expected)
         before = comm.traffic.bytes
         with torch.no_grad(), shared:
@@ -60,7 +60,7 @@ def test_one_model_serves_ranks_of_many_worlds():
     for world in (3, 2, 4):
 
         def rank(comm):
-            shared = SharedWork(model, comm)
+            shared = TensorParallel(model, comm)
             with torch.no_grad(), shared:
                 return model(x)
 
@@ -71,7 +71,7 @@ def test_one_model_serves_ranks_of_many_worlds():
 def test_an_error_within_leaves_nobody_at_work():
     def rank(comm):
         model = Model()
-        shared = SharedWork(model, comm)
+        shared = TensorParallel(model, comm)
         with pytest.raises(OSError, match="gone"), shared:
             raise OSError("gone")
         before = comm.traffic.bytes
@@ -91,7 +91,7 @@ def test_maps_of_another_make_are_left_alone():
     expected = model(x)
 
     def rank(comm):
-        shared = SharedWork(model, comm)
+        shared = TensorParallel(model, comm)
         with torch.no_grad(), shared:
             return model(x), comm.traffic.bytes
 
@@ -104,7 +104,7 @@ def test_a_model_that_was_shared_is_trained_and_copied_as_before():
     model = copy.deepcopy(attnmesh_model("llama"))
 
     def rank(comm):
-        SharedWork(model, comm)
+        TensorParallel(model, comm)
 
     on_virtual_ranks(2, rank)
     twin = copy.deepcopy(model)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import attnmesh as am
 from attnmesh.core import ranges
-from attnmesh.generation.engine import BLOCK_SIZE, Reader
+from attnmesh.generation.engine import BLOCK_SIZE, Engine
 from helpers.models import KINDS, LAYOUTS, attnmesh_model, logits_of, on_virtual_ranks, random_ids
 
 TEXT = random_ids(80, seed=1)
@@ -21,44 +21,46 @@ def far_apart(found, expected):
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def poison(reader):
+def poison(engine):
     """Whatever was never written is no number."""
-    for layer in range(reader.model.config.num_hidden_layers):
-        reader.cache.keys(layer).fill_(torch.nan)
-        reader.cache.values(layer).fill_(torch.nan)
+    for layer in range(engine.model.config.num_hidden_layers):
+        engine.cache.keys(layer).fill_(torch.nan)
+        engine.cache.values(layer).fill_(torch.nan)
 
 
 # Logits.
 
 
 def a_long_story(kind, layout, prefill_chunk):
-    """Everything that a reader does, in one story: logits as they come, and the text that each of them follows."""
+    """Everything that a engine does, in one story: logits as they come, and the text that each of them follows."""
 
     def rank(comm):
-        reader = Reader(attnmesh_model(kind), comm, tokens=400, sequences=4, layout=layout, prefill_chunk=prefill_chunk)
-        poison(reader)
+        engine = Engine(
+            attnmesh_model(kind), comm, cache_tokens=400, max_sequences=4, layout=layout, prefill_chunk=prefill_chunk
+        )
+        poison(engine)
         found = []
 
         def seen(logits, ids):
             found.extend((row, list(ids[: len(ids) - len(logits) + 1 + i])) for i, row in enumerate(logits))
 
-        a = reader.read(TEXT[:45])
+        a = engine.prefill(TEXT[:45])
         seen(a.logits[None], TEXT[:45])
         for begin, end in ((45, 46), (46, 52)):
-            seen(reader.step([a], [TEXT[begin:end]])[0], TEXT[:end])
-        reader.truncate(a, 50)
-        seen(reader.step([a], [OTHER[:3]])[0], TEXT[:50] + OTHER[:3])
-        b = reader.read(TEXT[:30] + OTHER[:20])  # while a is in use
+            seen(engine.decode([a], [TEXT[begin:end]])[0], TEXT[:end])
+        engine.truncate(a, 50)
+        seen(engine.decode([a], [OTHER[:3]])[0], TEXT[:50] + OTHER[:3])
+        b = engine.prefill(TEXT[:30] + OTHER[:20])  # while a is in use
         seen(b.logits[None], b.ids)
         assert (b.reused, b is a) == (30, False)
-        c = reader.read(OTHER[:9])
+        c = engine.prefill(OTHER[:9])
         seen(c.logits[None], c.ids)
         for _ in range(3):  # three of different lengths at a time
-            logits = reader.step([c, a, b], [OTHER[20:22], OTHER[30:32], OTHER[40:42]])
-            for row, reading in zip(logits, (c, a, b), strict=True):
-                seen(row, reading.ids)
-        reader.rest(a)
-        again = reader.read(TEXT[:50] + OTHER[:2] + TEXT[60:])
+            logits = engine.decode([c, a, b], [OTHER[20:22], OTHER[30:32], OTHER[40:42]])
+            for row, sequence in zip(logits, (c, a, b), strict=True):
+                seen(row, sequence.ids)
+        engine.release(a)
+        again = engine.prefill(TEXT[:50] + OTHER[:2] + TEXT[60:])
         assert (again is a, again.reused) == (True, 52)
         seen(again.logits[None], again.ids)
         return found
@@ -100,9 +102,9 @@ def test_text_fed_token_by_token_has_the_logits_of_one_pass(world):
     expected = logits_of("qwen3", TEXT)
 
     def rank(comm):
-        reader = Reader(attnmesh_model("qwen3"), comm, tokens=100)
-        reading = reader.read(TEXT[:1])  # fewer tokens than ranks: all ranks read them
-        rows = [reading.logits, *(reader.step([reading], [[token]])[0, 0] for token in TEXT[1:18])]
+        engine = Engine(attnmesh_model("qwen3"), comm, cache_tokens=100)
+        sequence = engine.prefill(TEXT[:1])  # fewer tokens than ranks: all ranks read them
+        rows = [sequence.logits, *(engine.decode([sequence], [[token]])[0, 0] for token in TEXT[1:18])]
         return torch.stack(rows)
 
     for found in on_virtual_ranks(world, rank):
@@ -115,8 +117,8 @@ def test_half_precision_reads_as_well_as_one_process():
     plain = logits_of("llama", TEXT[:60], torch.bfloat16)[-1].double()
 
     def rank(comm):
-        reader = Reader(attnmesh_model("llama", torch.bfloat16), comm, tokens=100, prefill_chunk=24)
-        return reader.read(TEXT[:60]).logits
+        engine = Engine(attnmesh_model("llama", torch.bfloat16), comm, cache_tokens=100, prefill_chunk=24)
+        return engine.prefill(TEXT[:60]).logits
 
     for found in on_virtual_ranks(3, rank):
         assert found.dtype == torch.bfloat16
@@ -151,23 +153,23 @@ class Recorder:
         return SimpleNamespace(logits=input_ids[:, -logits_to_keep:, None].float())
 
 
-def in_the_cache(reader, reading):
+def in_the_cache(engine, sequence):
     """Positions and token ids, as this rank's blocks have them."""
-    kept, pools = reading.kept, (reader.cache.values(0), reader.cache.keys(0))
+    kept, pools = sequence.stored, (engine.cache.values(0), engine.cache.keys(0))
     return [pool[kept.blocks].flatten(0, 1)[: kept.length, 0, 0].long().tolist() for pool in pools]
 
 
-def check_books(reader):
-    for reading in reader.readings:
-        positions, ids = in_the_cache(reader, reading)
-        assert positions == ranges.as_tensor(reading.held.runs).tolist()
-        assert ids == [reading.ids[p] for p in positions]
+def check_positions(engine):
+    for sequence in engine.sequences:
+        positions, ids = in_the_cache(engine, sequence)
+        assert positions == ranges.as_tensor(sequence.local.ranges).tolist()
+        assert ids == [sequence.ids[p] for p in positions]
         # All ranks know of all, and every position is somebody's, once.
-        everybody = sorted(p for held in reading.shares.ranks for p in ranges.as_tensor(held.runs).tolist())
-        assert everybody == list(range(len(reading.ids)))
-        assert reading.held is reading.shares.ranks[reader.comm.rank]
-    facts = [(r.ids, r.shares.counts, r.room, r.busy, r.reused) for r in reader.readings]
-    reader.comm.agree("books", {"readings": str(facts)}, anew=True)
+        everybody = sorted(p for held in sequence.shards.by_rank for p in ranges.as_tensor(held.ranges).tolist())
+        assert everybody == list(range(len(sequence.ids)))
+        assert sequence.local is sequence.shards.by_rank[engine.comm.rank]
+    facts = [(r.ids, r.shards.counts, r.max_tokens, r.active, r.reused) for r in engine.sequences]
+    engine.comm.agree("books", {"sequences": str(facts)}, force=True)
 
 
 @st.composite
@@ -190,35 +192,35 @@ def live_through(adventure):
     world, layout, prefill_chunk, tokens, sequences, events = adventure
 
     def rank(comm):
-        reader = Reader(
-            Recorder(), comm, tokens=tokens, sequences=sequences, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk
+        engine = Engine(
+            Recorder(), comm, cache_tokens=tokens, max_sequences=sequences, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk
         )  # fmt: skip
         for what, how, which in events:
-            busy = [reading for reading in reader.readings if reading.busy]
+            busy = [sequence for sequence in engine.sequences if sequence.active]
             if what == "read":
                 text, at, length = how
                 at = int(at * length)
                 ids = TEXT[:at] + (OTHER if text else TEXT)[at:length]
-                before = [(reading, list(reading.ids)) for reading in reader.readings]
+                before = [(sequence, list(sequence.ids)) for sequence in engine.sequences]
                 try:
-                    reading = reader.read(ids, more=which)
+                    sequence = engine.prefill(ids, max_new_tokens=which)
                 except ValueError as error:
                     if "do not fit beside" not in str(error):
                         raise
-                    assert [(reading, reading.ids) for reading in reader.readings] == before
+                    assert [(sequence, sequence.ids) for sequence in engine.sequences] == before
                     continue
-                assert (reading.ids, float(reading.logits), reading.busy) == (ids, ids[-1], True)
-                assert sum(r.room for r in reader.readings) <= tokens
+                assert (sequence.ids, float(sequence.logits), sequence.active) == (ids, ids[-1], True)
+                assert sum(r.max_tokens for r in engine.sequences) <= tokens
             elif what == "rest":
                 if how < len(busy):
-                    reader.rest(busy[how])
+                    engine.release(busy[how])
             elif which < len(busy):
-                reading = busy[which]
+                sequence = busy[which]
                 if what == "cut":
-                    reader.truncate(reading, 1 + int(how * (len(reading.ids) - 1)))
-                elif len(reading.ids) + how <= reading.room:
-                    reader.step([reading], [OTHER[-how:]])
-            check_books(reader)
+                    engine.truncate(sequence, 1 + int(how * (len(sequence.ids) - 1)))
+                elif len(sequence.ids) + how <= sequence.max_tokens:
+                    engine.decode([sequence], [OTHER[-how:]])
+            check_positions(engine)
 
     on_virtual_ranks(world, rank)
 
@@ -241,12 +243,12 @@ def test_every_position_is_held_once_whatever_happens_for_long(adventure):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_rank_holds_its_share(world, layout, prefill_chunk):
     def rank(comm):
-        reader = Reader(Recorder(), comm, tokens=1000, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk)
-        reading = reader.read(random_ids(501, 3), more=300)
+        engine = Engine(Recorder(), comm, cache_tokens=1000, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk)
+        sequence = engine.prefill(random_ids(501, 3), max_new_tokens=300)
         for _ in range(25):
-            reader.step([reading], [[5] * 8])
-        pool = reader.cache.stats().total * BLOCK_SIZE
-        return len(reading.held), pool
+            engine.decode([sequence], [[5] * 8])
+        pool = engine.cache.stats().total * BLOCK_SIZE
+        return len(sequence.local), pool
 
     for held, pool in on_virtual_ranks(world, rank):
         assert abs(held - 701 / world) <= 3
@@ -257,14 +259,14 @@ def test_cuts_leave_no_rank_with_more_than_there_is_room_for():
     """A zigzag's first rank has all of a short beginning, and a long document's is more than many a share."""
 
     def rank(comm):
-        reader = Reader(Recorder(), comm, tokens=200)
-        reader.rest(reader.read(random_ids(160, 1)))
+        engine = Engine(Recorder(), comm, cache_tokens=200)
+        engine.release(engine.prefill(random_ids(160, 1)))
         for seed in range(2, 6):
-            reading = reader.read([*random_ids(20, 1), seed, *random_ids(169, seed)])
-            assert reading.reused == 20
-            check_books(reader)
-            assert max(reading.shares.counts) - min(reading.shares.counts) <= 1
-            reader.rest(reading)
+            sequence = engine.prefill([*random_ids(20, 1), seed, *random_ids(169, seed)])
+            assert sequence.reused == 20
+            check_positions(engine)
+            assert max(sequence.shards.counts) - min(sequence.shards.counts) <= 1
+            engine.release(sequence)
 
     on_virtual_ranks(4, rank)
 
@@ -274,13 +276,13 @@ def test_a_conversation_of_many_turns_stays_even(layout):
     text = random_ids(400, 1)
 
     def rank(comm):
-        reader = Reader(Recorder(), comm, tokens=400, layout=LAYOUTS[layout])
+        engine = Engine(Recorder(), comm, cache_tokens=400, layout=LAYOUTS[layout])
         for length in range(9, 380, 9):
-            reading = reader.read(text[:length])
-            assert reading.reused == max(0, length - 9)
-            assert max(reading.shares.counts) - min(reading.shares.counts) <= 3
-            reader.rest(reading)
-        check_books(reader)
+            sequence = engine.prefill(text[:length])
+            assert sequence.reused == max(0, length - 9)
+            assert max(sequence.shards.counts) - min(sequence.shards.counts) <= 3
+            engine.release(sequence)
+        check_positions(engine)
 
     on_virtual_ranks(4, rank)
 
@@ -289,14 +291,14 @@ def test_what_one_rank_has_kept_is_read_again_where_it_would_be_too_much():
     text = random_ids(400, 1)
 
     def rank(comm):
-        reader = Reader(Recorder(), comm, tokens=400, layout=am.Contiguous())
-        reader.rest(reader.read(text))
+        engine = Engine(Recorder(), comm, cache_tokens=400, layout=am.Contiguous())
+        engine.release(engine.prefill(text))
         reused = []
         for length in range(109, 200, 9):  # its first rank alone has the first hundred tokens
-            reading = reader.read([*text[:100], 2, *random_ids(length - 101, 2)])
-            reused.append(reading.reused)
-            check_books(reader)
-            reader.rest(reading)
+            sequence = engine.prefill([*text[:100], 2, *random_ids(length - 101, 2)])
+            reused.append(sequence.reused)
+            check_positions(engine)
+            engine.release(sequence)
         return reused
 
     found = on_virtual_ranks(4, rank)
@@ -306,9 +308,9 @@ def test_what_one_rank_has_kept_is_read_again_where_it_would_be_too_much():
 
 def test_ranks_may_have_uneven_shares():
     def rank(comm):
-        reader = Reader(attnmesh_model("llama"), comm, tokens=90, layout=am.Zigzag(pairs=(1, 3)))
-        reading = reader.read(TEXT[:79])
-        return reading.logits, len(reading.held)
+        engine = Engine(attnmesh_model("llama"), comm, cache_tokens=90, layout=am.Zigzag(pairs=(1, 3)))
+        sequence = engine.prefill(TEXT[:79])
+        return sequence.logits, len(sequence.local)
 
     found = on_virtual_ranks(2, rank)
     assert [held for _, held in found] == [19, 60] or [held for _, held in found] == [20, 59]
@@ -321,30 +323,30 @@ def test_ranks_may_have_uneven_shares():
 
 def test_an_idle_sequence_is_taken_over_and_a_busy_one_is_shared():
     def rank(comm):
-        reader = Reader(Recorder(), comm, tokens=400, sequences=3)
-        a = reader.read(TEXT[:40])
-        b = reader.read(TEXT[:50])
-        assert (b is a, b.reused, reader.work.reused, reader.work.read) == (False, 40, 40, 50)
-        reader.rest(a)
-        reader.rest(b)
-        c = reader.read(TEXT[:45] + OTHER[:10])  # b has more in common with it than a
-        assert (c is b, c.reused, len(reader.readings)) == (True, 45, 2)
-        d = reader.read(TEXT[:40])  # the last token is always read: it says what comes
+        engine = Engine(Recorder(), comm, cache_tokens=400, max_sequences=3)
+        a = engine.prefill(TEXT[:40])
+        b = engine.prefill(TEXT[:50])
+        assert (b is a, b.reused, engine.reused_tokens, engine.prefill_tokens) == (False, 40, 40, 50)
+        engine.release(a)
+        engine.release(b)
+        c = engine.prefill(TEXT[:45] + OTHER[:10])  # b has more in common with it than a
+        assert (c is b, c.reused, len(engine.sequences)) == (True, 45, 2)
+        d = engine.prefill(TEXT[:40])  # the last token is always read: it says what comes
         assert (d is a or d is c, d.reused) == (True, 39)
         assert float(d.logits) == TEXT[39]
-        check_books(reader)
+        check_positions(engine)
 
     on_virtual_ranks(3, rank)
 
 
 def test_the_same_prompt_again_and_again():
     def rank(comm):
-        reader = Reader(attnmesh_model("llama"), comm, tokens=300, sequences=3)
-        readings = [reader.read(TEXT[:33]) for _ in range(3)]
-        assert [reading.reused for reading in readings] == [0, 32, 32]
-        for i, reading in enumerate(readings):  # each goes its own way
-            reader.step([reading], [OTHER[10 * i : 10 * i + 5]])
-        return [reader.step([r], [[9]])[0, 0] for r in readings]
+        engine = Engine(attnmesh_model("llama"), comm, cache_tokens=300, max_sequences=3)
+        sequences = [engine.prefill(TEXT[:33]) for _ in range(3)]
+        assert [sequence.reused for sequence in sequences] == [0, 32, 32]
+        for i, sequence in enumerate(sequences):  # each goes its own way
+            engine.decode([sequence], [OTHER[10 * i : 10 * i + 5]])
+        return [engine.decode([r], [[9]])[0, 0] for r in sequences]
 
     for found in on_virtual_ranks(2, rank):
         for i, logits in enumerate(found):
@@ -354,37 +356,37 @@ def test_the_same_prompt_again_and_again():
 
 def test_sequences_that_nobody_uses_make_room_the_oldest_first():
     def rank(comm):
-        reader = Reader(Recorder(), comm, tokens=100, sequences=3)
-        a, b, c = (reader.read([seed, *random_ids(29, seed)]) for seed in range(3))
-        for reading in (b, a):
-            reader.rest(reading)
-        d = reader.read([50, *random_ids(29, 50)])
-        assert reader.readings == [b, c, d]  # a was read first
-        with pytest.raises(ValueError, match="41 tokens do not fit beside 60 of 2 sequences in use: there is room for"):
-            reader.read([51, *random_ids(39, 51)], more=1)
-        assert reader.readings == [b, c, d]  # b would not have been enough: it stays
-        e = reader.read([51, *random_ids(38, 51)], more=1)
-        assert reader.readings == [c, d, e]
-        check_books(reader)
-        with pytest.raises(ValueError, match="1 tokens do not fit beside 100 of 3 sequences in use"):
-            reader.read([5])
-        reader.free(c)
-        assert reader.readings == [d, e]
-        reader.read([5])
+        engine = Engine(Recorder(), comm, cache_tokens=100, max_sequences=3)
+        a, b, c = (engine.prefill([seed, *random_ids(29, seed)]) for seed in range(3))
+        for sequence in (b, a):
+            engine.release(sequence)
+        d = engine.prefill([50, *random_ids(29, 50)])
+        assert engine.sequences == [b, c, d]  # a was read first
+        with pytest.raises(ValueError, match="41 tokens do not fit beside 60 of 2 active sequences: there is room for"):
+            engine.prefill([51, *random_ids(39, 51)], max_new_tokens=1)
+        assert engine.sequences == [b, c, d]  # b would not have been enough: it stays
+        e = engine.prefill([51, *random_ids(38, 51)], max_new_tokens=1)
+        assert engine.sequences == [c, d, e]
+        check_positions(engine)
+        with pytest.raises(ValueError, match="1 tokens do not fit beside 100 of 3 active sequences"):
+            engine.prefill([5])
+        engine.free(c)
+        assert engine.sequences == [d, e]
+        engine.prefill([5])
 
     on_virtual_ranks(2, rank)
 
 
 def test_room_is_kept_for_what_a_sequence_may_grow_by():
     def rank(comm):
-        reader = Reader(Recorder(), comm, tokens=100, sequences=2)
-        a = reader.read(TEXT[:30], more=40)
+        engine = Engine(Recorder(), comm, cache_tokens=100, max_sequences=2)
+        a = engine.prefill(TEXT[:30], max_new_tokens=40)
         with pytest.raises(ValueError, match="31 tokens do not fit beside 70"):
-            reader.read(OTHER[:31])
-        b = reader.read(OTHER[:30])
+            engine.prefill(OTHER[:31])
+        b = engine.prefill(OTHER[:30])
         for _ in range(40):
-            reader.step([a], [[1]])
-        check_books(reader)
+            engine.decode([a], [[1]])
+        check_positions(engine)
         assert (len(a.ids), len(b.ids)) == (70, 30)
 
     on_virtual_ranks(3, rank)
@@ -394,16 +396,18 @@ def test_room_is_kept_for_what_a_sequence_may_grow_by():
 
 
 def test_what_cannot_be_read_is_refused():
-    with pytest.raises(ValueError, match="a prompt must have at least one token"):
-        Reader(Recorder(), tokens=10).read([])
-    with pytest.raises(ValueError, match="11 tokens do not fit beside 0 of 0 sequences in use: there is room for 10"):
-        Reader(Recorder(), tokens=10).read(TEXT[:11])
+    with pytest.raises(ValueError, match="ids must have at least one token"):
+        Engine(Recorder(), cache_tokens=10).prefill([])
+    with pytest.raises(
+        ValueError, match="11 tokens do not fit beside 0 of 0 active sequences: there is room for cache_tokens=10 "
+    ):
+        Engine(Recorder(), cache_tokens=10).prefill(TEXT[:11])
 
     def rank(comm):
-        with pytest.raises(ValueError, match="prefill_chunk must be 2 tokens for each of 3 ranks or more, got 5"):
-            Reader(Recorder(), comm, tokens=100, prefill_chunk=5)
+        with pytest.raises(ValueError, match="prefill_chunk must be at least 2 tokens per rank, 6 for 3 ranks, got 5"):
+            Engine(Recorder(), comm, cache_tokens=100, prefill_chunk=5)
         with pytest.raises(ValueError, match="layout must give every one of 3 ranks a part of the sequence"):
-            Reader(Recorder(), comm, tokens=100, layout=am.Zigzag(pairs=(1, 0, 1)))
+            Engine(Recorder(), comm, cache_tokens=100, layout=am.Zigzag(pairs=(1, 0, 1)))
 
     on_virtual_ranks(3, rank)
 
@@ -411,5 +415,5 @@ def test_what_cannot_be_read_is_refused():
 def test_models_of_other_numbers_are_refused():
     strange = Recorder()
     strange._weight = torch.zeros(1, 16, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"the model must be of .*torch\.float32.*, got torch\.float64"):
-        Reader(strange, tokens=10)
+    with pytest.raises(ValueError, match=r"model must be of dtype .*torch\.float32.*, got torch\.float64"):
+        Engine(strange, cache_tokens=10)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.generation.engine import Reader
+from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.transformers_attention import shard_inputs
@@ -27,7 +27,7 @@ def trained_and_generated(comm):
         gradients = torch.autograd.grad(out.loss, list(model.parameters()), materialize_grads=True)
     rows = []
     for sharding, speculative in ((DecodeSharding(cp=2), True), (DecodeSharding(kvdp=2), False)):
-        generator = Generator(model, None, comm, tokens=400, sequences=2, sharding=sharding, prefill_chunk=20)
+        generator = Generator(model, None, comm, cache_tokens=400, max_sequences=2, sharding=sharding, prefill_chunk=20)
         rows.append(generated_rows(generator, PROMPTS, max_new_tokens=MOST, speculative=speculative))
         rows.append(generated_rows(generator, PROMPTS, max_new_tokens=MOST, sampling=Sampling(1.0, 0.9, seed=5)))
     return [out.loss.detach(), ranks.unshard(out.logits.detach(), 1, 37), *gradients], rows
@@ -45,7 +45,7 @@ def test_processes_do_what_virtual_ranks_do():
 
 
 def killed_in_the_middle(comm):
-    step, steps = Reader.step, []
+    step, steps = Engine.decode, []
 
     def last_step(self, *args):
         steps.append(1)
@@ -55,9 +55,9 @@ def killed_in_the_middle(comm):
             os._exit(9)
         return step(self, *args)
 
-    Reader.step = last_step
+    Engine.decode = last_step
     return generated_rows(
-        Generator(attnmesh_model("llama"), None, comm, tokens=400), PROMPTS[:1], max_new_tokens=MOST, stop=()
+        Generator(attnmesh_model("llama"), None, comm, cache_tokens=400), PROMPTS[:1], max_new_tokens=MOST, stop=()
     )
 
 

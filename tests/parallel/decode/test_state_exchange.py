@@ -6,7 +6,7 @@ import torch
 from attnmesh import State, merge, run_virtual
 from attnmesh.core.merge import discount_sinks_batch_invariant, unpack_state
 from attnmesh.ops.merge import merge_packed
-from attnmesh.parallel.decode.core import Cp
+from attnmesh.parallel.decode.core import StateExchange
 
 WAYS = ["all_to_all", "reduce_scatter", "all_reduce"]
 
@@ -43,9 +43,8 @@ def test_every_way_gives_the_own_heads_over_all_positions(way, heads, sunk):
     expected = merged(packed, sinks)
 
     def rank(comm):
-        cp = Cp(comm, heads)
-        mine = None if sinks is None else sinks[cp.own]
-        out = cp.combine(packed[comm.rank].contiguous(), mine, torch.float64, way)
+        cp = StateExchange(comm, heads)
+        out = cp.combine(packed[comm.rank].contiguous(), sinks, torch.float64, way)
         assert out.shape == (3, heads[comm.rank], 2, 5)
         torch.testing.assert_close(out.transpose(0, 1), expected[cp.own], rtol=1e-12, atol=1e-12)
         return comm.traffic.bytes
@@ -67,7 +66,7 @@ def test_heads_are_gathered_in_order():
     heads = (3, 1, 2)
 
     def rank(comm):
-        cp = Cp(comm, heads)
+        cp = StateExchange(comm, heads)
         return cp.gather_heads(q[starts[comm.rank] : starts[comm.rank] + heads[comm.rank]].contiguous())
 
     for gathered in run_virtual(3, rank):

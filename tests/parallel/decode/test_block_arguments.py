@@ -44,8 +44,8 @@ def make(comm, *, alone=True, sharding=SHARDING, weights=None, config=None, **op
 
 
 WRONG_EVERYWHERE = {
-    "more ranks than there are": ({"sharding": am.DecodeSharding(2, 2, 2)}, "2 x 2 x 2 = 8 ranks, there are 4"),
-    "fewer ranks than there are": ({"sharding": am.DecodeSharding(2)}, "2 x 1 x 1 = 2 ranks, there are 4"),
+    "more ranks than there are": ({"sharding": am.DecodeSharding(2, 2, 2)}, "2 x 2 x 2 = 8 for 4 ranks"),
+    "fewer ranks than there are": ({"sharding": am.DecodeSharding(2)}, "2 x 1 x 1 = 2 for 4 ranks"),
     "heads that tp does not divide": (
         {"config": random_block(12, 3)[0], "sharding": am.DecodeSharding(tp=2, cp=2)},
         "tp must divide the kv heads or be a multiple of them, got tp=2, kv_heads=3",
@@ -58,7 +58,7 @@ WRONG_EVERYWHERE = {
     "splits of nothing": ({"split_size": 0}, "split_size must be an integer >= 1, got 0"),
     "splits that another combine cannot merge": (
         {"split_size": 4, "exchange": am.Exchange(cp="reduce_scatter")},
-        "exchange.cp must be that or auto, got 'reduce_scatter'",
+        "exchange.cp must be all_to_all or auto .* got 'reduce_scatter'",
     ),
     "unknown rows": ({"kv_rows": "mine"}, "kv_rows must be one of auto, all, own, got 'mine'"),
     "no sharding": ({"sharding": (1, 2, 2)}, "sharding must be of type DecodeSharding, got tuple"),
@@ -214,14 +214,20 @@ WRONG_CALLS = {
     "x elsewhere": ({"x": lambda x: x.to("meta")}, "must have the weights' dtype and device.*meta"),
     "no cache": ({"cache": lambda ready: None}, "cache must be a ShardedCache.*NoneType"),
     "no step": ({"step": lambda step: 2}, "step what its append returned, got ShardedCache and int"),
-    "a cache of another sharding": ({"cache": of_another_sharding}, "the cache is that of rank 2 under .*kvdp=4"),
+    "a cache of another sharding": (
+        {"cache": of_another_sharding},
+        "cache must be that of rank 2 .*, got rank 2 under .*kvdp=4",
+    ),
     "a cache of other heads": (
         {"cache": lambda ready: of(ready, kv_heads=2)},
-        "must be for 4 kv heads of 8, got 2 heads",
+        "must have 4 kv heads of 8, got 2 heads",
     ),
     "a cache of other values": ({"cache": lambda ready: of(ready, value_dim=4)}, "with values of 4"),
-    "a cache of bf16": ({"cache": lambda ready: of(ready, storage="bf16")}, "plain cache must have the weights' dtype"),
-    "a cache that knows nothing of the step": ({"cache": of}, "is not the latest of this cache"),
+    "a cache of bf16": (
+        {"cache": lambda ready: of(ready, storage="bf16")},
+        "cache must have the weights' dtype, .* got storage='bf16'",
+    ),
+    "a cache that knows nothing of the step": ({"cache": of}, "must be the latest of this cache"),
     "another layer": ({"layer": 1}, "ranks disagree: layer"),
     "a layer that is not there": ({"layer": 2}, "layer must be 0 to 1, got 2"),
     "keys that are not there": ({"update_cache": False}, "layer 0 of this step is not written yet"),
@@ -257,14 +263,14 @@ def test_after_a_wrong_call_the_right_one_is_served():
 
 
 WRONG_STEPS = {
-    "too many tokens": (lambda ready: ready.next(9), "1 to 8 new tokens a sequence, got 9"),
+    "too many tokens": (lambda ready: ready.next(9), "1 to 8 new tokens per sequence, got 9"),
     "a step that is not the latest": (
         lambda ready: (ready.next(1)[0], ready.cache, (ready.last[2], ready.next(1))[0]),
-        "is not the latest of this cache",
+        "must be the latest of this cache",
     ),
     "tokens before it that were never written": (
         lambda ready: (ready.next(2), ready.next(1))[1],
-        "positions would skip tokens of .* that were never written in layer 0: truncate it to 5 tokens",
+        "has earlier tokens that are not written in layer 0: truncate it to 5 tokens",
     ),
 }
 
@@ -301,7 +307,7 @@ def test_a_step_that_is_over_on_one_rank_is_refused_on_all(what):
         message = said(lambda: ready.block(*given))
         return message, same_state(cache_state(ready.cache, 2), before)
 
-    words = {"written": "layer 0 of this step is written already"}.get(what, "is not the latest of this cache")
+    words = {"written": "layer 0 of this step is already written"}.get(what, "must be the latest of this cache")
     for message, unchanged in am.run_virtual(WORLD, rank, timeout=30):
         assert re.search(words + r".*on rank 2", message), message
         assert unchanged
@@ -323,7 +329,7 @@ def test_splits_that_cut_blocks_are_refused():
     "what", [{"block_size": 8}, {"num_blocks": 11}, {"max_length": 20}, {"storage": "int8"}], ids=str
 )
 def test_caches_that_differ_between_ranks_are_refused(what):
-    """Their books would differ sooner or later."""
+    """Their blocks would differ sooner or later."""
 
     def program(comm):
         config, weights = random_block(8, 4)
