@@ -156,7 +156,7 @@ def test_two_levels_are_ranked_only_where_there_are_two():
 
 def test_more_cp_ranks_than_are_costed_are_refused_and_say_so():
     found = prefill_ranking(asked(devices=2048, context=1 * K, on=replace(H200, ranks_per_node=1, rails=1)))
-    assert found.refused == {"CP2048": "more than 1024 CP ranks are left to `attnmesh simulate`"}
+    assert found.refused == {"CP2048": "more than 1024 CP ranks: use `attnmesh simulate`"}
     assert found.options == ()
 
 

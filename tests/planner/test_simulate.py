@@ -92,7 +92,7 @@ def test_a_program_without_rounds_takes_no_time():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         simulate(make_program(0), simulated_cluster())
-    with pytest.raises(ValueError, match=r"ranks of Slow must be within 0\.\.2, got 3"):
+    with pytest.raises(ValueError, match=r"ranks must be ranks within 0\.\.2, got 3"):
         simulate(make_program(3), simulated_cluster(), slow=Slowdown({3: 2.0}))
     with pytest.raises(ValueError, match=r"keep must name ranks within 0\.\.2, got 5"):
         simulate(make_program(3), simulated_cluster(), keep=[5])
