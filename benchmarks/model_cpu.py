@@ -54,11 +54,11 @@ def _rank(comm: Comm, prompt: int) -> dict[str, Any]:
     before = generator.stats.prefill_seconds, generator.stats.decode_seconds, generator.stats.decode_steps
     generator.engine.free(generator.engine.sequences[0])
     tokens = [token.id for token in generator.generate([ids], max_new_tokens=STEPS, stop=[])]
-    effort = generator.stats
+    stats = generator.stats
     return {
-        "prefill_s": effort.prefill_seconds - before[0],
-        "decode_s": (effort.decode_seconds - before[1]) / (effort.decode_steps - before[2]),
-        "kv_mb_a_rank": effort.kv_bytes / 1e6,
+        "prefill_s": stats.prefill_seconds - before[0],
+        "decode_s": (stats.decode_seconds - before[1]) / (stats.decode_steps - before[2]),
+        "kv_mb_a_rank": stats.kv_bytes / 1e6,
         "tokens": tokens,
     }
 

@@ -369,7 +369,9 @@ def test_a_single_rank_has_no_communication(browser, tmp_path):
 
 def test_a_generation_report_needs_no_drawings(browser, tmp_path):
     answers = [GeneratedAnswer("Who?", "word " * 200, 50, 200, 200, 1e-6)]
-    stats = [GenerationStats(rank, cached_tokens=60 + rank, generated_tokens=200, decode_seconds=1.0) for rank in range(4)]
+    stats = [
+        GenerationStats(rank, cached_tokens=60 + rank, generated_tokens=200, decode_seconds=1.0) for rank in range(4)
+    ]
     page = other_page(browser, tmp_path, generation_report(answers, stats), viewport={"width": 320, "height": 700})
     assert overflowing(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 320
