@@ -149,7 +149,7 @@ def test_ranks_with_other_schedules_or_nodes():
         lambda comm: attend(comm, {}, schedule=schedules[comm.rank]),
     )
     assert_all_say(
-        "ranks a node is 3 on ranks 0, 2 but 1 on rank 1",
+        "ranks_per_node is 3 on ranks 0, 2 but 1 on rank 1",
         lambda comm: attend(comm, {}, ranks_per_node=inners[comm.rank]),
     )
 

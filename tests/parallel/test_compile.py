@@ -28,7 +28,7 @@ from attnmesh import (
 from attnmesh.comm import SoloComm
 from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.parallel import operator
-from attnmesh.parallel.in_numbers import _FIELDS, from_numbers, in_numbers
+from attnmesh.parallel.mask_encoding import _FIELDS, decode, encode
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
 from helpers.cases import MASKS, make_mask
@@ -193,8 +193,8 @@ def test_cross_attention():
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_mask_survives_being_told_in_numbers(name):
-    assert from_numbers(in_numbers(make_mask(name, 40))) == make_mask(name, 40)
+def test_a_mask_survives_being_encoding(name):
+    assert decode(encode(make_mask(name, 40))) == make_mask(name, 40)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_a_mask_survives_being_told_in_numbers(name):
         *(Balanced(Causal() & Documents([3, 9])), Joint((8, Contiguous()), (4, Zigzag(2)))),
     ],
 )
-def test_a_layout_survives_being_told_in_numbers(layout):
-    assert from_numbers(in_numbers(layout)) == layout
+def test_a_layout_survives_being_encoding(layout):
+    assert decode(encode(layout)) == layout
 
 
 def test_every_mask_and_layout_can_be_told():
@@ -224,8 +224,8 @@ class Everything(Causal):
 
 
 def test_a_mask_of_ones_own_is_refused_not_guessed():
-    with pytest.raises(ValueError, match="the masks and layouts of attnmesh as they are, not a Everything"):
-        in_numbers(Everything())
+    with pytest.raises(ValueError, match="masks and layouts of attnmesh only, got Everything"):
+        encode(Everything())
 
 
 # The operators themselves.
@@ -235,7 +235,7 @@ def test_a_mask_of_ones_own_is_refused_not_guessed():
 def test_the_operators_keep_what_their_fakes_promise(dtype):
     cp, inputs = ContextParallel(), random_inputs(18, dtype=dtype)
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
-    call = (cp._number, in_numbers(Causal()), 0.3, 18, None, None, True)
+    call = (cp._handle, encode(Causal()), 0.3, 18, None, None, True)
     # A kernel may add up in another order when it runs again.
     close = {"atol": 1e-5, "rtol": 1e-5 if dtype != torch.bfloat16 else 2e-2}
     torch.library.opcheck(torch.ops.attnmesh.context_attention, (q, k, v, *call, [True] * 3), **close)
@@ -269,9 +269,9 @@ def test_a_backward_keeps_its_context_and_nobody_else_does():
 
 
 def test_a_context_that_is_gone_is_missed():
-    number = int(ContextParallel()._number)
+    number = int(ContextParallel()._handle)
     gc.collect()
-    with pytest.raises(RuntimeError, match="the ContextParallel of a compiled attention is gone"):
+    with pytest.raises(RuntimeError, match="the ContextParallel of a compiled attention was deleted"):
         operator._context(torch.tensor(number))
 
 

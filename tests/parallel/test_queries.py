@@ -593,8 +593,8 @@ BAD_INPUT = {
     "no tensor": ({"k": None}, "k must be a tensor, got NoneType"),
     "k of another dtype": ({"k": torch.ones(1, 2, 12, 16).half()}, "q, k and v must have the same dtype"),
     "scale NaN": ({"scale": float("nan")}, "scale must be a finite number, got nan"),
-    "another place": ({"ring_id": 2}, "ring_id must be that of the group, 1, or left out, got 2"),
-    "another ring": ({"ring_size": 4}, "ring_size must be that of the group, 3, or left out, got 4"),
+    "another place": ({"ring_id": 2}, "ring_id must be that of the group, 1, or None, got 2"),
+    "another ring": ({"ring_size": 4}, "ring_size must be that of the group, 3, or None, got 4"),
     "no pairs": ({"pairs": 0}, "Zigzag.pairs must be an integer >= 1, .*got 0"),
     "pairs for two": ({"pairs": (1, 2)}, r"Zigzag.pairs must have one entry for each of 3 ranks, got \(1, 2\)"),
     "pairs in a list": ({"pairs": [1, 1, 1]}, r"Zigzag.pairs must be an integer >= 1, or a tuple .*got \[1, 1, 1\]"),
@@ -652,7 +652,10 @@ def test_after_a_refusal_all_goes_on():
 
 
 BAD_GATHERS = {
-    "a row too many": ({"local_out": torch.ones(1, 2, 5, 3)}, "rank 1 of 3 answers 4 of 12 queries, but .* has 5 rows"),
+    "a row too many": (
+        {"local_out": torch.ones(1, 2, 5, 3)},
+        "local_out must have 4 rows, which rank 1 of 3 .*, got 5",
+    ),
     "two dimensions": ({"local_out": torch.ones(4, 3)}, r"local_out must be a tensor .* got shape \(4, 3\)"),
     "no tensor": ({"local_out": None}, r"local_out must be a tensor .* got NoneType"),
     "a negative length": ({"length": -1}, "length must be an integer >= 0, got -1"),

@@ -19,6 +19,7 @@ from attnmesh import (
     attention,
     run_virtual,
 )
+from attnmesh.comm import SoloComm
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.api import choose_fused, choose_fused_backward
@@ -197,7 +198,7 @@ def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):
     sent = run_virtual(world, rank)
     row = 2 * batch * heads[1] * head_dim  # K and V, kv heads as they are
     forward = ring_plan(shards(sight, layout, length, world))
-    backward = Ring(forward, 1.0, "auto", None).backward_plan(dtype)
+    backward = Ring(forward, 1.0, "auto", SoloComm()).backward_plan(dtype)
     for r in range(world):
         hops = sum(bool(stage.next_keys) for stage in forward.stages(r))
         assert sent[r][0] == (hops, forward.rows_sent(r) * row * dtype.itemsize)
@@ -296,7 +297,7 @@ def spied(world: int, mask, monkeypatch) -> list[tuple[list[str], list[str], lis
         return forward, spy.events[len(forward) :], sent, spy.messages[len(sent) :]
 
     monkeypatch.setattr(ring, "choose_fused", noting(choose_fused))
-    monkeypatch.setattr(ring, "fused_for_backward", noting(choose_fused_backward))
+    monkeypatch.setattr(ring, "choose_fused_backward", noting(choose_fused_backward))
     return run_virtual(world, rank)
 
 

@@ -293,6 +293,11 @@ def test_drawings_follow_the_width_of_the_window(open_page):
     page.wait_for_function("document.getElementById('tiles').width === document.getElementById('tiles').clientWidth")
     assert page.evaluate("document.documentElement.scrollWidth") <= 500
     assert page.locator("#timelines svg").first.bounding_box()["width"] <= 500
+    times = (
+        page.locator("#timelines svg").first.locator("text", has_text=re.compile("^0$| [mµ]?s$")).all_text_contents()
+    )
+    assert times[0] == "0"
+    assert len(times) > 1  # a scale has a second mark at any width
 
 
 def test_the_keyboard_reaches_every_control(open_page):

@@ -1,9 +1,19 @@
 """Communication between ranks: process groups, virtual ranks in one process, or a single rank."""
 
 from attnmesh.comm.agreement import CommError
-from attnmesh.comm.base import Comm, Pending, SoloComm, Traffic, recording
+from attnmesh.comm.base import (
+    Comm,
+    Pending,
+    RankGroups,
+    SharedValues,
+    SoloComm,
+    Traffic,
+    check_on_all_ranks,
+    propagate_failure,
+    recording,
+)
 from attnmesh.comm.process_group import GroupComm, comm_from
-from attnmesh.comm.subgroups import IndependentSubComm, RankGroups, SharedValues, SubComm, check_on_all_ranks
+from attnmesh.comm.subgroups import IndependentSubComm, SubComm
 from attnmesh.comm.virtual import VirtualComm, run_virtual
 
 __all__ = [
@@ -20,6 +30,7 @@ __all__ = [
     "VirtualComm",
     "check_on_all_ranks",
     "comm_from",
+    "propagate_failure",
     "recording",
     "run_virtual",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -19,16 +19,11 @@ class CommError(RuntimeError):
 
 @dataclass(frozen=True)
 class Signature:
-    """An operation that one rank is about to start, its arguments, and the error this rank found in them."""
+    """An operation that one rank is about to start, its arguments as strings, and the error it found in them."""
 
     operation: str
     values: dict[str, str]
     error: str | None = None
-
-    @classmethod
-    def of(cls, operation: str, values: Mapping[str, object], error: str | None) -> Signature:
-        """A signature with its values as strings, which is how they are compared and sent."""
-        return cls(operation, {name: str(_hashable(value)) for name, value in values.items()}, error)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Signature:
@@ -42,11 +37,6 @@ class Signature:
     def __str__(self) -> str:
         values = ", ".join(f"{name}={value}" for name, value in self.values.items())
         return f"{self.operation}({values})"
-
-
-def agreement_key(operation: str, values: Mapping[str, object]) -> Hashable:
-    """The key under which an agreement is remembered. Built on every call, so without any formatting."""
-    return operation, tuple((name, _hashable(value)) for name, value in sorted(values.items()))
 
 
 def disagreement(signatures: Mapping[int, Signature]) -> str | None:
@@ -74,15 +64,6 @@ def disagreement(signatures: Mapping[int, Signature]) -> str | None:
     if differing:
         return f"{operations[ranks[0]]}: ranks disagree: " + "; ".join(differing)
     return None
-
-
-def _hashable(value: object) -> Hashable:
-    """A hashable form of a value, equal for a list, a tuple and a torch.Size of the same numbers."""
-    if isinstance(value, list | tuple):
-        return tuple(_hashable(item) for item in value)
-    if isinstance(value, Mapping):
-        return tuple((str(key), _hashable(item)) for key, item in sorted(value.items()))
-    return value if isinstance(value, Hashable) else str(value)
 
 
 def _ranks_by_value(by_rank: Mapping[int, str | None]) -> dict[str | None, list[int]]:

@@ -6,20 +6,23 @@ A transport implements `_exchange` and `_compare`; everything else is built on t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import Signature, agreement_key, disagreement
+from attnmesh.comm.agreement import CommError, Signature, disagreement
 from attnmesh.trace.recorder import Recorder
 
+T = TypeVar("T")
 Shape = Sequence[int]
 Message = tuple[Tensor, int]
 """A contiguous buffer and the rank at its other end."""
+SharedValues = dict[str, object]
+"""Arguments, by name, that must be equal on all ranks."""
 
 
 _MAX_REMEMBERED = 4096  # agreements
@@ -80,6 +83,8 @@ class Comm(ABC):
     traffic: Traffic
     shares_stream = False
     """Whether other ranks queue work on this rank's CUDA stream."""
+    is_own_group = False
+    """Whether this is a process group of its own, which needs all its ranks in the first operation (NCCL)."""
 
     def __init__(self, rank: int, world: int, timeout: float) -> None:
         if timeout <= 0:
@@ -174,10 +179,12 @@ class Comm(ABC):
         in different operations: that ends in a CommError after the timeout.
         """
         self._operation = operation
-        key = agreement_key(operation, values)
+        comparable = {name: _hashable(value) for name, value in values.items()}
+        key = operation, tuple(sorted(comparable.items(), key=lambda item: item[0]))
         if error is None and not force and key in self._agreed:
             return
-        problem = disagreement(self._compare(Signature.of(operation, values, error)))
+        signature = Signature(operation, {name: str(value) for name, value in comparable.items()}, error)
+        problem = disagreement(self._compare(signature))
         if problem is not None:
             raise ValueError(problem)
         if len(self._agreed) >= _MAX_REMEMBERED:  # on all ranks in the same call, since they agree on the same values
@@ -281,6 +288,15 @@ class SoloComm(Comm):
         return {0: signature}
 
 
+def _hashable(value: object) -> Hashable:
+    """A hashable form of a value, equal for a list, a tuple and a torch.Size of the same numbers."""
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((str(key), _hashable(item)) for key, item in sorted(value.items()))
+    return value if isinstance(value, Hashable) else str(value)
+
+
 def _sum(addends: Sequence[Tensor]) -> Tensor:
     """A new tensor. 16-bit sums are rounded once, at the end: the error must not grow with the number of ranks."""
     dtype = addends[0].dtype
@@ -303,6 +319,87 @@ def _check_into(like: Tensor, shapes: Sequence[Shape], into: Tensor | None) -> N
             f"into must be contiguous with {size} elements of {like.dtype}, got {into.numel()} of {into.dtype} with "
             f"strides {into.stride()}"
         )
+
+
+# One comm or several.
+
+
+class RankGroups:
+    """A comm over all ranks and this rank's subgroups, which agree and fail together.
+
+    `all_ranks` is None where no comm contains all ranks, as in a grid that is given by its rows and columns.
+    """
+
+    def __init__(self, all_ranks: Comm | None, subgroups: Mapping[str, Comm]) -> None:
+        self._all_ranks, self._subgroups = all_ranks, dict(subgroups)
+
+    @property
+    def all_ranks(self) -> Comm:
+        """The comm over all ranks."""
+        assert self._all_ranks is not None, "no comm contains all ranks"
+        return self._all_ranks
+
+    def agree(
+        self, operation: str, values: Mapping[str, object], error: str | None = None, *, force: bool = False
+    ) -> None:
+        """`Comm.agree` between all ranks."""
+        if self._all_ranks is None:
+            self._agree_along_each(operation, values, error, force)
+            return
+        self._all_ranks.agree(operation, values, error, force=force)
+        for subgroup in self._subgroups.values():
+            if subgroup.is_own_group and subgroup is not self._all_ranks:
+                subgroup.agree(operation, values, error)  # all agree already; NCCL needs all ranks in its first call
+
+    def fail(self, message: str) -> None:
+        """`Comm.fail` in every group, since a peer may be waiting for this rank in any of them."""
+        comms = (self._all_ranks, *self._subgroups.values())
+        for comm in {id(comm): comm for comm in comms if comm is not None}.values():
+            comm.fail(message)
+
+    def _agree_along_each(self, operation: str, values: Mapping[str, object], error: str | None, force: bool) -> None:
+        """Agree in one subgroup after another.
+
+        A rank that learns of an error in one subgroup reports it in the next, so it reaches every rank of the grid.
+        """
+        groups = [(name, comm) for name, comm in self._subgroups.items() if comm.world > 1]
+        for i, (name, comm) in enumerate(groups or list(self._subgroups.items())[-1:]):
+            try:
+                comm.agree(operation, values, error, force=force)
+            except ValueError as raised:
+                if i + 1 >= len(groups):
+                    raise
+                error = f"{str(raised).removeprefix(f'{operation}: ')}, along {name}"
+
+
+def check_on_all_ranks(
+    ranks: Comm | RankGroups, operation: str, check: Callable[[], tuple[T, SharedValues]], *, force: bool = False
+) -> T:
+    """Run `check` on every rank and return its result once all ranks agree; an error on one is raised on all.
+
+    `check` returns a result and the values that must be equal on all ranks, or raises ValueError. Values that were
+    agreed on before are not compared again unless `force` is set on every rank; other ranks then learn of an error on
+    this rank only when their operation times out.
+    """
+    try:
+        result, values = check()
+    except ValueError as error:
+        ranks.agree(operation, {}, str(error))
+        raise
+    ranks.agree(operation, values, force=force)
+    return result
+
+
+@contextmanager
+def propagate_failure(ranks: Comm | RankGroups) -> Iterator[None]:
+    """Report an exception in the body to the other ranks, so that their errors give the reason."""
+    try:
+        yield
+    except CommError:
+        raise
+    except Exception as error:
+        ranks.fail(f"{type(error).__name__}: {error}")
+        raise
 
 
 # Recording.

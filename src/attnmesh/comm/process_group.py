@@ -33,6 +33,8 @@ class GroupComm(Comm):
     NCCL, waiting orders streams and does not block the host; NCCL's own watchdog enforces the timeout.
     """
 
+    is_own_group = True
+
     def __init__(self, group: dist.ProcessGroup, timeout: float = 300) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.

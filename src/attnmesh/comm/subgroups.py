@@ -1,23 +1,15 @@
-"""Subgroups of a comm, and argument checks over all ranks before anything is sent."""
+"""Subgroups of a comm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import CommError, Signature
+from attnmesh.comm.agreement import Signature
 from attnmesh.comm.base import Comm, Message, Pending, Shape
-from attnmesh.comm.process_group import GroupComm
 from attnmesh.trace.recorder import Recorder
-
-T = TypeVar("T")
-
-SharedValues = dict[str, object]
-"""Arguments, by name, that must be equal on all ranks."""
 
 
 class SubComm(Comm):
@@ -69,81 +61,3 @@ class IndependentSubComm(SubComm):
 
     def _compare(self, signature: Signature) -> Mapping[int, Signature]:
         return {self.rank: signature}
-
-
-class RankGroups:
-    """A comm over all ranks and this rank's subgroups, which agree and fail together.
-
-    `all_ranks` is None where no comm contains all ranks, as in a grid that is given by its rows and columns.
-    """
-
-    def __init__(self, all_ranks: Comm | None, subgroups: Mapping[str, Comm]) -> None:
-        self._all_ranks, self._subgroups = all_ranks, dict(subgroups)
-
-    @property
-    def all_ranks(self) -> Comm:
-        """The comm over all ranks."""
-        assert self._all_ranks is not None, "no comm contains all ranks"
-        return self._all_ranks
-
-    def agree(
-        self, operation: str, values: Mapping[str, object], error: str | None = None, *, force: bool = False
-    ) -> None:
-        """`Comm.agree` between all ranks."""
-        if self._all_ranks is None:
-            self._agree_along_each(operation, values, error, force)
-            return
-        self._all_ranks.agree(operation, values, error, force=force)
-        for subgroup in self._subgroups.values():
-            if isinstance(subgroup, GroupComm) and subgroup is not self._all_ranks:
-                subgroup.agree(operation, values, error)  # all agree already; NCCL needs all ranks in its first call
-
-    def fail(self, message: str) -> None:
-        """`Comm.fail` in every group, since a peer may be waiting for this rank in any of them."""
-        comms = (self._all_ranks, *self._subgroups.values())
-        for comm in {id(comm): comm for comm in comms if comm is not None}.values():
-            comm.fail(message)
-
-    def _agree_along_each(self, operation: str, values: Mapping[str, object], error: str | None, force: bool) -> None:
-        """Agree in one subgroup after another.
-
-        A rank that learns of an error in one subgroup reports it in the next, so it reaches every rank of the grid.
-        """
-        groups = [(name, comm) for name, comm in self._subgroups.items() if comm.world > 1]
-        for i, (name, comm) in enumerate(groups or list(self._subgroups.items())[-1:]):
-            try:
-                comm.agree(operation, values, error, force=force)
-            except ValueError as raised:
-                if i + 1 >= len(groups):
-                    raise
-                error = f"{str(raised).removeprefix(f'{operation}: ')}, along {name}"
-
-
-def check_on_all_ranks(
-    ranks: Comm | RankGroups, operation: str, check: Callable[[], tuple[T, SharedValues]], *, force: bool = False
-) -> T:
-    """Run `check` on every rank and return its result once all ranks agree; an error on one is raised on all.
-
-    `check` returns a result and the values that must be equal on all ranks, or raises ValueError. Values that were
-    agreed on before are not compared again unless `force` is set on every rank; other ranks then learn of an error on
-    this rank only when their operation times out.
-    """
-    try:
-        result, values = check()
-    except ValueError as error:
-        ranks.agree(operation, {}, str(error))
-        raise
-    ranks.agree(operation, values, force=force)
-    return result
-
-
-@contextmanager
-def propagate_failure(ranks: Comm | RankGroups) -> Iterator[None]:
-    """Report an exception in the body to the other ranks, so that their errors give the reason."""
-    try:
-        yield
-    except CommError:
-        raise
-    except Exception as error:
-        ranks.fail(f"{type(error).__name__}: {error}")
-        raise

@@ -1,7 +1,8 @@
-"""`ContextParallel`: a sequence spread over ranks, and exact attention over all of it."""
+"""`ContextParallel`: exact attention over a sequence that is sharded over ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -17,54 +18,60 @@ from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_count
 from attnmesh.ops.dense.api import choose_fused
 from attnmesh.ops.dense.call import input_error, resolve_scale
-from attnmesh.parallel.build import Builder
+from attnmesh.parallel.allgather import AllGather
+from attnmesh.parallel.executor import BACKENDS, AttentionOptions, Executor, ExecutorConfig, attend, unshard
 from attnmesh.parallel.node_groups import node_groups
-from attnmesh.parallel.operator import Ask, compiled_attention, needed_of, number_of
-from attnmesh.parallel.schedule import BACKENDS, Schedule, attend
-from attnmesh.parallel.unshard import unshard
+from attnmesh.parallel.operator import compiled_attention, context_handle
+from attnmesh.parallel.ring import Ring
+from attnmesh.parallel.two_level import TwoLevelRing
+from attnmesh.parallel.ulysses import Ulysses, UlyssesAllGather, UlyssesRing
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import Shards, shards
 from attnmesh.plan.workload import Shape, Workload
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the planner is imported for schedule="auto" and explain only
     from attnmesh.planner.auto import Choice
     from attnmesh.planner.explain import Explanation
 
-_MOST_REMEMBERED = 256
+EXECUTORS: dict[str, Callable[[ExecutorConfig], Executor]] = {
+    "ring": Ring.build,
+    "allgather": AllGather.build,
+    "ulysses": Ulysses.build,
+    "ulysses+ring": UlyssesRing.build,
+    "ulysses+allgather": UlyssesAllGather.build,
+    "ring+ring": TwoLevelRing.build,
+}
+"""The executor of each of `plan.schedules.SCHEDULES`."""
+
+_MAX_CACHED_CALLS = 512
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Everything about a call but the numbers in its tensors: what a schedule is made for."""
+class _CachedCall:
+    """A call whose arguments have been checked: its executor, and the values to agree on with other ranks."""
 
-    mask: Mask
-    scale: float
-    length: int
-    key_length: int
-    key_layout: Layout
-    shape: Shape
-    dtype: torch.dtype
-    device: str
-    lse: bool
+    executor: Executor
+    values: SharedValues
 
 
 class ContextParallel:
-    """Attention over a sequence whose positions are spread over ranks by a layout.
+    """Attention over a sequence whose positions are distributed over ranks by a layout.
 
-    `group` is a ProcessGroup, a DeviceMesh, a comm, or None for the default group (a world of one without
-    torch.distributed). A mesh of two dimensions is (nodes, ranks a node); `ranks_per_node` says the same of other ranks: rank
-    `node x ranks_per_node + i` is the i-th of its node. All ranks make the same calls in the same order with the same arguments.
-    Ranks compare notes before the first call of a kind; what does not fit raises ValueError on every rank.
+    `group` is a ProcessGroup, a DeviceMesh, a comm, or None for the default process group (a single rank without
+    torch.distributed). A mesh may have two dimensions (nodes, ranks per node); for other groups, pass `ranks_per_node`:
+    rank `node x ranks_per_node + i` is the i-th rank of its node. All ranks make the same calls in the same order with
+    the same arguments. Ranks compare their arguments before the first call of a kind; a difference raises ValueError on
+    every rank.
 
-    `schedule` is how ranks work together:
+    `schedule` is one of:
 
-        ring               the keys of a rank travel once around
-        allgather          the keys a rank sees come to it, a few kv heads at a time
-        ulysses            ranks trade their rows of all heads for all rows of some heads
-        ulysses+ring       ulysses within a node, a ring between nodes
+        ring               K and V of each rank travel once around all ranks
+        allgather          each rank gathers the K and V it needs, a few kv heads at a time
+        ulysses            an all-to-all gives each rank all rows of some heads
+        ulysses+ring       ulysses within a node, ring between nodes
         ulysses+allgather  ulysses within a node, all-gather between nodes
-        ring+ring          a ring within every node, a ring between nodes
-        auto               whichever is fastest by an estimate from bytes and operations; `explain` says why
+        ring+ring          a ring within every node, and a ring between nodes
+        auto               the fastest by an estimate from bytes and operations; see `explain`
 
     `backend` is as in `attention`.
     """
@@ -85,11 +92,11 @@ class ContextParallel:
             raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        self._ranks = node_groups(group, ranks_per_node)
-        self.comm = self._ranks.all_ranks
+        self._groups = node_groups(group, ranks_per_node)
+        self.comm = self._groups.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
-        self._schedules: dict[_Kind, Schedule] = {}
-        self._number = number_of(self)  # by which compiled graphs find it
+        self._calls: dict[object, _CachedCall] = {}
+        self._handle = context_handle(self)  # by which compiled graphs refer to it
 
     @property
     def rank(self) -> int:
@@ -98,19 +105,19 @@ class ContextParallel:
 
     @property
     def world(self) -> int:
-        """How many ranks share the sequence."""
+        """The number of ranks."""
         return self.comm.world
 
     def positions(self, length: int) -> Tensor:
-        """The global positions of this rank's tokens, in local order: what rotary embeddings need."""
+        """The global positions of this rank's tokens, in local order, as rotary embeddings need them."""
         return self.layout.positions(length, self.world, self.rank)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole tensor along `dim`."""
+        """This rank's shard of a whole tensor along `dim`."""
         return self.layout.shard(x, dim, self.world, self.rank)
 
     def unshard(self, x: Tensor, dim: int, length: int) -> Tensor:
-        """The whole tensor, on every rank, from the shards of all. Differentiable: gradients are summed over ranks."""
+        """The whole tensor, on every rank, from the shards of all ranks. Gradients are summed over ranks."""
 
         def check_arguments() -> tuple[int, SharedValues]:
             if not isinstance(x, Tensor):
@@ -123,7 +130,7 @@ class ContextParallel:
                 "gradients": torch.is_grad_enabled() and x.requires_grad,
             }  # fmt: skip
 
-        at = check_on_all_ranks(self._ranks, "ContextParallel.unshard", check_arguments)
+        at = check_on_all_ranks(self._groups, "ContextParallel.unshard", check_arguments)
         return unshard(x, at, length, self.layout, self.comm)
 
     @overload
@@ -153,30 +160,32 @@ class ContextParallel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over the keys of all ranks.
 
-        q [B,Hq,n,D], k and v [B,Hkv,m,D] are this rank's shards, kv heads unexpanded. `length` is that of the whole
-        sequence; without it every rank must hold equally many positions. Keys of another sequence (cross attention)
-        have their own `key_length`, and `key_layout` if they lie differently; positions count from 0 in both. Returns
+        q [B,Hq,n,D], k and v [B,Hkv,m,D] are this rank's shards, with kv heads unexpanded. `length` is the length of
+        the whole sequence; without it, every rank must hold equally many positions. Keys of another sequence (cross
+        attention) have their own `key_length`, and `key_layout` if it differs; positions start at 0 in both. Returns
         out [B,Hq,n,D], and with `return_lse` the float32 lse [B,Hq,n]; both are differentiable.
         """
-        ask = Ask(mask, scale, length, key_length, key_layout, return_lse, needed_of(q, k, v))
+        # Inputs that are not tensors are reported later, on all ranks together.
+        needs_grad = tuple(torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
+        options = AttentionOptions(mask, scale, length, key_length, key_layout, return_lse, needs_grad)
         if torch.compiler.is_compiling():
-            out, lse = compiled_attention(q, k, v, self._number, ask)
+            out, lse = compiled_attention(q, k, v, self._handle, options)
         else:
-            out, lse = attend(q, k, v, self.agree_on(q, k, v, ask))
+            out, lse = attend(q, k, v, self.agreed_executor(q, k, v, options))
         return (out, lse) if return_lse else out
 
-    def agree_on(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Schedule:
-        """The schedule that answers, once all ranks agree on what is asked for."""
+    def agreed_executor(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Executor:
+        """The executor of a call, after all ranks have agreed on its arguments."""
 
-        def check_arguments() -> tuple[Schedule, SharedValues]:
-            kind = self._kind(q, k, v, ask)
-            return self._schedule(kind, q, k, v), self._facts(kind, ask)
+        def check_arguments() -> tuple[Executor, SharedValues]:
+            call = self._checked_call(q, k, v, options)
+            return call.executor, call.values
 
-        return check_on_all_ranks(self._ranks, "ContextParallel.attention", check_arguments)
+        return check_on_all_ranks(self._groups, "ContextParallel.attention", check_arguments)
 
-    def schedule_for(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Schedule:
-        """The schedule that answers what has been agreed on."""
-        return self._schedule(self._kind(q, k, v, ask), q, k, v)
+    def executor(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Executor:
+        """The executor of a call whose arguments the ranks have agreed on before."""
+        return self._checked_call(q, k, v, options).executor
 
     def explain(
         self,
@@ -192,59 +201,77 @@ class ContextParallel:
         key_layout: Layout | None = None,
         device: str = "cuda",
     ) -> Explanation:
-        """The plan of such a call: who computes what, operations and bytes a rank, imbalance, why this schedule.
+        """The plan of such a call: the work, operations and bytes of each rank, and the reason for the schedule.
 
-        Computes and sends nothing; print it. `device` is the kind of machine to choose for.
+        Nothing is computed or sent. Print the result. `device` is the type of device to choose the schedule for.
         """
+        from attnmesh.planner.catalog import default_cluster
+        from attnmesh.planner.explain import explain_schedule
+
         _check_lengths(mask, length, key_length)
         _check_layout("key_layout", key_layout)
         _check_shape(batch, q_heads, kv_heads, head_dim, dtype)
         shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
-        positions = self._spread(mask, length, key_length, key_layout)
-        workload = Workload(positions, shape, self._ranks.ranks_per_node, device=torch.device(device).type)
-        choice = self._choice(workload)
+        positions = self._shards(mask, length, key_length, key_layout)
+        workload = Workload(positions, shape, self._groups.ranks_per_node, device=torch.device(device).type)
+        choice = self._auto_choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
         check_schedule(schedule, workload.shards, workload.ranks_per_node)
-        from attnmesh.planner.catalog import default_cluster
-        from attnmesh.planner.explain import explain_schedule
-
         return explain_schedule(schedule, workload, default_cluster(device), choice)
 
-    def _kind(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> _Kind:
-        """What this call is; ValueError for what this rank can see to be wrong."""
-        mask, scale, length, key_length, key_layout, lse, _ = ask
-        problem = input_error(q, k, v, scale)
-        if problem is not None:
-            raise ValueError(problem)
+    def _checked_call(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _CachedCall:
+        """The cached call; ValueError for arguments that this rank can see to be wrong."""
+        if not all(isinstance(x, Tensor) for x in (q, k, v)):
+            return self._new_call(q, k, v, options)  # raises
+        key = tuple((x.shape, x.dtype, x.device) for x in (q, k, v)), options
+        try:
+            call = self._calls.get(key)
+        except TypeError:  # an option is not hashable, and so not of its type
+            call = None
+        if call is None:
+            call = self._new_call(q, k, v, options)
+            if len(self._calls) >= _MAX_CACHED_CALLS:
+                self._calls.clear()
+            self._calls[key] = call
+        return call
+
+    def _new_call(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _CachedCall:
+        mask, scale, length, key_length, key_layout, return_lse, needs_grad = options
+        error = input_error(q, k, v, scale)
+        if error is not None:
+            raise ValueError(error)
         _check_layout("key_layout", key_layout)
+        inferred = "" if length is not None else " (positions per rank x world; pass length= if they differ)"
         length = q.shape[2] * self.world if length is None else length
         _check_lengths(mask, length, key_length)
         self._check_shard(q.shape[2], length)
         key_length, key_layout = length if key_length is None else key_length, key_layout or self.layout
         self._check_shard(k.shape[2], key_length, key_layout, "keys")
-        return _Kind(
-            mask, resolve_scale(q, scale), length, key_length, key_layout,
-            _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype), q.dtype, q.device.type,
-            lse,
+        shape = _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype)
+        scale = resolve_scale(q, scale)
+
+        positions = self._shards(mask, length, key_length, key_layout)
+        workload = Workload(positions, shape, self._groups.ranks_per_node, return_lse, q.device.type)
+        choice = self._auto_choice(workload)
+        schedule = self.schedule if choice is None else choice.schedule
+        check_schedule(schedule, positions, self._groups.ranks_per_node)
+        executor = EXECUTORS[schedule](ExecutorConfig(positions, scale, self.backend, self._groups, return_lse))
+        for kernel_call in executor.calls(q, k, v):
+            choose_fused(kernel_call, self.backend)  # raises if no backend serves it
+        return _CachedCall(
+            executor,
+            {
+                "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
+                "head_dim": shape.head_dim, f"length{inferred}": length, "key_length": key_length,
+                "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scale,
+                "layout": self.layout, "key_layout": key_layout, "schedule": self.schedule, "backend": self.backend,
+                "ranks_per_node": self._groups.ranks_per_node, "return_lse": return_lse,
+                "gradient of q": needs_grad[0], "gradient of k": needs_grad[1], "gradient of v": needs_grad[2],
+            },
         )  # fmt: skip
 
-    def _schedule(self, kind: _Kind, q: Tensor, k: Tensor, v: Tensor) -> Schedule:
-        """The schedule for calls of a kind; made once. ValueError where it, or its backend, cannot serve."""
-        if kind not in self._schedules:
-            positions = self._spread(kind.mask, kind.length, kind.key_length, kind.key_layout)
-            workload = Workload(positions, kind.shape, self._ranks.ranks_per_node, kind.lse, kind.device)
-            choice = self._choice(workload)
-            builder = Builder(workload.shards, kind.scale, self.backend, self._ranks, kind.lse)
-            schedule = builder.build(self.schedule if choice is None else choice.schedule)
-            for call in schedule.calls(q, k, v):
-                choose_fused(call, self.backend)
-            if len(self._schedules) >= _MOST_REMEMBERED:
-                self._schedules.clear()
-            self._schedules[kind] = schedule
-        return self._schedules[kind]
-
-    def _choice(self, workload: Workload) -> Choice | None:
-        """What "auto" picks; None where a schedule was asked for by name."""
+    def _auto_choice(self, workload: Workload) -> Choice | None:
+        """The planner's choice for schedule="auto"; None for a schedule that is given by name."""
         if self.schedule != "auto":
             return None
         from attnmesh.planner.auto import choose_schedule
@@ -252,32 +279,18 @@ class ContextParallel:
 
         return choose_schedule(workload, default_cluster(workload.device))
 
-    def _spread(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Shards:
+    def _shards(self, mask: Mask, length: int, key_length: int | None, key_layout: Layout | None) -> Shards:
         return shards(mask, self.layout, length, self.world, key_layout, key_length)
 
     def _check_shard(self, rows: int, length: int, layout: Layout | None = None, what: str = "positions") -> None:
         layout = layout or self.layout
         check_count("length", length)
-        due = layout.local_length(length, self.world, self.rank)
-        if rows != due:
+        expected = layout.local_length(length, self.world, self.rank)
+        if rows != expected:
             raise ValueError(
-                f"under {layout} rank {self.rank} of {self.world} holds {due} of {length} {what}, but its "
+                f"under {layout} rank {self.rank} of {self.world} holds {expected} of {length} {what}, but its "
                 f"shard has {rows}"
             )
-
-    def _facts(self, kind: _Kind, ask: Ask) -> SharedValues:
-        """What must be the same on all ranks."""
-        given = "length"
-        if ask.length is None:
-            given = "length (positions a rank x world; pass length= if they differ)"
-        return {
-            "batch": kind.shape.batch, "query heads": kind.shape.q_heads, "kv heads": kind.shape.kv_heads,
-            "head_dim": kind.shape.head_dim, given: kind.length, "key_length": kind.key_length,
-            "dtype": kind.dtype, "device": kind.device, "mask": kind.mask, "scale": kind.scale,
-            "layout": self.layout, "key_layout": kind.key_layout, "schedule": self.schedule, "backend": self.backend,
-            "ranks a node": self._ranks.ranks_per_node, "return_lse": kind.lse,
-            "gradient of q": ask.needed[0], "gradient of k": ask.needed[1], "gradient of v": ask.needed[2],
-        }  # fmt: skip
 
 
 def _check_lengths(mask: Mask, length: int, key_length: int | None) -> None:
@@ -298,7 +311,7 @@ def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: 
     for name, n in sizes.items():
         check_count(name, n, least=1)
     if q_heads % kv_heads:
-        raise ValueError(f"the {kv_heads} kv heads must divide the {q_heads} query heads")
+        raise ValueError(f"q_heads must be a multiple of kv_heads, got {q_heads} and {kv_heads}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
 

@@ -1,169 +1,149 @@
-"""Attention over ranks as two operators, forward and backward, that `torch.compile` takes as they are.
+"""Context-parallel attention as two operators, forward and backward, for `torch.compile`.
 
-A compiled graph holds tensors and numbers. So everything else about a call is told in numbers. Masks and layouts are
-told by what they are; a context, which has ranks behind it, by the number it was given when it was made. That number
-is in a tensor, so that a graph serves all contexts. Checks, agreement and messages happen when the graph runs.
+A compiled graph holds tensors and numbers, so the other arguments of a call are encoded as integers: masks and layouts
+by their contents, and a ContextParallel by a handle, a number that it gets on construction. The handle is in a tensor,
+so that one graph serves all of them. Checks, agreement and messages happen when the graph runs.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm.subgroups import propagate_failure
-from attnmesh.core.layouts import Layout
-from attnmesh.core.masks import Mask
+from attnmesh.comm import propagate_failure
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Result
-from attnmesh.parallel.in_numbers import from_numbers, in_numbers
-from attnmesh.parallel.schedule import Schedule
+from attnmesh.parallel.executor import AttentionOptions
+from attnmesh.parallel.mask_encoding import decode, encode
 
+if TYPE_CHECKING:
+    from attnmesh.parallel.context import ContextParallel
 
-class Ask(NamedTuple):
-    """What a call of attention asks for, beside its tensors."""
-
-    mask: Mask
-    scale: float | None
-    length: int | None
-    key_length: int | None
-    key_layout: Layout | None
-    lse: bool
-    needed: tuple[bool, ...]  # whether gradients of q, k, v are asked for
-
-
-class Context(Protocol):
-    """What a number stands for: a ContextParallel."""
-
-    def agree_on(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Schedule:
-        """The schedule that answers, once all ranks agree on what is asked for."""
-
-    def schedule_for(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Schedule:
-        """The schedule that answers what has been agreed on."""
-
-
-_contexts: WeakValueDictionary[int, Context] = WeakValueDictionary()
+_contexts: WeakValueDictionary[int, ContextParallel] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def number_of(context: Context) -> Tensor:
-    """A number for a context."""
+def context_handle(context: ContextParallel) -> Tensor:
+    """A new handle for a context."""
     number = next(_numbers)
     _contexts[number] = context
-    with torch.inference_mode(False):  # or no backward could keep it
-        told = torch.tensor(number, device="cpu")
-    told.context = context  # type: ignore[attr-defined]  # a backward keeps the number, and so the context
-    return told
+    with torch.inference_mode(False):  # an inference tensor could not be saved for a backward
+        handle = torch.tensor(number, device="cpu")
+    handle.context = context  # type: ignore[attr-defined]  # a backward saves the handle, which keeps the context alive
+    return handle
 
 
-def needed_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, ...]:
-    """Whether a call made now is asked for gradients of q, k, v."""
-    # Whether they are tensors at all is checked later, together with the other ranks.
-    return tuple(torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
-
-
-def compiled_attention(q: Tensor, k: Tensor, v: Tensor, number: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
-    """out and lse by the context of that number, as one operator of the graph that is being traced."""
-    mask, scale, length, key_length, key_layout, lse, needed = ask
-    told = None if key_layout is None else in_numbers(key_layout)
+def compiled_attention(
+    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """out and lse by the context of this handle, as one operator of the graph that is being traced."""
+    mask, scale, length, key_length, key_layout, return_lse, needs_grad = options
+    layout = None if key_layout is None else encode(key_layout)
     results: tuple[Tensor, Tensor] = _forward(
-        q, k, v, number, in_numbers(mask), scale, length, key_length, told, lse, list(needed)
+        q, k, v, handle, encode(mask), scale, length, key_length, layout, return_lse, list(needs_grad)
     )
     return results
 
 
-# The host takes part in both: it compares notes and may wait for messages, which no CUDA graph replays.
-_HOST = (torch.Tag.cudagraph_unsafe,)
+# The host takes part in both: it compares arguments and may wait for messages, which a CUDA graph would not replay.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("attnmesh::context_attention", mutates_args=(), tags=_HOST)
+@torch.library.custom_op("attnmesh::context_attention", mutates_args=(), tags=_TAGS)
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, context: Tensor, mask: Sequence[int], scale: float | None, length: int | None,
-    key_length: int | None, key_layout: Sequence[int] | None, lse: bool, needed: Sequence[bool],
+    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, mask: Sequence[int], scale: float | None, length: int | None,
+    key_length: int | None, key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    asked = _ask(mask, scale, length, key_length, key_layout, lse, needed)
-    schedule = _context(context).agree_on(q, k, v, asked)
-    if _returns_lse(lse, needed) and not lse:
-        schedule = _context(context).schedule_for(q, k, v, asked._replace(lse=True))
-    with propagate_failure(schedule.comm), torch.autocast(q.device.type, enabled=False):
-        state, _ = schedule.forward(q, k, v)
-    return state.out.contiguous(), state.lse.contiguous() if _returns_lse(lse, needed) else _nothing(state.lse)
+    context = _context(handle)
+    options = _options(mask, scale, length, key_length, key_layout, return_lse, needs_grad)
+    executor = context.agreed_executor(q, k, v, options)
+    if _needs_lse(return_lse, needs_grad) and not return_lse:
+        executor = context.executor(q, k, v, options._replace(return_lse=True))
+    with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
+        state, _ = executor.forward(q, k, v)
+    return state.out.contiguous(), state.lse.contiguous() if _needs_lse(return_lse, needs_grad) else _empty(state.lse)
 
 
 @_forward.register_fake
 def _(q: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    *_, asked, needed = call
+    *_, return_lse, needs_grad = call
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-    return q.new_empty(q.shape), lse if _returns_lse(asked, needed) else _nothing(lse)
+    return q.new_empty(q.shape), lse if _needs_lse(return_lse, needs_grad) else _empty(lse)
 
 
-def _returns_lse(asked: bool, needed: Sequence[bool]) -> bool:
-    """Whether the forward returns the lse: it is asked for, or the backward will need it."""
-    return asked or any(needed)
+def _needs_lse(return_lse: bool, needs_grad: Sequence[bool]) -> bool:
+    """Whether the forward returns the lse: the caller or the backward needs it."""
+    return return_lse or any(needs_grad)
 
 
-@torch.library.custom_op("attnmesh::context_attention_backward", mutates_args=(), tags=_HOST)
+@torch.library.custom_op("attnmesh::context_attention_backward", mutates_args=(), tags=_TAGS)
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None,
-    context: Tensor, mask: Sequence[int], scale: float | None, length: int | None, key_length: int | None,
-    key_layout: Sequence[int] | None, asked_lse: bool, needed: Sequence[bool],
+    handle: Tensor, mask: Sequence[int], scale: float | None, length: int | None, key_length: int | None,
+    key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    ask = _ask(mask, scale, length, key_length, key_layout, asked_lse, needed)
-    schedule = _context(context).schedule_for(q, k, v, ask)
-    with propagate_failure(schedule.comm), torch.autocast(q.device.type, enabled=False):
-        # Not what the forward kept: a graph would have to know its shapes, which the schedule decides when it runs.
-        kept = schedule.kept_again(q, k, v, State(out, lse))
-        grads = schedule.backward(kept, Result.of(out, lse, grad_out, grad_lse), needed)
-        found = [None if grad is None else grad.finish() for grad in (grads.q, grads.k, grads.v)]
-    dq, dk, dv = (_nothing(q) if grad is None else grad.contiguous() for grad in found)
+    options = _options(mask, scale, length, key_length, key_layout, return_lse, needs_grad)
+    executor = _context(handle).executor(q, k, v, options)
+    with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
+        # Recomputed, because a graph would have to know the shapes of what the forward saved.
+        saved = executor.recompute_saved(q, k, v, State(out, lse))
+        sums = executor.backward(saved, Result.of(out, lse, grad_out, grad_lse), needs_grad)
+        grads = [None if grad is None else grad.finish() for grad in (sums.q, sums.k, sums.v)]
+    dq, dk, dv = (_empty(q) if grad is None else grad.contiguous() for grad in grads)
     return dq, dk, dv
 
 
 @_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    needed = call[-1]
-    dq, dk, dv = (x.new_empty(x.shape) if need else _nothing(x) for x, need in zip((q, k, v), needed, strict=True))
+    needs_grad = call[-1]
+    dq, dk, dv = (x.new_empty(x.shape) if need else _empty(x) for x, need in zip((q, k, v), needs_grad, strict=True))
     return dq, dk, dv
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, number, *call = inputs
-    ctx.save_for_backward(q, k, v, *output, number)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, handle, *call = inputs
+    ctx.save_for_backward(q, k, v, *output, handle)
     ctx.call = call
     ctx.set_materialize_grads(False)
 
 
-def _differentiated(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *kept, number = ctx.saved_tensors
-    needed = ctx.call[-1]
-    if any(due and not agreed for due, agreed in zip(ctx.needs_input_grad, needed, strict=False)):
-        raise RuntimeError(f"gradients of q, k, v are due {ctx.needs_input_grad[:3]}, but ranks agreed on {needed}")
-    grads = _backward(*kept, grad_out, grad_lse, number, *ctx.call)
-    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, *(None for _ in ctx.call)
+def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *saved, handle = ctx.saved_tensors
+    needs_grad = ctx.call[-1]
+    if any(due and not agreed for due, agreed in zip(ctx.needs_input_grad, needs_grad, strict=False)):
+        raise RuntimeError(
+            f"the backward needs gradients of q, k, v {ctx.needs_input_grad[:3]}, but ranks agreed on {needs_grad}"
+        )
+    grads = _backward(*saved, grad_out, grad_lse, handle, *ctx.call)
+    qkv = (grad if need else None for grad, need in zip(grads, needs_grad, strict=True))
+    return *qkv, None, *(None for _ in ctx.call)
 
 
-_forward.register_autograd(_differentiated, setup_context=_keep)
+_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def _context(number: Tensor) -> Context:
-    context = _contexts.get(int(number))
+def _context(handle: Tensor) -> ContextParallel:
+    context = _contexts.get(int(handle))
     if context is None:
-        raise RuntimeError("the ContextParallel of a compiled attention is gone: keep it until the backward is done")
+        raise RuntimeError(
+            "the ContextParallel of a compiled attention was deleted: keep it until the backward is done"
+        )
     return context
 
 
-def _ask(
+def _options(
     mask: Sequence[int], scale: float | None, length: int | None, key_length: int | None,
-    key_layout: Sequence[int] | None, lse: bool, needed: Sequence[bool],
-) -> Ask:  # fmt: skip
-    layout = None if key_layout is None else from_numbers(key_layout)
-    return Ask(from_numbers(mask), scale, length, key_length, layout, lse, tuple(needed))
+    key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
+) -> AttentionOptions:  # fmt: skip
+    layout = None if key_layout is None else decode(key_layout)
+    return AttentionOptions(decode(mask), scale, length, key_length, layout, return_lse, tuple(needs_grad))
 
 
-def _nothing(like: Tensor) -> Tensor:
-    """In place of what nobody asked for: an operator returns tensors."""
+def _empty(like: Tensor) -> Tensor:
+    """A placeholder for a result that is not needed, since an operator must return tensors."""
     return like.new_empty(0)

@@ -1,17 +1,17 @@
-"""Query-distributed causal attention: K and V whole on every device, each device answers a share of the queries.
+"""Query-distributed causal attention: K and V are whole on every device, and each device has a share of the queries.
 
-    S = 256, four devices      queries                     what they see of the keys
-    device 0                   [0, 32) and [224, 256)      1 + 8 = 9 of the 36 visible pairs of chunks
+    S = 256, four devices      queries                     visible pairs of chunks
+    device 0                   [0, 32) and [224, 256)      1 + 8 = 9 of 36
     device 1                   [32, 64) and [192, 224)     2 + 7 = 9
     device 2                   [64, 96) and [160, 192)     3 + 6 = 9
     device 3                   [96, 128) and [128, 160)    4 + 5 = 9
 
-Nothing travels in the forward: where K and V are everywhere anyway, a device leaves out the queries that others answer.
+The forward sends nothing: where K and V are on every device anyway, each device skips the queries of the others.
 
-Notes on the ring-distributed text this grew from. Its rule to skip a block is inverted: keys before all queries of a
-chunk are fully visible (computed without a mask), keys after them are hidden (skipped), the rest crosses the diagonal.
-A device computes 9 chunk pairs of 36, not 2 of 16. Only queries and outputs are local; K and V are whole. Its limits
-on ring size and length are those of one chip: here any ring size >= 1 and any length will do.
+This differs from the ring-distributed text it is based on. There, the rule to skip a block is inverted: keys before all
+queries of a chunk are fully visible (computed without a mask), keys after them are hidden (skipped), the others cross
+the diagonal. A device computes 9 chunk pairs of 36, not 2 of 16. Only queries and outputs are local; K and V are whole.
+Its limits on ring size and length are those of one chip: here any ring size >= 1 and any length are supported.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.api import choose_fused
 from attnmesh.ops.dense.call import Call, Grads, Result, contiguous_last_dim, input_error, resolve_scale
 from attnmesh.ops.merge import GradAccumulator
-from attnmesh.parallel.schedule import BACKENDS, KeepsInputs, attend
-from attnmesh.parallel.unshard import unshard
+from attnmesh.parallel.executor import BACKENDS, Executor, attend, unshard
 from attnmesh.plan.blocks import Patch
 
 
 def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[int, ...] = 1) -> tuple[range, ...]:
-    """The positions whose queries device `ring_id` of `ring_size` answers: an early chunk and a late one.
+    """The positions whose queries device `ring_id` of `ring_size` computes: an early chunk and a late one.
 
-    The sequence is cut in 2 x ring_size chunks that differ by at most one position; device i has chunks i and
+    The sequence is cut into 2 x ring_size chunks that differ by at most one position; device i has chunks i and
     2 x ring_size - 1 - i. Of 256 positions, device 0 of 4 has [0, 32) and [224, 256). Any ring size >= 1 and any
-    length >= 0 will do, where the text this grew from wants even ring sizes that divide: of less than 2 x ring_size
-    positions, some chunks are empty.
+    length >= 0 are supported; with fewer than 2 x ring_size positions, some chunks are empty.
 
-    `pairs` folds finer, or gives uneven devices uneven shares, as in `Zigzag`: 2 x pairs chunks, in ascending order.
+    `pairs` is as in `Zigzag`: a finer division, or uneven shares for uneven devices; 2 x pairs chunks, in ascending
+    order.
     """
     check_count("length", length)
     _check_ring(ring_size, ring_id)
@@ -84,33 +83,32 @@ def ring_distributed_attention(
     """Causal attention of this device's queries; q [B,Hq,S,D], k and v [B,Hkv,S,D] are whole on every device.
 
     Returns out [B,Hq,n,D] for the n positions of `ring_chunks`, in that order, and with `return_lse` the float32 lse
-    [B,Hq,n]; both are differentiable. `gather_ring_outputs` makes the whole of them. It is causal only: there is no
-    mask to give.
+    [B,Hq,n]; both are differentiable. `gather_ring_outputs` returns the whole output. The mask is always causal.
 
-    The device's place is `ring_size` and `ring_id`, or that in `group` (a ProcessGroup, a one-dimensional DeviceMesh,
-    a comm). With a group, ranks first make sure that they mean the same, and dk and dv are summed over it (float32,
-    rounded once), so that every rank has them whole: all ranks must run the backward. Without one nothing is
-    communicated, and dk and dv are this device's part. dq is zero but for this device's queries, either way.
+    Pass `ring_size` and `ring_id`, or a `group` (a ProcessGroup, a one-dimensional DeviceMesh, a comm), which implies
+    them. With a group, ranks first compare their arguments, and dk and dv are summed over the group (in float32,
+    rounded once), so all ranks must run the backward. Without one nothing is communicated, and dk and dv are this
+    device's part of the sum. In both cases dq is zero except for this device's queries.
 
     `pairs` is as in `ring_chunks`, `backend` as in `ContextParallel`.
     """
     comm = SoloComm() if group is None else comm_from(group)
 
-    def check_arguments() -> tuple[_Share, SharedValues]:
-        problem = input_error(q, k, v, scale)
-        if problem is not None:
-            raise ValueError(problem)
+    def check_arguments() -> tuple[_QueryShare, SharedValues]:
+        error = input_error(q, k, v, scale)
+        if error is not None:
+            raise ValueError(error)
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"q and k must hold the same positions, got {q.shape[2]} and {k.shape[2]}")
-        size, place = (ring_size, ring_id) if group is None else _in_group(comm, ring_size, ring_id)
-        if size is None or place is None:
-            raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={place}")
-        _check_ring(size, place)
+        size, index = (ring_size, ring_id) if group is None else _place_in_group(comm, ring_size, ring_id)
+        if size is None or index is None:
+            raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={index}")
+        _check_ring(size, index)
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        share = _Share(Zigzag(pairs).ranges(q.shape[2], size, place), resolve_scale(q, scale), backend, comm)
+        share = _QueryShare(Zigzag(pairs).ranges(q.shape[2], size, index), resolve_scale(q, scale), backend, comm)
         for call in share.calls(q, k, v):
-            choose_fused(call, backend)  # raises where it cannot serve
+            choose_fused(call, backend)  # raises if no backend serves it
         grad = torch.is_grad_enabled()
         return share, {
             "batch": q.shape[0], "query heads": q.shape[1], "kv heads": k.shape[1], "head_dim": q.shape[3],
@@ -132,13 +130,13 @@ def gather_ring_outputs(
     group: Comm | ProcessGroup | DeviceMesh | None = None,
     pairs: int | tuple[int, ...] = 1,
 ) -> Tensor:
-    """The whole out [B,Hq,length,D] (or lse [B,Hq,length]) in the order of the sequence, on every rank of `group`.
+    """The whole out [B,Hq,length,D] (or lse [B,Hq,length]) in sequence order, on every rank of `group`.
 
-    `local_out` is what `ring_distributed_attention` returned on this rank; ranks may hold unequally many rows.
-    None means the default process group, or a world of one where there is none.
+    `local_out` is the result of `ring_distributed_attention` on this rank; ranks may hold different numbers of rows.
+    None is the default process group, or a single rank if torch.distributed is not initialized.
 
-    Differentiable: gradients are summed over ranks, as if the loss were the sum of what they compute from the whole.
-    Where all compute the same loss, let each take its share of it.
+    Gradients are summed over ranks, as if the loss were the sum of the losses of all ranks. If all ranks compute the
+    same loss, divide it by the number of ranks.
     """
     comm = comm_from(group)
 
@@ -148,11 +146,11 @@ def gather_ring_outputs(
         if not isinstance(local_out, Tensor) or local_out.ndim < 3:
             got = f"shape {tuple(local_out.shape)}" if isinstance(local_out, Tensor) else type(local_out).__name__
             raise ValueError(f"local_out must be a tensor [batch, heads, rows, ...], got {got}")
-        due = layout.local_length(length, comm.world, comm.rank)
-        if local_out.shape[2] != due:
+        expected = layout.local_length(length, comm.world, comm.rank)
+        if local_out.shape[2] != expected:
             raise ValueError(
-                f"with pairs={pairs}, rank {comm.rank} of {comm.world} answers {due} of {length} queries, but its "
-                f"local_out has {local_out.shape[2]} rows"
+                f"local_out must have {expected} rows, which rank {comm.rank} of {comm.world} has of {length} queries with "
+                f"pairs={pairs}, got {local_out.shape[2]}"
             )
         return layout, {
             "length": length, "other dimensions": [*local_out.shape[:2], *local_out.shape[3:]],
@@ -165,8 +163,8 @@ def gather_ring_outputs(
 
 
 @dataclass(frozen=True)
-class _Share(KeepsInputs):
-    """The schedule of one device's share of the queries. `comm` is the ranks among which dk and dv are summed."""
+class _QueryShare(Executor):
+    """The executor of one device's share of the queries. dk and dv are summed over the ranks of `comm`."""
 
     chunks: Ranges
     scale: float
@@ -174,7 +172,7 @@ class _Share(KeepsInputs):
     comm: Comm
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
-        """A call for each chunk, on views: its own queries, and keys up to its end. No kernel may touch others."""
+        """One call per chunk, on views of its queries and of the keys up to its end."""
         return [
             Call(
                 contiguous_last_dim(q[:, :, chunk.start : chunk.stop]), contiguous_last_dim(k[:, :, : chunk.stop]),
@@ -184,33 +182,33 @@ class _Share(KeepsInputs):
         ]  # fmt: skip
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
-        """The state of this device's rows."""
+        """The state of this device's queries."""
         calls = self.calls(q, k, v)
         if not calls:
-            nothing = torch.empty_like(q[:, :, :0])
-            return State(nothing, nothing[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
+            empty = torch.empty_like(q[:, :, :0])
+            return State(empty, empty[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
         state = blockwise.forward(
             calls, self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder
         )
         return state, (q, k, v)
 
-    def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
-        """dq from this device's rows, zero elsewhere; dk and dv from those of all ranks of `comm`."""
-        q, k, v = kept
-        wanted = [x if need else None for x, need in zip(kept, needed, strict=True)]
-        queries, keys = blockwise.backward(
+    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+        """dq of this device's queries, zero elsewhere; dk and dv summed over the ranks of `comm`."""
+        q, k, v = saved
+        wanted = [x if need else None for x, need in zip(saved, needs_grad, strict=True)]
+        q_grads, kv_grads = blockwise.backward(
             self.calls(q, k, v), result, self.backend, wanted, allow_two_streams=not self.comm.shares_stream,
             recorder=self.comm.recorder,
         )  # fmt: skip
         dq = None
-        if needed[0]:
+        if needs_grad[0]:
             dq = GradAccumulator(q)
-            for chunk, query in zip(self.chunks, queries, strict=True):
-                dq.add(query.finish(), chunk.start)
-        return Grads(dq, self._of_all(keys.k, k), self._of_all(keys.v, v))
+            for chunk, q_grad in zip(self.chunks, q_grads, strict=True):
+                dq.add(q_grad.finish(), chunk.start)
+        return Grads(dq, self._all_reduced(kv_grads.k, k), self._all_reduced(kv_grads.v, v))
 
-    def _of_all(self, grad: GradAccumulator | None, x: Tensor) -> GradAccumulator | None:
-        """A gradient of keys from the queries of all ranks: summed as it was accumulated, not rounded yet."""
+    def _all_reduced(self, grad: GradAccumulator | None, x: Tensor) -> GradAccumulator | None:
+        """A gradient of K or V summed over all ranks, in the accumulation dtype."""
         if grad is None or self.comm.world == 1:
             return grad
         return GradAccumulator.from_total(self.comm.all_reduce(grad.total()), x.dtype)
@@ -218,15 +216,15 @@ class _Share(KeepsInputs):
 
 @lru_cache(maxsize=128)
 def _patch(chunk: range) -> Patch:
-    # Kept: every layer of a model asks for the same few, and they keep their blocks.
+    # Cached, because every layer of a model needs the same few patches, and a patch caches its blocks.
     return Patch(Causal(), (chunk,), (range(chunk.stop),))
 
 
-def _in_group(comm: Comm, ring_size: int | None, ring_id: int | None) -> tuple[int, int]:
-    """The place in the group, which values that are given as well must not contradict."""
-    for name, given, due in (("ring_size", ring_size, comm.world), ("ring_id", ring_id, comm.rank)):
-        if given is not None and given != due:
-            raise ValueError(f"{name} must be that of the group, {due}, or left out, got {given!r}")
+def _place_in_group(comm: Comm, ring_size: int | None, ring_id: int | None) -> tuple[int, int]:
+    """Ring size and id from the group; values that are given as well must agree with it."""
+    for name, given, expected in (("ring_size", ring_size, comm.world), ("ring_id", ring_id, comm.rank)):
+        if given is not None and given != expected:
+            raise ValueError(f"{name} must be that of the group, {expected}, or None, got {given!r}")
     return comm.world if ring_size is None else ring_size, comm.rank if ring_id is None else ring_id
 
 

@@ -1,144 +1,256 @@
-"""Ring context parallelism: keys travel, queries stay, every block met is merged into the rows' state.
+"""Ring context parallelism: K and V travel from rank to rank, and every block is merged into the state of the queries.
 
-The whole algorithm is two loops over a rank's stages, forward and backward; `journey.py` moves the keys.
+The algorithm is the two loops of `_RingPass`, forward and backward; `KVExchange` and `GradReturn` move the data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, Pending
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.dense import recorded
 from attnmesh.ops.dense.api import choose_fused, choose_fused_backward
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.ops.dense.call import Backend, Call, Grads, Result, contiguous_last_dim
+from attnmesh.ops.dense.call import Backend, Call, Grads, Result, contiguous_last_dim, kernel_span
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
-from attnmesh.parallel.journey import GradReturn, Journey
-from attnmesh.parallel.schedule import KeepsInputs
-from attnmesh.plan.ring import RingPlan, ring_plan
+from attnmesh.parallel.executor import Executor, ExecutorConfig, kv_buffers, kv_row_shape, message_rows, unpack_kv
+from attnmesh.plan.ring import RingPlan, Stage, ring_plan
 
 
 @dataclass(frozen=True)
-class Ring(KeepsInputs):
-    """The schedule of one ring. `plan` is the forward's."""
+class Ring(Executor):
+    """The executor of "ring". `plan` is the plan of the forward."""
 
     plan: RingPlan
     scale: float
     backend: str
     comm: Comm
+    _stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
+    _forward_backends: dict[object, list[Backend | None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_stages", self.plan.stages(self.comm.rank))
+
+    @classmethod
+    def build(cls, config: ExecutorConfig) -> Ring:
+        """The executor over all ranks."""
+        return cls(ring_plan(config.shards), config.scale, config.backend, config.groups.all_ranks)
 
     def backward_plan(self, dtype: torch.dtype) -> RingPlan:
-        """The plan of the backward: the same blocks, turning whichever way moves fewer bytes with gradients along."""
+        """The plan of the backward: the same blocks, in the direction that moves fewer bytes including gradients."""
         return ring_plan(self.plan.shards, grad_weight=accumulation_dtype(dtype).itemsize / dtype.itemsize)
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
-        """What this rank would compute, stage by stage."""
-        stages = self.plan.stages(self.comm.rank)
-        return [Call(q, k, v, stage.patch, self.scale) for stage in stages if stage.patch.blocks]
+        """The call of every stage that computes."""
+        return [Call(q, k, v, stage.patch, self.scale) for stage in self._stages if stage.patch.blocks]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
-        """Once around; the backward goes around again with the same keys."""
-        turn = _Turn(self, self.plan, q, k, v)
-        backends = turn.backends()
-        streams, parts = _two_streams(turn.calls, backends, self.comm)
+        """Once around the ring."""
+        ring = _RingPass(self, self.plan, self._stages, q, k, v)
+        backends = self._backends(ring.calls, q)
+        streams, parts = _two_streams(ring.calls, backends, self.comm)
         total = StateAccumulator(q, streams, parts)
-        turn.forward(total, backends, streams)
+        ring.forward(total, backends, streams)
         return total.finish(q.dtype), (q, k, v)
 
-    def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
-        """Once around with the keys, and their gradients home."""
-        q, k, v = kept
-        turn = _Turn(self, self.backward_plan(q.dtype), q, k, v)
-        backends = turn.backends(result)
-        streams, parts = _two_streams(turn.calls, backends, self.comm)
-        dq = GradAccumulator(q, streams, parts) if needed[0] else None
-        grads = Grads(dq, *(GradAccumulator(x) if need else None for x, need in zip((k, v), needed[1:], strict=True)))
-        turn.backward(result, grads, backends, streams)
+    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+        """Once around the ring with K and V again, and their gradients back to the owners."""
+        q, k, v = saved
+        ring = self._backward_pass(q, k, v)
+        backends = self._backward_backends(ring.calls, result)
+        streams, parts = _two_streams(ring.calls, backends, self.comm)
+        dq = GradAccumulator(q, streams, parts) if needs_grad[0] else None
+        dk, dv = (GradAccumulator(x) if need else None for x, need in zip((k, v), needs_grad[1:], strict=True))
+        grads = Grads(dq, dk, dv)
+        ring.backward(result, grads, backends, streams)
         return grads
 
     def forward_into(self, q: Tensor, k: Tensor, v: Tensor, total: StateAccumulator) -> None:
-        """Once around, merging into a state that more keys than these will add to."""
-        turn = _Turn(self, self.plan, q, k, v)
-        turn.forward(total, turn.backends(), SINGLE_STREAM)
+        """Once around the ring, merging into a state to which other rings contribute as well."""
+        ring = _RingPass(self, self.plan, self._stages, q, k, v)
+        ring.forward(total, self._backends(ring.calls, q), SINGLE_STREAM)
 
     def backward_into(self, q: Tensor, k: Tensor, v: Tensor, result: Result, grads: Grads) -> None:
-        """The backward of `forward_into`: adds to gradients that more keys than these add to."""
-        turn = _Turn(self, self.backward_plan(q.dtype), q, k, v)
-        turn.backward(result, grads, turn.backends(result), SINGLE_STREAM)
+        """The backward of `forward_into`: adds to gradients to which other rings contribute as well."""
+        ring = self._backward_pass(q, k, v)
+        ring.backward(result, grads, self._backward_backends(ring.calls, result), SINGLE_STREAM)
+
+    def _backward_pass(self, q: Tensor, k: Tensor, v: Tensor) -> _RingPass:
+        plan = self.backward_plan(q.dtype)
+        return _RingPass(self, plan, plan.stages(self.comm.rank), q, k, v)
+
+    def _backends(self, calls: Sequence[Call | None], q: Tensor) -> list[Backend | None]:
+        """The backend of every stage of the forward. It depends on the plan and on these properties of q only."""
+        key = q.dtype, q.device, q.shape[-1]
+        if key not in self._forward_backends:
+            self._forward_backends[key] = [choose_fused(call, self.backend) if call else None for call in calls]
+        return self._forward_backends[key]
+
+    def _backward_backends(self, calls: Sequence[Call | None], result: Result) -> list[Backend | None]:
+        """The backend of every stage of the backward, with its shared inputs prepared."""
+        backends: list[Backend | None] = []
+        for call in calls:
+            backend = choose_fused_backward(call, result, self.backend) if call else None
+            if call and backend:
+                backend.prepare(call, result)
+            backends.append(backend)
+        return backends
 
 
-class _Turn:
-    """One way around the ring: the two loops that are the whole algorithm."""
+class _RingPass:
+    """One pass around the ring."""
 
-    def __init__(self, ring: Ring, plan: RingPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, ring: Ring, plan: RingPlan, stages: tuple[Stage, ...], q: Tensor, k: Tensor, v: Tensor
+    ) -> None:  # fmt: skip
         q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
         self._ring, self._plan, self._own = ring, plan, (k, v)
-        self._journey = Journey(k, v, plan, ring.comm)
+        self._exchange = KVExchange(k, v, stages, ring.comm)
         self.calls = [
-            Call(q, *self._journey.seen(at), stage.patch, ring.scale) if stage.patch.blocks else None
-            for at, stage in enumerate(self._journey.stages)
+            Call(q, *self._exchange.visible_kv(at), stage.patch, ring.scale) if stage.patch.blocks else None
+            for at, stage in enumerate(stages)
         ]
-
-    def backends(self, result: Result | None = None) -> list[Backend | None]:
-        """Who serves each stage's call: forward, or backward where there is a `result`."""
-        name = self._ring.backend
-
-        def serving(call: Call) -> Backend:
-            if result is None:
-                return choose_fused(call, name)
-            backend = choose_fused_backward(call, result, name)
-            backend.prepare(call, result)
-            return backend
-
-        return [serving(call) if call else None for call in self.calls]
 
     def forward(self, total: StateAccumulator, backends: Sequence[Backend | None], streams: StreamPair) -> None:
         recorder = self._ring.comm.recorder
         for at, (call, backend) in enumerate(zip(self.calls, backends, strict=True)):
-            streams.wait_for_last_block()  # it reads the buffer that the next keys go to
-            travelling = self._journey.send_on(at)  # the next keys travel while these are computed
+            streams.wait_for_last_block()  # it reads the buffer into which the next K and V are received
+            pending = self._exchange.start(at)  # the next K and V are in flight while these are computed
             if call and backend:
-                with streams.next_stream():
-                    recorded.forward(backend, call, total, recorder)
-            travelling.wait()
+                with streams.next_stream(), kernel_span(recorder, "attention", backend, call):
+                    backend.forward(call, total)
+            pending.wait()
             streams.record_arrival()
         streams.join()
 
     def backward(self, result: Result, grads: Grads, backends: Sequence[Backend | None], streams: StreamPair) -> None:
         own, recorder = (grads.k, grads.v), self._ring.comm.recorder
-        homing = (
-            GradReturn(self._own[0], self._plan, self._ring.comm) if any(grad is not None for grad in own) else None
-        )
+        grad_return = None
+        if any(grad is not None for grad in own):
+            grad_return = GradReturn(self._own[0], self._plan, self._ring.comm)
         for at, (call, backend) in enumerate(zip(self.calls, backends, strict=True)):
             streams.wait_for_last_block()
-            travelling = self._journey.send_on(at)
-            mine: tuple[GradAccumulator | None, ...] = own  # gradients of the own keys stay here
+            pending = self._exchange.start(at)
+            kv_grads: tuple[GradAccumulator | None, ...] = own  # gradients of this rank's own K and V stay here
             if call and backend:
-                if at > 0:  # those of visiting keys travel on with them
-                    mine = tuple(None if grad is None else GradAccumulator(call.k) for grad in own)
-                with streams.next_stream():
-                    recorded.backward(backend, call, result, replace(grads, k=mine[0], v=mine[1]), recorder)
-            travelling.wait()
+                if at > 0:  # gradients of other ranks' K and V are sent on with them
+                    kv_grads = tuple(None if grad is None else GradAccumulator(call.k) for grad in own)
+                with streams.next_stream(), kernel_span(recorder, "attention backward", backend, call):
+                    backend.backward(call, result, replace(grads, k=kv_grads[0], v=kv_grads[1]))
+            pending.wait()
             streams.record_arrival()
-            if homing is not None and at > 0:
+            if grad_return is not None and at > 0:
                 streams.wait_for_last_block()
-                homing.join(at, mine)  # what the visitors before found arrived while this stage computed
-                homing.send_on(at)
+                grad_return.add(at, kv_grads)  # the gradients of earlier ranks arrived while this stage computed
+                grad_return.send(at)
         streams.join()
-        if homing is not None:
-            homing.arrive(*own)
+        if grad_return is not None:
+            grad_return.finish(*own)
+
+
+class KVExchange:
+    """K and V of each stage on this rank, received and sent on in exactly two buffers."""
+
+    def __init__(self, k: Tensor, v: Tensor, stages: tuple[Stage, ...], comm: Comm) -> None:
+        self.stages = stages
+        self._own, self._comm = (k, v), comm
+        rows = max([len(stages[0].next_keys), *(len(stage.keys) for stage in stages[1:])])
+        self._buffers = kv_buffers(comm, rows, k, k.dtype)
+
+    def start(self, at: int) -> Pending:
+        """Start to send the K and V of stage `at` to the next rank and to receive those of stage `at + 1`."""
+        stage, following = self.stages[at], self.stages[at + 1 : at + 2]
+        sends = [(self._outgoing(at), stage.next_rank)] if stage.next_keys else []
+        recvs = [(self._buffers[(at + 1) % 2][: len(s.keys)], s.came_from) for s in following if s.keys]
+        return self._comm.exchange(sends, recvs)
+
+    def visible_kv(self, at: int) -> tuple[Tensor, Tensor]:
+        """K and V of a stage, [B, Hkv, rows, D]: the rows that this rank's queries attend to."""
+        stage = self.stages[at]
+        if at > 0 and not stage.seen:
+            k, v = self._own
+            return k[:, :, :0], v[:, :, :0]
+        return self._own if at == 0 else unpack_kv(message_rows(self._buffers[at % 2], stage.keys, stage.seen))
+
+    def _outgoing(self, at: int) -> Tensor:
+        stage = self.stages[at]
+        if at > 0:
+            return message_rows(self._buffers[at % 2], stage.keys, stage.next_keys)
+        packed = self._buffers[0][: len(stage.next_keys)]
+        rows = slice(stage.next_keys.start, stage.next_keys.stop)
+        for target, x in zip(unpack_kv(packed), self._own, strict=True):  # the only copy a ring makes
+            target.copy_(x[:, :, rows])
+        return packed
+
+
+class GradReturn:
+    """Gradients of K and V on their way back to the owners, float32, in two buffers: one to send, one to receive."""
+
+    def __init__(self, k: Tensor, plan: RingPlan, comm: Comm) -> None:
+        self._stages, self._comm = plan.stages(comm.rank), comm
+        self._last_stage, self._last_rank, self._own_rows = plan.returns(comm.rank)
+        dtype = accumulation_dtype(k.dtype)
+        rows = max(len(stage.grads_out) for stage in self._stages)
+        self._buffers = kv_buffers(comm, rows, k, dtype)
+        self._own = comm.buffer((len(self._own_rows), *kv_row_shape(k)), dtype=dtype, device=k.device)
+        self._pending: list[Pending] = []
+
+    def add(self, at: int, grads: tuple[GradAccumulator | None, ...]) -> None:
+        """Add this rank's gradients of stage `at` to those that arrived from earlier ranks."""
+        self._wait()
+        stage = self._stages[at]
+        if not stage.grads_out:
+            return
+        buffer = self._buffers[at % 2][: len(stage.grads_out)]
+        received = stage.grads_in or range(stage.grads_out.start, stage.grads_out.start)
+        buffer[: received.start - stage.grads_out.start].zero_()
+        buffer[received.stop - stage.grads_out.start :].zero_()
+        if stage.seen:
+            rows = message_rows(buffer, stage.grads_out, stage.seen)
+            for target, grad in zip(unpack_kv(rows), grads, strict=True):
+                if grad is not None:
+                    grad.add_to(target)
+
+    def send(self, at: int) -> None:
+        """Start to send the gradients of stage `at` to the next rank or the owner, and to receive those of the next."""
+        stage, following = self._stages[at], self._stages[at + 1 : at + 2]
+        sends = [(self._buffers[at % 2][: len(stage.grads_out)], stage.next_rank)] if stage.grads_out else []
+        recvs = [
+            (message_rows(self._buffers[(at + 1) % 2], s.grads_out, s.grads_in), s.came_from)
+            for s in following
+            if s.grads_in
+        ]
+        if at == self._last_stage and self._own_rows:
+            recvs.append((self._own, self._last_rank))
+        self._pending.append(self._comm.exchange(sends, recvs))
+
+    def finish(self, dk: GradAccumulator | None, dv: GradAccumulator | None) -> None:
+        """Add the returned gradients to those that this rank computed for its own K and V."""
+        self._wait()
+        if self._own_rows:
+            for grad, part in zip((dk, dv), unpack_kv(self._own), strict=True):
+                if grad is not None:
+                    grad.add(part, self._own_rows.start)
+
+    def _wait(self) -> None:
+        while self._pending:
+            self._pending.pop().wait()
 
 
 def _two_streams(
     calls: Sequence[Call | None], backends: Sequence[Backend | None], comm: Comm
 ) -> tuple[StreamPair, int | None]:
-    """Two lanes where torch's fused kernels make all the parts, and how many; Triton's kernels continue one state."""
+    """Two streams if torch's fused kernels compute all blocks, and the number of blocks.
+
+    Triton's kernels continue a single state and stay on one stream.
+    """
     work = [(call, backend) for call, backend in zip(calls, backends, strict=True) if call and backend]
     if (
         len(work) < 2

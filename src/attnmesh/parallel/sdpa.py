@@ -1,4 +1,4 @@
-"""For models that call `torch.nn.functional.scaled_dot_product_attention`: inside a context, over all ranks."""
+"""Context parallelism for models that call `torch.nn.functional.scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ def attention_context_parallel(
     no_restore_buffers: Collection[Tensor] = (),
     **options: Any,
 ) -> Iterator[ContextParallel]:
-    """Inside, `scaled_dot_product_attention` on shards is exact attention over the whole sequence of `length`.
+    """Context manager in which `scaled_dot_product_attention` on shards attends over the whole sequence of `length`.
 
-    `group` is a ContextParallel, or what ContextParallel takes, as are the `options` (layout, schedule, backend).
-    Yields the ContextParallel: rotary embeddings take its `positions(length)`. A call sees what both `is_causal` and
-    `mask` let it see: with `mask=Documents(lengths)`, causal calls are `Causal() & Documents(lengths)`.
+    `group` is a ContextParallel, or the `group` argument of a new one, whose other arguments (layout, schedule,
+    backend) are `options`. Yields the ContextParallel; rotary embeddings need its `positions(length)`. `mask` is
+    intersected with that of the call: with `mask=Documents(lengths)`, calls with `is_causal=True` attend under
+    `Causal() & Documents(lengths)`.
 
-    Each of `buffers` is sharded in place along its one of `buffer_seq_dims`, and whole again afterwards unless it is
-    in `no_restore_buffers`. They tell the length where `length` does not.
+    Each of `buffers` is sharded in place along its dimension in `buffer_seq_dims`, and restored on exit unless it is in
+    `no_restore_buffers`. Their length is used if `length` is None.
 
-    It holds for the thread that enters it. Run the backward inside it if there are buffers or activation checkpoints.
+    Only the thread that enters it is affected. Run the backward inside if there are buffers or activation checkpoints.
     """
     if isinstance(group, ContextParallel):
         if options:
-            raise ValueError(f"{', '.join(options)}: the ContextParallel has its own, make one that has these")
+            raise ValueError(f"{', '.join(options)} must not be given with a ContextParallel, which has its own")
         cp = group
     else:
         cp = ContextParallel(group, **options)
@@ -56,7 +57,7 @@ def attention_context_parallel(
     try:
         for buffer, dim in zip(buffers, dims, strict=True):
             _put(buffer, cp.shard(buffer.data, dim).clone())
-        with _OverAllRanks(cp, mask, length):
+        with _ContextParallelMode(cp, mask, length):
             yield cp
     finally:
         for buffer, whole in zip(buffers, wholes, strict=True):
@@ -64,8 +65,8 @@ def attention_context_parallel(
                 _put(buffer, whole)
 
 
-class _OverAllRanks(TorchFunctionMode):
-    """Answers torch's attention with that of a ContextParallel, and leaves every other function as it is."""
+class _ContextParallelMode(TorchFunctionMode):
+    """Replaces torch's attention by that of a ContextParallel; other functions are unchanged."""
 
     def __init__(self, cp: ContextParallel, mask: Mask, length: int | None) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class _OverAllRanks(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func in _OTHER_ATTENTION:
             raise ValueError(
-                f"{func.__name__} does not attend over ranks (nor does what calls it, as nn.MultiheadAttention does): "
+                f"{func.__name__} is not supported over ranks (nor are its callers, such as nn.MultiheadAttention): "
                 "call torch.nn.functional.scaled_dot_product_attention"
             )
         return func(*args, **kwargs)
@@ -91,14 +92,14 @@ class _OverAllRanks(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         if attn_mask is not None:
             raise ValueError(
-                "attn_mask must be None over ranks, which hold no row of it whole: use is_causal=True, and give "
-                "windows and packed documents to attention_context_parallel(mask=...)"
+                "attn_mask must be None over ranks, which hold shards of the sequence: use is_causal=True, and pass "
+                "windows and packed documents as attention_context_parallel(mask=...)"
             )
         if dropout_p > 0:
-            raise ValueError(f"dropout_p must be 0 over ranks, got {dropout_p}: set the model's attention dropout to 0")
+            raise ValueError(f"dropout_p must be 0 over ranks, got {dropout_p}")
         if not enable_gqa and query.ndim == key.ndim == 4 and query.shape[1] != key.shape[1]:
             raise ValueError(
-                f"query and key have {query.shape[1]} and {key.shape[1]} heads: pass enable_gqa=True to share keys"
+                f"enable_gqa must be True for {query.shape[1]} query and {key.shape[1]} key heads, got False"
             )
         q, k, v = (_autocast(x) for x in (query, key, value))
         mask = self._causal if is_causal else self._full
@@ -106,14 +107,14 @@ class _OverAllRanks(TorchFunctionMode):
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """What autocast hands to torch's attention: it comes after us, and would come too late."""
+    """The input in the dtype that autocast would cast it to, which it does only after function modes have run."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device))
     return x
 
 
-# These have attention of their own: passed through, they would attend within a shard and say nothing.
+# These have attention of their own: passed through, they would silently attend within a shard.
 _OTHER_ATTENTION = frozenset({F.multi_head_attention_forward, torch.ops.higher_order.flex_attention})
 
 
@@ -126,7 +127,7 @@ def _checked_dims(buffers: Sequence[Tensor], dims: Sequence[int], no_restore: Co
 
 
 def _length_with(buffers: Sequence[Tensor], dims: Sequence[int], length: int | None) -> int | None:
-    """The length of the whole sequence, as given or as the buffers have it."""
+    """The length of the whole sequence, as given or from the buffers."""
     lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)}
     if length is not None:
         lengths.add(length)
@@ -137,7 +138,7 @@ def _length_with(buffers: Sequence[Tensor], dims: Sequence[int], length: int | N
 
 def _put(buffer: Tensor, data: Tensor) -> None:
     buffer.data = data
-    increment_version(buffer)  # a backward that still needs the other shape complains
+    increment_version(buffer)  # so that a backward that still needs the other shape raises
 
 
 def _is_among(buffer: Tensor, others: Collection[Tensor]) -> bool:

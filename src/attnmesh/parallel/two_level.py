@@ -1,4 +1,4 @@
-"""A ring within every node and a ring between nodes: slow links carry each block once, while the fast ones turn it."""
+"""A ring within every node and a ring between nodes: each block crosses the slow links once, as a whole."""
 
 from __future__ import annotations
 
@@ -10,59 +10,70 @@ from torch import Tensor
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Call, Grads, Result, contiguous_last_dim
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.parallel.journey import GradReturn, Journey
+from attnmesh.parallel.executor import Executor, ExecutorConfig
 from attnmesh.parallel.node_groups import NodeGroups
-from attnmesh.parallel.ring import Ring
-from attnmesh.parallel.schedule import KeepsInputs
+from attnmesh.parallel.ring import GradReturn, KVExchange, Ring
 from attnmesh.plan.ring import RingPlan
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
 
 
 @dataclass(frozen=True)
-class TwoLevelRing(KeepsInputs):
-    """The schedule of a ring of rings. `plan` is the forward's."""
+class TwoLevelRing(Executor):
+    """The executor of "ring+ring". `plan` is the plan of the forward."""
 
     plan: TwoLevelPlan
     scale: float
     backend: str
     comm: NodeGroups
 
+    @classmethod
+    def build(cls, config: ExecutorConfig) -> TwoLevelRing:
+        """The executor over all nodes."""
+        plan = two_level_plan(config.shards, config.groups.ranks_per_node)
+        return cls(plan, config.scale, config.backend, config.groups)
+
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
-        """What this rank would compute, outer stage by outer stage."""
-        rings = self._rings(self.plan)
-        return [call for ring in rings for call in ring.calls(q, k, v)]
+        """The calls of the inner rings, one outer stage after another."""
+        return [call for ring in self._rings(self.plan) for call in ring.calls(q, k, v)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
-        """At every outer stage, once around the node with the keys it holds then."""
-        journey = Journey(contiguous_last_dim(k), contiguous_last_dim(v), self._outer(self.plan), self.comm.inter_node)
+        """One inner ring per outer stage, over the K and V that the node holds at that stage."""
+        exchange = self._exchange(k, v, self.plan)
         total = StateAccumulator(q)
         for at, ring in enumerate(self._rings(self.plan)):
-            travelling = journey.send_on(at)  # the next node's keys travel while these turn
-            ring.forward_into(q, *journey.seen(at), total)
-            travelling.wait()
+            pending = exchange.start(at)  # the next node's K and V are in flight during the inner ring
+            ring.forward_into(q, *exchange.visible_kv(at), total)
+            pending.wait()
         return total.finish(q.dtype), (q, k, v)
 
-    def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
-        """The same rings; what a node found for visiting keys travels on with them, and home at the end."""
-        q, k, v = kept
+    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+        """The same rings. Gradients of other nodes' K and V are sent on with them and return to the owners."""
+        q, k, v = saved
         weight = accumulation_dtype(q.dtype).itemsize / q.dtype.itemsize
         plan = two_level_plan(self.plan.shards, self.plan.ranks_per_node, grad_weight=weight)
-        journey = Journey(contiguous_last_dim(k), contiguous_last_dim(v), self._outer(plan), self.comm.inter_node)
-        grads = Grads(*(GradAccumulator(x) if need else None for x, need in zip(kept, needed, strict=True)))
+        exchange = self._exchange(k, v, plan)
+        grads = Grads(*(GradAccumulator(x) if need else None for x, need in zip(saved, needs_grad, strict=True)))
         own = grads.k, grads.v
-        homing = GradReturn(k, self._outer(plan), self.comm.inter_node) if needed[1] or needed[2] else None
+        grad_return = None
+        if needs_grad[1] or needs_grad[2]:
+            grad_return = GradReturn(k, self._outer(plan), self.comm.inter_node)
         for at, ring in enumerate(self._rings(plan)):
-            travelling = journey.send_on(at)
-            keys = journey.seen(at)
-            mine = own if at == 0 else tuple(None if grad is None else GradAccumulator(keys[0]) for grad in own)
-            ring.backward_into(q, *keys, result, Grads(grads.q, *mine))
-            travelling.wait()
-            if homing is not None and at > 0:
-                homing.join(at, mine)
-                homing.send_on(at)
-        if homing is not None:
-            homing.arrive(*own)
+            pending = exchange.start(at)
+            kv = exchange.visible_kv(at)
+            kv_grads = own if at == 0 else tuple(None if grad is None else GradAccumulator(kv[0]) for grad in own)
+            ring.backward_into(q, *kv, result, Grads(grads.q, *kv_grads))
+            pending.wait()
+            if grad_return is not None and at > 0:
+                grad_return.add(at, kv_grads)
+                grad_return.send(at)
+        if grad_return is not None:
+            grad_return.finish(*own)
         return grads
+
+    def _exchange(self, k: Tensor, v: Tensor, plan: TwoLevelPlan) -> KVExchange:
+        """The exchange between nodes."""
+        comm = self.comm.inter_node
+        return KVExchange(contiguous_last_dim(k), contiguous_last_dim(v), self._outer(plan).stages(comm.rank), comm)
 
     def _outer(self, plan: TwoLevelPlan) -> RingPlan:
         return plan.outer(self.comm.intra_node.rank)

@@ -1,107 +1,139 @@
-"""Ulysses: ranks trade their rows of all heads for all rows of some heads, attend, and trade back.
+"""Ulysses: an all-to-all gives each rank all rows of some heads; a second one returns the results.
 
-Head counts need not divide: stretches of query heads differ by one, and a kv head whose readers fall to several ranks
-goes to each of them. What happens between the two trades is a schedule of its own: on one level there is nothing left
-to exchange; on a two-dimensional mesh, a ring or a gathering among the ranks that have the same heads.
+Head counts need not divide by the number of ranks: shares of query heads differ by at most one, and a kv head whose
+query heads are on several ranks goes to each of them. Attention between the two exchanges is an executor of its own: on
+one level no communication is left; on two levels it is a ring or an all-gather between ranks with the same heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, SubComm
 from attnmesh.core import ranges
+from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.ops.merge import GradAccumulator
-from attnmesh.parallel.heads import HeadExchange
-from attnmesh.parallel.message import heads_first
+from attnmesh.parallel.allgather import AllGather, PendingRows, RowReceiver, other_ranks, source_of, target_of
+from attnmesh.parallel.executor import Executor, ExecutorConfig, pack, unpack
 from attnmesh.parallel.node_groups import NodeGroups
-from attnmesh.parallel.schedule import Schedule
+from attnmesh.parallel.ring import Ring
+from attnmesh.plan.allgather import gather_plan
+from attnmesh.plan.ring import ring_plan
+from attnmesh.plan.shards import Shards, node_shards, pieces
 from attnmesh.plan.ulysses import Segment, head_share, replicated
 
 
 @dataclass(frozen=True)
-class Ulysses:
-    """The schedule that trades rows for heads."""
+class Ulysses(Executor):
+    """The executor of "ulysses": the all-to-all is over all ranks, and no communication is left between them."""
 
     queries: HeadExchange
     keys: HeadExchange
-    between: Schedule  # attends with all rows of some heads
-    comm: NodeGroups  # all of them, those of other nodes too
-    lse: bool  # whether the lse is asked for: it and its gradient travel only then
+    inner: Executor  # attends with all rows of some heads
+    comm: NodeGroups  # all ranks, including those of other nodes
+    return_lse: bool  # the lse and its gradient are sent only if it is returned
+
+    within_nodes: ClassVar[bool] = False
+
+    @classmethod
+    def build(cls, config: ExecutorConfig) -> Ulysses:
+        """The executor over all ranks."""
+        groups = config.groups
+        all_ranks = groups.all_ranks
+        if cls.within_nodes:
+            exchange, remaining = groups.intra_node, groups.inter_node
+        else:
+            exchange, remaining = all_ranks, SubComm(all_ranks, [all_ranks.rank])
+        size = exchange.world
+        shards = node_shards(config.shards, size)
+        assert shards is not None, "the schedule refuses such shards"
+        first = all_ranks.rank // size * size
+
+        def head_exchange(held: tuple[Ranges, ...], whole: tuple[Ranges, ...]) -> HeadExchange:
+            return HeadExchange(held[first : first + size], whole[remaining.rank], exchange)
+
+        queries = head_exchange(config.shards.queries, shards.queries)
+        keys = head_exchange(config.shards.keys, shards.keys)
+        return cls(queries, keys, cls._inner(shards, config, remaining), groups, config.return_lse)
+
+    @classmethod
+    def _inner(cls, shards: Shards, config: ExecutorConfig, comm: Comm) -> Executor:
+        return Ring(ring_plan(shards), config.scale, config.backend, comm)
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
-        """What this rank would compute."""
-        return list(self.between.calls(q, k, v))
+        """The calls of the inner executor."""
+        return list(self.inner.calls(q, k, v))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
-        """There, attend, and back. What was traded is kept: the backward need not trade it again."""
-        shares = _Shares.of(q, k, self.keys.comm)
-        arriving_q, arriving_kv = self.queries.to_heads([q], shares.q), self.keys.to_heads([k, v], shares.kv)
-        (q_all,), (k_all, v_all) = (heads_first(arriving.wait()) for arriving in (arriving_q, arriving_kv))
-        kept = [torch.empty_like(x[:, :, :0]) for x in (q, k)]  # for their shapes
+        """All-to-all, attention, all-to-all. The exchanged tensors are saved, so that they are not exchanged again."""
+        shares = _HeadShares.of(q, k, self.keys.comm)
+        pending_q, pending_kv = self.queries.to_heads([q], shares.q), self.keys.to_heads([k, v], shares.kv)
+        (q_all,), (k_all, v_all) = (unpack(pending.wait()) for pending in (pending_q, pending_kv))
+        saved = [torch.empty_like(x[:, :, :0]) for x in (q, k)]  # for their shapes
         outs = [q_all[:, :0]]
         lses = [torch.empty(q_all[:, :0].shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)]
         for heads, kv in shares.segments:
-            state, more = self.between.forward(_heads(q_all, heads), _heads(k_all, kv), _heads(v_all, kv))
+            state, more = self.inner.forward(_heads(q_all, heads), _heads(k_all, kv), _heads(v_all, kv))
             outs.append(state.out)
             lses.append(state.lse)
-            kept += (*state, *more)
+            saved += (*state, *more)
         (out,) = self.queries.to_rows([torch.cat(outs, 1)], shares.q, q.shape[1])
         lse = lses[0]
-        if self.lse:
+        if self.return_lse:
             (lse,) = self.queries.to_rows([torch.cat(lses, 1).unsqueeze(-1)], shares.q, q.shape[1])
             lse = lse.squeeze(-1)
-        return State(out, lse), tuple(kept)
+        return State(out, lse), tuple(saved)
 
-    def kept_again(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
-        """Traded again."""
-        shares = _Shares.of(q, k, self.keys.comm)
-        arriving_q = self.queries.to_heads([q, state.out], shares.q)
-        arriving_lse = self.queries.to_heads([state.lse.unsqueeze(-1)], shares.q)
-        arriving_kv = self.keys.to_heads([k, v], shares.kv)
-        (q_all, out), (lse,) = heads_first(arriving_q.wait()), heads_first(arriving_lse.wait())
-        k_all, v_all = heads_first(arriving_kv.wait())
-        kept = [torch.empty_like(x[:, :, :0]) for x in (q, k)]
+    def recompute_saved(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
+        """Exchange the tensors again."""
+        shares = _HeadShares.of(q, k, self.keys.comm)
+        pending_q = self.queries.to_heads([q, state.out], shares.q)
+        pending_lse = self.queries.to_heads([state.lse.unsqueeze(-1)], shares.q)
+        pending_kv = self.keys.to_heads([k, v], shares.kv)
+        (q_all, out), (lse,) = unpack(pending_q.wait()), unpack(pending_lse.wait())
+        k_all, v_all = unpack(pending_kv.wait())
+        saved = [torch.empty_like(x[:, :, :0]) for x in (q, k)]
         for heads, kv in shares.segments:
             part = State(_heads(out, heads), _heads(lse.squeeze(-1), heads))
-            more = self.between.kept_again(_heads(q_all, heads), _heads(k_all, kv), _heads(v_all, kv), part)
-            kept += (*part, *more)
-        return tuple(kept)
+            more = self.inner.recompute_saved(_heads(q_all, heads), _heads(k_all, kv), _heads(v_all, kv), part)
+            saved += (*part, *more)
+        return tuple(saved)
 
-    def backward(self, kept: tuple[Tensor, ...], result: Result, needed: Sequence[bool]) -> Grads:
-        """The gradients make the same two trades."""
-        q, k, *by_segment = kept
-        shares = _Shares.of(q, k, self.keys.comm)
-        (grad_out,) = heads_first(self.queries.to_heads([result.grad_out], shares.q).wait())
+    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+        """The same two exchanges for the gradients."""
+        q, k, *by_segment = saved
+        shares = _HeadShares.of(q, k, self.keys.comm)
+        (grad_out,) = unpack(self.queries.to_heads([result.grad_out], shares.q).wait())
         grad_lse = None
-        if self.lse:  # also where nothing depends on it here: elsewhere something may
-            mine = torch.zeros_like(result.lse) if result.grad_lse is None else result.grad_lse
-            (grad_lse,) = heads_first(self.queries.to_heads([mine.unsqueeze(-1)], shares.q).wait())
+        if self.return_lse:  # even if nothing depends on it on this rank: on other ranks something may
+            own = torch.zeros_like(result.lse) if result.grad_lse is None else result.grad_lse
+            (grad_lse,) = unpack(self.queries.to_heads([own.unsqueeze(-1)], shares.q).wait())
             grad_lse = grad_lse.squeeze(-1)
-        found = []
+        grads = []
         for at, (heads, _) in enumerate(shares.segments):
             size = len(by_segment) // len(shares.segments)
             out, lse, *more = by_segment[at * size : (at + 1) * size]
-            back = Result.of(out, lse, _heads(grad_out, heads), None if grad_lse is None else _heads(grad_lse, heads))
-            found.append(self.between.backward(tuple(more), back, needed))
+            part = Result.of(out, lse, _heads(grad_out, heads), None if grad_lse is None else _heads(grad_lse, heads))
+            grads.append(self.inner.backward(tuple(more), part, needs_grad))
         dq = dk = dv = None
-        if needed[0]:
-            parts = [grads.q.finish() for grads in found if grads.q is not None]
+        if needs_grad[0]:
+            parts = [grad.q.finish() for grad in grads if grad.q is not None]
             (rows,) = self.queries.to_rows([self._joined(self.queries, parts, q, q.dtype)], shares.q, q.shape[1])
             dq = GradAccumulator.from_total(rows, q.dtype)
-        if needed[1] or needed[2]:
-            dk, dv = self._key_grads(found, k, shares)
-        return Grads(dq, dk if needed[1] else None, dv if needed[2] else None)
+        if needs_grad[1] or needs_grad[2]:
+            dk, dv = self._kv_grads(grads, k, shares)
+        return Grads(dq, dk if needs_grad[1] else None, dv if needs_grad[2] else None)
 
-    def _key_grads(self, found: Sequence[Grads], k: Tensor, shares: _Shares) -> list[GradAccumulator]:
-        """dk and dv of this rank's rows; zeros for the one nobody asked for."""
-        # Where several ranks read a kv head, parts of its gradient travel: in float32, rounded once they are summed.
+    def _kv_grads(self, grads: Sequence[Grads], k: Tensor, shares: _HeadShares) -> list[GradAccumulator]:
+        """dk and dv of this rank's rows; zeros for one that is not needed."""
+        # If several ranks read a kv head, its gradient is sent in parts: in float32, rounded after they are summed.
         dtype = accumulation_dtype(k.dtype) if shares.replicated else k.dtype
         rows = ranges.size(self.keys.whole)
 
@@ -110,36 +142,123 @@ class Ulysses:
                 return torch.zeros(k.shape[0], len(heads), rows, k.shape[3], dtype=dtype, device=k.device)
             return grad.total() if shares.replicated else grad.finish()
 
-        def side(name: str) -> Tensor:
-            parts = [finished(getattr(grads, name), kv) for grads, (_, kv) in zip(found, shares.segments, strict=True)]
+        def joined(name: str) -> Tensor:
+            parts = [finished(getattr(grad, name), kv) for grad, (_, kv) in zip(grads, shares.segments, strict=True)]
             return self._joined(self.keys, parts, k, dtype)
 
-        return [
-            GradAccumulator.from_total(rows, k.dtype)
-            for rows in self.keys.to_rows([side("k"), side("v")], shares.kv, k.shape[1])
-        ]
+        returned = self.keys.to_rows([joined("k"), joined("v")], shares.kv, k.shape[1])
+        return [GradAccumulator.from_total(rows, k.dtype) for rows in returned]
 
-    def _joined(self, trade: HeadExchange, parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
-        """The segments' results as one, [B, this rank's heads, all rows, D]; no heads at all is fine."""
-        empty = torch.empty(like.shape[0], 0, ranges.size(trade.whole), like.shape[3], dtype=dtype, device=like.device)
+    def _joined(self, exchange: HeadExchange, parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The segments' results as one tensor [B, this rank's heads, all rows, D]; it may have no heads."""
+        rows = ranges.size(exchange.whole)
+        empty = torch.empty(like.shape[0], 0, rows, like.shape[3], dtype=dtype, device=like.device)
         return torch.cat([empty, *parts], 1)
 
 
+class UlyssesRing(Ulysses):
+    """The executor of "ulysses+ring": the all-to-all is within a node, with a ring between nodes."""
+
+    within_nodes = True
+
+
+class UlyssesAllGather(Ulysses):
+    """The executor of "ulysses+allgather": the all-to-all is within a node, with an all-gather between nodes."""
+
+    within_nodes = True
+
+    @classmethod
+    def _inner(cls, shards: Shards, config: ExecutorConfig, comm: Comm) -> Executor:
+        return AllGather(gather_plan(shards), config.scale, config.backend, comm)
+
+
 @dataclass(frozen=True)
-class _Shares:
-    """Which heads go where."""
+class HeadExchange:
+    """The all-to-all between rows and heads of ranks that hold the positions `held`, by rank.
+
+    Together they hold the positions `whole`, in ascending order.
+    """
+
+    held: tuple[Ranges, ...]
+    whole: Ranges
+    comm: Comm
+
+    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[range]) -> PendingRows:
+        """Start to gather all rows of this rank's heads, from shards [B,H,n,D] of equal shape. `heads` is by rank.
+
+        The result is a message; `unpack` returns its tensors [B,h,rows,D].
+        """
+        rank, others = self.comm.rank, other_ranks(self.comm)
+        gathered = self._message(ranges.size(self.whole), len(heads[rank]), tensors)
+        receiver = RowReceiver(gathered, self.comm)
+        for source in others:
+            for piece in pieces(self.held[source], self.whole):
+                receiver.expect(piece, source)
+        own = pieces(self.held[rank], self.whole)
+        sends = []
+        for target in others:
+            packed = pack([x[:, heads[target].start : heads[target].stop] for x in tensors])
+            sends += [(source_of(piece, packed), target) for piece in own]
+        pending = self.comm.exchange(sends, receiver.messages)
+        for piece in own:
+            for rows, x in zip(unpack(target_of(piece, gathered)), tensors, strict=True):
+                rows.copy_(x[:, heads[rank].start : heads[rank].stop, piece.rows.start : piece.rows.stop])
+        return PendingRows(pending, receiver)
+
+    def to_rows(self, tensors: Sequence[Tensor], heads: Sequence[range], all_heads: int) -> list[Tensor]:
+        """This rank's rows of all heads, [B,H,n,D], from all rows of this rank's heads [B,h,rows,D].
+
+        Heads that several ranks have are summed, in rank order; others are copied.
+        """
+        rank, others = self.comm.rank, other_ranks(self.comm)
+        whole = pack(tensors)
+        own = pieces(self.held[rank], self.whole)
+        sends = [
+            (target_of(piece, whole).contiguous(), target)
+            for target in others
+            for piece in pieces(self.held[target], self.whole)
+        ]
+        shards = [self._message(ranges.size(self.held[rank]), len(share), tensors) for share in heads]
+        recvs = [(source_of(piece, shards[source]), source) for source in others for piece in own]
+        pending = self.comm.exchange(sends, recvs)
+        for piece in own:
+            source_of(piece, shards[rank]).copy_(target_of(piece, whole))
+        pending.wait()
+        batch, _, _, head_dim = tensors[0].shape
+        results = [
+            torch.empty(batch, all_heads, ranges.size(self.held[rank]), head_dim, dtype=x.dtype, device=x.device)
+            for x in tensors
+        ]
+        assigned = 0  # heads below this one have a value already
+        for share, shard in zip(heads, shards, strict=True):
+            again = max(0, min(share.stop, assigned) - share.start)
+            for result, part in zip(results, unpack(shard), strict=True):
+                result[:, share.start : share.start + again] += part[:, :again]
+                result[:, share.start + again : share.stop] = part[:, again:]
+            assigned = max(assigned, share.stop)
+        return results
+
+    def _message(self, rows: int, heads: int, like: Sequence[Tensor]) -> Tensor:
+        batch, _, _, head_dim = like[0].shape
+        shape = (rows, len(like), batch, heads, head_dim)
+        return self.comm.buffer(shape, dtype=like[0].dtype, device=like[0].device)
+
+
+@dataclass(frozen=True)
+class _HeadShares:
+    """The heads of every rank after the all-to-all."""
 
     q: list[range]
     kv: list[range]
     segments: tuple[Segment, ...]  # of this rank
-    replicated: bool
+    replicated: bool  # whether some kv head is on several ranks
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, comm: Comm) -> _Shares:
+    def of(cls, q: Tensor, k: Tensor, comm: Comm) -> _HeadShares:
         heads = q.shape[1], k.shape[1], comm.world
         shares = [head_share(*heads, rank) for rank in range(comm.world)]
-        sides = [share.q for share in shares], [share.kv for share in shares]
-        return cls(*sides, shares[comm.rank].segments, replicated(*heads))
+        q_heads, kv_heads = [share.q for share in shares], [share.kv for share in shares]
+        return cls(q_heads, kv_heads, shares[comm.rank].segments, replicated(*heads))
 
 
 def _heads(x: Tensor, heads: range) -> Tensor:

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.dense import recorded
 from attnmesh.ops.dense.api import choose_fused, choose_fused_backward
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.ops.dense.call import Backend, Call, Grads, Result
+from attnmesh.ops.dense.call import Backend, Call, Grads, Result, kernel_span
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
@@ -39,7 +38,8 @@ def forward(calls: Sequence[Call], backend: str, *, allow_two_streams: bool, rec
     if len(assigned) == 1:
         call, chosen = assigned[0]
         total = StateAccumulator(call.q)
-        recorded.forward(chosen, call, total, recorder)
+        with kernel_span(recorder, "attention", chosen, call):
+            chosen.forward(call, total)
         return total.finish(call.q.dtype)
     streams = StreamPair(enabled=True) if on_two_streams else SINGLE_STREAM
     whole = _empty_state_for([call.q for call, _ in assigned])
@@ -49,7 +49,8 @@ def forward(calls: Sequence[Call], backend: str, *, allow_two_streams: bool, rec
         rows = slice(end - call.q.shape[2], end)
         with streams.next_stream():
             total = StateAccumulator(call.q, parts=len(call.visibility.blocks) if on_two_streams else None)
-            recorded.forward(chosen, call, total, recorder)
+            with kernel_span(recorder, "attention", chosen, call):
+                chosen.forward(call, total)
             total.finish_into(State(whole.out[:, :, rows], whole.lse[:, :, rows]))
     streams.join()
     return whole
@@ -85,8 +86,8 @@ def backward(
         grads = Grads(query if wanted[0] is not None else None, *keys)
         work += [(block, part, chosen, grads) for block in (_blocks(call) if on_two_streams else [call])]
     for call, part, chosen, grads in sorted(work, key=lambda item: _work(item[0]), reverse=True):
-        with streams.next_stream():
-            recorded.backward(chosen, call, part, grads, recorder)
+        with streams.next_stream(), kernel_span(recorder, "attention backward", chosen, call):
+            chosen.backward(call, part, grads)
     streams.join()
     return queries, Grads(None, *keys)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -13,6 +14,7 @@ from torch import Tensor
 from attnmesh.core.optional import require
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Visibility
+from attnmesh.trace.recorder import Recorder
 
 
 def contiguous_last_dim(x: Tensor) -> Tensor:
@@ -129,3 +131,15 @@ def input_error(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | N
 def resolve_scale(q: Tensor, scale: float | None) -> float:
     """The given scale, or 1 / sqrt(head_dim)."""
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+
+
+def kernel_span(
+    recorder: Recorder | None, name: str, backend: Backend, call: Call
+) -> AbstractContextManager[None]:  # fmt: skip
+    """Records a kernel call as a "compute" span; does nothing if `recorder` is None."""
+    if recorder is None:
+        return nullcontext()
+    return recorder.span(
+        "compute", name, call.q.device, backend=backend.name, blocks=len(call.visibility.blocks),
+        queries=call.q.shape[2], keys=call.k.shape[2], heads=call.q.shape[1],
+    )  # fmt: skip

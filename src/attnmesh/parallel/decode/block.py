@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
-from attnmesh.comm.subgroups import propagate_failure
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.validation import check_count
 from attnmesh.kv_cache.prepare import ProjectedKV, prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step

@@ -1,0 +1,155 @@
+"""What all executors share: their interface, the autograd function around them, and the layout of their messages.
+
+K and V are sent together, as `[rows, 2, B, Hkv, D]`: any range of rows is contiguous, so what is forwarded to the next
+rank is a slice of what was received, never a copy. Kernels read the same memory as strided `[B, Hkv, rows, D]`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attnmesh.comm import Comm, RankGroups, propagate_failure
+from attnmesh.core.layouts import Layout
+from attnmesh.core.masks import Mask
+from attnmesh.core.state import State
+from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.parallel.node_groups import NodeGroups
+from attnmesh.plan.shards import Shards
+
+BACKENDS = ("auto", "aten", "triton")  # not "reference", which would hold every score in memory
+
+
+class AttentionOptions(NamedTuple):
+    """The arguments of `ContextParallel.attention` besides its tensors."""
+
+    mask: Mask
+    scale: float | None
+    length: int | None
+    key_length: int | None
+    key_layout: Layout | None
+    return_lse: bool
+    needs_grad: tuple[bool, ...]  # of q, k, v
+
+
+@dataclass(frozen=True)
+class ExecutorConfig:
+    """What an executor is built from."""
+
+    shards: Shards
+    scale: float
+    backend: str
+    groups: NodeGroups
+    return_lse: bool
+
+
+class Executor(ABC):
+    """Attention of this rank's queries over the keys of all ranks. q, k and v are this rank's shards."""
+
+    comm: Comm | RankGroups
+
+    @abstractmethod
+    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Call]:
+        """This rank's kernel calls, to check that a backend serves them; the tensors are examples of dtype and device."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+        """The state of this rank's queries, and the tensors to save for the backward."""
+
+    @abstractmethod
+    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+        """The gradients of q, k and v, not rounded yet; None for those that are not needed."""
+
+    def recompute_saved(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
+        """The tensors that the forward saved, from its inputs and outputs: a compiled graph keeps nothing else."""
+        return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, executor: Executor) -> State:
+    """The state of this rank's queries over the keys of all ranks. Differentiable."""
+    out, lse = _Attention.apply(q, k, v, executor)  # type: ignore[no-untyped-call]
+    return State(out, lse)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, executor: Executor) -> tuple[Tensor, Tensor]:
+        with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
+            state, saved = executor.forward(q, k, v)
+        ctx.save_for_backward(*state, *saved)
+        ctx.executor = executor
+        ctx.set_materialize_grads(False)
+        return state.out, state.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        out, lse, *saved = ctx.saved_tensors
+        with propagate_failure(ctx.executor.comm), torch.autocast(out.device.type, enabled=False):
+            result = Result.of(out, lse, grad_out, grad_lse)
+            grads = ctx.executor.backward(tuple(saved), result, ctx.needs_input_grad[:3])
+        return *(None if grad is None else grad.finish() for grad in (grads.q, grads.k, grads.v)), None
+
+
+def unshard(x: Tensor, dim: int, length: int, layout: Layout, comm: Comm) -> Tensor:
+    """The whole tensor, on every rank, from the shards along `dim` (>= 0). Gradients are summed over ranks."""
+    whole: Tensor = _Unshard.apply(x, dim, length, layout, comm)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, length: int, layout: Layout, comm: Comm) -> Tensor:
+        ctx.dim, ctx.layout, ctx.comm = dim, layout, comm
+        shapes = []
+        for rank in range(comm.world):
+            shape = list(x.shape)
+            shape[dim] = layout.local_length(length, comm.world, rank)
+            shapes.append(shape)
+        return layout.unshard(comm.all_gather(x.contiguous(), shapes), dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total = ctx.comm.all_reduce(grad.contiguous())
+        return ctx.layout.shard(total, ctx.dim, ctx.comm.world, ctx.comm.rank), None, None, None, None
+
+
+# Messages.
+
+
+def kv_row_shape(k: Tensor) -> tuple[int, int, int, int]:
+    """The shape of one row of a K/V message."""
+    return 2, k.shape[0], k.shape[1], k.shape[3]
+
+
+def kv_buffers(comm: Comm, rows: int, k: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Two K/V buffers, one to compute on and send from while the other is received into. None if `rows` is 0."""
+    return [comm.buffer((rows, *kv_row_shape(k)), dtype=dtype, device=k.device) for _ in range(2 if rows else 0)]
+
+
+def unpack_kv(message: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V (or their gradients) of a message, as views [B, Hkv, rows, D]."""
+    k, v = unpack(message)
+    return k, v
+
+
+def unpack(message: Tensor) -> list[Tensor]:
+    """The tensors of a message, as views [B, H, rows, D]."""
+    return list(message.permute(1, 2, 3, 0, 4))
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors [B, H, rows, D] of one shape as a message [rows, number of tensors, B, H, D]."""
+    return torch.stack([x.permute(2, 0, 1, 3) for x in tensors], 1)
+
+
+def message_rows(message: Tensor, contains: range, rows: range) -> Tensor:
+    """The rows `rows` of a message that contains the rows `contains`."""
+    return message[rows.start - contains.start : rows.stop - contains.start]

@@ -1,0 +1,55 @@
+"""Masks and layouts encoded as lists of integers, because a compiled graph holds numbers but not objects.
+
+Dynamo runs `encode` while it traces. It guards on the type of every object and on the integers read from it, and may
+turn these into inputs of the graph. So another mask leads to another graph or other inputs, and never to a wrong mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
+from attnmesh.core.masks import And, Causal, Documents, Full, Mask, SlidingWindow
+
+_FIELDS: dict[type, tuple[str, ...]] = {
+    Full: (), Causal: (), SlidingWindow: ("left", "right"), Documents: ("lengths",), And: ("parts",),
+    Contiguous: (), Striped: (), Zigzag: ("pairs",), Balanced: ("mask",), Joint: ("parts",),
+}  # fmt: skip
+_KINDS = list(_FIELDS)
+_INTEGER, _TUPLE, _FIRST_KIND = range(3)  # the tags with which values start
+
+_Value = int | tuple[Any, ...] | Mask | Layout
+
+
+def encode(value: _Value) -> list[int]:
+    """A mask or a layout as integers."""
+    if isinstance(value, int):
+        return [_INTEGER, value]
+    if isinstance(value, tuple):
+        return [_TUPLE, len(value), *(code for item in value for code in encode(item))]
+    kind = type(value)  # the exact type: a subclass may have another meaning
+    if kind not in _FIELDS:
+        raise ValueError(f"torch.compile supports the masks and layouts of attnmesh only, got {kind.__name__}")
+    codes = [_FIRST_KIND + _KINDS.index(kind)]
+    for name in _FIELDS[kind]:
+        codes += encode(getattr(value, name))
+    return codes
+
+
+def decode(codes: Sequence[int]) -> Any:
+    """The mask or layout that `encode` encoded."""
+    return _decode_next(iter(codes))
+
+
+def _decode_next(codes: Iterator[int]) -> _Value:
+    tag = next(codes)
+    if tag == _INTEGER:
+        return next(codes)
+    if tag == _TUPLE:
+        return tuple(_decode_next(codes) for _ in range(next(codes)))
+    kind = _KINDS[tag - _FIRST_KIND]
+    value: Mask | Layout = object.__new__(kind)  # without its constructor: it was checked when it was first constructed
+    for name in _FIELDS[kind]:
+        object.__setattr__(value, name, _decode_next(codes))
+    return value
