@@ -143,9 +143,9 @@ def run_example(*arguments: str, processes: int = 0) -> subprocess.CompletedProc
 
 @pytest.mark.slow
 def test_the_example_under_torchrun():
-    ran = run_example("--heads-ways", "2", "--sequence-ways", "2", "--length", "131", processes=4)
+    ran = run_example("--head-ranks", "2", "--sequence-ranks", "2", "--length", "131", processes=4)
     assert ran.returncode == 0, ran.stderr
-    found = re.findall(r"rank (\d): way (\d) of the heads, (\d+) of 131 queries", ran.stdout)
+    found = re.findall(r"rank (\d): heads of group (\d), (\d+) of 131 queries", ran.stdout)
     shares = [Zigzag().local_length(131, 2, place) for place in range(2)]
     assert sorted(tuple(map(int, row)) for row in found) == [(i, i // 2, shares[i % 2]) for i in range(4)]
 

@@ -166,7 +166,7 @@ def _same_topk(seed: int, device: str) -> list[Comparison]:
     """Top-k over blocks of keys of different sizes, bitwise."""
     problem = _random(_HEADS, "causal", "fp32", seed).on(device)
     inputs = problem.iq, problem.ik, problem.w
-    one, other = (indexer.indexer_topk(*inputs, TOPK, mask=problem.mask, block=n) for n in (7, 4096))
+    one, other = (indexer.indexer_topk(*inputs, TOPK, mask=problem.mask, block_size=n) for n in (7, 4096))
     assert one.scores is not None
     assert other.scores is not None
     return [Comparison("indices bits", one.indices, other.indices), Comparison("scores bits", one.scores, other.scores)]

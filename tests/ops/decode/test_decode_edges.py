@@ -121,15 +121,15 @@ def reported() -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("past", [200, 1000, 2**31 - 1, 2**31, 2**31 + 5, 2**40 + 5])
+@pytest.mark.parametrize("past", [200, 2**31 - 1, 2**31, 2**40 + 5])
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("share", [None, "cache"])
 def test_a_position_past_the_cache_is_no_matter_to_the_others(share, block_size, past, dtype):
     if past >= 2**31 and dtype == torch.int32:
         pytest.skip("does not fit")
-    call = problem_for("triton", [150, 20, 100], share=share, block_size=block_size, capacity=192, sinks=True).call()
-    expected = Triton().run(replace(call, cur_pos=torch.tensor([150, -1, 100], dtype=dtype, device=HERE)))
-    found = Triton().run(replace(call, cur_pos=torch.tensor([150, past, 100], dtype=dtype, device=HERE)))
+    call = problem_for("triton", [50, 20, 40], share=share, block_size=block_size, capacity=64, sinks=True).call()
+    expected = Triton().run(replace(call, cur_pos=torch.tensor([50, -1, 40], dtype=dtype, device=HERE)))
+    found = Triton().run(replace(call, cur_pos=torch.tensor([50, past, 40], dtype=dtype, device=HERE)))
     assert f"cur_pos[1] is {past}, beyond the cache" in reported()
     assert found.out[1].isnan().all()
     assert found.lse[1].isnan().all()
@@ -139,12 +139,12 @@ def test_a_position_past_the_cache_is_no_matter_to_the_others(share, block_size,
 
 
 def test_an_entry_outside_the_pool_is_no_matter_to_sequences_that_end_before():
-    call = problem_for("triton", [150, 20, -1], share="cache", block_size=16).call()
+    call = problem_for("triton", [60, 20, -1], share="cache", block_size=16).call()
     expected = Triton().run(call)
     table = call.table.clone()
-    table[0, 5] = -7
+    table[0, 3] = -7
     found = Triton().run(replace(call, table=table))
-    assert "block_table[0, 5] is -7, outside the pool" in reported()
+    assert "block_table[0, 3] is -7, outside the pool" in reported()
     assert found.out[0].isnan().all()
     assert torch.equal(found.out[1:], expected.out[1:])
     assert torch.equal(found.lse[1:], expected.lse[1:])

@@ -15,7 +15,7 @@ EVERYWHERE = pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_partial_states_in_a_packed_message(tokens, how, backend, monkeypatch):
     """Heads first, as they are sent; each row is its out and, behind it, its lse."""
-    monkeypatch.setattr(triton_backend, "_AT_ONCE", 2)
+    monkeypatch.setattr(triton_backend, "_SEQUENCES_PER_LAUNCH", 2)
     problem = problem_for(backend, [70, -1, 20], tokens=tokens, block_size=16, dims=(32, 24), **how)
     batch, heads = problem.q.shape[:2]
     message = torch.full((heads + 2, batch + 2, tokens, 24 + 1), torch.nan, device=problem.q.device)

@@ -116,7 +116,7 @@ def test_sequences_that_end_alike_but_see_otherwise():
 @ON_EACH
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_more_sequences_than_a_launch_takes(block_size, backend, monkeypatch):
-    monkeypatch.setattr(triton_backend, "_AT_ONCE", 2)
+    monkeypatch.setattr(triton_backend, "_SEQUENCES_PER_LAUNCH", 2)
     check_backend(
         problem_for(backend, [40, 20, 30, 9, 25], tokens=2, key_range="intervals", block_size=block_size, seed=5),
         backend,

@@ -100,9 +100,11 @@ def test_every_allowed_pair_meets():
     assert len(CASES) < 100
 
 
-def in_short_pieces(seed: int, backend: str) -> bool:
-    """Whether an interpreter has so many pieces to go through that it takes ten seconds."""
-    return interpreted(backend) and CASES[seed]["splits"] == (("split_size", 13),)
+def is_left_to_slow(seed: int, backend: str) -> bool:
+    """Three of four cases in the interpreter, and those with many splits, rows or keys, which take ten seconds."""
+    case = CASES[seed]
+    long = case["splits"] == (("split_size", 13),) or case["group"] == 64 or case["cache"] == 256
+    return interpreted(backend) and (long or seed % 4 != 0)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def in_short_pieces(seed: int, backend: str) -> bool:
     [
         pytest.param(
             seed, backend, id=f"{named(case)}-{backend}",
-            marks=[pytest.mark.slow] if in_short_pieces(seed, backend) or (interpreted(backend) and seed % 2) else [],
+            marks=[pytest.mark.slow] if is_left_to_slow(seed, backend) else [],
         )
         for seed, case in enumerate(CASES) for backend in BACKENDS
     ],
@@ -178,7 +180,7 @@ def problems(draw, backend: str, most: int):
 def test_any_shape_is_right(backend):
     phases = [Phase.generate] if interpreted(backend) else list(Phase)  # no time for smaller examples of a failure
     # On a GPU each shape is a kernel to compile; interpreted, each takes seconds, and pairs are met above.
-    most = 5 if interpreted(backend) else 15 if backend == "triton" else 80
+    most = 3 if interpreted(backend) else 15 if backend == "triton" else 40
 
     @settings(max_examples=most, deadline=None, derandomize=True, phases=phases)
     @given(problems(backend, 60))
@@ -188,7 +190,7 @@ def test_any_shape_is_right(backend):
     right()
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(problems("reference", 20))
 def test_the_reference_is_what_loops_give_for_any_shape(problem):
     found = problem.exact()

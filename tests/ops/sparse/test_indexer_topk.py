@@ -111,7 +111,7 @@ def test_any_sizes(data):
     case = counted(
         random_indexer(s_q, s_kv, heads=data.draw(st.integers(1, 3)), d=3, mask=mask), data.draw(st.integers(0, 9))
     )
-    check(case, data.draw(st.integers(1, 40)), "torch", block=data.draw(st.integers(1, 310)))
+    check(case, data.draw(st.integers(1, 40)), "torch", block_size=data.draw(st.integers(1, 310)))
 
 
 # Ties.
@@ -134,7 +134,7 @@ def test_on_a_plateau_of_zeros_the_lowest_keys_win(backend):
 def test_zeros_of_either_sign_are_one_tie():
     """Keys whose products come out as 0.0 and -0.0 by turns, with one head: nothing adds the sign away."""
     iq, ik = torch.ones(1, 1, 1), torch.tensor([[0.0], [-0.0]] * 20)
-    slots = indexer_topk(iq, ik, torch.ones(1, 1), 5, relu=False, block=3, backend="torch")
+    slots = indexer_topk(iq, ik, torch.ones(1, 1), 5, relu=False, block_size=3, backend="torch")
     assert slots.indices.tolist() == [[0, 1, 2, 3, 4]]
 
 
@@ -159,7 +159,7 @@ def test_any_block_gives_the_same_bits(name, dtype):
     case = random_indexer(11, 150, heads=5, d=24, mask=name, dtype=dtype)
     whole = chosen(case, 40, "torch")
     for block in (39, 129, 5000) if dtype != torch.float32 else (1, 7, 128, 129, 5000):
-        assert same(chosen(case, 40, "torch", block=block), whole), block
+        assert same(chosen(case, 40, "torch", block_size=block), whole), block
 
 
 @each_backend
@@ -247,7 +247,7 @@ def test_memory_on_a_cpu_does_not_grow_with_the_keys():
 
     def peak(case: IndexerCase) -> int:
         leaves: tuple[Tensor, ...] = (case.iq, case.ik, case.w)
-        return peak_bytes(lambda: indexer_topk(*leaves, 16, block=512, backend="torch"))
+        return peak_bytes(lambda: indexer_topk(*leaves, 16, block_size=512, backend="torch"))
 
     assert peak(whole) < 64 * 8192 * 4 / 8
     assert peak(whole) < 1.1 * peak(few)

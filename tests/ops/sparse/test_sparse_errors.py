@@ -196,7 +196,7 @@ def test_kernels_do_not_compute_in_float64(name):
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, None])
 def test_numbers_of_the_top_k(value):
     refuses("topk", f"topk must be a positive integer, got {value!r}", topk=value)
-    refuses("topk", f"block must be a positive integer, got {value!r}", block=value)
+    refuses("topk", f"block_size must be a positive integer, got {value!r}", block_size=value)
 
 
 def test_the_top_k_has_no_slots_to_count():

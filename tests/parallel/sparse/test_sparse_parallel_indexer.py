@@ -57,7 +57,7 @@ def hidden(mask):
 def test_the_choice_is_that_of_one_device_to_the_last_bit(tp, cp, layout, schedule):
     mask = hidden(list(MASKS.values())[(tp + cp) % len(MASKS)](21))
     iq, ik, w = torch.randn(21, 3, 16), torch.randn(37, 16), torch.randn(21, 3)
-    assert_same_choice(tp, cp, LAYOUTS[layout], schedule, iq, ik, w, 9, mask, scale=0.7, block=8)
+    assert_same_choice(tp, cp, LAYOUTS[layout], schedule, iq, ik, w, 9, mask, scale=0.7, block_size=8)
 
 
 @pytest.mark.parametrize(

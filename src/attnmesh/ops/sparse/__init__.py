@@ -1,1 +1,1 @@
-"""Sparse attention: every query reads the keys that its indices name."""
+"""Sparse attention over the top-k keys of every query, and the indexer that selects them."""

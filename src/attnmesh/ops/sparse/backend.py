@@ -67,9 +67,18 @@ class Backend(Protocol):
         ...
 
     def topk(
-        self, iq: Tensor, ik: Tensor, w: Tensor, topk: int, bounds: RowBounds, *, scale: float, relu: bool, block: int
+        self,
+        iq: Tensor,
+        ik: Tensor,
+        w: Tensor,
+        topk: int,
+        bounds: RowBounds,
+        *,
+        scale: float,
+        relu: bool,
+        block_size: int,
     ) -> TopKIndices:
-        """The `topk` keys with the highest index scores per row. `block`: keys scored at a time on a CPU."""
+        """The `topk` keys with the highest index scores per row. `block_size`: keys scored at a time on a CPU."""
         ...
 
 

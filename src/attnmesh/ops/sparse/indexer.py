@@ -64,28 +64,28 @@ def indexer_topk(
     scale: float = 1.0,
     relu: bool = True,
     mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-    block: int = 4096,
+    block_size: int = 4096,
     backend: str = "auto",
 ) -> TopKIndices:
     """The exact top-k keys of every row: `indices` int32 [s_q, topk], ascending, then -1; `scores`; `lengths`.
 
     Shapes as in `indexer_scores_at`. Of equal scores the lowest index wins (ReLU makes many of them exactly 0); a key
-    whose score is NaN is never selected. Scores are computed for `block` keys at a time on a CPU; the result has the
-    same bits in every run and for every block. No gradient flows: train the indexer with `indexer_kl_loss`.
+    whose score is NaN is never selected. Scores are computed for `block_size` keys at a time on a CPU; the result has
+    the same bits in every run and for every block size. No gradient flows: train the indexer with `indexer_kl_loss`.
     """
-    check_topk(topk, block, mask)
+    check_topk(topk, block_size, mask)
     call = indexer_call(iq, ik, w, scale, relu, False, backend)
     bounds = arguments.mask_bounds(mask, call.iq, call.ik.shape[0], topk)
     with torch.no_grad():
         return call.backend.topk(
             call.iq.detach(), call.ik.detach(), call.w.detach(), topk, bounds, scale=call.scale, relu=call.relu,
-            block=block,
+            block_size=block_size,
         )  # fmt: skip
 
 
-def check_topk(topk: object, block: object, mask: object) -> None:
+def check_topk(topk: object, block_size: object, mask: object) -> None:
     """Raises ValueError unless these can be the arguments of a top-k."""
-    check_positive(topk=topk, block=block)
+    check_positive(topk=topk, block_size=block_size)
     if isinstance(mask, SparseMask) and mask.topk_length is not None:
         raise ValueError(
             "mask.topk_length must be None for indexer_topk, which has no slots yet: use k_start and k_end"

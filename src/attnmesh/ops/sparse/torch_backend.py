@@ -228,13 +228,13 @@ def dense_scores_backward(
 
 
 def topk(
-    iq: Tensor, ik: Tensor, w: Tensor, topk: int, bounds: RowBounds, *, scale: float, relu: bool, block: int
+    iq: Tensor, ik: Tensor, w: Tensor, topk: int, bounds: RowBounds, *, scale: float, relu: bool, block_size: int
 ) -> TopKIndices:
     """`Backend.topk`."""
     s_q, dtype = iq.shape[0], accumulation_dtype(iq.dtype)
     running = RunningTopK.empty(s_q, topk, dtype, iq.device)
-    for first in range(0, ik.shape[0], block):
-        keys = ik[first : first + block].to(dtype)
+    for first in range(0, ik.shape[0], block_size):
+        keys = ik[first : first + block_size].to(dtype)
         tiles = F.pad(keys, (0, 0, 0, -len(keys) % _TILE_KEYS)).unflatten(0, (-1, _TILE_KEYS)).mT.contiguous()
         indices = torch.arange(first, first + len(keys), device=iq.device, dtype=torch.int32) + bounds.k_offset
         for start in range(0, s_q, _TILE_ROWS):

@@ -85,9 +85,18 @@ class Triton:
         )
 
     def topk(
-        self, iq: Tensor, ik: Tensor, w: Tensor, topk: int, bounds: RowBounds, *, scale: float, relu: bool, block: int
+        self,
+        iq: Tensor,
+        ik: Tensor,
+        w: Tensor,
+        topk: int,
+        bounds: RowBounds,
+        *,
+        scale: float,
+        relu: bool,
+        block_size: int,
     ) -> TopKIndices:
-        """`Backend.topk`. The kernel chooses its own block size; `block` is ignored."""
+        """`Backend.topk`. The kernel chooses its own block size; `block_size` is ignored."""
         selected = triton_topk.topk(
             iq, ik, w, topk, bounds.lo - bounds.k_offset, bounds.hi - bounds.k_offset, scale=scale, relu=relu
         )

@@ -103,8 +103,8 @@ def pick_tiles(q: Tensor, group: int, width: int) -> DistributionTiles:
     heads = min(max(16, triton.next_power_of_2(group)), MAX_HEADS)
     warps = 8 if width > 256 else 4  # addresses of wide rows would fill the registers of fewer threads
     choices = [DistributionTiles(keys, min(heads, most), warps, stages) for keys, most, stages in TILES]
-    room = shared_memory(q.device.index) if q.is_cuda else SHARED_MEMORY
-    return next((tiles for tiles in choices if tiles.shared_memory(width) <= room - RESERVED), choices[-1])
+    limit = shared_memory(q.device.index) if q.is_cuda else SHARED_MEMORY
+    return next((tiles for tiles in choices if tiles.shared_memory(width) <= limit - RESERVED), choices[-1])
 
 
 @cache

@@ -66,7 +66,7 @@ def forward(
     value_main, value_tail = (main, tail if d_v > main else 0) if v is None else split_width(d_v)
     if tiles is None:
         width = main + tail + (0 if v is None else value_main + value_tail)
-        tiles = pick_tiles(heads, main, width, q.dtype, separate=v is not None, room=shared_memory(q))
+        tiles = pick_tiles(heads, main, width, q.dtype, separate=v is not None, limit=shared_memory(q))
     with torch.cuda.device_of(q):
         _forward_kernel[(s_q * triton.cdiv(heads, tiles.heads),)](
             q, q.stride(0), q.stride(1), k, k.stride(0), v, 0 if v is None else v.stride(0),
@@ -87,8 +87,8 @@ def split_width(width: int) -> tuple[int, int]:
     return (whole, 0) if rest >= whole // 2 else (whole // 2, rest)
 
 
-def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separate: bool, room: int) -> ForwardTiles:
-    """The tiles for these heads and this main width that fit in registers and in `room` bytes of shared memory.
+def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separate: bool, limit: int) -> ForwardTiles:
+    """The tiles for these heads and this main width that fit in registers and in `limit` bytes of shared memory.
 
     `width` is the number of elements of a key in shared memory, including its value if that is `separate`.
     """
@@ -100,7 +100,7 @@ def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separat
         tiles = ForwardTiles(min(heads, 32), 32, 4 if heads == 16 else 8, 2) if separate else _WIDE[heads]
     else:
         tiles = ForwardTiles(heads, 64, 8 if main == 256 and heads == 64 else 4, 2)
-    while (tiles.heads + tiles.stages * tiles.keys) * width * dtype.itemsize + _RESERVED > room:
+    while (tiles.heads + tiles.stages * tiles.keys) * width * dtype.itemsize + _RESERVED > limit:
         if tiles.keys > 16:
             tiles = tiles._replace(keys=tiles.keys // 2)
         elif tiles.heads > 16:

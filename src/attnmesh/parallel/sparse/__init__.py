@@ -1,1 +1,1 @@
-"""The sparse family over ranks: heads spread over some, the sequence over others."""
+"""The sparse functions over ranks: heads sharded over tp ranks, the sequence over cp ranks."""

@@ -220,7 +220,7 @@ class SparseParallel:
         scale: float = 1.0,
         relu: bool = True,
         mask: SparseMask = SparseMask(),  # noqa: B008  (immutable)
-        block: int = 4096,
+        block_size: int = 4096,
         backend: str = "auto",
     ) -> TopKIndices:
         """`attnmesh.indexer_topk` of this rank's rows over the keys of all ranks, the same bits on every tp rank.
@@ -230,18 +230,18 @@ class SparseParallel:
 
         def check() -> tuple[tuple[IndexerCall, RowBounds, SequenceSharding], SharedValues]:
             sharding = self._sharding("iq", iq, "ik", ik)
-            check_topk(topk, block, mask)
+            check_topk(topk, block_size, mask)
             call = indexer_call(iq, ik, w, scale, relu, False, backend)
             bounds = arguments.mask_bounds(self._local_mask(mask, sharding), call.iq, sharding.key_length, topk)
             detached = call._replace(iq=call.iq.detach(), ik=call.ik.detach(), w=call.w.detach())
             return (detached, bounds, sharding), self._shared_values(
-                sharding, call.iq, mask, backend, **_indexer_values(call), topk=topk, block=block
+                sharding, call.iq, mask, backend, **_indexer_values(call), topk=topk, block_size=block_size
             )
 
         call, bounds, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_topk", check)
         rows = RowSharding(self.tp, call.iq.shape[0], scattered=self.tp.world > 1)
         with torch.no_grad():
-            return indexer.topk_keys(call, topk, bounds, block, sharding, rows)
+            return indexer.topk_keys(call, topk, bounds, block_size, sharding, rows)
 
     def indexer_kl_loss(
         self,

@@ -18,7 +18,7 @@ from attnmesh.parallel.sparse.keys import SequenceSharding, exchange_keys, map_s
 
 
 def topk_keys(
-    call: IndexerCall, topk: int, bounds: RowBounds, block: int, sharding: SequenceSharding, rows: RowSharding
+    call: IndexerCall, topk: int, bounds: RowBounds, block_size: int, sharding: SequenceSharding, rows: RowSharding
 ) -> TopKIndices:
     """The top-k of the keys of all ranks, for every row: each tp rank computes its shard of the rows."""
     iq, w, bounds = rows.shard(call.iq), rows.shard(call.w), rows.shard_bounds(bounds)
@@ -27,7 +27,7 @@ def topk_keys(
     for shard in keys.shards():
         part = call.backend.topk(
             iq, shard.tensors[0], w, topk, keys.local_bounds(shard, bounds), scale=call.scale, relu=call.relu,
-            block=block,
+            block_size=block_size,
         )  # fmt: skip
         part = part._replace(indices=keys.global_indices(shard, part.indices))
         best = part if best is None else merge_topk([best, part], topk)

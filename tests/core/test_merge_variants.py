@@ -1,0 +1,96 @@
+"""All merges and sink terms agree with `merge` and with each other; they differ in rounding only."""
+
+import torch
+
+from attnmesh.core.merge import (
+    add_sinks,
+    discount_sinks,
+    discount_sinks_batch_invariant,
+    merge,
+    merge_into,
+    merge_sequential,
+    merge_stacked,
+    scale_for_sum,
+    sink_gradient,
+    unpack_state,
+)
+from attnmesh.core.state import State
+
+PARTS, B, H, S, D = 4, 2, 3, 5, 6
+
+
+def random_states() -> list[State]:
+    """States whose first row is empty everywhere, and whose second row is empty in the even parts."""
+    states = [
+        State(torch.randn(B, H, S, D, dtype=torch.float64), 20 * torch.randn(B, H, S, dtype=torch.float64))
+        for _ in range(PARTS)
+    ]
+    for i, (out, lse) in enumerate(states):
+        for row in range(1 + (i % 2 == 0)):
+            out[:, :, row], lse[:, :, row] = 0.0, -torch.inf
+    return states
+
+
+def assert_equal(found: State, expected: State) -> None:
+    torch.testing.assert_close(found.out, expected.out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-12, atol=1e-12)
+
+
+def test_every_merge_gives_the_same_state():
+    states = random_states()
+    expected = merge(states)
+    total = State.identity((B, H, S, D), dtype=torch.float64)
+    for state in states:
+        merge_into(total, state)
+    assert_equal(total, expected)
+    assert_equal(merge_sequential(torch.stack([torch.cat([out, lse[..., None]], -1) for out, lse in states])), expected)
+    assert_equal(merge_stacked(states, B), expected)
+    lses = torch.stack([state.lse for state in states])
+    scaled = [scale_for_sum(state, lses) for state in states]
+    assert_equal(State(torch.stack([part.out for part in scaled]).sum(0), scaled[0].lse), expected)
+
+
+def test_parts_of_one_sequence_merge_along_the_first_dimension():
+    parts = [State(out[:1], lse[:1]) for out, lse in random_states()]
+    assert_equal(merge_stacked(parts, 1), merge(parts))
+
+
+def test_merge_into_changes_only_the_rows_of_the_part():
+    total, part, _, _ = random_states()
+    before = State(total.out.clone(), total.lse.clone())
+    merge_into(total, State(part.out[:, :, :2], part.lse[:, :, :2]), row=3)
+    assert torch.equal(total.out[:, :, :3], before.out[:, :, :3])
+    rows = slice(3, 5)
+    expected = merge(
+        [State(before.out[:, :, rows], before.lse[:, :, rows]), State(part.out[:, :, :2], part.lse[:, :, :2])]
+    )
+    assert_equal(State(total.out[:, :, rows], total.lse[:, :, rows]), expected)
+
+
+def test_every_sink_term_is_the_merge_with_a_key_without_a_value():
+    state = random_states()[1]
+    sinks = torch.tensor([0.5, -3.0, -torch.inf], dtype=torch.float64)[:, None]
+    expected = merge([state, State(torch.zeros_like(state.out), sinks.expand(B, H, S).contiguous())])
+    assert_equal(add_sinks(state, sinks), expected)
+    torch.testing.assert_close(discount_sinks_batch_invariant(*state, sinks), expected.out)
+    # sigmoid(-inf - -inf) is NaN: a sink of -inf is for rows that have keys.
+    torch.testing.assert_close(discount_sinks(*state, sinks)[:, :, 1:], expected.out[:, :, 1:])
+
+
+def test_sink_gradient_is_that_of_autograd():
+    out, lse = (x[0].transpose(0, 1).contiguous() for x in random_states()[1])  # [S, H, D], [S, H]
+    sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
+    merged = add_sinks(State(out, lse), sinks)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    (expected,) = torch.autograd.grad([merged.out, merged.lse], sinks, [grad_out, grad_lse])
+    delta = (merged.out * grad_out).sum(-1) - grad_lse
+    torch.testing.assert_close(sink_gradient(sinks, merged.lse, delta).detach(), expected)
+
+
+def test_unpack_state_returns_views():
+    packed = torch.zeros(H, B, S, D + 1)
+    out, lse = unpack_state(packed)
+    out.fill_(1.0)
+    lse.fill_(2.0)
+    assert (packed[..., :-1] == 1).all()
+    assert (packed[..., -1] == 2).all()
