@@ -139,8 +139,8 @@ def stats(world: int) -> list[GenerationStats]:
     return [
         GenerationStats(
             rank, cached_tokens=100 + rank, kv_bytes=2**20, kv_bytes_unsharded=9 * 2**20, bytes_sent=2**21,
-            generated_tokens=11, decode_steps=9, draft_tokens=4, accepted_tokens=3,
-            prefill_seconds=0.5 + rank, decode_seconds=2.0,
+            generated_tokens=11, decode_steps=9, draft_tokens=4, accepted_tokens=3, prefill_seconds=0.5 + rank,
+            decode_seconds=2.0,
         )
         for rank in range(world)
     ]  # fmt: skip
