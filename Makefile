@@ -1,24 +1,34 @@
-# Every target sets up what it needs in .venv and reuses it until pyproject.toml or constraints.txt change.
+# Every target sets up .venv first and reuses it until pyproject.toml or constraints.txt change.
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: demo verify test test-all test-slow lint bench clean
+.PHONY: help demo verify test test-all test-slow lint bench clean
+
+help:
+	@echo "make demo       answer questions about this project's documentation with a language model on 4 processes"
+	@echo "make verify     compare every mode with float64 on 4 processes"
+	@echo "make test       run the tests, without those marked slow"
+	@echo "make test-all   run all tests"
+	@echo "make test-slow  run the tests marked slow"
+	@echo "make lint       check style and types"
+	@echo "make bench      measure the efficiency of ring attention (python -m benchmarks.ring)"
+	@echo "make clean      remove .venv"
 
 demo: $(READY)
 	@cat docs/language-models.md README.md | tail -n 190 > $(VENV)/demo.txt
-	@echo "What you will see: a language model (SmolLM2, 135M parameters) reads this project's own documentation, a bit"
-	@echo "over 4,000 tokens, on 4 processes. Each reads a quarter of it and keeps that quarter's keys and values, and"
-	@echo "together they answer two questions. What the first question had read is not read again for the second. Then"
-	@echo "one plain process answers the same questions on its own, to compare. It takes two to three minutes."
+	@echo "A language model (SmolLM2, 135M parameters) reads this project's documentation, about 4,000 tokens, on 4"
+	@echo "processes. Each process prefills a quarter of the tokens and keeps their KV cache. Together they answer two"
+	@echo "questions; the second one reuses the KV cache of the first. Then a single process answers the same questions"
+	@echo "with Transformers' own attention, and the tokens are compared. This takes two to three minutes."
 	@echo
 	$(VENV)/bin/attnmesh generate --ranks 4 --prompt-file $(VENV)/demo.txt --max-new-tokens 20 --check \
 	  --report report.html --question "What does the error not grow with?" --question "Where are tables and speed?"
 	@echo
-	@echo "What was shown: no process held more than about a quarter of the keys and values, the document was read once"
-	@echo "for both questions, and every token is the one that a single process says. The model is a tiny one: what"
-	@echo "counts is that its answers do not change. Ask your own: $(VENV)/bin/attnmesh generate --help"
-	@echo "Who held, computed and sent what is drawn in report.html: open it in a browser."
+	@echo "Each process held about a quarter of the KV cache, the document was prefilled once for both questions, and"
+	@echo "every token equals that of the single process. (The model is small, so its answers are simple.)"
+	@echo "Try your own text and questions: $(VENV)/bin/attnmesh generate --help"
+	@echo "report.html has the questions and answers and the statistics of every rank. Open it in a browser."
 
 verify: $(READY)
 	$(VENV)/bin/attnmesh verify --ranks 4

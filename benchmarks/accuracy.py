@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attnmesh.cli.options import MeasuredDeviceOption, default_device
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.ops.dense.api import attention
 from attnmesh.parallel.context import ContextParallel
+from benchmarks.common import JsonOption, make_app, publish
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -47,7 +49,7 @@ def measure_accuracy(
 
             found = run_virtual(world, rank)[0]
             errors = {name: _error(a, b) for name, a, b in zip(NAMES, found, exact, strict=True)}
-            rows.append({"backend": backend, "world": world, **errors})
+            rows.append({"backend": backend, "ranks": world, **errors})
     return rows
 
 
@@ -59,3 +61,17 @@ def _exact(inputs: list[Tensor], grad_out: Tensor) -> list[Tensor]:
 
 def _error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
+
+
+def main(device: MeasuredDeviceOption = None, json: JsonOption = None) -> None:
+    """Measure the error of ring context parallelism in bf16 against the number of ranks."""
+    chosen = default_device(device)
+    backends = ("triton", "aten") if chosen == "cuda" else ("aten",)
+    title = "relative RMS error against float64 (bf16, causal, zigzag, S=4096, 4/2 heads, D=128)"
+    publish("accuracy", chosen, [(title, measure_accuracy(chosen, backends, (1, 2, 4, 8, 16, 32)))], json)
+
+
+app = make_app(main)
+
+if __name__ == "__main__":
+    app()

@@ -12,7 +12,7 @@ PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLA
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def inputs(length: int, backward: bool) -> Inputs:
+def random_inputs(length: int, backward: bool) -> Inputs:
     """q, k, v of so many positions, and the gradient of out where there is a backward."""
 
     def drawn(heads: int, grad: bool) -> Tensor:
@@ -26,10 +26,10 @@ def one_device(peer: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) 
     """The whole causal attention on one device, by a peer of that name."""
     with sdpa_kernel(PEERS[peer]):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return differentiated(out, (q, k, v), grad)
+    return run_backward(out, (q, k, v), grad)
 
 
-def differentiated(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
+def run_backward(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
     """Run the backward where there is one; a tensor that depends on everything."""
     if grad is None:
         return out

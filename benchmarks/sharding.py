@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor
 
 from attnmesh.calibration.timing import Run, cold
+from attnmesh.cli.options import Device, check_device
 from attnmesh.cli.output import Rows
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
@@ -23,7 +26,8 @@ from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.storage import bytes_per_token, values_of
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.plan.decode import DecodeShape, DecodeSharding, bytes_sent, cache_bytes
-from benchmarks.alone import AloneComm
+from benchmarks.common import JsonOption, make_app, publish
+from benchmarks.one_rank import OneRankComm
 
 Q_HEADS, KV_HEADS, HEAD_DIM, HIDDEN, RANKS = 64, 8, 64, 2880, 64
 SHARDINGS = (
@@ -37,7 +41,7 @@ _BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
-class Fabric:
+class Link:
     """What a collective is taken to cost: a latency, and a rank's bytes at a bandwidth."""
 
     name: str
@@ -48,7 +52,7 @@ class Fabric:
         return f"{self.name}: {self.bandwidth / 1e9:g} GB/s a rank, {self.latency * 1e6:g} us a collective"
 
 
-LINKS = (Fabric("NVLink", 450e9, 8e-6), Fabric("400 Gb/s", 50e9, 15e-6))
+LINKS = (Link("NVLink", 450e9, 8e-6), Link("400 Gb/s", 50e9, 15e-6))
 
 
 def measure_shardings(contexts: Sequence[int], batches: Sequence[int]) -> Rows:
@@ -64,7 +68,7 @@ def measure_shardings(contexts: Sequence[int], batches: Sequence[int]) -> Rows:
 def measure_overhead(context: int, batch: int) -> Rows:
     """What a step of the block costs beyond its two projections and its attention, without the exchanges."""
     return [
-        {"sharding": str(sharding), "context": context, "batch": batch} | _overhead(context, batch, sharding)
+        {"sharding": str(sharding), "length": context, "batch": batch} | _overhead(context, batch, sharding)
         for sharding in (DecodeSharding(), *SHARDINGS[:2], SHARDINGS[-1])
     ]
 
@@ -73,20 +77,20 @@ def measure_overhead(context: int, batch: int) -> Rows:
 class RankStep:
     """A rank's block and a step of it that can be run again and again."""
 
-    comm: AloneComm
+    comm: OneRankComm
     block: AttentionBlock
     x: Tensor
     cache: ShardedCache
     step: Step
 
     @classmethod
-    def made(cls, context: int, batch: int, sharding: DecodeSharding) -> RankStep:
+    def create(cls, context: int, batch: int, sharding: DecodeSharding) -> RankStep:
         """Every sequence has `context` tokens, the newest of them new."""
         rank = busiest_rank(sharding, batch, context)
         config = AttentionConfig(
             HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, norm=Norm(1e-5), rope=Rope.plain(HEAD_DIM, 150000.0)
         )
-        comm = AloneComm(rank, sharding.ranks)
+        comm = OneRankComm(rank, sharding.ranks)
         block = AttentionBlock(config, _weights(config, sharding, rank), sharding, comm)
         slots = -(-sharding.position_shard(0).length(context, 0) // _BLOCK_SIZE)
         rows = max(len(sharding.sequences(peer, batch)) for peer in range(sharding.ranks))
@@ -127,7 +131,7 @@ class _Measured:
     kv_bytes: int
     sent: dict[str, int]
 
-    def over(self, link: Fabric) -> float:
+    def over(self, link: Link) -> float:
         """Microseconds of the step when a link carries the exchanges, with nothing computed meanwhile."""
         sharding = self.sharding
         collectives = 2 * (sharding.kvdp > 1) + 2 * (sharding.cp > 1) + (sharding.ranks > 1)
@@ -136,27 +140,27 @@ class _Measured:
 
 def _row(measured: _Measured, vanilla: _Measured) -> dict[str, object]:
     return {
-        "context": measured.context, "batch": measured.batch, "sharding": str(measured.sharding),
-        "kv_bytes": measured.kv_bytes, "kv_saving": vanilla.kv_bytes / measured.kv_bytes,
+        "length": measured.context, "batch": measured.batch, "sharding": str(measured.sharding),
+        "kv_bytes_per_rank": measured.kv_bytes, "kv_saving": vanilla.kv_bytes / measured.kv_bytes,
         "attention_us": measured.attention, "attention_speedup": vanilla.attention / measured.attention,
-        "step_us": measured.step, "sent_bytes": sum(measured.sent.values()),
+        "step_us": measured.step, "sent_bytes_per_rank": sum(measured.sent.values()),
     } | {f"step_{link.name}_us": measured.over(link) for link in LINKS}  # fmt: skip
 
 
 def _measured(context: int, batch: int, sharding: DecodeSharding) -> _Measured:
     torch.cuda.empty_cache()
-    made = RankStep.made(context, batch, sharding)
-    rank = made.block.rank
-    times = cold({"step": made.run, "attention": _attention_alone(made)})
+    create = RankStep.create(context, batch, sharding)
+    rank = create.block.rank
+    times = cold({"step": create.run, "attention": _attention_alone(create)})
     shape = DecodeShape(batch, 1, Q_HEADS, KV_HEADS, HEAD_DIM, HIDDEN)
     kv_bytes = cache_bytes(sharding, shape, rank, context, round(2 * bytes_per_token("bf16", HEAD_DIM)))
     sent = bytes_sent(sharding, shape, rank)
     return _Measured(context, batch, sharding, times["attention"], times["step"], kv_bytes, sent)
 
 
-def _attention_alone(made: RankStep) -> Run:
+def _attention_alone(create: RankStep) -> Run:
     """Attention with all heads of the rank's kv heads over what it holds: what a rank's cache costs to read."""
-    block, cache, step = made.block, made.cache, made.step
+    block, cache, step = create.block, create.cache, create.step
     heads = len(block.sharding.group_heads(block.rank, Q_HEADS))
     q = torch.randn(len(cache.rows), heads, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     return partial(paged_decode_attention, q, cache.keys(0), cache.values(0), cache.block_table, cur_pos=step.cur_pos)
@@ -164,18 +168,18 @@ def _attention_alone(made: RankStep) -> Run:
 
 def _overhead(context: int, batch: int, sharding: DecodeSharding) -> dict[str, object]:
     torch.cuda.empty_cache()
-    made = RankStep.made(context, batch, sharding)
-    attend, weights = _attention_alone(made), made.block.weights
+    create = RankStep.create(context, batch, sharding)
+    attend, weights = _attention_alone(create), create.block.weights
     qkv, out = weights.qkv, weights.out
     assert out is not None
     heads = torch.randn(batch, 1, out.shape[1], device="cuda", dtype=torch.bfloat16)
 
     def needed() -> Tensor:
-        F.linear(made.x, qkv, weights.qkv_bias)
+        F.linear(create.x, qkv, weights.qkv_bias)
         attend()
         return F.linear(heads, out, weights.out_bias)
 
-    times = cold({"step": made.run, "needed": needed, "attention": attend}, rounds=31)
+    times = cold({"step": create.run, "needed": needed, "attention": attend}, rounds=31)
     return {
         "step_us": times["step"], "projections_and_attention_us": times["needed"], "attention_us": times["attention"],
         "overhead": 1 - times["needed"] / times["step"],
@@ -203,3 +207,21 @@ def sections(contexts: Sequence[int], batches: Sequence[int]) -> Iterator[tuple[
         f"steps over links assume {links}",
         measure_shardings(contexts, batches),
     )
+
+
+def main(
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", min=2, help="Tokens per sequence. Repeatable.")
+    ] = None,
+    batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Sequences. Repeatable.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure one of 64 ranks in token generation on one GPU, under TP, KVDP, CP and mixed shardings."""
+    check_device(Device.CUDA)
+    publish("sharding", "cuda", sections(lengths or (8192, 32768, 131072), batches or (1, 8, 64, 512)), json)
+
+
+app = make_app(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,11 +1,12 @@
-"""Train a small Llama whose sequence is spread over ranks: every rank holds all parameters and a part of the tokens.
+"""Train a small Llama with context parallelism: every rank holds all parameters and a shard of the tokens.
 
     python examples/train_context_parallel.py
     torchrun --nproc-per-node 2 examples/train_context_parallel.py
     torchrun --nproc-per-node 4 examples/train_context_parallel.py --length 1001 --layout striped --dtype bf16
 
-All of them print the same losses but for rounding: ranks change where tokens are, not what is computed. Any length will
-do. The model is Transformers' own, with random weights; nothing is downloaded. Needs `pip install "attnmesh[hf]"`.
+All of them print the same losses up to rounding: context parallelism changes where tokens are, not what is computed.
+Any length works. The model is a Llama of Transformers with random weights; nothing is downloaded. Needs
+`pip install "attnmesh[hf]"`.
 """
 
 import argparse
@@ -44,20 +45,20 @@ def small_llama(cp: ContextParallel, length: int) -> LlamaForCausalLM:
         out = cp.attention(q.to(v.dtype), k.to(v.dtype), v, mask=Causal(), scale=scaling, length=length)
         return out.transpose(1, 2), None
 
-    # Transformers makes no mask for an attention it does not know. With one it knows, it would look at the positions
-    # of a shard, find gaps in them and take the pieces for packed documents.
+    # Transformers makes no mask for an unknown attention. For a known one it would treat the gaps between the positions
+    # of a shard as boundaries of packed documents.
     AttentionInterface.register("attnmesh", attention)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=length, use_cache=False, attn_implementation="attnmesh",
-        initializer_range=0.1,  # larger than usual: attention matters from the first step, so its mistakes would show
+        initializer_range=0.1,  # larger than usual, so that errors of attention show from the first step
     )  # fmt: skip
     torch.manual_seed(0)  # the same weights on every rank
     return LlamaForCausalLM(config)
 
 
 def batches(length: int) -> Iterator[Tensor]:
-    """Sequences that can be learnt, the same on every rank: a token is the one before it plus 1, 2 or 3."""
+    """Learnable sequences, the same on every rank: a token is the previous one plus 1, 2 or 3."""
     generator = torch.Generator().manual_seed(1)
     while True:
         steps = torch.randint(1, 4, (BATCH, length), generator=generator)
@@ -73,11 +74,11 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
     positions = cp.positions(length).to(device).unsqueeze(0)
     losses = []
     for _, tokens in zip(range(arguments.steps), batches(length + 1), strict=False):
-        # Shift first, then shard: the label of a shard's last token lies in another shard.
+        # Shift before sharding: the label of the last token of a shard is in another shard.
         tokens, labels = (cp.shard(x, 1).to(device) for x in (tokens[:, :-1], tokens[:, 1:]))
         with torch.autocast(device.type, torch.bfloat16, enabled=arguments.dtype == "bf16"):
             logits = model(input_ids=tokens, position_ids=positions).logits
-        # Local tokens by the global count: these losses add up to the loss, and their gradients to its gradient.
+        # Divide by the global number of tokens: the losses of the ranks add up to the loss, and so do their gradients.
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum") / (BATCH * length)
         optimizer.zero_grad()
         loss.backward()
@@ -91,9 +92,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small Llama whose sequence is spread over ranks.")
+    parser = argparse.ArgumentParser(description="Train a small Llama with context parallelism.")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--length", type=int, default=203, help="tokens in a sequence (default 203; any number)")
+    parser.add_argument("--length", type=int, default=203, help="tokens per sequence, any number (default 203)")
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")
@@ -104,7 +105,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ:  # torchrun started us
+    if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     losses = train(arguments, device)
     if arguments.losses and os.environ.get("RANK", "0") == "0":

@@ -1,13 +1,13 @@
-"""An indexer learns from its loss where sparse attention should look, alone or with the sequence spread over ranks.
+"""Train the indexer of sparse attention with its KL loss, on one rank or with the sequence sharded over ranks.
 
     python examples/train_indexer.py
     python examples/train_indexer.py --ranks 2                       # two virtual ranks in this process
-    torchrun --nproc-per-node 2 examples/train_indexer.py            # real ones
+    torchrun --nproc-per-node 2 examples/train_indexer.py            # processes
 
-All of them print the same losses but for rounding. The attention layer is frozen, and the indexer, a few small
-projections of the layer's input, is to name the 16 keys of every row that attention looks at most. As in DeepSeek-V3.2
-it learns in two stages: first from attention over all keys, then from attention over those that it chose itself. Every
-step has a new sequence; recall is measured on one that it never learns from. Runs on the CPU, in under a minute. Needs
+All of them print the same losses up to rounding. The attention layer is frozen. The indexer, a few small projections of
+the layer's input, learns to select the 16 keys of every row with the largest attention weights. As in DeepSeek-V3.2 it
+is trained in two stages: first with attention over all keys, then with attention over the keys that it selects. Every
+step uses a new sequence; recall is measured on a held-out one. Runs on the CPU in under a minute. Needs
 `pip install "attnmesh[plot]"`.
 """
 
@@ -26,33 +26,33 @@ LENGTH, HIDDEN, TOPICS = 256, 64, 8
 HEADS, WIDTH, ATTN_SCALE = 4, 32, 0.7
 INDEX_HEADS, INDEX_WIDTH, TOPK = 4, 16, 16
 CAUSAL = am.SparseMask(causal=True)
-CHANCE = sum(TOPK / (position + 1) for position in range(TOPK, LENGTH)) / (LENGTH - TOPK)  # of keys drawn blindly
+CHANCE = sum(TOPK / (position + 1) for position in range(TOPK, LENGTH)) / (LENGTH - TOPK)  # recall of random keys
 
 
 class Attention:
-    """The layer, which does not learn. Tokens look for tokens like themselves, each head in its own way."""
+    """The frozen layer. Tokens attend to similar tokens, each head with a projection of its own."""
 
     def __init__(self) -> None:
-        dice = torch.Generator().manual_seed(0)  # the same layer on every rank
-        self.topics = torch.randn(TOPICS, HIDDEN, generator=dice) / TOPICS**0.5
-        self.to_kv = torch.randn(HIDDEN, WIDTH, generator=dice) / HIDDEN**0.5
-        own = torch.randn(HEADS, WIDTH, WIDTH, generator=dice) / WIDTH**0.5
+        generator = torch.Generator().manual_seed(0)  # the same layer on every rank
+        self.topics = torch.randn(TOPICS, HIDDEN, generator=generator) / TOPICS**0.5
+        self.to_kv = torch.randn(HIDDEN, WIDTH, generator=generator) / HIDDEN**0.5
+        own = torch.randn(HEADS, WIDTH, WIDTH, generator=generator) / WIDTH**0.5
         self.to_q = torch.eye(WIDTH) + 0.3 * own
 
     def sequence(self, seed: int) -> Tensor:
-        """A layer's input [LENGTH, HIDDEN], the same on every rank: every token is a mixture of a few topics."""
-        dice = torch.Generator().manual_seed(seed)
-        x = torch.randn(LENGTH, TOPICS, generator=dice) @ self.topics
-        return x + 0.1 * torch.randn(LENGTH, HIDDEN, generator=dice)
+        """An input [LENGTH, HIDDEN], the same on every rank: every token is a mixture of topics."""
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(LENGTH, TOPICS, generator=generator) @ self.topics
+        return x + 0.1 * torch.randn(LENGTH, HIDDEN, generator=generator)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """q [rows, HEADS, WIDTH] and kv [rows, WIDTH], a latent that is key and value of all heads."""
+        """q [rows, HEADS, WIDTH] and the latent kv [rows, WIDTH], shared by all heads."""
         kv = x @ self.to_kv
         return torch.einsum("id,hde->ihe", kv, self.to_q), kv
 
 
 class Indexer(nn.Module):
-    """What `indexer_topk` and the loss take: queries, keys, and a weight for each row and head."""
+    """The inputs of `indexer_topk` and of the loss: queries, keys, and one weight per row and head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ class Indexer(nn.Module):
         self.to_w = nn.Linear(HIDDEN, INDEX_HEADS)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = x.detach()  # it learns from its own loss, and nobody else does
+        x = x.detach()  # its loss has no gradient for the rest of the model
         w = self.to_w(x) * (INDEX_HEADS * INDEX_WIDTH) ** -0.5
         return self.to_q(x).unflatten(-1, (INDEX_HEADS, INDEX_WIDTH)), self.to_k(x), w
 
 
 class Point(NamedTuple):
-    """How far it is after so many steps."""
+    """Loss and recall after a number of steps."""
 
     step: int
     stage: str
@@ -76,10 +76,10 @@ class Point(NamedTuple):
 
 
 class Trainer:
-    """One rank's part: its rows of every sequence. On one rank, that is all of them."""
+    """Trains on one rank's rows of every sequence."""
 
     def __init__(self, comm: am.Comm) -> None:
-        self.comm, self.layout = comm, am.Zigzag()  # late rows see more keys: every rank has early and late ones
+        self.comm, self.layout = comm, am.Zigzag()  # every rank has early rows and late ones, which see more keys
         self.ranks = am.SparseParallel(cp=comm, length=LENGTH, layout=self.layout)
         self.attention = Attention()
         torch.manual_seed(0)  # the same indexer on every rank
@@ -92,7 +92,7 @@ class Trainer:
         return self.layout.shard(self.attention.sequence(seed), 0, self.comm.world, self.comm.rank)
 
     def warm_up_loss(self, x: Tensor) -> Tensor:
-        """Over all keys: the indexer comes to know where attention would look if it could look everywhere."""
+        """The loss with attention over all keys."""
         q, kv = self.attention(x)
         _, lse = self.ranks.sparse_attention(q, kv, self.every_key, scale=ATTN_SCALE, mask=CAUSAL)
         return self.ranks.indexer_kl_loss(
@@ -107,17 +107,17 @@ class Trainer:
         )
 
     def sparse_loss(self, x: Tensor) -> Tensor:
-        """Over the keys that it chose: attention reads no others any more."""
+        """The loss with attention over the selected keys only."""
         q, kv = self.attention(x)
         iq, ik, w = self.indexer(x)
-        chosen = self.ranks.indexer_topk(iq, ik, w, TOPK, mask=CAUSAL).indices
+        selected = self.ranks.indexer_topk(iq, ik, w, TOPK, mask=CAUSAL).indices
         _, _, target = self.ranks.sparse_attention(
-            q, kv, chosen, scale=ATTN_SCALE, mask=CAUSAL, return_attn_sum=True
-        )  # what comes out first goes on through the model; here there is none
-        return self.ranks.indexer_kl_loss(iq, ik, w, chosen, target, mask=CAUSAL, reduction="mean_rows")
+            q, kv, selected, scale=ATTN_SCALE, mask=CAUSAL, return_attn_sum=True
+        )  # the first result is the input of the rest of a model; there is none here
+        return self.ranks.indexer_kl_loss(iq, ik, w, selected, target, mask=CAUSAL, reduction="mean_rows")
 
-    def learn(self, loss: Tensor, rate: float) -> None:
-        """A step down a loss that is the whole sequence's on every rank; a rank has the gradients of its own rows."""
+    def update(self, loss: Tensor, rate: float) -> None:
+        """One optimizer step. The loss is that of the whole sequence, a rank's gradients are those of its rows."""
         self.optimizer.zero_grad()
         loss.backward()
         for parameter in self.indexer.parameters():
@@ -127,20 +127,20 @@ class Trainer:
 
     @torch.no_grad()
     def recall(self) -> float:
-        """Of the keys that have most of attention's mass, how many are chosen; of rows that have a choice."""
+        """The share of the keys with the largest weights that are selected, over rows with more than TOPK keys."""
         x = self.own_rows(seed=1)
         q, kv = self.attention(x)
         _, _, mass = self.ranks.sparse_attention(
             q, kv, self.every_key, scale=ATTN_SCALE, mask=CAUSAL, return_attn_sum=True
         )
-        chosen = self.ranks.indexer_topk(*self.indexer(x), TOPK, mask=CAUSAL).indices
-        found = (mass.topk(TOPK).indices[:, :, None] == chosen[:, None]).any(2).float().mean(1)
+        selected = self.ranks.indexer_topk(*self.indexer(x), TOPK, mask=CAUSAL).indices
+        found = (mass.topk(TOPK).indices[:, :, None] == selected[:, None]).any(2).float().mean(1)
         choice = self.layout.positions(LENGTH, self.comm.world, self.comm.rank) >= TOPK
         return self.comm.all_reduce(found[choice].sum()).item() / (LENGTH - TOPK)
 
 
 def train(comm: am.Comm, warm_up: int, sparse: int, every: int) -> list[Point]:
-    """The loss and the recall on the way, the same on every rank."""
+    """Loss and recall during training, the same on every rank."""
     trainer, last, points = Trainer(comm), warm_up + sparse, []
     for step in range(last + 1):
         stage = "warm-up" if step < warm_up else "sparse"
@@ -151,12 +151,12 @@ def train(comm: am.Comm, warm_up: int, sparse: int, every: int) -> list[Point]:
             if comm.rank == 0:
                 print("step {:4}  {:7}  loss {:.8f}  recall {:.3f}".format(*points[-1]), flush=True)
         if step < last:
-            trainer.learn(loss, rate=1e-2 if stage == "warm-up" else 5e-3)
+            trainer.update(loss, rate=1e-2 if stage == "warm-up" else 5e-3)
     return points
 
 
 def draw(points: list[Point], path: Path) -> None:
-    """Recall above, loss below."""
+    """Plot recall and loss by step."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -168,10 +168,10 @@ def draw(points: list[Point], path: Path) -> None:
         above.plot([p.step for p in some], [p.recall for p in some], marker=".", label=stage)
         below.plot([p.step for p in some], [p.loss for p in some], marker=".", label=stage)
     above.axhline(CHANCE, color="grey", linestyle=":", label="chance")
-    above.set_ylabel(f"recall of attention's {TOPK} keys")
+    above.set_ylabel(f"recall of the {TOPK} largest keys")
     above.set_ylim(0, 1)
     above.legend(loc="lower right")
-    below.set_ylabel("KL a row")
+    below.set_ylabel("KL per row")
     below.set_yscale("log")
     below.set_xlabel("step")
     figure.tight_layout()
@@ -180,27 +180,29 @@ def draw(points: list[Point], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="An indexer learns where sparse attention should look.")
-    parser.add_argument("--ranks", type=int, default=1, help="virtual ones; under torchrun, its own (default 1)")
+    parser = argparse.ArgumentParser(description="Train the indexer of sparse attention.")
+    parser.add_argument("--ranks", type=int, default=1, help="number of virtual ranks, without torchrun (default 1)")
     parser.add_argument("--warm-up", type=int, default=40, help="steps over all keys (default 40)")
-    parser.add_argument("--sparse", type=int, default=40, help="steps over chosen keys (default 40)")
-    parser.add_argument("--every", type=int, default=10, help="steps from one line to the next (default 10)")
-    parser.add_argument("--plot", type=Path, default=Path("train_indexer.png"), help="default train_indexer.png")
+    parser.add_argument("--sparse", type=int, default=40, help="steps over selected keys (default 40)")
+    parser.add_argument("--every", type=int, default=10, help="steps per line (default 10)")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("train_indexer.png"), help="file of the plot (default train_indexer.png)"
+    )
     arguments = parser.parse_args()
 
     if os.environ.get("RANK", "0") == "0":
         print(f"chance: recall {CHANCE:.3f}")
     settings = (arguments.warm_up, arguments.sparse, arguments.every)
-    if "RANK" in os.environ:  # torchrun started us
+    if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
         comm = am.comm_from()
-        points, speaks = train(comm, *settings), comm.rank == 0
+        points, prints = train(comm, *settings), comm.rank == 0
         dist.destroy_process_group()
     else:
-        points, speaks = am.run_virtual(arguments.ranks, lambda comm: train(comm, *settings))[0], True
-    if speaks:
+        points, prints = am.run_virtual(arguments.ranks, lambda comm: train(comm, *settings))[0], True
+    if prints:
         draw(points, arguments.plot)
-        print(f"drawn in {arguments.plot}")
+        print(f"plot: {arguments.plot}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The house: every room stands above all that it imports, files stay short, and heavy extras wait until used."""
+"""Structure of the package: import direction, no cycles, short files, and no optional dependency at import."""
 
 import ast
 import subprocess
@@ -11,82 +11,38 @@ import attnmesh
 from attnmesh.core.optional import installed, require
 
 SOURCE = Path(attnmesh.__file__).parent
+ROOT_FILES = {"__init__.py", "__main__.py", "py.typed"}
+MAX_LINES = 600
 
-# Floors, lowest first. A room may import its own floor and any below; `MAY_IMPORT` says where it is fewer than that.
-FLOORS = [
-    {
-        "state",
-        "mask",
-        "layout",
-        "share",
-        "counts",
-        "spans",
-        "balanced",
-        "joint",
-        "extras",
-        "timeline",
-        "named",
-        "quantity",
-        "recorder",
-        "busy",
-        "met",
-    },
-    {"plan"},
-    {"ops"},
-    {"cache"},
-    {"comm"},
-    {"parallel"},
-    {"models"},
-    {
-        "verify",
-        "verify_decode",
-        "verify_cache",
-        "verify_generation",
-        "verify_mode",
-        "verify_sparse",
-        "verify_sparse_ranks",
-        "report",
-        "launch",
-        "bench",
-        "plan_command",
-        "trace_run",
-        "calibrate",
-        "generate_command",
-        "report_page",
-    },
-    {"cli"},
-    {"attnmesh"},  # the front door, attnmesh/__init__.py, opens on every room
-]
-GROUND = FLOORS[0]
-MAY_IMPORT = {"comm": GROUND | {"comm"}}  # what ranks exchange knows nothing of plans and kernels
+# A package imports only itself and packages earlier in this list. The last entries are attnmesh/__init__.py and
+# attnmesh/__main__.py.
+PACKAGES = [
+    "core", "trace", "plan", "planner", "ops", "kv_cache", "comm", "parallel", "integrations", "generation",
+    "calibration", "testing", "verify", "report", "cli", "attnmesh", "__main__",
+]  # fmt: skip
+PURE = ("core", "trace", "plan", "planner")  # without processes and kernels
 
 Graph = dict[str, set[str]]
 
 
-def room_of(module: str) -> str:
-    """`attnmesh.ops.dense.api` is in the room `ops`; the package itself is `attnmesh`."""
+def package_of(module: str) -> str:
+    """Return `ops` for `attnmesh.ops.dense.api`, and `attnmesh` for the package itself."""
     return module.split(".")[1] if "." in module else module
 
 
-def floor_of(room: str) -> int:
-    for floor, rooms in enumerate(FLOORS):
-        if room in rooms:
-            return floor
-    raise AssertionError(f"the room {room!r} has no floor yet: give it one in FLOORS and in the design's house")
+def order_of(module: str) -> int:
+    package = package_of(module)
+    assert package in PACKAGES, f"package {package!r} has no place in PACKAGES"
+    return PACKAGES.index(package)
 
 
-def allowed(importer: str, imported: str) -> bool:
-    a, b = room_of(importer), room_of(imported)
-    return b in MAY_IMPORT[a] if a in MAY_IMPORT else floor_of(b) <= floor_of(a)
+def wrong_imports(graph: Graph) -> list[str]:
+    """Return the imports of a package that comes later in the order."""
+    return [f"{a} imports {b}" for a in sorted(graph) for b in sorted(graph[a]) if order_of(b) > order_of(a)]
 
 
-def arrows_up(graph: Graph) -> list[str]:
-    """The imports that no room of that floor may make."""
-    return [f"{a} imports {b}" for a in sorted(graph) for b in sorted(graph[a]) if not allowed(a, b)]
-
-
-def circle(graph: Graph) -> list[str]:
-    """Modules that import one another in a circle, or nothing."""
+def cycle(graph: Graph) -> list[str]:
+    """Return modules that import one another in a cycle, or an empty list."""
     done: set[str] = set()
 
     def walk(module: str, path: list[str]) -> list[str]:
@@ -102,7 +58,7 @@ def circle(graph: Graph) -> list[str]:
 
 
 def imports_of(text: str, module: str, *, is_package: bool = False) -> set[str]:
-    """Everything a module's source imports, anywhere in it, as dotted names; `from a import b` gives `a.b`."""
+    """Return all that a module's source imports, anywhere in it, as dotted names; `from a import b` gives `a.b`."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(text)):
@@ -121,8 +77,8 @@ def imports_of(text: str, module: str, *, is_package: bool = False) -> set[str]:
     return found
 
 
-def inside(name: str, modules: set[str]) -> str | None:
-    """The module of this package that a dotted name means: itself, or the module it is a name of."""
+def module_in(name: str, modules: set[str]) -> str | None:
+    """Return the module that a dotted name refers to: itself, or the module it is a name of."""
     while name:
         if name in modules:
             return name
@@ -130,17 +86,23 @@ def inside(name: str, modules: set[str]) -> str | None:
     return None
 
 
-def house(sources: dict[str, str], packages: frozenset[str] = frozenset()) -> Graph:
-    """Which module imports which, from their texts."""
+def import_graph(sources: dict[str, str], packages: frozenset[str] = frozenset()) -> Graph:
+    """Return which module imports which, from their source."""
     modules = set(sources)
     return {
         module: {
             target
             for name in imports_of(text, module, is_package=module in packages)
-            if (target := inside(name, modules)) not in (None, module)
+            if (target := module_in(name, modules)) not in (None, module)
         }
         for module, text in sources.items()
     }
+
+
+def uses(text: str, module: str, name: str) -> bool:
+    """Return whether a module imports `name`, or uses it as an attribute (`torch.distributed.send`)."""
+    attributes = {ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
+    return any(each == name or each.startswith(name + ".") for each in imports_of(text, module) | attributes)
 
 
 def module_name(path: Path) -> str:
@@ -149,57 +111,60 @@ def module_name(path: Path) -> str:
 
 FILES = sorted(SOURCE.rglob("*.py"))
 SOURCES = {module_name(path): path.read_text() for path in FILES}
-PACKAGES = frozenset(module_name(path) for path in FILES if path.name == "__init__.py")
+INITS = frozenset(module_name(path) for path in FILES if path.name == "__init__.py")
 
 
-def test_no_room_imports_a_higher_one():
-    assert arrows_up(house(SOURCES, PACKAGES)) == []
+def test_packages_import_only_earlier_packages():
+    assert wrong_imports(import_graph(SOURCES, INITS)) == []
 
 
-def test_no_modules_import_one_another_in_a_circle():
-    assert circle(house(SOURCES, PACKAGES)) == []
+def test_every_package_has_its_place_in_the_order():
+    packages = {package_of(module) for module in SOURCES}
+    assert packages <= set(PACKAGES)
+    assert set(PACKAGES) - packages <= {"__main__"}
 
 
-def test_the_checker_sees_the_arrows_that_are_known_to_be_there():
-    graph = house(SOURCES, PACKAGES)
-    assert "attnmesh.core.masks" in graph["attnmesh"]
-    assert "attnmesh.core.ranges" in graph["attnmesh.plan.blocks"]  # from attnmesh import spans
-    assert "attnmesh.comm.base" in graph["attnmesh.comm"]  # from .base import ...
-    assert "attnmesh.ops.triton_merge" in graph["attnmesh.ops.merge"]  # require("...")
-    assert "benchmarks.main" in graph["attnmesh.cli.main"]  # inside a function
+def test_the_package_root_holds_no_modules():
+    assert {path.name for path in SOURCE.iterdir() if path.is_file()} <= ROOT_FILES
 
 
-def test_ops_never_imports_comm():
-    graph = house(SOURCES, PACKAGES)
-    reached, new = set(), {module for module in graph if room_of(module) == "ops"}
-    while new:
-        reached |= new
-        new = {after for module in new for after in graph[module]} - reached
-    assert {room_of(module) for module in reached} <= GROUND | {"plan", "ops"}
+def test_no_import_cycles_between_modules():
+    assert cycle(import_graph(SOURCES, INITS)) == []
 
 
-@pytest.mark.parametrize("heavy", ["torch.distributed", "triton"])
-def test_the_ground_and_the_plans_start_no_process_and_compile_no_kernel(heavy):
-    pure = [module for module in SOURCES if room_of(module) in GROUND | {"plan"}]
-    assert len(pure) >= 7
-    assert [module for module in pure if uses(SOURCES[module], module, heavy)] == []
+def test_attnmesh_does_not_import_benchmarks():
+    assert [module for module, text in SOURCES.items() if uses(text, module, "benchmarks")] == []
 
 
-def uses(text: str, module: str, heavy: str) -> bool:
-    """Whether a module imports `heavy`, or reaches it as an attribute (`torch.distributed.send`)."""
-    attributes = {ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
-    names = imports_of(text, module) | attributes
-    return any(name == heavy or name.startswith(heavy + ".") for name in names)
+@pytest.mark.parametrize("name", ["torch.distributed", "triton"])
+def test_pure_packages_use_neither_processes_nor_kernels(name):
+    pure = [module for module in SOURCES if package_of(module) in PURE]
+    assert len(pure) >= 10
+    assert [module for module in pure if uses(SOURCES[module], module, name)] == []
 
 
-# The checker itself, on small houses with a planted fault.
+def test_no_file_has_more_than_600_lines():
+    lengths = {module: len(text.splitlines()) for module, text in SOURCES.items()}
+    assert {module: lines for module, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_importing_attnmesh_imports_no_optional_dependency_and_no_planner():
+    code = "import sys, attnmesh; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert {"attnmesh", "torch"} <= loaded
+    assert not {name.split(".")[0] for name in loaded} & {"triton", "transformers", "matplotlib"}
+    assert not {name for name in loaded if name.startswith("attnmesh.planner")}
+
+
+# The checks themselves, on small packages with a planted fault.
 
 SOUND = {
-    "attnmesh": "from attnmesh.state import merge\nfrom attnmesh.cli import app",
+    "attnmesh": "from attnmesh.core.state import merge\nfrom attnmesh.parallel import ring",
     "attnmesh.core.state": "import torch",
     "attnmesh.core.masks": "",
     "attnmesh.plan": "",
-    "attnmesh.plan.blocks": "from attnmesh import mask\nfrom attnmesh.state import State",
+    "attnmesh.plan.blocks": "from attnmesh.core import masks\nfrom attnmesh.core.state import State",
     "attnmesh.ops": "",
     "attnmesh.ops.dense": "from attnmesh.plan.blocks import Patch",
     "attnmesh.comm": "from .base import Comm",
@@ -208,51 +173,41 @@ SOUND = {
     "attnmesh.parallel.ring": "from attnmesh.comm import Comm\nfrom attnmesh.ops import dense",
     "attnmesh.cli.main": "from attnmesh.parallel import ring",
 }
-SOUND_PACKAGES = frozenset({"attnmesh", "attnmesh.plan", "attnmesh.ops", "attnmesh.comm", "attnmesh.parallel"})
+SOUND_INITS = frozenset({"attnmesh", "attnmesh.plan", "attnmesh.ops", "attnmesh.comm", "attnmesh.parallel"})
 
 
-def test_a_sound_house_passes():
-    graph = house(SOUND, SOUND_PACKAGES)
-    assert arrows_up(graph) == []
-    assert circle(graph) == []
+def test_a_sound_package_passes():
+    graph = import_graph(SOUND, SOUND_INITS)
+    assert wrong_imports(graph) == []
+    assert cycle(graph) == []
     assert graph["attnmesh.plan.blocks"] == {"attnmesh.core.masks", "attnmesh.core.state"}
     assert graph["attnmesh.comm"] == {"attnmesh.comm.base"}
 
 
 @pytest.mark.parametrize(
-    ("module", "text", "arrow"),
+    ("module", "text", "imported"),
     [
-        ("attnmesh.core.state", "import attnmesh.plan.blocks", "attnmesh.core.state imports attnmesh.plan.blocks"),
-        ("attnmesh.core.masks", "from .comm import Comm", "attnmesh.core.masks imports attnmesh.comm"),
-        ("attnmesh.core.masks", "from attnmesh import merge", "attnmesh.core.masks imports attnmesh"),
-        ("attnmesh.plan.blocks", "from ..ops import dense", "attnmesh.plan.blocks imports attnmesh.ops.dense"),
-        ("attnmesh.ops.dense", "def f():\n    import attnmesh.comm", "attnmesh.ops.dense imports attnmesh.comm"),
-        ("attnmesh.ops.dense", "from attnmesh import parallel as p", "attnmesh.ops.dense imports attnmesh.parallel"),
-        ("attnmesh.ops.dense", 'require("attnmesh.comm", extra="x")', "attnmesh.ops.dense imports attnmesh.comm"),
-        ("attnmesh.ops.dense", 'extras.require("attnmesh.cli.main")', "attnmesh.ops.dense imports attnmesh.cli"),
-        (
-            "attnmesh.ops.dense",
-            'importlib.import_module("attnmesh.cli.main")',
-            "attnmesh.ops.dense imports attnmesh.cli",
-        ),
-        ("attnmesh.comm.base", "from attnmesh.plan import blocks", "attnmesh.comm.base imports attnmesh.plan.blocks"),
-        ("attnmesh.comm.base", "from attnmesh.ops import dense", "attnmesh.comm.base imports attnmesh.ops.dense"),
-        ("attnmesh.parallel.ring", "from attnmesh.cli import app", "attnmesh.parallel.ring imports attnmesh.cli"),
-        (
-            "attnmesh.core.state",
-            "if TYPE_CHECKING:\n    from attnmesh.ops import x",
-            "attnmesh.core.state imports attnmesh.ops",
-        ),
+        ("attnmesh.core.state", "import attnmesh.plan.blocks", "attnmesh.plan.blocks"),
+        ("attnmesh.core.masks", "from ..comm import Comm", "attnmesh.comm"),
+        ("attnmesh.core.masks", "from attnmesh import merge", "attnmesh"),
+        ("attnmesh.plan.blocks", "from ..ops import dense", "attnmesh.ops.dense"),
+        ("attnmesh.ops.dense", "def f():\n    import attnmesh.comm", "attnmesh.comm"),
+        ("attnmesh.ops.dense", "from attnmesh import parallel as p", "attnmesh.parallel"),
+        ("attnmesh.ops.dense", 'require("attnmesh.comm", extra="x")', "attnmesh.comm"),
+        ("attnmesh.ops.dense", 'importlib.import_module("attnmesh.cli.main")', "attnmesh.cli.main"),
+        ("attnmesh.comm.base", "from attnmesh.parallel import ring", "attnmesh.parallel.ring"),
+        ("attnmesh.cli.main", "from attnmesh import attention", "attnmesh"),
+        ("attnmesh.core.state", "if TYPE_CHECKING:\n    from attnmesh.ops import x", "attnmesh.ops"),
     ],
 )
-def test_a_planted_arrow_up_is_found(module, text, arrow):
-    assert arrows_up(house(SOUND | {module: text}, SOUND_PACKAGES)) == [arrow]
+def test_a_planted_import_of_a_later_package_is_reported(module, text, imported):
+    assert wrong_imports(import_graph(SOUND | {module: text}, SOUND_INITS)) == [f"{module} imports {imported}"]
 
 
-def test_a_room_nobody_gave_a_floor_is_found():
-    graph = house(SOUND | {"attnmesh.attic": "", "attnmesh.cli.main": "import attnmesh.attic"}, SOUND_PACKAGES)
-    with pytest.raises(AssertionError, match="'attic' has no floor"):
-        arrows_up(graph)
+def test_a_package_without_a_place_in_the_order_is_reported():
+    graph = import_graph(SOUND | {"attnmesh.extra": "", "attnmesh.cli.main": "import attnmesh.extra"}, SOUND_INITS)
+    with pytest.raises(AssertionError, match="'extra' has no place"):
+        wrong_imports(graph)
 
 
 @pytest.mark.parametrize(
@@ -264,12 +219,12 @@ def test_a_room_nobody_gave_a_floor_is_found():
         ({}, []),
     ],
 )
-def test_a_planted_circle_is_found(graph, found):
-    assert circle(graph) == found
+def test_a_planted_cycle_is_reported(graph, found):
+    assert cycle(graph) == found
 
 
 @pytest.mark.parametrize(
-    ("text", "heavy"),
+    ("text", "name"),
     [
         ("import torch.distributed as dist", "torch.distributed"),
         ("from torch import distributed", "torch.distributed"),
@@ -279,38 +234,28 @@ def test_a_planted_circle_is_found(graph, found):
         ("def f():\n    return require('triton', extra='triton')", "triton"),
     ],
 )
-def test_a_planted_heavy_import_is_found(text, heavy):
-    assert uses(text, "attnmesh.core.masks", heavy)
-    assert not uses("import torch\nfrom torch import Tensor\nimport tritonic", "attnmesh.core.masks", heavy)
+def test_a_planted_use_is_reported(text, name):
+    assert uses(text, "attnmesh.core.masks", name)
+    assert not uses("import torch\nfrom torch import Tensor\nimport tritonic", "attnmesh.core.masks", name)
 
 
-def test_no_file_has_more_than_600_lines():
-    lengths = {module: len(text.splitlines()) for module, text in SOURCES.items()}
-    assert {module: lines for module, lines in lengths.items() if lines > 600} == {}
+# `require`: importing an optional dependency.
 
 
-def test_importing_attnmesh_imports_no_extra():
-    code = "import sys, attnmesh; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert {"attnmesh", "torch"} <= loaded
-    assert not loaded & {"triton", "transformers", "matplotlib"}
-
-
-def test_a_missing_extra_is_named():
+def test_require_names_the_missing_dependency_and_its_extra():
     with pytest.raises(ModuleNotFoundError, match=r"no_such_module is not installed.*attnmesh\[plot\]") as caught:
         require("no_such_module", extra="plot")
     assert caught.value.name == "no_such_module"
 
 
-def test_what_a_module_of_ours_misses_is_named_not_the_module(tmp_path, monkeypatch):
+def test_require_names_what_an_imported_module_misses(tmp_path, monkeypatch):
     (tmp_path / "ours_for_the_test.py").write_text("import no_such_module\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match=r"^no_such_module is not installed.*extra 'hf'"):
         require("ours_for_the_test", extra="hf")
 
 
-def test_what_is_there_is_returned():
+def test_require_returns_an_installed_module():
     assert require("math", extra="none").sqrt(4) == 2
     assert installed("math")
     assert not installed("no_such_module")

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from attnmesh.calibration.timing import Run, reason
-from benchmarks.decode.cases import PLAIN_UP_TO, Shape
-from benchmarks.decode.inputs import BLOCK_SIZE, Contiguous
+from benchmarks.decode.cases import BLOCK_SIZE, MAX_PLAIN_LENGTH, Contiguous, Shape
 from benchmarks.peers import PEERS
 
 Cell = float | str  # a time, or why there is none
@@ -28,7 +27,7 @@ def torch_peers(given: Contiguous) -> dict[str, Run]:
     """Every peer in this process by its name; the plain computation where the keys are not too many for it."""
     peers: dict[str, Run] = {peer: partial(sdpa, peer, given) for peer in PEERS}
     peers["FlexDecoding"] = _flex(given)
-    if runs_plain(given.k.shape[2]):
+    if plain_fits(given.k.shape[2]):
         peers["plain softmax"] = partial(plain_softmax, given.q, given.k, given.v)
     return peers
 
@@ -39,19 +38,19 @@ def sdpa(peer: str, given: Contiguous) -> Tensor:
         return F.scaled_dot_product_attention(given.q, given.k, given.v, enable_gqa=True)
 
 
-def runs_plain(length: int) -> bool:
+def plain_fits(length: int) -> bool:
     """Whether the plain computation is run over so many keys."""
-    return length <= PLAIN_UP_TO
+    return length <= MAX_PLAIN_LENGTH
 
 
 def plain_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Two products and a softmax, each with its result in memory, in the dtype of q."""
-    grouped = q.view(k.shape[0], k.shape[1], -1, k.shape[3])  # the query heads of a kv head as rows
-    weights = torch.softmax(grouped @ k.mT / math.sqrt(k.shape[3]), -1)
+    group_by_kernel = q.view(k.shape[0], k.shape[1], -1, k.shape[3])  # the query heads of a kv head as rows
+    weights = torch.softmax(group_by_kernel @ k.mT / math.sqrt(k.shape[3]), -1)
     return (weights @ v).view(q.shape)
 
 
-def checked(run: Run, expected: Tensor) -> Run:
+def check_result(run: Run, expected: Tensor) -> Run:
     """A run that raises when its answer is not the expected one: a peer must compute the same thing."""
 
     def safely() -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmesh.core.optional import require
-from benchmarks.decode import parts
+from benchmarks.decode import measure as parts
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -15,14 +15,14 @@ Lines = Sequence[Mapping[str, Any]]
 def plot_decode(sections: Mapping[str, Lines], folder: Path) -> list[Path]:
     """Draw what there are figures for, from the sections of a run or of its JSON file; the pictures drawn."""
     pyplot = require("matplotlib.pyplot", extra="plot")
-    drawn = []
+    random_case = []
     folder.mkdir(parents=True, exist_ok=True)
     if grid := sections.get(parts.GRID):
-        drawn.append(_against_length(pyplot, grid, "tflops", 1.0, "TFLOP/s", folder / "decode-tflops.svg"))
-        drawn.append(_against_length(pyplot, grid, "tb_per_s", 1e3, "GB/s", folder / "decode-bandwidth.svg"))
+        random_case.append(_against_length(pyplot, grid, "tflops", 1.0, "TFLOP/s", folder / "decode-tflops.svg"))
+        random_case.append(_against_length(pyplot, grid, "tb_per_s", 1e3, "GB/s", folder / "decode-bandwidth.svg"))
     if splits := sections.get(parts.SPLITS):
-        drawn.append(_against_splits(pyplot, splits, folder / "decode-splits.svg"))
-    return drawn
+        random_case.append(_against_splits(pyplot, splits, folder / "decode-splits.svg"))
+    return random_case
 
 
 def _against_length(pyplot: Any, lines: Lines, column: str, factor: float, unit: str, path: Path) -> Path:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from attnmesh.core.optional import require
-from benchmarks.scaling.decode import KERNEL_KINDS
-from benchmarks.scaling.markdown import short
-from benchmarks.scaling.parts import Part
+from benchmarks.scaling.study import SHARDING_KINDS, Part
+from benchmarks.scaling.tables import short
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -51,7 +50,7 @@ def _steps(pyplot: Any, lines: Lines, path: Path) -> Path:
     figure, axes = pyplot.subplots(len(models), len(batches), figsize=size, squeeze=False)
     for model, row in zip(models, axes, strict=True):
         for batch, panel in zip(batches, row, strict=True):
-            for kind in KERNEL_KINDS:
+            for kind in SHARDING_KINDS:
                 points = [x for x in lines if (x["model"], x["batch"], x["kind"]) == (model, batch, kind)]
                 _curve(panel, points, "devices", "seconds", 1e3, kind)
             _ticks(panel, lines, "devices")

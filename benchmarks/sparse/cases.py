@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 
 class Attention(NamedTuple):
     """Queries of `heads` heads, each reading `topk` of `s_kv` keys of width `d`, whose first `d_v` are the value."""
@@ -81,3 +84,57 @@ _CPU_QUICK = _sizes(
     Attention(16, 96, 4, 40, 32, 24, itemsize=4), Indexer(16, 96, 4, 16, 24, itemsize=4),
     (64, 96), (96,), 2, 96, rounds=1, matmul=128, copied=2**20,
 )  # fmt: skip
+
+
+_CHUNK_VALUES = 2**25  # random keys sorted at a time: memory does not grow with s_q x s_kv
+
+
+class AttentionInputs(NamedTuple):
+    """What attention reads; scores are about normal, too."""
+
+    q: Tensor
+    kv: Tensor
+    indices: Tensor
+    scale: float
+
+
+class IndexerInputs(NamedTuple):
+    """What an indexer reads."""
+
+    iq: Tensor
+    ik: Tensor
+    w: Tensor
+
+
+def attention_inputs(shape: Attention, device: str, dtype: torch.dtype) -> AttentionInputs:
+    """Queries, keys and the slots of every query."""
+    q = torch.randn(shape.s_q, shape.heads, shape.d, device=device, dtype=dtype)
+    kv = torch.randn(shape.s_kv, shape.d, device=device, dtype=dtype)
+    return AttentionInputs(q, kv, random_indices(shape.s_q, shape.s_kv, shape.topk, device), shape.d**-0.5)
+
+
+def indexer_inputs(shape: Indexer, device: str, dtype: torch.dtype) -> IndexerInputs:
+    """Queries and keys; weights of either sign, such that scores are about normal."""
+    iq = torch.randn(shape.s_q, shape.heads, shape.d, device=device, dtype=dtype)
+    ik = torch.randn(shape.s_kv, shape.d, device=device, dtype=dtype)
+    return IndexerInputs(iq, ik, torch.randn(shape.s_q, shape.heads, device=device) * (shape.heads * shape.d) ** -0.5)
+
+
+def random_indices(s_q: int, s_kv: int, topk: int, device: str) -> Tensor:
+    """[s_q, topk] int32: the first `topk` of a random permutation of all keys, for each row."""
+    step = max(1, _CHUNK_VALUES // s_kv)
+    rows = [
+        torch.rand(min(step, s_q - start), s_kv, device=device).argsort(1)[:, :topk].int()
+        for start in range(0, s_q, step)
+    ]
+    return torch.cat(rows)
+
+
+def sample_rows(s_q: int, device: str, count: int = 4) -> Tensor:
+    """The rows whose results are held against float64: the first, the last, and some between."""
+    return torch.linspace(0, s_q - 1, min(count, s_q), device=device).round().long()
+
+
+def keep_rows(rows: Tensor, grad: Tensor) -> Tensor:
+    """A gradient that is zero but in these rows: gradients of keys are then those rows' alone."""
+    return torch.zeros_like(grad).index_copy(0, rows, grad[rows])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmesh.core.optional import require
-from benchmarks.sparse import parts
+from benchmarks.sparse import measure as parts
 
 FORMATS = (".pdf", ".png", ".svg")
 Lines = Sequence[Mapping[str, Any]]
@@ -19,7 +19,7 @@ def plot_sparse(sections: Mapping[str, Lines], path: Path) -> None:
     panels = [(title, draw) for title, draw in _PANELS.items() if sections.get(title)]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.5), squeeze=False)
     for (title, draw), panel in zip(panels, axes[0], strict=True):
-        draw(panel, sections[title], sections.get(parts.RECORDED, ()))
+        draw(panel, sections[title])
         panel.set_title(_NAMES[title], fontsize=10)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,22 +27,18 @@ def plot_sparse(sections: Mapping[str, Lines], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _against_length(panel: Any, lines: Lines, recorded: Lines) -> None:
-    """A curve for each operation and number of heads, its bound dashed; others' figures as crosses."""
+def _against_length(panel: Any, lines: Lines) -> None:
+    """Draw a curve for each operation and number of heads, its bound dashed."""
     names = [(line["operation"], line["heads"]) for line in lines]
-    column = "ms" if "ms" in lines[0] else "of_bound"
+    column = "ms" if "ms" in lines[0] else "share_of_bound"
     for name in dict.fromkeys(names):
         points = [line for line, at in zip(lines, names, strict=True) if at == name]
         lengths = [x["s_kv"] for x in points]
         label = f"{name[0]}, {name[1]} heads"
         (curve,) = panel.plot(lengths, [x[column] for x in points], marker="o", label=label)
         if column == "ms":
-            bounds = [x["of_bound"] * x["ms"] for x in points]
+            bounds = [x["share_of_bound"] * x["ms"] for x in points]
             panel.plot(lengths, bounds, color=curve.get_color(), linestyle="--", marker="_")
-    theirs = [x for x in recorded if x["operation"] in {line["operation"] for line in lines}]
-    if theirs:
-        label = f"{theirs[0]['peer']} (recorded)"
-        panel.plot([x["s_kv"] for x in theirs], [x["ms"] for x in theirs], "x", color="grey", label=label)
     panel.set_xscale("log", base=2)
     panel.set_xlabel("keys")
     panel.set_ylabel("ms (dashed: the larger bound)" if column == "ms" else "share of the larger bound")
@@ -54,7 +50,7 @@ def _against_length(panel: Any, lines: Lines, recorded: Lines) -> None:
         _from_zero(panel)
 
 
-def _side_by_side(panel: Any, lines: Lines, _: Lines) -> None:
+def _side_by_side(panel: Any, lines: Lines) -> None:
     """Ours and the other way next to each other: time and, where it was counted, memory, both over ours."""
     ours, others = lines[::2], lines[1::2]
     labels = [f"{x['operation']},\n{x['s_kv']} keys" for x in others]
@@ -81,7 +77,7 @@ def _from_zero(panel: Any) -> None:
     panel.legend(fontsize=7)
 
 
-_PANELS: dict[str, Callable[[Any, Lines, Lines], None]] = {
+_PANELS: dict[str, Callable[[Any, Lines], None]] = {
     parts.DIST: _against_length,
     parts.ATTENTION: _against_length,
     parts.TOPK_TITLE: _side_by_side,

@@ -11,18 +11,22 @@ from typer.testing import CliRunner
 
 from attnmesh.calibration import timing
 from attnmesh.ops.storage import STORAGES, Quantized, values_of
-from benchmarks.cli import app
 from benchmarks.decode import cases as decode_cases
 from benchmarks.decode import jax as decode_jax
 from benchmarks.decode import measure as decode
-from benchmarks.decode import parts as decode_parts
+from benchmarks.decode import measure as decode_parts
 from benchmarks.decode import peers as decode_peers
-from benchmarks.decode.accuracy import measure_storage_accuracy
-from benchmarks.decode.cases import Case, Shape, kernel_of
-from benchmarks.decode.compile import grouped, run_once
-from benchmarks.decode.cpu import measure_cpu_shapes
-from benchmarks.decode.inputs import BLOCK_SIZE, drawn, program
-from benchmarks.decode.parts import ON_CPU, Part, cases
+from benchmarks.decode.__main__ import app
+from benchmarks.decode.cases import BLOCK_SIZE, Case, Shape, kernel_key, make_run, random_case
+from benchmarks.decode.measure import (
+    CPU_PARTS,
+    Part,
+    cases,
+    group_by_kernel,
+    measure_cpu_shapes,
+    measure_storage_accuracy,
+    run_once,
+)
 from benchmarks.decode.plot import plot_decode
 
 TINY = Shape(2, 4, 2, 64, 32)
@@ -32,7 +36,7 @@ SPEEDS = ["us", "tb_per_s", "tflops"]
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, ["decode", *arguments])
+    return CliRunner().invoke(app, arguments)
 
 
 def unfolded(output: str) -> str:
@@ -57,8 +61,8 @@ def timed_here(runs, *, rounds=15, failures=None):
 @pytest.fixture
 def without_a_gpu(monkeypatch):
     monkeypatch.setattr(decode, "cold", timed_here)
-    monkeypatch.setattr(decode, "drawn", lambda case, device: drawn(case, "cpu"))
-    monkeypatch.setattr(decode, "program", lambda case, device: program(case, "cpu"))
+    monkeypatch.setattr(decode, "random_case", lambda case, device: random_case(case, "cpu"))
+    monkeypatch.setattr(decode, "make_run", lambda case, device: make_run(case, "cpu"))
 
 
 # Formulas and cases.
@@ -77,7 +81,7 @@ def test_operations_and_bytes_are_the_formulas():
 
 @pytest.mark.parametrize("storage", [name for name in STORAGES if name != "fp8"])
 def test_bytes_are_those_that_a_pool_takes(storage):
-    paged = drawn(Case(TINY, storage), "cpu")
+    paged = random_case(Case(TINY, storage), "cpu")
     held = [t for x in (paged.k, paged.v) for t in ((x.values, x.scales) if isinstance(x, Quantized) else (x,))]
     assert sum(t.nbytes for t in held) == TINY.cache_bytes(storage)
 
@@ -92,7 +96,7 @@ def test_the_shapes_are_those_of_the_plan():
 
 
 def test_a_table_names_every_block_once_in_random_order():
-    paged = drawn(Case(TINY), "cpu")
+    paged = random_case(Case(TINY), "cpu")
     assert paged.table.dtype == torch.int32
     assert paged.table.shape == (TINY.batch, TINY.length // BLOCK_SIZE)
     flat = paged.table.flatten().tolist()
@@ -101,31 +105,31 @@ def test_a_table_names_every_block_once_in_random_order():
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_pool_made_in_pieces_is_whole(storage, monkeypatch):
-    monkeypatch.setattr("benchmarks.decode.inputs._AT_ONCE", 3 * BLOCK_SIZE * TINY.kv_heads * TINY.head_dim)
-    paged = drawn(Case(TINY, storage), "cpu")
+    monkeypatch.setattr("benchmarks.decode.cases._CHUNK_VALUES", 3 * BLOCK_SIZE * TINY.kv_heads * TINY.head_dim)
+    paged = random_case(Case(TINY, storage), "cpu")
     assert values_of(paged.k).shape == (8, BLOCK_SIZE, TINY.kv_heads, TINY.head_dim)
-    assert torch.isfinite(paged.attended()).all()
+    assert torch.isfinite(paged.decode()).all()
 
 
 def test_blocks_that_do_not_fit_the_length_are_refused():
     with pytest.raises(ValueError, match="multiple of the 16 tokens of a block, got 65"):
-        drawn(Case(TINY._replace(length=65)), "cpu")
+        random_case(Case(TINY._replace(length=65)), "cpu")
 
 
 def test_gathered_and_paged_hold_the_same_numbers():
-    paged = drawn(Case(TINY, "fp32"), "cpu")
-    torch.testing.assert_close(paged.attended(), paged.gathered().attended())
+    paged = random_case(Case(TINY, "fp32"), "cpu")
+    torch.testing.assert_close(paged.decode(), paged.to_contiguous().decode())
     with pytest.raises(ValueError, match="this one is int8"):
-        drawn(Case(TINY, "int8"), "cpu").gathered()
+        random_case(Case(TINY, "int8"), "cpu").to_contiguous()
 
 
 def test_kernels_that_cases_share_are_compiled_by_one_process():
     few = [Case(TINY), Case(TINY), Case(TINY._replace(length=128)), Case(TINY, paged=False), Case(TINY, tokens=2)]
-    assert sorted(map(len, grouped(few))) == [1, 1, 2]
-    most = [kernel_of(Case(TINY, max_splits=n)) for n in (None, 1, 2, 128)]
+    assert sorted(map(len, group_by_kernel(few))) == [1, 1, 2]
+    most = [kernel_key(Case(TINY, max_splits=n)) for n in (None, 1, 2, 128)]
     assert len(set(most)) == 3
     assert most[2] == most[3]
-    for share in grouped(few):
+    for share in group_by_kernel(few):
         run_once(share, "cpu")
 
 
@@ -197,16 +201,16 @@ def test_wall_takes_turns_and_does_not_count_the_first():
 
 
 def test_the_plain_computation_is_attention():
-    given = drawn(Case(TINY, "fp32"), "cpu").gathered()
-    torch.testing.assert_close(decode_peers.plain_softmax(given.q, given.k, given.v), given.attended())
+    given = random_case(Case(TINY, "fp32"), "cpu").to_contiguous()
+    torch.testing.assert_close(decode_peers.plain_softmax(given.q, given.k, given.v), given.decode())
 
 
 def test_a_wrong_answer_is_no_time():
     right = torch.ones(4)
-    decode_peers.checked(lambda: right * 1.01, right)()
+    decode_peers.check_result(lambda: right * 1.01, right)()
     for wrong in (right * 1.1, right * torch.nan):
         with pytest.raises(RuntimeError, match="wrong answer"):
-            decode_peers.checked(partial(torch.clone, wrong), right)()
+            decode_peers.check_result(partial(torch.clone, wrong), right)()
 
 
 def test_failing_peers_are_cells(without_a_gpu, monkeypatch):
@@ -230,14 +234,14 @@ def test_failing_peers_are_cells(without_a_gpu, monkeypatch):
     assert all(isinstance(row[ours], float) for row in rows for ours in decode.OURS)
 
     fast = decode.speed_rows([TINY, LONG], times, 4.0)
-    assert [list(row) for row in fast] == [[*SHAPE_COLUMNS, *SPEEDS, "of_read", "times_cudnn"]] * 2
-    assert fast[0]["of_read"] == pytest.approx(fast[0]["tb_per_s"] / 4.0)
-    assert fast[0]["times_cudnn"] == short["cuDNN"]
-    assert decode.speed_rows([TINY], [{"paged": 2.0, "cuDNN": 3.0}], 4.0)[0]["times_cudnn"] == 1.5
+    assert [list(row) for row in fast] == [[*SHAPE_COLUMNS, *SPEEDS, "share_of_read_bandwidth", "cudnn_over_ours"]] * 2
+    assert fast[0]["share_of_read_bandwidth"] == pytest.approx(fast[0]["tb_per_s"] / 4.0)
+    assert fast[0]["cudnn_over_ours"] == short["cuDNN"]
+    assert decode.speed_rows([TINY], [{"paged": 2.0, "cuDNN": 3.0}], 4.0)[0]["cudnn_over_ours"] == 1.5
 
 
 def test_our_own_failure_is_raised(without_a_gpu, monkeypatch):
-    monkeypatch.setattr(decode, "checked", lambda run, expected: decode_peers.checked(run, expected + 1))
+    monkeypatch.setattr(decode, "check_result", lambda run, expected: decode_peers.check_result(run, expected + 1))
     with pytest.raises(RuntimeError, match=r"paged decode at .*wrong answer"):
         decode.measure_shapes([TINY], every_peer=False)
 
@@ -288,9 +292,13 @@ def test_rows_of_every_part_are_whole(without_a_gpu):
     assert [list(row) for row in rows] == [[*SHAPE_COLUMNS, "storage", *SPEEDS, "speed_up_over_bf16"]] * 4
     assert [row["speed_up_over_bf16"] for row in rows] == [1 / 1, 1 / 2, 1 / 3, 1 / 4]
     rows = decode.measure_tokens([TINY], (1, 2, 4, 8))
-    assert [row["times_one"] for row in rows] == [1, 2, 3, 4]
+    assert [row["over_one_token"] for row in rows] == [1, 2, 3, 4]
     rows = decode.measure_splits([TINY], (1, 2, None))
-    assert [(row["max_splits"], row["us"], row["times_best"]) for row in rows] == [(1, 1, 1), (2, 2, 2), ("free", 3, 3)]
+    assert [(row["max_splits"], row["us"], row["over_fastest"]) for row in rows] == [
+        (1, 1, 1),
+        (2, 2, 2),
+        ("free", 3, 3),
+    ]
 
 
 def test_accuracy_knows_more_bits_from_fewer():
@@ -349,11 +357,11 @@ def test_every_point_is_in_its_picture(tmp_path, monkeypatch):
         for at, row in enumerate(rows):
             row |= {"us": 9.0 + at, "tflops": 1.0 + at, "tb_per_s": 1.0 + at}
     plot_decode(sections, tmp_path)
-    drawn = [
+    random_case = [
         (panel, y) for figure in figures for panel in figure.axes for line in panel.lines for y in line.get_ydata()
     ]
-    assert len(drawn) == 16 + 16 + 3 + 2  # a line across has two ends
-    for panel, y in drawn:
+    assert len(random_case) == 16 + 16 + 3 + 2  # a line across has two ends
+    for panel, y in random_case:
         low, high = panel.get_ylim()
         assert low < y < high
 
@@ -362,15 +370,15 @@ def test_pictures_are_drawn_from_a_file(tmp_path):
     pytest.importorskip("matplotlib")
     source = tmp_path / "decode.json"
     source.write_text(json.dumps({"sections": canned()}))
-    assert run("--from", str(source), "--plots", str(tmp_path / "plots")).exit_code == 0
+    assert run("--from", str(source), "--plot", str(tmp_path / "plots")).exit_code == 0
     assert len(list((tmp_path / "plots").glob("*.svg"))) == 3
     refused = run("--from", str(source))
     assert refused.exit_code == 2
-    assert "give--plotsandnothingelse" in unfolded(refused.output)
+    assert "give--plotandnootheroption" in unfolded(refused.output)
 
 
 def test_help_names_the_parts():
-    shown = CliRunner().invoke(app, ["decode", "--help"], env={"COLUMNS": "200"})
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     for part in Part:
         assert part.value in shown.output
@@ -387,14 +395,14 @@ def test_the_command_measures_on_the_cpu(tmp_path, monkeypatch):
     assert "torch" in written["machine"]
     assert list(written["sections"]) == [decode_parts.CPU, decode_parts.ACCURACY]
     assert written["sections"][decode_parts.CPU][0]["length"] == TINY.length
-    only = run("--device", "cpu", "--part", "accuracy", "--json", str(saved))
+    only = run("--device", "cpu", "--only", "accuracy", "--json", str(saved))
     assert only.exit_code == 0
     assert list(json.loads(saved.read_text())["sections"]) == [decode_parts.ACCURACY]
 
 
-@pytest.mark.parametrize("part", [part for part in Part if part not in ON_CPU])
+@pytest.mark.parametrize("part", [part for part in Part if part not in CPU_PARTS])
 def test_a_part_for_gpus_is_refused_on_the_cpu(part):
-    ran = run("--device", "cpu", "--part", part.value)
+    ran = run("--device", "cpu", "--only", part.value)
     assert ran.exit_code == 2
     assert "measuredonaGPUonly" in unfolded(ran.output)
 
@@ -411,7 +419,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
         yield "first", [{"us": 1.0}]
         raise RuntimeError("the second part failed")
 
-    monkeypatch.setattr("benchmarks.main.measure_decode", measured)
+    monkeypatch.setattr("benchmarks.decode.__main__.measure_decode", measured)
     saved = tmp_path / "decode.json"
     assert run("--device", "cpu", "--json", str(saved)).exit_code == 1
     assert json.loads(saved.read_text())["sections"] == {"first": [{"us": 1.0}]}
@@ -428,7 +436,7 @@ def test_a_run_on_a_gpu_goes_through_every_part(monkeypatch, without_a_gpu):
     monkeypatch.setattr(decode_parts, "measured_floor", lambda: {"empty_graph_us": 4.5, "read_tb_per_s": 4.0})
     monkeypatch.setattr(decode_parts, "_accuracy", lambda device: measure_storage_accuracy("cpu", TINY, ("fp8",)))
     monkeypatch.setattr(decode, "jax_paged", lambda shapes: ["no jax"] * len(shapes))
-    monkeypatch.setattr(decode_peers, "_flex", lambda given: given.attended)
+    monkeypatch.setattr(decode_peers, "_flex", lambda given: given.decode)
     sections = dict(decode_parts.measure_decode("cuda", list(Part)))
     assert list(sections) == [
         decode_parts.FLOOR, decode_parts.SHAPES, decode_parts.PEERS, decode_parts.GRID, decode_parts.LLAMA,

@@ -13,18 +13,25 @@ from attnmesh.plan.program import Load
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.simulator.simulate import Simulated
-from benchmarks.cli import app
-from benchmarks.scaling import cases, markdown, parts
-from benchmarks.scaling.cases import QUICK, SHAPE
-from benchmarks.scaling.decode import decode_rows, kind_of
-from benchmarks.scaling.holding_up import holding_up
-from benchmarks.scaling.parts import Part
+from benchmarks.scaling import study, tables
+from benchmarks.scaling.__main__ import app
 from benchmarks.scaling.plot import plot_scaling
-from benchmarks.scaling.prefill import case_of, one_device, prefill_rows
-from benchmarks.scaling.slow import slow_rows
-from benchmarks.scaling.watch import Watched, watched
+from benchmarks.scaling.study import (
+    QUICK,
+    SHAPE,
+    Part,
+    SimulatedRun,
+    decode_rows,
+    find_bottleneck,
+    one_device_seconds,
+    prefill_rows,
+    sharding_kind,
+    simulate_run,
+    slow_rows,
+    workload_for,
+)
 
-H200 = cluster(cases.HARDWARE)
+H200 = cluster(study.HARDWARE)
 LENGTH = QUICK.lengths[0]
 
 
@@ -60,16 +67,16 @@ def test_every_schedule_is_there_where_it_can_serve(prefill):
 def test_times_add_up(prefill):
     for row in prefill:
         assert 0 < row["computed"] <= row["seconds"] * (1 + 1e-9)
-        assert row["exposed"] == pytest.approx(1 - row["computed"] / row["seconds"])
+        assert row["exposed_communication"] == pytest.approx(1 - row["computed"] / row["seconds"])
         assert row["efficiency"] <= 1.15  # calls of less than the whole sequence run at a better rate, but not more
-        assert row["far"] == 0 or row["ranks"] > 8
+        assert row["inter_node_bytes"] == 0 or row["ranks"] > 8
 
 
 def test_efficiency_is_one_devices_time_over_that_of_all(prefill):
     row = next(x for x in prefill if (x["schedule"], x["ranks"], x["direction"]) == ("ring", 16, "forward"))
     pairs = LENGTH * (LENGTH + 1) // 2
     alone = H200.device.seconds("attention", 4.0 * 64 * 128 * pairs)
-    assert one_device(LENGTH, H200, backward=False) == pytest.approx(alone)
+    assert one_device_seconds(LENGTH, H200, backward=False) == pytest.approx(alone)
     assert row["efficiency"] == pytest.approx(alone / 16 / row["seconds"])
 
 
@@ -84,13 +91,15 @@ def test_twice_the_ranks_take_at_least_half_the_time_but_for_better_rates(prefil
 def test_wider_links_are_never_slower(schedule, end):
     link = getattr(H200, end)
     narrow = replace(H200, **{end: replace(link, bandwidth=link.bandwidth / 8)})
-    workload = case_of(LENGTH, 16, H200)
-    usual, slower = (watched(schedule, workload, which, backward=False).ran.seconds for which in (H200, narrow))
+    workload = workload_for(LENGTH, 16, H200)
+    usual, slower = (simulate_run(schedule, workload, which, backward=False).ran.seconds for which in (H200, narrow))
     assert slower >= usual
 
 
 def test_two_levels_send_less_between_nodes_than_one(prefill):
-    inter_node = {x["schedule"]: x["far"] for x in prefill if (x["ranks"], x["direction"]) == (16, "forward")}
+    inter_node = {
+        x["schedule"]: x["inter_node_bytes"] for x in prefill if (x["ranks"], x["direction"]) == (16, "forward")
+    }
     assert max(inter_node[name] for name in inter_node if "+" in name) < min(
         inter_node[name] for name in inter_node if "+" not in name
     )
@@ -102,17 +111,17 @@ def test_bytes_are_those_of_the_complexity_table(prefill, world):
     n, nodes = 8, world // 8
     queries, keys = LENGTH * SHAPE.query_row, LENGTH * SHAPE.key_row
     rows = {x["schedule"]: x for x in prefill if (x["ranks"], x["direction"]) == (world, "forward")}
-    assert rows["ring"]["near"] == keys * (world - 1) // world
-    assert rows["allgather"]["near"] == keys * (n - 1) // world
-    assert rows["allgather"]["far"] == keys * (world - n) // world
+    assert rows["ring"]["intra_node_bytes"] == keys * (world - 1) // world
+    assert rows["allgather"]["intra_node_bytes"] == keys * (n - 1) // world
+    assert rows["allgather"]["inter_node_bytes"] == keys * (world - n) // world
     copies = max(1, min(world, SHAPE.q_heads) // SHAPE.kv_heads)
     traded = (2 * queries + copies * keys) * (world - 1) // world**2
-    assert rows["ulysses"]["near"] + rows["ulysses"]["far"] == traded
+    assert rows["ulysses"]["intra_node_bytes"] + rows["ulysses"]["inter_node_bytes"] == traded
     if nodes > 1:
         between = keys * (nodes - 1) // nodes // n
-        assert {rows[name]["far"] for name in rows if "+" in name} == {between}
-        assert rows["ring+ring"]["near"] == keys * (n - 1) // n
-        assert rows["ulysses+ring"]["near"] == (2 * queries + keys) // world * (n - 1) // n
+        assert {rows[name]["inter_node_bytes"] for name in rows if "+" in name} == {between}
+        assert rows["ring+ring"]["intra_node_bytes"] == keys * (n - 1) // n
+        assert rows["ulysses+ring"]["intra_node_bytes"] == (2 * queries + keys) // world * (n - 1) // n
         exchanges = {name: rows[name]["exchanges"] for name in rows}
         assert exchanges["ring"] == world - 1
         assert exchanges["ulysses"] == 2
@@ -124,23 +133,23 @@ def test_bytes_are_those_of_the_complexity_table(prefill, world):
 
 
 def test_a_ring_holds_two_blocks_of_keys_beside_its_own():
-    workload = case_of(LENGTH, 8, H200)
+    workload = workload_for(LENGTH, 8, H200)
     block = LENGTH // 8 * SHAPE.key_row
-    found = watched("ring", workload, H200, backward=False)
+    found = simulate_run("ring", workload, H200, backward=False)
     assert found.exchanges == 7
     assert found.arrived == 2 * block
 
 
 def test_an_all_gather_holds_two_groups_of_everybodys_keys():
-    workload = case_of(LENGTH, 8, H200)
-    found = watched("allgather", workload, H200, backward=False)
+    workload = workload_for(LENGTH, 8, H200)
+    found = simulate_run("allgather", workload, H200, backward=False)
     assert found.exchanges == 4
     assert found.arrived == 2 * (LENGTH * 7 // 8) * SHAPE.key_row // 4  # the rank with the last rows sees all of them
 
 
 def test_ulysses_holds_all_rows_of_its_heads_and_their_results():
-    workload = case_of(LENGTH, 8, H200)
-    found = watched("ulysses", workload, H200, backward=False)
+    workload = workload_for(LENGTH, 8, H200)
+    found = simulate_run("ulysses", workload, H200, backward=False)
     others = LENGTH * 7 // 8
     assert found.exchanges == 2
     assert found.arrived == others * (SHAPE.query_row + SHAPE.key_row) // 8 + others * SHAPE.query_row // 8
@@ -152,7 +161,7 @@ def test_ulysses_holds_all_rows_of_its_heads_and_their_results():
 def run_of(computed, seconds, *, intra_node=0, inter_node=0, exchanges=1, sends=1):
     worked = np.array(computed)
     ran = Simulated(np.full(len(worked), float(seconds)), worked, seconds - worked, [], "event by event")
-    return Watched(ran, Load(0, intra_node, inter_node), exchanges, sends, 0, 0.0)
+    return SimulatedRun(ran, Load(0, intra_node, inter_node), exchanges, sends, 0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +184,11 @@ def run_of(computed, seconds, *, intra_node=0, inter_node=0, exchanges=1, sends=
     ],
 )
 def test_what_holds_a_run_up(run, words):
-    assert holding_up(run, 9.0, H200) == words
+    assert find_bottleneck(run, 9.0, H200) == words
 
 
 def test_work_that_grew_by_being_divided_is_not_called_computing():
-    assert holding_up(run_of([10.0, 10.0], 10), 5.0, H200) == "small kernels, merging"
+    assert find_bottleneck(run_of([10.0, 10.0], 10), 5.0, H200) == "small kernels, merging"
 
 
 # Slow ones, and token generation.
@@ -201,7 +210,7 @@ def test_the_first_of_each_case_is_the_best(sections):
 
 
 @pytest.mark.parametrize(
-    ("way", "kind"),
+    ("sharding", "kind"),
     [
         ("TP8", "TP"),
         ("TP4-CP2", "TP-CP"),
@@ -210,22 +219,21 @@ def test_the_first_of_each_case_is_the_best(sections):
         ("2 x TP4", "replicas"),
     ],
 )
-def test_kinds(way, kind):
-    assert kind_of(way) == kind
+def test_sharding_kind(sharding, kind):
+    assert sharding_kind(sharding) == kind
 
 
 # Tables and pictures.
 
 
 def test_tables_have_every_row_once(sections):
-    text = markdown.tables(sections)
+    text = tables.all_tables(sections)
     lines = text.splitlines()
-    tables = [line.count("|") for line in lines if line.startswith("|")]
-    assert min(tables) >= 4
+    assert min(line.count("|") for line in lines if line.startswith("|")) >= 4
     whole = [line for line in lines if line.startswith("|") and line.endswith(("| events |", "| rounds |"))]
     assert len(whole) == len(sections["prefill"])
     assert sum("computing" in line for line in whole) == sum(
-        "computing" in x["held_up_by"] for x in sections["prefill"]
+        "computing" in x["bottleneck"] for x in sections["prefill"]
     )
     for row in sections["slow"]:
         assert f"| {row['slow_rank']:.3f} | {row['slow_link']:.3f} |" in text
@@ -236,14 +244,14 @@ def test_what_does_not_fit_is_never_the_best(prefill):
     rows = [dict(row) for row in prefill if (row["ranks"], row["direction"]) == (8, "forward")]
     best = min(rows, key=lambda row: row["seconds"])
     best["fits"] = False
-    text = markdown.tables({"prefill": rows})
+    text = tables.all_tables({"prefill": rows})
     assert f"{best['efficiency']:.3f}*" in text
     assert f"**{best['efficiency']:.3f}*" not in text
 
 
 def test_nothing_that_fits_is_said(sections):
     rows = [{**row, "fits": False} for row in sections["decode"]]
-    assert markdown.tables({"decode": rows}).count("nothing fits") == len(QUICK.devices)
+    assert tables.all_tables({"decode": rows}).count("nothing fits") == len(QUICK.devices)
 
 
 def test_pictures_are_drawn_and_the_same_each_time(sections, tmp_path):
@@ -255,35 +263,37 @@ def test_pictures_are_drawn_and_the_same_each_time(sections, tmp_path):
 
 
 def test_a_documents_tables_are_made_anew(sections):
-    title = next(line for line in markdown.tables(sections).splitlines() if line.startswith("Efficiency"))
+    title = next(line for line in tables.all_tables(sections).splitlines() if line.startswith("Efficiency"))
     text = f"# Head\n\n<!-- {title} -->\n| old |\n|--:|\n| 7 |\n\nAfter it.\n\n<!-- something else -->\n| kept |\n"
-    made = markdown.put_into(text, sections)
+    made = tables.replace_tables(text, sections)
     assert "| 7 |" not in made
     assert "| tokens | GPUs | ring |" in made
     assert made.endswith("|\n\nAfter it.\n\n<!-- something else -->\n| kept |\n")
-    assert markdown.put_into(made, sections) == made
+    assert tables.replace_tables(made, sections) == made
 
 
 def test_the_documents_tables_are_those_of_its_data():
-    docs = Path(__file__).parents[1] / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     saved = json.loads((docs / "data" / "scaling.json").read_text())["sections"]
     text = (docs / "scaling.md").read_text()
-    assert text.count("<!-- ") == sum(not line.startswith("|") for line in markdown.tables(saved).splitlines() if line)
-    assert markdown.put_into(text, saved) == text
+    assert text.count("<!-- ") == sum(
+        not line.startswith("|") for line in tables.all_tables(saved).splitlines() if line
+    )
+    assert tables.replace_tables(text, saved) == text
 
 
 # The command.
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["scaling", *arguments])
+    return CliRunner().invoke(app, arguments)
 
 
 def test_a_saved_study_says_the_same(tmp_path, sections):
     saved = tmp_path / "new" / "scaling.json"
     ran = run("--quick", "--only", "slow", "--only", "decode", "--json", str(saved))
     assert ran.exit_code == 0, ran.output
-    again = run("--from", str(saved), "--plots", str(tmp_path / "pictures"))
+    again = run("--from", str(saved), "--plot", str(tmp_path / "pictures"))
     assert again.exit_code == 0, again.output
     assert again.stdout.strip() == ran.stdout.strip()
     kept = json.loads(saved.read_text())
@@ -299,7 +309,7 @@ def test_what_is_done_is_kept(tmp_path, monkeypatch):
         yield [{"schedule": "ring"}]
         raise RuntimeError("the machine went down")
 
-    monkeypatch.setitem(parts._ROWS, Part.SLOW, breaking)
+    monkeypatch.setitem(study._ROWS, Part.SLOW, breaking)
     saved = tmp_path / "scaling.json"
     assert isinstance(run("--only", "slow", "--json", str(saved)).exception, RuntimeError)
     assert json.loads(saved.read_text())["sections"] == {"slow": [{"schedule": "ring"}]}
@@ -316,6 +326,6 @@ def test_from_takes_nothing_else(tmp_path):
 def test_other_hardware_changes_the_figures(tmp_path, sections):
     file = tmp_path / "mine.toml"
     file.write_text("[link.infiniband]\nbandwidth_gbs = 5\n")
-    found = flat(rows for _, rows in parts.study((Part.SLOW,), quick=True, hardware_file=file))
+    found = flat(rows for _, rows in study.study((Part.SLOW,), quick=True, hardware_file=file))
     assert found[1]["schedule"] == "allgather"
     assert found[1]["seconds"] > sections["slow"][1]["seconds"]

@@ -11,26 +11,22 @@ from typer.testing import CliRunner
 from attnmesh.calibration import timing
 from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
-from benchmarks.cli import app
-from benchmarks.sparse import attention as attention_part
-from benchmarks.sparse import inputs, naive, parts, recorded, roofline
-from benchmarks.sparse import loss as loss_part
-from benchmarks.sparse import topk as topk_part
+from benchmarks.sparse import cases, measure, roofline
+from benchmarks.sparse.__main__ import app
 from benchmarks.sparse.cases import Attention, Indexer, sizes
-from benchmarks.sparse.guard import ROUNDED, Verdict, choice_error, judged
-from benchmarks.sparse.parts import Part
+from benchmarks.sparse.checks import ROUNDED, Verdict, judge, topk_error
+from benchmarks.sparse.measure import Part
 from benchmarks.sparse.plot import plot_sparse
-from benchmarks.sparse.roofline import Ceilings, Work
-from benchmarks.sparse.stage import Stage, measured_ceilings
+from benchmarks.sparse.roofline import Peaks, Runner, Work, measure_peaks
 
 QUICK = sizes("cpu", quick=True)
 FULL = sizes("cuda", quick=False)
-STAGE = Stage("cpu", QUICK, Ceilings(0.01, 0.01))
-REACHED = ["operation", "heads", "s_kv", "ms", "tflops", "bound", "of_bound", "error", "verdict"]
+RUNNER = Runner("cpu", QUICK, Peaks(0.01, 0.01))
+REACHED = ["operation", "heads", "s_kv", "ms", "tflops", "bound", "share_of_bound", "error", "verdict"]
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, ["sparse", *arguments])
+    return CliRunner().invoke(app, arguments)
 
 
 def unfolded(output: str) -> str:
@@ -51,7 +47,7 @@ def test_the_distribution_asks_what_was_reckoned_by_hand(s_kv, gigabytes):
     by_hand = 4096 * 128 * 576 * 2 + s_kv * 1152 + 4096 * 2048 * (4 + 4) + 4096 * 128 * 4
     assert work.bytes == by_hand
     assert by_hand / 1e9 == pytest.approx(gigabytes, abs=5e-4)
-    assert Ceilings(790.0, 4.3).operations_ms(work) == pytest.approx(1.566, abs=5e-4)
+    assert Peaks(790.0, 4.3).operations_ms(work) == pytest.approx(1.566, abs=5e-4)
 
 
 def test_attention_asks_what_was_reckoned_by_hand():
@@ -59,9 +55,9 @@ def test_attention_asks_what_was_reckoned_by_hand():
     forward, backward = roofline.forward(shape), roofline.backward(shape)
     assert forward.flops / 1e12 == pytest.approx(2.336, abs=5e-4)
     assert backward.flops / 1e12 == pytest.approx(5.91, abs=5e-3)
-    ceilings = Ceilings(790.0, 4.3)
-    assert ceilings.bound(forward) == ("operations", pytest.approx(2.958, abs=1e-3))
-    assert ceilings.bound(backward) == ("operations", pytest.approx(7.48, abs=5e-3))
+    peaks = Peaks(790.0, 4.3)
+    assert peaks.bound(forward) == ("operations", pytest.approx(2.958, abs=1e-3))
+    assert peaks.bound(backward) == ("operations", pytest.approx(7.48, abs=5e-3))
     q, keys, out, slots, lse = 603979776, 37748736, 536870912, 33554432, 2097152
     assert forward.bytes == q + keys + out + slots + lse
     assert backward.bytes == 2 * (q + keys + out) + slots + lse
@@ -96,18 +92,23 @@ def test_the_loss_asks_for_four_products():
 
 
 def test_the_larger_bound_is_named():
-    ceilings = Ceilings(tflops=100.0, tb_per_s=2.0)
-    assert ceilings.bound(Work(10**12, 10**9)) == ("operations", pytest.approx(10.0))
-    assert ceilings.bound(Work(10**10, 10**9)) == ("bytes", pytest.approx(0.5))
-    reached = Stage("cpu", QUICK, ceilings).reached(Work(10**12, 10**9), 20.0)
-    assert reached == {"ms": 20.0, "tflops": pytest.approx(50.0), "bound": "operations", "of_bound": pytest.approx(0.5)}
+    peaks = Peaks(tflops=100.0, tb_per_s=2.0)
+    assert peaks.bound(Work(10**12, 10**9)) == ("operations", pytest.approx(10.0))
+    assert peaks.bound(Work(10**10, 10**9)) == ("bytes", pytest.approx(0.5))
+    speeds = Runner("cpu", QUICK, peaks).speeds(Work(10**12, 10**9), 20.0)
+    assert speeds == {
+        "ms": 20.0,
+        "tflops": pytest.approx(50.0),
+        "bound": "operations",
+        "share_of_bound": pytest.approx(0.5),
+    }
 
 
 def test_ceilings_count_both_ways_of_a_copy(monkeypatch):
-    monkeypatch.setattr("benchmarks.sparse.stage.wall", lambda runs, rounds: dict.fromkeys(runs, 0.5))
-    ceilings = measured_ceilings("cpu", QUICK)
-    assert ceilings.tflops == pytest.approx(2 * QUICK.matmul**3 / 0.5 / 1e12)
-    assert ceilings.tb_per_s == pytest.approx(2 * QUICK.copied / 0.5 / 1e12)
+    monkeypatch.setattr("benchmarks.sparse.roofline.wall", lambda runs, rounds: dict.fromkeys(runs, 0.5))
+    peaks = measure_peaks("cpu", QUICK)
+    assert peaks.tflops == pytest.approx(2 * QUICK.matmul**3 / 0.5 / 1e12)
+    assert peaks.tb_per_s == pytest.approx(2 * QUICK.copied / 0.5 / 1e12)
 
 
 def test_the_shapes_are_those_of_the_plan():
@@ -127,8 +128,8 @@ def test_the_shapes_are_those_of_the_plan():
 
 
 def test_indices_are_distinct_uniform_and_in_no_order(monkeypatch):
-    monkeypatch.setattr(inputs, "_AT_ONCE", 7 * 64)  # pieces of 7 rows
-    found = inputs.random_indices(400, 64, 16, "cpu")
+    monkeypatch.setattr(cases, "_CHUNK_VALUES", 7 * 64)  # pieces of 7 rows
+    found = cases.random_indices(400, 64, 16, "cpu")
     assert found.dtype == torch.int32
     assert found.shape == (400, 16)
     assert all(len(set(row)) == 16 for row in found.tolist())
@@ -143,16 +144,16 @@ def test_indices_are_drawn_without_all_keys_of_all_rows_in_memory(monkeypatch):
     drawn = []
     rand = torch.rand
     monkeypatch.setattr(torch, "rand", lambda *shape, **more: drawn.append(shape) or rand(*shape, **more))
-    monkeypatch.setattr(inputs, "_AT_ONCE", 256)
-    inputs.random_indices(10, 64, 8, "cpu")
+    monkeypatch.setattr(cases, "_CHUNK_VALUES", 256)
+    cases.random_indices(10, 64, 8, "cpu")
     assert drawn == [(4, 64), (4, 64), (2, 64)]
 
 
 def test_a_gradient_of_some_rows_is_zero_in_the_others():
     grad = torch.randn(5, 3)
-    rows = inputs.some_rows(5, "cpu", count=2)
+    rows = cases.sample_rows(5, "cpu", count=2)
     assert rows.tolist() == [0, 4]
-    kept = inputs.only(rows, grad)
+    kept = cases.keep_rows(rows, grad)
     torch.testing.assert_close(kept[rows], grad[rows], rtol=0, atol=0)
     assert not kept[1:4].any()
 
@@ -162,9 +163,9 @@ def test_a_gradient_of_some_rows_is_zero_in_the_others():
 
 def test_what_is_too_far_is_wrong():
     right = torch.ones(4, dtype=torch.float64)
-    assert judged((right.float(), right, 1e-3), (right * 1.001, right, 1e-2)) == (pytest.approx(1e-3), "ok")
-    assert judged((right, right, 1e-3), (right * 1.1, right, 1e-2)) == (pytest.approx(0.1), "WRONG")
-    assert judged((right * torch.nan, right, 1e-3), (right, right, 1e-3)) == (math.inf, "WRONG")
+    assert judge((right.float(), right, 1e-3), (right * 1.001, right, 1e-2)) == (pytest.approx(1e-3), "ok")
+    assert judge((right, right, 1e-3), (right * 1.1, right, 1e-2)) == (pytest.approx(0.1), "WRONG")
+    assert judge((right * torch.nan, right, 1e-3), (right, right, 1e-3)) == (math.inf, "WRONG")
 
 
 def test_a_choice_is_held_against_exact_scores():
@@ -172,13 +173,13 @@ def test_a_choice_is_held_against_exact_scores():
     size = math.sqrt((9 + 1 + 4) / 4)
 
     def error(*keys):
-        return choice_error(torch.tensor([keys], dtype=torch.int32), scores)
+        return topk_error(torch.tensor([keys], dtype=torch.int32), scores)
 
     assert error(0, 3) == 0
     assert error(0, 1) == pytest.approx(1 / size)  # below the second best by 1
     assert error(1, 3) == pytest.approx(1 / size)  # the best was left out: 1 above the second
     assert error(0, 2) == error(0, 0) == error(0, -1) == error(0, 5) == math.inf
-    assert choice_error(torch.tensor([[1, 4]], dtype=torch.int32), torch.zeros(1, 5).double() + 0.5) == 0  # all equal
+    assert topk_error(torch.tensor([[1, 4]], dtype=torch.int32), torch.zeros(1, 5).double() + 0.5) == 0  # all equal
 
 
 @pytest.mark.parametrize("spoil", ["none", "order", "scores", "choice"])
@@ -193,7 +194,7 @@ def test_top_k_is_judged_by_choice_scores_and_order(spoil):
     if spoil == "scores":
         scores[3] += 0.1
     slots = TopKIndices(indices.int(), scores, torch.full((6,), 4))
-    assert topk_part.judged_choice(slots, exact, torch.arange(6)).verdict == ("ok" if spoil == "none" else "WRONG")
+    assert measure.judge_topk(slots, exact, torch.arange(6)).verdict == ("ok" if spoil == "none" else "WRONG")
 
 
 def wrong_tenth(function):
@@ -207,41 +208,36 @@ def wrong_tenth(function):
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "measure", "wrong"),
+    ("name", "run_part", "wrong"),
     [
-        (attention_part, "attention_distribution", attention_part.measure_distribution, {"attention_distribution"}),
-        (
-            attention_part,
-            "sparse_attention",
-            attention_part.measure_attention,
-            {"forward", "backward", "backward, deterministic"},
-        ),
-        (loss_part, "indexer_kl_loss", loss_part.measure_loss, {"sparse loss", "dense loss"}),
+        ("attention_distribution", measure.measure_distribution, {"attention_distribution"}),
+        ("sparse_attention", measure.measure_attention, {"forward", "backward", "backward, deterministic"}),
+        ("indexer_kl_loss", measure.measure_loss, {"sparse loss", "dense loss"}),
     ],
 )
-def test_wrong_operations_are_found(module, name, measure, wrong, monkeypatch):
-    assert parts.wrong(measure(STAGE)) == []
-    monkeypatch.setattr(module, name, wrong_tenth(getattr(module, name)))
-    found = measure(STAGE)
-    assert {row["operation"] for row in parts.wrong(found)} == wrong
+def test_wrong_operations_are_found(name, run_part, wrong, monkeypatch):
+    assert measure.wrong_rows(run_part(RUNNER)) == []
+    monkeypatch.setattr(measure, name, wrong_tenth(getattr(measure, name)))
+    found = run_part(RUNNER)
+    assert {row["operation"] for row in measure.wrong_rows(found)} == wrong
 
 
 def test_rounding_to_bf16_is_far_from_wrong(monkeypatch):
-    monkeypatch.setattr("benchmarks.sparse.stage.dtype_on", lambda device: torch.bfloat16)
-    for _, measure in parts._TITLES.values():
-        for row in measure(STAGE):
+    monkeypatch.setattr("benchmarks.sparse.roofline.dtype_on", lambda device: torch.bfloat16)
+    for _, run_part in measure._TITLES.values():
+        for row in run_part(RUNNER):
             assert row["verdict"] in ("ok", "peer")
             assert row["error"] < ROUNDED / 4 or row["verdict"] == "peer"
 
 
 def test_a_wrong_result_ends_with_1(monkeypatch, tmp_path):
     rows = [{"operation": "forward", "ms": 1.0, **Verdict(0.5, "WRONG")._asdict()}]
-    monkeypatch.setitem(parts._TITLES, Part.DIST, (parts.DIST, lambda stage: rows))
+    monkeypatch.setitem(measure._TITLES, Part.DIST, (measure.DIST, lambda runner: rows))
     saved = tmp_path / "sparse.json"
     ran = run("--device", "cpu", "--quick", "--only", "dist", "--json", str(saved))
     assert ran.exit_code == 1
     assert "WRONG results" in ran.output
-    assert json.loads(saved.read_text())["sections"][parts.DIST][0]["verdict"] == "WRONG"
+    assert json.loads(saved.read_text())["sections"][measure.DIST][0]["verdict"] == "WRONG"
 
 
 # Timing and memory.
@@ -279,18 +275,18 @@ def test_the_naive_computation_takes_as_many_rows_as_fit():
         if rows > 3:
             raise torch.OutOfMemoryError("too much")
 
-    assert naive.rows_that_fit(20, needs) == 3
+    assert measure.max_rows(20, needs) == 3
     assert tried == [20, 10, 5, 3]
     with pytest.raises(RuntimeError, match="not even one row"):
-        naive.rows_that_fit(2, lambda rows: needs(rows + 10))
+        measure.max_rows(2, lambda rows: needs(rows + 10))
 
 
 @pytest.mark.parametrize("at_once", [16, 5])
 @pytest.mark.parametrize("dense", [False, True])
 def test_the_naive_computation_is_the_loss(dense, at_once):
     attention, indexer = QUICK.loss
-    x = inputs.attention_inputs(attention, "cpu", torch.float64)
-    i = inputs.indexer_inputs(indexer, "cpu", torch.float64)
+    x = cases.attention_inputs(attention, "cpu", torch.float64)
+    i = cases.indexer_inputs(indexer, "cpu", torch.float64)
     grad = torch.randn(attention.s_q, dtype=torch.float64)
     every = torch.arange(attention.s_kv).expand(attention.s_q, -1)
     lse = (torch.einsum("ihd,jd->ihj", x.q, x.kv) * x.scale).gather(
@@ -302,11 +298,11 @@ def test_the_naive_computation_is_the_loss(dense, at_once):
         mode="dense" if dense else "sparse", reduction="none",
     )  # fmt: skip
     expected = (loss, *torch.autograd.grad(loss, leaves, grad))
-    found = naive.naive_step(x, inputs.Indexed(*leaves), grad, dense=dense, at_once=at_once)
+    found = measure.naive_step(x, cases.IndexerInputs(*leaves), grad, dense=dense, at_once=at_once)
     for got, right in zip(found, expected, strict=True):
         torch.testing.assert_close(got, right.detach(), rtol=1e-4, atol=1e-6, check_dtype=False)  # p is float32 there
     if dense:
-        torch.testing.assert_close(loss_part.dense_lse(x).double(), lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(measure.dense_lse(x).double(), lse, rtol=1e-5, atol=1e-5)
 
 
 # Rows and the picture.
@@ -316,26 +312,22 @@ def test_the_naive_computation_is_the_loss(dense, at_once):
 def measured():
     """Every section as a run on an H200 leaves it, at a size for the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stage, "added_bytes", lambda self, program: 1000 if program() else 0)
-        sections = {title: measure(STAGE) for title, measure in parts._TITLES.values()}
-    sections[parts.RECORDED] = recorded.recorded_rows(
-        "NVIDIA H200", ["attention_distribution", "forward"], FULL.lengths
-    )
-    return sections
+        patch.setattr(Runner, "added_bytes", lambda self, program: 1000 if program() else 0)
+        return {title: run_part(RUNNER) for title, run_part in measure._TITLES.values()}
 
 
 def test_rows_are_whole_and_right(measured):
-    assert [list(row) for row in measured[parts.DIST]] == [REACHED] * 2
-    assert [list(row) for row in measured[parts.ATTENTION]] == [REACHED] * 9
-    assert [list(row) for row in measured[parts.TOPK_TITLE]] == [[*REACHED, "over_ours", "memory_over_io"]] * 4
-    assert [list(row) for row in measured[parts.LOSS]] == [[*REACHED, "at_once", "over_ours", "added_gb"]] * 4
-    for title, rows in measured.items():
-        assert parts.wrong(rows) == []
-        for row in rows if title != parts.RECORDED else ():
+    assert [list(row) for row in measured[measure.DIST]] == [REACHED] * 2
+    assert [list(row) for row in measured[measure.ATTENTION]] == [REACHED] * 9
+    assert [list(row) for row in measured[measure.TOPK_TITLE]] == [[*REACHED, "over_ours", "memory_over_io"]] * 4
+    assert [list(row) for row in measured[measure.LOSS]] == [[*REACHED, "at_once", "over_ours", "added_gb"]] * 4
+    for rows in measured.values():
+        assert measure.wrong_rows(rows) == []
+        for row in rows:
             assert row["error"] < 1e-4
             assert row["tflops"] > 0
-    assert {(row["heads"], row["s_kv"]) for row in measured[parts.ATTENTION]} == {(4, 64), (4, 96), (2, 96)}
-    ours, theirs = measured[parts.TOPK_TITLE][:2]
+    assert {(row["heads"], row["s_kv"]) for row in measured[measure.ATTENTION]} == {(4, 64), (4, 96), (2, 96)}
+    ours, theirs = measured[measure.TOPK_TITLE][:2]
     assert ours["over_ours"] == 1
     assert theirs["over_ours"] == pytest.approx(theirs["ms"] / ours["ms"])
     assert theirs["verdict"] == "peer"
@@ -343,21 +335,8 @@ def test_rows_are_whole_and_right(measured):
     assert ours["memory_over_io"] == pytest.approx((held + 1000) / (held + 16 * (2 * 24 + 1) * 4))
 
 
-def test_others_figures_are_recorded_for_an_h200_only():
-    assert recorded.recorded_rows("NVIDIA H100", ["attention_distribution", "forward"], FULL.lengths) == []
-    rows = recorded.recorded_rows("NVIDIA H200", ["forward"], FULL.lengths)
-    assert [(row["s_kv"], row["ms"]) for row in rows] == [(8192, 3.52), (32768, 4.04), (131072, 4.47)]
-    assert [row["tflops"] for row in rows] == pytest.approx([665, 578, 522], abs=1.5)
-    rows = recorded.recorded_rows("NVIDIA H200", ["attention_distribution"], FULL.lengths)
-    assert [row["ms"] for row in rows] == [2.98, 3.30, 3.85]
-    assert [row["tflops"] for row in rows] == pytest.approx([416, 374, 322], abs=1.5)
-    assert "NOT measured in this one" in parts.RECORDED
-    quick = sizes("cuda", quick=True).lengths
-    assert recorded.recorded_rows("NVIDIA H200", ["attention_distribution", "forward"], quick) == []  # other shapes
-
-
 def as_on_a_cpu(sections):
-    kept = {title: parts._ratios(rows) for title, rows in sections.items() if title != parts.RECORDED}
+    kept = {title: measure._ratios(rows) for title, rows in sections.items()}
     for row in (row for rows in kept.values() for row in rows):
         row.pop("memory_over_io", None)
         row.pop("added_gb", None)
@@ -374,8 +353,8 @@ def test_the_picture_has_every_figure(measured, tmp_path, monkeypatch):
     plot_sparse(as_on_a_cpu(measured), tmp_path / "sparse.svg")
     by_time, by_ratio = figures
     assert len(by_time.axes) == len(by_ratio.axes) == 4
-    # Curves with their bounds, and others' figures: 1 x 2 + 1, and (3 of 4 heads, 3 of 2) x 2 + 1.
-    assert [len(panel.lines) for panel in by_time.axes[:2]] == [3, 13]
+    # Curves with their bounds: 1 x 2, and (3 of 4 heads, 3 of 2) x 2.
+    assert [len(panel.lines) for panel in by_time.axes[:2]] == [2, 12]
     assert [len(panel.lines) for panel in by_ratio.axes[:2]] == [1, 6]
     assert [len(panel.patches) for panel in by_time.axes[2:]] == [4, 4]  # time and memory, of two each
     assert [len(panel.patches) for panel in by_ratio.axes[2:]] == [2, 2]
@@ -390,8 +369,8 @@ def test_every_point_is_well_inside_its_panel(backward, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda self, path: figures.append(self))
     times = {"forward": 4.0, "backward": backward}
     plot_sparse(
-        {parts.ATTENTION: [
-            {"operation": name, "heads": 128, "s_kv": s_kv, "ms": ms, "of_bound": 0.5}
+        {measure.ATTENTION: [
+            {"operation": name, "heads": 128, "s_kv": s_kv, "ms": ms, "share_of_bound": 0.5}
             for name, ms in times.items() for s_kv in (8192, 32768)
         ]},
         tmp_path / "sparse.svg",
@@ -416,12 +395,18 @@ def test_the_command_measures_on_the_cpu(tmp_path):
     assert picture.read_text().startswith("<?xml")
     written = json.loads(saved.read_text())
     assert written["benchmark"] == "sparse"
-    assert list(written["sections"]) == [parts.ROOFLINE, parts.DIST, parts.ATTENTION, parts.TOPK_TITLE, parts.LOSS]
+    assert list(written["sections"]) == [
+        measure.ROOFLINE,
+        measure.DIST,
+        measure.ATTENTION,
+        measure.TOPK_TITLE,
+        measure.LOSS,
+    ]
     columns = {name for rows in written["sections"].values() for row in rows for name in row}
     assert not [name for name in columns if name.split("_")[-1] in ("ms", "tflops", "s")]  # only ratios
-    assert {"of_bound", "over_ours", "error", "gather_gb", "gather64_gb"} <= columns
+    assert {"share_of_bound", "over_ours", "error", "gather_gb", "gather64_gb"} <= columns
     timed = {row["operation"] for title in list(written["sections"])[1:] for row in written["sections"][title]}
-    asked = {row["operation"] for row in written["sections"][parts.ROOFLINE]}
+    asked = {row["operation"] for row in written["sections"][measure.ROOFLINE]}
     assert asked <= timed
 
 
@@ -430,8 +415,8 @@ def test_only_what_is_asked_for_is_measured(tmp_path):
     ran = run("--device", "cpu", "--quick", "--only", "topk", "--json", str(saved))
     assert ran.exit_code == 0, ran.output
     sections = json.loads(saved.read_text())["sections"]
-    assert list(sections) == [parts.ROOFLINE, parts.TOPK_TITLE]
-    assert {row["operation"] for row in sections[parts.ROOFLINE]} == {"indexer_topk", "indexer_topk, causal"}
+    assert list(sections) == [measure.ROOFLINE, measure.TOPK_TITLE]
+    assert {row["operation"] for row in sections[measure.ROOFLINE]} == {"indexer_topk", "indexer_topk, causal"}
 
 
 @pytest.mark.parametrize(
@@ -458,7 +443,7 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 
 def test_help_names_the_parts():
-    shown = CliRunner().invoke(app, ["sparse", "--help"], env={"COLUMNS": "200"})
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     for part in Part:
         assert part.value in shown.output

@@ -292,7 +292,7 @@
     const what = [...new Set(messages.map((message) => message[4]))].join(", ");
     const computed = active ? `${active} of ${plural(data.world, "rank")} compute, ${flops(sum(work))} in total. ` : "No computation. ";
     const inside = sum(messages.filter(([, a, b]) => groupOf(a) === groupOf(b)).map((message) => message[3]));
-    const stays = grouped && inside ? ` ${bytes(inside)} of it within a ${noun} (not drawn).` : "";
+    const stays = grouped && inside ? ` ${inside === sum(sent) ? "All" : bytes(inside)} of it within a ${noun} (not drawn).` : "";
     const moved = messages.length ? `${bytes(sum(sent))} sent in ${plural(messages.length, "message")}: ${what}.${stays}` : "No communication.";
     at("now-text").textContent = computed + moved;
     drawWheel(messages);
@@ -409,7 +409,8 @@
     svg.append(drawn("defs", {}, hatch));
     const rough = end / Math.max(2, Math.floor(width / 130));
     const power = 10 ** Math.floor(Math.log10(rough));
-    const tick = [1, 2, 5, 10].map((m) => m * power).find((t) => t >= rough);
+    const ticks = [1, 2, 5, 10].map((m) => m * power);
+    const tick = ticks.find((t) => t >= rough && t < end) || ticks.findLast((t) => t < end);
     for (let t = 0; t <= end; t += tick) {
       svg.append(drawn("line", { x1: x(t), x2: x(t), y1: 0, y2: bottom, stroke: "var(--line)" }));
       const label = drawn("text", { x: x(t), y: bottom + 16, "text-anchor": t ? "middle" : "start" });

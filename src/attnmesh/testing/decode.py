@@ -132,8 +132,8 @@ def random_decode(
         share: "cache" sets share_cache; "blocks" lets block tables name the same blocks at their beginning.
         memory: how caches lie in memory: "own", "token major" (not for pools), "layer" or "layer inside" a larger one.
         key_range: what tokens see: "causal", "tree", "trees" (one per sequence), "intervals", or a mask: "bool bht",
-            "bias bht", "added h" (a bias with some very large entries), ... where the letters name the dimensions that are not broadcast, with " short" for a mask that
-            ends before the cache does.
+            "bias bht", "added h" (a bias with some very large entries), ... The letters name the dimensions that are
+            not broadcast; " short" is a mask that ends before the cache does.
         at: the type of `cur_pos`: "list", "int32", "int64", or None to leave it out.
         options: more arguments of the call.
     """

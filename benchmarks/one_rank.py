@@ -12,7 +12,7 @@ from attnmesh.comm.agreement import Signature
 from attnmesh.comm.base import Comm, Finished, Message, Pending, Shape
 
 
-class AloneComm(Comm):
+class OneRankComm(Comm):
     """Rank `rank` of `world`, whose peers always agree.
 
     Its receive buffers are its own, kept from run to run, and hold random numbers, so that kernels work on real data
@@ -37,10 +37,10 @@ class AloneComm(Comm):
         kind = (tuple(shape), dtype)
         number = self._taken[kind]
         self._taken[kind] += 1
-        made = self._buffers.setdefault(kind, [])
-        if number == len(made):
-            made.append(torch.randn(tuple(shape), device=device).to(dtype))
-        return made[number]
+        buffers = self._buffers.setdefault(kind, [])
+        if number == len(buffers):
+            buffers.append(torch.randn(tuple(shape), device=device).to(dtype))
+        return buffers[number]
 
     def _exchange(self, verb: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         if self._stream is None:
@@ -49,7 +49,7 @@ class AloneComm(Comm):
         with torch.cuda.stream(self._stream):
             for buffer, _ in recvs:
                 buffer.view(-1).copy_(self._source(buffer)[: buffer.numel()])
-        return _OnStream(self._stream)
+        return _CopyHandle(self._stream)
 
     def _all_reduce(self, verb: str, x: Tensor, reuse: bool = False) -> Tensor:
         """What others would add is not there."""
@@ -66,7 +66,7 @@ class AloneComm(Comm):
         return {self.rank: signature}
 
 
-class _OnStream(Pending):
+class _CopyHandle(Pending):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attnmesh.planner.units import readable_bytes, readable_seconds
-from benchmarks.scaling.parts import Part
+from benchmarks.scaling.study import Part
 
 Line = Mapping[str, Any]
 Lines = Sequence[Line]
 
 
-def tables(sections: Mapping[str, Lines]) -> str:
+def all_tables(sections: Mapping[str, Lines]) -> str:
     """All tables that there are rows for, each under its title."""
     return "\n\n".join(f"{title}\n\n{table}" for title, table in _titled(sections))
 
 
-def put_into(text: str, sections: Mapping[str, Lines]) -> str:
+def replace_tables(text: str, sections: Mapping[str, Lines]) -> str:
     """A document with its tables made anew: those that follow a comment with their title, `<!-- title -->`."""
     for title, table in _titled(sections):
         marked = re.compile(rf"(<!-- {re.escape(title)} -->\n)(?:\|.*\n)*")
@@ -59,16 +59,17 @@ def _prefill(lines: Lines) -> Iterable[tuple[str, str]]:
 
 
 _COLUMNS = (
-    "GPUs:", "schedule", "time:", "efficiency:", "waits:", "sent in the node:", "sent out of it:", "exchanges:",
-    "holds:", "held up by", "method",
+    "GPUs:", "schedule", "time:", "efficiency:", "exposed communication:", "sent within the node:",
+    "sent between nodes:", "exchanges:", "memory per rank:", "bottleneck", "method",
 )  # fmt: skip
 
 
 def _whole(line: Line) -> tuple[str, ...]:
     return (
         str(line["ranks"]), line["schedule"], _time(line["seconds"]), f"{line['efficiency']:.3f}",
-        _percent(line["exposed"]), readable_bytes(line["near"]), readable_bytes(line["far"]), str(line["exchanges"]),
-        readable_bytes(line["held"]) + ("" if line["fits"] else " (too much)"), line["held_up_by"],
+        _percent(line["exposed_communication"]), readable_bytes(line["intra_node_bytes"]),
+        readable_bytes(line["inter_node_bytes"]), str(line["exchanges"]),
+        readable_bytes(line["bytes_per_rank"]) + ("" if line["fits"] else " (does not fit)"), line["bottleneck"],
         "events" if line["method"].startswith("event") else "rounds",
     )  # fmt: skip
 
@@ -96,7 +97,17 @@ def _by_length(lines: Lines) -> Lines:
 
 
 def _decode(lines: Lines) -> Iterable[tuple[str, str]]:
-    columns = ("batch:", "GPUs:", "the best", "step:", "tokens/s:", "computing:", "weights:", "KV cache:", "the others")
+    columns = (
+        "batch:",
+        "GPUs:",
+        "best sharding",
+        "step:",
+        "tokens/s:",
+        "compute share:",
+        "weights:",
+        "KV cache:",
+        "other shardings",
+    )
     for model in dict.fromkeys(line["model"] for line in lines):
         rows = []
         for batch, devices in dict.fromkeys((x["batch"], x["devices"]) for x in lines if x["model"] == model):
@@ -105,10 +116,12 @@ def _decode(lines: Lines) -> Iterable[tuple[str, str]]:
             if not first["fits"]:
                 rows.append((str(batch), str(devices), "nothing fits", "", "", "", *memory, ""))
                 continue
-            said = ", ".join(f"{x['way']} {_loses(x, first)}" for x in others)
+            said = ", ".join(f"{x['sharding']} {_loses(x, first)}" for x in others)
             speed = readable_seconds(first["seconds"]), f"{first['tokens_per_second']:,.0f}"
-            rows.append((str(batch), str(devices), first["way"], *speed, _percent(first["computing"]), *memory, said))
-        yield f"{model} at {short(lines[0]['context'])}", _table(columns, rows)
+            rows.append(
+                (str(batch), str(devices), first["sharding"], *speed, _percent(first["compute_share"]), *memory, said)
+            )
+        yield f"{model} at {short(lines[0]['length'])}", _table(columns, rows)
 
 
 def _loses(line: Line, best: Line) -> str:
@@ -123,7 +136,7 @@ def _slow(lines: Lines) -> Iterable[tuple[str, str]]:
         )
         for x in lines
     ]  # fmt: skip
-    columns = ("GPUs:", "schedule", "time:", "one rank 1.5 times as slow:", "one rank's links at a quarter:")
+    columns = ("GPUs:", "schedule", "time:", "one rank 1.5x slower:", "one rank's links at 1/4 bandwidth:")
     yield f"{short(lines[0]['length'])} tokens, forward, times as long", _table(columns, rows)
 
 

@@ -1,0 +1,53 @@
+"""Options, output and memory measurement shared by the benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from attnmesh.cli import output
+from attnmesh.cli.output import Rows
+
+LengthsOption = Annotated[
+    list[int] | None, typer.Option("--length", min=1, help="Length of the whole sequence. Repeatable.")
+]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the results to this JSON file.")]
+HardwareFileOption = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="TOML file of hardware, as `attnmesh calibrate` writes."),
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Few small cases, to see that it runs.")]
+
+
+def make_app(command: Callable[..., None]) -> typer.Typer:
+    """Return a command line with one command."""
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return app
+
+
+def publish(name: str, device: str, sections: Iterable[tuple[str, Rows]], json: Path | None) -> dict[str, Rows]:
+    """Print and save each section as soon as it is measured, so that a later failure loses nothing."""
+    console, machine = output.console(), output.machine(device)
+    console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    measured: dict[str, Rows] = {}
+    for title, rows in sections:
+        measured[title] = rows
+        output.show(console, title, rows)
+        if json is not None:
+            output.save(json, {"benchmark": name, "machine": machine, "sections": measured})
+    return measured
+
+
+def added_bytes(run: Callable[[], object]) -> int:
+    """Return the peak bytes a run allocates on the GPU, results included, after a first run that is not counted."""
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before

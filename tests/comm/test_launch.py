@@ -1,0 +1,87 @@
+"""The launcher: results in rank order, options as keyword arguments, and errors of ranks raised by the caller."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from attnmesh.comm import Comm, CommError, VirtualComm, launch
+
+
+@pytest.fixture(autouse=True)
+def not_under_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class UnpicklableError(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def work(comm: Comm, *, add: float, fail: str = "") -> tuple[int, int, float, int]:
+    total = float(comm.all_reduce(torch.tensor([float(comm.rank)])))
+    if comm.rank == 1:
+        if fail == "ValueError":
+            raise ValueError("add must be small, got 1")
+        if fail == "Unpicklable":
+            raise UnpicklableError(1, 2)
+        if fail == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fail == "exit":
+            raise SystemExit(3)
+    if fail:
+        comm.barrier()  # ranks that lose their peer must not be blamed
+    return comm.rank, comm.world, total + add, torch.get_num_threads()
+
+
+def test_virtual_ranks_return_their_results_in_order():
+    found = launch.run(work, 3, virtual=True, add=0.5)
+    assert [result[:3] for result in found] == [(0, 3, 3.5), (1, 3, 3.5), (2, 3, 3.5)]
+    assert len(launch.run(work, virtual=True, add=0)) == launch.DEFAULT_RANKS
+    assert launch.run(lambda comm: isinstance(comm, VirtualComm), 1, virtual=True) == [True]
+    with pytest.raises(ValueError, match="add must be small, got 1"):
+        launch.run(work, 2, virtual=True, add=0, fail="ValueError")
+
+
+def test_processes_return_their_results_in_order():
+    assert launch.run(work, 2, threads=1, add=0.5) == [(0, 2, 1.5, 1), (1, 2, 1.5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("fail", "error", "message"),
+    [
+        ("ValueError", ValueError, "^add must be small, got 1\n"),
+        pytest.param("Unpicklable", RuntimeError, "UnpicklableError: 1 and 2", marks=pytest.mark.slow),
+        pytest.param(
+            "killed",
+            CommError,
+            r"rank \d of 2 (was killed \(SIGKILL\)|failed: .*); the other ranks were stopped",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("exit", CommError, r"rank \d of 2 (exited with code 3|failed: .*); ", marks=pytest.mark.slow),
+    ],
+)
+def test_the_error_of_a_process_is_raised(fail, error, message):
+    with pytest.raises(error, match=message) as raised:
+        launch.run(work, 2, threads=1, timeout=60, add=0, fail=fail)
+    if error is not CommError:
+        assert "raised on rank 1 of 2" in "".join(raised.value.__notes__)
+
+
+def test_torchrun_sets_the_number_of_ranks(monkeypatch):
+    assert (launch.world_size(), launch.world_size(7), launch.under_torchrun()) == (launch.DEFAULT_RANKS, 7, False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    assert (launch.world_size(), launch.under_torchrun()) == (5, True)
+    for options in ({"ranks": 3}, {"virtual": True}):
+        with pytest.raises(ValueError, match=rf"number of ranks \(5\); got {next(iter(options))}="):
+            launch.run(work, **options, add=0)
+
+
+def test_a_rank_of_torchrun_returns_its_own_result(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert [result[:3] for result in launch.run(work, add=0.5)] == [(0, 1, 0.5)]
+    assert not torch.distributed.is_initialized()
