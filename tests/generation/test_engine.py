@@ -79,9 +79,8 @@ def check_story(kind, world, layout, prefill_chunk):
 @pytest.mark.parametrize(
     ("kind", "world", "layout", "prefill_chunk"),
     [
-        ("llama", 4, "zigzag", None), ("llama", 1, "striped", 16), ("qwen2", 2, "striped", 16),
-        ("qwen3", 3, "zigzag", 16), ("mistral", 4, "striped", None), ("mistral", 2, "contiguous", 11),
-        ("gpt_oss", 4, "zigzag", 16), ("gpt_oss", 2, "striped", None),
+        ("llama", 1, "striped", 16), ("qwen2", 2, "striped", 16), ("qwen3", 3, "zigzag", 16),
+        ("mistral", 2, "contiguous", 11), ("gpt_oss", 4, "zigzag", None),
     ],
 )  # fmt: skip
 def test_logits_are_those_of_one_process_at_every_step(kind, world, layout, prefill_chunk):
@@ -193,7 +192,8 @@ def live_through(adventure):
 
     def rank(comm):
         engine = Engine(
-            Recorder(), comm, cache_tokens=tokens, max_sequences=sequences, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk
+            Recorder(), comm, cache_tokens=tokens, max_sequences=sequences, layout=LAYOUTS[layout],
+            prefill_chunk=prefill_chunk,
         )  # fmt: skip
         for what, how, which in events:
             busy = [sequence for sequence in engine.sequences if sequence.active]
@@ -225,7 +225,7 @@ def live_through(adventure):
     on_virtual_ranks(world, rank)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(adventures())
 def test_every_position_is_held_once_whatever_happens(adventure):
     live_through(adventure)
@@ -238,10 +238,11 @@ def test_every_position_is_held_once_whatever_happens_for_long(adventure):
     live_through(adventure)
 
 
-@pytest.mark.parametrize("prefill_chunk", [None, 20])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_rank_holds_its_share(world, layout, prefill_chunk):
+@pytest.mark.parametrize(
+    ("world", "layout", "prefill_chunk"),
+    [(2, "zigzag", 20), (3, "striped", None), (4, "contiguous", 20), (4, "zigzag", None), (2, "contiguous", None)],
+)
+def test_a_rank_stores_its_share(world, layout, prefill_chunk):
     def rank(comm):
         engine = Engine(Recorder(), comm, cache_tokens=1000, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk)
         sequence = engine.prefill(random_ids(501, 3), max_new_tokens=300)
@@ -277,7 +278,7 @@ def test_a_conversation_of_many_turns_stays_even(layout):
 
     def rank(comm):
         engine = Engine(Recorder(), comm, cache_tokens=400, layout=LAYOUTS[layout])
-        for length in range(9, 380, 9):
+        for length in range(9, 200, 9):
             sequence = engine.prefill(text[:length])
             assert sequence.reused == max(0, length - 9)
             assert max(sequence.shards.counts) - min(sequence.shards.counts) <= 3

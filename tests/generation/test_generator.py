@@ -59,7 +59,8 @@ def check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, 
 
     def rank(comm):
         generator = Generator(
-            attnmesh_model(kind), None, comm, cache_tokens=600, max_sequences=batch, layout=LAYOUTS[layout], prefill_chunk=prefill_chunk
+            attnmesh_model(kind), None, comm, cache_tokens=600, max_sequences=batch, layout=LAYOUTS[layout],
+            prefill_chunk=prefill_chunk,
         )  # fmt: skip
         rows = [generated_rows(generator, prompts, max_new_tokens=most, speculative=speculative) for prompts in rounds]
         return rows, generator.stats
@@ -114,9 +115,7 @@ def test_tokens_are_those_of_one_process_in_every_way(
 # Groups of ranks.
 
 
-@pytest.mark.parametrize(
-    ("kvdp", "cp", "batch"), [(2, 1, 3), (3, 1, 2), (2, 2, 3), (2, 2, 1), (4, 1, 3), (1, 2, 3), (1, 3, 1)]
-)
+@pytest.mark.parametrize(("kvdp", "cp", "batch"), [(3, 1, 2), (2, 2, 3), (2, 2, 1), (4, 1, 3)])
 def test_sequences_are_dealt_to_groups(kvdp, cp, batch):
     speculative = kvdp + batch == 5
     expected = [greedy_tokens("llama", prompt, MOST) for prompt in PROMPTS[:batch]]
@@ -140,7 +139,7 @@ def test_sequences_are_dealt_to_groups(kvdp, cp, batch):
     assert sum(stats.generated_tokens for *_, stats in found) == cp * 2 * sum(map(len, expected))
 
 
-@pytest.mark.parametrize(("sequences", "expected"), [(1, (1, 4)), (2, (2, 2)), (3, (2, 2)), (4, (4, 1)), (9, (4, 1))])
+@pytest.mark.parametrize(("sequences", "expected"), [(1, (1, 4)), (3, (2, 2)), (9, (4, 1))])
 def test_without_a_sharding_the_recommended_one_is_taken(sequences, expected):
     def rank(comm):
         sharding = Generator(attnmesh_model("llama"), None, comm, cache_tokens=100, max_sequences=sequences).sharding

@@ -26,10 +26,10 @@ IDS = [f"{sizes['num_blocks']}x{sizes['block_size']}" for sizes in SIZES]
     "sizes",
     [pytest.param(sizes, marks=pytest.mark.slow if at else (), id=IDS[at]) for at, sizes in enumerate(SIZES)],
 )
-def test_five_thousand_random_operations(sizes):
-    done = drive(5000, seed=1, **sizes).done
+def test_random_operations(sizes):
+    done = drive(2500, seed=1, **sizes).done
     # The run was worth something: all of it happened, and often.
-    assert min(done[name] for name in ("found", "full", "evicted", *OPERATIONS)) >= 50, done
+    assert min(done[name] for name in ("found", "full", "evicted", *OPERATIONS)) >= 20, done
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 TestCacheMachine = CacheMachine.TestCase
 

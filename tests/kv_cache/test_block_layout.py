@@ -1,4 +1,4 @@
-"""Where positions lie in blocks under a share, by counting them one by one."""
+"""`BlockLayout` against counting positions one by one."""
 
 from itertools import product
 
@@ -45,7 +45,7 @@ def test_blocks_by_counting(ranks, run, block_size):
 
 
 @pytest.mark.parametrize(("ranks", "run", "block_size"), SHARES)
-def test_level_is_where_no_later_position_lies_in_the_blocks_before(ranks, run, block_size):
+def test_resumable_blocks_have_no_later_position(ranks, run, block_size):
     places, layout = by_hand(ranks, run, block_size), BlockLayout(InterleavedShard(ranks, 0, run), block_size)
     level = 0
     for blocks in range(layout.num_full_blocks(MOST - 2 * ranks * run) + 1):
@@ -65,7 +65,7 @@ def test_touched_and_slots_position_by_position(ranks, run, block_size):
     places = by_hand(ranks, run, block_size)
     names = [7 * block % 113 for block in range(MOST)]  # blocks of a sequence are anywhere in the pool
     layouts = [BlockLayout(InterleavedShard(ranks, rank, run), block_size) for rank in range(ranks)]
-    for begin in range(60):
+    for begin in range(0, 60, 7):
         for count in (1, 2, 3, 5, 8, 13, 24, 31, 32, 33, 50):
             new = places[begin : begin + count]
             assert list(layouts[0].touched(begin, begin + count)) == sorted({block for _, block, _ in new})

@@ -1,4 +1,4 @@
-"""`BlockCache` with a share: all ranks in lockstep against whole sequences, and what a prompt finds."""
+"""`BlockCache` with sharded positions: all ranks in lockstep against whole sequences, and prefix reuse."""
 
 from collections import Counter
 from itertools import product
@@ -20,8 +20,8 @@ RUNS, BLOCK_LENS = (1, 2, 3, 4, 8), (1, 3, 4)
 def test_ranks_in_lockstep_hold_whole_sequences(ranks):
     done = Counter()
     for run, block_size in product(RUNS, BLOCK_LENS):
-        done.update(drive(ranks, run, block_size, steps=300 // (ranks + 2)).done)
-    assert min(done[name] for name in ("found", "full", "copied", *OPERATIONS)) >= 5, done
+        done.update(drive(ranks, run, block_size, steps=150 // (ranks + 2)).done)
+    assert min(done[name] for name in ("found", "full", "copied", *OPERATIONS)) >= 3, done
 
 
 @pytest.mark.slow
@@ -109,8 +109,8 @@ def fill(cache, sequence, tokens):
         cache.write(layer, new, x, x)
 
 
-@pytest.mark.parametrize(("ranks", "run", "block_size"), list(product((1, 2, 3, 4), RUNS, BLOCK_LENS)))
-def test_a_prompt_finds_all_it_can_go_on_from(ranks, run, block_size):
+@pytest.mark.parametrize(("ranks", "run", "block_size"), list(product((1, 2, 3, 4), RUNS, BLOCK_LENS))[::4])
+def test_a_prompt_reuses_the_longest_resumable_prefix(ranks, run, block_size):
     """The longest prefix that lies in full blocks of which no later token needs one, and that leaves a token over."""
     written, share = 100, InterleavedShard(ranks, 0, run)
     cache = make(share, block_size=block_size, device="meta", num_blocks=400, max_length=128)
@@ -121,7 +121,7 @@ def test_a_prompt_finds_all_it_can_go_on_from(ranks, run, block_size):
     per_block = Counter(block[:written])
     full = {b for b, tokens in per_block.items() if tokens == ranks * block_size}
     ends = [g for g in range(written + 1) if set(block[:g]) <= full and not set(block[:g]) & set(block[g:])]
-    for length in range(1, written + 1):
+    for length in range(1, written + 1, 2):
         wanted = max(g for g in ends if g < length)
         assert cache.find_prefix(prompt[:length]) == wanted
         assert cache.find_prefix([*prompt[:length], -1, -1]) == max(g for g in ends if g <= length)

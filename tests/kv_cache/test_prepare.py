@@ -178,7 +178,13 @@ def close(got, right):
 
 
 @WAYS
-@pytest.mark.parametrize(("before", "layout", "after"), list(product([False, True], [None, *LAYOUTS], [False, True])))
+@pytest.mark.parametrize(
+    ("before", "layout", "after"),
+    [
+        pytest.param(*stages, marks=[] if at in (1, 2, 5, 6, 9, 10) else pytest.mark.slow)  # every pair of values
+        for at, stages in enumerate(product([False, True], [None, *LAYOUTS], [False, True]))
+    ],
+)
 def test_every_combination_of_stages(way, before, layout, after, device):
     config, weights = stages(16, before=before, layout=layout, after=after, device=device)
     step = Step(3, 2, 16, dtype=torch.float32, device=device)
@@ -186,8 +192,9 @@ def test_every_combination_of_stages(way, before, layout, after, device):
 
 
 @WAYS
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("storage", "dtype"), [*((storage, torch.float32) for storage in STORAGES), ("fp16", torch.float16)]
+)
 def test_every_storage(way, storage, dtype, device):
     config, weights = stages(32, dtype=dtype, device=device)
     step = Step(3, 2, 32, dtype=dtype, device=device)
@@ -208,7 +215,7 @@ def test_every_storage_from_bfloat16(storage, device):
 
 
 @WAYS
-@pytest.mark.parametrize(("batch", "parts"), [(1, 3), (2, 4), (4, 2), (5, 3), (7, 4), (3, 3)], ids=lambda n: str(n))
+@pytest.mark.parametrize(("batch", "parts"), [(1, 3), (4, 2), (5, 3)], ids=lambda n: str(n))
 def test_every_part_gets_its_rows(way, batch, parts, device):
     config, weights = stages(16, after=False, device=device)
     for part in {0, parts - 1}:
@@ -230,11 +237,11 @@ def test_keys_of_the_own_rows_alone(way, storage, device):
 @WAYS
 @pytest.mark.parametrize(
     ("dim", "rotary", "q_heads", "kv_heads"),
-    [(16, 10, 2, 1), (80, 48, 5, 3), (80, 80, 1, 1), (24, 2, 70, 2), (16, 16, 2, 67), (6, 6, 1, 2)],
+    [(16, 10, 2, 1), (80, 48, 5, 3), (24, 2, 70, 2), (16, 16, 2, 67), (6, 6, 1, 2)],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_head_dims_and_head_counts(way, dim, rotary, q_heads, kv_heads, layout, device):
-    """Heads that turn in part, that fill no power of two, and more of them than one program takes."""
+def test_any_head_dims_and_head_counts(way, dim, rotary, q_heads, kv_heads, device):
+    """Partial rotation, head dims that are no power of two, and more heads than one program takes."""
+    layout = LAYOUTS[q_heads % 2]
     config, weights = stages(dim, layout=layout, rotary=rotary, device=device)
     step = Step(q_heads, kv_heads, dim, batch=2, own=range(2), dtype=torch.float32, device=device)
     check(way, step, "int8", config, weights, parts=2)
@@ -309,7 +316,7 @@ def test_float64_stays_float64():
 def test_float64_on_a_gpu_is_refused(device):
     config, weights = stages(16, dtype=torch.float64, device=device)
     step = Step(3, 2, 16, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match="q must not be float64 on a GPU, got torch.float64 on cuda"):
+    with pytest.raises(ValueError, match=r"q must not be float64 on a GPU, got torch\.float64 on cuda"):
         prepare(step.q, step.positions, None, config, weights, 1)
 
 

@@ -62,21 +62,21 @@ def open_page(browser, on_a_desk, path):
     """Open the page; afterwards assert that it logged, threw and requested nothing."""
     opened, wrong = [], []
 
-    def said(message):
-        wrong.append(f"said {message.text}")
+    def logged(message):
+        wrong.append(f"logged {message.text}")
 
     def threw(error):
         wrong.append(f"threw {error}")
 
-    def asked(request):
+    def requested(request):
         if request.url != path.as_uri() and not request.url.startswith("data:"):
-            wrong.append(f"asked for {request.url}")
+            wrong.append(f"requested {request.url}")
 
-    heard = {"console": said, "pageerror": threw, "request": asked}
+    listeners = {"console": logged, "pageerror": threw, "request": requested}
 
     def opening(**options):
         page = browser.new_page(**options) if options else on_a_desk
-        for event, listener in heard.items():
+        for event, listener in listeners.items():
             page.on(event, listener)
         page.set_viewport_size(options.get("viewport", {"width": 1200, "height": 800}))
         page.set_default_timeout(10_000)
@@ -87,7 +87,7 @@ def open_page(browser, on_a_desk, path):
     yield opening
     for page in opened:
         assert page.title() == "attnmesh report: 4 ranks, 512 tokens"  # no text became markup
-        for event, listener in heard.items():
+        for event, listener in listeners.items():
             page.remove_listener(event, listener)
         if page is not on_a_desk:
             page.close()
@@ -122,7 +122,9 @@ def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
 def test_every_drawing_has_its_elements(open_page):
     page = open_page()
     assert page.locator("#strips .strip").count() == WORLD + 1
-    assert page.locator("#strips .whole i").count() == 2 * WORLD - 1  # two pieces a rank; the last rank's two meet
+    assert (
+        page.locator("#strips .whole i").count() == 2 * WORLD - 1
+    )  # two runs per rank; those of the last rank are joined
     assert page.locator("#wheel circle").count() == WORLD
     assert page.locator("#loads tbody tr").count() == 2 * WORLD
     assert page.locator(".timeline:nth-child(2) rect").count() == 1 + 3 * WORLD * WORLD + 1  # one is the hatching's
@@ -226,9 +228,9 @@ def test_the_tile_under_the_pointer_is_described(open_page):
     page.select_option("#schedule", "ring")
     box = page.locator("#tiles").bounding_box()
     page.locator("#tiles").hover(position={"x": 16, "y": box["height"] - 4})
-    said = page.locator("#tile-text").inner_text()
-    assert re.match(r"Queries 504 to 511 \(rank 0\), keys 0 to 7 \(rank 0\): all 64 pairs visible\.", said)
-    assert said.endswith("Computed by rank 0 in step 1: keys of rank r.")
+    text = page.locator("#tile-text").inner_text()
+    assert re.match(r"Queries 504 to 511 \(rank 0\), keys 0 to 7 \(rank 0\): all 64 pairs visible\.", text)
+    assert text.endswith("Computed by rank 0 in step 1: keys of rank r.")
     page.locator("#tiles").hover(position={"x": box["width"] - 4, "y": 16})
     assert "masked, not computed" in page.locator("#tile-text").inner_text()
     page.locator("#tiles").focus()
@@ -374,7 +376,9 @@ def test_a_single_rank_has_no_communication(browser, tmp_path):
 
 def test_a_generation_report_needs_no_drawings(browser, tmp_path):
     answers = [GeneratedAnswer("Who?", "word " * 200, 50, 200, 200, 1e-6)]
-    stats = [GenerationStats(rank, cached_tokens=60 + rank, generated_tokens=200, decode_seconds=1.0) for rank in range(4)]
+    stats = [
+        GenerationStats(rank, cached_tokens=60 + rank, generated_tokens=200, decode_seconds=1.0) for rank in range(4)
+    ]
     page = other_page(browser, tmp_path, generation_report(answers, stats), viewport={"width": 320, "height": 700})
     assert overflowing(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 320

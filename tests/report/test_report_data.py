@@ -61,7 +61,7 @@ def test_the_strips_hold_every_position_once(layout):
     assert drawn["strip"] == (32 if layout == Striped() else 101)
 
 
-def test_the_page_gets_the_loads_and_the_choice():
+def test_drawing_data_has_the_loads_and_the_selected_schedule():
     report = schedule_report(Causal(), Zigzag(), 64, 4, SHAPE, ranks_per_node=2)
     drawn = drawing_data(report)
     assert [each["name"] for each in drawn["schedules"]] == list(SCHEDULES)
@@ -83,9 +83,9 @@ def test_an_uneven_layout_has_its_imbalance():
 def test_timelines_begin_at_zero_and_are_cut_where_they_are_too_long():
     ranges = [Span(0, "compute", "a", 5.0 + i, 5.5 + i, {"step": i, "bytes": 7}) for i in range(8001)]
     report = replace(schedule_report(Causal(), Zigzag(), 8, 2, SHAPE), timelines={"measured": ranges[::-1]})
-    (told,) = drawing_data(report)["timelines"]
-    assert (told["left_out"], len(told["spans"])) == (1, 8000)
-    assert told["spans"][1] == [0, "compute", "a", 1.0, 1.5, 1, "bytes 7"]
+    (timeline,) = drawing_data(report)["timelines"]
+    assert (timeline["left_out"], len(timeline["spans"])) == (1, 8000)
+    assert timeline["spans"][1] == [0, "compute", "a", 1.0, 1.5, 1, "bytes 7"]
 
 
 def test_nodes_are_divided_in_the_middle():
@@ -134,7 +134,7 @@ def test_masks_in_words():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"world": 65}, "world must be 1 to 64 ranks for a report, got 65"),
         ({"world": 0}, "world must be 1 to 64"),
@@ -146,7 +146,7 @@ def test_masks_in_words():
         ({"layout": Zigzag(200)}, "layout must give at most 256 runs"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(given, said):
+def test_invalid_arguments_are_refused(given, message):
     usual = {"mask": Causal(), "layout": Zigzag(), "length": 4096, "world": 4, "shape": SHAPE}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         schedule_report(**usual | given)

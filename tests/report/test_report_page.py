@@ -138,8 +138,9 @@ def test_the_hardware_of_estimates_and_the_passes_are_named(report):
 def stats(world: int) -> list[GenerationStats]:
     return [
         GenerationStats(
-            rank, tokens_held=100 + rank, kv_bytes=2**20, kv_bytes_alone=9 * 2**20, bytes_sent=2**21, generated=11,
-            steps=9, drafted=4, accepted=3, prefill_seconds=0.5 + rank, decode_seconds=2.0,
+            rank, cached_tokens=100 + rank, kv_bytes=2**20, kv_bytes_unsharded=9 * 2**20, bytes_sent=2**21,
+            generated_tokens=11, decode_steps=9, draft_tokens=4, accepted_tokens=3, prefill_seconds=0.5 + rank,
+            decode_seconds=2.0,
         )
         for rank in range(world)
     ]  # fmt: skip

@@ -37,7 +37,7 @@ class Sampling:
         return self.temperature == 0.0
 
     def generator(self, row: int) -> torch.Generator:
-        """The random generator of a row of the batch, which does not depend on the other rows or the number of ranks."""
+        """The random generator of a row of the batch, independent of the other rows and the number of ranks."""
         return torch.Generator().manual_seed((self.seed << _ROW_BITS) + row)
 
     def sample(self, logits: Tensor, generator: torch.Generator) -> int:

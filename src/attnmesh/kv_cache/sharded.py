@@ -36,7 +36,7 @@ _Appended = tuple[list[Sequence], int | abc.Sequence[abc.Sequence[int]]]  # sequ
 
 
 class StepTensors:
-    """The tensors of steps of `tokens` tokens. `local_lengths[n]` is the number of the first n positions stored here."""
+    """Tensors of steps of `tokens` tokens. `local_lengths[n]` is the number of the first n positions stored here."""
 
     def __init__(self, tokens: int, batch: int, rows: range, local_lengths: Tensor) -> None:
         self._rows, self._local_lengths = rows, local_lengths
@@ -228,8 +228,8 @@ class ShardedCache:
     def append(self, sequences: abc.Sequence[ShardedSequence], tokens: int | abc.Sequence[abc.Sequence[int]]) -> Step:
         """A step of T more tokens for each sequence. Raises CacheFull, for all of them, if blocks are missing.
 
-        `tokens` is as for `BlockCache.append`. Write every layer of a step before the next append. A step is valid until
-        the next append, or until one of its sequences is truncated or freed.
+        `tokens` is as for `BlockCache.append`. Write every layer of a step before the next append. A step is valid
+        until the next append, or until one of its sequences is truncated or freed.
         """
         sequences = check_distinct(sequences, self._check_sequence)
         count, given = new_ids(tokens, len(sequences))

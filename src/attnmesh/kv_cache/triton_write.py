@@ -131,7 +131,7 @@ def store_heads(
         GROUPS: tl.constexpr = BLOCK_D // _BFP_GROUP
         grouped = tl.reshape(wide, (HEADS, GROUPS, _BFP_GROUP))
         peak = tl.max(tl.abs(grouped), 2)
-        # The exponent field of a float32 is that of its leading one, plus 127; for 0, frexp gives 0, and this is one less.
+        # The exponent field of a float32 is that of its leading one, plus 127. For 0, frexp gives 0; this is one less.
         leading = (peak.to(tl.int32, bitcast=True) >> 23) - 127
         leading = tl.where(peak == 0.0, -1, tl.minimum(tl.maximum(leading, -120), 127))
         exponent = leading - _BFP_BITS

@@ -18,7 +18,7 @@ from attnmesh.trace.timeline import Span
 
 _MOST_SPANS = 8000  # of a timeline; more would make the page slow, and are too thin to see
 _STRIPES_SHOWN = 8  # tokens per rank shown of a layout that deals tokens out in turn: the rest repeats
-_BANDS = 64  # approximate rows of mask tiles: more cannot be told apart on a phone
+_BANDS = 64  # approximate rows of mask tiles: more are too small on a phone
 
 Json = dict[str, object]
 

@@ -15,7 +15,7 @@ from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, 
 from attnmesh.report.drawing import drawing_data
 
 _MIB = 2**20
-_TIE = 0.005  # estimates this close are not told apart
+_TIE = 0.005  # relative; closer estimates count as equal
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def _section(name: str, title: str, body: str, intro: str = "") -> str:
     """Return a section of the page; nothing if it has no body."""
     if not body:
         return ""
-    said = f"<p>{_escaped(intro)}</p>" if intro else ""
+    paragraph = f"<p>{_escaped(intro)}</p>" if intro else ""
     heading = f'<h2 id="{name}-title">{_escaped(title)}</h2>'
-    return f'<section id="{name}" aria-labelledby="{name}-title">{heading}{said}{body}</section>\n'
+    return f'<section id="{name}" aria-labelledby="{name}-title">{heading}{paragraph}{body}</section>\n'
 
 
 def _facts(facts: Mapping[str, object]) -> str:

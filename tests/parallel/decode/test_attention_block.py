@@ -51,19 +51,19 @@ def case(family, sharding):
 
 
 def rotated(world):
-    """All families in a small world; in a large one each factorisation with one of them, in turn."""
+    """Each factorization with one of the families, in turn; a single rank with all of them."""
     for at, sharding in enumerate(factorizations(world)):
-        for family in FAMILIES if world <= 2 else [FAMILIES[at % len(FAMILIES)]]:
+        for family in FAMILIES if world == 1 else [FAMILIES[at % len(FAMILIES)]]:
             yield case(family, sharding)
 
 
-ROTATED = [each for world in WORLDS for each in rotated(world)]
+ROTATED = [each for world in (1, 2, 4, 8) for each in rotated(world)]
 EVERY = [case(family, sharding) for world in WORLDS for sharding in factorizations(world) for family in FAMILIES]
 
 
 @pytest.mark.parametrize(("family", "sharding"), ROTATED)
 def test_matches_the_module_in_every_factorisation(family, sharding):
-    assert_matches(family, sharding, prompts=(5, 31, 1), steps=12)
+    assert_matches(family, sharding, prompts=(5, 17, 1), steps=4)
 
 
 @pytest.mark.slow
@@ -72,6 +72,6 @@ def test_matches_the_module_over_64_steps_in_every_factorisation(family, shardin
     assert_matches(family, sharding, prompts=(5, 11, 1), steps=64)
 
 
-def test_large_worlds_meet_every_family():
-    for world in (4, 6, 8):
+def test_large_worlds_have_every_family():
+    for world in (4, 8):
         assert {each.values[0] for each in rotated(world)} == set(FAMILIES)

@@ -22,7 +22,7 @@ from helpers.processes import run_processes
 
 SHARDINGS = [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 FAMILIES = ("qwen3", "gpt-oss")
-HEADS, PROMPTS, STEPS = (8, 4), (3, 13), 4
+HEADS, PROMPTS, STEPS = (8, 4), (3, 13), 2
 
 
 def problem(family):
@@ -38,28 +38,16 @@ def assert_same_but_for_blas(seen, same):
 
 
 def every_sharding(comm, problems):
-    """The outputs of all problems under all shardings."""
+    """The outputs of one problem per sharding, in turn."""
     found = []
-    for sharding in SHARDINGS:
-        for config, weights, x in problems:
-            block = shard_block(config, weights, am.DecodeSharding(*sharding, interleave=2), comm)
-            found.append(generate(block, x, PROMPTS, STEPS).numpy())
+    for at, sharding in enumerate(SHARDINGS):
+        config, weights, x = problems[at % len(problems)]
+        block = shard_block(config, weights, am.DecodeSharding(*sharding, interleave=2), comm)
+        found.append(generate(block, x, PROMPTS, STEPS).numpy())
     return found
 
 
-def test_every_sharding_between_four_processes_is_exact_and_does_what_virtual_ranks_do():
-    *problems, truths = zip(*map(problem, FAMILIES), strict=True)
-    problems = list(zip(*problems, strict=True))
-    real = run_processes(4, every_sharding, problems)
-    virtual = am.run_virtual(4, lambda comm: every_sharding(comm, problems))
-    for processes, ranks in zip(real, virtual, strict=True):
-        for at, (seen, same) in enumerate(zip(processes, ranks, strict=True)):
-            assert_outputs_close(torch.from_numpy(seen), truths[at % len(FAMILIES)])
-            assert fed_lengths(torch.from_numpy(seen)) == [n + STEPS for n in PROMPTS]
-            assert_same_but_for_blas(seen, same)
-
-
-# Fewer sequences than ranks, other ways to exchange, and meshes.
+# Fewer sequences than ranks, other collectives, and meshes.
 
 
 def few_steps(block, batch=3):
@@ -70,7 +58,7 @@ def few_steps(block, batch=3):
     return feeding.outputs.numpy()
 
 
-def ways_to_exchange(comm):
+def every_exchange(comm):
     config, weights = random_block(9, 3, sinks=True, window=5)
     found = []
     for sharding, exchange, split_size in (
@@ -85,17 +73,15 @@ def ways_to_exchange(comm):
     return found
 
 
-def test_ways_to_exchange_between_four_processes():
-    config, weights = random_block(9, 3, sinks=True, window=5)
-    truths = [reference_block(config, weights, random_sequences(batch, 16, config)) for batch in (3, 1)]
-    real, virtual = run_processes(4, ways_to_exchange), am.run_virtual(4, ways_to_exchange)
-    for processes, ranks in zip(real, virtual, strict=True):
-        for at, (seen, same) in enumerate(zip(processes, ranks, strict=True)):
-            assert_outputs_close(torch.from_numpy(seen), truths[at % 2])
-            assert_same_but_for_blas(seen, same)
+MESHES = [
+    ((2, 2), ("kvdp", "cp")),  # another order than the sharding's, in which kvdp varies fastest
+    ((2, 2), ("cp", "tp")),
+    ((2, 1, 2), ("kvdp", "tp", "cp")),
+    ((4,), ("cp",)),
+]
 
 
-def on_a_mesh(comm, shape, names):
+def on_a_mesh(shape, names):
     """The rank in the sharding's order, and the outputs."""
     config, weights = random_block(8, 4, sinks=True)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -109,24 +95,48 @@ def on_a_mesh(comm, shape, names):
     return rank, few_steps(block)
 
 
-@pytest.mark.parametrize(
-    ("shape", "names"),
-    [
-        ((2, 2), ("kvdp", "cp")),  # another order than the sharding's, in which kvdp counts fastest
-        ((2, 2), ("cp", "tp")),
-        ((2, 1, 2), ("kvdp", "tp", "cp")),
-        ((4,), ("cp",)),
-    ],
-    ids=str,
-)
-def test_a_mesh_with_its_dimensions_in_another_order(shape, names):
+def everything(comm, problems):
+    """All checks in one launch: starting processes takes longer than the checks."""
+    return every_sharding(comm, problems), every_exchange(comm), [on_a_mesh(*mesh) for mesh in MESHES]
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return [problem(family) for family in FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def processes(problems):
+    return run_processes(4, everything, [each[:3] for each in problems])
+
+
+def test_every_sharding_is_exact_and_equal_to_virtual_ranks(processes, problems):
+    virtual = am.run_virtual(4, lambda comm: every_sharding(comm, [each[:3] for each in problems]))
+    for (outputs, _, _), same_outputs in zip(processes, virtual, strict=True):
+        for at, (seen, same) in enumerate(zip(outputs, same_outputs, strict=True)):
+            assert_outputs_close(torch.from_numpy(seen), problems[at % len(problems)][3])
+            assert fed_lengths(torch.from_numpy(seen)) == [n + STEPS for n in PROMPTS]
+            assert_same_but_for_blas(seen, same)
+
+
+def test_every_exchange_is_exact_and_equal_to_virtual_ranks(processes):
+    config, weights = random_block(9, 3, sinks=True, window=5)
+    truths = [reference_block(config, weights, random_sequences(batch, 16, config)) for batch in (3, 1)]
+    for (_, outputs, _), same_outputs in zip(processes, am.run_virtual(4, every_exchange), strict=True):
+        for at, (seen, same) in enumerate(zip(outputs, same_outputs, strict=True)):
+            assert_outputs_close(torch.from_numpy(seen), truths[at % 2])
+            assert_same_but_for_blas(seen, same)
+
+
+def test_a_mesh_with_its_dimensions_in_another_order(processes):
     config, weights = random_block(8, 4, sinks=True)
     truth = reference_block(config, weights, random_sequences(3, 16, config))
-    ranks, outputs = zip(*run_processes(4, on_a_mesh, shape, names), strict=True)
-    assert sorted(ranks) == [0, 1, 2, 3]
-    assert (list(ranks) == [0, 1, 2, 3]) == (shape == (4,))
-    for seen in outputs:
-        assert_outputs_close(torch.from_numpy(seen), truth)
+    for at, (shape, _) in enumerate(MESHES):
+        ranks, outputs = zip(*(meshes[at] for *_, meshes in processes), strict=True)
+        assert sorted(ranks) == [0, 1, 2, 3]
+        assert (list(ranks) == [0, 1, 2, 3]) == (shape == (4,))
+        for seen in outputs:
+            assert_outputs_close(torch.from_numpy(seen), truth)
 
 
 def on_half_of_the_ranks(comm):

@@ -46,8 +46,9 @@ def a_few_steps(feeding):
     return feeding.outputs
 
 
-@shardings
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize(
+    ("stages", "sharding"), [(stages, SHARDINGS[at % len(SHARDINGS)]) for at, stages in enumerate(STAGES)], ids=str
+)
 def test_every_stage(stages, sharding):
     found, truth = run(sharding, *random_block(8, 4, **STAGES[stages]))
     for seen in found:

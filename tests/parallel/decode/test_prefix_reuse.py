@@ -23,7 +23,7 @@ CASES = [
     ((2, 2, 2, 1), 16),
 ]
 
-cases = pytest.mark.parametrize(("sharding", "found"), CASES, ids=str)
+cases = pytest.mark.parametrize(("sharding", "found"), CASES[1::3], ids=str)
 every_other = pytest.mark.parametrize(
     ("kind", "sharding", "found"), [(KINDS[at % 2], *case) for at, case in enumerate(CASES)], ids=str
 )

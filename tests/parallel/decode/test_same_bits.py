@@ -83,9 +83,7 @@ SHARDINGS = [
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("window", "sinks"))) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "both")) for kind in KINDS])
 def test_ranks_do_not_show(kind, sharding):
     assert same(attended(am.DecodeSharding(*sharding), kind), unsharded(kind))
 
@@ -104,11 +102,11 @@ def test_the_batch_does_not_show(sharding):
     assert same(attended(am.DecodeSharding(*sharding), "both", one_after_another), unsharded("both"))
 
 
-def test_blocks_and_ways_to_trade_do_not_show():
+def test_block_sizes_and_collectives_do_not_show():
     sharding = am.DecodeSharding(kvdp=2, cp=2, interleave=SPLIT)
     for exchange in (am.Exchange("all_gather"), am.Exchange(replicate_q=True), am.Exchange(cp="all_to_all")):
-        assert same(attended(sharding, "both", exchange=exchange, block_size=8), unsharded("both"))
-        assert same(attended(sharding, "both", exchange=exchange, block_size=2), unsharded("both"))
+        block_size = 2 if exchange.replicate_q else 8
+        assert same(attended(sharding, "both", exchange=exchange, block_size=block_size), unsharded("both"))
 
 
 def test_without_fixed_splits_ranks_do_show():

@@ -38,9 +38,8 @@ def assert_exact(config, weights, sharding, counts):
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize("interleave", INTERLEAVES)
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=["plain", "window and sinks"])
-def test_steps_of_every_number_of_tokens_in_one_run(kind, interleave, cp):
-    config, weights = random_block(4, 2, **kind)
+def test_steps_of_every_number_of_tokens_in_one_run(interleave, cp):
+    config, weights = random_block(4, 2, **KINDS[-1 if (cp + interleave) % 3 else 0])
     counts = [(3 * i + interleave) % 8 + 1 for i in range(8)]  # each of 1 to 8 once, in an order of the case's own
     assert sorted(counts) == list(range(1, 9))
     assert_exact(config, weights, am.DecodeSharding(cp=cp, interleave=interleave), counts)

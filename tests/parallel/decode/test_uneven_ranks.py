@@ -26,8 +26,17 @@ def assert_exact(config, weights, sharding, batch, **options):
         assert sorted(fed_lengths(seen)) == [6] * (batch - 1) + [15]
 
 
-@pytest.mark.parametrize("replicate_q", [False, True])
-@pytest.mark.parametrize("sharding", [(1, 2, 2), (3, 2, 1), (3, 1, 2), (1, 1, 4), (1, 4, 1), (6, 1, 1), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("sharding", "replicate_q"),
+    [
+        ((1, 2, 2), True),
+        ((3, 2, 1), False),
+        ((3, 1, 2), True),
+        ((1, 1, 4), False),
+        ((6, 1, 1), False),
+        ((1, 2, 4), True),
+    ],
+)
 def test_heads_that_do_not_divide(sharding, replicate_q):
     """9 query heads read 3 kv heads: 8 ranks have one or two, 4 have two or three."""
     sharding = am.DecodeSharding(*sharding, interleave=2)
@@ -38,9 +47,14 @@ def test_heads_that_do_not_divide(sharding, replicate_q):
 
 
 @pytest.mark.parametrize(
-    "ways", [("all_to_all", "all_to_all"), ("all_gather", "reduce_scatter"), ("all_to_all", "all_reduce")]
+    ("batch", "sharding", "ways"),
+    [
+        (5, (1, 2, 2), ("all_gather", "reduce_scatter")),
+        (1, (1, 2, 2), ("all_to_all", "all_reduce")),
+        (2, (1, 3, 2), ("all_to_all", "all_to_all")),
+        (1, (2, 4, 1), ("all_gather", "all_reduce")),
+    ],
 )
-@pytest.mark.parametrize(("batch", "sharding"), [(5, (1, 2, 2)), (1, (1, 2, 2)), (2, (1, 3, 2)), (1, (2, 4, 1))])
 def test_batches_that_do_not_divide(batch, sharding, ways):
     """Of fewer sequences than KVDP ranks, some ranks have none."""
     sharding = am.DecodeSharding(*sharding)

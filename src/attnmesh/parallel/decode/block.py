@@ -102,7 +102,7 @@ class AttentionBlock:
         self, *, batch: int, num_blocks: int, block_size: int, max_length: int, layers: int = 1,
         storage: str | None = None, k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
     ) -> ShardedCache:  # fmt: skip
-        """A cache for `layers` blocks like this one. `num_blocks` is per rank; `storage` defaults to the weights' dtype.
+        """A cache for `layers` blocks like this one. `num_blocks` is per rank, `storage` by default the weights' dtype.
 
         The scales are for fp8, of the whole model: a number, [] or [kv_heads].
         """
