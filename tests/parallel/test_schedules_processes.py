@@ -164,8 +164,8 @@ def refusals(comm: Comm) -> list[str]:
 def test_what_cannot_be_is_refused_on_every_rank():
     words = [
         "schedule must be one of auto, ring, allgather, ",
-        "schedule='ring+ring' cannot serve this: ring+ring wants a mesh of two dimensions",
-        "schedule='ulysses+ring' cannot serve this: ulysses+ring wants a mesh of two dimensions",
+        "schedule='ring+ring' cannot serve this: ring+ring requires a two-dimensional mesh",
+        "schedule='ulysses+ring' cannot serve this: ulysses+ring requires a two-dimensional mesh",
         "ranks_per_node must be an integer that divides the 4 ranks, got 3",
         "ranks_per_node must be the size of the second mesh dimension, 2, got 4",
         "ranks_per_node must be the size of the second mesh dimension, 2, got 1",
