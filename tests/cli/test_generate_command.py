@@ -71,7 +71,7 @@ def answers(output: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "how",
-    [(), ("--speculative",), ("--layout", "striped"), ("--layout", "contiguous"), ("--prefill-chunk", "7")],
+    [(), ("--speculative", "--layout", "striped"), ("--layout", "contiguous", "--prefill-chunk", "7")],
     ids=str,
 )
 def test_every_token_is_the_one_of_a_single_process(model, how):
@@ -265,6 +265,7 @@ class TestRefused:
 # On processes.
 
 
+@pytest.mark.slow
 def test_processes_answer_as_virtual_ranks_do(model, capfd):
     questions = ("--ranks", "2", "--question", "a b", "--question", "c d")
     virtual = answers(right(run(model, "--virtual", *questions)))

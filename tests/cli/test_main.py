@@ -3,7 +3,7 @@
 import io
 import pickle
 import re
-import subprocess
+import runpy
 import sys
 from importlib import metadata
 
@@ -32,9 +32,12 @@ def help_of(*command: str) -> str:
     return CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"}).output
 
 
-def test_the_version_is_printed_by_the_module_as_well():
-    ran = subprocess.run([sys.executable, "-m", "attnmesh", "--version"], capture_output=True, text=True, timeout=100)
-    assert (ran.returncode, ran.stdout) == (0, f"attnmesh {metadata.version('attnmesh')}\n"), ran.stderr
+def test_the_package_is_a_module_that_runs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["attnmesh", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("attnmesh", run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"attnmesh {metadata.version('attnmesh')}\n"
 
 
 def test_help_lists_the_commands():

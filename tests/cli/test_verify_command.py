@@ -136,7 +136,7 @@ def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch
 @pytest.fixture
 def one_devices_modes(monkeypatch):
     """Only the modes of token generation on one device."""
-    leave_only(r"(decode|cache) ", monkeypatch)
+    leave_only(r"(decode cpu (contiguous|paged) (T=1|window|sinks|split_size)|cache) ?", monkeypatch)
 
 
 def louder(run):
@@ -171,15 +171,16 @@ def test_verify_sees_a_fault_in_token_generation(place, name, fault, wrong, one_
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
     lines = [line for line in ran.stdout.splitlines() if re.search(r"decode|cache", line)]
-    assert len(lines) == sum(counts(ran.stdout)) >= 30
+    assert len(lines) == sum(counts(ran.stdout)) >= 15
     found = {line for line in lines if "WRONG" in line}
     assert found == {line for line in lines if re.search(wrong, line)}
 
 
 @pytest.fixture
 def generation_modes(monkeypatch):
-    """Only the modes of token generation over ranks."""
-    leave_only("generation ", monkeypatch)
+    """Some modes of token generation over ranks, those with a fault in the test below among them."""
+    some = r"generation (TP2 fp32|CP2 (fp32|norms|all_reduce|replicate_q|split_size)|KVDP2 (sinks|own|all_gather))"
+    leave_only(some, monkeypatch)
 
 
 def as_the_first_rank(length):
@@ -211,7 +212,7 @@ def test_verify_sees_a_fault_in_generation_over_ranks(place, name, fault, wrong,
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
     lines = [line for line in ran.stdout.splitlines() if "generation" in line]
-    assert len(lines) == sum(counts(ran.stdout)) >= 15
+    assert len(lines) == sum(counts(ran.stdout)) == 9
     found = {line for line in lines if "WRONG" in line}
     assert found == {line for line in lines if re.search(wrong, line)}
     assert found

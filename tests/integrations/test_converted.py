@@ -128,7 +128,7 @@ def killed(gguf: Path, wrote) -> None:
 
 
 def test_the_lock_of_a_killed_process_is_free(convert, gguf):
-    processes = multiprocessing.get_context("spawn")
+    processes = multiprocessing.get_context("forkserver")
     wrote = processes.Event()
     child = processes.Process(target=killed, args=(gguf, wrote))
     child.start()
