@@ -19,12 +19,12 @@ from attnmesh.plan.schedules import SCHEDULES, program, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.catalog import cluster
-from attnmesh.planner.decode import Decode, decode_ranking
+from attnmesh.planner.decode import DecodeRequest, decode_ranking
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.models.config import pairs
+from attnmesh.planner.models.config import causal_pairs
 from attnmesh.planner.models.read import model as model_named
-from attnmesh.planner.ranking import RESERVED, Option, Ranking
-from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.ranking import RESERVED_MEMORY, Option, Ranking
+from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 
 HARDWARE = "h200"
@@ -86,9 +86,9 @@ class SimulatedRun:
 
 
 def simulate_run(
-    schedule: str, workload: Workload, cluster: Cluster, *, backward: bool, slow: Slow | None = None
+    schedule: str, workload: Workload, cluster: Cluster, *, backward: bool, slow: Slowdown | None = None
 ) -> SimulatedRun:
-    """Simulate a schedule that can serve the case. The case says how many ranks a node has."""
+    """Simulate a schedule that supports the workload, and count its messages."""
     whole = program(schedule, workload, backward=backward)
     counter, watch = LoadCounter(whole.world, workload.ranks_per_node), _MessageCounter(whole.world)
 
@@ -151,7 +151,7 @@ IDLE = 0.75  # of what the busiest rank computes: below it, the mean rank has to
 
 
 def find_bottleneck(run: SimulatedRun, ideal: float, cluster: Cluster) -> str:
-    """What most of the time goes to. `ideal` is what a rank would compute if nothing were lost by dividing the work."""
+    """Return what takes most of the time. `ideal` is a rank's compute time if dividing the work cost nothing."""
     seconds, computed = run.ran.seconds, run.ran.computed
     busiest = float(computed.max())
     if busiest >= (1 - LITTLE) * seconds:
@@ -196,7 +196,7 @@ def workload_for(length: int, world: int, cluster: Cluster) -> Workload:
 
 def one_device_seconds(length: int, cluster: Cluster, *, backward: bool) -> float:
     """Seconds of one device that has the whole sequence, if it could hold it."""
-    product = 2.0 * SHAPE.batch * SHAPE.q_heads * SHAPE.head_dim * pairs(length)
+    product = 2.0 * SHAPE.batch * SHAPE.q_heads * SHAPE.head_dim * causal_pairs(length)
     if backward:
         return float(cluster.device.seconds("attention backward", 5 * product))
     return float(cluster.device.seconds("attention", 2 * product))
@@ -224,7 +224,7 @@ def _prefill_row(schedule: str, workload: Workload, length: int, direction: str,
         "inter_node_bytes": sum(run.most.inter_node for run in runs),
         "exchanges": sum(run.exchanges for run in runs),
         "bytes_per_rank": held,
-        "fits": held <= (1 - RESERVED) * cluster.device.memory,
+        "fits": held <= (1 - RESERVED_MEMORY) * cluster.device.memory,
         "bottleneck": find_bottleneck(runs[longest], ideals[longest], cluster),
         "method": runs[longest].ran.method,
         "simulated_in": sum(run.wall for run in runs),
@@ -246,7 +246,7 @@ SHARDING_KINDS = ("TP", "TP-CP", "TP-KVDP", "TP-KVDP-CP", "replicas")
 def decode_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:
     """The best of each kind for every model, batch and number of devices, the fastest that fits first."""
     for name, batch, devices in product(scope.models, scope.batches, scope.devices):
-        ranking = decode_ranking(Decode(model_named(name), CONTEXT, batch, devices, cluster))
+        ranking = decode_ranking(DecodeRequest(model_named(name), CONTEXT, batch, devices, cluster))
         best: dict[str, Option] = {}
         for option in ranking.options:
             best.setdefault(sharding_kind(option.name), option)
@@ -270,11 +270,11 @@ def _decode_row(model: str, batch: int, devices: int, kind: str, option: Option,
         "sharding": option.name,
         "seconds": option.seconds,
         "tokens_per_second": batch / option.seconds,
-        "compute_share": sum(s for part, s in option.parts.items() if part != "exchanges") / option.seconds,
+        "compute_share": sum(s for part, s in option.parts.items() if part != "communication") / option.seconds,
         "weights": option.memory.weights,
         "cache": option.memory.cache,
         "total": option.memory.total,
-        "fits": option.fits(ranking.room),
+        "fits": option.fits(ranking.device_memory),
         "bottleneck": option.bottleneck,
         "why": ranking.why(option),
     }
@@ -296,7 +296,7 @@ def slow_rows(scope: Scope, cluster: Cluster) -> Iterator[Rows]:
                 continue
             usual, rank, link = (
                 simulate_run(schedule, workload, cluster, backward=False, slow=slow).ran.seconds
-                for slow in (Slow(), Slow(ranks={who: RANK_FACTOR}), Slow(links={who: LINK_FACTOR}))
+                for slow in (Slowdown(), Slowdown(ranks={who: RANK_FACTOR}), Slowdown(links={who: LINK_FACTOR}))
             )
             yield [
                 {

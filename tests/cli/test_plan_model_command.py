@@ -9,10 +9,10 @@ from rich.console import Console
 
 from attnmesh.cli.plan_tables import show_plans
 from attnmesh.planner.catalog import cluster
-from attnmesh.planner.decode import Decode, decode_ranking
+from attnmesh.planner.decode import DecodeRequest, decode_ranking
 from attnmesh.planner.models import read as known_models
 from attnmesh.planner.models.read import model
-from attnmesh.planner.prefill import Prefill, prefill_ranking
+from attnmesh.planner.prefill import PrefillRequest, prefill_ranking
 from helpers.cli import assert_refused, run, words
 
 SMALL = ("--model", "llama-3.1-8b", "--length", "32k", "--ranks", "4")
@@ -38,7 +38,7 @@ def test_a_plan_prints_the_best_first_and_why_the_others_lose(what):
     ran = plan(what, *SMALL)
     assert ran.exit_code == 0, ran.output
     llama, h200 = model("llama-3.1-8b"), cluster("h200")
-    asked = {"prefill": (Prefill, 1), "decode": (Decode, 2)}[what]
+    asked = {"prefill": (PrefillRequest, 1), "decode": (DecodeRequest, 2)}[what]
     task = asked[0](llama, 32768, asked[1], 4, h200)
     ranking = prefill_ranking(task) if what == "prefill" else decode_ranking(task)
     assert ranking.best is not None
@@ -113,7 +113,7 @@ def test_tables_hide_some_and_all_shows_them():
 
 @pytest.mark.parametrize("width", [80, 110, 140])
 def test_tables_of_usual_widths_do_not_fold_and_keep_the_why(width):
-    ranking = decode_ranking(Decode(model("gpt-oss-20b"), 8192, 8, 8, cluster("h200")))
+    ranking = decode_ranking(DecodeRequest(model("gpt-oss-20b"), 8192, 8, 8, cluster("h200")))
     console = Console(width=width, file=StringIO())
     show_plans(console, "plans", ranking, show_all=False)
     lines = console.file.getvalue().splitlines()

@@ -12,7 +12,7 @@ from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.catalog import cluster
-from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import read_trace
 from helpers.cli import assert_refused, run, words
@@ -69,7 +69,7 @@ def test_slower_ranks_and_links_never_make_it_faster():
     before = plain
     for factor in (1.0, 1.5, 4.0):
         slow = seconds("--slow-rank", f"3:{factor}")
-        assert slow == simulate(program("ring", workload(), backward=False), H200, slow=Slow({3: factor})).seconds
+        assert slow == simulate(program("ring", workload(), backward=False), H200, slow=Slowdown({3: factor})).seconds
         assert slow >= before * (1 - 1e-9)
         before = slow
     assert before > 1.5 * plain

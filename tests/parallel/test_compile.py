@@ -87,12 +87,13 @@ def _nothing_compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "window", "documents", "all three"])
-def test_a_layer_is_one_graph_and_says_the_same(name):
+@pytest.mark.parametrize(
+    "name", ["causal", "all three", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "window"))]
+)
+def test_a_layer_is_one_graph_with_the_same_results(name):
     one = layer(ContextParallel())
     compiled = torch.compile(one, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 24, WIDTH)
-    assert_same(one, compiled, x, make_mask(name, 24))
     assert_same(one, compiled, x, make_mask(name, 24), 24, 0.7)
 
 
@@ -119,11 +120,11 @@ def test_masks_may_be_made_and_joined_inside_the_graph():
     assert_attention_close(found, inputs, Causal() & SlidingWindow(4) & Documents([16, 3]))
 
 
-def test_an_equal_mask_or_another_context_compiles_nothing_anew():
+def test_an_equal_mask_or_another_context_does_not_recompile():
     counter = CompileCounterWithBackend("aot_eager")
     one, x = layer(ContextParallel()), torch.randn(1, 20, WIDTH)
     compiled = torch.compile(one, backend=counter, fullgraph=True)
-    for _ in range(3):
+    for _ in range(2):
         assert_same(one, compiled, x, Causal() & Documents([8, 12]))
         one.cp = ContextParallel(layout=Striped())
     assert counter.frame_count == 1
@@ -133,7 +134,7 @@ def test_the_graph_for_many_windows_and_lengths_is_the_same():
     counter = CompileCounterWithBackend("aot_eager")
     one = layer(ContextParallel())
     compiled = torch.compile(one, backend=counter, fullgraph=True)
-    for n in (20, 23, 29, 31, 37):
+    for n in (20, 23, 29):
         assert_same(one, compiled, torch.randn(1, n, WIDTH), SlidingWindow(n // 3), n)
     assert counter.frame_count == 2  # one for the first numbers, one for any
 
@@ -142,13 +143,13 @@ def test_dynamic_shapes():
     counter = CompileCounterWithBackend("aot_eager")
     one = layer(ContextParallel())
     compiled = torch.compile(one, backend=counter, fullgraph=True, dynamic=True)
-    for n in (16, 21, 40):
+    for n in (16, 21):
         assert_same(one, compiled, torch.randn(2, n, WIDTH), Causal())
     assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (False,) * 3])
-def test_only_the_gradients_that_are_asked_for(needed):
+def test_only_the_needed_gradients(needed):
     cp, inputs = ContextParallel(), random_inputs(18)
     whole = forward_backward(lambda q, k, v: cp.attention(q, k, v, return_lse=True), inputs)
     compiled = torch.compile(lambda q, k, v: cp.attention(q, k, v), backend="aot_eager", fullgraph=True)
@@ -167,7 +168,7 @@ def test_only_the_gradients_that_are_asked_for(needed):
             torch.testing.assert_close(x, y)
 
 
-def test_what_is_wrong_is_said_when_the_graph_runs():
+def test_wrong_arguments_raise_when_the_graph_runs():
     cp = ContextParallel()
     compiled = torch.compile(cp.attention, backend="aot_eager", fullgraph=True)
     q = torch.randn(1, 2, 8, 16)
@@ -189,11 +190,11 @@ def test_cross_attention():
     )
 
 
-# Masks and layouts in numbers.
+# Encoding of masks and layouts.
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_mask_survives_being_encoding(name):
+def test_masks_survive_encoding(name):
     assert decode(encode(make_mask(name, 40))) == make_mask(name, 40)
 
 
@@ -204,11 +205,11 @@ def test_a_mask_survives_being_encoding(name):
         *(Balanced(Causal() & Documents([3, 9])), Joint((8, Contiguous()), (4, Zigzag(2)))),
     ],
 )
-def test_a_layout_survives_being_encoding(layout):
+def test_layouts_survive_encoding(layout):
     assert decode(encode(layout)) == layout
 
 
-def test_every_mask_and_layout_can_be_told():
+def test_every_mask_and_layout_can_be_encoded():
     known = {kind for kind in (*subclasses(Mask), *subclasses(Layout)) if kind.__module__.startswith("attnmesh")}
     assert known == set(_FIELDS)
     for kind in known:
@@ -223,7 +224,7 @@ class Everything(Causal):
     """Looks like a mask that is known."""
 
 
-def test_a_mask_of_ones_own_is_refused_not_guessed():
+def test_a_custom_mask_is_rejected():
     with pytest.raises(ValueError, match="masks and layouts of attnmesh only, got Everything"):
         encode(Everything())
 
@@ -231,26 +232,27 @@ def test_a_mask_of_ones_own_is_refused_not_guessed():
 # The operators themselves.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_operators_keep_what_their_fakes_promise(dtype):
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+def test_operators_pass_opcheck(dtype):
     cp, inputs = ContextParallel(), random_inputs(18, dtype=dtype)
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
     call = (cp._handle, encode(Causal()), 0.3, 18, None, None, True)
     # A kernel may add up in another order when it runs again.
     close = {"atol": 1e-5, "rtol": 1e-5 if dtype != torch.bfloat16 else 2e-2}
     torch.library.opcheck(torch.ops.attnmesh.context_attention, (q, k, v, *call, [True] * 3), **close)
+    utils = {"test_utils": ("test_schema", "test_faketensor"), **close}  # the rest does not depend on the arguments
     strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.attnmesh.context_attention, (*strided, *call, [False] * 3), **close)
+    torch.library.opcheck(torch.ops.attnmesh.context_attention, (*strided, *call, [False] * 3), **utils)
 
     out, lse = cp.attention(*strided, return_lse=True)
     every, one = [True, True, True], [False, True, False]
-    torch.library.opcheck(torch.ops.attnmesh.context_attention, (*strided, *call[:-1], False, [False] * 3), **close)
+    torch.library.opcheck(torch.ops.attnmesh.context_attention, (*strided, *call[:-1], False, [False] * 3), **utils)
     for *grads, needed in ((*inputs[3:], every), (inputs[3], None, one), (None, inputs[4], every)):
         arguments = (*strided, out, lse, *grads, *call, needed)
-        torch.library.opcheck(torch.ops.attnmesh.context_attention_backward, arguments, **close)
+        torch.library.opcheck(torch.ops.attnmesh.context_attention_backward, arguments, **utils)
 
 
-def test_a_backward_keeps_its_context_and_nobody_else_does():
+def test_only_a_backward_keeps_its_context_alive():
     def attend(cp: ContextParallel, q: Tensor) -> Tensor:
         return cp.attention(q, q, q)
 
@@ -268,7 +270,7 @@ def test_a_backward_keeps_its_context_and_nobody_else_does():
     assert len(operator._contexts) == before
 
 
-def test_a_context_that_is_gone_is_missed():
+def test_a_deleted_context_raises():
     number = int(ContextParallel()._handle)
     gc.collect()
     with pytest.raises(RuntimeError, match="the ContextParallel of a compiled attention was deleted"):
@@ -321,10 +323,10 @@ def test_every_schedule_on_virtual_ranks():
 def on_processes(comm: Comm) -> None:
     """In one run: a new process spends seconds importing what compiles."""
     compiled_on(comm, "all three", [{}, {"layout": Striped(), "schedule": "ulysses"}], lse=True)
-    ranks_that_want_different_gradients_are_told(comm)
+    ranks_that_need_different_gradients_raise(comm)
 
 
-def ranks_that_want_different_gradients_are_told(comm: Comm) -> None:
+def ranks_that_need_different_gradients_raise(comm: Comm) -> None:
     q, k = torch.randn(1, 2, 8, 16, requires_grad=comm.rank == 0), torch.randn(1, 2, 8, 16)
     with pytest.raises(ValueError, match="ranks disagree: gradient of q is True on rank 0 but False on rank 1"):
         torch.compile(ContextParallel(comm).attention, backend="aot_eager", fullgraph=True)(q, k, k)

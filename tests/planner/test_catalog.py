@@ -157,7 +157,7 @@ def test_efficiency_moves_published_devices_only(written):
 
 
 def test_a_peak_that_would_change_nothing_is_refused(written):
-    with pytest.raises(ValueError, match=r"mine\.toml: device\.h200\.peak_tflops changes nothing"):
+    with pytest.raises(ValueError, match=r"mine\.toml: device\.h200\.peak_tflops has no effect"):
         load(written("[device.h200]\npeak_tflops = 1000\n"))
 
 
@@ -180,13 +180,13 @@ latency_us = 0
     found = cluster("mine", extra=path)
     assert (found.device.name, found.intra_node.name) == ("Mine", "wire")
     assert found.device.curve("attention").samples == ((1e9, 2e-3), (10e9, 15e-3))
-    with pytest.raises(ValueError, match="Mine has no figures for 'copy'; it has attention"):
+    with pytest.raises(ValueError, match="Mine has no curve for 'copy'; it has attention"):
         found.device.curve("copy")
 
 
 def test_a_device_without_wiring_wants_it_said(written):
     path = written('[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 10\n')
-    with pytest.raises(ValueError, match="does not say how mine is wired: give near and far and node and rails"):
+    with pytest.raises(ValueError, match="for mine: give intra_node and inter_node and ranks_per_node and rails"):
         cluster("mine", extra=path)
     found = cluster("mine", intra_node="pcie", inter_node="ethernet", ranks_per_node=4, rails=2, extra=path)
     assert (found.intra_node.name, found.ranks_per_node, found.rails) == ("pcie", 4, 2)

@@ -34,7 +34,7 @@ NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 1
         ("[device.h200]\nlaunch_us = nan", r"launch_us must be a number above 0, got NaN"),
         ("[device.h200]\nlaunch_us = 1e400", r"launch_us must be a number above 0, got 1E\+400"),
         ("[device.h200]\nlaunch_us = true", r"launch_us must be a number above 0, got True"),
-        ("[device.h200]\nnode = 2.5", r"node must be a whole number above 0, got 2\.5"),
+        ("[device.h200]\nranks_per_node = 2.5", r"ranks_per_node must be a whole number above 0, got 2\.5"),
         ("[device.h200]\nrails = 0", r"rails must be a whole number above 0, got 0"),
         ("[device.h200]\nsource = 3", r"source must be text, got 3"),
         (
@@ -52,11 +52,11 @@ NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 1
         ("[link.pcie]\nshared = 1", r"shared must be true or false, got 1"),
         ("[efficiency]\nmatmul = 1.1", r"efficiency\.matmul must be a number above 0, at most 1, got 1\.1"),
         ("[efficiency]\nmatmul = 0", r"efficiency\.matmul must be a number above 0, at most 1, got 0"),
-        ("[device.mine]\nmemory_gb = 1", r"device\.mine is new and has no source and no launch_us"),
-        ("[link.mine]\nlatency_us = 1", r"link\.mine is new and has no source and no bandwidth_gbs"),
+        ("[device.mine]\nmemory_gb = 1", r"device\.mine is new and lacks source and launch_us"),
+        ("[link.mine]\nlatency_us = 1", r"link\.mine is new and lacks source and bandwidth_gbs"),
         (
             NEW.replace("copy = 10\n", ""),
-            r"device\.mine has no figures: give peak_tflops, peak_gbs or any of attention",
+            r"device\.mine has no rates: give peak_tflops, peak_gbs or any of attention",
         ),
         (
             NEW + 'intra_node = "nvlink"',

@@ -70,8 +70,8 @@ def test_bytes_and_operations_are_those_of_the_rank_with_most():
 
 
 def test_costs_add_up_and_the_longer_one_says_why():
-    short, long = Cost(1.0, 0.5, 10, 1, 2, 3, "near"), Cost(4.0, 4.0, 20, 3, 4, 5, "computing")
-    both = Cost(5.0, 4.5, 30, 4, 6, 8, "computing")
+    short, long = Cost(1.0, 0.5, 10, 1, 2, 3, "near"), Cost(4.0, 4.0, 20, 3, 4, 5, "compute")
+    both = Cost(5.0, 4.5, 30, 4, 6, 8, "compute")
     assert short + long == long + short == both
 
 
@@ -81,11 +81,11 @@ def test_costs_add_up_and_the_longer_one_says_why():
 @pytest.mark.parametrize(
     ("found", "flops", "words"),
     [
-        (wired(intra_node=10), 100, "computing"),
-        (wired(intra_node=10), 95, "computing"),  # a twentieth of waiting is none
-        (wired(intra_node=1), 60, "near within nodes"),
-        (wired(intra_node=1), 10, "near within nodes"),
-        (wired(inter_node=1, ranks_per_node=1, rails=1), 10, "far between nodes"),
+        (wired(intra_node=10), 100, "compute"),
+        (wired(intra_node=10), 95, "compute"),  # a twentieth of waiting is none
+        (wired(intra_node=1), 60, "near intra-node bandwidth"),
+        (wired(intra_node=1), 10, "near intra-node bandwidth"),
+        (wired(inter_node=1, ranks_per_node=1, rails=1), 10, "far inter-node bandwidth"),
     ],
 )
 def test_the_bottleneck_is_what_most_of_the_time_goes_to(found, flops, words):
@@ -94,9 +94,9 @@ def test_the_bottleneck_is_what_most_of_the_time_goes_to(found, flops, words):
 
 def test_work_that_is_one_ranks_alone_makes_the_others_wait():
     found = cost(program(Round("alone", sends((0, 1, 1)), work(100, 1), ("keys",)), world=2), wired(intra_node=1))
-    assert found.bottleneck == "computing"  # the rank in the middle of two is the mean of both
+    assert found.bottleneck == "compute"  # the rank in the middle of two is the mean of both
     lonely = Round("alone", work=work(100, 1, 1, 1))
-    assert cost(program(lonely, world=4), wired()).bottleneck == "waiting for one another, then computing"
+    assert cost(program(lonely, world=4), wired()).bottleneck == "waiting for other ranks, then compute"
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_work_that_is_one_ranks_alone_makes_the_others_wait():
 def test_ports_that_ranks_share_count_for_all_of_them(found, seconds):
     moves = sends((0, 2, 100), (1, 3, 100))
     ran = cost(program(Round("out", moves, work(6, 6, 6, 6), ("keys",)), world=4), found)
-    assert (ran.seconds, ran.bottleneck) == (seconds, "far between nodes")
+    assert (ran.seconds, ran.bottleneck) == (seconds, "far inter-node bandwidth")
 
 
 def test_nothing_to_do_takes_no_time():
     found = cost(program(Round("idle")), wired())
-    assert (found.seconds, found.exposed, found.bottleneck) == (0.0, 0.0, "nothing to do")
+    assert (found.seconds, found.exposed, found.bottleneck) == (0.0, 0.0, "none")
 
 
 # Schedules.

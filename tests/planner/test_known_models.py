@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from attnmesh.planner.models.config import Latent
+from attnmesh.planner.models.config import LatentAttention
 from attnmesh.planner.models.read import model, model_names
 
 TINY = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
@@ -13,7 +13,7 @@ TINY = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
 def test_all_names_have_a_model():
     for name in model_names():
         found = model(name)
-        assert found.vocabulary is not None
+        assert found.vocab_size is not None
         assert found.layers > 1
     assert {"llama-3.1-8b", "llama-3.3-70b", "gpt-oss-120b", "deepseek-r1", "smollm2-135m"} <= set(model_names())
 
@@ -33,7 +33,7 @@ def test_attention_of_the_families():
     assert model("gpt-oss-120b").window(0) == 128
     assert model("mistral-7b").window_layers == {4096: 32}
     assert model("qwen3-32b").window_layers == {None: 64}
-    assert model("deepseek-v3").latent == Latent(kv_rank=512, rope=64, nope=128, value=128, q_rank=1536)
+    assert model("deepseek-v3").latent == LatentAttention(kv_rank=512, rope=64, nope=128, value=128, q_rank=1536)
     assert (model("qwen3-235b-a22b").q_heads, model("qwen3-235b-a22b").kv_heads) == (64, 4)
     assert model("llama-3.1-8b").head_dim == 128
 

@@ -10,12 +10,12 @@ from attnmesh.planner.models.config import (
     Experts,
     ModelConfig,
     cache_bytes,
-    cache_bytes_of_a_position,
-    cached_numbers,
     cached_positions,
-    flops_a_pair,
+    causal_pairs,
+    flops_per_pair,
+    kv_bytes_per_position,
+    kv_elements_per_position,
     linear_flops,
-    pairs,
     parameters,
     prefill_attention_flops,
     weight_bytes,
@@ -49,7 +49,7 @@ def test_what_a_token_takes_is_what_is_published(name, billions, off):
 
 
 def test_a_dense_model_part_by_part():
-    count = parameters(ModelConfig(4, 2, 8, 32, 3, vocabulary=100, intermediate=64))
+    count = parameters(ModelConfig(4, 2, 8, 32, 3, vocab_size=100, intermediate_size=64))
     assert (count.embedding, count.head) == (3200, 3200)
     assert count.attention == 3 * (32 * 32 + 2 * 32 * 16 + 32 * 32)
     assert count.mlp == 3 * 3 * 32 * 64
@@ -60,7 +60,7 @@ def test_a_dense_model_part_by_part():
 
 def test_experts_part_by_part():
     experts = Experts(count=8, chosen=2, width=16, layers=2, shared=24)
-    count = parameters(ModelConfig(4, 2, 8, 32, 3, vocabulary=100, intermediate=64, experts=experts))
+    count = parameters(ModelConfig(4, 2, 8, 32, 3, vocab_size=100, intermediate_size=64, experts=experts))
     assert count.mlp == 3 * 32 * (64 + 2 * 24)
     assert (count.experts, count.chosen) == (2 * 8 * 3 * 32 * 16, 2 * 2 * 3 * 32 * 16)
     assert count.routers == 2 * 8 * 32
@@ -80,8 +80,8 @@ def test_latent_attention_with_and_without_a_rank_of_queries():
 
 def test_a_tied_embedding_is_there_once():
     small = model("smollm2-135m")
-    assert parameters(replace(small, tied=False)).total - parameters(small).total == 576 * 49152
-    assert parameters(replace(small, tied=False)).active == parameters(small).active
+    assert parameters(replace(small, tied_embeddings=False)).total - parameters(small).total == 576 * 49152
+    assert parameters(replace(small, tied_embeddings=False)).active == parameters(small).active
 
 
 def test_weights_in_bytes():
@@ -99,13 +99,13 @@ def test_weights_in_bytes():
     [("llama-3.1-8b", 4096), ("gpt-oss-120b", 2048), ("deepseek-v3", 1152), ("qwen3-235b-a22b", 2048)],
 )
 def test_bytes_of_a_position(name, nbytes):
-    assert cache_bytes_of_a_position(model(name), 2) == nbytes
-    assert cache_bytes_of_a_position(model(name), 1) == nbytes // 2
+    assert kv_bytes_per_position(model(name), 2) == nbytes
+    assert kv_bytes_per_position(model(name), 1) == nbytes // 2
 
 
 def test_latent_attention_keeps_the_same_whatever_its_heads():
     deepseek = model("deepseek-v3")
-    assert cached_numbers(replace(deepseek, q_heads=16, kv_heads=16)) == cached_numbers(deepseek) == 576
+    assert kv_elements_per_position(replace(deepseek, q_heads=16, kv_heads=16)) == kv_elements_per_position(deepseek) == 576
 
 
 def test_caches_of_a_sequence():
@@ -126,26 +126,26 @@ def test_operations_of_linear_layers():
 @given(context=st.integers(1, 60), window=st.none() | st.integers(1, 80))
 def test_pairs_by_counting(context, window):
     seen = [(q, k) for q in range(context) for k in range(q + 1) if window is None or q - k < window]
-    assert pairs(context, window) == len(seen)
+    assert causal_pairs(context, window) == len(seen)
 
 
 @given(context=st.integers(1, 60), windows=st.lists(st.none() | st.integers(1, 80), min_size=1, max_size=5))
 def test_layers_are_counted_one_by_one(context, windows):
     mixed = ModelConfig(4, 2, 8, 32, len(windows), windows=tuple(windows))
-    assert prefill_attention_flops(mixed, context) == sum(4 * pairs(context, window) * 4 * 8 for window in windows)
+    assert prefill_attention_flops(mixed, context) == sum(4 * causal_pairs(context, window) * 4 * 8 for window in windows)
     assert cached_positions(mixed, context) == sum(min(context, window or context) for window in windows)
 
 
 def test_operations_of_a_pair():
-    assert flops_a_pair(model("llama-3.1-8b")) == 4 * 32 * 128
-    assert flops_a_pair(model("deepseek-v3")) == 2 * 128 * (192 + 128)
+    assert flops_per_pair(model("llama-3.1-8b")) == 4 * 32 * 128
+    assert flops_per_pair(model("deepseek-v3")) == 2 * 128 * (192 + 128)
 
 
 @pytest.mark.parametrize("context", [0, -1])
 def test_no_context_is_refused(context):
     llama = model("llama-3.1-8b")
     for ask in (
-        lambda: pairs(context),
+        lambda: causal_pairs(context),
         lambda: cache_bytes(llama, context, 2),
         lambda: prefill_attention_flops(llama, context),
     ):
@@ -153,13 +153,13 @@ def test_no_context_is_refused(context):
             ask()
 
 
-@pytest.mark.parametrize("number_bytes", [0, -2])
-def test_numbers_take_bytes(number_bytes):
-    with pytest.raises(ValueError, match=f"number_bytes must be above 0, got {number_bytes}"):
-        cache_bytes(model("llama-3.1-8b"), 10, number_bytes)
+@pytest.mark.parametrize("kv_itemsize", [0, -2])
+def test_numbers_take_bytes(kv_itemsize):
+    with pytest.raises(ValueError, match=f"kv_itemsize must be above 0, got {kv_itemsize}"):
+        cache_bytes(model("llama-3.1-8b"), 10, kv_itemsize)
 
 
-@pytest.mark.parametrize(("field", "said"), [("vocabulary", "vocab_size"), ("intermediate", "intermediate_size")])
-def test_a_config_that_says_too_little_is_named(field, said):
-    with pytest.raises(ValueError, match=f"the config of llama-3.1-8b has no {said}: its parameters cannot be counted"):
+@pytest.mark.parametrize("field", ["vocab_size", "intermediate_size"])
+def test_a_missing_field_is_named(field):
+    with pytest.raises(ValueError, match=f"the config of llama-3.1-8b has no {field}: its parameters cannot be counted"):
         parameters(replace(model("llama-3.1-8b"), **{field: None}))

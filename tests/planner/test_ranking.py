@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnmesh.planner.ranking import RESERVED, Memory, Option, ranked
+from attnmesh.planner.ranking import RESERVED_MEMORY, Memory, Option, ranked
 from attnmesh.planner.units import readable_seconds
 
 
@@ -23,8 +23,8 @@ def test_of_equally_fast_ones_the_leaner_comes_first():
 
 
 def test_a_part_of_the_memory_is_kept_back():
-    assert option("just", 1, 100 * (1 - RESERVED)).fits(100)
-    assert not option("over", 1, 100 * (1 - RESERVED) + 0.01).fits(100)
+    assert option("just", 1, 100 * (1 - RESERVED_MEMORY)).fits(100)
+    assert not option("over", 1, 100 * (1 - RESERVED_MEMORY) + 0.01).fits(100)
 
 
 def test_why_says_what_a_way_loses_by():
@@ -32,11 +32,13 @@ def test_why_says_what_a_way_loses_by():
     slow = option("slow", 3.0, 10, attention=0.5, exchanges=2.5)
     large = option("large", 1.0, 1000)
     found = ranked([slow, large, best], 100, {})
-    assert found.why(best) == "the fastest that fits"
+    assert found.why(best) == "fastest that fits"
     assert found.why(slow) == "50% slower: 1.5 s more for exchanges"
     slowest = option("slowest", 24.0, 10, attention=23.0, exchanges=1.0)
-    assert found.why(slowest) == "12 times as long: 22 s more for attention"
+    assert found.why(slowest) == "12x slower: 22 s more for attention"
     assert found.why(large) == "does not fit in 90 B"
+    assert found.why(option("equal", 2.009, 10, attention=2.009)) == "tie"
+    assert found.why(option("near", 2.02, 10, attention=2.02)).startswith("1% slower")
 
 
 def test_where_nothing_fits_nothing_is_best():

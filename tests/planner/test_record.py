@@ -13,9 +13,9 @@ from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.hardware import Cluster, Curve
 from attnmesh.planner.simulator.events import run_events
-from attnmesh.planner.simulator.network import Slow
-from attnmesh.planner.simulator.record import beside_kernels
-from attnmesh.planner.simulator.rounds import run_waves
+from attnmesh.planner.simulator.network import Slowdown
+from attnmesh.planner.simulator.record import host_seconds
+from attnmesh.planner.simulator.rounds import run_rounds
 from helpers.clusters import attention_kernels, make_program, simulated_cluster, simulated_device
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=4, sum_itemsize=4)
@@ -28,13 +28,13 @@ def floats(*values: float) -> np.ndarray:
 
 def test_squares_run_at_their_own_pace_and_the_rest_at_the_usual_one():
     kernels = Kernels("attention", floats(10, 10, 4), floats(4, 4, 1), causal=(floats(0, 4, 4), floats(0, 2, 1)))
-    assert kernels.seconds(SLOW_SQUARES) == pytest.approx([10, 6 + 3 * 4, 3 * 4])
-    assert kernels.seconds(simulated_device()) == pytest.approx([10, 10, 4])  # no pace of their own
-    assert replace(kernels, causal=None).seconds(SLOW_SQUARES) == pytest.approx([10, 10, 4])  # nobody looked
+    assert SLOW_SQUARES.kernel_seconds(kernels) == pytest.approx([10, 6 + 3 * 4, 3 * 4])
+    assert simulated_device().kernel_seconds(kernels) == pytest.approx([10, 10, 4])  # no pace of their own
+    assert SLOW_SQUARES.kernel_seconds(replace(kernels, causal=None)) == pytest.approx([10, 10, 4])  # nobody looked
 
 
 def test_squares_shrink_with_their_kernels():
-    kernels = Kernels("attention", floats(8), floats(4), causal=(floats(2), floats(2))).times(0.5)
+    kernels = Kernels("attention", floats(8), floats(4), causal=(floats(2), floats(2))).scaled(0.5)
     assert (kernels.size, kernels.calls) == (4, 4)
     assert kernels.causal == (1, 2)
 
@@ -73,25 +73,25 @@ def on_cores(round_seconds: float) -> Cluster:
 
 def test_messages_take_time_of_cores_at_both_ends():
     exchange = Messages.of([(0, 1, 100), (0, 2, 200), (1, 2, 100)])
-    found = beside_kernels(Round("a", {"rows": exchange}), np.zeros(3), on_cores(0.0))
+    found = host_seconds(Round("a", {"rows": exchange}), np.zeros(3), on_cores(0.0))
     assert found.tolist() == [3 + 2 * 0.5, 2 + 0.5, 3]
     sums = MessageTotals(*(np.array(column) for column in ([0, 0], [100, 0], [0, 100], [0, 0], [0, 0], [1, 0])))
-    assert beside_kernels(Round("a", {"rows": sums}), np.zeros(2), on_cores(0.0)).tolist() == [1.5, 1.0]
+    assert host_seconds(Round("a", {"rows": sums}), np.zeros(2), on_cores(0.0)).tolist() == [1.5, 1.0]
 
 
 def test_rounds_take_time_of_ranks_that_have_work_in_them():
-    assert beside_kernels(Round("a"), floats(3, 0), on_cores(2.0)).tolist() == [2, 0]
+    assert host_seconds(Round("a"), floats(3, 0), on_cores(2.0)).tolist() == [2, 0]
 
 
 def test_devices_of_their_own_leave_all_of_that_to_their_hosts():
     there = simulated_cluster(message=0.5)
     there = replace(there, device=replace(there.device, round=2.0))
-    assert beside_kernels(Round("a", {"rows": Messages.of([(0, 1, 100)])}), floats(3, 3), there).tolist() == [0, 0]
+    assert host_seconds(Round("a", {"rows": Messages.of([(0, 1, 100)])}), floats(3, 3), there).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("run", [run_events, run_waves])
+@pytest.mark.parametrize("run", [run_events, run_rounds])
 def test_a_run_on_cores_takes_all_of_it(run):
     sent = {"rows": Messages.of([(0, 1, 100)])}
-    found = run(make_program(2, Round("a", sent, attention_kernels(4.0, 1.0), ("rows",))), on_cores(2.0), Slow())
+    found = run(make_program(2, Round("a", sent, attention_kernels(4.0, 1.0), ("rows",))), on_cores(2.0), Slowdown())
     assert found.computed.tolist() == [4 + 2 + 0.5 + 1, 1 + 2 + 1]
     assert found.finish.tolist() == [7.5, 4.0]

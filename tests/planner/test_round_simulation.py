@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from attnmesh.plan.program import Messages, MessageTotals, Program, Round
 from attnmesh.planner.simulator.events import run_events
-from attnmesh.planner.simulator.network import Slow
-from attnmesh.planner.simulator.rounds import run_waves
+from attnmesh.planner.simulator.network import Slowdown
+from attnmesh.planner.simulator.rounds import run_rounds
 from helpers.clusters import all_to_all_program, attention_kernels, long_ring_program, make_program, simulated_cluster
 
 
-def same(make_program: Program, there, slow: Slow) -> None:
+def same(make_program: Program, there, slow: Slowdown) -> None:
     keep = range(make_program.world)
-    truth, found = run_events(make_program, there, slow, keep), run_waves(make_program, there, slow, keep)
+    truth, found = run_events(make_program, there, slow, keep), run_rounds(make_program, there, slow, keep)
     for name in ("finish", "computed", "waited"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-9, abs=1e-9)
     told, expected = (
@@ -47,7 +47,7 @@ def rings(draw):
         node, node, intra_node=(0.25, 100.0), inter_node=(1.5, 30.0), message=draw(st.sampled_from([0.0, 0.5, 20.0]))
     )
     factors = st.dictionaries(st.integers(0, world - 1), st.floats(0.5, 4.0), max_size=2)
-    return make_program(world, *made), there, Slow(draw(factors), draw(factors))
+    return make_program(world, *made), there, Slowdown(draw(factors), draw(factors))
 
 
 @settings(deadline=None, max_examples=60)
@@ -58,11 +58,11 @@ def test_rings_are_the_same_as_event_by_event(workload):
 
 def test_a_long_ring_with_a_straggler_is_the_same_as_event_by_event():
     wired = simulated_cluster(8, 8, intra_node=(1e-6, 4e11), inter_node=(5e-6, 5e10), message=5e-7)
-    same(long_ring_program(24, 60), wired, Slow({3: 1.5}, {7: 4.0}))
+    same(long_ring_program(24, 60), wired, Slowdown({3: 1.5}, {7: 4.0}))
 
 
-def close(make_program: Program, there, slow: Slow, *, whole: float, each: float) -> None:
-    truth, found = run_events(make_program, there, slow), run_waves(make_program, there, slow)
+def close(make_program: Program, there, slow: Slowdown, *, whole: float, each: float) -> None:
+    truth, found = run_events(make_program, there, slow), run_rounds(make_program, there, slow)
     assert found.finish.max() == pytest.approx(truth.finish.max(), rel=whole)
     assert found.finish == pytest.approx(truth.finish, rel=each)
 
@@ -73,7 +73,7 @@ def test_all_to_alls_of_equal_messages_are_close(ranks_per_node, rails, shared):
     there = simulated_cluster(
         ranks_per_node, rails, intra_node=(0.1, 100.0), inter_node=(0.5, 10.0), message=0.01, shared=shared
     )
-    close(all_to_all_program(np.full((12, 12), 1000)), there, Slow(), whole=0.02, each=0.02)
+    close(all_to_all_program(np.full((12, 12), 1000)), there, Slowdown(), whole=0.02, each=0.02)
 
 
 @settings(deadline=None, max_examples=25)
@@ -93,7 +93,7 @@ def test_uneven_all_to_alls_among_ranks_that_come_at_different_times_are_close(
     there = simulated_cluster(
         ranks_per_node, rails, intra_node=(0.1, 100.0), inter_node=(0.5, 10.0), message=0.01, shared=shared
     )
-    slow = Slow({world - 1: 2.0}, {0: 2.0}) if late else Slow()
+    slow = Slowdown({world - 1: 2.0}, {0: 2.0}) if late else Slowdown()
     close(make_program(world, *rounds), there, slow, whole=0.2, each=0.3)
 
 
@@ -115,7 +115,7 @@ def test_two_exchanges_under_way_are_close(gradients, lag, computing):
         )
         for s in range(20)
     ]
-    close(make_program(8, *rounds), simulated_cluster(), Slow(), whole=0.1, each=0.1)
+    close(make_program(8, *rounds), simulated_cluster(), Slowdown(), whole=0.1, each=0.1)
 
 
 @pytest.mark.parametrize("world", [4, 8])
@@ -131,7 +131,7 @@ def test_a_ring_on_shared_cores_is_close(world):
         )
         for s, spent in enumerate(rng.uniform(1, 2, (20, world)))
     ]
-    close(make_program(world, *rounds), simulated_cluster(4, 1, cores=2), Slow({1: 2.0}), whole=0.05, each=0.05)
+    close(make_program(world, *rounds), simulated_cluster(4, 1, cores=2), Slowdown({1: 2.0}), whole=0.05, each=0.05)
 
 
 def bundled(nbytes: np.ndarray, ranks_per_node: int, groups: np.ndarray | None = None) -> MessageTotals:
@@ -157,9 +157,9 @@ def test_a_bundle_takes_what_its_messages_take(ranks_per_node, rails, shared):
     there = simulated_cluster(
         ranks_per_node, rails, intra_node=(0.1, 100.0), inter_node=(0.5, 10.0), message=0.01, shared=shared
     )
-    truth = run_events(all_to_all_program(nbytes), there, Slow(links={3: 2.0}))
+    truth = run_events(all_to_all_program(nbytes), there, Slowdown(links={3: 2.0}))
     bundle = make_program(8, Round("a", {"rows": bundled(nbytes, ranks_per_node)}, (), ("rows",)))
-    found = run_waves(bundle, there, Slow(links={3: 2.0}))
+    found = run_rounds(bundle, there, Slowdown(links={3: 2.0}))
     assert found.finish.max() == pytest.approx(truth.finish.max(), rel=0.03)
 
 
@@ -175,7 +175,7 @@ def test_a_bundle_by_hand():
     )
     late = Round("late", {}, attention_kernels(0.0, 4.0, 1.0, 0.0))
     there = simulated_cluster(2, 1, intra_node=(0.5, 100.0), inter_node=(3.0, 10.0), message=0.25)
-    found = run_waves(make_program(4, late, Round("a", {"rows": bundle}, (), ("rows",))), there, Slow(), keep=[0, 3])
+    found = run_rounds(make_program(4, late, Round("a", {"rows": bundle}, (), ("rows",))), there, Slowdown(), keep=[0, 3])
     # Begun at 4, 2 seconds of bytes, half a second of sends, half a second of latency. And from 1 on: one rail passes
     # 40 bytes, one message, a latency of 3.
     assert found.finish.tolist() == [7.0, 7.0, 8.25, 8.25]
@@ -193,14 +193,14 @@ def test_who_has_no_part_in_a_bundle_does_not_wait_for_it():
     nothing, some = np.zeros(3, dtype=np.int64), np.array([100, 100, 0])
     bundle = MessageTotals(nothing, some, some, nothing, nothing, np.array([1, 1, 0]))
     rounds = Round("late", {}, attention_kernels(0.0, 0.0, 9.0)), Round("a", {"rows": bundle}, (), ("rows",))
-    assert run_waves(make_program(3, *rounds), simulated_cluster(), Slow()).finish.tolist() == [1.0, 1.0, 9.0]
+    assert run_rounds(make_program(3, *rounds), simulated_cluster(), Slowdown()).finish.tolist() == [1.0, 1.0, 9.0]
 
 
 def test_two_bundles_at_once_share_the_ports():
     nbytes = np.full((4, 4), 100)
     one, two = bundled(nbytes, 4), bundled(nbytes // 2, 4)
     rounds = Round("a", {"keys": one, "values": two}, (), ("keys", "values"))
-    assert run_waves(make_program(4, rounds), simulated_cluster(), Slow()).finish.tolist() == [4.5] * 4
+    assert run_rounds(make_program(4, rounds), simulated_cluster(), Slowdown()).finish.tolist() == [4.5] * 4
 
 
 WIRED = simulated_cluster(8, 8, intra_node=(1e-6, 4e11), inter_node=(5e-6, 5e10), message=5e-7)
@@ -208,7 +208,7 @@ WIRED = simulated_cluster(8, 8, intra_node=(1e-6, 4e11), inter_node=(5e-6, 5e10)
 
 def test_a_round_of_thousands_of_ranks_is_quick():
     began = time.perf_counter()
-    found = run_waves(long_ring_program(4096, 50), WIRED, Slow({5: 1.5}), keep=[5])
+    found = run_rounds(long_ring_program(4096, 50), WIRED, Slowdown({5: 1.5}), keep=[5])
     took = time.perf_counter() - began
     assert took < 50 * 0.02  # a fiftieth of a second a round, ten times what it takes
     assert found.finish.argmax() == 5
@@ -217,7 +217,7 @@ def test_a_round_of_thousands_of_ranks_is_quick():
 @pytest.mark.slow
 def test_a_ring_of_4096_ranks_all_the_way_round_within_40_seconds():
     began = time.perf_counter()
-    found = run_waves(long_ring_program(4096, 4096), WIRED, Slow({5: 1.5}), keep=[5])
+    found = run_rounds(long_ring_program(4096, 4096), WIRED, Slowdown({5: 1.5}), keep=[5])
     took = time.perf_counter() - began
     print(f"{took:.1f} s")
     assert took < 40

@@ -28,11 +28,11 @@ from attnmesh.cli.options import (
 )
 from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
 from attnmesh.ops.storage import bytes_per_token
-from attnmesh.planner.decode import Decode, decode_memory, decode_ranking, shardings
+from attnmesh.planner.decode import DecodeRequest, decode_memory, decode_ranking, shardings
 from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.models.read import model as known_model
 from attnmesh.planner.models.read import read_config
-from attnmesh.planner.prefill import MOST_CP, Prefill, divisions, prefill_memory, prefill_ranking
+from attnmesh.planner.prefill import MAX_CP_RANKS, PrefillRequest, parallelisms, prefill_memory, prefill_ranking
 from attnmesh.planner.ranking import Memory, Ranking
 
 plan_app = typer.Typer(no_args_is_help=True, help="Rank the plans for a model on a cluster, without running anything.")
@@ -66,16 +66,16 @@ def plan_prefill(
     with reported_errors("plan prefill"):
         chosen = known_model(model)
         cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
-        task = Prefill(chosen, length, batch, ranks, cluster, _bytes_per_number(storage, chosen))
+        task = PrefillRequest(chosen, length, batch, ranks, cluster, _bytes_per_number(storage, chosen))
         with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
             ranking = prefill_ranking(task)
 
             def least_memory(devices: int) -> Memory | None:
                 larger = replace(task, devices=devices)
-                plans = (plan for plan in divisions(larger) if plan.cp <= MOST_CP)
+                plans = (plan for plan in parallelisms(larger) if plan.cp <= MAX_CP_RANKS)
                 return min((prefill_memory(larger, plan) for plan in plans), key=_total, default=None)
 
-            ranking = _with_advice(ranking, ranks, least_memory, task.cached_number)
+            ranking = _with_advice(ranking, ranks, least_memory, task.kv_itemsize)
         title = f"prefill of {_sequences(batch)} of {length:,} tokens, {chosen.name}"
         _print_ranking(
             ranking, title, describe_cluster(cluster, ranks), tokens=batch * length, show_all=show_all, as_json=as_json
@@ -144,7 +144,7 @@ def plan_decode(
         assert cluster is not None
         chosen = known_model(model)
         number = _bytes_per_number(storage, chosen)
-        task = Decode(chosen, length, batch, ranks, cluster, tokens, number)
+        task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
         with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
             ranking = decode_ranking(task)
 
@@ -161,11 +161,11 @@ def plan_decode(
 
 
 def _with_advice(
-    ranking: Ranking, ranks: int, least_memory: Callable[[int], Memory | None], cached_number: float
+    ranking: Ranking, ranks: int, least_memory: Callable[[int], Memory | None], kv_itemsize: float
 ) -> Ranking:
     if ranking.best is not None:
         return ranking
-    return replace(ranking, advice=fitting_advice(ranking, ranks, least_memory, cached_number))
+    return replace(ranking, advice=fitting_advice(ranking, ranks, least_memory, kv_itemsize))
 
 
 def _print_ranking(ranking: Ranking, title: str, cluster: str, *, tokens: int, show_all: bool, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from attnmesh.cli import output
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.config import ModelConfig
-from attnmesh.planner.ranking import RESERVED, Memory, Option, Ranking
+from attnmesh.planner.ranking import RESERVED_MEMORY, Memory, Option, Ranking
 from attnmesh.planner.recommend import ShardingOption, compare_shardings, recommend_sharding
 from attnmesh.planner.units import readable_bytes, readable_seconds
 
@@ -32,7 +32,7 @@ def show_ranking(console: Console, ranking: Ranking, title: str, cluster: str, *
         console.print(ranking.advice, style="bold")
     else:
         rate = f"{tokens / best.seconds:,.0f} tokens/s"
-        memory = f"{readable_bytes(best.memory.total)} of {readable_bytes(ranking.room)} per rank"
+        memory = f"{readable_bytes(best.memory.total)} of {readable_bytes(ranking.device_memory)} per rank"
         console.print(f"{best.name}: {readable_seconds(best.seconds)}, {rate}, {memory}", style="bold")
         console.print(_reason(best, ranking))
     console.print(cluster)
@@ -82,7 +82,7 @@ def ranking_facts(ranking: Ranking) -> dict[str, object]:
                 "kv_cache": memory.cache,
                 "activations": memory.working,
             },
-            "fits": option.fits(ranking.room),
+            "fits": option.fits(ranking.device_memory),
             "bottleneck": option.bottleneck,
             "reason": ranking.why(option),
         }
@@ -92,7 +92,7 @@ def ranking_facts(ranking: Ranking) -> dict[str, object]:
         "best": None if best is None else best.name,
         "plans": [facts(option) for option in ranking.options],
         "refused": ranking.refused,
-        "device_memory": ranking.room,
+        "device_memory": ranking.device_memory,
         "advice": ranking.advice,
     }
 
@@ -103,13 +103,13 @@ def _reason(best: Option, ranking: Ranking) -> str:
     spent = ", ".join(
         f"{100 * seconds / best.seconds:.0f}% {part}" for part, seconds in shares if seconds > 0.005 * best.seconds
     )
-    fitting = [option for option in ranking.options[1:] if option.fits(ranking.room)]
+    fitting = [option for option in ranking.options[1:] if option.fits(ranking.device_memory)]
     following = f"Next: {fitting[0].name}, {ranking.why(fitting[0])}." if fitting else "No other plan fits."
     return f"Time: {spent}. Bottleneck: {best.bottleneck}. {following}"
 
 
 def fitting_advice(
-    ranking: Ranking, ranks: int, least_memory: Callable[[int], Memory | None], cached_number: float
+    ranking: Ranking, ranks: int, least_memory: Callable[[int], Memory | None], kv_itemsize: float
 ) -> str:
     """What would fit where no plan does: a number of ranks, or an 8-bit KV cache.
 
@@ -123,13 +123,13 @@ def fitting_advice(
         return f"No plan for {ranks} ranks: {why}. At most {most} ranks can be used."
     parts = {"weights": needed.weights, "KV cache": needed.cache, "activations": needed.working}
     largest = max(parts, key=lambda part: parts[part])
-    usable = (1 - RESERVED) * ranking.room
+    usable = (1 - RESERVED_MEMORY) * ranking.device_memory
     advice = [
         f"No plan fits: the smallest needs {readable_bytes(needed.total)} per rank ({largest}: "
         f"{readable_bytes(parts[largest])}), and {readable_bytes(usable)} are usable."
     ]
     advice.append(_enough_ranks(ranks, least_memory, usable))
-    if cached_number > 1 and needed.cache > needed.weights:
+    if kv_itemsize > 1 and needed.cache > needed.weights:
         advice.append("An 8-bit KV cache (--storage fp8) takes half the memory.")
     return " ".join(advice)
 

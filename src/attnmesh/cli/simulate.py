@@ -38,7 +38,7 @@ from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.read import model as known_model
-from attnmesh.planner.simulator.network import Slow
+from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.trace.timeline import write_trace
@@ -100,7 +100,7 @@ def simulate_command(
             raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
         held = shards(parse_mask(mask), LAYOUTS[layout.value], length, ranks)
         workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
-        slow = Slow(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
+        slow = Slowdown(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
         keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
         chosen = _schedule(schedule, workload, cluster)
         nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
@@ -151,7 +151,7 @@ def _schedule(schedule: str, workload: Workload, cluster: Cluster) -> str:
 
 
 def _simulate(
-    schedule: str, workload: Workload, cluster: Cluster, backward: bool, slow: Slow, keep: Sequence[int]
+    schedule: str, workload: Workload, cluster: Cluster, backward: bool, slow: Slowdown, keep: Sequence[int]
 ) -> _Run:
     whole = program(schedule, workload, backward=backward)
     counter = LoadCounter(whole.world, cluster.ranks_per_node)

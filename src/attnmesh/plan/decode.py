@@ -1,16 +1,16 @@
-"""`DecodeSharding`: which rank holds which heads, sequences and positions of a KV cache that is spread over ranks.
+"""`DecodeSharding`: the heads, sequences and positions of a sharded KV cache that each rank holds, and the bytes sent.
 
     K/V cache  [batch, kv heads, positions, head_dim]
                 KVDP   TP        CP
 
 Tensor parallelism (TP) divides heads, KV data parallelism (KVDP) sequences, context parallelism (CP) positions. The
-weights are not divided this way: all `tp x kvdp x cp` ranks project a part of the query heads each, in the order of
-ranks, exactly as plain tensor parallelism over all ranks would. The `kvdp x cp` ranks of one TP rank share its kv
-heads; they exchange queries before attention and results after it.
+weights are not divided this way: all `tp x kvdp x cp` ranks project a part of the query heads each, in rank order,
+exactly as plain tensor parallelism over all ranks would. The `kvdp x cp` ranks of one TP rank share its kv heads; they
+exchange queries before attention and results after it.
 
     rank = (tp_rank x cp + cp_rank) x kvdp + kvdp_rank
 
-In this order the ranks of a KVDP group have adjacent query heads, so that received heads are in order.
+In this order the ranks that exchange queries hold consecutive query heads: what they receive is in head order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attnmesh.core.validation import check_positive
 
 
 class Place(NamedTuple):
-    """A rank's three coordinates."""
+    """The coordinates of a rank."""
 
     tp: int
     cp: int
@@ -32,10 +32,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeSharding:
-    """`tp` x `kvdp` x `cp` ranks; positions are dealt to the CP ranks `interleave` at a time.
+    """`tp` x `kvdp` x `cp` ranks; positions are assigned to CP ranks round-robin, `interleave` at a time.
 
-    `tp` divides the kv heads, or the kv heads divide it: then each is held by several TP ranks (plain tensor
-    parallelism beyond the number of kv heads). Batches and query heads that do not divide leave some ranks one more.
+    `tp` divides the kv heads, or the kv heads divide it: then each is replicated on several TP ranks (plain tensor
+    parallelism beyond the number of kv heads). Where batches or query heads do not divide, some ranks have one more.
     """
 
     tp: int = 1
@@ -54,7 +54,7 @@ class DecodeSharding:
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return self.tp * self.kvdp * self.cp
 
     def place(self, rank: int) -> Place:
@@ -75,19 +75,19 @@ class DecodeSharding:
             raise ValueError(f"rank must be 0 to {self.ranks - 1} under {self}, got {rank}")
 
     def kvdp_peers(self, rank: int) -> list[int]:
-        """Those with this rank's kv heads and positions, in the order of their sequences."""
+        """The ranks with the same kv heads and positions, in the order of their sequences."""
         place = self.place(rank)
         return [self.rank(place._replace(kvdp=kvdp)) for kvdp in range(self.kvdp)]
 
     def cp_peers(self, rank: int) -> list[int]:
-        """Those with this rank's kv heads and sequences, in the order of their first positions."""
+        """The ranks with the same kv heads and sequences, in the order of their first positions."""
         place = self.place(rank)
         return [self.rank(place._replace(cp=cp)) for cp in range(self.cp)]
 
     # Heads.
 
     def check_heads(self, q_heads: int, kv_heads: int) -> None:
-        """Raise ValueError unless these heads can be divided this way."""
+        """Raise ValueError unless these heads can be sharded this way."""
         if kv_heads < 1 or q_heads % kv_heads:
             raise ValueError(f"q_heads must be a multiple of kv_heads, got q_heads={q_heads} and kv_heads={kv_heads}")
         if kv_heads % self.tp and self.tp % kv_heads:
@@ -96,38 +96,38 @@ class DecodeSharding:
             )
         if self.ranks > q_heads:
             raise ValueError(
-                f"every rank needs a query head, got q_heads={q_heads} for {self.tp} x {self.kvdp} x {self.cp} = "
+                f"q_heads must be at least the ranks, got q_heads={q_heads} for {self.tp} x {self.kvdp} x {self.cp} = "
                 f"{self.ranks} ranks"
             )
 
     def kv_heads(self, rank: int, kv_heads: int) -> range:
-        """The kv heads whose keys and values a rank holds (as do all that share its TP rank)."""
+        """The kv heads that a rank holds (as do all ranks with the same TP rank)."""
         return _part(kv_heads, self.tp, self.place(rank).tp, least=1)
 
     def group_heads(self, rank: int, q_heads: int) -> range:
-        """The query heads of a rank's TP rank: those that it computes attention for, after the exchange."""
+        """The query heads of a rank's TP rank: those it computes attention for, after the exchange."""
         return _part(q_heads, self.tp, self.place(rank).tp)
 
     def q_heads(self, rank: int, q_heads: int) -> range:
-        """The query heads that a rank projects, and whose part of the output projection it has."""
+        """The query heads that a rank projects, and whose part of the output projection it holds."""
         self._check_rank(rank)
         return _part(q_heads, self.ranks, rank)
 
     def replicated_q_heads(self, rank: int, q_heads: int) -> range:
-        """The query heads that a rank projects where CP ranks project the same ones, and need not gather them."""
+        """The query heads that a rank projects where CP ranks all project the same ones instead of gathering them."""
         group = self.group_heads(rank, q_heads)
         part = _part(len(group), self.kvdp, self.place(rank).kvdp)
         return group[part.start : part.stop]
 
     def cp_heads(self, rank: int, q_heads: int) -> range:
-        """The query heads of all KVDP peers of a rank: what CP ranks gather, and what they share out again."""
+        """The query heads of all KVDP peers of a rank: what CP ranks gather before, and scatter after attention."""
         place = self.place(rank)
         return _part(q_heads, self.tp * self.cp, place.tp * self.cp + place.cp)
 
     # Sequences.
 
     def sequences(self, rank: int, batch: int) -> range:
-        """The rows of a batch whose keys and values a rank holds."""
+        """The sequences of a batch that a rank holds."""
         return _part(batch, self.kvdp, self.place(rank).kvdp)
 
     # Positions.
@@ -141,27 +141,27 @@ class DecodeSharding:
         return InterleavedShard(self.cp, 0, self.interleave).owner(position)
 
     def local_index(self, position: int) -> int:
-        """Where in its owner's cache a position lies."""
+        """The index of a position in its owner's cache."""
         return InterleavedShard(self.cp, 0, self.interleave).index(position)
 
     def local_length(self, length: int, cp_rank: int) -> int:
-        """How many of a sequence's first `length` positions a CP rank holds."""
+        """The number of a sequence's first `length` positions that a CP rank holds."""
         return InterleavedShard(self.cp, cp_rank, self.interleave).length(length)
 
     def slot(self, position: int, blocks: list[int], block_size: int) -> int:
-        """A position's slot in its owner's pool of blocks, where the sequence has `blocks`."""
+        """A position's slot in its owner's block pool, where the sequence has `blocks`."""
         index = self.local_index(position)
         return blocks[index // block_size] * block_size + index % block_size
 
 
 def _part(count: int, parts: int, part: int, least: int = 0) -> range:
-    """The part-th of `parts` nearly equal runs of `count` things; with `least`, several parts may hold the same one."""
+    """The part-th of `parts` nearly equal parts of `range(count)`; with `least`, parts may overlap."""
     start, stop = count * part // parts, count * (part + 1) // parts
     return range(start, max(stop, start + least))
 
 
 KvdpExchange = Literal["all_to_all", "all_gather"]
-"""How KVDP ranks exchange query heads for sequences and back: only what a rank needs, or everything and a slice."""
+"""How KVDP ranks exchange query heads for sequences and back: each its part, or all-gather and slice."""
 
 Combine = Literal["all_to_all", "reduce_scatter", "all_reduce"]
 """How CP ranks merge results: `(out, lse)` in one message, or the lse first and then a sum."""
@@ -172,27 +172,27 @@ KvRows = Literal["auto", "all", "own"]
 KVDP_EXCHANGES: tuple[KvdpExchange, ...] = get_args(KvdpExchange)
 COMBINES: tuple[Combine, ...] = get_args(Combine)
 
-_STATE_ITEMSIZE = 4  # (out, lse) travel in float32 until they are merged
+_STATE_ITEMSIZE = 4  # (out, lse) are sent in float32 until they are merged
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """The attention of one layer in a step of `tokens` new tokens for each of `batch` sequences."""
+    """The attention of one layer in a decode step of `tokens` new tokens for each of `batch` sequences."""
 
     batch: int
     tokens: int
     q_heads: int
     kv_heads: int
     head_dim: int
-    hidden: int  # width of what the output projection returns
-    itemsize: int = 2  # bytes an element of the activations
+    hidden: int  # hidden size of the model
+    itemsize: int = 2  # bytes per element of the activations
 
     def __post_init__(self) -> None:
         check_positive(**vars(self))
 
 
 class Copies(NamedTuple):
-    """On how many ranks every part of a weight is held."""
+    """On how many ranks every part of a weight is replicated."""
 
     w_q: int
     w_kv: int
@@ -208,23 +208,23 @@ def bytes_sent(
     combine: Combine = "all_to_all",
     replicate_q: bool = False,
 ) -> dict[str, int]:
-    """Bytes that a rank sends in each collective of a step.
+    """Bytes that a rank sends in each collective of a decode step, per layer.
 
-    With `replicate_q` a rank projects the queries of all its CP peers: they need not be gathered.
+    With `replicate_q` a rank projects the queries of all its CP peers instead of gathering them.
     """
     sharding.check_heads(shape.q_heads, shape.kv_heads)
     _check_one_of("kvdp", kvdp, KVDP_EXCHANGES)
     _check_one_of("combine", combine, COMBINES)
-    heads_in, heads_out = _exchanged_heads(sharding, shape, rank, kvdp, replicate_q)
-    lse, out = _combined(sharding, shape, rank, combine)
+    sent_in, sent_out = _kvdp_bytes(sharding, shape, rank, kvdp, replicate_q)
+    lse, out = _cp_bytes(sharding, shape, rank, combine)
     gathered = 0 if replicate_q else (sharding.cp - 1) * _cp_heads(sharding, shape, rank) * _row(sharding, shape, rank)
     projected = shape.batch * shape.tokens * shape.hidden * shape.itemsize
     return {
-        "kvdp in": heads_in,
+        "kvdp in": sent_in,
         "cp in": gathered,
         "cp lse": lse,
         "cp out": out,
-        "kvdp out": heads_out,
+        "kvdp out": sent_out,
         "projection": _all_reduced(projected, sharding.ranks),
     }
 
@@ -232,9 +232,9 @@ def bytes_sent(
 def messages_sent(
     sharding: DecodeSharding, shape: DecodeShape, rank: int, *, combine: Literal["all_to_all", "reduce_scatter"]
 ) -> dict[str, dict[int, int]]:
-    """Bytes of each message between peers, by collective and by whom it goes to, where KVDP ranks use all_to_all.
+    """Bytes of each message between peers, by collective and target, with an all-to-all between KVDP ranks.
 
-    They add up to `bytes_sent`. The projection is left out: an all-reduce goes to nobody in particular.
+    They add up to `bytes_sent`, without the all-reduce of the projection.
     """
     kvdp, cp = ([peer for peer in peers(rank) if peer != rank] for peers in (sharding.kvdp_peers, sharding.cp_peers))
     mine, lse_row = _row(sharding, shape, rank), _lse_row(sharding, shape, rank)
@@ -251,9 +251,9 @@ def messages_sent(
 
 
 def cache_bytes(sharding: DecodeSharding, shape: DecodeShape, rank: int, context: int, kv_bytes: int) -> int:
-    """Bytes of keys and values that a rank keeps of `context` positions a sequence.
+    """KV cache bytes of a rank, with `context` positions per sequence.
 
-    `kv_bytes` is what K and V of one token and kv head take: of one layer, or of all of them together.
+    `kv_bytes` is the bytes of K and V per token and kv head: of one layer, or of all layers.
     """
     sharding.check_heads(shape.q_heads, shape.kv_heads)
     check_positive(context=context, kv_bytes=kv_bytes)
@@ -262,15 +262,15 @@ def cache_bytes(sharding: DecodeSharding, shape: DecodeShape, rank: int, context
 
 
 def weight_copies(sharding: DecodeSharding, kv_heads: int, *, replicate_q: bool = False) -> Copies:
-    """W_q and W_out are divided over all ranks; W_kv lies with the kv heads, on every rank that shares them."""
+    """W_q and W_out are sharded over all ranks; W_kv is replicated on all ranks that share its kv heads."""
     shared = sharding.kvdp * sharding.cp * max(1, sharding.tp // kv_heads)
     return Copies(w_q=sharding.cp if replicate_q else 1, w_kv=shared, w_out=1)
 
 
-def _exchanged_heads(
+def _kvdp_bytes(
     sharding: DecodeSharding, shape: DecodeShape, rank: int, kvdp: KvdpExchange, replicate_q: bool
 ) -> tuple[int, int]:
-    """Between KVDP peers: query heads of all sequences on the way in, results of all query heads on the way out."""
+    """Bytes between KVDP peers: query heads of all sequences before, results of all query heads after attention."""
     peers, others = sharding.kvdp_peers(rank), sharding.kvdp - 1
     projected = sharding.replicated_q_heads if replicate_q else sharding.q_heads
     heads = len(projected(rank, shape.q_heads))
@@ -282,8 +282,8 @@ def _exchanged_heads(
     return there, back * _row(sharding, shape, rank)
 
 
-def _combined(sharding: DecodeSharding, shape: DecodeShape, rank: int, combine: Combine) -> tuple[int, int]:
-    """Between CP peers: the lse on its own, and out (with the lse, where one message holds both)."""
+def _cp_bytes(sharding: DecodeSharding, shape: DecodeShape, rank: int, combine: Combine) -> tuple[int, int]:
+    """Bytes between CP peers: the lse alone, and out (with the lse, where one message holds both)."""
     lse_row = _lse_row(sharding, shape, rank)
     out_row = lse_row * shape.head_dim
     heads = len(sharding.group_heads(rank, shape.q_heads))
@@ -309,7 +309,7 @@ def _cp_heads(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:
 
 
 def _all_reduced(nbytes: int, ranks: int) -> int:
-    """An all-reduce scatters sums and gathers them: everything but the own part, twice."""
+    """Bytes per rank of an all-reduce: reduce-scatter and all-gather, everything but the own part."""
     return round(2 * (ranks - 1) / ranks * nbytes)
 
 

@@ -148,7 +148,7 @@ class RingPlan:
 
 @lru_cache(maxsize=256)
 def ring_plan(shards: Shards, *, grad_weight: float = 0.0) -> RingPlan:
-    """The ring that moves the fewest bytes; a row of gradients, if they are sent, counts as `grad_weight` rows of keys."""
+    """The ring that moves the fewest bytes; a row of gradients counts as `grad_weight` rows of keys."""
     return min(both_directions(shards, needed_offsets(shards)), key=lambda plan: plan.moved(grad_weight))
 
 
@@ -336,7 +336,7 @@ class RingBuffers:
         return self.key_bytes(sizes) + sizes.state_bytes(self.parts, cpu=cpu)
 
     def backward_bytes(self, sizes: RankSizes, own: Ints) -> Floats:
-        """Key and gradient buffers, the gradients of the `own` keys, and those of visiting keys as kernels leave them."""
+        """Key and gradient buffers, and partial gradients of the `own` and of visiting keys."""
         buffers = self.key_bytes(sizes) + self.grad_bytes(sizes)
         partial = (np.minimum(self.own_parts, PENDING_PARTS) * own + self.visiting) * sizes.key_row
         results = sizes.rows * (sizes.query_sum_row + sizes.query_row) + own * (sizes.key_grad_row + sizes.key_row)

@@ -100,7 +100,7 @@ def two_level_plan(shards: Shards, ranks_per_node: int, *, grad_weight: float = 
 
 
 def _outer_shards(shards: Shards, ranks_per_node: int) -> list[Shards]:
-    """For every i, the keys of the i-th ranks against the queries of whole nodes (unordered: only visibility counts)."""
+    """For every i, the keys of the i-th ranks against the queries of whole nodes, unordered."""
     nodes = range(shards.world // ranks_per_node)
     queries = tuple(
         tuple(run for rank in range(node * ranks_per_node, (node + 1) * ranks_per_node) for run in shards.queries[rank])

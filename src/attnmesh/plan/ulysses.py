@@ -122,7 +122,7 @@ class HeadAllToAll:
         return inputs, self._exchange([(rows, query), (keys, key)], back=True)
 
     def copied_bytes(self, *, backward: bool) -> tuple[Ints, Ints]:
-        """Bytes that every rank lays out anew, its own part included: before the first exchange, and around the second."""
+        """Bytes that every rank repacks, its own part included: before the first exchange, and around the second."""
         shape = self.workload.shape
         queries = query_rows(self.workload.shards) * shape.query_row
         keys = key_rows(self.workload.shards) * shape.key_row

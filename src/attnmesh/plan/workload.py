@@ -1,4 +1,4 @@
-"""An attention workload over ranks: shards, tensor shapes, ranks per node; and what rows and pairs cost on every rank."""
+"""An attention workload over ranks: shards, shapes, ranks per node; and what rows and pairs cost on every rank."""
 
 from __future__ import annotations
 

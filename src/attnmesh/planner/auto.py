@@ -1,4 +1,17 @@
-"""Which schedule to use: the one whose slowest rank is done first, by the cost of its plan."""
+"""What `auto` resolves to at run time: the schedule, the merge of CP ranks, the rows of the K and V projection.
+
+The schedule is the one whose slowest rank finishes first by estimate. For the merge of CP ranks in a decode step:
+
+| combine | rounds | messages per rank | bytes |
+|---|---|---|---|
+| all_to_all | 1 | cp - 1 | the fewest: each result once, to the rank that needs it |
+| reduce_scatter | 2 x log2(cp) | as many | the lse of all heads to all ranks, then each result once |
+| all_reduce | 3 x log2(cp) | as many | the same, then all results to all ranks |
+
+An all-to-all is one round, but its cp - 1 messages are started one after another. The other two use recursive doubling
+and halving, one message per round: better with many ranks and few bytes. An all-reduce also returns all heads to every
+rank, which is not needed, so it always costs more than a reduce-scatter.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +24,13 @@ from attnmesh.plan.workload import Workload
 from attnmesh.planner.cost import Cost, schedule_cost
 from attnmesh.planner.hardware import Cluster, Device, Link
 
-# A ring meets every shard run by run; with more runs than these (packed documents) its blocks become crumbs.
-_MOST_RUNS_OF_A_RING = 4
+# A ring computes run by run; with more runs per shard than this (packed documents) its blocks become too small.
+_MAX_RING_RUNS = 4
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, and the costs it was chosen by, forward and backward together; or why others cannot serve."""
+    """The chosen schedule, the cost of each (forward plus backward), and why others were not considered."""
 
     schedule: str
     costs: dict[str, Cost]
@@ -33,36 +46,36 @@ class Choice:
 def choose_schedule(workload: Workload, cluster: Cluster) -> Choice:
     """The fastest schedule by estimate; the simplest of those that tie.
 
-    Forward and backward count, also where no gradient is asked for: the bits of a forward must not depend on that, or
-    what activation checkpointing computes again would not be what it was.
+    The cost of forward and backward counts even where no gradient is required: otherwise activation checkpointing,
+    which recomputes a forward with gradients, could get other bits.
     """
     costs, refusals = {}, {}
     for schedule in SCHEDULES:
-        why = refusal(schedule, workload.shards, workload.ranks_per_node) or _unwise(schedule, workload)
+        why = refusal(schedule, workload.shards, workload.ranks_per_node) or _unsuitable(schedule, workload)
         if why is not None:
             refusals[schedule] = why
             continue
-        there, back = (schedule_cost(schedule, workload, cluster, backward=way) for way in (False, True))
-        costs[schedule] = there + back
+        forward, backward = (schedule_cost(schedule, workload, cluster, backward=way) for way in (False, True))
+        costs[schedule] = forward + backward
     return Choice(min(costs, key=lambda name: costs[name].seconds), costs, refusals)
 
 
-def _unwise(schedule: str, workload: Workload) -> str | None:
-    runs = max((len(held) for side in (workload.shards.queries, workload.shards.keys) for held in side), default=0)
-    if schedule.split("+")[-1] == "ring" and runs > _MOST_RUNS_OF_A_RING:
-        return f"shards of {runs} runs would cut a ring's blocks small"
+def _unsuitable(schedule: str, workload: Workload) -> str | None:
+    runs = max((len(shard) for side in (workload.shards.queries, workload.shards.keys) for shard in side), default=0)
+    if schedule.split("+")[-1] == "ring" and runs > _MAX_RING_RUNS:
+        return f"shards of {runs} runs would make the blocks of a ring too small"
     return None
 
 
 @lru_cache(maxsize=256)
 def pick_combine(sharding: DecodeSharding, shape: DecodeShape, link: Link) -> Combine:
-    """The cheapest combine by estimate; all ranks come to the same answer, since the largest rank's bytes count."""
+    """The fastest combine by estimate; the same on all ranks, since the bytes of the largest rank count."""
     seconds = combine_seconds(sharding, shape, link)
     return min(COMBINES, key=lambda combine: seconds[combine])
 
 
 def combine_seconds(sharding: DecodeSharding, shape: DecodeShape, link: Link) -> dict[Combine, float]:
-    """Estimated seconds of every combine. Estimates rank, they do not predict."""
+    """Estimated seconds of every combine, for ranking only."""
     return {combine: _seconds(sharding, shape, link, combine) for combine in COMBINES}
 
 
@@ -79,9 +92,9 @@ def _seconds(sharding: DecodeSharding, shape: DecodeShape, link: Link, combine: 
 
 @lru_cache(maxsize=1024)
 def own_rows_pay(spared: int, weights: int, device: Device) -> bool:
-    """Whether `spared` rows less through `weights` numbers of W_k and W_v are worth one more operation.
+    """Whether a KVDP rank should project K and V of its own sequences only, in a kernel of its own.
 
-    Fused with the queries' projection, keys and values of all sequences cost no launch, and the weights are read either
-    way: with few rows nothing is to be won.
+    That spares `spared` rows of a product with `weights` elements of W_k and W_v, and costs one more launch. The
+    weights are read either way, so with few rows there is nothing to gain.
     """
     return float(device.curve("matmul").seconds(2.0 * spared * weights)) > device.launch

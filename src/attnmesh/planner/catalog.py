@@ -1,4 +1,4 @@
-"""Devices and links by name, and clusters of them. What is built in stands in `hardware.toml`; a file may change it."""
+"""The hardware catalog: devices, links and clusters by name, from `hardware.toml` and optionally a file of the user."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Catalog:
-    """Devices, links and wirings, by their names in small letters."""
+    """Devices, links and wirings by lower-case name."""
 
     devices: Mapping[str, Device]
     links: Mapping[str, Link]
     wirings: Mapping[str, Wiring]
 
     def device(self, name: str) -> Device:
-        """A device by name; capitals do not matter. ValueError says the nearest names, and all."""
+        """A device by name, ignoring case. ValueError lists similar names and all names."""
         return _found("device", name, self.devices)
 
     def link(self, name: str) -> Link:
@@ -35,17 +35,22 @@ class Catalog:
         return _found("link", name, self.links)
 
     def cluster(
-        self, device: str, *, ranks_per_node: int | None = None, intra_node: str | None = None, inter_node: str | None = None,
+        self,
+        device: str,
+        *,
+        ranks_per_node: int | None = None,
+        intra_node: str | None = None,
+        inter_node: str | None = None,
         rails: int | None = None,
-    ) -> Cluster:  # fmt: skip
-        """Devices of one kind, wired as is usual for them but for what is given."""
+    ) -> Cluster:
+        """A cluster of one kind of device, with its usual links and node size unless given."""
         found, usual = self.device(device), _found("device", device, self.wirings)
         intra_node, inter_node = intra_node or usual.intra_node, inter_node or usual.inter_node
         ranks, ports = usual.ranks_per_node or ranks_per_node, usual.rails or rails
         if intra_node is None or inter_node is None or ranks is None or ports is None:
             parts = {"intra_node": intra_node, "inter_node": inter_node, "ranks_per_node": ranks, "rails": ports}
             missing = " and ".join(name for name, part in parts.items() if part is None)
-            raise ValueError(f"the catalogue does not say how {found.name} is wired: give {missing}")
+            raise ValueError(f"the catalog has no links or node size for {found.name}: give {missing}")
         made = Cluster(found, self.link(intra_node), self.link(inter_node), ranks, ports)
         if ranks_per_node is not None:
             made = made.with_ranks_per_node(ranks_per_node)
@@ -53,12 +58,12 @@ class Catalog:
 
 
 def catalog(extra: Path | None = None) -> Catalog:
-    """What is built in, changed and extended by a file if there is one."""
+    """The built-in catalog, updated with a file if given."""
     return _built_in() if extra is None else load(extra)
 
 
 def load(path: Path) -> Catalog:
-    """What is built in, changed and extended by a file: fields that it gives replace those of the same name."""
+    """The built-in catalog updated with a file: its fields replace those of the same name."""
     ours, given = _built_in_tables(), read_tables(path)
     merged = Tables(
         device=_merged(ours.device, given.device, path),
@@ -70,7 +75,9 @@ def load(path: Path) -> Catalog:
             if peak in table and all(
                 FIELD_OF[kind] in merged.device[name] for kind in KERNEL_KINDS if _peak_of(kind) == peak
             ):
-                raise ValueError(f"{path}: device.{name}.{peak} changes nothing: its kernels have figures of their own")
+                raise ValueError(
+                    f"{path}: device.{name}.{peak} has no effect: all its kernels have rates or samples of their own"
+                )
     return _catalog(merged, path)
 
 
@@ -78,7 +85,7 @@ def cluster(
     device: str, *, ranks_per_node: int | None = None, intra_node: str | None = None, inter_node: str | None = None,
     rails: int | None = None, extra: Path | None = None,
 ) -> Cluster:  # fmt: skip
-    """A cluster by the names of its parts; `extra` is a file that changes or adds some."""
+    """A cluster by the names of its parts; `extra` is a file that updates the catalog."""
     return catalog(extra).cluster(
         device, ranks_per_node=ranks_per_node, intra_node=intra_node, inter_node=inter_node, rails=rails
     )
@@ -86,7 +93,7 @@ def cluster(
 
 @cache
 def default_cluster(device: str) -> Cluster:
-    """What to plan for on a kind of torch device if nobody says more: anything but a CPU is taken for an H200."""
+    """The cluster to plan for on a torch device type: a CPU host, or H200 nodes for anything else."""
     return cluster("cpu" if torch.device(device).type == "cpu" else "h200")
 
 
@@ -113,7 +120,7 @@ def _merged(ours: Mapping[str, Table], given: Mapping[str, Table], path: Path) -
         before = ours.get(name, {})
         merged[name] = {**before, **table}
         changed = [field for field in table if field != "name"]
-        if before and changed and "source" not in table:  # figures of several sources: say which are whose
+        if before and changed and "source" not in table:  # record which fields come from which source
             merged[name] = {**merged[name], "source": f"{before['source']}; {', '.join(changed)}: {path}"}
     return merged
 
@@ -139,7 +146,7 @@ def _device(table: Mapping[str, Any], efficiency: Table, path: Path) -> Device:
     curves = tuple((kind, curve) for kind in KERNEL_KINDS if (curve := _curve(kind, table, efficiency)) is not None)
     if not curves:
         kinds = ", ".join(FIELD_OF.values())
-        raise ValueError(f"{path}: device.{table['name']} has no figures: give peak_tflops, peak_gbs or any of {kinds}")
+        raise ValueError(f"{path}: device.{table['name']} has no rates: give peak_tflops, peak_gbs or any of {kinds}")
     return Device(
         table["name"], table["source"], table["memory_gb"], table["launch_us"], curves, cores=table.get("cores"),
         causal=tuple((kind, table[name]) for kind, name in CAUSAL_FIELD_OF.items() if name in table),
@@ -170,4 +177,4 @@ def _link(table: Mapping[str, Any], path: Path) -> Link:
 def _require(table: Table, fields: tuple[str, ...], where: str, path: Path) -> None:
     missing = [field for field in fields if field not in table]
     if missing:
-        raise ValueError(f"{path}: {where} is new and has no {' and no '.join(missing)}")
+        raise ValueError(f"{path}: {where} is new and lacks {' and '.join(missing)}")

@@ -1,4 +1,8 @@
-"""What to say about a name that is not known."""
+"""Reads, checks and writes the TOML files of the hardware catalog.
+
+Numbers are in common units. All are powers of ten of seconds, bytes and operations, so a number is converted by moving
+its decimal point, without rounding: what `as_toml` writes is read back as the same number.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from attnmesh.planner.hardware import Curve, Device, Link, Wiring
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that none of the known ones is: the nearest of them, then all."""
+    """The error for an unknown name, with similar names and all known ones."""
     names = sorted(known)
     intra_node = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     meant = f" Did you mean {' or '.join(intra_node)}?" if intra_node else ""
@@ -32,26 +36,26 @@ CAUSAL_FIELD_OF: dict[KernelKind, str] = {
     "attention backward": "causal_attention_backward",
 }
 
-# Decimal places between the units of files and seconds, bytes, operations.
+# Powers of ten between the units of files and seconds, bytes, operations.
 GIGA, MILLI, MICRO = 9, -3, -6
 
 
 def rate_places(kind: KernelKind) -> int:
-    """Of a kernel's rate: GB/s or TFLOP/s."""
+    """The power of ten of a kernel's rate: GB/s or TFLOP/s."""
     return 9 if kind in SIZED_IN_BYTES else 12
 
 
 def size_places(kind: KernelKind) -> int:
-    """Of the size of a sample: MB or GFLOP. Over milliseconds they are the units of rates."""
+    """The power of ten of the size of a sample: MB or GFLOP. Divided by milliseconds they are the units of rates."""
     return 6 if kind in SIZED_IN_BYTES else 9
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What a file says: the fields of each device and link that it names, and efficiencies by kind.
+    """The content of a file: the fields of each device and link, and efficiencies by kind of kernel.
 
-    Fields have their names in the file, values are in seconds, bytes and operations. Devices and links are kept by
-    their names in small letters; the field `name` has them as written.
+    Fields have their names in the file, values are in seconds, bytes and operations. Keys are lower-case names of
+    devices and links; the field `name` has them as written.
     """
 
     device: Mapping[str, Table] = field(default_factory=dict)
@@ -60,7 +64,7 @@ class Tables:
 
 
 def read_tables(path: Path) -> Tables:
-    """The tables of a file; ValueError names the file, the field, what it has and what it must have."""
+    """The tables of a file; ValueError names the file, the field, its value and what is allowed."""
     try:
         whole = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -79,7 +83,7 @@ def read_tables(path: Path) -> Tables:
 
 @dataclass(frozen=True)
 class _Field:
-    """How a field is read; `read` gives None where it is not what is allowed."""
+    """How a field is read; `read` returns None for a value that is not allowed."""
 
     allowed: str
     read: Callable[[object], Value | None]
@@ -127,7 +131,7 @@ def _whole(given: object) -> int | None:
 
 
 def _number(given: object, places: int) -> float | None:
-    """A number of at least 0, `places` decimal places larger than it is written."""
+    """A number of at least 0, times ten to the power `places`."""
     if isinstance(given, bool) or not isinstance(given, int | Decimal) or not Decimal(given).is_finite():
         return None
     value = float(Decimal(given).scaleb(places))
@@ -152,14 +156,14 @@ def _curve(kind: KernelKind) -> _Field:
 
     def samples(given: object) -> list[tuple[float | None, float | None]]:
         if not isinstance(given, list):
-            return [(_number(given, rate_places(kind)), 1.0)]  # a rate is what one second does
+            return [(_number(given, rate_places(kind)), 1.0)]  # a rate is the size of one second
         pairs = [pair if isinstance(pair, list) and len(pair) == 2 else (None, None) for pair in given]
         return [(_number(size, size_places(kind)), _number(time, MILLI)) for size, time in pairs]
 
     def read(given: object) -> Curve | None:
         try:
             return Curve(tuple((size or 0, seconds or 0) for size, seconds in samples(given)))
-        except ValueError:  # none, not above 0, or not ascending
+        except ValueError:  # empty, not above 0, or not ascending
             return None
 
     return _Field(f"a rate in {units[0]}, or samples {units[1]} above 0, ascending in size", read)
@@ -193,48 +197,50 @@ _EFFICIENCY: dict[str, _Field] = {
 
 
 def as_toml(device: Device, links: Iterable[Link] = (), wiring: Wiring | None = None) -> str:
-    """A file that says a device, links, and how the device is wired.
+    """A device, links and the wiring of the device as the text of a catalog file.
 
-    Read back, it gives equal objects. (If the catalogue has a device of that name already, it keeps what is not said
-    here: kinds of kernels that `device` has no curve for.)
+    Read back, it gives equal objects. (If the catalog already has a device of that name, it keeps the curves that
+    `device` does not have.)
     """
     lines = [
         f"[device.{_quoted(device.name)}]",
         f"source = {_quoted(device.source)}",
-        f"memory_gb = {_moved(device.memory, -GIGA)}",
-        f"launch_us = {_moved(device.launch, -MICRO)}",
+        f"memory_gb = {_scaled(device.memory, -GIGA)}",
+        f"launch_us = {_scaled(device.launch, -MICRO)}",
     ]
     if device.cores is not None:
         lines.append(f"cores = {device.cores}")
     if device.round:
-        lines.append(f"round_us = {_moved(device.round, -MICRO)}")
+        lines.append(f"round_us = {_scaled(device.round, -MICRO)}")
     for name, value in vars(wiring or Wiring()).items():
         if value is not None:
             lines.append(f"{name} = {_quoted(value) if isinstance(value, str) else value}")
-    lines += [_curve_catalog_write(FIELD_OF[kind], kind, curve) for kind, curve in device.curves]
-    lines += [_curve_catalog_write(CAUSAL_FIELD_OF[kind], kind, curve) for kind, curve in device.causal]
+    lines += [_curve_line(FIELD_OF[kind], kind, curve) for kind, curve in device.curves]
+    lines += [_curve_line(CAUSAL_FIELD_OF[kind], kind, curve) for kind, curve in device.causal]
     for link in links:
         lines += [
             "",
             f"[link.{_quoted(link.name)}]",
             f"source = {_quoted(link.source)}",
-            f"bandwidth_gbs = {_moved(link.bandwidth, -GIGA)}",
-            f"latency_us = {_moved(link.latency, -MICRO)}",
-            f"message_us = {_moved(link.message, -MICRO)}",
+            f"bandwidth_gbs = {_scaled(link.bandwidth, -GIGA)}",
+            f"latency_us = {_scaled(link.latency, -MICRO)}",
+            f"message_us = {_scaled(link.message, -MICRO)}",
             f"shared = {str(link.shared).lower()}",
         ]
     return "\n".join(lines) + "\n"
 
 
-def _curve_catalog_write(field: str, kind: KernelKind, curve: Curve) -> str:
-    samples = (f"[{_moved(size, -size_places(kind))}, {_moved(time, -MILLI)}]" for size, time in curve.samples)
+def _curve_line(field: str, kind: KernelKind, curve: Curve) -> str:
+    samples = (f"[{_scaled(size, -size_places(kind))}, {_scaled(time, -MILLI)}]" for size, time in curve.samples)
     return f"{field} = [{', '.join(samples)}]  # [{'MB' if kind in SIZED_IN_BYTES else 'GFLOP'}, ms]"
 
 
-def _moved(value: float, places: int) -> str:
+def _scaled(value: float, places: int) -> str:
     text = format(Decimal(repr(float(value))).scaleb(places), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's strings are TOML's but for this one
+    return json.dumps(text, ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # JSON strings are TOML strings except for this character

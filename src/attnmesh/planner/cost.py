@@ -1,7 +1,7 @@
-"""What a schedule costs: seconds, operations, bytes and memory, and what holds it up.
+"""The cost of a schedule: seconds, operations, bytes, and the bottleneck.
 
-Seconds are those of its program on a cluster, a round at a time: in every round a rank takes the longer of what it
-computes and what it waits for, whoever is late. Nothing is assumed to be hidden.
+Seconds are those of its program on a cluster, simulated round by round: in every round a rank takes the longer of its
+compute and of the communication that it waits for. No overlap is assumed beyond what the rounds allow.
 """
 
 from __future__ import annotations
@@ -14,59 +14,69 @@ from attnmesh.plan.program import Load, LoadCounter, Program
 from attnmesh.plan.schedules import program
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulator.network import Slow
-from attnmesh.planner.simulator.rounds import run_waves
+from attnmesh.planner.simulator.network import Slowdown
+from attnmesh.planner.simulator.rounds import run_rounds
 
-_LITTLE = 0.1  # of the time: waiting that does not hold a run up
+_NEGLIGIBLE = 0.1  # fraction of the time spent waiting up to which a run is compute bound
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One run of a program; operations and bytes are those of the rank that has most."""
+    """One run of a program; operations and bytes are the maximum over ranks."""
 
-    seconds: float  # until the last rank is done
-    computed: float  # seconds that the busiest rank computes
+    seconds: float  # until the last rank finishes
+    computed: float  # seconds of compute on the busiest rank
     flops: int
     intra_node: int  # bytes sent within the node
     inter_node: int  # bytes sent to other nodes
     rounds: int
-    bottleneck: str  # in words
+    bottleneck: str
 
     @property
     def sent(self) -> int:
-        """All bytes that one rank sends, at most."""
+        """Bytes that one rank sends, at most."""
         return self.intra_node + self.inter_node
 
     @property
     def exposed(self) -> float:
-        """The share of the time in which the busiest rank does not compute."""
+        """The fraction of the time in which the busiest rank does not compute."""
         return 1 - self.computed / self.seconds if self.seconds else 0.0
 
     def times(self, count: int) -> Cost:
-        """As often, one after the other: the layers of a model."""
+        """The cost of `count` runs in sequence, such as the layers of a model."""
         return Cost(
-            self.seconds * count, self.computed * count, self.flops * count, self.intra_node * count, self.inter_node * count,
-            self.rounds * count, self.bottleneck,
-        )  # fmt: skip
+            self.seconds * count,
+            self.computed * count,
+            self.flops * count,
+            self.intra_node * count,
+            self.inter_node * count,
+            self.rounds * count,
+            self.bottleneck,
+        )
 
     def __add__(self, other: Cost) -> Cost:
-        """One after the other; what holds up the longer one holds up both."""
+        """The cost of both in sequence, with the bottleneck of the longer one."""
         longer = max(self, other, key=lambda cost: cost.seconds)
         return Cost(
-            self.seconds + other.seconds, self.computed + other.computed, self.flops + other.flops,
-            self.intra_node + other.intra_node, self.inter_node + other.inter_node, self.rounds + other.rounds, longer.bottleneck,
-        )  # fmt: skip
+            self.seconds + other.seconds,
+            self.computed + other.computed,
+            self.flops + other.flops,
+            self.intra_node + other.intra_node,
+            self.inter_node + other.inter_node,
+            self.rounds + other.rounds,
+            longer.bottleneck,
+        )
 
 
 def schedule_cost(schedule: str, workload: Workload, cluster: Cluster, *, backward: bool) -> Cost:
-    """The cost of a schedule that can serve the case, in one direction. The case says how many ranks a node has."""
+    """The cost of one direction of a schedule that can serve the workload."""
     return cost(program(schedule, workload, backward=backward), cluster.with_ranks_per_node(workload.ranks_per_node))
 
 
 def cost(whole: Program, cluster: Cluster) -> Cost:
     """The cost of a program."""
     counter = LoadCounter(whole.world, cluster.ranks_per_node)
-    ran = run_waves(counter.counting(whole), cluster, Slow())
+    ran = run_rounds(counter.counting(whole), cluster, Slowdown())
     most = counter.maximum()
     seconds, computed = float(ran.finish.max(initial=0.0)), float(ran.computed.max(initial=0.0))
     why = _bottleneck(seconds, float(np.median(ran.computed)), most, cluster)
@@ -74,20 +84,20 @@ def cost(whole: Program, cluster: Cluster) -> Cost:
 
 
 def _bottleneck(seconds: float, computed: float, most: Load, cluster: Cluster) -> str:
-    """What most of the time goes to, on the rank in the middle and on the port with most to send."""
+    """Where most of the time goes, for the median rank and the busiest port."""
     if not seconds:
-        return "nothing to do"
-    if computed >= (1 - _LITTLE) * seconds:
-        return "computing"
+        return "none"
+    if computed >= (1 - _NEGLIGIBLE) * seconds:
+        return "compute"
     intra_node = (
         most.intra_node * (cluster.ranks_per_node if cluster.intra_node.shared else 1) / cluster.intra_node.bandwidth
     )
     ports = 1 if cluster.inter_node.shared else cluster.rails
-    sharing = -(-cluster.ranks_per_node // ports)  # ranks on the port that most of them use
+    sharing = -(-cluster.ranks_per_node // ports)  # ranks on the busiest port
     taken = {
-        "computing": computed,
-        f"{cluster.intra_node.name} within nodes": intra_node,
-        f"{cluster.inter_node.name} between nodes": most.inter_node * sharing / cluster.inter_node.bandwidth,
+        "compute": computed,
+        f"{cluster.intra_node.name} intra-node bandwidth": intra_node,
+        f"{cluster.inter_node.name} inter-node bandwidth": most.inter_node * sharing / cluster.inter_node.bandwidth,
     }
     most_taken = max(taken, key=lambda name: taken[name])
-    return most_taken if taken[most_taken] >= seconds / 2 else f"waiting for one another, then {most_taken}"
+    return most_taken if taken[most_taken] >= seconds / 2 else f"waiting for other ranks, then {most_taken}"

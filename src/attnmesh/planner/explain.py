@@ -1,4 +1,4 @@
-"""A plan in words: who computes what, operations and bytes a rank, imbalance, and why this schedule."""
+"""`ContextParallel.explain`: what every rank computes and sends, the imbalance, and why the schedule was chosen."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from attnmesh.plan.schedules import loads
 from attnmesh.plan.workload import Workload
 from attnmesh.planner.auto import Choice
 from attnmesh.planner.hardware import Cluster
+from attnmesh.planner.ranking import is_tie
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a schedule makes of a case. `str()` is for people; the fields are for programs."""
+    """The plan of a workload under a schedule. `str()` prints it as a table."""
 
     schedule: str
     workload: Workload
     forward: list[Load]  # by rank
     backward: list[Load]
     cluster: Cluster
-    choice: Choice | None  # None: the schedule was asked for by name
+    choice: Choice | None  # None: the schedule was given explicitly
 
     @property
     def imbalance(self) -> float:
@@ -47,14 +48,18 @@ class Explanation:
 
     def _reasons(self) -> list[str]:
         if self.choice is None:
-            return ["asked for by name"]
-        said = [f"  {name}: {1e3 * t:.3f} ms" for name, t in sorted(self.choice.seconds.items(), key=lambda x: x[1])]
-        said += [f"  {name}: {why}" for name, why in self.choice.refusals.items()]
-        return [f"chosen: the slowest rank is done first, by estimates for {self.cluster.device.name}", *said]
+            return ["schedule given explicitly"]
+        best = self.choice.seconds[self.choice.schedule]
+        lines = []
+        for name, seconds in sorted(self.choice.seconds.items(), key=lambda pair: pair[1]):
+            tie = " (tie)" if name != self.choice.schedule and is_tie(seconds, best) else ""
+            lines.append(f"  {name}: {1e3 * seconds:.3f} ms{tie}")
+        lines += [f"  {name}: {why}" for name, why in self.choice.refusals.items()]
+        return [f"fastest by estimate for {self.cluster.device.name}, forward and backward:", *lines]
 
 
 def explain_schedule(schedule: str, workload: Workload, cluster: Cluster, choice: Choice | None) -> Explanation:
-    """The explanation of a schedule that can serve the case."""
+    """The explanation of a schedule that can serve the workload."""
     forward, backward = (loads(schedule, workload, backward=way) for way in (False, True))
     return Explanation(schedule, workload, forward, backward, cluster, choice)
 
@@ -65,8 +70,8 @@ def _sent(load: Load) -> str:
 
 
 def _brief(positions: Ranges) -> str:
-    """Positions as people write them: `0..31, 224..255`."""
+    """Positions in short: `0..31, 224..255`."""
     if not positions:
         return "none"
-    runs = [f"{run[0]}..{run[-1]}" + (f" by {run.step}" if run.step > 1 else "") for run in positions]
+    runs = [f"{run[0]}..{run[-1]}" + (f" step {run.step}" if run.step > 1 else "") for run in positions]
     return ", ".join(runs) if len(runs) <= 3 else f"{runs[0]}, ... {len(runs)} runs, {ranges.size(positions)} positions"

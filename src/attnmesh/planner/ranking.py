@@ -1,4 +1,4 @@
-"""Choices side by side: the fastest that fits, and why the others lose."""
+"""Options ranked by time, those that fit into memory first, each with a reason."""
 
 from __future__ import annotations
 
@@ -6,75 +6,85 @@ from dataclasses import dataclass, field
 
 from attnmesh.planner.units import readable_bytes, readable_seconds
 
-RESERVED = 0.1
-"""The share of a device's memory that is left to everything else: the runtime, fragments, buffers of libraries."""
+RESERVED_MEMORY = 0.1
+"""The fraction of device memory that is reserved for the runtime, fragmentation and library buffers."""
+
+TIE = 0.005
+"""Relative difference in time up to which two options are called a tie."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a rank needs, at most."""
+    """Bytes per rank, the maximum over ranks."""
 
     weights: float
-    cache: float  # keys and values
+    cache: float  # KV cache
     working: float  # activations, messages, partial results
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum."""
         return self.weights + self.cache + self.working
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to do it."""
+    """One plan: how devices are divided, and what it costs."""
 
     name: str
     seconds: float
     memory: Memory
-    sent: float  # bytes that a rank sends, at most
+    sent: float  # bytes per rank, the maximum over ranks
     bottleneck: str
-    parts: dict[str, float] = field(default_factory=dict)  # where the seconds go
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by what they are spent on
 
-    def fits(self, room: float) -> bool:
-        """Whether a device with so much memory holds it."""
-        return self.memory.total <= (1 - RESERVED) * room
+    def fits(self, device_memory: float) -> bool:
+        """Whether it fits into a device with this much memory."""
+        return self.memory.total <= (1 - RESERVED_MEMORY) * device_memory
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Options, those that fit first, the fastest of each first; and what to do where none fits."""
+    """Options, those that fit first, then by time; and advice where none fits."""
 
     options: tuple[Option, ...]
-    room: float  # bytes of a device's memory
-    refused: dict[str, str]  # what cannot serve at all, and why
+    device_memory: float  # bytes
+    refused: dict[str, str]  # plans that are not supported, and why
     advice: str = ""
 
     @property
     def best(self) -> Option | None:
-        """The fastest that fits; None where nothing does."""
-        return self.options[0] if self.options and self.options[0].fits(self.room) else None
+        """The fastest option that fits; None if none does."""
+        return self.options[0] if self.options and self.options[0].fits(self.device_memory) else None
 
     def why(self, option: Option) -> str:
-        """Why an option is the best, or what it loses by."""
-        if not option.fits(self.room):
-            return f"does not fit in {readable_bytes((1 - RESERVED) * self.room)}"
+        """Why an option is the best, or why it is slower."""
+        if not option.fits(self.device_memory):
+            return f"does not fit in {readable_bytes((1 - RESERVED_MEMORY) * self.device_memory)}"
         best = self.best
-        assert best is not None, "an option that fits makes one the best"
+        assert best is not None, "an option fits"
         if option == best:
-            return "the fastest that fits"
-        times = option.seconds / best.seconds if best.seconds else 1.0
-        slower = f"{100 * (times - 1):.2g}% slower" if times < 1.995 else f"{times:.3g} times as long"
-        return f"{slower}: {_loses_by(option, best)}"
+            return "fastest that fits"
+        ratio = option.seconds / best.seconds if best.seconds else 1.0
+        if is_tie(option.seconds, best.seconds):
+            return "tie"
+        slower = f"{100 * (ratio - 1):.2g}% slower" if ratio < 1.995 else f"{ratio:.3g}x slower"
+        return f"{slower}: {_main_difference(option, best)}"
 
 
-def ranked(options: list[Option], room: float, refused: dict[str, str]) -> Ranking:
-    """The options in order."""
-    order = sorted(options, key=lambda option: (not option.fits(room), option.seconds, option.memory.total))
-    return Ranking(tuple(order), room, refused)
+def is_tie(seconds: float, best: float) -> bool:
+    """Whether two times differ by less than the estimates can tell apart."""
+    return seconds <= (1 + TIE) * best
 
 
-def _loses_by(option: Option, best: Option) -> str:
-    """The part of the time that grew most against the best."""
+def ranked(options: list[Option], device_memory: float, refused: dict[str, str]) -> Ranking:
+    """The options in order of time, those that fit first."""
+    order = sorted(options, key=lambda option: (not option.fits(device_memory), option.seconds, option.memory.total))
+    return Ranking(tuple(order), device_memory, refused)
+
+
+def _main_difference(option: Option, best: Option) -> str:
+    """The part of the time that is longer than the best option's by most."""
     more = {name: seconds - best.parts.get(name, 0.0) for name, seconds in option.parts.items()}
     worst = max(more, key=lambda name: more[name], default="")
     if worst and more[worst] > 0:

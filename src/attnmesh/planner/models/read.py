@@ -1,4 +1,4 @@
-"""What a Transformers `config.json` says about a model. Read as plain JSON: Transformers is not needed."""
+"""Reads model configurations from `config.json` files and by name. Transformers is not needed."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from functools import cache
 from pathlib import Path
 
 from attnmesh.planner.catalog_file import unknown
-from attnmesh.planner.models.config import Experts, Latent, ModelConfig, Stored
+from attnmesh.planner.models.config import Experts, LatentAttention, ModelConfig, WeightBits
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
-_TIED_UNLESS_SAID = ("gemma",)  # Transformers writes only what differs from a family's defaults
+_TIED_BY_DEFAULT = ("gemma",)  # config files only hold what differs from a family's defaults
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """The fields of a config file, checked as they are read."""
+    """The fields of a config file, checked when read."""
 
     values: Mapping[str, object]
     path: Path
 
     def size(self, name: str) -> int:
-        """A field that must be there."""
+        """A required field."""
         if self.values.get(name) is None:
             raise ValueError(f"{self.path} has no {name}")
         return self._checked(name, at_least=1)
 
     def optional(self, name: str, *, at_least: int = 1) -> int | None:
-        """A field that may be missing, or null."""
+        """A field that may be missing or null."""
         return None if self.values.get(name) is None else self._checked(name, at_least)
 
     def first(self, *names: str) -> int | None:
-        """The first of several names for one thing that is there."""
+        """The first of several alternative names that is present."""
         return next((self.size(name) for name in names if self.values.get(name) is not None), None)
 
     def flag(self, name: str, *, otherwise: bool = False) -> bool:
-        """A field that is true or false."""
+        """A boolean field."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{name} in {self.path} must be true or false, got {value!r}")
         return otherwise if value is None else value
 
     def text(self, name: str) -> str:
-        """A field that is text; empty if it is not there."""
+        """A string field; empty if missing."""
         value = self.values.get(name)
         return value if isinstance(value, str) else ""
 
@@ -57,30 +57,36 @@ class _Fields:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The sizes of a model's heads in a config file; ValueError names what is missing, and refuses latent attention."""
+    """Only the heads and sizes of attention; ValueError names what is missing. Latent attention is not supported."""
     fields = _read(path)
     if fields.values.get("kv_lora_rank") is not None:
-        raise ValueError(f"{path} has kv_lora_rank: latent attention caches no heads that could be divided")
+        raise ValueError(f"{path} has kv_lora_rank: latent attention has no kv heads to shard")
     return _heads(fields)
 
 
-def read_whole_config(path: Path, name: str | None = None) -> ModelConfig:
-    """All that a config file says about a model; ValueError names what is missing or not understood."""
+def read_model_config(path: Path, name: str | None = None) -> ModelConfig:
+    """The whole configuration of a model; ValueError names what is missing or not supported."""
     fields = _read(path)
     latent = _latent(fields)
     heads = _heads(fields, latent)
     return ModelConfig(
-        heads.q_heads, heads.kv_heads, heads.head_dim, heads.hidden, heads.layers,
+        heads.q_heads,
+        heads.kv_heads,
+        heads.head_dim,
+        heads.hidden,
+        heads.layers,
         name=name or path.parent.name or "the model",
-        vocabulary=fields.optional("vocab_size"),
-        intermediate=fields.optional("intermediate_size"),
-        tied=fields.flag("tie_word_embeddings", otherwise=fields.text("model_type").startswith(_TIED_UNLESS_SAID)),
+        vocab_size=fields.optional("vocab_size"),
+        intermediate_size=fields.optional("intermediate_size"),
+        tied_embeddings=fields.flag(
+            "tie_word_embeddings", otherwise=fields.text("model_type").startswith(_TIED_BY_DEFAULT)
+        ),
         attention_bias=fields.flag("attention_bias"),
         windows=windows(fields.values, heads.layers, path),
         latent=latent,
         experts=_experts(fields, heads.layers),
-        stored=_stored(fields),
-    )  # fmt: skip
+        weight_bits=_stored(fields),
+    )
 
 
 def _read(path: Path) -> _Fields:
@@ -93,13 +99,13 @@ def _read(path: Path) -> _Fields:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold one JSON object, got {type(values).__name__}")
     text = values.get("text_config")
-    if isinstance(text, dict):  # of a model that also sees or hears; what is said of all of it counts for the text, too
+    if isinstance(text, dict):  # of a multimodal model; top-level fields apply to the text model too
         shared = {name: values[name] for name in ("quantization_config", "tie_word_embeddings") if name in values}
         values = {**shared, **text}
     return _Fields(values, path)
 
 
-def _heads(fields: _Fields, latent: Latent | None = None) -> ModelConfig:
+def _heads(fields: _Fields, latent: LatentAttention | None = None) -> ModelConfig:
     q_heads = fields.size("num_attention_heads")
     kv_heads = fields.optional("num_key_value_heads") or q_heads
     if q_heads % kv_heads:
@@ -121,11 +127,11 @@ def _head_dim(fields: _Fields, q_heads: int, hidden: int) -> int:
     return head_dim or hidden // q_heads
 
 
-def _latent(fields: _Fields) -> Latent | None:
+def _latent(fields: _Fields) -> LatentAttention | None:
     kv_rank = fields.optional("kv_lora_rank")
     if kv_rank is None:
         return None
-    return Latent(
+    return LatentAttention(
         kv_rank=kv_rank,
         rope=fields.size("qk_rope_head_dim"),
         nope=fields.size("qk_nope_head_dim"),
@@ -141,7 +147,7 @@ def _experts(fields: _Fields, layers: int) -> Experts | None:
     chosen = fields.first("num_experts_per_tok", "experts_per_token")
     if chosen is None or chosen > count:
         raise ValueError(f"num_experts_per_tok in {fields.path} must be 1 to {count}, the experts, got {chosen}")
-    # Where experts have no width of their own (Mixtral, GPT-OSS), every MLP is one.
+    # Mixtral and GPT-OSS have no moe_intermediate_size: every MLP is an expert.
     width = fields.first("moe_intermediate_size") or fields.size("intermediate_size")
     shared = (fields.optional("n_shared_experts", at_least=0) or 0) * width
     return Experts(
@@ -167,36 +173,41 @@ def _has_experts(fields: _Fields, layer: int) -> bool:
     )
 
 
-def _stored(fields: _Fields) -> Stored:
+def _stored(fields: _Fields) -> WeightBits:
     dtype = fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
     if dtype not in _BITS:
         raise ValueError(f"dtype in {fields.path} must be {', '.join(_BITS)}, got {dtype!r}")
     plain = _BITS[dtype]
     how = fields.values.get("quantization_config")
     if how is None:
-        return Stored(plain, plain, plain)
+        return WeightBits(plain, plain, plain)
     quantized = _Fields(how if isinstance(how, dict) else {}, fields.path)
     match method := quantized.text("quant_method"):
         case "mxfp4":  # experts only; 32 values of 4 bits share a scale of 8
-            return Stored(plain, 4 + 8 / 32, plain)
+            return WeightBits(plain, 4 + 8 / 32, plain)
         case "fp8":
-            return Stored(8, 8, plain)
+            return WeightBits(8, 8, plain)
         case "gptq" | "awq":  # a scale of 16 bits and a zero for each group
             bits, group = quantized.size("bits"), quantized.values.get("group_size", 128)
             packed = bits + ((16 + bits) / group if isinstance(group, int) and group > 0 else 0)
-            return Stored(packed, packed, plain)
+            return WeightBits(packed, packed, plain)
         case _:
             raise ValueError(f"quant_method in {fields.path} must be mxfp4, fp8, gptq or awq, got {method or how!r}")
 
 
-_KINDS = {"full_attention": False, "sliding_attention": True}  # whether a kind of layer has a window
-_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}  # every n-th layer sees all, where none is named
+_KINDS = {"full_attention": False, "sliding_attention": True}  # whether a layer type has a window
+_PATTERN = {
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3_text": 6,
+    "gpt_oss": 2,
+}  # every n-th layer has full attention, unless layer_types is given
 
 
 def windows(fields: Mapping[str, object], layers: int, path: Path) -> tuple[int | None, ...]:
-    """The window of every layer of a config; empty if none has one. A window counts the query's own position."""
+    """The sliding window of every layer; empty if none has one. A window includes the query's own position."""
     if fields.get("attention_chunk_size") is not None:
-        raise ValueError(f"{path} has attention_chunk_size: attention in chunks is not planned for")
+        raise ValueError(f"{path} has attention_chunk_size: chunked attention is not supported")
     slides = _sliding(fields, layers, path)
     if not any(slides):
         return ()
@@ -212,13 +223,13 @@ def _sliding(fields: Mapping[str, object], layers: int, path: Path) -> list[bool
         return _by_kind(kinds, layers, path)
     if fields.get("sliding_window") is None or fields.get("use_sliding_window") is False:
         return []
-    if fields.get("use_sliding_window"):  # Qwen: the first layers see all
+    if fields.get("use_sliding_window"):  # Qwen: the first layers have full attention
         first = fields.get("max_window_layers", 0)
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise ValueError(f"max_window_layers in {path} must be an integer of at least 0, got {first!r}")
         return [layer >= first for layer in range(layers)]
     pattern = fields.get("sliding_window_pattern") or _PATTERN.get(str(fields.get("model_type")))
-    if pattern is None:  # Mistral: all layers alike
+    if pattern is None:  # Mistral: all layers
         return [True] * layers
     if not isinstance(pattern, int) or pattern < 1:
         raise ValueError(f"sliding_window_pattern in {path} must be a positive integer, got {pattern!r}")
@@ -239,23 +250,23 @@ _ALIASES = {"llama-3.3-70b": "llama-3.1-70b", "deepseek-r1": "deepseek-v3", "mis
 
 
 def model_names() -> list[str]:
-    """All names that `model` knows."""
+    """The names that `model` accepts."""
     return sorted([path.stem for path in _FOLDER.glob("*.json")] + list(_ALIASES))
 
 
 def model(name_or_path: str | Path) -> ModelConfig:
     """A model by its name, its config file, or a folder with one.
 
-    What is there as a file or folder is read; anything else must be a name. An owner before the name, capitals and
-    `-Instruct` do not matter: `meta-llama/Llama-3.1-8B-Instruct` is `llama-3.1-8b`.
+    An existing file or folder is read; anything else must be a name. An owner before the name, upper case and the
+    suffix `-Instruct` are ignored: `meta-llama/Llama-3.1-8B-Instruct` is `llama-3.1-8b`.
     """
     path = Path(name_or_path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"the folder {path} has no config.json")
-        return read_whole_config(path / "config.json")
+        return read_model_config(path / "config.json")
     if path.is_file():
-        return read_whole_config(path)
+        return read_model_config(path)
     name = _plain(str(name_or_path))
     if name in model_names():
         return _known(_ALIASES.get(name, name))
@@ -271,4 +282,4 @@ def _plain(name: str) -> str:
 
 @cache
 def _known(name: str) -> ModelConfig:
-    return read_whole_config(_FOLDER / f"{name}.json", name)
+    return read_model_config(_FOLDER / f"{name}.json", name)

@@ -1,10 +1,9 @@
-"""A program run event by event: every rank, every port, every message, in the order of time.
+"""Discrete-event simulation of a program: every rank, port and message, in order of time.
 
-A message moves when both ends have posted it. A rank starts its own sends one after another. Whenever a message comes
-onto a port or leaves it, the others on that port get another share of its bandwidth, and only those are looked at anew
-(what a message moves at: see `plan.network`). The sender is free when the last byte has left, the receiver when it is
-there, a latency later. What a rank computes goes the same way: seconds that pass through its node's cores, if the ranks
-of a node share some, no faster than one a second.
+A message starts when both ends have posted it. A rank starts its own sends one after another. Whenever a message enters
+or leaves a port, the bandwidth of the port is divided anew among its messages (see `network` for the rates). The sender
+is free when the last byte has left, the receiver a latency later, when it has arrived. Compute is modelled the same
+way: seconds that pass through the cores of a node, if its ranks share some, at most one second per second.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ import numpy as np
 
 from attnmesh.plan.program import Floats, Messages, MessageTotals, Program, Round
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulator.network import Network, Slow
-from attnmesh.planner.simulator.record import Record, Timed, beside_kernels, timed
+from attnmesh.planner.simulator.network import Network, Slowdown
+from attnmesh.planner.simulator.record import Record, Timed, host_seconds, timed
 
 Step = Literal["start", "end", "there"]
 
 
 class _Flow:
-    """Something that passes through ports: a message, or what a rank computes in a round."""
+    """Something that passes through ports: a message, or the compute of a rank in a round."""
 
     __slots__ = ("at", "begin", "due", "end", "exchange", "ports", "rank", "rate", "ready", "rest", "route", "top")
 
     def __init__(self, rank: int, amount: float, ports: tuple[int, ...], top: float) -> None:
-        self.rank = rank  # who computes or sends
-        self.rest = amount  # bytes or seconds still to pass, at the time `at`
+        self.rank = rank  # that computes or sends
+        self.rest = amount  # bytes or seconds left, at the time `at`
         self.ports = ports
-        self.top = top  # the rate that it never exceeds
+        self.top = top  # maximum rate
         self.rate = 0.0
         self.at = self.begin = 0.0
-        self.end = self.due = np.inf  # when it ends at this rate; when the heap says to look
+        self.end = self.due = np.inf  # when it ends at this rate; when it is due in the heap
         self.ready = -1.0  # when the first of its ends has posted it
-        self.exchange: _Exchange | None = None  # a message's
+        self.exchange: _Exchange | None = None  # of a message
         self.route: tuple[int, int, bool, float, float] = (0, 0, True, 0.0, 0.0)  # target, bytes, near, latency, gap
 
 
@@ -51,7 +50,7 @@ class _Exchange:
         self.name = name
         self.sends: dict[int, list[_Flow]] = {}
         self.receives: dict[int, list[_Flow]] = {}
-        self.pending: dict[int, int] = {}  # how many messages a rank still has in it
+        self.pending: dict[int, int] = {}  # unfinished messages by rank
         routes = network.routes(messages)
         columns = (messages.source, messages.target, messages.nbytes, routes.intra_node, routes.out, routes.into)
         for source, target, nbytes, intra_node, out, into, latency, gap in zip(
@@ -75,11 +74,11 @@ class _Loaded:
     ) -> None:
         self.name, self.waits, self.exchanges, self.work = round_.name, round_.waits, exchanges, work
         self.seconds: list[float] = seconds.tolist()
-        self.left = world  # ranks that have not been through it
+        self.left = world  # ranks that have not passed it
 
 
 class _Events:
-    def __init__(self, program: Program, cluster: Cluster, slow: Slow, keep: Collection[int]) -> None:
+    def __init__(self, program: Program, cluster: Cluster, slow: Slowdown, keep: Collection[int]) -> None:
         world = program.world
         self.cluster, self.world = cluster, world
         self.network = Network(cluster, world, slow)
@@ -87,25 +86,25 @@ class _Events:
         self.record = Record(world, keep)
         self.kept: list[bool] = self.record.kept.tolist()
         self.rounds: Iterator[Round] = program.rounds()
-        self.loaded: list[_Loaded | None] = []  # None: everybody is through
+        self.loaded: list[_Loaded | None] = []  # None: all ranks have passed it
         self.exchanges: dict[str, _Exchange] = {}
-        self.ended = False  # whether there are no more rounds to load
-        # Ports of the network, and behind them each node's cores as a port.
+        self.ended = False  # whether all rounds are loaded
+        # The ports of the network, followed by the cores of each node as a port.
         self.bandwidth: list[float] = self.network.bandwidth.tolist()
         self.cores: list[tuple[int, ...]] = [()] * world
         if cluster.device.cores is not None:
             self.cores = [(len(self.bandwidth) + node,) for node in self.network.node.tolist()]
             self.bandwidth += [float(cluster.device.cores)] * (int(self.network.node[-1]) + 1)
         self.users: list[dict[_Flow, None]] = [{} for _ in self.bandwidth]
-        self.changed: set[int] = set()  # ports whose number of users changed at this moment
+        self.changed: set[int] = set()  # ports whose users changed at this time
         self.heap: list[tuple[float, int, Step, _Flow]] = []
         self.order = count()
-        # By rank: the next round, when it can start a send, its messages that are not done, what it waits for.
+        # By rank: the next round, when it can start a send, its unfinished messages, what it waits for.
         self.position = [0] * world
         self.free = [0.0] * world
         self.open = [0] * world
-        self.waits: list[tuple[str, ...] | None] = [()] * world  # None: everything, at the end of the program
-        self.missing = [0] * world  # how many messages of these
+        self.waits: list[tuple[str, ...] | None] = [()] * world  # None: all exchanges, at the end of the program
+        self.missing = [0] * world  # unfinished messages of these
         self.since = [0.0] * world
         self.computed, self.waited, self.finish = [0.0] * world, [0.0] * world, [0.0] * world
 
@@ -122,8 +121,8 @@ class _Events:
                     self.join(flow, now)
                 elif step == "there":
                     self.arrive(flow, now)
-                elif flow.due == now:  # otherwise it was sped up since, and has ended
-                    if flow.end > now:  # slowed down since
+                elif flow.due == now:  # otherwise it became faster and has ended
+                    if flow.end > now:  # it became slower
                         flow.due = flow.end
                         heappush(heap, (flow.end, next(self.order), "end", flow))
                     else:
@@ -134,7 +133,7 @@ class _Events:
         return record
 
     def share(self, now: float) -> None:
-        """Give everything on the ports that changed its new rate."""
+        """Update the rates of everything on the ports that changed."""
         if not self.changed:
             return
         bandwidth, users = self.bandwidth, self.users
@@ -185,7 +184,7 @@ class _Events:
         self.done(target, flow.exchange, now)
 
     def done(self, rank: int, exchange: _Exchange, now: float) -> None:
-        """A message of the rank is done; it may have waited for that."""
+        """Finish a message of a rank, which may have been waiting for it."""
         exchange.pending[rank] -= 1
         self.open[rank] -= 1
         if not self.missing[rank]:
@@ -203,7 +202,7 @@ class _Events:
                     self.advance(rank, now)
 
     def advance(self, rank: int, now: float) -> None:
-        """Go through rounds until there is something to compute or to wait for."""
+        """Pass rounds until there is something to compute or to wait for."""
         while True:
             loaded = self.load(self.position[rank])
             if loaded is None:
@@ -244,7 +243,7 @@ class _Events:
             self.advance(rank, now)
 
     def wait(self, rank: int, now: float) -> bool:
-        """Leave the round, and say whether there is something to wait for before the next."""
+        """Leave the round; return whether the rank has to wait before the next."""
         at = self.position[rank] - 1
         loaded = self.loaded[at]
         assert loaded is not None
@@ -256,7 +255,7 @@ class _Events:
         return self.missing[rank] > 0
 
     def load(self, at: int) -> _Loaded | None:
-        """A round of the program, or None behind the last."""
+        """A round of the program, or None after the last."""
         if at < len(self.loaded):
             return self.loaded[at]
         round_ = None if self.ended else next(self.rounds, None)
@@ -265,7 +264,7 @@ class _Events:
             return None
         for name, messages in round_.starts.items():
             if isinstance(messages, MessageTotals):
-                raise ValueError(f"the exchange {name!r} is a bundle, whose messages cannot be followed one by one")
+                raise ValueError(f"the exchange {name!r} only has totals, which cannot be simulated message by message")
             if name in self.exchanges:
                 raise ValueError(f"names of exchanges must be unique in a program, got {name!r} twice")
             self.exchanges[name] = _Exchange(name, messages, self.network)
@@ -275,11 +274,11 @@ class _Events:
         exchanges = [self.exchanges[name] for name in round_.starts]
         work = timed(round_.work, self.cluster, self.slower)
         seconds: Floats = sum((part.seconds for part in work), np.zeros(self.world))
-        seconds = seconds + beside_kernels(round_, seconds, self.cluster) * self.slower
+        seconds = seconds + host_seconds(round_, seconds, self.cluster) * self.slower
         self.loaded.append(_Loaded(round_, exchanges, work, seconds, self.world))
         return self.loaded[at]
 
 
-def run_events(program: Program, cluster: Cluster, slow: Slow, keep: Collection[int] = ()) -> Record:
-    """Run a program on a cluster, event by event. Bundles are refused."""
+def run_events(program: Program, cluster: Cluster, slow: Slowdown, keep: Collection[int] = ()) -> Record:
+    """Simulate a program on a cluster, event by event. `MessageTotals` are not supported."""
     return _Events(program, cluster, slow, keep).run()

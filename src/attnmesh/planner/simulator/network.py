@@ -1,12 +1,12 @@
-"""Which ports a message takes, how fast they are, and who is slow.
+"""The ports of a cluster, the routes of messages through them, and slowdowns.
 
-Within a node a message leaves through the port of its source and comes in through the port of its target; if ranks of
-a node share one port (as processes share a machine's memory) it takes that one only. Between nodes it takes one port of
-each node, that of the rail that the rank uses; rails have a way out and a way in, unless the link is a shared one: then
-a node has one port for everything.
+Within a node a message leaves through the port of its source and enters through the port of its target; if the ranks of
+a node share one port (as processes share the memory of a host) it uses only that one. Between nodes it uses one port of
+each node, that of the rank's rail; rails have separate ports for both directions, unless the link is shared: then a
+node has one port for everything.
 
-A port's bandwidth is divided equally among the messages that are on it at a moment, and a message moves at the least of
-the shares that its ports give it. What it leaves of its share on the wider port is not given to others.
+The bandwidth of a port is divided equally among its current messages, and the rate of a message is the smaller of the
+shares of its ports. What it does not use of the larger share is not given to other messages.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from attnmesh.planner.hardware import Cluster
 
 
 @dataclass(frozen=True)
-class Slow:
-    """Who is slower than the others, and how many times: ranks as they compute, and the ports that ranks use.
+class Slowdown:
+    """Slowdown factors: of the compute of ranks, and of the ports that ranks use.
 
-    A factor below 1 is faster. Of several factors for one port the largest counts.
+    A factor below 1 is a speedup. Of several factors for one port the largest counts.
     """
 
     ranks: Mapping[int, float] = field(default_factory=dict)
@@ -36,17 +36,17 @@ class Slow:
         for name in ("ranks", "links"):
             for rank, factor in getattr(self, name).items():
                 if not (math.isfinite(factor) and factor > 0):
-                    raise ValueError(f"{name} of Slow must have factors above 0, got {factor} for rank {rank}")
+                    raise ValueError(f"{name} must have factors above 0, got {factor} for rank {rank}")
 
     def check(self, world: int) -> None:
-        """Refuse ranks that are not there."""
+        """Raise ValueError for ranks outside the world."""
         for name in ("ranks", "links"):
             unknown = sorted(rank for rank in getattr(self, name) if not 0 <= rank < world)
             if unknown:
-                raise ValueError(f"{name} of Slow must be within 0..{world - 1}, got {', '.join(map(str, unknown))}")
+                raise ValueError(f"{name} must be ranks within 0..{world - 1}, got {', '.join(map(str, unknown))}")
 
     def computing(self, world: int) -> Floats:
-        """How many times as long every rank computes."""
+        """The compute slowdown of every rank."""
         factors = np.ones(world)
         for rank, factor in self.ranks.items():
             factors[rank] = factor
@@ -55,21 +55,21 @@ class Slow:
 
 @dataclass(frozen=True)
 class Routes:
-    """How the messages of an exchange travel: entry i is the i-th message's."""
+    """The routes of the messages of an exchange: entry i is the i-th message's."""
 
     source: Ints
     target: Ints
-    intra_node: np.ndarray[tuple[int], np.dtype[np.bool_]]  # whether it stays within a node
-    out: Ints  # the port that it leaves through
-    into: Ints  # the port that it comes in through, or `Network.none`
+    intra_node: np.ndarray[tuple[int], np.dtype[np.bool_]]  # whether both ends are on the same node
+    out: Ints  # the port of the source
+    into: Ints  # the port of the target, or `Network.none`
     latency: Floats
-    message: Floats  # seconds until its source can start the next
+    message: Floats  # seconds until the source can start the next message
 
 
 class Network:
     """The ports of a cluster of `world` ranks, numbered; `bandwidth` is by port, the other tables by rank."""
 
-    def __init__(self, cluster: Cluster, world: int, slow: Slow) -> None:
+    def __init__(self, cluster: Cluster, world: int, slow: Slowdown) -> None:
         slow.check(world)
         self.cluster, self.world = cluster, world
         ranks = np.arange(world)
@@ -79,7 +79,7 @@ class Network:
         rails = nodes * cluster.rails
         intra_node = nodes if cluster.intra_node.shared else 2 * world
         inter_node = nodes if cluster.inter_node.shared else 2 * rails
-        self.none = intra_node + inter_node  # a port that is always there, for messages that take only one
+        self.none = intra_node + inter_node  # a port of infinite bandwidth, for messages that use only one
         if cluster.intra_node.shared:
             self.intra_node_out, self.intra_node_in = self.node, np.full(world, self.none)
         else:
@@ -99,11 +99,11 @@ class Network:
 
     @property
     def ports(self) -> int:
-        """How many ports there are, the one that is always there among them."""
+        """The number of ports, `none` included."""
         return self.none + 1
 
     def routes(self, messages: Messages) -> Routes:
-        """How messages travel."""
+        """The routes of messages."""
         source, target = messages.source, messages.target
         if len(messages) and not (
             min(source.min(), target.min()) >= 0
@@ -112,7 +112,9 @@ class Network:
         ):
             raise ValueError(f"messages must be between ranks 0..{self.world - 1} and of 0 bytes or more")
         if np.any(source == target):
-            raise ValueError(f"messages must have two ends, got one of rank {source[source == target][0]} to itself")
+            raise ValueError(
+                f"messages must be between different ranks, got one of rank {source[source == target][0]} to itself"
+            )
         intra_node = self.node[source] == self.node[target]
         links = self.cluster.intra_node, self.cluster.inter_node
         return Routes(
@@ -127,46 +129,52 @@ class Network:
 
 
 @dataclass(frozen=True)
-class UnderWay:
-    """Who is on which port: entry i until `left[i]` at `rate[i]`, as seen by the clock of rank `ranks[i]`."""
+class InFlight:
+    """Messages in flight by port: entry i until `left[i]` at `rate[i]`, on the clock of rank `ranks[i]`."""
 
     ports: Ints
     ranks: Ints
     left: Floats
     rate: Floats
 
-    def still(self, now: Floats) -> UnderWay | None:
-        """Those that have not left, if any."""
+    def still(self, now: Floats) -> InFlight | None:
+        """Those that are still in flight, if any."""
         here = self.left > now[self.ranks]
         if not here.any():
             return None
-        return UnderWay(self.ports[here], self.ranks[here], self.left[here], self.rate[here])
+        return InFlight(self.ports[here], self.ranks[here], self.left[here], self.rate[here])
 
 
 class PortShares:
-    """The ports in one round: first everything is put on them, then everything is asked for."""
+    """The shares of all ports in one round: first all messages are added, then times are read.
 
-    def __init__(self, network: Network, now: Floats, under_way: list[UnderWay]) -> None:
+    Shares are equal and fixed when the round begins, for the messages of the round and those in flight. Where messages
+    overlap for part of their time only, equal shares for all of it would be too slow. So a message has left at the
+    latest when the busier of its ports could have passed all bytes of this round without a pause since the first
+    message; but not earlier than with both ports to itself.
+    """
+
+    def __init__(self, network: Network, now: Floats, under_way: list[InFlight]) -> None:
         self.bandwidth, self.none = network.bandwidth, network.none
         self.users = np.zeros(network.ports, dtype=np.int64)
-        self.others = np.zeros(network.ports)  # bytes that are not of this round's messages
+        self.others = np.zeros(network.ports)  # bytes other than of this round's messages
         self.messages: list[tuple[Routes, Floats, Ints]] = []
         for these in under_way:
             self.users += np.bincount(these.ports, minlength=network.ports)
             self.others += sums(these.ports, (these.left - now[these.ranks]) * these.rate, network.ports)
 
-    def put(self, routes: Routes, users: Ints, begin: Floats, nbytes: Ints) -> None:
-        """Messages, which have a share each; `users` is how many by port."""
+    def add(self, routes: Routes, users: Ints, begin: Floats, nbytes: Ints) -> None:
+        """Add messages, each with its own share; `users` is their number by port."""
         self.users += users
         self.messages.append((routes, begin, nbytes))
 
-    def put_bundle(self, load: Floats) -> None:
-        """A bundle, which shares with others as one; `load` is in bytes by port."""
+    def add_totals(self, load: Floats) -> None:
+        """Add an exchange known by its totals, which shares as one message; `load` is bytes by port."""
         self.users += load > 0
         self.others += load
 
     def left(self, routes: Routes, begin: Floats, nbytes: Ints) -> Floats:
-        """When messages have left."""
+        """When messages have left their ports."""
         shares = self.bandwidth / np.maximum(self.users, 1)
         left: Floats = begin + nbytes / np.minimum(shares[routes.out], shares[routes.into])
         if self.users[: self.none].max(initial=0) > 1:
@@ -176,14 +184,14 @@ class PortShares:
             left = np.maximum(alone, np.minimum(left, np.maximum(passed[routes.out], passed[routes.into])))
         return left
 
-    def bundle_seconds(self, load: Floats) -> Floats:
-        """What every port takes for a bundle."""
+    def totals_seconds(self, load: Floats) -> Floats:
+        """Seconds of every port for an exchange known by its totals."""
         taking: Floats = np.minimum(load / self.bandwidth * np.maximum(self.users, 1), self._pass_all[1])
         return taking
 
     @cached_property
     def _pass_all(self) -> tuple[Floats, Floats]:
-        """By port: when the first message of the round comes, and the seconds to pass everything without a pause."""
+        """By port: the start of the first message of the round, and the seconds to pass all bytes without a pause."""
         first, nbytes = np.full(len(self.users), np.inf), self.others.copy()
         for routes, begin, sizes in self.messages:
             for ports in (routes.out, routes.into):
@@ -193,5 +201,5 @@ class PortShares:
 
 
 def sums(where: Ints, values: Floats | Ints, length: int) -> Floats:
-    """The sum of the values that go to each place."""
+    """The sum of the values at each index."""
     return np.bincount(where, weights=values, minlength=length).astype(np.float64, copy=False)

@@ -1,4 +1,4 @@
-"""What a simulation notes down: seconds of every rank, and what happened on the ranks that are watched."""
+"""What a simulation records: seconds of every rank, and the timeline of selected ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from attnmesh.trace.timeline import Span
 
 @dataclass(frozen=True)
 class Timed:
-    """A round's kernels of one kind, with their seconds by rank, not slowed down by others on the same cores."""
+    """Kernels of one kind in a round, with their seconds by rank on cores of their own."""
 
     kernels: Kernels
     seconds: Floats
 
 
 def timed(work: Sequence[Kernels], cluster: Cluster, slower: Floats) -> list[Timed]:
-    """What every rank takes for a round's work; `slower` is the factor of each.
+    """Seconds of every rank for the kernels of a round; `slower` is the slowdown of each rank.
 
-    On a GPU, what runs beside the rest takes no time of its own unless there is more of it than of the rest.
+    On a GPU, overlapped kernels only take the time by which they are longer than the rest.
     """
     each = [cluster.device.kernel_seconds(k) * slower for k in work]
     if cluster.device.cores is None and any(k.overlapped for k in work):
@@ -34,11 +34,11 @@ def timed(work: Sequence[Kernels], cluster: Cluster, slower: Floats) -> list[Tim
     return [Timed(k, s) for k, s in zip(work, each, strict=True)]
 
 
-def beside_kernels(round_: Round, seconds: Floats, cluster: Cluster) -> Floats:
-    """What a round takes of every rank's core besides its kernels, which take `seconds`; nothing where ranks have none.
+def host_seconds(round_: Round, seconds: Floats, cluster: Cluster) -> Floats:
+    """Seconds of a round on every rank's core besides its kernels, which take `seconds`; 0 on a GPU.
 
-    A rank's own program runs there, too, and the threads that move its messages, out and in. (On a GPU all of this is
-    the host's, which is ahead.)
+    The program of a rank runs on its core too, and so do the threads that send and receive its messages. (On a GPU all
+    of this runs on the host, ahead of the device.)
     """
     if cluster.device.cores is None:
         return np.zeros_like(seconds)
@@ -56,7 +56,7 @@ def beside_kernels(round_: Round, seconds: Floats, cluster: Cluster) -> Floats:
 
 
 class Record:
-    """Seconds by rank, and the spans of the ranks in `keep`."""
+    """Seconds by rank, and the timeline spans of the ranks in `keep`."""
 
     def __init__(self, world: int, keep: Collection[int]) -> None:
         unknown = sorted(rank for rank in keep if not 0 <= rank < world)
@@ -71,7 +71,7 @@ class Record:
         self.kept[self.keep] = True
 
     def computing(self, rank: int, round_name: str, work: Sequence[Timed], begin: float, end: float) -> None:
-        """A round's kernels, one after the other; on shared cores each is stretched as the whole round was."""
+        """Record the kernels of a round in order; on shared cores each is stretched as the whole round was."""
         parts = [(part.kernels, float(np.broadcast_to(part.seconds, self.kept.shape)[rank])) for part in work]
         whole = sum(seconds for _, seconds in parts)
         if not whole:
@@ -87,7 +87,7 @@ class Record:
     def message(
         self, name: str, source: int, target: int, nbytes: int, link: str, begin: float, left: float, there: float
     ) -> None:
-        """A message, at either end if that is watched: sent when its last byte left, received when it is there."""
+        """Record a message on the ranks kept: sent when its last byte has left, received when it has arrived."""
         if self.kept[source]:
             facts: dict[str, object] = {"bytes": nbytes, "to": target, "link": link}
             self.spans.append(Span(source, "send", name, begin, left, facts))
@@ -95,18 +95,18 @@ class Record:
             facts = {"bytes": nbytes, "from": source, "link": link}
             self.spans.append(Span(target, "receive", name, begin, there, facts))
 
-    def bundle(self, name: str, rank: int, bundle: MessageTotals, begin: float, end: float) -> None:
-        """A rank's part in a bundle."""
+    def totals(self, name: str, rank: int, exchange: MessageTotals, begin: float, end: float) -> None:
+        """Record a rank's part of an exchange known by its totals."""
         out, into = (
-            int(bundle.intra_node_out[rank] + bundle.inter_node_out[rank]),
-            int(bundle.intra_node_in[rank] + bundle.inter_node_in[rank]),
+            int(exchange.intra_node_out[rank] + exchange.inter_node_out[rank]),
+            int(exchange.intra_node_in[rank] + exchange.inter_node_in[rank]),
         )
-        sent: dict[str, object] = {"bytes": out, "messages": int(bundle.sends[rank])}
+        sent: dict[str, object] = {"bytes": out, "messages": int(exchange.sends[rank])}
         self.spans.append(Span(rank, "send", name, begin, end, sent))
         self.spans.append(Span(rank, "receive", name, begin, end, {"bytes": into}))
 
     def waiting(self, rank: int, names: Sequence[str], begin: float, end: float) -> None:
-        """A rank that had nothing to do before these exchanges were done."""
+        """Record that a rank waited for these exchanges."""
         if end > begin:
             self.spans.append(Span(rank, "wait", ", ".join(names), begin, end))
 

@@ -1,11 +1,11 @@
-"""A program run a round at a time, all ranks at once: what `plan.events` finds, for thousands of ranks.
+"""Simulation of a program round by round, all ranks at once: an approximation of `events` for thousands of ranks.
 
-Where events follow every change, this fixes a message's rate when its round begins (see `plan.port_shares`). A message
-starts when both ends have posted it, sends of a rank one after another. Where no two messages meet on a port, as in a
-ring, this is exact. Shared cores are divided as if the ranks of a node began the round at once.
+The rate of a message is fixed when its round begins (see `PortShares`). A message starts when both ends have posted it,
+the sends of a rank one after another. Where no two messages share a port, as in a ring, this is exact. Shared cores are
+divided as if all ranks of a node began the round at the same time.
 
-A bundle begins for a group when the last of its ranks has posted it, and is over for all of them at once: when the
-busiest of their ports has passed its bytes.
+An exchange known by its totals starts for a group when the last of its ranks has posted it, and ends for all of them
+when the busiest of their ports has passed its bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 from attnmesh.plan.program import Floats, Ints, Messages, MessageTotals, Program, Round
 from attnmesh.planner.hardware import Cluster
-from attnmesh.planner.simulator.network import Network, PortShares, Routes, Slow, UnderWay, sums
-from attnmesh.planner.simulator.record import Record, beside_kernels, timed
+from attnmesh.planner.simulator.network import InFlight, Network, PortShares, Routes, Slowdown, sums
+from attnmesh.planner.simulator.record import Record, host_seconds, timed
 
 NEVER = -np.inf
-TINY = 1e-300  # seconds, for what takes none
-REMEMBERED = 4  # exchanges whose routes are kept, in case the next have the same ends: a ring's always do
+TINY = 1e-300  # seconds, to avoid a division by 0
+CACHED_ROUTES = 4  # exchanges whose routes are cached: the next often have the same ends, as in a ring
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Paths:
     users: Ints  # by port
     place: Floats  # seconds after the rank's first send
     gaps: Floats  # by rank: seconds that it takes to start all of its sends
-    once: tuple[bool, bool]  # whether no rank has two sends, and none two receives
+    once: tuple[bool, bool]  # whether every rank has at most one send, and one receive
 
     @staticmethod
     def of(messages: Messages, network: Network) -> _Paths:
@@ -58,8 +58,8 @@ class _Paths:
         )
 
 
-class _Waves:
-    def __init__(self, program: Program, cluster: Cluster, slow: Slow, keep: Collection[int]) -> None:
+class _RoundSimulation:
+    def __init__(self, program: Program, cluster: Cluster, slow: Slowdown, keep: Collection[int]) -> None:
         world = program.world
         self.program, self.cluster, self.world = program, cluster, world
         self.network = Network(cluster, world, slow)
@@ -69,7 +69,7 @@ class _Waves:
         self.free = np.zeros(world)  # when a rank can start its next send
         self.done: dict[str, Floats] = {}  # by exchange: when a rank's messages are done, NEVER if it has none
         self.seen: set[str] = set()
-        self.under_way: list[UnderWay] = []
+        self.in_flight: list[InFlight] = []
         self.recent: list[_Paths] = []
 
     def run(self) -> Record:
@@ -86,10 +86,10 @@ class _Waves:
         return record
 
     def work(self, round_: Round) -> Floats:
-        """When every rank has computed."""
+        """When every rank has finished computing."""
         work = timed(round_.work, self.cluster, self.slower)
         seconds: Floats = sum((part.seconds for part in work), np.zeros(self.world))
-        seconds = seconds + beside_kernels(round_, seconds, self.cluster) * self.slower
+        seconds = seconds + host_seconds(round_, seconds, self.cluster) * self.slower
         if not seconds.any():
             return self.now
         if self.cluster.device.cores is not None:
@@ -102,10 +102,10 @@ class _Waves:
         return worked
 
     def on_shared_cores(self, seconds: Floats, cores: int) -> Floats:
-        """What work takes, begun at once by the ranks of a node, that would take `seconds` on a core of its own."""
+        """Seconds of work on the shared cores of a node that takes `seconds` on a core of its own."""
         node = self.network.node
         ranks = np.bincount(node)
-        order = np.lexsort((seconds, node))  # the shortest of a node first; all that are left share the cores till then
+        order = np.lexsort((seconds, node))  # shortest first; those left share the cores until then
         place = np.arange(self.world) - (np.cumsum(ranks) - ranks)[node]
         more = np.diff(seconds[order], prepend=0.0)
         more[place == 0] = seconds[order][place == 0]
@@ -116,13 +116,13 @@ class _Waves:
         return shared
 
     def wait(self, since: Floats, names: tuple[str, ...], round_: Round | None) -> Floats:
-        """When every rank has the exchanges of these names done."""
+        """When the exchanges of these names are finished on every rank."""
         until = since
         for name in names:
             if name not in self.seen:
                 where = round_.name if round_ else "at the end"
                 raise ValueError(f"round {where!r} waits for {name!r}, which no round has started")
-            if name in self.done:  # otherwise it was waited for before
+            if name in self.done:  # otherwise it has been waited for already
                 until = np.maximum(until, self.done.pop(name))
         for rank in self.record.keep:
             shown = names if round_ else ("the rest",)
@@ -130,11 +130,11 @@ class _Waves:
         return until
 
     def start(self, round_: Round) -> None:
-        """Start a round's exchanges, all at once: they share ports with one another and with what is under way."""
+        """Start the exchanges of a round: they share ports with one another and with those in flight."""
         if not round_.starts:
             return
-        self.under_way = [still for these in self.under_way if (still := these.still(self.now))]
-        ports = PortShares(self.network, self.now, self.under_way)
+        self.in_flight = [still for these in self.in_flight if (still := these.still(self.now))]
+        ports = PortShares(self.network, self.now, self.in_flight)
         paths: dict[str, _Paths] = {}
         begins: dict[str, Floats] = {}
         loads: dict[str, Floats] = {}
@@ -144,14 +144,14 @@ class _Waves:
             self.seen.add(name)
             if isinstance(exchange, MessageTotals):
                 loads[name] = self.load(exchange)
-                ports.put_bundle(loads[name])
+                ports.add_totals(loads[name])
             else:
                 paths[name] = self.paths(exchange)
                 begins[name] = self.begins(paths[name])
-                ports.put(paths[name].routes, paths[name].users, begins[name], exchange.nbytes)
+                ports.add(paths[name].routes, paths[name].users, begins[name], exchange.nbytes)
         for name, exchange in round_.starts.items():
             if isinstance(exchange, MessageTotals):
-                self.done[name] = self.bundle(name, exchange, loads[name], ports)
+                self.done[name] = self.totals(name, exchange, loads[name], ports)
             else:
                 self.done[name] = self.messages(name, exchange, paths[name], begins[name], ports)
 
@@ -160,7 +160,7 @@ class _Waves:
             if known.fits(messages):
                 self.recent.insert(0, self.recent.pop(i))
                 return known
-        self.recent = [_Paths.of(messages, self.network), *self.recent[: REMEMBERED - 1]]
+        self.recent = [_Paths.of(messages, self.network), *self.recent[: CACHED_ROUTES - 1]]
         return self.recent[0]
 
     def begins(self, paths: _Paths) -> Floats:
@@ -170,7 +170,7 @@ class _Waves:
         return np.maximum(posted[paths.routes.source] + paths.place, self.now[paths.routes.target])
 
     def messages(self, name: str, messages: Messages, paths: _Paths, begin: Floats, ports: PortShares) -> Floats:
-        """When the messages of an exchange are done, by rank."""
+        """When the messages of an exchange are finished, by rank."""
         routes = paths.routes
         source, target = routes.source, routes.target
         left = ports.left(routes, begin, messages.nbytes)
@@ -182,7 +182,7 @@ class _Waves:
             else:
                 np.maximum.at(done, ranks, at)
         rate = messages.nbytes / np.maximum(left - begin, TINY)
-        self.under_way += [UnderWay(routes.out, source, left, rate), UnderWay(routes.into, target, left, rate)]
+        self.in_flight += [InFlight(routes.out, source, left, rate), InFlight(routes.into, target, left, rate)]
         if self.record.keep:
             kept = self.record.kept
             for i in np.flatnonzero(kept[source] | kept[target]).tolist():
@@ -192,52 +192,58 @@ class _Waves:
                 self.record.message(name, *ends, int(messages.nbytes[i]), link.name, *times)
         return done
 
-    def load(self, bundle: MessageTotals) -> Floats:
+    def load(self, exchange: MessageTotals) -> Floats:
         """Bytes by port."""
         network = self.network
-        intra_node = ((network.intra_node_out, bundle.intra_node_out), (network.intra_node_in, bundle.intra_node_in))
-        inter_node = ((network.inter_node_out, bundle.inter_node_out), (network.inter_node_in, bundle.inter_node_in))
+        intra_node = (
+            (network.intra_node_out, exchange.intra_node_out),
+            (network.intra_node_in, exchange.intra_node_in),
+        )
+        inter_node = (
+            (network.inter_node_out, exchange.inter_node_out),
+            (network.inter_node_in, exchange.inter_node_in),
+        )
         return sum(
             (sums(ports, nbytes, network.ports) for ports, nbytes in (*intra_node, *inter_node)),
             np.zeros(network.ports),
         )
 
-    def bundle(self, name: str, bundle: MessageTotals, load: Floats, ports: PortShares) -> Floats:
-        """When a bundle is done, by rank."""
+    def totals(self, name: str, exchange: MessageTotals, load: Floats, ports: PortShares) -> Floats:
+        """When an exchange known by its totals is finished, by rank."""
         network, intra_node, inter_node = self.network, self.cluster.intra_node, self.cluster.inter_node
-        seconds = ports.bundle_seconds(load)
-        is_near = (bundle.intra_node_out > 0) | (bundle.intra_node_in > 0)
-        is_far = (bundle.inter_node_out > 0) | (bundle.inter_node_in > 0)
+        seconds = ports.totals_seconds(load)
+        is_near = (exchange.intra_node_out > 0) | (exchange.intra_node_in > 0)
+        is_far = (exchange.inter_node_out > 0) | (exchange.inter_node_in > 0)
         part = is_near | is_far
         passing = np.zeros(self.world)
         for used, nbytes in (
-            (network.intra_node_out, bundle.intra_node_out),
-            (network.intra_node_in, bundle.intra_node_in),
-            (network.inter_node_out, bundle.inter_node_out),
-            (network.inter_node_in, bundle.inter_node_in),
+            (network.intra_node_out, exchange.intra_node_out),
+            (network.intra_node_in, exchange.intra_node_in),
+            (network.inter_node_out, exchange.inter_node_out),
+            (network.inter_node_in, exchange.inter_node_in),
         ):
             passing = np.maximum(passing, np.where(nbytes > 0, seconds[used], 0.0))
         gap = np.maximum(np.where(is_near, intra_node.message, 0.0), np.where(is_far, inter_node.message, 0.0))
         latency = np.maximum(np.where(is_near, intra_node.latency, 0.0), np.where(is_far, inter_node.latency, 0.0))
-        taking = passing + bundle.sends * gap + latency
-        groups, group = np.unique(bundle.group, return_inverse=True)
+        taking = passing + exchange.sends * gap + latency
+        groups, group = np.unique(exchange.group, return_inverse=True)
         begin, longest = np.full(len(groups), NEVER), np.zeros(len(groups))
         np.maximum.at(begin, group[part], self.now[part])
         np.maximum.at(longest, group[part], taking[part])
         done = np.where(part, (begin + longest)[group], NEVER)
         for port_of in (network.intra_node_out, network.intra_node_in, network.inter_node_out, network.inter_node_in):
-            # One rank stands for all that use a port: a bundle counts once there.
+            # One rank represents all that use a port: the exchange counts once there.
             found, owner = np.unique(port_of[part], return_index=True)
             busy = load[found] > 0
             found, ranks = found[busy], np.flatnonzero(part)[owner[busy]]
             rate = load[found] / np.maximum(longest[group[ranks]], TINY)
-            self.under_way.append(UnderWay(found, ranks, done[ranks], rate))
+            self.in_flight.append(InFlight(found, ranks, done[ranks], rate))
         for rank in self.record.keep:
             if part[rank]:
-                self.record.bundle(name, rank, bundle, float(begin[group[rank]]), float(done[rank]))
+                self.record.totals(name, rank, exchange, float(begin[group[rank]]), float(done[rank]))
         return done
 
 
-def run_waves(program: Program, cluster: Cluster, slow: Slow, keep: Collection[int] = ()) -> Record:
-    """Run a program on a cluster, a round at a time."""
-    return _Waves(program, cluster, slow, keep).run()
+def run_rounds(program: Program, cluster: Cluster, slow: Slowdown, keep: Collection[int] = ()) -> Record:
+    """Simulate a program on a cluster, round by round."""
+    return _RoundSimulation(program, cluster, slow, keep).run()

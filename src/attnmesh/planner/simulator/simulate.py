@@ -1,4 +1,4 @@
-"""How long a program takes on a cluster and where the time goes: event by event, or a round at a time if it is long."""
+"""`simulate`: the time of a program on a cluster, event by event, or round by round if it is large."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import numpy as np
 from attnmesh.plan.program import Floats, MessageTotals, Program, Round
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.events import run_events
-from attnmesh.planner.simulator.network import Network, Slow
+from attnmesh.planner.simulator.network import Network, Slowdown
 from attnmesh.planner.simulator.record import Record
-from attnmesh.planner.simulator.rounds import run_waves
+from attnmesh.planner.simulator.rounds import run_rounds
 from attnmesh.trace.timeline import Span
 
-FEW_MESSAGES = 50_000  # followed one by one within seconds
-FEW_MEETINGS = 1_000_000  # of two messages on a port: each changes the share of the other
+MAX_MESSAGES = 50_000  # simulated event by event within seconds
+MAX_SHARED = 1_000_000  # pairs of messages on one port: each changes the rate of the other
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a run took, in seconds: `finish`, `computed` and `waited` are by rank."""
+    """The result of a simulation, in seconds: `finish`, `computed` and `waited` are by rank."""
 
-    finish: Floats  # when the rank was through, with all of its messages
+    finish: Floats  # when the rank has finished, its messages included
     computed: Floats
-    waited: Floats  # with nothing to compute, for messages: transfer that is not hidden, and ranks that are late
+    waited: Floats  # for messages, with nothing to compute: exposed communication, and late ranks
     spans: list[Span]  # of the ranks that were asked for, in the order of their beginnings
-    method: str  # in words
+    method: str  # of the simulation
 
     @property
     def seconds(self) -> float:
-        """Of the slowest rank."""
+        """The time of the slowest rank."""
         return float(self.finish.max(initial=0.0))
 
 
@@ -40,26 +40,26 @@ def simulate(
     program: Program,
     cluster: Cluster,
     *,
-    slow: Slow | None = None,
+    slow: Slowdown | None = None,
     keep: Collection[int] = (),
     exact: bool | None = None,
 ) -> Simulated:
-    """Run a program on a cluster of `program.world` ranks, with the spans of the ranks in `keep`.
+    """Simulate a program on a cluster of `program.world` ranks; record the spans of the ranks in `keep`.
 
-    `exact`: whether to follow every message event by event; by default if there are few, see `Simulated.method`.
+    `exact`: whether to simulate every message event by event; by default if there are few, see `Simulated.method`.
     """
-    slow = Slow() if slow is None else slow
+    slow = Slowdown() if slow is None else slow
     if program.world < 1:
-        raise ValueError(f"a program must have at least 1 rank, got {program.world}")
-    why = "as asked for" if exact is False else None
+        raise ValueError(f"program.world must be at least 1, got {program.world}")
+    why = "exact=False" if exact is False else None
     if exact is None:
         rounds, made = program.rounds(), list[Round]()
         why = _too_much(rounds, made, program.world, cluster)
-        program = replace(program, make=lambda: chain(made, rounds))  # the first rounds may have taken long to make
+        program = replace(program, make=lambda: chain(made, rounds))  # rounds may be slow to generate
     if why is None:
         return _simulated(run_events(program, cluster, slow, keep), "event by event")
-    method = f"a round at a time: {why}; what a message gets of its ports is estimated when its round begins"
-    return _simulated(run_waves(program, cluster, slow, keep), method)
+    method = f"round by round ({why}): the bandwidth of a message is estimated when its round begins"
+    return _simulated(run_rounds(program, cluster, slow, keep), method)
 
 
 def _simulated(record: Record, method: str) -> Simulated:
@@ -68,22 +68,22 @@ def _simulated(record: Record, method: str) -> Simulated:
 
 
 def _too_much(rounds: Iterator[Round], made: list[Round], world: int, cluster: Cluster) -> str | None:
-    """Why a program is not followed event by event, or None. Takes no more rounds than that wants, into `made`."""
-    network = Network(cluster, world, Slow())
-    messages, meetings = 0, 0
+    """Why a program is too large to simulate event by event, or None. The rounds it reads are appended to `made`."""
+    network = Network(cluster, world, Slowdown())
+    messages, shared = 0, 0
     for round_ in rounds:
         made.append(round_)
         for name, exchange in round_.starts.items():
             if isinstance(exchange, MessageTotals):
-                return f"the messages of {name!r} are known as sums by rank only"
+                return f"exchange {name!r} only has totals"
             messages += len(exchange)
-            if messages > FEW_MESSAGES:
-                return f"more than {FEW_MESSAGES:,} messages"
+            if messages > MAX_MESSAGES:
+                return f"more than {MAX_MESSAGES:,} messages"
             routes = network.routes(exchange)
             for ports in (routes.out, routes.into[routes.into != network.none]):
-                meetings += int(np.square(np.bincount(ports)).sum())
-        if meetings > FEW_MEETINGS:
-            return f"messages that meet on a port more than {FEW_MEETINGS:,} times"
-        if len(made) * world > FEW_MESSAGES * 4:
-            return f"more than {FEW_MESSAGES * 4:,} rounds of all ranks together"
+                shared += int(np.square(np.bincount(ports)).sum())
+        if shared > MAX_SHARED:
+            return f"more than {MAX_SHARED:,} pairs of messages on one port"
+        if len(made) * world > MAX_MESSAGES * 4:
+            return f"more than {MAX_MESSAGES * 4:,} rounds times ranks"
     return None

@@ -9,18 +9,25 @@ from hypothesis import strategies as st
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode import Decode, decode_layers, decode_memory, decode_program, decode_ranking, shardings
+from attnmesh.planner.decode import (
+    DecodeRequest,
+    decode_layers,
+    decode_memory,
+    decode_program,
+    decode_ranking,
+    shardings,
+)
 from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.models.read import model
-from attnmesh.planner.ranking import RESERVED
+from attnmesh.planner.ranking import RESERVED_MEMORY
 
 H200 = cluster("h200")
 LLAMA, GPT_OSS, DEEPSEEK = model("llama-3.1-8b"), model("gpt-oss-120b"), model("deepseek-v3")
 K = 1024
 
 
-def asked(of=LLAMA, context: int = 128 * K, batch: int = 4, devices: int = 8, on=H200, **more) -> Decode:
-    return Decode(of, context, batch, devices, on, **more)
+def asked(of=LLAMA, context: int = 128 * K, batch: int = 4, devices: int = 8, on=H200, **more) -> DecodeRequest:
+    return DecodeRequest(of, context, batch, devices, on, **more)
 
 
 @given(
@@ -100,7 +107,7 @@ def test_heads_do_not_divide_a_latent_cache_but_sequences_and_positions_do():
 
 
 def test_eight_bit_numbers_halve_the_cache():
-    full, half = (decode_memory(asked(cached_number=n), DecodeSharding(8), 4) for n in (2.0, 1.0))
+    full, half = (decode_memory(asked(kv_itemsize=n), DecodeSharding(8), 4) for n in (2.0, 1.0))
     assert (half.cache, half.weights) == (full.cache / 2, full.weights)
 
 
@@ -110,13 +117,13 @@ def test_eight_bit_numbers_halve_the_cache():
 @pytest.mark.parametrize(("devices", "batch"), [(1, 1), (3, 1), (6, 2), (7, 7), (8, 1), (8, 8), (32, 3)])
 def test_options_are_in_order_and_their_parts_add_up(devices, batch):
     found = decode_ranking(asked(devices=devices, batch=batch))
-    fitting = [option for option in found.options if option.fits(found.room)]
+    fitting = [option for option in found.options if option.fits(found.device_memory)]
     assert list(found.options[: len(fitting)]) == fitting
     assert [option.seconds for option in fitting] == sorted(option.seconds for option in fitting)
     for option in found.options:
         assert option.seconds == pytest.approx(sum(option.parts.values()))
         assert found.why(option)
-        assert option.fits(found.room) == (option.memory.total <= (1 - RESERVED) * 141e9)
+        assert option.fits(found.device_memory) == (option.memory.total <= (1 - RESERVED_MEMORY) * 141e9)
 
 
 def test_a_step_is_all_layers_and_the_head():
@@ -125,8 +132,8 @@ def test_a_step_is_all_layers_and_the_head():
     assert (layers, more) == (32, [])
     ways = {option.name: option for option in decode_ranking(task).options}
     one = cost(decode_program(DecodeSharding(4), layer, H200.intra_node), H200)
-    assert ways["TP4"].parts["computing"] == pytest.approx(32 * one.computed)
-    assert ways["TP4"].parts["exchanges"] == pytest.approx(32 * (one.seconds - one.computed))
+    assert ways["TP4"].parts["compute"] == pytest.approx(32 * one.computed)
+    assert ways["TP4"].parts["communication"] == pytest.approx(32 * (one.seconds - one.computed))
     assert ways["TP4"].sent == 32 * one.sent
 
 
@@ -160,7 +167,7 @@ def test_more_devices_than_heads_have_nothing_to_do_and_it_says_so():
     found = decode_ranking(asked(devices=64, batch=1))
     assert found.options == ()
     assert found.refused == {
-        "every way": "32 query heads and a batch of 1 leave some of 64 devices without anything to do"
+        "all plans": "32 query heads and a batch of 1 leave some of 64 devices idle"
     }
 
 
@@ -189,7 +196,7 @@ def test_heads_alone_are_enough_and_have_no_weights():
     found = decode_ranking(asked(ModelConfig(q_heads=16, kv_heads=2, head_dim=64, hidden=1024), devices=4))
     assert found.best is not None
     assert found.best.memory.weights == 0
-    assert set(found.best.parts) == {"computing", "exchanges"}
+    assert set(found.best.parts) == {"compute", "communication"}
 
 
 @pytest.mark.parametrize("field", ["context", "batch", "devices", "tokens"])

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.planner.decode import summed
+from attnmesh.planner.decode import all_reduce_rounds
 from helpers.clusters import link
 
 DIRECT, PAIRS = link(latency=1.0, message=0.0), link(latency=0.0, message=1.0)
 
 
 def rounds(nbytes, ranks, over):
-    return [(part.name, *part.starts.values()) for part in summed("sum", nbytes, ranks, over)]
+    return [(part.name, *part.starts.values()) for part in all_reduce_rounds("sum", nbytes, ranks, over)]
 
 
 @given(ranks=st.integers(1, 33), nbytes=st.integers(0, 200), pairs=st.booleans())

@@ -17,7 +17,7 @@ from helpers.cases import allowed_pairs
 
 # Queries and keys: layout and length of either. Some keys are more than the queries, some fewer, some none at all.
 SIDES = [(length, None) for length in (0, 1, 13, 30)] + [(13, 30), (30, 13), (30, 2), (9, 0), (0, 9)]
-WORLDS = (1, 2, 3, 4, 7)
+WORLDS = (1, 2, 4, 7)
 LAYOUTS = [Contiguous(), Zigzag(), Zigzag(2), Striped()]
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -50,8 +50,8 @@ class Workload:
 @cache
 def cases(layout: Layout, mask_for) -> list[Workload]:
     made = []
-    for world in WORLDS:
-        for length, key_length in SIDES:
+    for at, world in enumerate(WORLDS):
+        for length, key_length in SIDES[at % 3 :: 3]:  # every size with some world
             keys = length if key_length is None else key_length
             # Keys of another sequence lie differently, too.
             key_layout = None if key_length is None else LAYOUTS[(LAYOUTS.index(layout) + 1) % len(LAYOUTS)]

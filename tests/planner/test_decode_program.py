@@ -10,7 +10,14 @@ from attnmesh.plan.decode import DecodeShape, DecodeSharding, bytes_sent, messag
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.catalog import cluster as named_cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode import AROUND_ATTENTION, EXCHANGE, MERGE, DecodeLayer, Linear, decode_program
+from attnmesh.planner.decode import (
+    ATTENTION_LAUNCHES,
+    EXCHANGE_LAUNCHES,
+    MERGE_LAUNCHES,
+    DecodeLayer,
+    LinearLayers,
+    decode_program,
+)
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, shard_block
 from helpers.blocks import random_sequences
 from helpers.clusters import cluster, link
@@ -65,7 +72,7 @@ def test_a_sum_of_all_ranks_is_what_the_plan_says_where_it_divides_and_as_much_i
     for hidden in (720, 7):
         layer = layer_of(heads, batch, hidden)
         plan = [bytes_sent(sharding, layer.shape, rank)["projection"] for rank in range(sharding.ranks)]
-        found = exchanged(sharding, layer).get("sum of projections", np.zeros(1, dtype=np.int64))
+        found = exchanged(sharding, layer).get("all-reduce of projections", np.zeros(1, dtype=np.int64))
         whole = layer.rows * hidden * 2
         assert found.sum() == 2 * (sharding.ranks - 1) * whole
         if whole % sharding.ranks == 0:
@@ -135,10 +142,10 @@ def test_a_rank_reads_its_own_heads_sequences_and_positions():
 
 
 def test_weights_are_divided_but_those_of_kv_heads_which_are_copied():
-    linear = Linear(divided=120, by_kv_head=40, out=60, mlp=600, mlp_used=300.0, nbytes=2.0, mlp_nbytes=0.5)
+    linear = LinearLayers(sharded=120, by_kv_head=40, out=60, mlp=600, mlp_used=300.0, nbytes=2.0, mlp_nbytes=0.5)
     layer = layer_of((12, 2), 3, linear=linear)
     for sharding, part in ((DecodeSharding(2), 0.5), (DecodeSharding(2, 3), 0.5), (DecodeSharding(1, 3), 1.0)):
-        into, out, mlp = layer.projected(sharding), layer.projected_out(sharding), layer.mlp(sharding)
+        into, out, mlp = layer.qkv_projection(sharding), layer.out_projection(sharding), layer.mlp(sharding)
         ranks = sharding.ranks
         assert into.bytes_read.tolist() == [2 * (120 / ranks + 40 * part)] * ranks
         assert into.size.tolist() == [2 * 6 * (120 / ranks + 40 * part)] * ranks  # 3 sequences, 2 tokens
@@ -149,19 +156,19 @@ def test_weights_are_divided_but_those_of_kv_heads_which_are_copied():
 def test_small_kernels_are_launches_around_attention_and_exchanges():
     machine = cluster(flops=1e300, launch=1.0)
     for sharding, launches in (
-        (DecodeSharding(2), AROUND_ATTENTION),
-        (DecodeSharding(1, 2), AROUND_ATTENTION + 2 * EXCHANGE),
-        (DecodeSharding(1, 1, 2), AROUND_ATTENTION + 2 * EXCHANGE + MERGE),
-        (DecodeSharding(1, 2, 2), AROUND_ATTENTION + 4 * EXCHANGE + MERGE),
+        (DecodeSharding(2), ATTENTION_LAUNCHES),
+        (DecodeSharding(1, 2), ATTENTION_LAUNCHES + 2 * EXCHANGE_LAUNCHES),
+        (DecodeSharding(1, 1, 2), ATTENTION_LAUNCHES + 2 * EXCHANGE_LAUNCHES + MERGE_LAUNCHES),
+        (DecodeSharding(1, 2, 2), ATTENTION_LAUNCHES + 4 * EXCHANGE_LAUNCHES + MERGE_LAUNCHES),
     ):
         found = cost(decode_program(sharding, layer_of((8, 2), 4), machine.intra_node), machine)
         assert found.computed == launches + 1  # and attention
 
 
 def test_a_layer_without_an_mlp_has_one_sum_and_one_with_it_two():
-    for linear, sums in ((Linear(), 1), (Linear(mlp=8, mlp_used=8.0), 2)):
+    for linear, sums in ((LinearLayers(), 1), (LinearLayers(mlp=8, mlp_used=8.0), 2)):
         found = exchanged(DecodeSharding(2), layer_of((8, 2), 4, linear=linear))
-        assert [name for name in found if name.startswith("sum")] == ["sum of projections", "sum of MLPs"][:sums]
+        assert [name for name in found if name.startswith("all-reduce")] == ["all-reduce of projections", "all-reduce of MLPs"][:sums]
 
 
 # docs/benchmarks.md, "Token generation over 64 ranks": kernels of a whole step of a layer, us, 5 of them the clock's.
@@ -182,7 +189,7 @@ def test_kernels_take_what_was_measured_on_the_h200(context, batch):
     """Within 20%. Curves of attention are from the same table; products and small kernels are not."""
     h200 = named_cluster("h200")
     shape = DecodeShape(batch, 1, 64, 8, head_dim=64, hidden=2880)
-    weights = Linear(divided=2880 * 4096, by_kv_head=2880 * 1024, out=2880 * 4096)
+    weights = LinearLayers(sharded=2880 * 4096, by_kv_head=2880 * 1024, out=2880 * 4096)
     layer = DecodeLayer(shape, cached=256.0, context=1024 * context, linear=weights)
     for way, measured in zip(WAYS, MEASURED[context, batch], strict=True):
         computed = cost(decode_program(way, layer, h200.intra_node), h200).computed
