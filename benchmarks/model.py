@@ -1,4 +1,4 @@
-"""What a model is measured on."""
+"""A language model over ranks, compared with Transformers' own attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 32  # tokens after the first
 
 
 def prompt_ids(model: Any, count: int) -> list[int]:
-    """Tokens of no text; the same on every rank."""
+    """Return random tokens, the same on every rank."""
     dice = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(1000, model.config.vocab_size, (count,), generator=dice).tolist()
     return ids
@@ -45,7 +45,7 @@ def measure_model_cpu(prompt: int, ranks: Sequence[int]) -> Iterator[tuple[str, 
         for part in ("prefill", "decode"):
             row[f"{part}_over_first"] = row[f"{part}_s"] / first[f"{part}_s"]
         if row["tokens"] != first["tokens"]:
-            raise RuntimeError(f"{row['what']} on {row['ranks']} ranks says other tokens than {first['what']}")
+            raise RuntimeError(f"{row['what']} on {row['ranks']} ranks generates other tokens than {first['what']}")
     # Times of a CPU are ratios within one run.
     hidden = ("tokens", "prefill_s", "decode_s")
     shown = [{name: value for name, value in row.items() if name not in hidden} for row in rows]

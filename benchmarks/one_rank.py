@@ -1,4 +1,4 @@
-"""One rank of a world, run by itself: what its share costs on one device, without the other ranks being there."""
+"""One rank of many, run alone on one device: the cost of its share without the other ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OneRankComm(Comm):
     """Rank `rank` of `world`, whose peers always agree.
 
     Its receive buffers are its own, kept from run to run, and hold random numbers, so that kernels work on real data
-    though nobody sends. (Shared with another program they would not: what is a gradient there could be keys here.)
+    though nothing is sent. (Buffers are not shared between programs: gradients of one would be keys of another.)
     With `copies`, every message is also written anew by a copy on a side stream while the rank computes, as bytes off a
     link would be.
     """
@@ -29,11 +29,11 @@ class OneRankComm(Comm):
         self._sources: dict[torch.dtype, Tensor] = {}
 
     def begin(self) -> None:
-        """Start a run: it takes the same buffers as the one before."""
+        """Start a run, which uses the same buffers as the one before."""
         self._taken.clear()
 
     def buffer(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer that no other part of this run has."""
+        """Return a buffer that this run has not used yet."""
         kind = (tuple(shape), dtype)
         number = self._taken[kind]
         self._taken[kind] += 1
@@ -52,11 +52,11 @@ class OneRankComm(Comm):
         return _CopyHandle(self._stream)
 
     def _all_reduce(self, verb: str, x: Tensor, reuse: bool = False) -> Tensor:
-        """What others would add is not there."""
+        """Return `x`: no other rank adds to it."""
         return x.detach() if reuse else x.detach().clone()
 
     def _source(self, like: Tensor) -> Tensor:
-        """Numbers for messages of that type, enough for the largest."""
+        """Return random numbers of that dtype, enough for the largest message."""
         source = self._sources.get(like.dtype)
         if source is None or source.numel() < like.numel():
             source = self._sources[like.dtype] = torch.randn(like.numel(), device=like.device).to(like.dtype)

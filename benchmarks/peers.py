@@ -1,4 +1,4 @@
-"""What attnmesh is compared with: torch's own attention on one device, whole, bf16, 32/8 heads of 128."""
+"""Peers: torch's attention over the whole sequence on one device, bf16, 32/8 heads, D=128."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def random_inputs(length: int, backward: bool) -> Inputs:
-    """q, k, v of so many positions, and the gradient of out where there is a backward."""
+    """Return q, k, v and, for a backward, the gradient of out."""
 
     def drawn(heads: int, grad: bool) -> Tensor:
         return torch.randn(1, heads, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
@@ -23,14 +23,14 @@ def random_inputs(length: int, backward: bool) -> Inputs:
 
 
 def one_device(peer: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> Tensor:
-    """The whole causal attention on one device, by a peer of that name."""
+    """Run causal attention on one device with a peer."""
     with sdpa_kernel(PEERS[peer]):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return run_backward(out, (q, k, v), grad)
 
 
 def run_backward(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
-    """Run the backward where there is one; a tensor that depends on everything."""
+    """Run the backward if there is a gradient; returns a tensor that depends on all of it."""
     if grad is None:
         return out
     return torch.autograd.grad(out, inputs, grad)[0]

@@ -1,4 +1,4 @@
-"""How busy everybody else kept the machine while something was measured."""
+"""Predicted and measured times: processes over gloo on the CPU, one rank's program on a GPU."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from benchmarks.ring import run_rank
 
 
 class OtherProcesses:
-    """From when it is made until asked. Counts processes that were started and have ended since as ours."""
+    """CPU time of other processes since creation. Child processes that have ended count as our own."""
 
     def __init__(self) -> None:
         self._wall, self._busy_seconds, self._own_seconds = time.perf_counter(), _busy_seconds(), _own_seconds()
 
     def share(self) -> float | None:
-        """The share of all cores that others had; None where the system does not say."""
+        """Return the share of all cores that other processes used; None where the system does not report it."""
         before, now = self._busy_seconds, _busy_seconds()
         if before is None or now is None:
             return None
@@ -53,7 +53,7 @@ class OtherProcesses:
 
 
 def _busy_seconds() -> float | None:
-    """Seconds that all cores together have been busy."""
+    """Return the busy seconds of all cores together."""
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
         user, nice, system, _, _, irq, soft, steal = map(int, fields)
@@ -78,9 +78,9 @@ def measure_predicted_cpu(
     rounds: int = 9,
     best: bool = False,
 ) -> list[dict[str, object]]:
-    """Measured over predicted seconds of every run, on every number of processes.
+    """Return measured over predicted seconds of every run, on every number of processes.
 
-    Beside it the share of the cores that others had meanwhile: where that is more than little, the figure is theirs.
+    Each row has the share of the cores that other processes used: where it is not small, the ratio is unreliable.
     """
     rows: list[dict[str, object]] = []
     for world in worlds:
@@ -132,7 +132,7 @@ CUDA_LENGTHS, WORLDS = (16384, 32768, 65536, 131072), (4, 8)
 def measure_predicted_cuda(
     cluster: Cluster, lengths: Sequence[int] = CUDA_LENGTHS, worlds: Sequence[int] = WORLDS, *, rounds: int = 3
 ) -> list[dict[str, object]]:
-    """The first, middle and last rank's milliseconds beside those that its program computes: bf16, causal, zigzag."""
+    """Return measured and predicted milliseconds of the first, middle and last rank: bf16, causal, zigzag."""
     return [
         row
         for length in lengths
@@ -167,7 +167,7 @@ def _rows(cluster: Cluster, length: int, world: int, backward: bool, rounds: int
 
 
 def computing(schedule: str, length: int, world: int, backward: bool, cluster: Cluster) -> Floats:
-    """Seconds that every rank computes, forward and, if asked for, backward after it."""
+    """Return the predicted compute seconds of every rank, forward and optionally backward."""
     shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, itemsize=2, sum_itemsize=4)
     workload = Workload(shards(Causal(), Zigzag(), length, world), shape, world, device="cuda")
     ways = (False, True) if backward else (False,)

@@ -1,10 +1,10 @@
-"""Every schedule side by side: forward, forward with backward, efficiency, bytes a rank.
+"""All schedules compared: forward, forward with backward, efficiency, bytes per rank.
 
-    efficiency = T(one device, torch's cuDNN attention, whole sequence) / (world x slowest rank)
+    efficiency = T(one device, torch's cuDNN attention, whole sequence) / (ranks x slowest rank)
 
 The programs of three ranks (the first, the middle one, the last) run by themselves on the one device, their messages
-not sent: what is measured is the work a schedule makes of its share. Bytes are the plan's. Meshes of two dimensions
-have two ranks a node.
+not sent: what is measured is the work of a rank's share. Bytes are the plan's. Two-level
+schedules have two ranks per node.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How close a ring comes to its ideal: a world-th of one device doing everything.
+"""Efficiency of ring context parallelism against one device that computes everything.
 
-    efficiency = T(one device, torch's cuDNN attention, whole sequence) / (world x slowest rank)
+    efficiency = T(one device, torch's cuDNN attention, whole sequence) / (ranks x slowest rank)
 
 On CUDA every rank's program runs by itself on the one device, in turn with the baseline, so that clocks drift for both
 alike. The two floors of a rank are 4 x pairs x Hq x D operations forward (10 backward) over the device's matrix rate,
@@ -86,7 +86,7 @@ def run_rank(
 
 
 def measure_memory(per_rank: int, worlds: Sequence[int]) -> list[dict[str, object]]:
-    """Peak bytes a rank adds to its inputs, forward+backward, at `per_rank` positions a rank: must not grow."""
+    """Return peak bytes per rank above its inputs, forward+backward: constant at `per_rank` positions per rank."""
     rows: list[dict[str, object]] = []
     for world in worlds:
         q, k, v, grad = random_inputs(per_rank, True)
@@ -102,7 +102,7 @@ def measure_memory(per_rank: int, worlds: Sequence[int]) -> list[dict[str, objec
 
 
 class _PlainMemory(OneRankComm):
-    """Buffers are made and freed as in real life, so that peak memory is real."""
+    """Allocates and frees buffers as real ranks do, so that peak memory is realistic."""
 
     buffer = Comm.buffer
 

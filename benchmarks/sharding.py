@@ -1,4 +1,4 @@
-"""One rank's step under every sharding of token generation, on one device: time, bytes kept, bytes exchanged.
+"""One rank's decode step under every sharding, on one device: time, KV cache bytes, bytes exchanged.
 
 The shapes are GPT-OSS-120B's attention (64 query and 8 kv heads of 64, hidden 2880) on 64 ranks. What is timed is the
 real program of the busiest rank, whose peers always agree and never send.
@@ -42,14 +42,14 @@ _BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Link:
-    """What a collective is taken to cost: a latency, and a rank's bytes at a bandwidth."""
+    """The assumed cost of a collective: a latency, and a rank's bytes at a bandwidth."""
 
     name: str
-    bandwidth: float  # bytes a second that a rank sends
-    latency: float  # seconds a collective
+    bandwidth: float  # bytes per second and rank
+    latency: float  # seconds per collective
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.bandwidth / 1e9:g} GB/s a rank, {self.latency * 1e6:g} us a collective"
+        return f"{self.name}: {self.bandwidth / 1e9:g} GB/s per rank, {self.latency * 1e6:g} us per collective"
 
 
 LINKS = (Link("NVLink", 450e9, 8e-6), Link("400 Gb/s", 50e9, 15e-6))
@@ -66,7 +66,7 @@ def measure_shardings(contexts: Sequence[int], batches: Sequence[int]) -> Rows:
 
 
 def measure_overhead(context: int, batch: int) -> Rows:
-    """What a step of the block costs beyond its two projections and its attention, without the exchanges."""
+    """Return the cost of a block's step beyond its two projections and its attention, without the exchanges."""
     return [
         {"sharding": str(sharding), "length": context, "batch": batch} | _overhead(context, batch, sharding)
         for sharding in (DecodeSharding(), *SHARDINGS[:2], SHARDINGS[-1])
@@ -75,7 +75,7 @@ def measure_overhead(context: int, batch: int) -> Rows:
 
 @dataclass(frozen=True, eq=False)
 class RankStep:
-    """A rank's block and a step of it that can be run again and again."""
+    """One rank's block and a step of it that can be repeated."""
 
     comm: OneRankComm
     block: AttentionBlock
@@ -159,7 +159,7 @@ def _measured(context: int, batch: int, sharding: DecodeSharding) -> _Measured:
 
 
 def _attention_alone(create: RankStep) -> Run:
-    """Attention with all heads of the rank's kv heads over what it holds: what a rank's cache costs to read."""
+    """Return attention of the query heads of the rank's KV heads over its cache: the cost of reading the cache."""
     block, cache, step = create.block, create.cache, create.step
     heads = len(block.sharding.group_heads(block.rank, Q_HEADS))
     q = torch.randn(len(cache.rows), heads, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
@@ -199,7 +199,7 @@ def _weights(config: AttentionConfig, sharding: DecodeSharding, rank: int) -> At
 
 
 def sections(contexts: Sequence[int], batches: Sequence[int]) -> Iterator[tuple[str, Rows]]:
-    """What `attnmesh bench sharding` shows."""
+    """Yield titles and rows."""
     yield "overhead of the block beyond projections and attention", measure_overhead(32768, 8)
     links = "; ".join(map(str, LINKS))
     yield (

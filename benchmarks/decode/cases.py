@@ -1,4 +1,4 @@
-"""What the decode benchmark measures, as values: shapes, what they ask of a device, and the cases made of them."""
+"""The shapes and cases of the decode benchmark, their bytes and operations, and random inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_BYTES = 100e9  # of keys and values: what a device must have room for
 
 
 class Shape(NamedTuple):
-    """One step of decoding: so many sequences, each of one new token, over `length` keys."""
+    """One decode step: `batch` sequences with one new token each, over `length` keys."""
 
     batch: int
     q_heads: int
@@ -29,20 +29,20 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Both products, a multiplication and an addition each."""
+        """Operations of both products, a multiplication and an addition each."""
         return 4.0 * self.batch * self.length * self.head_dim * self.q_heads
 
     def cache_bytes(self, storage: str) -> float:
-        """Keys and values as they are stored, scales included: what has to be read."""
+        """Return the bytes of keys and values as they are stored, scales included."""
         return 2.0 * self.batch * self.length * self.kv_heads * bytes_per_token(storage, self.head_dim)
 
     def speeds(self, us: float, storage: str = "bf16") -> dict[str, object]:
-        """What a time says about the device."""
+        """Return the time, bandwidth and operations per second."""
         return {"us": us, "tb_per_s": self.cache_bytes(storage) / us / 1e6, "tflops": self.flops / us / 1e6}
 
 
 class Case(NamedTuple):
-    """One call of ours."""
+    """One call of attnmesh."""
 
     shape: Shape
     storage: str = "bf16"
@@ -94,7 +94,7 @@ _CHUNK_VALUES = 2**26  # values quantized at once: all of a large pool would nee
 
 
 def backend_on(q: Tensor) -> str:
-    """The backend that is measured. By name: "auto" would measure the reference where a kernel refuses."""
+    """Return the backend by name: "auto" would measure the reference where a kernel does not support the call."""
     return "triton" if q.is_cuda else "cpu"
 
 
@@ -108,7 +108,7 @@ class Contiguous:
     cur_pos: Tensor
 
     def decode(self, max_splits: int | None = None) -> Tensor:
-        """Our decode."""
+        """Run attnmesh's decode."""
         return decode_attention(
             self.q, self.k, self.v, cur_pos=self.cur_pos, max_splits=max_splits, backend=backend_on(self.q)
         )
@@ -125,14 +125,14 @@ class Paged:
     cur_pos: Tensor
 
     def decode(self, max_splits: int | None = None) -> Tensor:
-        """Our decode."""
+        """Run attnmesh's decode."""
         table, backend = self.table, backend_on(self.q)
         return paged_decode_attention(
             self.q, self.k, self.v, table, cur_pos=self.cur_pos, max_splits=max_splits, backend=backend
         )
 
     def to_contiguous(self) -> Contiguous:
-        """The same numbers without blocks."""
+        """Return the same keys and values as contiguous caches."""
         k, v = (self._in_order(x) for x in (self.k, self.v))
         return Contiguous(self.q, k, v, self.cur_pos)
 
@@ -143,7 +143,7 @@ class Paged:
 
 
 def random_case(case: Case, device: str) -> Paged:
-    """Inputs of a case: normal numbers, every sequence as long as the shape says."""
+    """Return normal inputs of a case; all sequences have the length of the shape."""
     batch, q_heads, _, length, head_dim = case.shape
     if length % BLOCK_SIZE:
         raise ValueError(f"the length must be a multiple of the {BLOCK_SIZE} tokens of a block, got {length}")
@@ -156,7 +156,7 @@ def random_case(case: Case, device: str) -> Paged:
 
 
 def make_run(case: Case, device: str) -> Run:
-    """A case with inputs of its own, ready to run."""
+    """Return a run of the case with its own inputs."""
     paged = random_case(case, device)
     return partial(paged.decode if case.paged else paged.to_contiguous().decode, case.max_splits)
 

@@ -19,10 +19,10 @@ _CALLS = 20
 _ROUNDS = 5
 
 
-def main(asked: str) -> None:
+def main(request: str) -> None:
     """Time every shape of a request `{"block_size": .., "shapes": [[B, Hq, Hkv, L, D], ..]}`."""
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the process that asked holds memory too
-    wanted = json.loads(asked)
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the calling process uses memory, too
+    wanted = json.loads(request)
     for shape in wanted["shapes"]:
         try:
             said: dict[str, object] = {"us": microseconds(*shape, block_size=wanted["block_size"])}

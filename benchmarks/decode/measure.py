@@ -130,7 +130,7 @@ def measure_storages(shapes: Iterable[Shape], storages: Sequence[str]) -> Rows:
 
 
 def measure_tokens(shapes: Iterable[Shape], tokens: Sequence[int]) -> Rows:
-    """Time of several new tokens a sequence against that of one."""
+    """Time of several new tokens per sequence against that of one."""
     rows: Rows = []
     for shape in shapes:
         times = cold({count: make_run(Case(shape, tokens=count), "cuda") for count in tokens})
@@ -139,7 +139,7 @@ def measure_tokens(shapes: Iterable[Shape], tokens: Sequence[int]) -> Rows:
 
 
 def measure_splits(shapes: Iterable[Shape], max_splits_values: Sequence[int | None]) -> Rows:
-    """Time against the most splits a sequence and head may have: where more stop helping."""
+    """Time against maximum splits per sequence and head: where more stop helping."""
     rows: Rows = []
     for shape in shapes:
         paged = random_case(Case(shape), "cuda")
@@ -238,8 +238,8 @@ class Part(enum.StrEnum):
 
 CPU_PARTS = (Part.SHAPES, Part.ACCURACY)
 _METHOD = "bf16, blocks of 16 in random order, L2 flushed, graph replays"
-FLOOR = "what the clock reads with an empty graph (in every figure), and for a plain sum over 1 GiB"
-SHAPES = f"decode at a server's shapes ({_METHOD}); times_cudnn: its time on a contiguous cache over ours"
+FLOOR = "time of an empty graph (included in every figure), and bandwidth of a sum over 1 GiB"
+SHAPES = f"decode at serving shapes ({_METHOD}); cudnn_over_ours: cuDNN's time on a contiguous cache over ours"
 PEERS = (
     "the same run, microseconds: ours paged and contiguous; peers contiguous, but JAX (paged, its own process, "
     "wall clock over 20 chained calls, L2 warm)"
@@ -247,8 +247,8 @@ PEERS = (
 GRID = "8 query heads on 1 kv head, against cache length"
 LLAMA = "Llama-3.1-8B's heads at batch 1, divided among 1, 2, 4 and 8 devices, against cache length (bf16)"
 STORAGE = "storage types; tb_per_s of real bytes"
-TOKENS = "several new tokens a sequence (bf16); times_one: against one token"
-SPLITS = "the most splits a sequence and head may have (bf16); times_best: against the fastest"
+TOKENS = "several new tokens per sequence (bf16); over_one_token: over the time of one token"
+SPLITS = "maximum splits per sequence and head (bf16); over_fastest: over the fastest"
 ACCURACY = f"relative RMS error against the unquantized cache in float64, shape {tuple(given.ACCURACY_SHAPE)}"
 CPU = "decode on the CPU against torch's scaled_dot_product_attention with enable_gqa (float32, one run, in turns)"
 

@@ -99,8 +99,8 @@ def jax_paged(shapes: Sequence[Shape], timeout: float = 120.0) -> list[Cell]:
     """
     from benchmarks.decode import jax
 
-    asked = json.dumps({"block_size": BLOCK_SIZE, "shapes": shapes})
-    command = [sys.executable, "-P", str(jax.__file__), asked]
+    request = json.dumps({"block_size": BLOCK_SIZE, "shapes": shapes})
+    command = [sys.executable, "-P", str(jax.__file__), request]
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
         try:
             ended = subprocess.run(command, stdout=said, stderr=complained, timeout=timeout, check=False)

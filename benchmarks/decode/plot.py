@@ -62,7 +62,7 @@ def _against_splits(pyplot: Any, lines: Lines, path: Path) -> Path:
             panel.axhline(free["us"], color=curve.get_color(), linestyle="--", linewidth=0.8)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
-    panel.set_xlabel("most splits a sequence and head (dashed: no limit)")
+    panel.set_xlabel("maximum splits per sequence and head (dashed: no limit)")
     panel.set_ylabel("microseconds")
     panel.legend(fontsize=7)
     return _saved(pyplot, figure, path)

@@ -1,4 +1,4 @@
-"""The studies as pictures: efficiency against GPUs, the time of a step against GPUs."""
+"""Plots: efficiency and the time of a decode step against the number of GPUs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _steps(pyplot: Any, lines: Lines, path: Path) -> Path:
             panel.set_ylim(bottom=0)
             panel.set_title(f"{model}, batch {batch}", fontsize=10)
             panel.legend(fontsize=7)
-        row[0].set_ylabel("ms a step")
+        row[0].set_ylabel("ms per step")
     return _saved(pyplot, figure, axes[-1], path)
 
 

@@ -88,7 +88,7 @@ class SimulatedRun:
 def simulate_run(
     schedule: str, workload: Workload, cluster: Cluster, *, backward: bool, slow: Slowdown | None = None
 ) -> SimulatedRun:
-    """Simulate a schedule that can serve the case. The case says how many ranks a node has."""
+    """Simulate a schedule that supports the workload, and count its messages."""
     whole = program(schedule, workload, backward=backward)
     counter, watch = LoadCounter(whole.world, workload.ranks_per_node), _MessageCounter(whole.world)
 
@@ -151,7 +151,7 @@ IDLE = 0.75  # of what the busiest rank computes: below it, the mean rank has to
 
 
 def find_bottleneck(run: SimulatedRun, ideal: float, cluster: Cluster) -> str:
-    """What most of the time goes to. `ideal` is what a rank would compute if nothing were lost by dividing the work."""
+    """Return what takes most of the time. `ideal` is a rank's compute time if dividing the work cost nothing."""
     seconds, computed = run.ran.seconds, run.ran.computed
     busiest = float(computed.max())
     if busiest >= (1 - LITTLE) * seconds:

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     """All shapes of a run, and how long to look at them."""
 
     lengths: tuple[Attention, ...]  # of the distribution and of attention
-    few_heads: Attention  # of attention: a rank's share where heads are spread
+    few_heads: Attention  # of attention: a rank's share where heads are sharded
     indexers: tuple[Indexer, ...]  # of the top-k
     loss: tuple[Attention, Indexer]
     rounds: int

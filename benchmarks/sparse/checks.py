@@ -1,4 +1,4 @@
-"""What a few rows of every operation must give: the specification in float64, over all keys."""
+"""Exact results of a few rows in float64 over all keys, and the errors that are allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over chosen keys, and its distribution: time, speed, and how far from float64."""
+"""Sparse attention, its distribution, and the indexer's top-k and loss: time, speed, and error against float64."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ FORWARD, BACKWARD, DETERMINISTIC = "forward", "backward", "backward, determinist
 
 
 def measure_distribution(runner: Runner) -> Rows:
-    """At every length."""
+    """Measure the distribution at every length."""
     return [_distribution(runner, shape) for shape in runner.sizes.lengths]
 
 
 def measure_attention(runner: Runner) -> Rows:
-    """Forward and backward at every length, and with few heads."""
+    """Measure forward and backward at every length, and with few heads."""
     return [row for shape in (*runner.sizes.lengths, runner.sizes.few_heads) for row in _attention(runner, shape)]
 
 
@@ -91,7 +91,7 @@ def _attend(runner: Runner, shape: Attention, x: AttentionInputs, deterministic:
 def _backward(
     runner: Runner, shape: Attention, x: AttentionInputs, deterministic: bool
 ) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The backward alone, again and again after one forward: dq and dkv from a gradient of out."""
+    """Return the backward alone, repeatable after one forward: dq and dkv from a gradient of out."""
     leaves = x.q.detach().requires_grad_(), x.kv.detach().requires_grad_()
     out = _attend(runner, shape, x._replace(q=leaves[0], kv=leaves[1]), deterministic)[0]
     return lambda grad: torch.autograd.grad(out, leaves, grad, retain_graph=True)
@@ -100,7 +100,7 @@ def _backward(
 def _judged_backward(
     shape: Attention, x: AttentionInputs, rows: Tensor, backward: Callable[[Tensor], tuple[Tensor, ...]], grad: Tensor
 ) -> Verdict:
-    """Only some rows have a gradient here: then those of all keys are theirs, and can be held against float64."""
+    """Judge a backward in which only some rows have a gradient: the gradients of all keys are then theirs."""
     d_q, d_kv = backward(keep_rows(rows, grad))
     expected_q, expected_kv = exact.attention_gradients(x, rows, shape.d_v, grad)
     return judge((d_q[rows], expected_q, ROUNDED), (d_kv, expected_kv, ROUNDED))
@@ -112,7 +112,7 @@ _MAX_TOPK_SCORES = 2**29  # of all heads, at a time: what torch's way takes from
 
 
 def measure_topk(runner: Runner) -> Rows:
-    """Over every number of keys, all of them seen, and causal: the rows are the last of the sequence."""
+    """Measure top-k over every number of keys, without a mask and causal (the rows are the last of the sequence)."""
     return [row for shape in runner.sizes.indexers for causal in (False, True) for row in _topk(runner, shape, causal)]
 
 
@@ -152,7 +152,7 @@ def _topk(runner: Runner, shape: Indexer, causal: bool) -> Rows:
 
 
 def judge_topk(slots: TopKIndices, scores: Tensor, rows: Tensor) -> Verdict:
-    """The best keys of these rows, by exact scores; the scores that came with them; and every row in order."""
+    """Judge the keys chosen for these rows by exact scores, the scores returned with them, and their order."""
     assert slots.scores is not None
     chosen = slots.indices[rows]
     order = 0.0 if bool((slots.indices.diff(dim=1) > 0).all()) else torch.inf
@@ -161,7 +161,7 @@ def judge_topk(slots: TopKIndices, scores: Tensor, rows: Tensor) -> Verdict:
 
 
 def torch_topk(x: IndexerInputs, topk: int, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and indices: some rows at a time, every score of every head in memory, in the dtype of the inputs."""
+    """Return scores and indices, computed in chunks of rows with all scores in memory, in the dtype of the inputs."""
     s_q, heads, d = x.iq.shape
     s_kv = x.ik.shape[0]
     at = torch.arange(s_kv, device=x.ik.device)
@@ -179,7 +179,7 @@ Step = tuple[Tensor, Tensor, Tensor, Tensor]  # each row's loss, and the gradien
 
 
 def naive_step(x: AttentionInputs, i: IndexerInputs, grad: Tensor, *, dense: bool, at_once: int) -> Step:
-    """Over the slots or all keys, `at_once` rows at a time."""
+    """Return the loss step over the named keys or all keys, in chunks of `at_once` rows."""
     parts = []
     d_ik = torch.zeros_like(i.ik)
     for start in range(0, x.q.shape[0], at_once):
@@ -196,7 +196,7 @@ def naive_step(x: AttentionInputs, i: IndexerInputs, grad: Tensor, *, dense: boo
 
 
 def max_rows(s_q: int, run: Callable[[int], object]) -> int:
-    """How many rows at a time there is memory for: all, or half of them as often as it takes."""
+    """Return how many rows per chunk fit into memory, by halving until they do."""
     rows = s_q
     while not _fits(run, rows):
         if rows == 1:
@@ -247,7 +247,7 @@ _MAX_LSE_SCORES = 2**28  # of dense attention's lse, at a time
 
 
 def measure_loss(runner: Runner) -> Rows:
-    """Over the slots, as in training, and over all keys, as in the warm-up."""
+    """Measure the loss over the named keys, as in training, and over all keys, as in warm-up."""
     shape, indexer = runner.sizes.loss
     x = attention_inputs(shape, runner.device, runner.dtype)
     i = indexer_inputs(indexer, runner.device, runner.dtype)
@@ -309,7 +309,7 @@ def _differentiated(loss: Tensor, iq: Tensor, ik: Tensor, w: Tensor, grad: Tenso
 
 
 def judge_step(found: Step, expected: Step, rows: Tensor) -> Verdict:
-    """The rows' loss and gradients, and that of all keys, to which no other row gave."""
+    """Judge the loss and gradients of these rows, and the gradient of all keys, to which no other row contributes."""
     loss, d_iq, d_ik, d_w = found
     return judge(
         (loss[rows], expected[0], SUMMED), (d_iq[rows], expected[1], ROUNDED),
@@ -318,7 +318,7 @@ def judge_step(found: Step, expected: Step, rows: Tensor) -> Verdict:
 
 
 def dense_lse(x: AttentionInputs) -> Tensor:
-    """[s_q, heads] over all keys, in float32, some rows at a time."""
+    """Return the lse [s_q, heads] over all keys in float32, in chunks of rows."""
     keys = x.kv.float()
     step = max(1, _MAX_LSE_SCORES // (x.q.shape[1] * keys.shape[0]))
     return torch.cat([(q.float() @ keys.T * x.scale).logsumexp(-1) for q in x.q.split(step)])
@@ -333,24 +333,24 @@ class Part(enum.StrEnum):
     LOSS = "loss"
 
 
-CEILINGS = "what the device gives in this run to a large product, and to a large copy (bytes read and written)"
+CEILINGS = "peak rates of this run: a large matrix product, and a large copy (bytes read and written)"
 ROOFLINE = (
-    "what is asked: operations, compulsory bytes, and bytes of the keys that slots name, gathered for all heads of a "
-    "query at once, or for 64 at a time (from the L2 as far as it holds them, so no bound); ms at the ceilings"
+    "roofline: operations, compulsory bytes, and bytes of the keys that indices name, gathered once for all heads of a "
+    "query or once per 64 heads (partly from L2, so not a bound); ms at the peak rates"
 )
 _METHOD = (
-    "uniformly random distinct indices in random order; of_bound: the larger bound over the time; error: relative, "
-    "of a few rows against float64"
+    "uniformly random distinct indices in random order; share_of_bound: the larger bound over the time; error: "
+    "relative, of a few rows against float64"
 )
 DIST = f"attention_distribution, all heads summed ({_METHOD})"
 ATTENTION = f"sparse_attention ({_METHOD})"
 TOPK_TITLE = (
-    "indexer_topk beside torch: a product of all scores, some rows at a time, and torch.topk, in the dtype of the "
-    "inputs (causal: the rows are the last of the sequence); memory_over_io: peak with inputs, over inputs and outputs"
+    "indexer_topk and torch: all scores in chunks of rows and torch.topk, in the dtype of the inputs (causal: the rows "
+    "are the last of the sequence); memory_over_io: peak memory with inputs over that of inputs and outputs"
 )
 LOSS = (
-    "the indexer's whole loss step, attention's distribution and forward and backward of the loss, beside the naive "
-    "one with all scores in memory (`at_once`: as many rows as fit); added_gb: peak beside the inputs"
+    "the indexer's whole loss step (attention distribution, forward and backward of the loss) and the naive one "
+    "with all scores in memory (`at_once`: rows per chunk, as many as fit); added_gb: peak memory above the inputs"
 )
 _TITLES: dict[Part, tuple[str, Callable[[Runner], Rows]]] = {
     Part.DIST: (DIST, measure_distribution),
@@ -362,7 +362,7 @@ _ABSOLUTE = re.compile(r"(^|_)(ms|tflops|tb_per_s)$")
 
 
 def measure_sparse(device: str, parts: Collection[Part], *, quick: bool) -> Iterator[tuple[str, Rows]]:
-    """A title and its rows at a time, as they are known; on a CPU only ratios."""
+    """Yield titles and rows as they are measured; on a CPU only ratios."""
     for title, rows in _measured(device, parts, sizes(device, quick)):
         yield title, rows if device == "cuda" else _ratios(rows)
 
@@ -380,7 +380,7 @@ def _measured(device: str, parts: Collection[Part], given: Sizes) -> Iterator[tu
 
 
 def roofline_rows(given: Sizes, parts: Collection[Part], peaks: Peaks) -> Rows:
-    """What every operation asks, and the least time for it."""
+    """Return the work of every operation and the least time for it."""
     return [
         {
             "operation": operation, "s_q": s_q, "heads": heads, "s_kv": s_kv, "tflop": work.flops / 1e12,
@@ -389,16 +389,16 @@ def roofline_rows(given: Sizes, parts: Collection[Part], peaks: Peaks) -> Rows:
             "gather_gb": work.gather / 1e9, "gather_ms": peaks.bytes_ms(work.gather),
             "gather64_gb": work.gather_64 / 1e9, "gather64_ms": peaks.bytes_ms(work.gather_64),
         }
-        for operation, s_q, heads, s_kv, work in _asked(given, parts)
+        for operation, s_q, heads, s_kv, work in _works(given, parts)
     ]  # fmt: skip
 
 
 def wrong_rows(rows: Rows) -> Rows:
-    """The lines whose results were not right."""
+    """Return the rows whose results are wrong."""
     return [row for row in rows if row.get("verdict") == "WRONG"]
 
 
-def _asked(given: Sizes, parts: Collection[Part]) -> Iterator[tuple[str, int, int, int, Work]]:
+def _works(given: Sizes, parts: Collection[Part]) -> Iterator[tuple[str, int, int, int, Work]]:
     if Part.DIST in parts:
         for x in given.lengths:
             yield DISTRIBUTION, x.s_q, x.heads, x.s_kv, roofline.distribution(x)
@@ -417,5 +417,5 @@ def _asked(given: Sizes, parts: Collection[Part]) -> Iterator[tuple[str, int, in
 
 
 def _ratios(rows: Rows) -> Rows:
-    """Without times and rates: what a small size on a shared machine says is how one compares with another."""
+    """Return the rows without times and rates: at small sizes on a shared machine only ratios are meaningful."""
     return [{name: value for name, value in row.items() if not _ABSOLUTE.search(name)} for row in rows]

@@ -1,9 +1,8 @@
-"""What every operation asks of a device, and the least time in which a device could give it.
+"""The work of every operation, the least time for it on a device, and the timing of programs.
 
 Operations are those of the products, a multiplication and an addition each. Bytes are compulsory: every input read
-once and every output written once. Gather bytes are the keys that slots name, slot by slot, in programs that serve all
-heads of a query, and in programs that serve 64: they come from the L2 as far as it holds them, so that the time they
-would take at the rate of a device copy is no bound.
+once and every output written once. Gather bytes are those of the keys that indices name, read once for all heads of a
+query, or once per 64 heads. They come partly from L2, so that their time at the rate of a copy is not a bound.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _HEADS_PER_PROGRAM = 64  # of the kernels that others have published
 
 
 class Work(NamedTuple):
-    """What has to be done, in operations and bytes."""
+    """Operations and bytes of a program."""
 
     flops: int
     bytes: int
@@ -34,7 +33,7 @@ class Work(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """What the device gave in this run: to a large product, and to a large copy (bytes read and written)."""
+    """Peak rates measured in this run: of a large product, and of a large copy (bytes read and written)."""
 
     tflops: float
     tb_per_s: float
@@ -103,7 +102,7 @@ def _queries(x: Attention) -> int:
 
 
 def _keys(x: Attention) -> int:
-    """All of them: s_q x topk random names leave none out."""
+    """All keys: s_q x topk random indices name every one."""
     return x.s_kv * x.d * x.itemsize
 
 
@@ -136,7 +135,7 @@ Program = Callable[[], object]
 
 
 class Runner(NamedTuple):
-    """Where everything runs, at which sizes, below which ceilings."""
+    """Runs programs on a device, at given sizes, against its peak rates."""
 
     device: str
     sizes: Sizes
@@ -148,34 +147,34 @@ class Runner(NamedTuple):
 
     @property
     def backend(self) -> str:
-        """By name: "auto" would measure torch operations where a kernel refuses."""
+        """The backend by name: "auto" would measure torch operations where a kernel does not support the call."""
         return "triton" if self.device == "cuda" else "torch"
 
     def milliseconds(self, programs: Mapping[Name, Program]) -> dict[Name, float]:
-        """Of every program, in turns."""
+        """Return the median milliseconds of every program, interleaved."""
         return milliseconds(self.device, programs, self.sizes.rounds)
 
     def added_bytes(self, program: Program) -> int | None:
-        """Peak bytes it adds to what is there before it; None where nobody counts them."""
+        """Return the peak bytes that a program allocates on a GPU; None on a CPU."""
         return added_bytes(program) if self.device == "cuda" else None
 
     def speeds(self, work: Work, ms: float) -> dict[str, object]:
-        """What a time says: the speed, the larger bound, and how much of it was reached."""
+        """Return the speed, the larger bound, and the share of it that a time reaches."""
         bound, least = self.peaks.bound(work)
         return {"ms": ms, "tflops": work.flops / ms / 1e9, "bound": bound, "share_of_bound": least / ms}
 
     def row(self, operation: str, heads: int, s_kv: int, work: Work, ms: float, verdict: Verdict) -> dict[str, object]:
-        """A line of a table: what was timed, what that says, and whether it was right."""
+        """Return a row: the operation, its speed, and whether its result was right."""
         return {"operation": operation, "heads": heads, "s_kv": s_kv, **self.speeds(work, ms), **verdict._asdict()}
 
 
 def dtype_on(device: str) -> torch.dtype:
-    """What is measured: bfloat16 on a GPU, float32 on a CPU."""
+    """Return the dtype that is measured: bfloat16 on a GPU, float32 on a CPU."""
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def measure_peaks(device: str, sizes: Sizes) -> Peaks:
-    """The rates of a large square product, and of a large copy."""
+    """Measure the rates of a large square product and of a large copy."""
     a, b = (torch.randn(sizes.matmul, sizes.matmul, device=device, dtype=dtype_on(device)) for _ in range(2))
     source = torch.ones(sizes.copied // 4, device=device)
     target = torch.empty_like(source)
@@ -186,14 +185,14 @@ def measure_peaks(device: str, sizes: Sizes) -> Peaks:
 
 
 def milliseconds(device: str, programs: Mapping[Name, Program], rounds: int) -> dict[Name, float]:
-    """Medians, in turns: by events on a GPU, by the wall on a CPU."""
+    """Return interleaved medians: by events on a GPU, by the wall clock on a CPU."""
     if device == "cuda":
         return queued(programs, rounds)
     return {name: 1e3 * seconds for name, seconds in wall(programs, rounds).items()}
 
 
 def free_memory(device: str) -> None:
-    """Give back what is no longer used, before something else is measured."""
+    """Free unused GPU memory before the next measurement."""
     if device == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The studies by simulation: rows are whole, say what cannot be otherwise, and come out as tables and pictures."""
+"""The scaling benchmark: its rows, tables, plots and command line."""
 
 import json
 from dataclasses import replace
@@ -107,7 +107,7 @@ def test_two_levels_send_less_between_nodes_than_one(prefill):
 
 @pytest.mark.parametrize("world", [8, 16])
 def test_bytes_are_those_of_the_complexity_table(prefill, world):
-    """As docs/scaling.md has them: K and Q are all bytes of keys and values, and of queries; n ranks a node."""
+    """As docs/scaling.md has them: K and Q are all bytes of keys and values, and of queries; n ranks per node."""
     n, nodes = 8, world // 8
     queries, keys = LENGTH * SHAPE.query_row, LENGTH * SHAPE.key_row
     rows = {x["schedule"]: x for x in prefill if (x["ranks"], x["direction"]) == (world, "forward")}
@@ -129,7 +129,7 @@ def test_bytes_are_those_of_the_complexity_table(prefill, world):
         assert exchanges["ring+ring"] == nodes * (n - 1)
 
 
-# What is held.
+# Memory.
 
 
 def test_a_ring_holds_two_blocks_of_keys_beside_its_own():
@@ -140,7 +140,7 @@ def test_a_ring_holds_two_blocks_of_keys_beside_its_own():
     assert found.arrived == 2 * block
 
 
-def test_an_all_gather_holds_two_groups_of_everybodys_keys():
+def test_an_all_gather_holds_two_groups_of_all_keys():
     workload = workload_for(LENGTH, 8, H200)
     found = simulate_run("allgather", workload, H200, backward=False)
     assert found.exchanges == 4
@@ -155,7 +155,7 @@ def test_ulysses_holds_all_rows_of_its_heads_and_their_results():
     assert found.arrived == others * (SHAPE.query_row + SHAPE.key_row) // 8 + others * SHAPE.query_row // 8
 
 
-# What holds a run up.
+# The bottleneck.
 
 
 def run_of(computed, seconds, *, intra_node=0, inter_node=0, exchanges=1, sends=1):
@@ -183,7 +183,7 @@ def run_of(computed, seconds, *, intra_node=0, inter_node=0, exchanges=1, sends=
         ),
     ],
 )
-def test_what_holds_a_run_up(run, words):
+def test_bottleneck(run, words):
     assert find_bottleneck(run, 9.0, H200) == words
 
 
@@ -191,10 +191,10 @@ def test_work_that_grew_by_being_divided_is_not_called_computing():
     assert find_bottleneck(run_of([10.0, 10.0], 10), 5.0, H200) == "small kernels, merging"
 
 
-# Slow ones, and token generation.
+# Slow ranks, and token generation.
 
 
-def test_somebody_slow_never_helps(sections):
+def test_a_slow_rank_or_link_never_helps(sections):
     for row in sections["slow"]:
         assert 1 <= row["slow_rank"] <= 1.5 + 1e-9
         assert 1 <= row["slow_link"] <= 4 + 1e-9
@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_never_the_best(prefill):
     assert f"**{best['efficiency']:.3f}*" not in text
 
 
-def test_nothing_that_fits_is_said(sections):
+def test_tables_report_that_nothing_fits(sections):
     rows = [{**row, "fits": False} for row in sections["decode"]]
     assert tables.all_tables({"decode": rows}).count("nothing fits") == len(QUICK.devices)
 
@@ -304,7 +304,7 @@ def test_a_saved_study_says_the_same(tmp_path, sections):
     assert not (tmp_path / "pictures" / "scaling-prefill.svg").exists()
 
 
-def test_what_is_done_is_kept(tmp_path, monkeypatch):
+def test_rows_before_a_failure_are_saved(tmp_path, monkeypatch):
     def breaking(scope, machines):
         yield [{"schedule": "ring"}]
         raise RuntimeError("the machine went down")

@@ -1,4 +1,4 @@
-"""The sparse benchmark: its roofline, that rows and the picture are whole, and that a wrong result is no figure."""
+"""The sparse benchmark: its roofline, rows, plot and command line, and that wrong results are detected."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def run(*arguments: str):
 
 
 def unfolded(output: str) -> str:
-    """What a box says, without its walls and spaces: a narrow one breaks lines anywhere."""
+    """Return the text of a box without frames and spaces: a narrow one breaks lines anywhere."""
     return "".join(output.replace("│", "").split())
 
 
@@ -38,7 +38,7 @@ def unfolded(output: str) -> str:
 
 
 @pytest.mark.parametrize(("s_kv", "gigabytes"), [(8192, 0.683), (32768, 0.711), (131072, 0.824)])
-def test_the_distribution_asks_what_was_reckoned_by_hand(s_kv, gigabytes):
+def test_the_distribution_matches_the_count_by_hand(s_kv, gigabytes):
     work = roofline.distribution(Attention(4096, s_kv, 128, 576, 512, 2048))
     assert work.flops == 2 * 4096 * 128 * 2048 * 576
     assert work.flops / 1e12 == pytest.approx(1.237, abs=5e-4)
@@ -50,7 +50,7 @@ def test_the_distribution_asks_what_was_reckoned_by_hand(s_kv, gigabytes):
     assert Peaks(790.0, 4.3).operations_ms(work) == pytest.approx(1.566, abs=5e-4)
 
 
-def test_attention_asks_what_was_reckoned_by_hand():
+def test_attention_matches_the_count_by_hand():
     shape = Attention(4096, 32768, 128, 576, 512, 2048)
     forward, backward = roofline.forward(shape), roofline.backward(shape)
     assert forward.flops / 1e12 == pytest.approx(2.336, abs=5e-4)
@@ -70,7 +70,7 @@ def test_a_program_of_64_heads_gathers_once_for_16_and_twice_for_65():
     assert roofline.forward(shape._replace(heads=65)).gather_64 == 2 * roofline.forward(shape).gather
 
 
-def test_the_indexer_asks_what_was_reckoned_by_hand():
+def test_the_indexer_matches_the_count_by_hand():
     shape = Indexer(4096, 32768, 64, 128, 2048)
     full, causal = (roofline.topk(shape, causal=causal) for causal in (False, True))
     assert full.flops / 1e12 == pytest.approx(2.20, abs=5e-3)
@@ -80,7 +80,7 @@ def test_the_indexer_asks_what_was_reckoned_by_hand():
     assert full.gather == full.gather_64 == 0
 
 
-def test_the_loss_asks_for_four_products():
+def test_the_loss_takes_four_products():
     attention, indexer = FULL.loss
     sparse, dense = roofline.sparse_loss(attention, indexer), roofline.dense_loss(attention, indexer)
     assert sparse.flops == 2 * 4096 * 2048 * (128 * 576 + 3 * 64 * 128)
@@ -410,7 +410,7 @@ def test_the_command_measures_on_the_cpu(tmp_path):
     assert asked <= timed
 
 
-def test_only_what_is_asked_for_is_measured(tmp_path):
+def test_only_selects_parts(tmp_path):
     saved = tmp_path / "sparse.json"
     ran = run("--device", "cpu", "--quick", "--only", "topk", "--json", str(saved))
     assert ran.exit_code == 0, ran.output

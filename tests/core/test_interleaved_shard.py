@@ -69,12 +69,12 @@ def test_tensors_give_what_integers_give(ranks, run):
         ({"ranks": 2, "rank": False}, "rank must be 0 to 1, got False"),
     ],
 )
-def test_nonsense_is_refused(arguments, said):
+def test_invalid_arguments_raise(arguments, said):
     with pytest.raises(ValueError, match=said):
         InterleavedShard(**arguments)
 
 
-def test_a_rank_that_is_not_there_is_refused():
+def test_invalid_rank_raises():
     for function in (InterleavedShard(3).length, InterleavedShard(3).position):
         with pytest.raises(ValueError, match="rank must be 0 to 2, got 3"):
             function(10, 3)

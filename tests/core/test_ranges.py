@@ -16,7 +16,7 @@ runs = st.builds(lambda gap, count, step: (gap, count, step), st.integers(1, 6),
 
 
 @st.composite
-def some_spans(draw) -> ranges.Ranges:
+def some_ranges(draw) -> ranges.Ranges:
     """Ascending arithmetic runs with gaps between them."""
     made, at = [], draw(st.integers(-5, 5))
     for gap, count, step in draw(st.lists(runs, max_size=5)):
@@ -31,7 +31,7 @@ def listed(some: ranges.Ranges) -> list[int]:
 
 
 @plenty
-@given(some_spans())
+@given(some_ranges())
 def test_as_tensor_lists_the_positions(some):
     tensor = ranges.as_tensor(some)
     assert tensor.dtype == torch.long
@@ -49,14 +49,14 @@ def test_any_ascending_positions_survive_the_round_trip(positions):
 
 
 @plenty
-@given(some_spans())
-def test_from_tensor_finds_no_more_than_twice_the_runs_there_are(some):
+@given(some_ranges())
+def test_from_tensor_returns_at_most_twice_the_ranges(some):
     # A lone position at a run's end may join the next run's first; it never takes more than one span each for that.
     assert len(ranges.from_tensor(ranges.as_tensor(some))) <= 2 * len(some)
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Striped()], ids=str)
-def test_from_tensor_finds_the_very_spans_of_a_layout(layout):
+def test_from_tensor_returns_the_ranges_of_a_layout(layout):
     for length in (32, 33, 40, 64):
         for world in (1, 2, 3, 4):
             for rank in range(world):
@@ -77,7 +77,7 @@ def test_from_tensor_finds_the_very_spans_of_a_layout(layout):
         ([0, 1, 2, 10, 12, 14], (range(3), range(10, 15, 2))),
     ],
 )
-def test_from_tensor_finds_the_runs_a_reader_sees(positions, found):
+def test_from_tensor_returns_the_obvious_ranges(positions, found):
     assert ranges.from_tensor(torch.tensor(positions, dtype=torch.long)) == found
 
 
@@ -92,20 +92,20 @@ def test_from_tensor_gives_none_for_positions_too_irregular_to_plan_over():
     assert ranges.from_tensor(scattered) is None
 
 
-def test_a_thousand_runs_are_still_spans():
+def test_a_thousand_ranges_are_accepted():
     some = tuple(range(10 * i, 10 * i + 4) for i in range(1000))
     assert ranges.from_tensor(ranges.as_tensor(some)) == some
 
 
 @plenty
-@given(some_spans(), st.integers(0, 40), st.integers(0, 40))
-def test_narrowed_keeps_just_those_rows(some, start, count):
+@given(some_ranges(), st.integers(0, 40), st.integers(0, 40))
+def test_narrow_keeps_the_given_rows(some, start, count):
     kept = ranges.narrow(some, range(start, start + count))
     assert all(kept)
     assert listed(kept) == listed(some)[start : start + count]
 
 
-def test_rows_between_is_what_brute_force_says():
+def test_rows_between_matches_brute_force():
     for start in (-3, 0, 2):
         for step in (1, 2, 3, 5):
             for count in range(5):
@@ -155,7 +155,7 @@ def test_the_union_of_all_shards_is_the_sequence(layout):
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), Zigzag(), Zigzag(2)], ids=str)
-def test_neighbouring_shards_without_steps_have_a_union_of_as_few_runs_as_can_be(layout):
+def test_adjacent_shards_have_a_minimal_union(layout):
     for length in (1, 5, 32, 33):
         shards = [layout.ranges(length, 6, rank) for rank in range(6)]
         for first in range(6):

@@ -23,7 +23,7 @@ SUFFIXES = {"": 1, "k": 1024, "K": 1024, "m": 1024**2, "M": 1024**2}
         ("2.0", 2),
     ],
 )
-def test_what_people_write(text, count):
+def test_lengths_with_suffixes(text, count):
     assert parse_length(text) == count
 
 
@@ -60,14 +60,14 @@ BAD = [
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_anything_else_is_refused(text):
+def test_other_text_raises(text):
     with pytest.raises(ValueError, match="a length must be .* got " + repr(text)):
         parse_length(text)
 
 
 @settings(max_examples=30)
 @given(st.text(max_size=12))
-def test_no_text_does_anything_but_these_two(text):
+def test_text_without_digits_raises(text):
     if any(character.isascii() and character.isdigit() for character in text):
         return
     with pytest.raises(ValueError, match="a length must be"):

@@ -463,7 +463,7 @@ def test_what_one_group_has_no_room_for_all_are_told():
 
 
 def test_a_model_that_does_not_ask_us_is_refused():
-    with pytest.raises(ValueError, match="must be loaded with attn_implementation='attnmesh'"):
+    with pytest.raises(ValueError, match="attn_implementation of the model must be 'attnmesh'"):
         Generator(transformers_model("llama"), None, cache_tokens=100)
 
 

@@ -255,10 +255,12 @@ class Pair:
             )
             for s in (*self.live, *self.dead)
         ]
-        books = copy.deepcopy({name: list(x) if hasattr(x, "popitem") else x for name, x in vars(cache._pool).items()})
+        metadata = copy.deepcopy(
+            {name: list(x) if hasattr(x, "popitem") else x for name, x in vars(cache._pool).items()}
+        )
         mirror = (cache._tables._mirror.tobytes(), dict(cache._tables._changed), list(cache._manager._free_rows))
         device = (cache._tables._device_copy.numpy().tobytes(), *(pool.tobytes() for pool in self.pools))
-        return sequences, books, mirror, device, cache.stats()
+        return sequences, metadata, mirror, device, cache.stats()
 
     def number(self, model: Model, id: int | None) -> int:
         """What a token after those of a model is made of: the same if all ids up to it are known and the same."""

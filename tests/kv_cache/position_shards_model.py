@@ -126,14 +126,14 @@ class Ranks:
         ids = [self.next_ids(model, tokens, anonymous) for model in models]
         given = tokens if anonymous else ids
         sequences = list(zip(*chosen, strict=True))  # for each cache
-        before = self.books(self.caches[0], 0)
+        before = self.metadata(self.caches[0], 0)
         checked = self.each(lambda cache, i: cache.check_append(sequences[i], given))
-        assert self.books(self.caches[0], 0) == before
+        assert self.metadata(self.caches[0], 0) == before
         held = [set(handles[0].blocks) for handles in chosen]
         news = self.each(lambda cache, i: cache.append(sequences[i], given))
         assert (news is None) == (checked is None)
         if news is None:
-            assert self.books(self.caches[0], 0) == before
+            assert self.metadata(self.caches[0], 0) == before
             return
         self.done["copied"] += sum(bool(old - set(each[0].blocks)) for old, each in zip(held, chosen, strict=True))
         rows = []
@@ -200,7 +200,7 @@ class Ranks:
 
     # What must hold after every operation.
 
-    def books(self, cache: BlockCache, i: int) -> tuple:
+    def metadata(self, cache: BlockCache, i: int) -> tuple:
         """All that a cache knows, but for whose rank it is."""
         sequences = [
             (s.row, s.length, s.cached, list(s.blocks), list(s.ids), list(s.hashes), list(s.pending.values()))
@@ -215,10 +215,10 @@ class Ranks:
         )
 
     def check(self) -> None:
-        first = self.books(self.caches[0], 0)
+        first = self.metadata(self.caches[0], 0)
         for i, cache in enumerate((*self.caches, self.follower)):
             cache._pool.check_invariants([handles[i].blocks for handles in self.live])
-            assert self.books(cache, i) == first, f"the books of cache {i} are others"
+            assert self.metadata(cache, i) == first, f"the books of cache {i} are others"
         for handles, model in self.live.items():
             assert handles[0].length == len(model.tokens)
             seen = []

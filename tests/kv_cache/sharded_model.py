@@ -50,7 +50,7 @@ class Mesh:
     def each(self, operation):
         """One operation on all ranks: all do it, or all are full, nothing has changed and None comes back."""
         results, errors = [], []
-        before = [self.books(rank) for rank in range(len(self.caches))]
+        before = [self.metadata(rank) for rank in range(len(self.caches))]
         for rank, cache in enumerate(self.caches):
             try:
                 results.append(operation(cache, rank))
@@ -59,7 +59,7 @@ class Mesh:
         assert not (results and errors), "some ranks are full, others are not"
         assert len(set(errors)) <= 1
         if errors:
-            assert before == [self.books(rank) for rank in range(len(self.caches))]
+            assert before == [self.metadata(rank) for rank in range(len(self.caches))]
             self.done["full"] += 1
             return None
         return tuple(results)
@@ -72,7 +72,7 @@ class Mesh:
             prompt = [random.randrange(2) for _ in range(random.randrange(most + 1))]
             if self.said and random.random() < 0.6:
                 prompt = [*random.choice(self.said), *prompt][:most]
-        found = [bank.find_prefix(prompt) for bank in self.caches[0]._caches]
+        found = [part.find_prefix(prompt) for part in self.caches[0]._caches]
         handles = self.each(lambda cache, rank: cache.allocate(prompt))
         if handles is None:
             return None
@@ -156,13 +156,13 @@ class Mesh:
     def content(self, numbers, layer: int, heads):
         return numbers * 16 + layer * 8 + heads
 
-    def rows(self, bank: int) -> range:
-        return self.sharding.sequences(self.sharding.rank(Place(0, 0, bank)), self.sizes["batch"])
+    def rows(self, kvdp_rank: int) -> range:
+        return self.sharding.sequences(self.sharding.rank(Place(0, 0, kvdp_rank)), self.sizes["batch"])
 
     # What must hold.
 
-    def books(self, rank: int) -> tuple:
-        """All that a rank knows of every bank."""
+    def metadata(self, rank: int) -> tuple:
+        """The metadata of every KVDP rank on one rank."""
         cache = self.caches[rank]
         handles: list[ShardedSequence] = [each[rank] for each in self.live]
         sequences = [
@@ -177,17 +177,17 @@ class Mesh:
             )
             for one in handles
         ]
-        banks = [[repr(x) for _, x in sorted(vars(bank._pool).items())] for bank in cache._caches]
-        return sequences, banks, cache.stats(), [list(bank._manager._free_rows) for bank in cache._caches]
+        pools = [[repr(x) for _, x in sorted(vars(part._pool).items())] for part in cache._caches]
+        return sequences, pools, cache.stats(), [list(part._manager._free_rows) for part in cache._caches]
 
     def check(self) -> None:
-        first = self.books(0)
+        first = self.metadata(0)
         rows = [handles[0].row for handles in self.live]
         assert len(set(rows)) == len(rows)
         for rank, cache in enumerate(self.caches):
-            assert self.books(rank) == first, f"the books of rank {rank} are others"
-            for i, bank in enumerate(cache._caches):
-                bank._pool.check_invariants([h[rank].sequence.blocks for h in self.live if h[rank].kvdp_rank == i])
+            assert self.metadata(rank) == first, f"the metadata of rank {rank} differs"
+            for i, part in enumerate(cache._caches):
+                part._pool.check_invariants([h[rank].sequence.blocks for h in self.live if h[rank].kvdp_rank == i])
             for handles, tokens in self.live.items():
                 if handles[rank].row in cache.rows:
                     self.check_content(rank, handles[rank], tokens)

@@ -333,7 +333,7 @@ def test_the_tables_stay_where_they_are_and_little_is_uploaded(monkeypatch):
         ({"max_sequences": 0}, "max_sequences must be"),
         ({"max_length": 0}, "max_length must be"),
         ({"storage": "fp4"}, "storage must be one of .* got 'fp4'"),
-        ({"storage": "bfp8", "value_dim": 24}, "24 is not a multiple"),
+        ({"storage": "bfp8", "value_dim": 24}, "head_dim must be a multiple of 16 for bfp8, got 24"),
         ({"storage": "int8", "k_scale": 2.0}, "k_scale is for storage 'fp8' only"),
         ({"v_scale": torch.ones(2)}, "v_scale is for storage 'fp8' only"),
         ({"storage": "fp8", "k_scale": torch.ones(3)}, r"k_scale must be a number or floating point \[\] or \[2\]"),

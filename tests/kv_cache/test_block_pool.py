@@ -1,4 +1,4 @@
-"""The books of the blocks: free before cached, the least recently used first, the end of a prefix before its begin."""
+"""`BlockPool`: free blocks before cached ones, least recently used first, the end of a prefix before its start."""
 
 from array import array
 

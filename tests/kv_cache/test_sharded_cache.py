@@ -105,7 +105,7 @@ def test_a_bank_without_room_leaves_a_prompt_to_the_next():
     found = mesh.allocate([1] * 30)  # 10 blocks, 7 of them found: 3 more would fit, and 2 are left
     assert (found[0].kvdp_rank, found[0].cached) == (1, 0)
     for cache in mesh.caches:
-        with pytest.raises(CacheFull, match="7 more blocks needed, 2 are free"):  # what the preferred bank said
+        with pytest.raises(CacheFull, match="7 more blocks needed, 2 are free"):  # from the preferred KVDP rank
             cache.allocate([5] * 21)
 
 
@@ -118,10 +118,10 @@ def test_a_step_is_on_all_banks_or_on_none():
         mesh.caches[0].append([a[0], b[0]], 1)
     mesh.check()
     c = Mesh(DecodeSharding(kvdp=2), batch=4, num_blocks=10)
-    full = [c.allocate([1] * 15) for _ in range(4)]  # both banks: all 10 blocks
+    full = [c.allocate([1] * 15) for _ in range(4)]  # both KVDP ranks: all 10 blocks
     assert c.append(full[:1], 15) is not None
     addresses = [cache.block_table.tolist() for cache in c.caches]
-    assert c.append([full[0], full[1]], 1) is None  # the second bank has reserved room, the first has none
+    assert c.append([full[0], full[1]], 1) is None  # the second KVDP rank has reserved blocks, the first has none
     assert c.append([full[1], full[0]], 1) is None
     assert [cache.block_table.tolist() for cache in c.caches] == addresses
     assert c.append([full[1]], 15) is not None

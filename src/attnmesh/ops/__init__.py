@@ -1,1 +1,1 @@
-"""Operations on one device. Nothing here knows of other ranks."""
+"""Operations on one device. Nothing here depends on other ranks."""

@@ -32,7 +32,7 @@ EDGES = [0, 1, 14, 15, 16, 17, 31, 32, 33, 36]  # positions at the ends of tiles
 @ON_EACH
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 64])
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_any_number_of_tokens_and_of_heads_a_kv_head(tokens, group, backend):
+def test_tokens_and_query_heads_per_kv_head(tokens, group, backend):
     paged = {"block_size": 8} if (tokens + group) % 2 else {}
     check_backend(problem_for(backend, [22, tokens - 1], tokens=tokens, group=group, dims=(16, 16), **paged), backend)
 
@@ -83,7 +83,7 @@ def test_the_reference_and_auto_serve_float64(block_size):
 
 @ON_EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_scores_of_hundreds_overflow_nothing(dtype, backend):
+def test_large_scores_do_not_overflow(dtype, backend):
     problem = problem_for(backend, [30, 45], tokens=2, dtype=dtype)
     for scale in (40.0, -40.0):
         found = check_backend(problem, backend, scale=scale)
@@ -138,7 +138,7 @@ def test_nothing_but_skipped_sequences(block_size, backend):
 @ON_EACH
 @pytest.mark.parametrize("tokens", [2, 5, 8])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_tokens_before_position_zero_see_nothing(sinks, tokens, backend):
+def test_tokens_before_position_zero_attend_to_nothing(sinks, tokens, backend):
     positions = list(range(tokens))
     problem = problem_for(backend, positions, tokens=tokens, sinks=sinks, kv_heads=1)
     out, lse = check_backend(problem, backend)
@@ -308,7 +308,7 @@ def test_sinks(dtype, how, backend):
 @ON_EACH
 @pytest.mark.parametrize("scale", [0.0, 1, 1.7, -0.3])
 @pytest.mark.parametrize("block_size", [None, 16])
-def test_a_scale_of_ones_own(block_size, scale, backend):
+def test_scale(block_size, scale, backend):
     how = {"block_size": block_size, "sinks": True}
     check_backend(problem_for(backend, [30, 9], tokens=2, scale=scale, **how), backend)
     check_backend(
@@ -319,7 +319,7 @@ def test_a_scale_of_ones_own(block_size, scale, backend):
 @ON_EACH
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("storage", ["plain", "int8"])
-def test_one_cache_for_all(storage, block_size, backend):
+def test_shared_cache(storage, block_size, backend):
     how = {"block_size": block_size, "storage": storage, "share": "cache"}
     problem = problem_for(backend, [30, 9, -1, 44], tokens=2, **how)
     assert values_of(problem.k).shape[0] == 1 or problem.table.shape[0] == 1

@@ -141,7 +141,7 @@ def test_with_any_width_of_a_table_and_any_blocks(tokens, backend):
 
 @ON_EACH
 @pytest.mark.parametrize("block_size", [None, 16])
-def test_whoever_shares_the_cache(block_size, backend):
+def test_with_a_shared_cache(block_size, backend):
     """Sequences of one cache, with others and alone."""
     problem = problem_for(backend, [37, 60, 3], tokens=2, split_size=16, share="cache", block_size=block_size)
     together = check_backend(problem, backend)
@@ -151,7 +151,7 @@ def test_whoever_shares_the_cache(block_size, backend):
 
 
 @ON_EACH
-def test_however_cur_pos_is_given(backend):
+def test_with_any_type_of_cur_pos(backend):
     problem = problem_for(backend, LENGTHS[:2], tokens=2, split_size=16, block_size=16)
     expected = check_backend(problem, backend)
     for dtype in (torch.int32, torch.int64):

@@ -1,1 +1,1 @@
-"""The small stages of an attention block that generates tokens: norms, rotary embedding, heads."""
+"""The stages of an attention block for decoding: configuration and weights, norms, rotary embedding, heads."""

@@ -1,1 +1,1 @@
-"""Token generation on one device: a few queries a sequence against a long cache, contiguous or in blocks."""
+"""Decode attention on one device: a few queries per sequence over a long KV cache, contiguous or paged."""

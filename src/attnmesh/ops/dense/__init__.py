@@ -1,1 +1,1 @@
-"""Dense attention on one device: `attention` and the pieces that context parallelism runs block by block."""
+"""Dense attention on one device: `attention`, and the blockwise form that context parallelism uses."""

@@ -1,6 +1,6 @@
 """Which positions of a sequence each rank stores, where prefill decided it: any ascending positions, as ranges.
 
-`InterleavedShard` is the closed form for positions that are dealt out in turn. Here the layout of the prefill decides,
+`InterleavedShard` is the closed form for positions that the ranks store in turn. Here the layout of the prefill decides,
 chunk by chunk, and keys and values stay on the rank that computed them. Every rank tracks the positions of all ranks,
 so all ranks make the same decisions without communication.
 """
@@ -84,7 +84,7 @@ def key_range(local: Sequence[LocalPositions], new: Sequence[range], window: int
 
 
 def interleave(positions: range, world: int) -> list[Ranges]:
-    """Consecutive positions dealt to the ranks in turn: position p goes to rank p % world."""
+    """Consecutive positions assigned to the ranks in turn: position p goes to rank p % world."""
     parts = [positions[(rank - positions.start) % world :: world] for rank in range(world)]
     return [(part,) if part else () for part in parts]
 

@@ -25,7 +25,7 @@ def test_positions_ascend_and_the_ranks_partition_the_sequence(layout):
 
 
 @every_layout
-def test_spans_are_the_positions_as_a_few_runs(layout):
+def test_ranges_are_the_positions(layout):
     for length in LENGTHS:
         for world in WORLDS:
             for rank in range(world):
@@ -39,21 +39,21 @@ def test_spans_are_the_positions_as_a_few_runs(layout):
 
 
 @every_layout
-def test_no_rank_holds_more_than_one_token_more_than_another(layout):
+def test_shard_sizes_differ_by_at_most_one(layout):
     for length in LENGTHS:
         for world in WORLDS:
             held = [layout.local_length(length, world, rank) for rank in range(world)]
             assert max(held) - min(held) <= 1, (length, world)
 
 
-def test_contiguous_is_consecutive_stretches():
+def test_contiguous_shards_are_consecutive():
     for length in LENGTHS:
         for world in WORLDS:
             held = [p for rank in range(world) for p in Contiguous().positions(length, world, rank).tolist()]
             assert held == list(range(length))
 
 
-def test_striped_deals_positions_out_in_turn():
+def test_striped_is_round_robin():
     for length in LENGTHS:
         for world in WORLDS:
             for rank in range(world):
@@ -79,7 +79,7 @@ def zigzag_pieces(length: int, world: int) -> list[list[int]]:
     return low + high[::-1]
 
 
-def test_zigzag_pieces_follow_one_another_and_differ_by_at_most_one_token():
+def test_zigzag_chunks_differ_by_at_most_one_position():
     for length in [*LENGTHS, 100, 127, 1000]:
         for world in WORLDS:
             pieces = zigzag_pieces(length, world)
@@ -88,7 +88,7 @@ def test_zigzag_pieces_follow_one_another_and_differ_by_at_most_one_token():
             assert max(sizes) - min(sizes) <= 1, (length, world)
 
 
-def test_zigzag_where_the_length_divides_gives_rank_r_pieces_r_and_its_mirror():
+def test_zigzag_rank_has_chunk_r_and_its_mirror():
     for world in WORLDS:
         for base in (1, 2, 5):
             pieces = torch.arange(2 * world * base).split(base)
@@ -129,7 +129,7 @@ def dealt_by_hand(pairs: int | tuple[int, ...], world: int) -> list[list[int]]:
 
 
 @every_fold
-def test_a_fold_is_pairs_of_mirrored_pieces_dealt_in_turn(pairs):
+def test_zigzag_pairs_are_assigned_round_robin(pairs):
     for world in worlds_of(pairs):
         held = dealt_by_hand(pairs, world)
         count = 2 * sum(map(len, held))
@@ -147,7 +147,7 @@ def test_a_fold_is_pairs_of_mirrored_pieces_dealt_in_turn(pairs):
 
 
 @every_fold
-def test_a_fold_covers_the_sequence_in_ascending_runs_that_do_not_touch(pairs):
+def test_zigzag_pairs_cover_the_sequence_in_ascending_ranges(pairs):
     layout = Zigzag(pairs)
     for world in worlds_of(pairs):
         for length in range(65):
@@ -186,7 +186,7 @@ def test_the_work_of_a_rank_is_that_of_its_pairs(pairs):
                 assert work == pytest.approx(n / sum(counts) * whole, rel=0.01), length
 
 
-def test_folds_compare_hash_and_print_by_value():
+def test_zigzag_compares_hashes_and_prints_by_value():
     assert Zigzag() == Zigzag(1) != Zigzag(2)
     assert hash(Zigzag()) == hash(Zigzag(1))
     assert len({Zigzag(), Zigzag(2), Zigzag((2, 1)), Zigzag((2, 1)), Zigzag((1, 2))}) == 4
@@ -210,7 +210,7 @@ def test_pairs_for_another_number_of_ranks_are_refused(world):
 
 
 @pytest.mark.parametrize(("length", "world", "rank"), [(-1, 2, 0), (8, 0, 0), (8, 2, 2), (8, 2, -1)])
-def test_pieces_of_a_rank_that_cannot_be_are_refused(length, world, rank):
+def test_chunks_of_an_invalid_rank_raise(length, world, rank):
     with pytest.raises(ValueError, match=r"(length|rank) must"):
         Zigzag().chunks(length, world, rank)
 
@@ -343,7 +343,7 @@ def best_imbalance(length: int, world: int) -> float:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
-def test_no_choice_of_the_longer_pieces_is_more_even_than_the_zigzag_rule(world):
+def test_zigzag_choice_of_longer_chunks_is_optimal(world):
     for length in range(64 * world, 66 * world):  # pieces of 32 tokens, every remainder
         ours = imbalance(work_of(Zigzag(), length, world))
         assert ours <= best_imbalance(length, world) + 1e-12, length
@@ -395,7 +395,7 @@ def test_zigzag_work_is_never_further_off_than_a_64th_from_64_tokens_a_rank_on(w
         assert imbalance(work_of(Zigzag(), length, world)) <= 1 / 64, length
 
 
-def test_one_percent_at_64_tokens_a_rank_is_beyond_any_choice_of_pieces_for_some_lengths():
+def test_one_percent_at_64_tokens_per_rank_is_impossible_for_some_lengths():
     # Why the test above says a 64th: four ranks, 260 tokens. Pieces of 32 and 33 tokens leave 1.15% at best.
     assert 0.0114 < best_imbalance(260, 4) < 0.0116
 
