@@ -83,8 +83,10 @@ def test_machines_are_as_they_were_asked_for(what, tmp_path):
     assert "4 nodes of 2, ethernet within nodes, ethernet between nodes (1 ports per node)" in slow["cluster"]
     assert slow["plans"][0]["seconds"] >= plain["plans"][0]["seconds"]
     file = tmp_path / "mine.toml"
-    file.write_text('[device.h200]\nmemory_gb = 12\n[device.toy]\nsource = "made up"\nmemory_gb = 50\nlaunch_us = 1\n'
-                    'peak_tflops = 1\npeak_gbs = 1\nintra_node = "pcie"\ninter_node = "pcie"\nranks_per_node = 8\nrails = 1\n')  # fmt: skip
+    file.write_text(
+        '[device.h200]\nmemory_gb = 12\n[device.toy]\nsource = "made up"\nmemory_gb = 50\nlaunch_us = 1\n'
+        'peak_tflops = 1\npeak_gbs = 1\nintra_node = "pcie"\ninter_node = "pcie"\nranks_per_node = 8\nrails = 1\n'
+    )
     assert as_json(what, *common, "--hardware-file", file)["device_memory"] == 12e9
     toy = as_json(what, *common, "--hardware-file", file, "--hardware", "Toy")
     assert toy["cluster"] == "8 x toy, one node, pcie; device figures: made up"

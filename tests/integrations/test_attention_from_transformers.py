@@ -222,9 +222,9 @@ def test_what_it_does_not_know_is_refused():
     with pytest.raises(ValueError, match=r"module must have .*, got Unknown with gate, k_proj"):
         attention_from_transformers(more, rope=Rope.plain(D))
     gemma = Gemma3Attention(Gemma3TextConfig(**SIZES), 0)
-    with pytest.raises(ValueError, match="variance_epsilon.*, got Gemma3RMSNorm"):
+    with pytest.raises(ValueError, match=r"variance_epsilon.*, got Gemma3RMSNorm"):
         attention_from_transformers(gemma, rope=Rope.plain(D))
-    with pytest.raises(ValueError, match="variance_epsilon.*, got Gemma3RMSNorm"):
+    with pytest.raises(ValueError, match=r"variance_epsilon.*, got Gemma3RMSNorm"):
         attention_from_transformers(module_of("llama")[0], input_norm=Gemma3RMSNorm(HIDDEN))
     for where, name in (("module", "attn_logit_softcapping"), ("config", "clip_qkv")):
         capped = Unknown()
@@ -244,7 +244,7 @@ def test_what_it_does_not_know_is_refused():
         attention_from_transformers(wide, rope=Rope.plain(D))
     some = Unknown()
     some.q_proj = nn.Linear(HIDDEN, Q * D, bias=True)
-    with pytest.raises(ValueError, match="must have a bias.*, got 1 biases"):
+    with pytest.raises(ValueError, match=r"must have a bias.*, got 1 biases"):
         attention_from_transformers(some, rope=Rope.plain(D))
 
 

@@ -127,7 +127,7 @@ def test_a_static_cache_is_refused(kind):
     from transformers import StaticCache
 
     cache = StaticCache(config=attnmesh_model(kind).config, max_cache_len=60)
-    with pytest.raises(ValueError, match="KV cache must end with the last token.*for 5 queries"):
+    with pytest.raises(ValueError, match=r"KV cache must end with the last token.*for 5 queries"):
         attnmesh_model(kind)(input_ids=torch.tensor([IDS[:5]]), past_key_values=cache)
 
 

@@ -157,7 +157,7 @@ def test_ranks_with_other_schedules_or_nodes():
 @pytest.mark.parametrize("schedule", ["ulysses+ring", "ulysses+allgather", "ring+ring"])
 @pytest.mark.parametrize("ranks_per_node", [None, 1, 4])
 def test_two_levels_where_there_is_only_one(schedule, ranks_per_node):
-    words = rf"schedule='{re.escape(schedule)}' cannot serve this: .* wants a mesh of two dimensions"
+    words = rf"schedule='{re.escape(schedule)}' cannot serve this: .* requires a two-dimensional mesh"
     assert_all_say(words, lambda comm: attend(comm, {}, schedule=schedule, ranks_per_node=ranks_per_node), world=4)
 
 

@@ -162,8 +162,8 @@ def describe_cluster(found: Cluster, ranks: int) -> str:
     if nodes == 1:
         text += f", one node, {found.intra_node.name}"
     else:
-        text += f", {nodes} nodes of {found.ranks_per_node}, {found.intra_node.name} within nodes, {found.inter_node.name} between nodes"
-        text += f" ({found.rails} ports per node)"
+        text += f", {nodes} nodes of {found.ranks_per_node}, {found.intra_node.name} within nodes"
+        text += f", {found.inter_node.name} between nodes ({found.rails} ports per node)"
     return f"{text}; device figures: {found.device.source}"
 
 

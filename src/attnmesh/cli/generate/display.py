@@ -81,9 +81,10 @@ def summary(job: Job, result: Result) -> list[str]:
         f"{first.kv_bytes_unsharded / _MIB:.1f} MiB."
     ]
     if len(job.prompts) > 1:
+        computed, reused = first.prefill_tokens, first.reused_tokens
         lines.append(
-            f"Prompts: {first.prefill_tokens + first.reused_tokens:,} tokens, {first.prefill_tokens:,} computed and {first.reused_tokens:,} reused from "
-            "the KV cache of an earlier question."
+            f"Prompts: {computed + reused:,} tokens, {computed:,} computed and {reused:,} reused from the KV cache of "
+            "an earlier question."
         )
     if job.speculative:
         lines.append(

@@ -87,7 +87,8 @@ def read_document(prompt: str | None, file: Path | None) -> str:
 def tokenize_prompts(tokenizer: Any, document: str, questions: Sequence[str]) -> list[list[int]]:
     """The tokens of one prompt per question, or of the document alone.
 
-    The question comes last, so that prompts share a prefix. A model with a chat template gets the prompt as a user's message, another model as text to continue.
+    The question comes last, so that prompts share a prefix. A model with a chat template gets the prompt as a user's
+    message, another model as text to continue.
     """
     texts = [f"{document.rstrip()}\n\n{question}" for question in questions] or [document]
     with translated_errors("the tokenizer cannot encode the prompt"):
