@@ -50,7 +50,7 @@ def _prefill(lines: Lines) -> Iterable[tuple[str, str]]:
     largest = max(line["ranks"] for line in forward)
     longest = max(line["length"] for line in forward if line["ranks"] == largest)
     rows = [
-        (line["schedule"], f"{line['simulated_in']:.1f}", line["method"].split(";")[0])
+        (line["schedule"], f"{line['simulated_in']:.1f}", line["method"].split(":")[0])
         for line in forward
         if (line["ranks"], line["length"]) == (largest, longest)
     ]
