@@ -475,7 +475,7 @@ def test_a_device_is_exact_on_its_lanes(device, pairs):
 @pytest.fixture
 def laned(replay, monkeypatch):  # noqa: F811
     """Blocks on the CPU take the two lanes of a device that only keeps vector clocks."""
-    monkeypatch.setattr(blockwise, "_gain_by_lanes", bool)
+    monkeypatch.setattr(blockwise, "_use_two_streams", bool)
     return replay
 
 
@@ -643,7 +643,7 @@ def test_alone_bad_input_is_just_as_bad(what):
 def test_after_a_refusal_all_goes_on():
     def program(comm: Comm) -> Tensor:
         for _ in range(2):
-            with pytest.raises(ValueError, match="must divide"):
+            with pytest.raises(ValueError, match="must be a multiple of kv_heads"):
                 attend({"group": comm} | ({"q": torch.ones(1, 3, 12, 16)} if comm.rank == 1 else {}))
         return attend({"group": comm})
 

@@ -187,7 +187,11 @@ def test_a_cp_rank_that_is_not_there_is_refused():
         (DecodeSharding(), (9, 2), "q_heads must be a multiple of kv_heads, got q_heads=9 and kv_heads=2"),
         (DecodeSharding(), (8, 0), "q_heads must be a multiple of kv_heads, got q_heads=8 and kv_heads=0"),
         (DecodeSharding(6), (32, 8), "tp must divide the kv heads or be a multiple of them, got tp=6, kv_heads=8"),
-        (DecodeSharding(8, 2, 4), (32, 8), "q_heads must be at least the ranks, got q_heads=32 for 8 x 2 x 4 = 64 ranks"),
+        (
+            DecodeSharding(8, 2, 4),
+            (32, 8),
+            "q_heads must be at least the ranks, got q_heads=32 for 8 x 2 x 4 = 64 ranks",
+        ),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_with_both_numbers(sharding, heads, said):

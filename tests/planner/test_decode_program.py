@@ -168,7 +168,10 @@ def test_small_kernels_are_launches_around_attention_and_exchanges():
 def test_a_layer_without_an_mlp_has_one_sum_and_one_with_it_two():
     for linear, sums in ((LinearLayers(), 1), (LinearLayers(mlp=8, mlp_used=8.0), 2)):
         found = exchanged(DecodeSharding(2), layer_of((8, 2), 4, linear=linear))
-        assert [name for name in found if name.startswith("all-reduce")] == ["all-reduce of projections", "all-reduce of MLPs"][:sums]
+        assert [name for name in found if name.startswith("all-reduce")] == [
+            "all-reduce of projections",
+            "all-reduce of MLPs",
+        ][:sums]
 
 
 # docs/benchmarks.md, "Token generation over 64 ranks": kernels of a whole step of a layer, us, 5 of them the clock's.

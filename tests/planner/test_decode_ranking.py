@@ -166,9 +166,7 @@ def test_nothing_fits_where_weights_alone_do_not():
 def test_more_devices_than_heads_have_nothing_to_do_and_it_says_so():
     found = decode_ranking(asked(devices=64, batch=1))
     assert found.options == ()
-    assert found.refused == {
-        "all plans": "32 query heads and a batch of 1 leave some of 64 devices idle"
-    }
+    assert found.refused == {"all plans": "32 query heads and a batch of 1 leave some of 64 devices idle"}
 
 
 @settings(max_examples=10, deadline=None)

@@ -105,7 +105,11 @@ def test_bytes_of_a_position(name, nbytes):
 
 def test_latent_attention_keeps_the_same_whatever_its_heads():
     deepseek = model("deepseek-v3")
-    assert kv_elements_per_position(replace(deepseek, q_heads=16, kv_heads=16)) == kv_elements_per_position(deepseek) == 576
+    assert (
+        kv_elements_per_position(replace(deepseek, q_heads=16, kv_heads=16))
+        == kv_elements_per_position(deepseek)
+        == 576
+    )
 
 
 def test_caches_of_a_sequence():
@@ -132,7 +136,9 @@ def test_pairs_by_counting(context, window):
 @given(context=st.integers(1, 60), windows=st.lists(st.none() | st.integers(1, 80), min_size=1, max_size=5))
 def test_layers_are_counted_one_by_one(context, windows):
     mixed = ModelConfig(4, 2, 8, 32, len(windows), windows=tuple(windows))
-    assert prefill_attention_flops(mixed, context) == sum(4 * causal_pairs(context, window) * 4 * 8 for window in windows)
+    assert prefill_attention_flops(mixed, context) == sum(
+        4 * causal_pairs(context, window) * 4 * 8 for window in windows
+    )
     assert cached_positions(mixed, context) == sum(min(context, window or context) for window in windows)
 
 
@@ -161,5 +167,7 @@ def test_numbers_take_bytes(kv_itemsize):
 
 @pytest.mark.parametrize("field", ["vocab_size", "intermediate_size"])
 def test_a_missing_field_is_named(field):
-    with pytest.raises(ValueError, match=f"the config of llama-3.1-8b has no {field}: its parameters cannot be counted"):
+    with pytest.raises(
+        ValueError, match=f"the config of llama-3.1-8b has no {field}: its parameters cannot be counted"
+    ):
         parameters(replace(model("llama-3.1-8b"), **{field: None}))

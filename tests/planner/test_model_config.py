@@ -89,7 +89,9 @@ DEEPSEEK = {
 def test_what_nobody_said_is_none(written):
     found = read_model_config(written(GPT_OSS_120B))
     assert found == read_config(written(GPT_OSS_120B))
-    assert (found.vocab_size, found.intermediate_size, found.latent, found.experts, found.windows) == (None,) * 4 + ((),)
+    assert (found.vocab_size, found.intermediate_size, found.latent, found.experts, found.windows) == (None,) * 4 + (
+        (),
+    )
 
 
 def test_a_model_is_called_by_its_folder_or_as_one_says(written):

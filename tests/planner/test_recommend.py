@@ -261,7 +261,9 @@ def test_ways_that_do_not_fit_or_do_not_differ_are_left_out():
 
 def test_the_table_follows_the_heads():
     *_, dp = compare_shardings(32, 2, 32)
-    assert dp == ShardingComparison("DP Attention (TP2 DP16)", "16x (DP)", "16x (DP)", "16x (DP)", "[B/16, S, H]", "B/16 batches")
+    assert dp == ShardingComparison(
+        "DP Attention (TP2 DP16)", "16x (DP)", "16x (DP)", "16x (DP)", "[B/16, S, H]", "B/16 batches"
+    )
 
 
 # What is refused.

@@ -175,7 +175,9 @@ def test_a_bundle_by_hand():
     )
     late = Round("late", {}, attention_kernels(0.0, 4.0, 1.0, 0.0))
     there = simulated_cluster(2, 1, intra_node=(0.5, 100.0), inter_node=(3.0, 10.0), message=0.25)
-    found = run_rounds(make_program(4, late, Round("a", {"rows": bundle}, (), ("rows",))), there, Slowdown(), keep=[0, 3])
+    found = run_rounds(
+        make_program(4, late, Round("a", {"rows": bundle}, (), ("rows",))), there, Slowdown(), keep=[0, 3]
+    )
     # Begun at 4, 2 seconds of bytes, half a second of sends, half a second of latency. And from 1 on: one rail passes
     # 40 bytes, one message, a latency of 3.
     assert found.finish.tolist() == [7.0, 7.0, 8.25, 8.25]

@@ -18,8 +18,7 @@ from attnmesh.core.merge import discount_sinks_batch_invariant, merge_into, merg
 from attnmesh.core.optional import require
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
-
-_MAX_PENDING_WITHOUT_TOTAL, _MAX_PENDING_WITH_TOTAL = 4, 2
+from attnmesh.plan.workload import PENDING_PARTS, PENDING_PARTS_WITH_TOTAL
 
 
 class StateAccumulator:
@@ -159,7 +158,7 @@ def _decremented(parts: int | None) -> int | None:
 
 
 def _max_pending(total: object | None) -> int:
-    return _MAX_PENDING_WITHOUT_TOTAL if total is None else _MAX_PENDING_WITH_TOTAL
+    return PENDING_PARTS if total is None else PENDING_PARTS_WITH_TOTAL
 
 
 def _sum_parts(total: Tensor | None, parts: Sequence[tuple[Tensor, int]], dtype: torch.dtype, like: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def check_schedule(schedule: str, shards: Shards, ranks_per_node: int) -> None:
     """Raise ValueError if the schedule cannot serve."""
     why = refusal(schedule, shards, ranks_per_node)
     if why is not None:
-        raise ValueError(f"schedule={schedule!r} is not supported here: {why}")
+        raise ValueError(f"schedule={schedule!r} cannot serve this: {why}")
 
 
 def program(schedule: str, workload: Workload, *, backward: bool) -> Program:

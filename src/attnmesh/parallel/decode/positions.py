@@ -1,6 +1,6 @@
 """Which positions of a sequence each rank stores, where prefill decided it: any ascending positions, as ranges.
 
-`InterleavedShard` is the closed form for positions that the ranks store in turn. Here the layout of the prefill decides,
+`InterleavedShard` is the closed form for interleaved positions. Here the layout of the prefill decides,
 chunk by chunk, and keys and values stay on the rank that computed them. Every rank tracks the positions of all ranks,
 so all ranks make the same decisions without communication.
 """
