@@ -88,7 +88,7 @@ def test_what_is_predicted_for_two_processes_is_about_what_they_take(tmp_path):
     ]
     rows = predicted.measure_predicted_cpu(machine, of, (2,), rounds=40, best=True)
     for row in rows:
-        others = row["share_of_others"] if isinstance(row["share_of_others"], float) else 0.0
+        others = row["cpu_share_of_other_processes"] if isinstance(row["cpu_share_of_other_processes"], float) else 0.0
         ours = 1 - min(others, 0.8)
         assert ours / 2.5 < row["measured_over_predicted"] < 2.5 / ours, row
 

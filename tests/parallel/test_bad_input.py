@@ -157,7 +157,7 @@ def test_ranks_with_other_schedules_or_nodes():
 @pytest.mark.parametrize("schedule", ["ulysses+ring", "ulysses+allgather", "ring+ring"])
 @pytest.mark.parametrize("ranks_per_node", [None, 1, 4])
 def test_two_levels_where_there_is_only_one(schedule, ranks_per_node):
-    words = rf"schedule='{re.escape(schedule)}' is not supported here: .* two-dimensional mesh"
+    words = rf"schedule='{re.escape(schedule)}' .* two-dimensional mesh"
     assert_all_say(words, lambda comm: attend(comm, {}, schedule=schedule, ranks_per_node=ranks_per_node), world=4)
 
 
@@ -167,7 +167,7 @@ def test_two_levels_where_there_is_only_one(schedule, ranks_per_node):
 )
 def test_shards_that_a_node_cannot_take_together(schedule, layout, key_layout):
     assert_all_say(
-        rf"schedule='{re.escape(schedule)}' is not supported here: .* those of this layout interleave",
+        rf"schedule='{re.escape(schedule)}' .* those of this layout interleave",
         lambda comm: attend(comm, {"key_layout": key_layout}, schedule=schedule, layout=layout, ranks_per_node=2),
         world=4,
     )
