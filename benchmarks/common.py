@@ -10,10 +10,17 @@ import torch
 import typer
 
 from attnmesh.cli import output
+from attnmesh.cli.options import length_argument
 from attnmesh.cli.output import Rows
 
 LengthsOption = Annotated[
-    list[int] | None, typer.Option("--length", min=1, help="Length of the whole sequence. Repeatable.")
+    list[int] | None,
+    typer.Option(
+        "--length",
+        parser=length_argument,
+        metavar="LENGTH",
+        help="Length of the whole sequence, such as 128k. Repeatable.",
+    ),
 ]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the results to this JSON file.")]
 HardwareFileOption = Annotated[

@@ -12,7 +12,7 @@ import torch
 import typer
 from torch import Tensor
 
-from attnmesh.cli.options import MeasuredDeviceOption, default_device
+from attnmesh.cli.options import MeasuredDeviceOption, default_device, length_argument
 from attnmesh.cli.output import Rows
 from attnmesh.comm import Comm, launch
 from attnmesh.core.optional import require
@@ -176,7 +176,12 @@ def main(
     device: MeasuredDeviceOption = None,
     lengths: Annotated[
         list[int] | None,
-        typer.Option("--length", min=128, help="Tokens of the prompt. Repeatable. [default: 2048; 32k, 128k on CUDA]"),
+        typer.Option(
+            "--length",
+            parser=length_argument,
+            metavar="LENGTH",
+            help="Tokens of the prompt. Repeatable. [default: 2048; 32k, 128k on CUDA]",
+        ),
     ] = None,
     ranks: Annotated[
         list[int] | None, typer.Option("--ranks", min=1, help="Ranks on the CPU. Repeatable. [default: 1, 2, 4]")

@@ -17,11 +17,11 @@ import typer
 from torch import Tensor
 
 from attnmesh.calibration.timing import Run, cold
-from attnmesh.cli.options import Device, check_device
+from attnmesh.cli.options import Device, check_device, length_argument
 from attnmesh.cli.output import Rows
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.ops.storage import bytes_per_token, values_of
 from attnmesh.parallel.decode.block import AttentionBlock
@@ -211,7 +211,10 @@ def sections(contexts: Sequence[int], batches: Sequence[int]) -> Iterator[tuple[
 
 def main(
     lengths: Annotated[
-        list[int] | None, typer.Option("--length", min=2, help="Tokens per sequence. Repeatable.")
+        list[int] | None,
+        typer.Option(
+            "--length", parser=length_argument, metavar="LENGTH", help="Tokens per sequence, such as 128k. Repeatable."
+        ),
     ] = None,
     batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Sequences. Repeatable.")] = None,
     json: JsonOption = None,

@@ -17,7 +17,7 @@ from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.api import decode_attention, paged_decode_attention
 from attnmesh.ops.decode.device_errors import check_decode_errors
 from attnmesh.ops.dense.api import attention, explain_attention
@@ -69,12 +69,12 @@ __all__ = [
     "Sampling",
     "ShardedCache",
     "SlidingWindow",
-    "TopKIndices",
     "SparseMask",
     "SparseParallel",
     "State",
     "Striped",
     "Token",
+    "TopKIndices",
     "Zigzag",
     "attention",
     "attention_context_parallel",

@@ -9,7 +9,8 @@ from attnmesh import AttentionConfig, AttentionWeights, BlockCache, Norm, Rope
 from attnmesh.kv_cache import prepare as prepare_module
 from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.kv_cache.prepare import ProjectedKV, prepare
-from attnmesh.ops.block.stages import LAYOUTS, split_and_rotate
+from attnmesh.ops.block.norm_rope import LAYOUTS
+from attnmesh.ops.block.stages import split_and_rotate
 from attnmesh.ops.storage import PLAIN, STORAGES, dequantize
 
 BLOCKS, BLOCK_SIZE = 6, 4

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from attnmesh import AttentionConfig, AttentionWeights, Norm, Rope
-from attnmesh.ops.block.stages import LAYOUTS, keys_and_values, queries, rms_norm, split_and_rotate
+from attnmesh.ops.block.norm_rope import LAYOUTS, rms_norm
+from attnmesh.ops.block.stages import keys_and_values, queries, split_and_rotate
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

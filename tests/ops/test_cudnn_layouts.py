@@ -47,11 +47,11 @@ def test_gradients_are_right_however_out_lies(device, q_layout):
 def test_out_is_copied_at_most_once_and_not_where_it_lies_well():
     q = torch.randn(1, 2, 8, 16)
     well = Result(torch.randn_like(q), torch.randn(1, 2, 8), torch.randn_like(q), None)
-    out, grad_out = well.laid_like(q, range(8))
+    out, grad_out = well.with_layout_of(q, range(8))
     assert out.data_ptr() == well.out.data_ptr()
     assert grad_out.data_ptr() == well.grad_out.data_ptr()
     part = q[:, :, 2:6]
-    first, again = (well.laid_like(part, range(2, 6)) for _ in range(2))
+    first, again = (well.with_layout_of(part, range(2, 6)) for _ in range(2))
     assert first[0].is_contiguous()
     assert first[0] is again[0]
     assert torch.equal(first[0], well.out[:, :, 2:6])

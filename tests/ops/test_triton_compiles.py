@@ -11,10 +11,10 @@ pytest.importorskip("triton")
 
 from attnmesh.core.state import State
 from attnmesh.kv_cache.cache import BlockCache
-from attnmesh.kv_cache.prepare import ProjectedKV
 from attnmesh.kv_cache.triton_write import prepare, write_tokens
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.block.norm_rope import Norm, Rope
+from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.decode.call import build_call
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.dense.triton_backward import backward, delta

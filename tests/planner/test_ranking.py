@@ -33,9 +33,9 @@ def test_why_says_what_a_way_loses_by():
     large = option("large", 1.0, 1000)
     found = ranked([slow, large, best], 100, {})
     assert found.why(best) == "fastest that fits"
-    assert found.why(slow) == "50% slower: 1.5 s more for exchanges"
+    assert found.why(slow) == "50% slower: +1.5 s exchanges"
     slowest = option("slowest", 24.0, 10, attention=23.0, exchanges=1.0)
-    assert found.why(slowest) == "12x slower: 22 s more for attention"
+    assert found.why(slowest) == "12x slower: +22 s attention"
     assert found.why(large) == "does not fit in 90 B"
     assert found.why(option("equal", 2.009, 10, attention=2.009)) == "tie"
     assert found.why(option("near", 2.02, 10, attention=2.02)).startswith("1% slower")

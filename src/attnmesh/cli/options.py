@@ -48,7 +48,8 @@ class LayoutName(enum.StrEnum):
     CONTIGUOUS = "contiguous"
 
 
-def _length(text: str | int) -> int:
+def length_argument(text: str | int) -> int:
+    """The number of tokens that a length such as 100000, 128k or 1M gives; typer.BadParameter if it is invalid."""
     try:
         return parse_length(str(text))
     except ValueError as error:
@@ -67,9 +68,10 @@ DeviceOption = Annotated[Device, typer.Option(help="Device to compute on.")]
 MeasuredDeviceOption = Annotated[
     Device | None, typer.Option("--device", show_default="cuda if available, else cpu", help="Device to measure.")
 ]
-LengthOption = Annotated[int, typer.Option("--length", parser=_length, metavar="LENGTH", help=LENGTH_HELP)]
+LengthOption = Annotated[int, typer.Option("--length", parser=length_argument, metavar="LENGTH", help=LENGTH_HELP)]
 OptionalLengthOption = Annotated[
-    int | None, typer.Option("--length", parser=_length, metavar="LENGTH", help="Tokens per sequence, such as 128k.")
+    int | None,
+    typer.Option("--length", parser=length_argument, metavar="LENGTH", help="Tokens per sequence, such as 128k."),
 ]
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Number of sequences.")]
 QHeadsOption = Annotated[int, typer.Option("--q-heads", min=1, help="Number of query heads.")]

@@ -114,7 +114,7 @@ def fitting_advice(
     """What would fit where no plan does: a number of ranks, or an 8-bit KV cache.
 
     `least_memory` returns the memory per rank of the smallest plan on so many ranks, or None if there is none;
-    `cached_number` is the bytes of one number in the KV cache.
+    `kv_itemsize` is the bytes of one number in the KV cache.
     """
     needed = least_memory(ranks)
     if needed is None:

@@ -100,7 +100,9 @@ def simulate_command(
             raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
         held = shards(parse_mask(mask), LAYOUTS[layout.value], length, ranks)
         workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
-        slow = Slowdown(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
+        slow = Slowdown(
+            _factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks)
+        )
         keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
         chosen = _schedule(schedule, workload, cluster)
         nodes = cluster.with_ranks_per_node(workload.ranks_per_node)

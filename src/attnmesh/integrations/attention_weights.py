@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnmesh.core.optional import require
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.plan.decode import DecodeSharding
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

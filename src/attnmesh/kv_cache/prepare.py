@@ -8,7 +8,6 @@ The send buffer is laid out for an exchange among `parts` ranks. Rank p attends 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,29 +16,8 @@ from torch import Tensor
 from attnmesh.core.optional import require
 from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.stages import keys_and_values, queries
-from attnmesh.ops.storage import Stored, values_of
-
-
-@dataclass(frozen=True, eq=False)
-class ProjectedKV:
-    """Projected keys and values of new tokens, and the cache that this rank writes them to.
-
-    `kv` is projected K, then V: [B, T, 2*kv*D] of all rows of the batch, or [len(rows), T, 2*kv*D] of `rows` alone.
-    Only `rows` are written, to `slots` int64 [len(rows), T] of the pools [num_blocks, block_size, kv, D]; slots below 0
-    are skipped.
-    """
-
-    kv: Tensor
-    rows: range
-    slots: Tensor
-    keys: Stored
-    values: Stored
-
-    @property
-    def first(self) -> int:
-        """The index in `kv` of the first of `rows`."""
-        return 0 if len(self.kv) == len(self.rows) else self.rows.start
+from attnmesh.ops.block.stages import ProjectedKV, keys_and_values, queries
+from attnmesh.ops.storage import values_of
 
 
 def prepare(

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnmesh.kv_cache.prepare import ProjectedKV
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.stages import Norm
+from attnmesh.ops.block.norm_rope import Norm
+from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.dense.triton_tiles import padded
 from attnmesh.ops.storage import BFP_BITS, BFP_GROUP, FP8_MAX, INT8_MAX, Quantized, Stored, storage_of, values_of
 

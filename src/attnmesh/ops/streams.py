@@ -19,6 +19,8 @@ from functools import cache
 
 import torch
 
+from attnmesh.plan.workload import STREAMS
+
 
 class StreamPair:
     """Orders the blocks of one ring on two streams. Unless `enabled`, everything stays on the caller's stream."""
@@ -39,7 +41,7 @@ class StreamPair:
         if not self._enabled:
             yield
             return
-        stream = self._current = self._streams[len(self._done) % 2]
+        stream = self._current = self._streams[len(self._done) % STREAMS]
         stream.wait_event(self._arrived)
         stream.wait_event(self._summed)
         with torch.cuda.stream(stream):
@@ -53,7 +55,7 @@ class StreamPair:
         if not self._enabled:
             yield
             return
-        for done in self._done[-2:]:
+        for done in self._done[-STREAMS:]:
             self._current.wait_event(done)
         yield
         self._summed = self._current.record_event()
@@ -75,7 +77,7 @@ class StreamPair:
     def join(self) -> None:
         """Makes the caller's stream wait for all blocks."""
         if self._enabled:
-            for done in self._done[-2:]:  # the last block of each stream
+            for done in self._done[-STREAMS:]:  # the last block of each stream
                 self._main.wait_event(done)
 
 
@@ -83,6 +85,6 @@ SINGLE_STREAM = StreamPair(enabled=False)
 
 
 @cache
-def _streams(device: int, caller: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def _streams(device: int, caller: int) -> tuple[torch.cuda.Stream, ...]:
     """The pair that belongs to one stream of the caller: rings on different streams must not share a pair."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+    return tuple(torch.cuda.Stream(device) for _ in range(STREAMS))

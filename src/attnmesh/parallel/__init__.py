@@ -1,1 +1,1 @@
-"""The muscles: plans executed with one device's operations over a comm."""
+"""Attention over ranks: executors that follow the plans with the operations of one device and a comm."""

@@ -19,7 +19,15 @@ from attnmesh.core.validation import check_count
 from attnmesh.ops.dense.api import choose_fused
 from attnmesh.ops.dense.call import input_error, resolve_scale
 from attnmesh.parallel.allgather import AllGather
-from attnmesh.parallel.executor import BACKENDS, AttentionOptions, Executor, ExecutorConfig, attend, unshard
+from attnmesh.parallel.executor import (
+    BACKENDS,
+    AttentionOptions,
+    Executor,
+    ExecutorConfig,
+    ExecutorFactory,
+    attend,
+    unshard,
+)
 from attnmesh.parallel.node_groups import node_groups
 from attnmesh.parallel.operator import compiled_attention, context_handle
 from attnmesh.parallel.ring import Ring
@@ -54,7 +62,7 @@ class _CachedCall:
     values: SharedValues
 
 
-class ContextParallel:
+class ContextParallel(ExecutorFactory):
     """Attention over a sequence whose positions are distributed over ranks by a layout.
 
     `group` is a ProcessGroup, a DeviceMesh, a comm, or None for the default process group (a single rank without

@@ -56,7 +56,7 @@ class Executor(ABC):
 
     @abstractmethod
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Call]:
-        """This rank's kernel calls, to check that a backend serves them; the tensors are examples of dtype and device."""
+        """This rank's kernel calls, to check that a backend serves them; the tensors only give dtype and device."""
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
@@ -69,6 +69,18 @@ class Executor(ABC):
     def recompute_saved(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
         """The tensors that the forward saved, from its inputs and outputs: a compiled graph keeps nothing else."""
         return q, k, v
+
+
+class ExecutorFactory(ABC):
+    """Builds the executor of a call: a `ContextParallel`, as a compiled operator knows it."""
+
+    @abstractmethod
+    def agreed_executor(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Executor:
+        """The executor of a call, after all ranks agreed on its arguments; ValueError on every rank otherwise."""
+
+    @abstractmethod
+    def executor(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Executor:
+        """The executor of a call that ranks agreed on before."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, executor: Executor) -> State:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,17 +18,14 @@ from torch import Tensor
 from attnmesh.comm import propagate_failure
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Result
-from attnmesh.parallel.executor import AttentionOptions
+from attnmesh.parallel.executor import AttentionOptions, ExecutorFactory
 from attnmesh.parallel.mask_encoding import decode, encode
 
-if TYPE_CHECKING:
-    from attnmesh.parallel.context import ContextParallel
-
-_contexts: WeakValueDictionary[int, ContextParallel] = WeakValueDictionary()
+_contexts: WeakValueDictionary[int, ExecutorFactory] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def context_handle(context: ContextParallel) -> Tensor:
+def context_handle(context: ExecutorFactory) -> Tensor:
     """A new handle for a context."""
     number = next(_numbers)
     _contexts[number] = context
@@ -127,7 +124,7 @@ def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | Non
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def _context(handle: Tensor) -> ContextParallel:
+def _context(handle: Tensor) -> ExecutorFactory:
     context = _contexts.get(int(handle))
     if context is None:
         raise RuntimeError(

@@ -149,7 +149,7 @@ def gather_ring_outputs(
         expected = layout.local_length(length, comm.world, comm.rank)
         if local_out.shape[2] != expected:
             raise ValueError(
-                f"local_out must have {expected} rows, which rank {comm.rank} of {comm.world} has of {length} queries with "
+                f"local_out must have {expected} rows, those of rank {comm.rank} of {comm.world} at length={length}, "
                 f"pairs={pairs}, got {local_out.shape[2]}"
             )
         return layout, {

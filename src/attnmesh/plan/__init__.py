@@ -1,1 +1,1 @@
-"""The brain: what each rank would do and what it costs, as plain data. Pure: nothing here starts a process."""
+"""What each rank computes and sends under each schedule, as plain data that executors follow."""

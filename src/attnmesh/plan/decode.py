@@ -96,8 +96,8 @@ class DecodeSharding:
             )
         if self.ranks > q_heads:
             raise ValueError(
-                f"q_heads must be at least the ranks, got q_heads={q_heads} for {self.tp} x {self.kvdp} x {self.cp} = "
-                f"{self.ranks} ranks"
+                f"q_heads must be at least the number of ranks, got q_heads={q_heads} for "
+                f"{self.tp} x {self.kvdp} x {self.cp} = {self.ranks} ranks"
             )
 
     def kv_heads(self, rank: int, kv_heads: int) -> range:

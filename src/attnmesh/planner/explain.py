@@ -32,7 +32,7 @@ class Explanation:
         return imbalance(self.forward)
 
     def __str__(self) -> str:
-        head = ("rank", "queries", "keys seen", "GFLOP forward", "backward", "MB sent forward", "backward")
+        head = ("rank", "queries", "visible keys", "GFLOP forward", "backward", "MB sent forward", "backward")
         rows = [head, *(self._row(rank) for rank in range(self.workload.shards.world))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

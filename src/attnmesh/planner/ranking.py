@@ -88,5 +88,5 @@ def _main_difference(option: Option, best: Option) -> str:
     more = {name: seconds - best.parts.get(name, 0.0) for name, seconds in option.parts.items()}
     worst = max(more, key=lambda name: more[name], default="")
     if worst and more[worst] > 0:
-        return f"{readable_seconds(more[worst])} more for {worst}"
+        return f"+{readable_seconds(more[worst])} {worst}"
     return option.bottleneck

@@ -13,8 +13,8 @@ from attnmesh.comm import Comm
 from attnmesh.kv_cache.sequence import ShardedSequence
 from attnmesh.kv_cache.sharded import ShardedCache
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.stages import Layout as RopeLayout
-from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.block.norm_rope import Layout as RopeLayout
+from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN, dequantize, quantize
 from attnmesh.parallel.decode.block import AttentionBlock

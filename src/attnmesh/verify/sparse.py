@@ -120,8 +120,8 @@ def _random(heads: int, mask: str, dtype: str, seed: int) -> SparseProblem:
             start = integers(0, KEYS - 4)
             fields = {"k_start": start, "k_end": (start + integers(0, 30)).clamp(max=KEYS - 3)}
     return random_sparse_problem(
-        ROWS, KEYS, heads=heads, topk=TOPK, width=WIDTH, d_v=D_V, index_width=INDEX_WIDTH, dtype=DTYPES[dtype], seed=seed,
-        **fields,
+        ROWS, KEYS, heads=heads, topk=TOPK, width=WIDTH, d_v=D_V, index_width=INDEX_WIDTH, dtype=DTYPES[dtype],
+        seed=seed, **fields,
     )  # fmt: skip
 
 

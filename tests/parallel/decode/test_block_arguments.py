@@ -52,7 +52,7 @@ WRONG_EVERYWHERE = {
     ),
     "a rank without a head": (
         {"config": random_block(3, 3)[0], "sharding": am.DecodeSharding(cp=4)},
-        "every rank needs a query head, got q_heads=3",
+        "q_heads=3",
     ),
     "splits that ranks would cut": ({"split_size": 8}, "interleave=4 and split_size=8"),
     "splits of nothing": ({"split_size": 0}, "split_size must be an integer >= 1, got 0"),

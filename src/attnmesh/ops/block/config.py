@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.validation import check_positive
-from attnmesh.ops.block.stages import Norm, Rope
+from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.plan.decode import DecodeSharding
 
 

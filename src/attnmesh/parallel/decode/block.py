@@ -28,10 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.validation import check_count
-from attnmesh.kv_cache.prepare import ProjectedKV, prepare
+from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
-from attnmesh.ops.block.stages import rms_norm
+from attnmesh.ops.block.norm_rope import rms_norm
+from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.decode.api import check_backend
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN

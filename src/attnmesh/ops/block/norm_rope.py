@@ -1,0 +1,145 @@
+"""RMSNorm and rotary position embedding.
+
+Rotary embedding rotates pairs of a head's elements by an angle proportional to the position:
+
+| layout | element i is paired with | as in |
+|---|---|---|
+| `halves` | i + dim / 2 | GPT-NeoX, and Llama in Transformers |
+| `pairs` | i + 1 (i even) | GPT-J, and Llama as Meta published it |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm: `x / sqrt(mean(x ** 2) + eps)`, times a weight if there is one."""
+
+    eps: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.eps, float | int) and math.isfinite(self.eps) and self.eps > 0):
+            raise ValueError(f"eps must be a positive number, got {self.eps!r}")
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
+    """RMSNorm of x over the last dimension, in float32 (float64 for float64), rounded once, after the weight."""
+    shape = (x.shape[-1],)
+    if weight is None or weight.dtype == x.dtype:
+        return F.rms_norm(x, shape, weight, norm.eps)  # one fused kernel on a GPU
+    wide = widened(x)
+    return F.rms_norm(wide, shape, weight.to(wide.dtype), norm.eps).to(x.dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in the dtype of the computation: float64 for float64, else float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+Layout = Literal["halves", "pairs"]
+LAYOUTS = ("halves", "pairs")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: pair i rotates by position * frequencies[i]; `factor` multiplies cosines and sines (YaRN).
+
+    Frequencies are float32 values, so that every path, float64 included, uses the same ones. Elements of a head beyond
+    `dim` are not rotated.
+    """
+
+    frequencies: tuple[float, ...]
+    layout: Layout = "halves"
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.frequencies:
+            raise ValueError("frequencies must contain one number per pair, got none")
+        wide = torch.tensor(self.frequencies, dtype=torch.float64)
+        inexact = (wide.float().double() != wide) | ~wide.isfinite()
+        if inexact.any():
+            raise ValueError(f"frequencies must be finite float32 numbers, got {wide[inexact][0].item()!r}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+        if not (isinstance(self.factor, float | int) and math.isfinite(self.factor)):
+            raise ValueError(f"factor must be a finite number, got {self.factor!r}")
+
+    @classmethod
+    def plain(cls, dim: int, theta: float = 10000.0, layout: Layout = "halves") -> Rope:
+        """The original embedding: wavelengths from 2 pi to 2 pi theta in a geometric progression."""
+        return cls(_as_floats(_plain_frequencies(dim, theta)), layout)
+
+    @classmethod
+    def llama3(
+        cls, dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float,
+        original_length: int, layout: Layout = "halves",
+    ) -> Rope:  # fmt: skip
+        """The scaling of Llama 3: wavelengths above original_length / low_freq_factor become `factor` times as long.
+
+        Those below original_length / high_freq_factor are unchanged; in between they are interpolated.
+        """
+        if low_freq_factor >= high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor must be below high_freq_factor, got {low_freq_factor} and {high_freq_factor}"
+            )
+        plain = _plain_frequencies(dim, theta)
+        turns = original_length / (2 * math.pi / plain)  # rotations of each pair within the original length
+        kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+        return cls(_as_floats((1 - kept) * plain / factor + kept * plain), layout)
+
+    @property
+    def dim(self) -> int:
+        """The number of elements of a head that are rotated: its first ones."""
+        return 2 * len(self.frequencies)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The frequencies on a device, float32, cached."""
+        return _frequencies_on(self, device)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [B, heads, T, D] rotated by integer positions [B, T]. Negative positions mark unused rows and count as 0.
+
+        Angles are float32 products as in Transformers (float64 for float64); the result is rounded once.
+        """
+        wide = widened(x)
+        # From float32 for any x, so that the frequencies are the same.
+        angles = positions.clamp(min=0)[:, None, :, None].to(wide.dtype) * self.on(x.device).to(wide.dtype)
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        turning, rest = wide[..., : self.dim], wide[..., self.dim :]
+        if self.layout == "halves":
+            a, b = turning.chunk(2, -1)
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+        else:
+            a, b = turning[..., 0::2], turning[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+            turned = torch.cat([turned, rest], -1)
+        return turned.to(x.dtype)
+
+
+def _plain_frequencies(dim: int, theta: float) -> Tensor:
+    """In float32 and in this order of operations, as published models compute them."""
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 2 or dim % 2:
+        raise ValueError(f"dim must be a positive even integer, got {dim!r}")
+    if not (math.isfinite(theta) and theta > 0):
+        raise ValueError(f"theta must be a positive number, got {theta!r}")
+    # On the CPU, whatever the default device, for the same bits everywhere.
+    frequencies: Tensor = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
+    return frequencies
+
+
+def _as_floats(frequencies: Tensor) -> tuple[float, ...]:
+    return tuple(frequencies.tolist())
+
+
+@lru_cache(maxsize=256)
+def _frequencies_on(rope: Rope, device: torch.device) -> Tensor:
+    return torch.tensor(rope.frequencies, dtype=torch.float32, device=device)
