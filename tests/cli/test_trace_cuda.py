@@ -49,7 +49,11 @@ def test_virtual_ranks_share_a_stream_so_their_kernels_never_overlap(schedule):
     spans = run_virtual(4, partial(record_attention, case=ask))[0]
     check(spans, ask, 4)
     computed = sorted((span.begin, span.end) for span in spans if span.track == "compute")
-    assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(computed))
+    # CUDA events measure from the start of the recording in float32 milliseconds: late events have a coarser clock.
+    assert all(
+        end <= begin + max(1e-6, 2 * torch.finfo(torch.float32).eps * end)
+        for (_, end), (begin, _) in pairwise(computed)
+    )
 
 
 def test_processes_that_gloo_carries_through_host_memory():

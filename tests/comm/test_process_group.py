@@ -307,7 +307,7 @@ def test_nccl_in_a_world_of_one():
     try:
         comm = comm_from(None)
         x = torch.randn(5, device="cuda", dtype=torch.bfloat16)
-        comm._warm_up_nccl()
+        comm._initialize_nccl()
         comm.agree("op", {"n": 1})
         assert torch.equal(comm.all_gather(x, [(5,)])[0], x)
         assert torch.equal(comm.all_reduce(x), x)

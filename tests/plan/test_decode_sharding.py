@@ -190,7 +190,7 @@ def test_a_cp_rank_that_is_not_there_is_refused():
         (
             DecodeSharding(8, 2, 4),
             (32, 8),
-            "q_heads must be at least the ranks, got q_heads=32 for 8 x 2 x 4 = 64 ranks",
+            "q_heads must be at least the number of ranks, got q_heads=32 for 8 x 2 x 4 = 64 ranks",
         ),
     ],
 )

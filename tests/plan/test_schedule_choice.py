@@ -294,7 +294,7 @@ def test_the_text_has_a_line_for_every_rank_with_its_positions_work_and_bytes():
     told = explained(2, schedule="ring", length=16, q_heads=2, kv_heads=1, head_dim=64, dtype=torch.float16)
     title, head, first, second, *_ = str(told).splitlines()
     assert title == "ring over 2 ranks"
-    columns = ["rank", "queries", "keys seen", "GFLOP forward", "backward", "MB sent forward", "backward"]
+    columns = ["rank", "queries", "visible keys", "GFLOP forward", "backward", "MB sent forward", "backward"]
     assert re.split(r" {2,}", head.strip()) == columns
     row = 2 * 64 * 2  # bytes of a key
     forward, backward = told.forward[0], told.backward[0]

@@ -272,7 +272,7 @@ def test_the_table_follows_the_heads():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((1, 64, 8, 128), "q_heads must be at least the ranks, got q_heads=64 for 8 x 1 x 16 = 128 ranks"),
+        ((1, 64, 8, 128), "q_heads must be at least the number of ranks, got q_heads=64 for 8 x 1 x 16 = 128 ranks"),
         ((1, 9, 2, 2), "q_heads must be a multiple of kv_heads, got q_heads=9 and kv_heads=2"),
         ((0, 64, 8, 64), "batch must be a positive integer, got 0"),
         ((1, 64, 0, 64), "kv_heads must be a positive integer, got 0"),

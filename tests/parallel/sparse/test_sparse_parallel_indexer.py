@@ -71,7 +71,7 @@ def test_of_many_equal_scores_the_lowest_keys_win_wherever_they_are(schedule, dt
         alone = assert_same_choice(2, 4, layout, schedule, iq, ik, w, 7, {"causal": True, "q_start": 20}, relu=relu)
     seen = torch.arange(40) <= torch.arange(20, 37)[:, None]
     scores = reference.index_scores(iq.double(), ik.double(), w.double(), relu=relu)
-    assert max(len(row.unique()) for row in scores) < 15  # of up to 37 keys seen
+    assert max(len(row.unique()) for row in scores) < 15  # of up to 37 visible keys
     chosen = [[j for j in row if j >= 0] for row in alone.indices.tolist()]
     assert chosen == reference.topk_keys(scores, seen, 7)
 
