@@ -53,3 +53,54 @@ def fresh_seed() -> None:
 def device() -> torch.device:
     """The GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# Modules with long products of parameters: kernels in Triton's interpreter, and sweeps over worlds and lengths.
+THINNED_MODULES = {
+    "test_attention",
+    "test_balanced_layout",
+    "test_decode",
+    "test_decode_bits",
+    "test_decode_device_errors",
+    "test_decode_edges",
+    "test_decode_into",
+    "test_decode_key_range",
+    "test_decode_paged",
+    "test_indexer_kernels",
+    "test_layouts",
+    "test_masks",
+    "test_prepare",
+    "test_queries",
+    "test_ring",
+    "test_sparse_backward_kernels",
+    "test_triton_backward",
+    "test_triton_forward",
+    "test_triton_merge",
+    "test_write_tokens",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark a part of long products of parameters as slow.
+
+    Every value of every parameter of a test function occurs in at least one case that stays. On a GPU all cases stay.
+    """
+    if torch.cuda.is_available():
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.stem in THINNED_MODULES and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for of_function in cases.values():
+        left = set().union(*map(_values, of_function))
+        while left:
+            best = max(of_function, key=lambda item: len(_values(item) & left))
+            left -= _values(best)
+            of_function.remove(best)
+        for item in of_function:
+            item.add_marker(pytest.mark.slow)
+
+
+def _values(item: pytest.Item) -> set[tuple[str, str]]:
+    return {(name, repr(value)) for name, value in item.callspec.params.items()}
