@@ -16,8 +16,8 @@ help:
 	@echo "make clean      remove .venv"
 
 demo: $(READY)
-	@cat docs/language-models.md README.md | tail -n 190 > $(VENV)/demo.txt
-	@echo "A language model (SmolLM2, 135M parameters) reads this project's documentation, about 4,000 tokens, on 4"
+	@cat docs/language-models.md README.md > $(VENV)/demo.txt
+	@echo "A language model (SmolLM2, 135M parameters) reads this project's documentation, about 3,900 tokens, on 4"
 	@echo "processes. Each process prefills a quarter of the tokens and keeps their KV cache. Together they answer two"
 	@echo "questions; the second one reuses the KV cache of the first. Then a single process answers the same questions"
 	@echo "with Transformers' own attention, and the tokens are compared. This takes two to three minutes."

@@ -119,7 +119,7 @@ def _at_length(shape: Shape, storage: str) -> dict[str, object]:
 
 
 def measure_storages(shapes: Iterable[Shape], storages: Sequence[str]) -> Rows:
-    """Time and real bytes a second of every storage type, and how much faster than bf16 it is."""
+    """Time and achieved bytes per second of every storage type, and how much faster than bf16 it is."""
     rows: Rows = []
     for shape in shapes:
         times = cold({storage: make_run(Case(shape, storage), "cuda") for storage in storages})

@@ -39,7 +39,7 @@ class Scope:
     lengths: tuple[int, ...]
     worlds: tuple[int, ...]
     backward_length: int  # the length at which gradients are simulated, too
-    slow_worlds: tuple[int, ...]  # with somebody slow among them
+    slow_worlds: tuple[int, ...]  # with one slow rank or link
     slow_length: int
     models: tuple[str, ...]
     batches: tuple[int, ...]

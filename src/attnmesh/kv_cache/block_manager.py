@@ -171,7 +171,7 @@ class BlockManager:
                 new.drop(sequence, max(0, length - begin))
             if begin >= length:
                 del sequence.pending[new]
-        # A kept block may be full beyond the length and have a hash: it keeps that until somebody appends to it.
+        # A kept block may be full beyond the length and have a hash: it keeps that until tokens are appended to it.
         del sequence.blocks[kept:], sequence.ids[length:], sequence.hashes[self._layout.num_full_blocks(length) :]
         sequence.length = length
 

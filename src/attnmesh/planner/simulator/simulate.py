@@ -27,7 +27,7 @@ class Simulated:
     finish: Floats  # when the rank has finished, its messages included
     computed: Floats
     waited: Floats  # for messages, with nothing to compute: exposed communication, and late ranks
-    spans: list[Span]  # of the ranks that were asked for, in the order of their beginnings
+    spans: list[Span]  # of the traced ranks, sorted by start time
     method: str  # of the simulation
 
     @property
