@@ -75,9 +75,9 @@ def test_verify_on_virtual_ranks_finds_everything_right():
         "sparse attention documents",
         "sparse dense loss causal strided",
         "sparse top-k same bits",
-        "sparse attention CP2 sharded contiguous causal",
+        "sparse attention CP2 ring contiguous causal",
         "sparse loss TP2 causal",
-        "sparse CP2 gathered zigzag same bits",
+        "sparse CP2 allgather zigzag same bits",
     ):
         assert mode in ran.output
     passed, failed = counts(ran.stdout)

@@ -225,7 +225,7 @@ def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
         message, seconds = ranks[rank]["remembered_and_new"]
         assert f"rank {rank} failed in barrier (ring) while" in message
         assert seconds < 7
-    assert any("rank 1 wants to agree on ring(n=2)" in ranks[rank]["remembered_and_new"][0] for rank in (0, 2))
+    assert any("rank 1 is about to start ring(n=2)" in ranks[rank]["remembered_and_new"][0] for rank in (0, 2))
     message, seconds = ranks[1]["remembered_and_new"]
     assert message.startswith("rank 1 was about to start ring(n=2), but")
     assert seconds < 7
