@@ -164,11 +164,13 @@ def test_all_dense_kernels_compile():
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_memory_bound_kernels_compile():
     assert_compiles_for_hopper("memory bound", [(128, "bfloat16", 1), (128, "float32", 4)])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_kernel_that_writes_the_cache_compiles():
     assert_compiles_for_hopper("cache write", [
