@@ -225,7 +225,7 @@ class TestRefused:
     def test_more_ranks_than_tokens(self, model):
         refused(run(model, document="a b c"), "at least one token per rank (4), got 3 tokens")
 
-    def test_a_stretch_too_short_for_the_ranks(self, model):
+    def test_a_prefill_chunk_too_short_for_the_ranks(self, model):
         refused(run(model, "--prefill-chunk", "7"), "--prefill-chunk must be at least 8 tokens on 4 ranks, got 7")
 
     def test_temperature_where_the_likeliest_token_is_needed(self, model):

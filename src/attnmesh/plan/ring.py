@@ -380,7 +380,7 @@ class RingSpec(GroupSpec):
 
 
 def key_source(offset: int, world: int, what: str = "rank r") -> str:
-    """Whose keys a rank (or node) has at an offset, counted the shorter way around."""
+    """The rank (or node) whose keys are present at an offset, counted in the shorter direction around the ring."""
     if offset == 0:
         return f"keys of {what}"
     return f"keys of {what} - {offset}" if 2 * offset <= world else f"keys of {what} + {world - offset}"
