@@ -190,7 +190,7 @@ HEAD_COUNTS = [(1, 1), (2, 1), (3, 3), (4, 1), (5, 5), (6, 2), (6, 3), (7, 7), (
     [*product(("ulysses", "ulysses+ring"), HEAD_COUNTS), *zip(SCHEDULES, HEAD_COUNTS[2:], strict=False)],
 )
 def test_any_number_of_heads(schedule, heads):
-    """Heads that do not divide, more ranks than heads, fewer kv heads than ranks, groups cut by a rank's stretch."""
+    """Heads that do not divide, more ranks than heads, fewer kv heads than ranks, groups that a rank boundary cuts."""
     mesh = (5, None) if schedule in FLAT else (6, 3)
     inputs = random_inputs(19, heads=heads, head_dim=8, seed=sum(heads), dtype=random.Random(str(heads)).choice(DTYPES))
     assert_attention_close(
