@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 
+from attnmesh.core.files import check_file
 from attnmesh.plan.program import KERNEL_KINDS, SIZED_IN_BYTES, KernelKind
 from attnmesh.planner.hardware import Curve, Device, Link, Wiring
 
@@ -65,6 +66,7 @@ class Tables:
 
 def read_tables(path: Path) -> Tables:
     """The tables of a file; ValueError names the file, the field, its value and what is allowed."""
+    check_file(path, str(path))
     try:
         whole = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from attnmesh.core.files import check_file
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import And, Documents, Mask, SlidingWindow
 from attnmesh.generation.generator import GenerationStats
@@ -244,6 +245,7 @@ def in_words(what: Layout | Mask) -> str:
 
 def read_figures(path: Path) -> dict[str, Rows]:
     """Return the tables in a JSON file: its lists of objects and groups of values. ValueError if there are none."""
+    check_file(path, f"figures {path}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from attnmesh.core.files import check_file
+
 Track = Literal["compute", "send", "receive", "wait"]
 TRACKS: tuple[Track, ...] = get_args(Track)
 
@@ -89,6 +91,7 @@ def _to_python(value: object) -> object:
 
 def read_trace(path: Path | str) -> list[Span]:
     """The spans of a trace that `write_trace` wrote, sorted by rank, track and begin. ValueError for other files."""
+    check_file(Path(path), str(path))
     try:
         events = json.loads(Path(path).read_text())["traceEvents"]
         return [_span(event) for event in events if event["ph"] == "X"]

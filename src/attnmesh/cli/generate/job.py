@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.core.files import check_file
 from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
 from attnmesh.generation.engine import kv_bytes_per_token, min_prefill_chunk
@@ -71,6 +72,7 @@ def read_document(prompt: str | None, file: Path | None) -> str:
         assert prompt is not None
         text = prompt
     else:
+        check_file(file, f"--prompt-file {file}")
         try:
             text = file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from attnmesh.core.files import check_file
 from attnmesh.planner.catalog_file import unknown
 from attnmesh.planner.models.config import Experts, LatentAttention, ModelConfig, WeightBits
 
@@ -90,6 +91,7 @@ def read_model_config(path: Path, name: str | None = None) -> ModelConfig:
 
 
 def _read(path: Path) -> _Fields:
+    check_file(path, str(path))
     try:
         values = json.loads(path.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
