@@ -242,9 +242,9 @@ def _merge_packed_kernel(
         place += strides[0]
     if sinks is not None:
         sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32)
-        # A row without keys stays 0: its peak is -inf. Two infinite lses weigh the same.
-        sink_lse = tl.where(sink == peak, 0.0, sink - peak)
-        total += tl.exp(tl.where(peak == float("-inf"), float("-inf"), sink_lse))
+        # A row without keys stays 0: its peak is -inf. An infinite sink and an infinite lse weigh the same.
+        weight = tl.exp(tl.where(peak == float("-inf"), float("-inf"), sink - peak))
+        total += tl.where((sink == float("inf")) & (peak == float("inf")), total, weight)
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     target = out + sequence * out_strides[0] + head * out_strides[1] + token * out_strides[2]
     tl.store(target[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
