@@ -15,9 +15,9 @@ from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag, dimension
 from attnmesh.core.masks import Causal, Mask
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.core.validation import check_count
+from attnmesh.core.validation import check_bool, check_count
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import input_error, resolve_scale
+from attnmesh.ops.dense.call import check_inputs, resolve_scale
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.executor import (
     BACKENDS,
@@ -245,9 +245,8 @@ class ContextParallel(ExecutorFactory):
 
     def _new_call(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _CachedCall:
         mask, scale, length, key_length, key_layout, return_lse, needs_grad = options
-        error = input_error(q, k, v, scale)
-        if error is not None:
-            raise ValueError(error)
+        check_inputs(q, k, v, scale)
+        check_bool(return_lse=return_lse)
         _check_layout("key_layout", key_layout)
         inferred = "" if length is not None else " (positions per rank x world; pass length= if they differ)"
         length = q.shape[2] * self.world if length is None else length

@@ -31,10 +31,10 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_count
+from attnmesh.core.validation import check_bool, check_choice, check_count
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import Call, Grads, Result, contiguous_last_dim, input_error, resolve_scale
+from attnmesh.ops.dense.call import Call, Grads, Result, check_inputs, contiguous_last_dim, resolve_scale
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.executor import BACKENDS, Executor, attend, unshard
 from attnmesh.plan.blocks import Patch
@@ -95,17 +95,15 @@ def ring_distributed_attention(
     comm = SoloComm() if group is None else comm_from(group)
 
     def check_arguments() -> tuple[_QueryShare, SharedValues]:
-        error = input_error(q, k, v, scale)
-        if error is not None:
-            raise ValueError(error)
+        check_inputs(q, k, v, scale)
+        check_bool(return_lse=return_lse)
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"q and k must hold the same positions, got {q.shape[2]} and {k.shape[2]}")
         size, index = (ring_size, ring_id) if group is None else _place_in_group(comm, ring_size, ring_id)
         if size is None or index is None:
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={index}")
         _check_ring(size, index)
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        check_choice("backend", backend, BACKENDS)
         share = _QueryShare(Zigzag(pairs).ranges(q.shape[2], size, index), resolve_scale(q, scale), backend, comm)
         for call in share.calls(q, k, v):
             choose_fused(call, backend)  # raises if no backend serves it
