@@ -297,7 +297,7 @@ def judge_refusal(error: Exception, parameter: str, value: Any, others: Collecti
         if any(names(text, other) for other in others):
             return Outcome("refused", text)
         return Outcome("argument not named", text[:300])
-    if not mentions(text, value):
+    if f"{parameter}[" not in text and not mentions(text, value):  # else it names one of several items
         return Outcome("value not named", text[:300])
     return Outcome("refused", text)
 

@@ -160,12 +160,12 @@ class Striped(Layout):
         return (range(rank, max(rank, length), world),)
 
 
-def dimension(x: Tensor, dim: int) -> int:
+def dimension(x: Tensor, dim: int, name: str = "dim") -> int:
     """`dim` as a non-negative index; raises ValueError if it is out of range, or `x` is not a tensor."""
     check_tensor("x", x)
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise ValueError(
-            f"dim must be in {-x.ndim}..{x.ndim - 1} for a tensor x of shape {tuple(x.shape)}, got {shown(dim)}"
+            f"{name} must be in {-x.ndim}..{x.ndim - 1} for a tensor x of shape {tuple(x.shape)}, got {shown(dim)}"
         )
     return dim % x.ndim
 

@@ -50,7 +50,7 @@ def shown(value: object) -> str:
 def check_count(name: str, n: object, least: int = 0, most: int = MAX_COUNT) -> int:
     """Return `n`; raise ValueError unless it is an integer from `least` to `most`."""
     if not isinstance(n, int) or isinstance(n, bool) or n < least:
-        raise ValueError(f"{name} must be {_at_least(least)}, got {shown(n)}")
+        raise ValueError(f"{name} must be an integer >= {least}, got {shown(n)}")
     if n > most:
         raise ValueError(f"{name} must be at most {most}, got {shown(n)}")
     return n
@@ -59,11 +59,9 @@ def check_count(name: str, n: object, least: int = 0, most: int = MAX_COUNT) -> 
 def check_positive(**counts: object) -> None:
     """Raise ValueError unless all arguments are positive integers."""
     for name, n in counts.items():
-        check_count(name, n, least=1)
-
-
-def _at_least(least: int) -> str:
-    return "a positive integer" if least == 1 else f"an integer >= {least}"
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ValueError(f"{name} must be a positive integer, got {shown(n)}")
+        check_count(name, n)
 
 
 def check_index(name: str, n: object, size: int, of: str = "") -> int:

@@ -31,7 +31,15 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_bool, check_choice, check_count
+from attnmesh.core.validation import (
+    MAX_RANKS,
+    check_bool,
+    check_choice,
+    check_count,
+    check_index,
+    check_tensor,
+    shown,
+)
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.api import choose_fused
 from attnmesh.ops.dense.call import Call, Grads, Result, check_inputs, contiguous_last_dim, resolve_scale
@@ -141,9 +149,8 @@ def gather_ring_outputs(
     def check_arguments() -> tuple[Zigzag, SharedValues]:
         layout = Zigzag(pairs)
         check_count("length", length)
-        if not isinstance(local_out, Tensor) or local_out.ndim < 3:
-            got = f"shape {tuple(local_out.shape)}" if isinstance(local_out, Tensor) else type(local_out).__name__
-            raise ValueError(f"local_out must be a tensor [batch, heads, rows, ...], got {got}")
+        if check_tensor("local_out", local_out, "[batch, heads, rows, ...]").ndim < 3:
+            raise ValueError(f"local_out must be [batch, heads, rows, ...], got shape {tuple(local_out.shape)}")
         expected = layout.local_length(length, comm.world, comm.rank)
         if local_out.shape[2] != expected:
             raise ValueError(
@@ -221,12 +228,11 @@ def _patch(chunk: range) -> Patch:
 def _place_in_group(comm: Comm, ring_size: int | None, ring_id: int | None) -> tuple[int, int]:
     """Ring size and id from the group; values that are given as well must agree with it."""
     for name, given, expected in (("ring_size", ring_size, comm.world), ("ring_id", ring_id, comm.rank)):
-        if given is not None and given != expected:
-            raise ValueError(f"{name} must be that of the group, {expected}, or None, got {given!r}")
+        if given is not None and not (isinstance(given, int) and given == expected):
+            raise ValueError(f"{name} must be that of the group, {expected}, or None, got {shown(given)}")
     return comm.world if ring_size is None else ring_size, comm.rank if ring_id is None else ring_id
 
 
 def _check_ring(ring_size: int, ring_id: int) -> None:
-    check_count("ring_size", ring_size, least=1)
-    if isinstance(ring_id, bool) or not isinstance(ring_id, int) or not 0 <= ring_id < ring_size:
-        raise ValueError(f"ring_id must be an integer in 0..{ring_size - 1}, got {ring_id!r}")
+    check_count("ring_size", ring_size, least=1, most=MAX_RANKS)
+    check_index("ring_id", ring_id, ring_size)
