@@ -27,7 +27,7 @@ SharedValues = dict[str, object]
 
 
 _MAX_REMEMBERED = 4096  # agreements
-COMPARED_CALLS = 16  # latest calls that are compared with every agreement
+COMPARED_CALLS = 32  # latest calls that are compared with every agreement
 _ONE_ROUND = 1 << 16  # bytes per rank below which an all-reduce is latency-bound: one round beats two
 
 
@@ -85,6 +85,7 @@ class Comm(ABC):
     traffic: Traffic
     shares_stream = False
     """Whether other ranks queue work on this rank's CUDA stream."""
+    _shares_log = False  # whether other subgroups use the same log
     is_own_group = False
     """Whether this is a process group of its own, which needs all its ranks in the first operation (NCCL)."""
 
@@ -141,6 +142,7 @@ class Comm(ABC):
         self._check_count(shapes, "shapes")
         self._check_shape(x, shapes[self.rank], "x")
         _check_into(x, shapes, into)
+        self._log_collective("all_gather", shapes, x)
         self._count("all_gather", x.nbytes * (self.world - 1))
         return self._all_gather("all_gather", x, shapes, into)
 
@@ -153,22 +155,26 @@ class Comm(ABC):
         if len(kinds) > 1:
             raise ValueError(f"parts must share one dtype and device, got {sorted(map(str, kinds))}")
         _check_into(parts[self.rank], shapes, into)
+        self._log_collective("all_to_all", (), parts[0])
         self._count("all_to_all", sum(part.nbytes for i, part in enumerate(parts) if i != self.rank))
         return self._all_to_all("all_to_all", parts, shapes, into)
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """The sum over all ranks of their `parts[rank]`; parts may differ in shape."""
         self._check_count(parts, "parts")
+        self._log_collective("reduce_scatter", [part.shape for part in parts], parts[0])
         self._count("reduce_scatter", sum(part.nbytes for i, part in enumerate(parts) if i != self.rank))
         return self._reduce_scatter("reduce_scatter", parts)
 
     def all_reduce(self, x: Tensor, *, reuse: bool = False) -> Tensor:
         """The sum of `x` over all ranks, with the same bits on every rank. `reuse` allows it to overwrite `x`."""
+        self._log_collective("all_reduce", [x.shape], x)
         self._count("all_reduce", round(2 * (self.world - 1) / self.world * x.nbytes))
         return self._all_reduce("all_reduce", x, reuse)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
+        self._log_collective("barrier", (), None)
         self._count("barrier", 0)
         self._barrier("barrier")
 
@@ -317,6 +323,13 @@ class Comm(ABC):
     def _check_shape(self, x: Tensor, shape: Shape, name: str) -> None:
         if tuple(x.shape) != tuple(shape):
             raise ValueError(f"{name} must have shape shapes[{self.rank}] = {tuple(shape)}, got {tuple(x.shape)}")
+
+    def _log_collective(self, op: str, shapes: Sequence[Shape], x: Tensor | None) -> None:
+        """Log a collective, unless other subgroups, whose collectives may differ, share the log."""
+        if self.world > 1 and not self._shares_log:
+            sizes = tuple(map(tuple, shapes))
+            itemsize = 0 if x is None else x.element_size()
+            self.log.add(op, hash((text_digest(op), itemsize, sizes)), {"shapes": sizes} if sizes else None)
 
     def _count(self, op: str, nbytes: int) -> None:
         """Count a collective as one message; in a world of one, as none."""

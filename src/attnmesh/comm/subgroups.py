@@ -26,6 +26,7 @@ class SubComm(Comm):
         super().__init__(members.index(parent.rank), len(members), parent.timeout)
         self._parent, self._members = parent, tuple(members)
         self.log = self._parent_log()
+        self._shares_log = self.log is parent.log
         self.shares_stream = parent.shares_stream
 
     @property

@@ -261,7 +261,7 @@ class ShardedCache:
             sent = self._local.upload(begins)
             tensors.fill(sent, sent[:0], sent[:0, None].expand(0, count))
         ids = 0 if given is None else hash(tuple(map(tuple, given)))
-        self._log("append", tokens=count, at=tuple(begins), ids=ids)
+        self._log("append", tokens=count, rows=tuple(s.row for s in sequences), at=tuple(begins), ids=ids)
         self._current = Step(count, sequences, new, skipped, tensors)
         return self._current
 
