@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.agreement import CommError, Signature, disagreement
+from attnmesh.core.validation import check_timeout
 from attnmesh.trace.recorder import Recorder
 
 T = TypeVar("T")
@@ -87,9 +88,7 @@ class Comm(ABC):
     """Whether this is a process group of its own, which needs all its ranks in the first operation (NCCL)."""
 
     def __init__(self, rank: int, world: int, timeout: float) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive seconds, got {timeout}")
-        self.rank, self.world, self.timeout = rank, world, timeout
+        self.rank, self.world, self.timeout = rank, world, check_timeout(timeout)
         self.traffic = Traffic()
         self._recorder: Recorder | None = None
         self._agreed: set[object] = set()
