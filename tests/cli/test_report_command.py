@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 from typer.testing import CliRunner
@@ -88,12 +89,11 @@ def test_figures_are_all_tables_that_a_file_holds(tmp_path):
     }
 
 
-@pytest.mark.parametrize("depth", [10, 900, 100_000])
+@pytest.mark.parametrize("depth", [10, 100_000])
 @pytest.mark.parametrize("pair", ["[]", ['{"a":', "}"]], ids=["list", "object"])
 def test_nested_figures_are_read_or_refused(tmp_path, depth, pair):
     path = tmp_path / "run.json"
     path.write_text(pair[0] * depth + "1" + pair[1] * depth)
-    try:
+    refused = pytest.raises(ValueError, match=r"run\.json (has no table|.*nested too deeply)")
+    with nullcontext() if depth == 10 and pair != "[]" else refused:
         assert list(read_figures(path).values()) == [[{"": "a", "value": 1}]]
-    except ValueError as error:
-        assert re.search(r"run\.json (has no table|.*nested too deeply)", str(error))

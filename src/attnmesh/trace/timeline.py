@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from attnmesh.core.files import read_json
 from attnmesh.core.validation import MAX_RANKS, check_choice, check_count, check_number, check_type
@@ -107,7 +107,7 @@ def read_trace(path: Path | str) -> list[Span]:
 
 
 def _span(event: dict[str, Any]) -> Span:
-    rank, track, name, args = (event.get(key) for key in ("pid", "cat", "name", "args"))
+    rank, track, name, args = (cast(Any, event.get(key)) for key in ("pid", "cat", "name", "args"))
     check_count("pid", rank, most=MAX_RANKS)
     check_choice("cat", track, TRACKS)
     check_type("name", name, str, "a string")
