@@ -216,7 +216,7 @@ class TestRefused:
 
     def test_a_file_that_cannot_be_read(self, model, tmp_path):
         refused(run(model, "--prompt-file", str(tmp_path / "none"), document=None), "none cannot be read: No such file")
-        refused(run(model, "--prompt-file", str(tmp_path), document=None), "cannot be read: Is a directory")
+        refused(run(model, "--prompt-file", str(tmp_path), document=None), "must be a file, got a folder")
 
     def test_two_prompts_or_none(self, model):
         refused(run(model, "--prompt-file", "x"), "one of --prompt and --prompt-file is required, got both")

@@ -305,6 +305,7 @@ class Pair:
             wanted_last[sequence.row] = sequence.length - 1
             reserved = sequence.blocks[-(-sequence.length // block_size) :]
             assert all(cache._pool.ref_count(block) == 1 for block in reserved), "reserved for two"
+            assert None not in map(cache._pool.lookup, sequence.hashes), "a live sequence holds it, and it is not found"
             for i, block in enumerate(sequence.blocks):
                 if block in cache._pool._hash_of_block:
                     tokens = model.tokens[i * block_size : (i + 1) * block_size]

@@ -261,7 +261,7 @@ def test_tokens_that_are_gone_are_not_written():
     cache.fork(a)  # nothing waits any more
 
 
-def test_equal_blocks_are_registered_once():
+def test_of_equal_blocks_those_of_the_live_sequence_are_reused():
     cache = make()
     a, b = cache.allocate(PROMPT), cache.allocate(PROMPT)  # at the same time: neither finds the other
     fill(cache, a, PROMPT)
@@ -270,6 +270,23 @@ def test_equal_blocks_are_registered_once():
     cache.free(b)
     assert (cache.stats().used, cache.stats().cached) == (3, 0)
     assert cache.allocate(PROMPT).blocks[:2] == a.blocks[:2]
+
+
+@pytest.mark.parametrize("freed", [0, 1])
+def test_content_is_found_while_a_live_sequence_holds_it(freed):
+    cache = make(num_blocks=8)
+    pair = [cache.allocate(PROMPT), cache.allocate(PROMPT)]  # neither is written yet, so both compute it
+    for sequence in pair:
+        fill(cache, sequence, PROMPT)
+    cache.free(pair[freed])
+    others = cache.allocate(5 * 4)  # all that is free
+    assert cache.stats().free == 0
+    assert cache.find_prefix(PROMPT) == 8
+    assert torch.equal(read(cache, pair[1 - freed]), wanted(PROMPT))
+    cache.free(others)
+    found = cache.allocate(PROMPT)
+    assert found.blocks[:2] == pair[1 - freed].blocks[:2]
+    cache._pool.check_invariants([found.blocks, pair[1 - freed].blocks])
 
 
 def test_rows_run_out():

@@ -78,16 +78,32 @@ def test_the_beginning_of_a_prefix_lives_longest():
     assert [blocks.allocate(1)[0] for _ in range(3)] == chain[::-1]
 
 
-def test_of_two_equal_blocks_the_first_stays_findable():
+@pytest.mark.parametrize("freed", [0, 1])
+def test_of_two_equal_blocks_the_one_in_use_stays_findable(freed):
+    blocks = BlockPool(2)
+    both = blocks.allocate(2)
+    for block in both:
+        blocks.add_hash(block, digest(1))
+    assert blocks.lookup(digest(1)) == both[0]
+    blocks.free([both.pop(freed)])
+    assert (blocks.num_free, blocks.num_cached) == (1, 0)
+    assert blocks.lookup(digest(1)) == both[0]
+    blocks.check_invariants([both])
+    blocks.free(both)
+    assert (blocks.num_free, blocks.num_cached) == (1, 1)
+    assert blocks.lookup(digest(1)) == both[0]
+    blocks.check_invariants([])
+
+
+def test_a_cached_block_is_free_once_a_used_one_has_its_content():
     blocks = BlockPool(2)
     first, second = blocks.allocate(2)
     blocks.add_hash(first, digest(1))
-    blocks.add_hash(second, digest(1))
-    assert blocks.lookup(digest(1)) == first
-    blocks.free([second])
-    assert (blocks.num_free, blocks.num_cached) == (1, 0)
     blocks.free([first])
-    assert (blocks.num_free, blocks.num_cached) == (1, 1)
+    blocks.add_hash(second, digest(1))
+    assert blocks.lookup(digest(1)) == second
+    assert (blocks.num_free, blocks.num_cached) == (1, 0)
+    blocks.check_invariants([[second]])
 
 
 def test_a_forgotten_block_is_free_when_it_goes_back():
@@ -135,7 +151,7 @@ def test_digests_say_all_tokens_before_and_the_key():
         lambda blocks: blocks._free_blocks.pop(),  # lost
         lambda blocks: blocks._free_blocks.append(0),  # in two states
         lambda blocks: blocks._ref_counts.__setitem__(0, 2),  # held by a ghost
-        lambda blocks: blocks._block_of_hash.clear(),  # cached, but not to be found
+        lambda blocks: blocks._blocks_of_hash.clear(),  # cached, but not to be found
         lambda blocks: blocks._hash_of_block.__setitem__(3, b"x"),  # free, but findable
         lambda blocks: blocks._cached_blocks.popitem(),
     ],

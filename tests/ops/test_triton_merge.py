@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from attnmesh.core.merge import discount_sinks_batch_invariant, merge, merge_sequential
 from attnmesh.core.state import State
-from attnmesh.ops.triton_merge import accumulate, add
+from attnmesh.ops.triton_merge import accumulate, add, merge_packed
 
 SHAPE = (2, 3, 50, 24)  # head_dim is no power of two, and 50 rows are no whole number of tiles
 
@@ -110,6 +111,32 @@ def test_adds_parts_over_any_rows(device, count):
     torch.testing.assert_close(rounded, expected, atol=1e-2, rtol=1e-2)
     assert add(total, parts, torch.float32, SHAPE) is total
     torch.testing.assert_close(total.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_infinite_lses_outweigh_all_others(device):
+    states = [make_part(device, 50, torch.float32, strided=False) for _ in range(4)]
+    for i in range(4):  # row 2 + i: the first 1 + i states
+        for state in states[: 1 + i]:
+            state.lse[:, :, 2 + i] = torch.inf
+            state.out[:, :, 2 + i] = torch.randn(2, 3, 24, device=device)
+    expected = merge([State(state.out.double(), state.lse.double()) for state in states])
+    result = accumulate(None, [(state, 0) for state in states], torch.float32, SHAPE)
+    assert torch.equal(result.lse.isposinf(), expected.lse.isposinf())
+    check(result, expected, 1e-5)
+    check(accumulate(states[0], [(state, 0) for state in states[1:]], torch.float32, SHAPE), expected, 1e-5)
+
+
+def test_packed_states_with_infinite_lses_and_sinks(device):
+    parts = torch.randn(3, 2, 4, 2, 17, device=device)
+    parts[0, :, 1:, 0, -1] = torch.inf
+    parts[1, :, 2:, 0, -1] = torch.inf
+    parts[:, :, 3, 1] = 0.0
+    parts[:, :, 3, 1, -1] = -torch.inf
+    sinks = torch.tensor([torch.inf, -torch.inf], device=device)
+    out, lse = merge_sequential(parts.double())
+    for given, expected in ((None, out), (sinks, discount_sinks_batch_invariant(out, lse, sinks[:, None, None]))):
+        merged = merge_packed(parts, given, torch.float32).double()
+        torch.testing.assert_close(merged, expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
 def test_rejects_a_wrong_number_of_parts(device):

@@ -226,7 +226,7 @@ def outcome(fn, comm):
 
 @pytest.mark.parametrize("name", CASES)
 def test_virtual_ranks_out_of_step(name):
-    with pytest.raises((CommError, ValueError), match="out of step|deadlock|disagree") as caught:
+    with pytest.raises((CommError, ValueError), match=r"out of step|deadlock|disagree") as caught:
         am.run_virtual(2, CASES[name])
     assert "rank 0" in str(caught.value)
     assert "rank 1" in str(caught.value)

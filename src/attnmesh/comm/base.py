@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import CommError, Signature, disagreement
 from attnmesh.core.call_log import CallLog, call_text, out_of_step, text_digest
+from attnmesh.core.validation import check_timeout
 from attnmesh.trace.recorder import Recorder
 
 T = TypeVar("T")
@@ -90,9 +91,7 @@ class Comm(ABC):
     """Whether this is a process group of its own, which needs all its ranks in the first operation (NCCL)."""
 
     def __init__(self, rank: int, world: int, timeout: float) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive seconds, got {timeout}")
-        self.rank, self.world, self.timeout = rank, world, timeout
+        self.rank, self.world, self.timeout = rank, world, check_timeout(timeout)
         self.traffic = Traffic()
         self._recorder: Recorder | None = None
         self._agreed: dict[object, int] = {}  # values that ranks agreed on, and their digests

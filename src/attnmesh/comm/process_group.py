@@ -22,6 +22,7 @@ from attnmesh.comm.agreement import AgreementStore, CommError, Signature, disagr
 from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
 from attnmesh.comm.monitor import Monitor
 from attnmesh.core.call_log import CallLog, text_digest
+from attnmesh.core.validation import check_timeout
 from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
 
 if TYPE_CHECKING:
@@ -434,11 +435,10 @@ def comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None = None, *, tim
     None is the default process group, or a single rank if torch.distributed is not initialized. `timeout`, in seconds,
     is set on the comm for all its users.
     """
+    seconds = None if timeout is None else check_timeout(timeout)
     comm = _comm_from(group)
-    if timeout is not None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive seconds, got {timeout}")
-        comm.timeout = timeout
+    if seconds is not None:
+        comm.timeout = seconds
     return comm
 
 

@@ -6,7 +6,10 @@ Two states over disjoint keys make the state over both:
     out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
 The weights are `exp(lse_i - lse)`. (A common description of ring attention scales by `exp(lse_i - max)` and never
-divides by the new sum.) All merges treat `-inf` as "no keys" and never return NaN for it.
+divides by the new sum.) All merges treat `-inf` as "no keys" and never return NaN for it. An lse of `+inf`, as an
+infinite sink gives, outweighs every finite one: `out` is the mean over the states with `+inf`, and lse is `+inf`. (A
+state does not know how many it was merged from, so a merge of merged states is not that mean.) The gradient of an lse
+of `+inf` is 0.
 
 The functions below compute the same value with different orders of operations, so their last bits differ. Each order
 serves a promise that the others cannot keep:
@@ -42,8 +45,8 @@ def merge(states: Iterable[State]) -> State:
     """Returns the state over all keys of `states`, whose key sets are disjoint.
 
     Takes any number of states. Associative, commutative and total: rows with `lse = -inf` contribute nothing, whatever
-    their `out` holds. Differentiable through every `out` and every `lse`. The result is float32 (float64 if any input
-    is).
+    their `out` holds. Where some states have `lse = +inf`, the result is the mean of their `out`, with `lse = +inf`.
+    Differentiable through every `out` and every finite `lse`. The result is float32 (float64 if any input is).
     """
     states = list(states)
     if not states:
@@ -57,10 +60,10 @@ def merge(states: Iterable[State]) -> State:
     dtype = accumulation_dtype(_widest_dtype(states))
     lse = torch.stack([state.lse.to(dtype) for state in states])
 
-    # Subtracting the largest finite lse keeps exp in range. It cancels, so no gradient flows through it.
+    # Subtracting the largest lse keeps exp in range. It cancels, so no gradient flows through it.
     top = lse.detach().amax(0)
     top = torch.where(top == -torch.inf, 0.0, top)
-    weight = torch.exp(lse - top)  # 0 for -inf
+    weight = _exp_difference(lse, top)  # 0 for -inf
     total = weight.sum(0)
     nonempty = total > 0
     total = torch.where(nonempty, total, 1.0)
@@ -71,6 +74,11 @@ def merge(states: Iterable[State]) -> State:
         w = w.unsqueeze(-1)
         out = out + w * torch.where(w > 0, state.out.to(dtype), 0.0)
     return State(out, torch.where(nonempty, top + torch.log(total), -torch.inf))
+
+
+def _exp_difference(lse: Tensor, top: Tensor) -> Tensor:
+    """exp(lse - top) for lse <= top and top > -inf; 1 where both are +inf."""
+    return torch.exp(torch.where(lse == torch.inf, 0.0, lse - top))
 
 
 def _widest_dtype(states: list[State]) -> torch.dtype:
@@ -89,8 +97,11 @@ def merge_into(total: State, part: State, row: int = 0) -> None:
     out, old, new = total.out[..., rows, :], total.lse[..., rows], part.lse.to(total.lse.dtype)
     merged = torch.logaddexp(old, new)
     nonempty = merged > -torch.inf
-    keep = torch.where(nonempty, torch.exp(old - merged), 0.0).unsqueeze(-1)
-    take = torch.where(nonempty, torch.exp(new - merged), 0.0).unsqueeze(-1)
+    both_infinite = (old == torch.inf) & (new == torch.inf)
+    keep, take = (
+        torch.where(nonempty, _exp_difference(lse, merged), 0.0).masked_fill_(both_infinite, 0.5).unsqueeze(-1)
+        for lse in (old, new)
+    )
     # where, not a product: an empty row may hold anything, and 0 * NaN is NaN.
     out.mul_(keep).add_(torch.where(take > 0, part.out.to(out.dtype) * take, 0.0))
     old.copy_(merged)
@@ -109,7 +120,7 @@ def merge_sequential(packed: Tensor) -> State:
         lse = part[..., -1]
         top = torch.maximum(peak, lse)
         shift = torch.where(top == -torch.inf, 0.0, top)  # -inf - -inf would be NaN
-        decay, weight = torch.exp(peak - shift), torch.exp(lse - shift)
+        decay, weight = _exp_difference(peak, shift), _exp_difference(lse, shift)
         acc = acc * decay.unsqueeze(-1) + part[..., :-1] * weight.unsqueeze(-1)
         total, peak = total * decay + weight, top
     out = acc / torch.where(total == 0.0, 1.0, total).unsqueeze(-1)
@@ -128,7 +139,7 @@ def merge_stacked(states: list[State], n: int) -> State:
     out, lse = (joined(parts) for parts in zip(*states, strict=True))
     # A row that is empty in every part has a total of 0; any other total is at least 1, the largest part's own.
     top = lse.amax(0, keepdim=n == 1).clamp(min=torch.finfo(lse.dtype).min)
-    weight = torch.exp(lse - top)
+    weight = _exp_difference(lse, top)
     total = weight.sum(0, keepdim=n == 1)
     weight = weight / total.clamp(min=1.0)
     return State((out * weight.unsqueeze(-1)).sum(0, keepdim=n == 1), top + torch.log(total))
@@ -140,7 +151,8 @@ def scale_for_sum(state: State, lses: Tensor) -> State:
     `lses` [ranks, ...] holds the lse of every rank. For collectives that can only add. Empty rows must have `out = 0`.
     """
     total = torch.logsumexp(lses, 0)
-    scale = torch.exp(state.lse - torch.where(total == -torch.inf, 0.0, total))
+    scale = _exp_difference(state.lse, torch.where(total == -torch.inf, 0.0, total))
+    scale = scale / (lses == torch.inf).sum(0).clamp(min=1)
     return State(state.out * scale.unsqueeze(-1), total)
 
 
@@ -160,7 +172,8 @@ def add_sinks(state: State, sinks: Tensor) -> State:
     An empty row becomes `(0, sink)`.
     """
     lse = torch.logaddexp(state.lse, sinks.to(state.lse.dtype))
-    weight = torch.exp(state.lse - torch.where(lse == -torch.inf, 0.0, lse))
+    weight = _exp_difference(state.lse, torch.where(lse == -torch.inf, 0.0, lse))
+    weight = torch.where((state.lse == torch.inf) & (sinks == torch.inf), 0.5, weight)
     return State(state.out * weight.unsqueeze(-1), lse)
 
 
@@ -169,7 +182,9 @@ def discount_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
     sigmoid has finite gradients everywhere, where the difference of two log-sum-exps has not.
     """
-    weight = torch.sigmoid(lse - sinks.to(lse.dtype))
+    sinks = sinks.to(lse.dtype)
+    # Equal infinities: half for +inf, and any weight for -inf, where `out` is 0.
+    weight = torch.sigmoid(torch.where(lse.isinf() & (lse == sinks), 0.0, lse - sinks))
     return (out * weight.unsqueeze(-1)).to(out.dtype)
 
 
@@ -178,7 +193,8 @@ def discount_sinks_batch_invariant(out: Tensor, lse: Tensor, sinks: Tensor) -> T
 
     torch's logaddexp is vectorized on the CPU: the last bit of an element depends on its place in the tensor.
     """
-    weight = 1 / (1 + torch.exp(sinks.to(lse.dtype) - lse))
+    sinks = sinks.to(lse.dtype)
+    weight = 1 / (1 + torch.exp(torch.where(lse == sinks, 0.0, sinks - lse)))
     return out * torch.where(lse == -torch.inf, 0.0, weight).unsqueeze(-1)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 class State(NamedTuple):
     """Attention over a subset of the keys: normalized `out` [..., D] and `lse` [...], natural log.
 
-    The identity, for rows that attend to no key, is `(0, -inf)`.
+    The identity, for rows that attend to no key, is `(0, -inf)`. An lse of `+inf` (an infinite sink) outweighs others.
     """
 
     out: Tensor

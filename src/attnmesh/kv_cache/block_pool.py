@@ -6,7 +6,9 @@ Every block is in one of three states:
 - *used*: referenced by one or more sequences;
 - *cached*: not referenced, but registered under its prefix hash, so that a prompt with the same prefix can reuse it.
 
-Cached blocks are evicted in least recently used order once no block is free.
+Cached blocks are evicted in least recently used order once no block is free. Sequences that compute the same prompt at
+the same time have blocks with the same content, all registered under one hash. Of these only used ones, or else one
+cached block, are kept: content is found for as long as any sequence references it.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class BlockPool:
         self._ref_counts = [0] * total
         self._free_blocks = list(range(total - 1, -1, -1))  # a stack: block 0 is allocated first
         self._cached_blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._block_of_hash: dict[bytes, int] = {}
+        self._blocks_of_hash: dict[bytes, dict[int, None]] = {}  # oldest first
         self._hash_of_block: dict[int, bytes] = {}
 
     @property
@@ -88,8 +90,8 @@ class BlockPool:
         return self._ref_counts[block]
 
     def lookup(self, prefix_hash: bytes) -> int | None:
-        """The block registered under a prefix hash, or None."""
-        return self._block_of_hash.get(prefix_hash)
+        """A block registered under a prefix hash, or None."""
+        return next(iter(self._blocks_of_hash.get(prefix_hash, ())), None)
 
     def check_available(self, needed: int, keep: Iterable[int] = ()) -> None:
         """Raise CacheFull unless `needed` blocks can be allocated without evicting any block of `keep`."""
@@ -128,22 +130,36 @@ class BlockPool:
                 raise RuntimeError(f"block {block} has a reference count of 0 and cannot be freed")
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
+                if self._has_copy(block):
+                    self.remove_hash(block)
                 if block in self._hash_of_block:
                     self._cached_blocks[block] = None
                 else:
                     self._free_blocks.append(block)
 
     def add_hash(self, block: int, prefix_hash: bytes) -> None:
-        """Register a used block under its prefix hash. If another block has the same content, that one stays."""
-        if prefix_hash not in self._block_of_hash:
-            self._block_of_hash[prefix_hash] = block
-            self._hash_of_block[block] = prefix_hash
+        """Register a used block under its prefix hash. A cached block with the same content becomes free."""
+        copy = self.lookup(prefix_hash)
+        if copy is not None and copy in self._cached_blocks:
+            del self._cached_blocks[copy]
+            self.remove_hash(copy)
+            self._free_blocks.append(copy)
+        self._blocks_of_hash.setdefault(prefix_hash, {})[block] = None
+        self._hash_of_block[block] = prefix_hash
 
     def remove_hash(self, block: int) -> None:
         """Remove a block from the lookup table, because its content is about to change."""
         prefix_hash = self._hash_of_block.pop(block, None)
         if prefix_hash is not None:
-            del self._block_of_hash[prefix_hash]
+            blocks = self._blocks_of_hash[prefix_hash]
+            del blocks[block]
+            if not blocks:
+                del self._blocks_of_hash[prefix_hash]
+
+    def _has_copy(self, block: int) -> bool:
+        """Whether another block is registered under the hash of a block."""
+        prefix_hash = self._hash_of_block.get(block)
+        return prefix_hash is not None and len(self._blocks_of_hash[prefix_hash]) > 1
 
     def check_invariants(self, block_lists: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless the state agrees with the blocks of all sequences."""
@@ -153,8 +169,11 @@ class BlockPool:
         free, cached = self._free_blocks, list(self._cached_blocks)
         if sorted([*free, *cached, *used]) != list(range(self.total)):
             raise AssertionError(f"free {free}, cached {cached}, used {sorted(used)}: not every block exactly once")
-        if {prefix_hash: block for block, prefix_hash in self._hash_of_block.items()} != self._block_of_hash:
+        registered = {block: prefix_hash for prefix_hash, blocks in self._blocks_of_hash.items() for block in blocks}
+        if registered != self._hash_of_block or not all(self._blocks_of_hash.values()):
             raise AssertionError("the two hash tables disagree")
         hashed = set(self._hash_of_block)
         if not set(cached) <= hashed or hashed & set(free):
             raise AssertionError(f"blocks with a hash {hashed}, cached {cached}, free {free}")
+        if any(self._has_copy(block) for block in cached):
+            raise AssertionError(f"of the cached blocks {cached} some have a copy")

@@ -34,7 +34,7 @@ def accumulate(
     A part `(state, row_begin)` covers rows [row_begin, row_begin + n); it may be strided, with `out` in fp16, bf16 or
     fp32. `total` is float32 and covers all rows. If `out_dtype` is float32, it is overwritten with the result, and rows
     before and after all parts stay as they are; else the result is new, or written to `into`. A row with lse -inf
-    contributes nothing, whatever its `out` holds; a row that no state covers is (0, -inf).
+    contributes nothing, whatever its `out` holds; a row that no state covers is (0, -inf). Infinite lses as in `merge`.
     """
     _check_count(parts)
     batch, heads, length, head_dim = shape
@@ -148,7 +148,7 @@ def _accumulate_kernel(
         covered = (near + tl.arange(0, ROWS) >= 0) & (lse != float("-inf"))
         mask = tile_mask(near, row_counts[i], ROWS, D, BLOCK_D) & covered[:, None]
         out = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        part_weight = tl.exp(lse - shift)
+        part_weight = _exp_difference(lse, shift)
         acc += out * part_weight[:, None]
         weight += part_weight
 
@@ -159,6 +159,12 @@ def _accumulate_kernel(
     tl.store(pointers, acc.to(result_out.dtype.element_ty), mask=tile_mask(row_begin, stop, ROWS, D, BLOCK_D))
     result_lse_head = at_head(result_lse, result_lse_strides, batch, head)
     store_rows(result_lse_head, result_lse_strides[2], row_begin, stop, peak + tl.log(weight), ROWS)
+
+
+@triton.jit
+def _exp_difference(lse, top):
+    """exp(lse - top) for lse <= top and top > -inf; 1 where both are +inf."""
+    return tl.exp(tl.where(lse == float("inf"), 0.0, lse - top))
 
 
 @triton.jit
@@ -229,15 +235,16 @@ def _merge_packed_kernel(
         part = tl.load(place[:, None] + column[None, :], mask=inside, other=0.0)
         top = tl.maximum(peak, lse)
         shift = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
-        decay, weight = tl.exp(peak - shift), tl.exp(lse - shift)
+        decay, weight = _exp_difference(peak, shift), _exp_difference(lse, shift)
         acc = acc * decay[:, None] + part * weight[:, None]
         total = total * decay + weight
         peak = top
         place += strides[0]
     if sinks is not None:
         sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32)
-        # A row without keys stays 0: its peak is -inf.
-        total += tl.exp(tl.where(peak == float("-inf"), float("-inf"), sink - peak))
+        # A row without keys stays 0: its peak is -inf. An infinite sink and an infinite lse weigh the same.
+        weight = tl.exp(tl.where(peak == float("-inf"), float("-inf"), sink - peak))
+        total += tl.where((sink == float("inf")) & (peak == float("inf")), total, weight)
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     target = out + sequence * out_strides[0] + head * out_strides[1] + token * out_strides[2]
     tl.store(target[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=inside)

@@ -35,6 +35,18 @@ def test_positions_of_any_stride(dtype):
     assert_like_reference(Q, K, V, cur_pos=column[:1].expand(4))
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference", *([] if CUDA else ["cpu"])])
+def test_an_infinite_sink_takes_all_weight(backend):
+    sinks = torch.tensor([torch.inf, -torch.inf], device=HERE)
+    cur_pos = [39, 20, -1, 0]
+    out, lse = decode_attention(Q, K, V, cur_pos=cur_pos, sinks=sinks, return_lse=True, backend=backend)
+    assert (out[:, 0] == 0).all()
+    assert (lse[[0, 1, 3], 0] == torch.inf).all()
+    assert (lse[2] == -torch.inf).all()
+    without = decode_attention(Q, K, V, cur_pos=cur_pos, backend=backend)
+    torch.testing.assert_close(out[:, 1], without[:, 1])
+
+
 def test_sinks_of_any_stride():
     assert_like_reference(Q, K, V, sinks=torch.tensor([[1.0, 9.0], [2.0, 9.0]], device=HERE)[:, 0])
 

@@ -131,8 +131,11 @@ class CacheReader:
         return self._k.read(owners, first, end), self._v.read(owners, first, end)
 
     def query(self, q: Tensor, scale: float) -> Tensor:
-        """q [B, Hq, T, D] for the product with `read` keys: scaled, padded, times the scale of the keys' heads."""
-        q = q.to(self.dtype) * scale
+        """q [B, Hq, T, D] for the product with `read` keys: scaled, padded, times the scale of the keys' heads.
+
+        Contiguous: the kernel reads the last dimension of any strides as if its stride were 1.
+        """
+        q = (q.to(self.dtype) * scale).contiguous()
         if self._k.head_scale is not None:
             q = (q.unflatten(1, (self._heads, -1)) * self._k.head_scale.unsqueeze(-1)).flatten(1, 2)
         return q if q.shape[3] == self._width else F.pad(q, (0, self._width - q.shape[3]))

@@ -39,7 +39,7 @@ def run(call: DecodeCall, *, plain: bool = False) -> State:
 
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     top = torch.where(top == -torch.inf, 0.0, top)
-    weight = torch.exp(scores - top)
+    weight = torch.exp(torch.where(scores == torch.inf, 0.0, scores - top))  # an infinite sink outweighs all keys
     total = weight.sum(-1, keepdim=True)
     nonempty = total > 0
     weight = rounded(weight / torch.where(nonempty, total, 1.0))[..., : visible.shape[-1]]

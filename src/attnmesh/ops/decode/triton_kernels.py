@@ -54,7 +54,7 @@ def finish_state(acc, total, peak, sink):
     top = tl.maximum(peak, sink)
     shift = tl.where(top == float("-inf"), 0.0, top)
     decay = tl.exp2(peak - shift)
-    total = total * decay + tl.exp2(sink - shift)
+    total = total * decay + tl.exp2(tl.where(sink == float("inf"), 0.0, sink - shift))
     weight = decay / tl.where(total == 0.0, 1.0, total)
     return acc * weight[None, :], (shift + tl.log2(total)) * _LN_2
 
