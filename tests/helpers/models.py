@@ -183,9 +183,11 @@ def write_gguf(path: Path, model=None) -> Path:
 
     writer = gguf.GGUFWriter(path, "llama")
     if model is None:
+        _add_metadata(writer, tiny_config(num_hidden_layers=1))
         writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
     else:
-        _add_llama(writer, model)
+        _add_metadata(writer, model.config)
+        _add_weights(writer, model)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -193,8 +195,7 @@ def write_gguf(path: Path, model=None) -> Path:
     return path
 
 
-def _add_llama(writer, model) -> None:
-    config = model.config
+def _add_metadata(writer, config) -> None:
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -212,6 +213,10 @@ def _add_llama(writer, model) -> None:
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+
+
+def _add_weights(writer, model) -> None:
+    config = model.config
     names = {
         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
