@@ -235,7 +235,8 @@ class ContextParallel(ExecutorFactory):
         """The cached call; ValueError for arguments that this rank can see to be wrong."""
         if not all(isinstance(x, Tensor) for x in (q, k, v)):
             return self._new_call(q, k, v, options)  # raises
-        key = tuple((x.shape, x.dtype, x.device) for x in (q, k, v)), options
+        # With the types, since True == 1 == 1.0: what is valid as an integer must not make another type valid.
+        key = tuple((x.shape, x.dtype, x.device) for x in (q, k, v)), options, *map(type, options)
         try:
             call = self._calls.get(key)
         except TypeError:  # an option is not hashable, and so not of its type
