@@ -77,6 +77,19 @@ def check_loaded(info: Mapping[str, Any], model: Path) -> None:
         raise ModelError(f"{model} does not match its configuration{differences}")
 
 
+def check_shapes(model: Any, declared: DeclaredModel, path: Path) -> None:
+    """Raise ModelError if loaded weights have other names or shapes: Transformers does not compare those of GGUF files.
+
+    Args:
+        model: of Transformers.
+        declared: what its configuration declares.
+        path: named in the message.
+    """
+    loaded = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    if loaded != declared.shapes:
+        raise ModelError(f"{path} does not match its configuration{Differences.between(loaded, declared.shapes)}")
+
+
 @dataclass(frozen=True)
 class Differences:
     """How the tensors of a checkpoint differ from a model's weights, to be printed."""

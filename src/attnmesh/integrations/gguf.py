@@ -8,10 +8,11 @@ requires: every value lies within the file, and tensors follow one another witho
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 
 from attnmesh.core.files import check_file
@@ -30,9 +31,11 @@ _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ARRAY_VALUES = 2**22  # of all arrays together: a vocabulary has some hundred thousand entries
 _MAX_STRING = 2**24
+_MAX_NAME = 256
+_ARCHITECTURE = re.compile(r"[a-z0-9._-]{1,64}")
 _REQUIRED = ("block_count", "context_length", "embedding_length", "attention.head_count")
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
-_TOKENS = "tokenizer.ggml.tokens"
+TOKENS = "tokenizer.ggml.tokens"
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,19 @@ def _check_magic(path: Path) -> None:
 
 def _check_values(header: GgufHeader, path: Path) -> None:
     """Raise ModelError if the header lacks a value for which Transformers would use a default, or has a wrong one."""
-    if not isinstance(header.values.get("general.architecture"), str):
-        raise ModelError(f"{path} has no general.architecture")
+    architecture = header.values.get("general.architecture")
+    if not isinstance(architecture, str) or not _ARCHITECTURE.fullmatch(architecture):
+        raise ModelError(f"{path} must name its family in general.architecture, got {str(architecture)[:64]!r}")
+    for name, value in header.values.items():
+        if isinstance(value, float) and not isfinite(value):
+            raise ModelError(f"{path} is damaged: {name!r} must be finite, got {value}")
     missing = [name for name in _REQUIRED if header.model_value(name) is None]
     if not any(isinstance(header.model_value(name), float) for name in _EPSILONS):
         missing.append(_EPSILONS[0])
     if missing:
         raise ModelError(f"{path} has no {header.architecture}.{missing[0]}")
-    if header.values.get(_TOKENS) is None:
-        raise ModelError(f"{path} has no {_TOKENS}")
+    if header.values.get(TOKENS) is None:
+        raise ModelError(f"{path} has no {TOKENS}")
     with model_errors():
         check_model_sizes(header.values, path)
 
@@ -135,7 +142,7 @@ class _Reader:
         return GgufHeader(self.values, self.tensors)
 
     def read_key(self) -> None:
-        name = self.string().decode()
+        name = self.string(_MAX_NAME).decode()
         if name in self.values:
             raise ModelError(f"{self.path} is damaged: it has the metadata key {name!r} twice")
         (kind,) = self.unpack("I")
@@ -169,7 +176,7 @@ class _Reader:
 
     def read_tensor(self, block_sizes: Mapping[int, tuple[int, int]]) -> tuple[str, GgufTensor, int]:
         """A tensor's name, the tensor at start 0, and its offset from the first tensor."""
-        name = self.string().decode()
+        name = self.string(_MAX_NAME).decode()
         (dimensions,) = self.unpack("I")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise ModelError(f"{self.path} is damaged: tensor {name!r} has {dimensions:,} dimensions")
@@ -208,8 +215,8 @@ class _Reader:
             raise ModelError(f"{self.path} must have at most {most:,} {what}, got {count:,}")
         return int(count)
 
-    def string(self) -> bytes:
-        length = self.count("bytes in a string", _MAX_STRING)
+    def string(self, most: int = _MAX_STRING) -> bytes:
+        length = self.count("bytes in a string", most)
         return self.data[self.advance(length) : self.offset]
 
     def advance(self, length: int) -> int:
