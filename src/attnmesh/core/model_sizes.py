@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from attnmesh.core.validation import shown
+
 MAX_LAYERS = 4096
 MAX_EXPERTS = 2**20  # of all layers together
 
@@ -61,7 +63,7 @@ def _check_list(name: str, values: list[object], source: object) -> None:
 def _check_size(name: str, value: Any, source: object, *, least: int) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if _is(_POSITIVE, name) and not (whole and least <= value):
-        raise ValueError(f"{name} in {source} must be a positive integer, got {value!r}")
+        raise ValueError(f"{name} in {source} must be a positive integer, got {shown(value)}")
     most = next((limit for pattern, limit in _MOST if _is(pattern, name)), _LARGEST)
     if whole and value > most:
         raise ValueError(f"{name} in {source} must be at most {most:,}, got {value:,}")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from attnmesh.core.files import check_file
 from attnmesh.core.model_sizes import MAX_LAYERS, check_model_sizes
+from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import ModelError, model_errors, require_hf
 
 MAX_FILE_BYTES = 2**41
@@ -27,6 +28,7 @@ _STRING, _ARRAY, _UINT32 = 8, 9, 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", _UINT32: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _ALIGNMENT = 32  # of the tensors, unless the file specifies another
 _MAX_DIMENSIONS = 4
+_MAX_HEADER = 2**28  # bytes
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ARRAY_VALUES = 2**22  # of all arrays together: a vocabulary has some hundred thousand entries
@@ -82,8 +84,10 @@ def read_header(path: Path) -> GgufHeader:
     _check_magic(path)
     block_sizes = require_hf("gguf").GGML_QUANT_SIZES
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _Reader(data, path).header(block_sizes)
+        size = path.stat().st_size
+        mapped = min(size, _MAX_HEADER)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), mapped, access=mmap.ACCESS_READ) as data:
+            header = _Reader(data, size, path).header(block_sizes)
     except (struct.error, UnicodeDecodeError, OverflowError) as error:
         raise ModelError(f"{path} is damaged: its header is truncated or invalid ({error})") from None
     _check_values(header, path)
@@ -104,7 +108,7 @@ def _check_values(header: GgufHeader, path: Path) -> None:
     """Raise ModelError if the header lacks a value for which Transformers would use a default, or has a wrong one."""
     architecture = header.values.get("general.architecture")
     if not isinstance(architecture, str) or not _ARCHITECTURE.fullmatch(architecture):
-        raise ModelError(f"{path} must name its family in general.architecture, got {str(architecture)[:64]!r}")
+        raise ModelError(f"{path} must name its family in general.architecture, got {shown(architecture)}")
     for name, value in header.values.items():
         if isinstance(value, float) and not isfinite(value):
             raise ModelError(f"{path} is damaged: {name!r} must be finite, got {value}")
@@ -123,7 +127,8 @@ def _check_values(header: GgufHeader, path: Path) -> None:
 class _Reader:
     """Reads values one after the other from a memory-mapped file."""
 
-    data: mmap.mmap
+    data: mmap.mmap  # the first bytes of the file
+    file_bytes: int
     path: Path
     offset: int = len(_MAGIC)
     array_values: int = 0
@@ -193,7 +198,9 @@ class _Reader:
         """Check that tensors follow one another up to the end of the file."""
         alignment = self.values.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ModelError(f"{self.path} is damaged: general.alignment must be a power of two, got {alignment!r}")
+            raise ModelError(
+                f"{self.path} is damaged: general.alignment must be a power of two, got {shown(alignment)}"
+            )
         first = end = -(-self.offset // alignment) * alignment
         for name, tensor, offset in table:
             start = -(-end // alignment) * alignment
@@ -205,9 +212,8 @@ class _Reader:
                 )
             self.tensors[name] = GgufTensor(tensor.shape, tensor.kind, start, tensor.size)
             end = start + tensor.size
-        have = len(self.data)
-        if not end <= have <= end + 2 * alignment:  # the last tensor may be padded
-            raise ModelError(f"{self.path} is damaged: it has {have:,} bytes, and its tensors need {end:,}")
+        if not end <= self.file_bytes <= end + 2 * alignment:  # the last tensor may be padded
+            raise ModelError(f"{self.path} is damaged: it has {self.file_bytes:,} bytes, and its tensors need {end:,}")
 
     def count(self, what: str, most: int) -> int:
         (count,) = self.unpack("Q")

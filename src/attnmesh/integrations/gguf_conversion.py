@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import (
     LOCAL,
     ModelError,
@@ -127,14 +128,14 @@ def _check_exact(config: Any, header: GgufHeader, gguf: Path) -> DeclaredModel:
     for name, attribute in _READ_EXACTLY.items():
         value = header.model_value(name)
         if value and value != getattr(config, attribute, None):
-            raise ModelError(f"{gguf} has {name} {value!r}, which {_NOT_READ}")
+            raise ModelError(f"{gguf} has {name} {shown(value)}, which {_NOT_READ}")
     scaling = header.model_value("rope.scaling.type") or "none"
     rope = getattr(config, "rope_parameters", None) or {}
     if scaling != "none" and rope.get("rope_type", "default") == "default":
-        raise ModelError(f"{gguf} has rope.scaling.type {scaling!r}, which {_NOT_READ}")
+        raise ModelError(f"{gguf} has rope.scaling.type {shown(scaling)}, which {_NOT_READ}")
     tokens = header.values[TOKENS]
     if not isinstance(tokens, int) or tokens > config.vocab_size:
-        raise ModelError(f"{gguf} must have at most {config.vocab_size:,} tokens, its vocabulary, got {tokens!r}")
+        raise ModelError(f"{gguf} must have at most {config.vocab_size:,} tokens, its vocabulary, got {shown(tokens)}")
     return declared
 
 
