@@ -1,12 +1,10 @@
 """Damaged and hostile GGUF files: each loads exactly what it says, or is refused in one line, without delay."""
 
 import os
-import resource
 import shutil
 import socket
 import struct
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +20,10 @@ from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.gguf import read_header
 from attnmesh.integrations.loading import load_model
 from helpers.gguf_files import MUTATIONS, llama_weights, mutated, parse
+from helpers.memory import little_memory
 from helpers.models import tiny_llama, write_folder, write_gguf
 
 SEEDS = 25
-MEMORY = 2**32  # beyond what the process has; the model takes 66 KB
 SECONDS = 20
 
 
@@ -40,18 +38,6 @@ def file(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("asked at the terminal"))
     (tmp_path / "folder").mkdir()
     return tmp_path / "folder" / "model.gguf"
-
-
-@contextmanager
-def little_memory():
-    """Limit what this process can allocate."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def outcome(file: Path) -> str:

@@ -25,6 +25,7 @@ class DeclaredModel:
     """The weights of the model that a configuration declares, counted without memory for them."""
 
     shapes: Mapping[str, Shape]
+    integers: frozenset[str]  # names of tensors that are not floating point
     elements: int  # tied weights once
     buffer_bytes: int  # of what is computed, not stored, such as masks
 
@@ -51,6 +52,7 @@ def declared_model(config: Any, tensors: int, model: Path) -> DeclaredModel:
     stored = {id(weight) for weight in weights.values()}
     return DeclaredModel(
         shapes={name: tuple(weight.shape) for name, weight in weights.items()},
+        integers=frozenset(name for name, weight in weights.items() if not weight.is_floating_point()),
         elements=sum(unique.values()),
         buffer_bytes=sum(buffer.nbytes for buffer in built.buffers() if id(buffer) not in stored),
     )
