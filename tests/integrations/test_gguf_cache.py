@@ -14,7 +14,7 @@ pytest.importorskip("gguf")
 
 
 from attnmesh.integrations import checkpoint
-from attnmesh.integrations import gguf as cache
+from attnmesh.integrations import conversion_cache as cache
 from attnmesh.integrations.checkpoint import ModelError
 from helpers.models import write_gguf
 
@@ -90,7 +90,7 @@ def test_damage_is_found_and_the_file_converted_anew(convert, gguf, name, damage
     assert convert.calls == 2
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "files": []}', '{"format": 1, "files": [7]}', "\0"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "files": []}', '{"format": 2, "files": [7]}', "\0"])
 def test_a_manifest_that_says_nothing_vouches_for_nothing(convert, gguf, text):
     entry = cache.converted_folder(gguf)
     (entry / "manifest.json").write_text(text)
@@ -99,7 +99,7 @@ def test_a_manifest_that_says_nothing_vouches_for_nothing(convert, gguf, text):
 
 def test_an_entry_of_another_format_is_made_anew(convert, gguf, monkeypatch):
     entry = cache.converted_folder(gguf)
-    monkeypatch.setattr("attnmesh.integrations.gguf._MANIFEST_FORMAT", 2)
+    monkeypatch.setattr("attnmesh.integrations.conversion_cache._MANIFEST_FORMAT", 3)
     assert not cache._is_intact(entry)
     cache.converted_folder(gguf)
     assert convert.calls == 2

@@ -1,22 +1,148 @@
-"""Validation and parsing of numeric arguments."""
+"""Checks of arguments: each raises ValueError with the argument, its value and what is allowed.
+
+Checks of calls over ranks run on every rank before anything is sent: only a ValueError reaches the other ranks.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+import reprlib
+from collections.abc import Iterable
 from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_COUNT = 2**31 - 1
+"""The largest size of a dimension or length of a sequence: indices are int32, and products of two counts fit int64."""
+MAX_RANKS = 2**16
+"""The largest number of ranks: plans have an entry for each."""
+MAX_TIMEOUT = 1_000_000
+"""The longest timeout in seconds, eleven days: torch.distributed counts milliseconds in 32 bits."""
+
+
+class _Shortened(reprlib.Repr):
+    """`repr` of limited length, in which tensors and arrays are not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, 100, 100, 60
+
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, Tensor):
+            return f"a {str(x.dtype).removeprefix('torch.')} tensor {list(x.shape)} on {x.device}"
+        if type(x).__module__ == "numpy" and getattr(x, "shape", ()):
+            return f"a numpy array {x.dtype} {list(x.shape)}"
+        return super().repr1(x, level)
+
+
+_shortened = _Shortened()
+
+
+def shown(value: object) -> str:
+    """A value as error messages show it: short, on one line, without reading tensors."""
+    try:
+        return " ".join(_shortened.repr(value).split())
+    except Exception:  # an integer of thousands of digits, or a type with a faulty __repr__
+        return f"a value of type {type(value).__name__}"
+
+
+def check_count(name: str, n: object, least: int = 0, most: int = MAX_COUNT) -> int:
+    """Return `n`; raise ValueError unless it is an integer from `least` to `most`."""
+    if not isinstance(n, int) or isinstance(n, bool) or n < least:
+        raise ValueError(f"{name} must be {_at_least(least)}, got {shown(n)}")
+    if n > most:
+        raise ValueError(f"{name} must be at most {most}, got {shown(n)}")
+    return n
 
 
 def check_positive(**counts: object) -> None:
-    """Raises ValueError unless all arguments are positive integers."""
+    """Raise ValueError unless all arguments are positive integers."""
     for name, n in counts.items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{name} must be a positive integer, got {n!r}")
+        check_count(name, n, least=1)
 
 
-def check_count(name: str, n: object, least: int = 0) -> None:
-    """Raise ValueError unless `n` is an integer of at least `least`."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < least:
-        raise ValueError(f"{name} must be an integer >= {least}, got {n!r}")
+def _at_least(least: int) -> str:
+    return "a positive integer" if least == 1 else f"an integer >= {least}"
+
+
+def check_index(name: str, n: object, size: int, of: str = "") -> int:
+    """Return `n`; raise ValueError unless it is an integer from 0 to `size` - 1. `of` says what it is an index of."""
+    if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < size:
+        raise ValueError(f"{name} must be 0 to {size - 1}{of}, got {shown(n)}")
+    return n
+
+
+def check_number(name: str, x: object, above: float | None = None, least: float | None = None) -> float:
+    """Return `x` as a float; raise ValueError unless it is a finite number, above `above` and at least `least`."""
+    if isinstance(x, float | int) and not isinstance(x, bool):
+        try:
+            number = float(x)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number) and (above is None or number > above) and (least is None or number >= least):
+            return number
+    if above == 0:
+        raise ValueError(f"{name} must be a positive number, got {shown(x)}")
+    limit = f" above {above:g}" if above is not None else "" if least is None else f" of at least {least:g}"
+    raise ValueError(f"{name} must be a finite number{limit}, got {shown(x)}")
+
+
+def check_timeout(timeout: object) -> float:
+    """Return `timeout` as a float; raise ValueError unless it is a number of seconds that a rank can wait for."""
+    if isinstance(timeout, float | int) and not isinstance(timeout, bool) and 0 < timeout <= MAX_TIMEOUT:
+        return float(timeout)
+    raise ValueError(f"timeout must be positive seconds, at most {MAX_TIMEOUT:,}, got {shown(timeout)}")
+
+
+def check_bool(**flags: object) -> None:
+    """Raise ValueError unless all arguments are True or False."""
+    for name, flag in flags.items():
+        if flag is not True and flag is not False:
+            raise ValueError(f"{name} must be True or False, got {shown(flag)}")
+
+
+def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Raise ValueError unless `value` is one of the allowed strings."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
+
+
+def check_type(name: str, value: object, kind: type | tuple[type, ...], what: str | None = None) -> None:
+    """Raise ValueError unless `value` is of a type; `what` describes it in the message."""
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise ValueError(f"{name} must be {what or ' or '.join(k.__name__ for k in kinds)}, got {shown(value)}")
+
+
+def check_tensor(name: str, x: object, shape: str = "") -> Tensor:
+    """Return `x`; raise ValueError unless it is a dense tensor. `shape` describes it in the message."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor{shape and ' ' + shape}, got {type(x).__name__} {shown(x)}")
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {shown(x)} with layout {x.layout}")
+    return x
+
+
+def check_dtype(name: str, dtype: object) -> torch.dtype:
+    """Return `dtype`; raise ValueError unless it is a floating point dtype of torch."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{name} must be a floating point torch.dtype, got {shown(dtype)}")
+    return dtype
+
+
+def check_device(name: str, device: object) -> torch.device:
+    """Return `device` as a torch.device; raise ValueError if it names none."""
+    if isinstance(device, torch.device):
+        return device
+    if isinstance(device, str):
+        try:
+            return torch.device(device)
+        except RuntimeError:
+            pass
+    raise ValueError(f"{name} must be a torch device such as 'cpu' or 'cuda:0', got {shown(device)}")
 
 
 _SUFFIX = {"": 1, "k": 1024, "m": 1024**2}
@@ -24,7 +150,7 @@ _WRITTEN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kKmM]?)", re.ASCII)
 
 
 def parse_length(text: str) -> int:
-    """Parses a sequence length such as `100000`, `128k` or `1.5M`; k is 1024 and M is 1024 * 1024."""
+    """Parse a sequence length such as `100000`, `128k` or `1.5M`; k is 1024 and M is 1024 * 1024."""
     match = _WRITTEN.fullmatch(text.strip())
     if match is not None:
         count = Fraction(match[1]) * _SUFFIX[match[2].lower()]

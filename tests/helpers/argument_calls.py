@@ -1,0 +1,433 @@
+"""A valid call of every public callable, for the argument fuzzer.
+
+A function or constructor has a factory of its arguments; a method has one that takes the instance. Tensors and caches
+are made anew for each call, because a call may change them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.comm import SoloComm
+from attnmesh.ops.block.norm_rope import Norm, Rope
+from attnmesh.plan.decode import DecodeShape, Place
+from attnmesh.plan.schedules import program
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
+from attnmesh.planner.catalog import cluster
+from attnmesh.planner.simulator.network import Slowdown
+from attnmesh.report import GeneratedAnswer, schedule_report
+from attnmesh.testing.block import random_block
+from helpers import models
+
+Arguments = dict[str, Any]
+
+
+def rows(*shape: int) -> Tensor:
+    """A small tensor that is the same in every call."""
+    return torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape)
+
+
+def _qkv(length: int = 6) -> Arguments:
+    return {"q": rows(1, 4, length, 8), "k": rows(1, 2, length, 8), "v": rows(1, 2, length, 8)}
+
+
+def _decode() -> Arguments:
+    return {"q": rows(2, 4, 1, 16), "k_cache": rows(2, 2, 8, 16), "v_cache": rows(2, 2, 8, 16)}
+
+
+def _paged() -> Arguments:
+    return {
+        "q": rows(2, 4, 2, 16), "k_pool": rows(4, 4, 2, 16), "v_pool": rows(4, 4, 2, 16),
+        "block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), "cur_pos": [5, 6],
+    }  # fmt: skip
+
+
+def _indices() -> Tensor:
+    return torch.tensor([[0, 1, -1]] * 6, dtype=torch.int32)
+
+
+def _sparse(**more: Any) -> Arguments:
+    return {"q": rows(6, 2, 8), "kv": rows(6, 8), "indices": _indices(), "scale": 0.5, **more}
+
+
+def _distribution() -> Arguments:
+    return {"q": rows(6, 2, 8), "k": rows(6, 8), "indices": _indices(), "lse": rows(6, 2), "scale": 0.5}
+
+
+def _indexer(**more: Any) -> Arguments:
+    return {"iq": rows(6, 2, 8), "ik": rows(6, 8), "w": rows(6, 2), **more}
+
+
+def _dense_loss() -> Arguments:
+    attention = {"q": rows(6, 2, 8), "k": rows(6, 8), "lse": rows(6, 2), "attn_scale": 0.5}
+    return _indexer(mode="dense", **attention)
+
+
+def _sparse_loss() -> Arguments:
+    return _indexer(indices=_indices(), target=rows(6, 3).abs())
+
+
+CONFIG = am.AttentionConfig(24, 4, 2, 8)
+SHARDING = am.DecodeSharding()
+
+
+def _weights() -> am.AttentionWeights:
+    return random_block(4, 2, 8, 24, sinks=True)[1]
+
+
+def _block() -> Arguments:
+    config, weights = random_block(4, 2, 8, 24, sinks=True)
+    return {"config": config, "weights": weights, "sharding": SHARDING, "comm": SoloComm()}
+
+
+def _make_cache() -> Arguments:
+    return {"batch": 2, "num_blocks": 8, "block_size": 4, "max_length": 16, "storage": "fp32"}
+
+
+def _block_call(block: am.AttentionBlock) -> Arguments:
+    cache = block.make_cache(**_make_cache())
+    step = cache.append([cache.allocate(4)], 2)
+    return {"x": rows(2, 2, 24), "cache": cache, "step": step}
+
+
+def _sizes() -> Arguments:
+    return {
+        "layers": 1, "num_blocks": 8, "block_size": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16, "storage": "fp8",
+        "device": "cpu", "max_length": 16, "k_scale": 1.0, "v_scale": torch.ones(2),
+    }  # fmt: skip
+
+
+def _new(cache: am.BlockCache) -> Any:
+    return cache.append([cache.allocate([1, 2, 3, 4])], 2)
+
+
+def _step(cache: am.ShardedCache) -> Any:
+    return cache.append([cache.allocate([1, 2, 3, 4])], 2)
+
+
+@cache
+def model() -> Any:
+    """A small language model."""
+    return models.attnmesh_model("llama")
+
+
+@cache
+def model_folder() -> Path:
+    """The folder of a small language model."""
+    return models.write_folder(Path(tempfile.mkdtemp(prefix="attnmesh-arguments-")))
+
+
+def _generator() -> Arguments:
+    return {
+        "model": model(), "tokenizer": None, "comm": SoloComm(), "cache_tokens": 64, "max_sequences": 2,
+        "prefill_chunk": 8,
+    }  # fmt: skip
+
+
+def _generate() -> Arguments:
+    return {"prompts": [[9, 10, 11, 12], [13, 14, 15]], "max_new_tokens": 1, "sampling": am.Sampling(), "stop": [7]}
+
+
+def _shape() -> Shape:
+    return Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=2, sum_itemsize=4)
+
+
+def _workload() -> Workload:
+    return Workload(shards(am.Causal(), am.Zigzag(), 64, 4), _shape(), 2)
+
+
+@cache
+def _report() -> Any:
+    return schedule_report(am.Causal(), am.Zigzag(), 64, 2, _shape())
+
+
+def _linear_weights() -> Arguments:
+    q, k, v = rows(32, 24), rows(16, 24), rows(16, 24)
+    biases = (rows(32), rows(16), rows(16))
+    return {"q": q, "k": k, "v": v, "biases": biases, "out": rows(24, 32), "sinks": rows(4)}
+
+
+CALLS: dict[str, list[Callable[..., Arguments]]] = {
+    # Attention.
+    "attention": [
+        lambda: {**_qkv(), "mask": am.Causal(), "q_positions": torch.arange(6), "k_positions": torch.arange(6)},
+        lambda: {**_qkv(), "backend": "reference"},
+    ],
+    "explain_attention": [lambda: {**_qkv(), "mask": am.Causal(), "q_positions": torch.arange(6)}],
+    "attention_context_parallel": [
+        lambda: {
+            "group": SoloComm(), "length": 6, "mask": am.Full(), "buffers": [rows(2, 6)], "buffer_seq_dims": [1],
+            "no_restore_buffers": [], "layout": am.Zigzag(), "schedule": "ring", "backend": "auto",
+        },
+    ],
+    "merge": [lambda: {"states": [am.State(rows(2, 3), rows(2)), am.State(rows(2, 3), rows(2))]}],
+    "State.identity": [lambda: {"shape": (2, 3), "dtype": torch.float32, "device": "cpu"}],
+    "ring_chunks": [lambda: {"length": 64, "ring_size": 4, "ring_id": 1, "pairs": (1, 1, 1, 1)}],
+    "ring_distributed_attention": [
+        lambda: {**_qkv(), "ring_size": 2, "ring_id": 0, "pairs": 1},
+        lambda: {**_qkv(), "group": SoloComm()},
+    ],
+    "gather_ring_outputs": [lambda: {"local_out": rows(1, 4, 6, 8), "length": 6, "group": SoloComm()}],
+    # Masks and layouts.
+    "SlidingWindow": [lambda: {"left": 2, "right": 1}],
+    "Documents": [lambda: {"lengths": [4, 2]}],
+    "Balanced": [lambda: {"mask": am.Causal()}],
+    "Joint": [lambda: {"parts": ((4, am.Zigzag()), (2, am.Striped()))}],
+    "Zigzag": [lambda: {"pairs": 2}, lambda: {"pairs": (1, 2)}],
+    "Mask.allows": [lambda mask: {"q_pos": torch.arange(4), "k_pos": torch.arange(4)}],
+    "Mask.boundaries": [lambda mask: {"q": range(1, 5)}],
+    "Mask.check": [lambda mask: {"length": 6}],
+    "Mask.coverage": [lambda mask: {"q": range(1, 5), "k": range(4)}],
+    "Mask.key_range": [lambda mask: {"q": 3}],
+    "Mask.key_ranges": [lambda mask: {"q": torch.arange(4)}],
+    "Layout.ranges": [lambda layout: {"length": 6, "world": 2, "rank": 1}],
+    "Layout.positions": [lambda layout: {"length": 6, "world": 2, "rank": 1}],
+    "Layout.local_length": [lambda layout: {"length": 6, "world": 2, "rank": 1}],
+    "Layout.chunks": [lambda layout: {"length": 6, "world": 2, "rank": 1}],
+    "Layout.shard": [lambda layout: {"x": rows(2, 6), "dim": 1, "world": 2, "rank": 1}],
+    "Layout.unshard": [
+        lambda layout: {"shards": [layout.shard(rows(2, 6), 1, 2, rank) for rank in range(2)], "dim": 1},
+    ],
+    # Context parallelism.
+    "ContextParallel": [
+        lambda: {"group": SoloComm(), "layout": am.Zigzag(), "schedule": "ring", "ranks_per_node": 1},
+    ],
+    "ContextParallel.attention": [
+        lambda cp: {**_qkv(), "mask": am.Causal(), "length": 6, "key_length": 6, "key_layout": am.Zigzag()},
+    ],
+    "ContextParallel.explain": [
+        lambda cp: {"length": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "key_length": 64, "device": "cpu"},
+    ],
+    "ContextParallel.positions": [lambda cp: {"length": 6}],
+    "ContextParallel.shard": [lambda cp: {"x": rows(2, 6), "dim": 1}],
+    "ContextParallel.unshard": [lambda cp: {"x": rows(2, 6), "dim": 1, "length": 6}],
+    "shard_inputs": [
+        lambda: {"cp": am.ContextParallel(SoloComm()), "input_ids": torch.ones(2, 6, dtype=torch.int64),
+                 "labels": torch.ones(2, 6, dtype=torch.int64)},
+    ],
+    # Decode.
+    "decode_attention": [
+        lambda: {**_decode(), "cur_pos": torch.tensor([5, 7]), "sinks": rows(4), "window": 3},
+        lambda: {**_decode(), "mask": torch.ones(1, 1, 1, 8, dtype=torch.bool)},
+        lambda: {**_decode(), "tree": torch.ones(1, 1, dtype=torch.bool)},
+        lambda: {**_decode(), "key_range": (torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1, dtype=torch.int32))},
+        lambda: {
+            "q": rows(2, 4, 1, 16), "k_cache": am.quantize(rows(2, 2, 8, 16), "int8"),
+            "v_cache": am.quantize(rows(2, 2, 8, 16), "int8"), "backend": "reference",
+        },
+    ],
+    "paged_decode_attention": [
+        lambda: {**_paged(), "into": am.State(torch.empty(2, 4, 2, 16), torch.empty(2, 4, 2))},
+        lambda: {**_paged(), "cur_pos": torch.tensor([5, 6], dtype=torch.int32), "backend": "reference"},
+    ],
+    "quantize": [
+        lambda: {"x": rows(2, 2, 8, 16), "storage": "fp8", "scale": torch.ones(2), "head_axis": 1},
+        lambda: {"x": rows(2, 2, 8, 16), "storage": "int8"},
+        lambda: {"x": rows(2, 2, 8, 16), "storage": "bfp8"},
+    ],
+    "dequantize": [
+        lambda: {"stored": am.quantize(rows(2, 2, 8, 16), "fp8", scale=torch.ones(2)), "dtype": torch.float32},
+        lambda: {"stored": rows(2, 2, 8, 16), "dtype": torch.float16},
+    ],
+    "Quantized": [
+        lambda: {"values": torch.zeros(2, 2, 8, 16, dtype=torch.int8), "scales": torch.ones(2, 2, 8)},
+        lambda: {"values": torch.zeros(2, 16, dtype=torch.int8), "scales": torch.ones(2, 1, dtype=torch.int8)},
+        lambda: {"values": torch.zeros(2, 16).to(torch.float8_e4m3fn), "scales": torch.ones(())},
+    ],
+    "BlockCache": [lambda: {**_sizes(), "max_sequences": 2}],
+    "BlockCache.allocate": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}, lambda cache: {"prompt": 3}],
+    "BlockCache.find_prefix": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}],
+    "BlockCache.append": [
+        lambda cache: {"sequences": [cache.allocate(0)], "tokens": [[1, 2]]},
+        lambda cache: {"sequences": [cache.allocate(0)], "tokens": 2},
+    ],
+    "BlockCache.append_with": [lambda cache: {"sequences": [cache.allocate(0)], "tokens": 2, "numbers": [1, 2]}],
+    "BlockCache.check_append": [lambda cache: {"sequences": [cache.allocate(0)], "tokens": 2}],
+    "BlockCache.upload": [lambda cache: {"numbers": [1, 2]}],
+    "BlockCache.fork": [lambda cache: {"sequence": cache.allocate(2)}],
+    "BlockCache.free": [lambda cache: {"sequence": cache.allocate(2)}],
+    "BlockCache.truncate": [lambda cache: {"sequence": cache.allocate(2), "length": 0}],
+    "BlockCache.keys": [lambda cache: {"layer": 0}],
+    "BlockCache.values": [lambda cache: {"layer": 0}],
+    "BlockCache.mark_written": [lambda cache: {"new": _new(cache), "layer": 0}],
+    "BlockCache.write": [
+        lambda cache: {"layer": 0, "new": _new(cache), "k": rows(1, 2, 2, 16), "v": rows(1, 2, 2, 16)},
+    ],
+    "ShardedCache": [lambda: {**_sizes(), "sharding": SHARDING, "rank": 0, "batch": 2}],
+    "ShardedCache.allocate": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}],
+    "ShardedCache.append": [lambda cache: {"sequences": [cache.allocate(0)], "tokens": [[1, 2]]}],
+    "ShardedCache.check_step": [lambda cache: {"step": _step(cache), "layer": 0}],
+    "ShardedCache.fork": [lambda cache: {"sequence": cache.allocate(2)}],
+    "ShardedCache.free": [lambda cache: {"sequence": cache.allocate(2)}],
+    "ShardedCache.truncate": [lambda cache: {"sequence": cache.allocate(2), "length": 0}],
+    "ShardedCache.keys": [lambda cache: {"layer": 0}],
+    "ShardedCache.values": [lambda cache: {"layer": 0}],
+    "ShardedCache.mark_written": [lambda cache: {"step": _step(cache), "layer": 0}],
+    "ShardedCache.write": [
+        lambda cache: {"layer": 0, "step": _step(cache), "k": rows(2, 2, 2, 16), "v": rows(2, 2, 2, 16)},
+    ],
+    # Sharded generation.
+    "Norm": [lambda: {"eps": 1e-6}],
+    "Rope": [lambda: {"frequencies": (1.0, 0.5), "layout": "halves", "factor": 1.0}],
+    "Rope.plain": [lambda: {"dim": 8, "theta": 10000.0, "layout": "pairs"}],
+    "Rope.llama3": [
+        lambda: {"dim": 8, "theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                 "original_length": 8192},
+    ],
+    "Rope.on": [lambda rope: {"device": torch.device("cpu")}],
+    "Rope.rotate": [lambda rope: {"x": rows(1, 2, 3, 8), "positions": torch.tensor([[0, 1, 2]])}],
+    "AttentionConfig": [
+        lambda: {"hidden": 24, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "norm": Norm(1e-6), "rope": Rope.plain(8),
+                 "window": 4, "scale": 0.5},
+    ],
+    "AttentionWeights": [lambda: vars(_weights())],
+    "AttentionWeights.check": [lambda weights: {"config": CONFIG, "sharding": SHARDING, "rank": 0}],
+    "AttentionWeights.shard": [lambda weights: {"config": CONFIG, "sharding": SHARDING, "rank": 0}],
+    "AttentionWeights.whole": [_linear_weights],
+    "AttentionBlock": [_block],
+    "AttentionBlock.make_cache": [lambda block: _make_cache()],
+    "AttentionBlock.__call__": [_block_call],
+    "DecodeSharding": [lambda: {"tp": 2, "kvdp": 2, "cp": 2, "interleave": 4}],
+    "DecodeSharding.check_heads": [lambda sharding: {"q_heads": 16, "kv_heads": 2}],
+    "DecodeSharding.cp_heads": [lambda sharding: {"rank": 1, "q_heads": 16}],
+    "DecodeSharding.group_heads": [lambda sharding: {"rank": 1, "q_heads": 16}],
+    "DecodeSharding.q_heads": [lambda sharding: {"rank": 1, "q_heads": 16}],
+    "DecodeSharding.replicated_q_heads": [lambda sharding: {"rank": 1, "q_heads": 16}],
+    "DecodeSharding.kv_heads": [lambda sharding: {"rank": 1, "kv_heads": 2}],
+    "DecodeSharding.cp_peers": [lambda sharding: {"rank": 1}],
+    "DecodeSharding.kvdp_peers": [lambda sharding: {"rank": 1}],
+    "DecodeSharding.local_index": [lambda sharding: {"position": 5}],
+    "DecodeSharding.local_length": [lambda sharding: {"length": 9, "cp_rank": 1}],
+    "DecodeSharding.owner": [lambda sharding: {"position": 5}],
+    "DecodeSharding.place": [lambda sharding: {"rank": 1}],
+    "DecodeSharding.position_shard": [lambda sharding: {"rank": 1}],
+    "DecodeSharding.rank": [lambda sharding: {"place": Place(0, 1, 1)}],
+    "DecodeSharding.sequences": [lambda sharding: {"rank": 1, "batch": 4}],
+    "DecodeSharding.slot": [lambda sharding: {"position": 5, "blocks": [3, 4], "block_size": 4}],
+    "Exchange": [lambda: {"kvdp": "all_gather", "cp": "reduce_scatter", "replicate_q": True}],
+    "Exchange.combine": [
+        lambda exchange: {
+            "sharding": am.DecodeSharding(cp=2), "shape": DecodeShape(1, 1, 4, 2, 8, 32), "device": "cpu",
+        },
+    ],
+    "decode_rank": [lambda: {"group": SoloComm(), "sharding": SHARDING}],
+    "attention_from_transformers": [
+        lambda: {"module": model().model.layers[0].self_attn, "input_norm": model().model.layers[0].input_layernorm},
+    ],
+    "recommend_sharding": [
+        lambda: {"batch": 2, "q_heads": 16, "kv_heads": 2, "ranks": 4, "context": 1024, "hidden": 64, "kv_bytes": 64},
+        lambda: {"batch": 2, "q_heads": 16, "kv_heads": 2, "ranks": 4, "context": 1024, "cluster": cluster("h200")},
+    ],
+    # Language models.
+    "load_model": [lambda: {"path": model_folder(), "device": "cpu", "dtype": torch.float32}],
+    "Sampling": [lambda: {"temperature": 0.5, "top_p": 0.9, "seed": 1}],
+    "Sampling.generator": [lambda sampling: {"row": 1}],
+    "Sampling.sample": [lambda sampling: {"logits": rows(16), "generator": sampling.generator(0)}],
+    "Generator": [_generator],
+    "Generator.generate": [lambda generator: _generate()],
+    "generate": [lambda: {"model": model(), "tokenizer": None, **_generate(), "comm": SoloComm(), "prefill_chunk": 8}],
+    # Sparse attention.
+    "sparse_attention": [lambda: _sparse(d_v=8, sinks=rows(2)), lambda: _sparse(v=rows(6, 4))],
+    "attention_distribution": [_distribution],
+    "indexer_topk": [lambda: _indexer(topk=2)],
+    "indexer_scores_at": [lambda: _indexer(indices=_indices())],
+    "indexer_kl_loss": [
+        lambda: {**_sparse_loss(), "row_mask": torch.ones(6, dtype=torch.bool), "global_rows": 6,
+                 "reduction": "mean_rows"},
+        _dense_loss,
+    ],
+    "canonicalize": [lambda: {"indices": _indices(), "scores": rows(6, 3), "s_kv": 6}],
+    "convert_lse": [lambda: {"lse": rows(6, 2), "src": "e", "dst": "2"}],
+    "SparseMask": [
+        lambda: {"topk_length": torch.ones(6, dtype=torch.int32), "causal": True, "q_start": 1, "k_stride": 2,
+                 "k_start": torch.zeros(6, dtype=torch.int64), "k_end": torch.ones(6, dtype=torch.int64)},
+    ],
+    "SparseMask.bounds": [lambda mask: {"s_q": 6, "s_kv": 6, "topk": 3, "device": torch.device("cpu")}],
+    "SparseParallel": [lambda: {"tp": SoloComm(), "cp": SoloComm(), "length": 6, "key_length": 6}],
+    "SparseParallel.sparse_attention": [lambda parallel: _sparse(d_v=8, sinks=rows(2))],
+    "SparseParallel.attention_distribution": [lambda parallel: _distribution()],
+    "SparseParallel.indexer_topk": [lambda parallel: _indexer(topk=2)],
+    "SparseParallel.indexer_scores_at": [lambda parallel: _indexer(indices=_indices())],
+    "SparseParallel.indexer_kl_loss": [lambda parallel: _sparse_loss(), lambda parallel: _dense_loss()],
+    # Ranks.
+    "comm_from": [lambda: {"group": SoloComm(), "timeout": 30.0}],
+    "run_virtual": [lambda: {"world": 2, "fn": lambda comm: comm.rank, "timeout": 30.0}],
+    "recording": [lambda: {"comm": SoloComm(), "device": "cpu"}],
+    "Comm.agree": [lambda comm: {"operation": "test", "values": {"a": 1}, "error": None}],
+    "Comm.all_gather": [lambda comm: {"x": rows(2), "shapes": [(2,)], "into": torch.empty(2)}],
+    "Comm.all_to_all": [lambda comm: {"parts": [rows(2)], "shapes": [(2,)], "into": torch.empty(2)}],
+    "Comm.all_reduce": [lambda comm: {"x": rows(2)}],
+    "Comm.reduce_scatter": [lambda comm: {"parts": [rows(2)]}],
+    "Comm.buffer": [lambda comm: {"shape": (2,), "dtype": torch.float32, "device": torch.device("cpu")}],
+    "Comm.exchange": [lambda comm: {"sends": [], "recvs": []}],
+    "Comm.fail": [lambda comm: {"message": "test"}],
+    # Plans, the planner and reports.
+    "shards": [
+        lambda: {"mask": am.Causal(), "layout": am.Zigzag(), "length": 64, "world": 4, "key_layout": am.Zigzag(),
+                 "key_length": 64},
+    ],
+    "Shape": [lambda: vars(_shape())],
+    "Shape.with_heads": [lambda shape: {"q_heads": 8, "kv_heads": 2}],
+    "Workload": [lambda: vars(_workload())],
+    "Workload.grad_weight": [lambda workload: {"backward": True}],
+    "program": [lambda: {"schedule": "ring", "workload": _workload(), "backward": False}],
+    "cluster": [
+        lambda: {"device": "h200", "ranks_per_node": 4, "intra_node": "nvlink4", "inter_node": None, "rails": 4},
+    ],
+    "schedule_cost": [
+        lambda: {"schedule": "ring", "workload": _workload(), "cluster": cluster("h200"), "backward": False},
+    ],
+    "simulate": [
+        lambda: {"program": program("ring", _workload(), backward=False), "cluster": cluster("h200"),
+                 "slow": Slowdown(), "keep": [0, 1]},
+    ],
+    "schedule_report": [
+        lambda: {"mask": am.Causal(), "layout": am.Zigzag(), "length": 64, "world": 2, "shape": _shape(),
+                 "ranks_per_node": 1, "device": "cpu", "facts": {"a": 1}, "figures": {"t": [{"a": 1}]}},
+    ],
+    "generation_report": [
+        lambda: {"answers": [GeneratedAnswer("q", "a", 3, 2)], "stats": [am.GenerationStats(0)], "facts": {"a": 1},
+                 "ranks_per_node": 1},
+    ],
+    "write_report": [lambda: {"path": Path(tempfile.gettempdir()) / "attnmesh-report.html", "report": _report()}],
+}  # fmt: skip
+
+RECEIVERS: dict[str, Callable[[], Any]] = {
+    "Comm": SoloComm,
+    "AttentionWeights": _weights,
+    "DecodeSharding": lambda: am.DecodeSharding(tp=2, kvdp=2, cp=2, interleave=4),
+    "ContextParallel": lambda: am.ContextParallel(SoloComm()),
+    "Exchange": am.Exchange,
+    "Zigzag": am.Zigzag,
+    "Rope": lambda: Rope.plain(8),
+    "SparseMask": lambda: am.SparseMask(causal=True),
+}
+"""How to make the instance of a class; by default from the first valid call of its constructor."""
+
+COLLECTIVE = {
+    "AttentionBlock", "AttentionBlock.__call__", "ContextParallel.attention", "ContextParallel.unshard",
+    "Generator.generate", "SparseParallel.attention_distribution", "SparseParallel.indexer_kl_loss",
+    "SparseParallel.indexer_scores_at", "SparseParallel.indexer_topk", "SparseParallel.sparse_attention", "generate",
+    "ring_distributed_attention", "gather_ring_outputs",
+}  # fmt: skip
+"""Calls that all ranks make together: an error on one rank is raised on all of them."""
+
+NOT_FUZZED = {
+    "ContextParallel.agreed_executor": "the interface of compiled operators, which pass checked options",
+    "ContextParallel.executor": "the interface of compiled operators, which pass checked options",
+    "GenerationStats": "a result",
+    "Token": "a result",
+    "GeneratedAnswer": "a record that is only shown",
+    "GenerationReport": "a result",
+    "ScheduleReport": "a result",
+}
+"""Public callables that take nothing from a user, and why."""
