@@ -103,6 +103,42 @@ def on_virtual_ranks(world: int, fn: Callable[[am.Comm], Any]) -> list[Any]:
     return am.run_virtual(world, fn, timeout=60)
 
 
+class OneLayer(torch.nn.Module):
+    """A model of one attention layer and nothing else, which runs in a fraction of a millisecond.
+
+    Its tokens depend on all keys and values before them, so that wrong or missing ones show.
+    """
+
+    class Config(SimpleNamespace):
+        def to_dict(self) -> dict[str, Any]:
+            return dict(vars(self))
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.config = self.Config(
+            model_type="llama", _attn_implementation="attnmesh", num_hidden_layers=1, num_key_value_heads=1,
+            num_attention_heads=2, hidden_size=16, head_dim=8, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS,
+        )  # fmt: skip
+        self.generation_config = SimpleNamespace(eos_token_id=STOP)
+        self.embedding = torch.nn.Embedding(VOCABULARY, 16)
+        torch.nn.init.normal_(self.embedding.weight, generator=torch.Generator().manual_seed(seed))
+        self.register_buffer("frequencies", torch.rand(16, generator=torch.Generator().manual_seed(seed)))
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.embedding
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, *, input_ids, position_ids, past_key_values, mesh, logits_to_keep, **_):
+        x = self.embedding(input_ids) + torch.sin(position_ids[..., None] * self.frequencies)  # [B, n, 16]
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        k, v = past_key_values.update(q[:, :1], q[:, 1:], 0)
+        out = mesh.attend(0, q, k, v, mask=am.Causal(), scale=1.0, sinks=None).transpose(1, 2).flatten(2)
+        out = (out + x)[:, -logits_to_keep:] if logits_to_keep else out + x
+        return SimpleNamespace(logits=out @ self.embedding.weight.roll(1, 0).T)
+
+
 # Models and tokenizers on disk; nothing is downloaded.
 
 

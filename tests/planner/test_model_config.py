@@ -68,11 +68,20 @@ def test_what_cannot_be_read_is_refused(written, fields, said):
         read_config(written(fields))
 
 
-@pytest.mark.parametrize("content", [b"heads: 64", b"\xff\xfe\x00"])
-def test_a_file_that_is_not_json_is_refused(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"heads: 64", "is not JSON: "),
+        (b"\xff\xfe\x00", "is not a text file: byte 0 is not UTF-8"),
+        (b'{"num_attention_heads": ' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
+        (b'{"text_config":' * 100_000, "is not JSON that can be read: it is nested too deeply"),
+    ],
+    ids=["text", "bytes", "digits", "nested"],
+)
+def test_a_file_that_is_not_json_is_refused(tmp_path, content, said):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+    with pytest.raises(ValueError, match=rf"config\.json {said}"):
         read_config(path)
 
 
