@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
+import huggingface_hub
 import transformers
 
 from attnmesh.integrations import checkpoint, conversion_cache, gguf_conversion, loading
@@ -140,9 +141,11 @@ def test_nothing_is_printed_and_settings_are_as_before(gguf, folder, capfd):
     logging.set_verbosity_info()
     try:
         before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        offline = huggingface_hub.constants.HF_HUB_OFFLINE
         load_here(gguf)
         load_here(folder)
         assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+        assert offline == huggingface_hub.constants.HF_HUB_OFFLINE
         assert capfd.readouterr() == ("", "")
         with pytest.raises(ModelError):
             load_here(folder, attn_implementation="no_such_attention")
