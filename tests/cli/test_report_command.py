@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +11,7 @@ from attnmesh.cli.main import app
 from attnmesh.core.masks import Causal, Full, SlidingWindow, parse_mask
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.report.data import read_figures
-from attnmesh.trace.timeline import Span, read_trace, write_trace
+from attnmesh.trace.timeline import Span, write_trace
 
 SPAN = Span(3, "send", "keys", 2.0, 2.5, {"bytes": 9})
 
@@ -52,7 +53,7 @@ def test_a_report_of_files_is_written(tmp_path):
         (["--kv-heads", 5], "kv_heads must divide the 32 query heads, got 5"),
         (["--ranks-per-node", 3], "must divide the 8 ranks, got 3"),
         (["--figures", "{folder}/none.json"], "cannot be read"),
-        (["--figures", "{folder}/text"], "text is not a JSON file"),
+        (["--figures", "{folder}/text"], "text is not JSON: "),
         (["--figures", "{folder}/number"], "number has no table"),
         (["--trace", "{folder}/none.json"], "cannot be read"),
         (["--trace", "{folder}/number"], "is not a trace"),
@@ -88,9 +89,11 @@ def test_figures_are_all_tables_that_a_file_holds(tmp_path):
     }
 
 
-@pytest.mark.parametrize("events", [[{"ph": "X"}], [{"ph": "X", "cat": "lunch"}], 3])
-def test_no_trace_of_ranks_is_refused(tmp_path, events):
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    with pytest.raises(ValueError, match="is not a trace"):
-        read_trace(path)
+@pytest.mark.parametrize("depth", [10, 100_000])
+@pytest.mark.parametrize("pair", ["[]", ['{"a":', "}"]], ids=["list", "object"])
+def test_nested_figures_are_read_or_refused(tmp_path, depth, pair):
+    path = tmp_path / "run.json"
+    path.write_text(pair[0] * depth + "1" + pair[1] * depth)
+    refused = pytest.raises(ValueError, match=r"run\.json (has no table|.*nested too deeply)")
+    with nullcontext() if depth == 10 and pair != "[]" else refused:
+        assert list(read_figures(path).values()) == [[{"": "a", "value": 1}]]

@@ -223,12 +223,13 @@ def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
 
     for rank in (0, 2):
         message, seconds = ranks[rank]["remembered_and_new"]
-        assert f"rank {rank} failed in barrier (ring) while" in message
-        assert seconds < 7
-    assert any("rank 1 is about to start ring(n=2)" in ranks[rank]["remembered_and_new"][0] for rank in (0, 2))
+        assert "ranks are out of step at call 2: ring(n=1) on rank" in message
+        assert "but ring(n=2) on rank 1" in message
+        assert seconds < 4
     message, seconds = ranks[1]["remembered_and_new"]
-    assert message.startswith("rank 1 was about to start ring(n=2), but")
-    assert seconds < 7
+    assert "ring(n=2)" in message
+    assert "ring(n=1)" in message
+    assert seconds < 4
 
     for rank in (0, 2):
         message, seconds = ranks[rank]["fails_out_loud"]

@@ -432,7 +432,7 @@ def test_comm_from_returns_a_comm_as_it_is_and_refuses_what_names_no_ranks():
     comm = SoloComm()
     assert comm_from(comm, timeout=7) is comm
     assert comm.timeout == 7
-    with pytest.raises(ValueError, match="timeout must be positive seconds, got 0"):
+    with pytest.raises(ValueError, match="timeout must be positive seconds, at most 1,000,000, got 0"):
         comm_from(comm, timeout=0)
     with pytest.raises(ValueError, match="group must be a Comm, ProcessGroup, DeviceMesh or None, got str"):
         comm_from("cp")

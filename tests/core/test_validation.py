@@ -1,10 +1,13 @@
-"""Numbers of positions, as people write them."""
+"""Numbers of positions, as people write them, and timeouts."""
+
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.core.validation import parse_length
+from attnmesh.comm import SoloComm, comm_from, run_virtual
+from attnmesh.core.validation import MAX_TIMEOUT, check_timeout, parse_length
 
 SUFFIXES = {"": 1, "k": 1024, "K": 1024, "m": 1024**2, "M": 1024**2}
 
@@ -72,3 +75,24 @@ def test_text_without_digits_raises(text):
         return
     with pytest.raises(ValueError, match="a length must be"):
         parse_length(text)
+
+
+@pytest.mark.parametrize("timeout", [1, 0.001, 300.0, MAX_TIMEOUT])
+def test_a_timeout_is_positive_seconds(timeout):
+    assert check_timeout(timeout) == timeout
+
+
+@pytest.mark.parametrize(
+    "timeout", [0, -1, math.inf, -math.inf, math.nan, 1e10, MAX_TIMEOUT + 1, 2**5000, "10", None, True, [1], 1j]
+)
+def test_other_timeouts_are_refused_where_they_are_given(timeout):
+    refused = pytest.raises(ValueError, match=r"^timeout must be positive seconds, at most 1,000,000, got ")
+    with refused:
+        check_timeout(timeout)
+    with refused:
+        SoloComm(timeout)
+    with refused:
+        run_virtual(1, print, timeout=timeout)
+    if timeout is not None:  # the default of comm_from
+        with refused:
+            comm_from(SoloComm(), timeout=timeout)

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from contextlib import suppress
 from typing import ClassVar
 
 import pytest
@@ -426,10 +425,14 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
 @pytest.mark.parametrize(
     ("mine", "how", "message"),
     [
-        (PROMPTS[1], {}, "generate: ranks disagree: prompts and stops is"),
+        (
+            PROMPTS[1],
+            {},
+            r"generate: ranks disagree: prompts is 1 of 21 tokens \w+ on rank 0 but 1 of 39 tokens \w+ on rank 1",
+        ),
         (PROMPTS[0], {"max_new_tokens": 5}, "generate: ranks disagree: max_new_tokens is 4 on rank 0 but 5 on rank 1"),
         (PROMPTS[0], {"sampling": Sampling(1.0)}, "generate: ranks disagree: sampling is"),
-        (PROMPTS[0], {"stop": [4]}, "generate: ranks disagree: prompts and stops is"),
+        (PROMPTS[0], {"stop": [4]}, r"generate: ranks disagree: stop is \(7,\) on rank 0 but \(4,\) on rank 1"),
         (
             PROMPTS[0],
             {"speculative": True},
@@ -491,7 +494,5 @@ def test_a_rank_that_is_lost_ends_the_others_wait(world, sharding, monkeypatch):
 
     with pytest.raises(OSError, match="the device is gone"):
         am.run_virtual(world, rank, timeout=30)
-    with suppress(KeyError):
-        heard.pop(0)
     assert len(heard) == world - 1
     assert all("the device is gone" in said for said in heard.values())

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -102,18 +103,56 @@ def on_virtual_ranks(world: int, fn: Callable[[am.Comm], Any]) -> list[Any]:
     return am.run_virtual(world, fn, timeout=60)
 
 
+class OneLayer(torch.nn.Module):
+    """A model of one attention layer and nothing else, which runs in a fraction of a millisecond.
+
+    Its tokens depend on all keys and values before them, so that wrong or missing ones show.
+    """
+
+    class Config(SimpleNamespace):
+        def to_dict(self) -> dict[str, Any]:
+            return dict(vars(self))
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.config = self.Config(
+            model_type="llama", _attn_implementation="attnmesh", num_hidden_layers=1, num_key_value_heads=1,
+            num_attention_heads=2, hidden_size=16, head_dim=8, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS,
+        )  # fmt: skip
+        self.generation_config = SimpleNamespace(eos_token_id=STOP)
+        self.embedding = torch.nn.Embedding(VOCABULARY, 16)
+        torch.nn.init.normal_(self.embedding.weight, generator=torch.Generator().manual_seed(seed))
+        self.register_buffer("frequencies", torch.rand(16, generator=torch.Generator().manual_seed(seed)))
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.embedding
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, *, input_ids, position_ids, past_key_values, mesh, logits_to_keep, **_):
+        x = self.embedding(input_ids) + torch.sin(position_ids[..., None] * self.frequencies)  # [B, n, 16]
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        k, v = past_key_values.update(q[:, :1], q[:, 1:], 0)
+        out = mesh.attend(0, q, k, v, mask=am.Causal(), scale=1.0, sinks=None).transpose(1, 2).flatten(2)
+        out = (out + x)[:, -logits_to_keep:] if logits_to_keep else out + x
+        return SimpleNamespace(logits=out @ self.embedding.weight.roll(1, 0).T)
+
+
 # Models and tokenizers on disk; nothing is downloaded.
+
+
+_TINY = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2,
+    "intermediate_size": 48, "vocab_size": len(WORDS), "max_position_embeddings": 64, "bos_token_id": 0,
+    "eos_token_id": 1, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 
 def tiny_config(**changes):
     from transformers import LlamaConfig
 
-    sizes = {
-        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2,
-        "intermediate_size": 48, "vocab_size": len(WORDS), "max_position_embeddings": 64, "bos_token_id": 0,
-        "eos_token_id": 1, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
-    return LlamaConfig(**(sizes | changes))
+    return LlamaConfig(**(_TINY | changes))
 
 
 def tiny_llama(**changes):
@@ -146,9 +185,11 @@ def write_gguf(path: Path, model=None) -> Path:
 
     writer = gguf.GGUFWriter(path, "llama")
     if model is None:
+        _add_metadata(writer, SimpleNamespace(**_TINY, rope_parameters={"rope_theta": 10000.0}))
         writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
     else:
-        _add_llama(writer, model)
+        _add_metadata(writer, model.config)
+        _add_weights(writer, model)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -156,8 +197,7 @@ def write_gguf(path: Path, model=None) -> Path:
     return path
 
 
-def _add_llama(writer, model) -> None:
-    config = model.config
+def _add_metadata(writer, config) -> None:
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -175,6 +215,10 @@ def _add_llama(writer, model) -> None:
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+
+
+def _add_weights(writer, model) -> None:
+    config = model.config
     names = {
         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",

@@ -265,6 +265,21 @@ def test_unknown_ways_to_spread_a_sequence(how, words):
         ContextParallel(**how)
 
 
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        ({"length": 1}, {"length": True}, "length must be an integer >= 0, got True"),
+        ({"length": 1}, {"length": 1.0}, "length must be an integer >= 0, got 1.0"),
+        ({"key_length": 1}, {"key_length": 1.0}, "key_length must be an integer >= 0, got 1.0"),
+    ],
+)
+def test_an_equal_argument_of_a_wrong_type_is_refused_after_a_right_one(good, bad, words):
+    q, context = shape(1, 2, 1, 16), ContextParallel()
+    context.attention(q, q, q, **good)
+    with pytest.raises(ValueError, match=words):
+        context.attention(q, q, q, **bad)
+
+
 def test_alone_bad_input_is_just_as_bad():
     with pytest.raises(ValueError, match="holds 5 of 5 positions, but its shard has 4"):
         ContextParallel().attention(*(torch.ones(1, 2, 4, 16),) * 3, length=5)

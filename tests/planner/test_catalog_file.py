@@ -27,15 +27,21 @@ NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 1
             r"unknown field of device\.h200 in .*mine\.toml: 'memory'. Did you mean memory_gb",
         ),
         ("[link.pcie]\nlatency_ms = 1", r"unknown field of link\.pcie in .*: 'latency_ms'. Did you mean latency_us"),
-        ('[device.h200]\nmemory_gb = "141 GB"', r"device\.h200\.memory_gb must be a number above 0, got '141 GB'"),
-        ("[device.h200]\nmemory_gb = 0", r"memory_gb must be a number above 0, got 0"),
-        ("[device.h200]\nlaunch_us = -2.5", r"launch_us must be a number above 0, got -2\.5"),
-        ("[device.h200]\nlaunch_us = inf", r"launch_us must be a number above 0, got Infinity"),
-        ("[device.h200]\nlaunch_us = nan", r"launch_us must be a number above 0, got NaN"),
-        ("[device.h200]\nlaunch_us = 1e400", r"launch_us must be a number above 0, got 1E\+400"),
-        ("[device.h200]\nlaunch_us = true", r"launch_us must be a number above 0, got True"),
-        ("[device.h200]\nranks_per_node = 2.5", r"ranks_per_node must be a whole number above 0, got 2\.5"),
-        ("[device.h200]\nrails = 0", r"rails must be a whole number above 0, got 0"),
+        (
+            '[device.h200]\nmemory_gb = "141 GB"',
+            r"device\.h200\.memory_gb must be a number above 0, at most 1e\+30, got '141 GB'",
+        ),
+        ("[device.h200]\nmemory_gb = 0", r"memory_gb must be a number above 0, at most 1e\+30, got 0"),
+        ("[device.h200]\nlaunch_us = -2.5", r"launch_us must be a number above 0, at most 1e\+30, got -2\.5"),
+        ("[device.h200]\nlaunch_us = inf", r"launch_us must be a number above 0, at most 1e\+30, got Infinity"),
+        ("[device.h200]\nlaunch_us = nan", r"launch_us must be a number above 0, at most 1e\+30, got NaN"),
+        ("[device.h200]\nlaunch_us = 1e400", r"launch_us must be a number above 0, at most 1e\+30, got 1E\+400"),
+        ("[device.h200]\nlaunch_us = true", r"launch_us must be a number above 0, at most 1e\+30, got True"),
+        (
+            "[device.h200]\nranks_per_node = 2.5",
+            r"ranks_per_node must be a whole number above 0, at most 65536, got 2\.5",
+        ),
+        ("[device.h200]\nrails = 0", r"rails must be a whole number above 0, at most 65536, got 0"),
         ("[device.h200]\nsource = 3", r"source must be text, got 3"),
         (
             "[device.h200]\nmatmul = 'fast'",
@@ -47,8 +53,19 @@ NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 1
         ("[device.h200]\ncopy = [[1, 2, 3]]", r"copy must be "),
         ("[device.h200]\ncopy = [[1.5, 0]]", r"copy must be .*, got \[\[1\.5, 0\]\]"),
         ("[device.h200]\ncopy = [[2, 1], [1, 2]]", r"copy must be .* ascending in size"),
-        ("[link.pcie]\nbandwidth_gbs = 0", r"link\.pcie\.bandwidth_gbs must be a number above 0, got 0"),
-        ("[link.pcie]\nlatency_us = -1", r"latency_us must be a number of at least 0, got -1"),
+        (
+            "[link.pcie]\nbandwidth_gbs = 0",
+            r"link\.pcie\.bandwidth_gbs must be a number above 0, at most 1e\+30, got 0",
+        ),
+        ("[link.pcie]\nlatency_us = -1", r"latency_us must be a number of at least 0, at most 1e\+30, got -1"),
+        ("[link.pcie]\nlatency_us = 1e999999", r"at most 1e\+30, got 1E\+999999"),
+        ("[link.pcie]\nbandwidth_gbs = 1e-31", r"bandwidth_gbs must be a number above 0, at most 1e\+30, got 1E-31"),
+        ("[link.pcie]\nlatency_us = 0x" + "f" * 6000, r"latency_us must be .*, got a value of type int"),
+        ("[link.pcie]\nlatency_us = " + "9" * 6000, r"mine\.toml is not TOML: Exceeds the limit"),
+        ("[link.pcie]\nlatency_us = 1e9999999999999999999", r"mine\.toml is not TOML: "),
+        ("[device.h200]\ncopy = " + "[" * 5000, r"mine\.toml is not TOML that can be read: it is nested too deeply"),
+        ("[device.h200]\ncores = 65537", r"cores must be a whole number above 0, at most 65536, got 65537"),
+        ("#" * (2**20 + 1), r"mine\.toml must have at most 1,048,576 bytes, got 1,048,577"),
         ("[link.pcie]\nshared = 1", r"shared must be true or false, got 1"),
         ("[efficiency]\nmatmul = 1.1", r"efficiency\.matmul must be a number above 0, at most 1, got 1\.1"),
         ("[efficiency]\nmatmul = 0", r"efficiency\.matmul must be a number above 0, at most 1, got 0"),
@@ -64,7 +81,7 @@ NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 1
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path, text, said):
+def test_what_cannot_be_read_is_refused(tmp_path, text, said):  # in one line, whatever the file holds
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
@@ -79,7 +96,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"mine\.toml is not TOML"):
+    with pytest.raises(ValueError, match=r"mine\.toml is not a text file: byte 0 is not UTF-8"):
         load(path)
 
 

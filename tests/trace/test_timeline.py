@@ -1,6 +1,8 @@
 """Traces: what goes into a file comes out of it, and viewers find what they need."""
 
 import json
+import math
+import re
 from collections import defaultdict
 from itertools import pairwise
 
@@ -114,3 +116,57 @@ def test_args_that_are_not_json_are_rejected(tmp_path):
         written(tmp_path, [Span(0, "send", "x", 0.0, 1.0, {"peer": object()})])
     with pytest.raises(ValueError, match="JSON compliant"):
         written(tmp_path, [Span(0, "send", "x", 0.0, 1.0, {"rate": float("nan")})])
+
+
+EVENT = {"ph": "X", "pid": 0, "cat": "send", "name": "x", "ts": 1, "dur": 2.5, "args": {}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"ts": math.nan}, "ts must be a finite number of at least 0, got nan"),
+        ({"dur": math.inf}, "dur must be a finite number of at least 0, got inf"),
+        ({"ts": -1}, "ts must be a finite number of at least 0, got -1"),
+        ({"ts": 10**400}, "ts must be a finite number"),
+        ({"ts": "1"}, "ts must be a finite number of at least 0, got '1'"),
+        ({"ts": None}, "ts must be a finite number"),
+        ({"pid": -1}, "pid must be an integer >= 0, got -1"),
+        ({"pid": 1.5}, "pid must be an integer >= 0, got 1.5"),
+        ({"pid": 2**63}, "pid must be at most 65536, got 9223372036854775808"),
+        ({"pid": True}, "pid must be an integer"),
+        ({"cat": "lunch"}, "cat must be one of compute, send, receive, wait, got 'lunch'"),
+        ({"cat": ["send"]}, "cat must be one of"),
+        ({"name": 3}, "name must be a string, got 3"),
+        ({"args": None}, "args must be an object, got None"),
+        ({"args": [1]}, "args must be an object"),
+    ],
+)
+def test_an_event_of_another_kind_is_named(tmp_path, wrong, said):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [EVENT, {**EVENT, **wrong}]}))
+    with pytest.raises(
+        ValueError, match=rf"trace\.json is not a trace written by attnmesh: in event 1, {re.escape(said)}"
+    ):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3",
+        "[]",
+        "{}",
+        '{"traceEvents": 3}',
+        '{"traceEvents": [3]}',
+        '{"traceEvents": {}}',
+        "",
+        "{",
+        "[" * 100_000,
+        "\0",
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, text):
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"trace\.json is not "):
+        read_trace(path)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
+
+from attnmesh.core.call_log import LoggedCall, alternatives, format_ranks, ranks_by_value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -24,11 +26,14 @@ class Signature:
     operation: str
     values: dict[str, str]
     error: str | None = None
+    calls: tuple[LoggedCall, ...] = ()
+    """The latest calls of the rank before this one."""
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Signature:
         """Parse the output of `to_json`."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        return cls(**{**fields, "calls": tuple(LoggedCall(*call) for call in fields["calls"])})
 
     def to_json(self) -> str:
         """The signature as a string, for a key-value store."""
@@ -45,42 +50,25 @@ def disagreement(signatures: Mapping[int, Signature]) -> str | None:
     An error that a rank reports about its own arguments comes first, because it explains other differences.
     """
     ranks = sorted(signatures)
-    errors = _ranks_by_value({rank: signatures[rank].error for rank in ranks if signatures[rank].error is not None})
+    errors = ranks_by_value({rank: error for rank in ranks if (error := signatures[rank].error) is not None})
     if errors:
         operation = signatures[next(rank for rank in ranks if signatures[rank].error is not None)].operation
         return f"{operation}: " + "; ".join(f"{error} (on {format_ranks(by)})" for error, by in errors.items())
 
     operations = {rank: signatures[rank].operation for rank in ranks}
     if len(set(operations.values())) > 1:
-        calls = _ranks_by_value({rank: str(signatures[rank]) for rank in ranks})
-        return f"ranks called different operations: {_alternatives(calls)}"
+        calls = {rank: str(signatures[rank]) for rank in ranks}
+        return f"ranks called different operations: {alternatives(calls)}"
 
     names = dict.fromkeys(name for rank in ranks for name in signatures[rank].values)
     differing = []
     for name in names:
-        values = _ranks_by_value({rank: signatures[rank].values.get(name, "(not given)") for rank in ranks})
-        if len(values) > 1:
-            differing.append(f"{name} is {_alternatives(values)}")
+        values = {rank: signatures[rank].values.get(name, "(not given)") for rank in ranks}
+        if len(set(values.values())) > 1:
+            differing.append(f"{name} is {alternatives(values)}")
     if differing:
         return f"{operations[ranks[0]]}: ranks disagree: " + "; ".join(differing)
     return None
-
-
-def _ranks_by_value(by_rank: Mapping[int, str | None]) -> dict[str | None, list[int]]:
-    """The ranks that have each value, in order of the first rank that has it."""
-    groups: dict[str | None, list[int]] = {}
-    for rank, value in by_rank.items():
-        groups.setdefault(value, []).append(rank)
-    return groups
-
-
-def _alternatives(groups: Mapping[str | None, list[int]]) -> str:
-    return " but ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 2`."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 _MIN_POLL_INTERVAL, _MAX_POLL_INTERVAL = 0.0005, 0.05  # seconds
@@ -101,12 +89,22 @@ class AgreementStore:
         self._prefix: str | None = None
         self._round = 0  # number of agreements so far; the same on every rank
 
-    def compare(self, signature: Signature, timeout: float) -> dict[int, Signature]:
-        """Publish this rank's signature and return those of all ranks, or those so far as soon as one has an error."""
+    @property
+    def round(self) -> int:
+        """The number of agreements that this rank has entered."""
+        return self._round
+
+    def compare(
+        self, signature: Signature, timeout: float, check_missing_ranks: Callable[[], None] = lambda: None
+    ) -> dict[int, Signature]:
+        """Publish this rank's signature and return those of all ranks, or those so far as soon as one has an error.
+
+        While ranks are missing, `check_missing_ranks` is called again and again; it raises CommError to give up.
+        """
         self._round += 1
         self._set(self._signature_key(self._round, self._rank), signature.to_json())
         try:
-            signatures = self._collect(signature, timeout)
+            signatures = self._collect(signature, timeout, check_missing_ranks)
         except CommError:
             with suppress(CommError):  # withdraw it, so that a rank that arrives later does not take it for agreement
                 self._set(self._signature_key(self._round, self._rank), _WITHDRAWN)
@@ -116,7 +114,9 @@ class AgreementStore:
             self._delete(self._signature_key(self._round - 1, self._rank))
         return signatures
 
-    def _collect(self, signature: Signature, timeout: float) -> dict[int, Signature]:
+    def _collect(
+        self, signature: Signature, timeout: float, check_missing_ranks: Callable[[], None]
+    ) -> dict[int, Signature]:
         signatures = {self._rank: signature}
         deadline, interval = time.monotonic() + timeout, _MIN_POLL_INTERVAL
         while len(signatures) < self._world and all(known.error is None for known in signatures.values()):
@@ -132,6 +132,7 @@ class AgreementStore:
                     f"rank {self._rank} was about to start {signature}, but {format_ranks(sorted(missing))} did not "
                     f"arrive to agree within {timeout} s: dead, stuck, or running something agreed on before"
                 )
+            check_missing_ranks()
             time.sleep(interval)
             interval = min(2 * interval, _MAX_POLL_INTERVAL)
         return signatures
@@ -164,7 +165,7 @@ class AgreementStore:
         try:
             if failures := self.failures():
                 return f"; {failures}"
-            waiting = self._signatures(self._round + 1, set(range(self._world)) - {self._rank})
+            waiting = self.waiting()
         except CommError:
             return ""
         return "".join(
@@ -172,6 +173,19 @@ class AgreementStore:
             + (f" with error: {signature.error}" if signature.error else "")
             for rank, signature in waiting.items()
         )
+
+    def waiting(self) -> dict[int, Signature]:
+        """The agreement that other ranks wait for and that this rank has not entered."""
+        return self._signatures(self._round + 1, set(range(self._world)) - {self._rank})
+
+    def publish(self, calls: str) -> None:
+        """Publish the calls of this rank, instead of those published before."""
+        self._set(f"calls/{self._rank}", calls)
+
+    def published(self) -> dict[int, str]:
+        """The calls that other ranks have published."""
+        keys = {rank: f"calls/{rank}" for rank in range(self._world) if rank != self._rank}
+        return {rank: self._get(key) for rank, key in keys.items() if self._check(key)}
 
     def _signatures(self, round_: int, ranks: Iterable[int]) -> dict[int, Signature]:
         keys = {rank: self._signature_key(round_, rank) for rank in sorted(ranks)}

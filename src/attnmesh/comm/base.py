@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.agreement import CommError, Signature, disagreement
+from attnmesh.core.call_log import CallLog, call_text, out_of_step, text_digest
+from attnmesh.core.validation import check_timeout
 from attnmesh.trace.recorder import Recorder
 
 T = TypeVar("T")
@@ -26,6 +28,7 @@ SharedValues = dict[str, object]
 
 
 _MAX_REMEMBERED = 4096  # agreements
+COMPARED_CALLS = 32  # latest calls that are compared with every agreement
 _ONE_ROUND = 1 << 16  # bytes per rank below which an all-reduce is latency-bound: one round beats two
 
 
@@ -83,17 +86,19 @@ class Comm(ABC):
     traffic: Traffic
     shares_stream = False
     """Whether other ranks queue work on this rank's CUDA stream."""
+    _shares_log = False  # whether other subgroups use the same log
     is_own_group = False
     """Whether this is a process group of its own, which needs all its ranks in the first operation (NCCL)."""
 
     def __init__(self, rank: int, world: int, timeout: float) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive seconds, got {timeout}")
-        self.rank, self.world, self.timeout = rank, world, timeout
+        self.rank, self.world, self.timeout = rank, world, check_timeout(timeout)
         self.traffic = Traffic()
         self._recorder: Recorder | None = None
-        self._agreed: set[object] = set()
+        self._agreed: dict[object, int] = {}  # values that ranks agreed on, and their digests
         self._operation = "nothing agreed yet"
+        self.log = CallLog()
+        """The calls of this rank, which every message is checked against."""
+        self._logs = {tuple(range(world)): self.log}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world={self.world})"
@@ -136,6 +141,7 @@ class Comm(ABC):
         self._check_count(shapes, "shapes")
         self._check_shape(x, shapes[self.rank], "x")
         _check_into(x, shapes, into)
+        self._log_collective("all_gather", shapes, x)
         self._count("all_gather", x.nbytes * (self.world - 1))
         return self._all_gather("all_gather", x, shapes, into)
 
@@ -148,48 +154,95 @@ class Comm(ABC):
         if len(kinds) > 1:
             raise ValueError(f"parts must share one dtype and device, got {sorted(map(str, kinds))}")
         _check_into(parts[self.rank], shapes, into)
+        self._log_collective("all_to_all", (), parts[0])
         self._count("all_to_all", sum(part.nbytes for i, part in enumerate(parts) if i != self.rank))
         return self._all_to_all("all_to_all", parts, shapes, into)
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """The sum over all ranks of their `parts[rank]`; parts may differ in shape."""
         self._check_count(parts, "parts")
+        self._log_collective("reduce_scatter", [part.shape for part in parts], parts[0])
         self._count("reduce_scatter", sum(part.nbytes for i, part in enumerate(parts) if i != self.rank))
         return self._reduce_scatter("reduce_scatter", parts)
 
     def all_reduce(self, x: Tensor, *, reuse: bool = False) -> Tensor:
         """The sum of `x` over all ranks, with the same bits on every rank. `reuse` allows it to overwrite `x`."""
+        self._log_collective("all_reduce", [x.shape], x)
         self._count("all_reduce", round(2 * (self.world - 1) / self.world * x.nbytes))
         return self._all_reduce("all_reduce", x, reuse)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
+        self._log_collective("barrier", (), None)
         self._count("barrier", 0)
         self._barrier("barrier")
 
     @final
     def agree(
-        self, operation: str, values: Mapping[str, object], error: str | None = None, *, force: bool = False
+        self,
+        operation: str,
+        values: Mapping[str, object],
+        error: str | None = None,
+        *,
+        state: CallLog | None = None,
+        force: bool = False,
     ) -> None:
         """Check that all ranks are about to start the same operation; raise ValueError on all of them if not.
 
         `values` must be equal on all ranks (a device goes in as `device`, without its index); `error` is the error that
-        this rank found in its own arguments. An agreement is remembered and costs no message the next time, unless all
-        ranks set `force`. If one rank remembers it and continues while another has new values, they wait for each other
-        in different operations: that ends in a CommError after the timeout.
+        this rank found in its own arguments. `state` is the log of an object that the operation works on, such as a
+        cache, which must have gone through the same calls on all ranks.
+
+        An agreement is remembered and costs no message the next time, unless all ranks set `force`. Every call is
+        logged (`log`), and messages pass only between ranks with equal logs. Ranks that are out of step, because one
+        remembers what is new to another or because their states differ, raise CommError.
         """
         self._operation = operation
-        comparable = {name: _hashable(value) for name, value in values.items()}
-        key = operation, tuple(sorted(comparable.items(), key=lambda item: item[0]))
-        if error is None and not force and key in self._agreed:
+        key: object = operation, tuple(values.items())
+        try:
+            digest = self._agreed.get(key)
+        except TypeError:  # a list or a dict
+            key = operation, tuple((name, _hashable(value)) for name, value in values.items())
+            digest = self._agreed.get(key)
+        if digest is None or force or error is not None:
+            digest = self._compared(operation, values, error)
+            if len(self._agreed) >= _MAX_REMEMBERED:
+                self._agreed.clear()  # on all ranks in the same call, since they agree on the same values
+            self._agreed[key] = digest
+        if self.world == 1:
             return
-        signature = Signature(operation, {name: str(value) for name, value in comparable.items()}, error)
-        problem = disagreement(self._compare(signature))
+        if state is None:
+            self.log.add(operation, digest, values)
+        else:
+            self.log.add(operation, digest ^ state.digest, (values, state.last_call))
+
+    def _compared(self, operation: str, values: Mapping[str, object], error: str | None) -> int:
+        """The digest of values, once all ranks have compared them."""
+        texts = {name: str(_hashable(value)) for name, value in values.items()}
+        signatures = self._compare(Signature(operation, texts, error, tuple(self.log.latest(COMPARED_CALLS))))
+        problem = disagreement(signatures)
         if problem is not None:
             raise ValueError(problem)
-        if len(self._agreed) >= _MAX_REMEMBERED:  # on all ranks in the same call, since they agree on the same values
-            self._agreed.clear()
-        self._agreed.add(key)
+        different = out_of_step({rank: signature.calls for rank, signature in signatures.items()})
+        if different is not None:
+            raise CommError(different)
+        return text_digest(call_text(operation, dict(sorted(texts.items()))))
+
+    @final
+    def note(self, operation: str, detail: str | None = None) -> None:
+        """Log an operation that follows from an earlier call, such as its backward. Nothing is compared now."""
+        self._operation = operation
+        if self.world > 1:
+            self.log.add(operation, text_digest(call_text(operation, detail)), detail)
+
+    @property
+    def calls(self) -> int:
+        """The number of calls that were logged."""
+        return self.log.count
+
+    def log_of(self, members: tuple[int, ...]) -> CallLog:
+        """The log of a subgroup whose calls differ from those of other subgroups."""
+        return self._logs.setdefault(members, CallLog())
 
     def fail(self, message: str) -> None:
         """Report to the other ranks that this rank has failed, so that their errors can give the reason."""
@@ -199,6 +252,10 @@ class Comm(ABC):
     @abstractmethod
     def _exchange(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Post checked, non-empty messages to and from other ranks."""
+
+    def _exchange_with(self, log: CallLog, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        """`_exchange` for a subgroup with a log of its own. A transport that checks messages overrides it."""
+        return self._exchange(op, sends, recvs)
 
     @abstractmethod
     def _compare(self, signature: Signature) -> Mapping[int, Signature]:
@@ -268,6 +325,13 @@ class Comm(ABC):
     def _check_shape(self, x: Tensor, shape: Shape, name: str) -> None:
         if tuple(x.shape) != tuple(shape):
             raise ValueError(f"{name} must have shape shapes[{self.rank}] = {tuple(shape)}, got {tuple(x.shape)}")
+
+    def _log_collective(self, op: str, shapes: Sequence[Shape], x: Tensor | None) -> None:
+        """Log a collective, unless other subgroups, whose collectives may differ, share the log."""
+        if self.world > 1 and not self._shares_log:
+            sizes = tuple(map(tuple, shapes))
+            itemsize = 0 if x is None else x.element_size()
+            self.log.add(op, hash((text_digest(op), itemsize, sizes)), {"shapes": sizes} if sizes else None)
 
     def _count(self, op: str, nbytes: int) -> None:
         """Count a collective as one message; in a world of one, as none."""
@@ -340,24 +404,47 @@ class RankGroups:
         return self._all_ranks
 
     def agree(
-        self, operation: str, values: Mapping[str, object], error: str | None = None, *, force: bool = False
+        self,
+        operation: str,
+        values: Mapping[str, object],
+        error: str | None = None,
+        *,
+        state: CallLog | None = None,
+        force: bool = False,
     ) -> None:
         """`Comm.agree` between all ranks."""
         if self._all_ranks is None:
-            self._agree_along_each(operation, values, error, force)
+            self._agree_along_each(operation, values, error, state, force)
             return
-        self._all_ranks.agree(operation, values, error, force=force)
+        self._all_ranks.agree(operation, values, error, state=state, force=force)
         for subgroup in self._subgroups.values():
             if subgroup.is_own_group and subgroup is not self._all_ranks:
-                subgroup.agree(operation, values, error)  # all agree already; NCCL needs all ranks in its first call
+                # All agree already, but NCCL needs all ranks in its first call, and messages are checked per group.
+                subgroup.agree(operation, values, error, state=state)
+
+    @property
+    def calls(self) -> int:
+        """The number of calls that were logged in each group together."""
+        return sum(comm.calls for comm in self._comms())
+
+    def note(self, operation: str, detail: str | None = None) -> None:
+        """`Comm.note` in every group."""
+        for comm in self._comms():
+            if comm is self._all_ranks or comm.is_own_group or self._all_ranks is None:
+                comm.note(operation, detail)
 
     def fail(self, message: str) -> None:
         """`Comm.fail` in every group, since a peer may be waiting for this rank in any of them."""
-        comms = (self._all_ranks, *self._subgroups.values())
-        for comm in {id(comm): comm for comm in comms if comm is not None}.values():
+        for comm in self._comms():
             comm.fail(message)
 
-    def _agree_along_each(self, operation: str, values: Mapping[str, object], error: str | None, force: bool) -> None:
+    def _comms(self) -> list[Comm]:
+        comms = (self._all_ranks, *self._subgroups.values())
+        return list({id(comm): comm for comm in comms if comm is not None}.values())
+
+    def _agree_along_each(
+        self, operation: str, values: Mapping[str, object], error: str | None, state: CallLog | None, force: bool
+    ) -> None:
         """Agree in one subgroup after another.
 
         A rank that learns of an error in one subgroup reports it in the next, so it reaches every rank of the grid.
@@ -365,7 +452,7 @@ class RankGroups:
         groups = [(name, comm) for name, comm in self._subgroups.items() if comm.world > 1]
         for i, (name, comm) in enumerate(groups or list(self._subgroups.items())[-1:]):
             try:
-                comm.agree(operation, values, error, force=force)
+                comm.agree(operation, values, error, state=state, force=force)
             except ValueError as raised:
                 if i + 1 >= len(groups):
                     raise
@@ -373,20 +460,25 @@ class RankGroups:
 
 
 def check_on_all_ranks(
-    ranks: Comm | RankGroups, operation: str, check: Callable[[], tuple[T, SharedValues]], *, force: bool = False
+    ranks: Comm | RankGroups,
+    operation: str,
+    check: Callable[[], tuple[T, SharedValues]],
+    *,
+    state: CallLog | None = None,
+    force: bool = False,
 ) -> T:
     """Run `check` on every rank and return its result once all ranks agree; an error on one is raised on all.
 
     `check` returns a result and the values that must be equal on all ranks, or raises ValueError. Values that were
-    agreed on before are not compared again unless `force` is set on every rank; other ranks then learn of an error on
-    this rank only when their operation times out.
+    agreed on before are not compared again unless `force` is set on every rank: then ranks that are already exchanging
+    messages raise CommError. `state` is as in `Comm.agree`.
     """
     try:
         result, values = check()
     except ValueError as error:
         ranks.agree(operation, {}, str(error))
         raise
-    ranks.agree(operation, values, force=force)
+    ranks.agree(operation, values, state=state, force=force)
     return result
 
 

@@ -18,6 +18,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from attnmesh.comm import CommError, comm_from, run_virtual
+from attnmesh.core.validation import MAX_TIMEOUT
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ TIMEOUT = 300.0
 DEFAULT_RANKS = 4
 
 # Virtual ranks cannot die one by one and a deadlock is detected at once, so only very long runs would time out.
-_VIRTUAL_TIMEOUT = 1e8
+_VIRTUAL_TIMEOUT = MAX_TIMEOUT
 
 
 def under_torchrun() -> bool:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -19,10 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.agreement import AgreementStore, CommError, Signature, disagreement
 from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
+from attnmesh.comm.monitor import Monitor
+from attnmesh.core.call_log import CallLog, text_digest
+from attnmesh.core.validation import check_timeout
 from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+_PATIENCE = 0.2  # seconds that a rank waits for messages before its calls are compared with those of other ranks
+_TAGS, _SIZE_FACTOR = (1 << 31) - 1, 0x9E3779B1  # tags are 31-bit integers
 
 
 class GroupComm(Comm):
@@ -41,6 +49,9 @@ class GroupComm(Comm):
         self._group_ref = weakref.ref(group)
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self._store = AgreementStore(_store_of(group), self.rank, self.world)
+        self._monitor = Monitor(self._store, self.rank, self._logs, self._is_watched, self._interrupt)
+        self.waiting_since: float | None = None  # since when it waits for messages, by time.monotonic()
+        self._calls_watched = 0  # that NCCL carries
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
         self._nccl_is_initialized = False
@@ -55,7 +66,8 @@ class GroupComm(Comm):
 
     def fail(self, message: str) -> None:
         """Report to the other ranks that this rank has failed; their errors quote the message."""
-        self._store.report_failure(message)
+        with suppress(CommError):
+            self._monitor.call(lambda: self._store.report_failure(message))
 
     # Agreement.
 
@@ -64,7 +76,7 @@ class GroupComm(Comm):
         if self.world == 1:
             return {0: signature}
         try:
-            signatures = self._store.compare(signature, self.timeout)
+            signatures = self._monitor.compare(signature, self.timeout)
         except CommError as error:
             raise self._failed(str(error)) from error
         if len(signatures) < self.world:
@@ -91,16 +103,46 @@ class GroupComm(Comm):
         _ = self.group  # raises if it has been destroyed
         if self._unread is not None:
             problem, self._unread = self._unread, None
-            if not self._store.all_arrived(self.timeout):
+            if not self._monitor.call(lambda: self._store.all_arrived(self.timeout), self.timeout):
                 raise self._failed(f"rank {self.rank}: not all ranks arrived to learn that {problem}")
+
+    # Ranks that are out of step.
+
+    def _is_watched(self) -> bool:
+        """Whether to compare calls with those of other ranks now (on the monitor's thread)."""
+        if self._broken is not None:
+            return False
+        if self.waiting_since is not None and time.monotonic() - self.waiting_since > _PATIENCE:
+            return True
+        calls, self._calls_watched = self._calls_watched, self.log.count
+        return self._nccl_is_initialized and calls != self.log.count
+
+    def _interrupt(self, problem: str) -> None:
+        """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
+        self._broken = f"rank {self.rank}: {problem}"
+        self._store.report_failure(self._broken)
+        if self._nccl_is_initialized:  # operations that wait for other ranks would block the device for ever
+            self.group._get_backend(torch.device("cuda")).abort()
+        if self.world > 1 and "gloo" in self._backends.values():
+            # A message that times out closes all connections of the group: the only way to end a wait of gloo.
+            peer = (self.rank + 1) % self.world
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), group=self.group, group_src=peer)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
 
     # Messages.
 
     def _exchange(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        return self._exchange_with(self.log, op, sends, recvs)
+
+    def _exchange_with(self, log: CallLog, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         self._check_usable()
         backend = self._common_backend([tensor for tensor, _ in (*sends, *recvs)])
-        messages = [InFlightMessage(tensor.detach(), peer, send=True) for tensor, peer in sends]
-        messages += [InFlightMessage(tensor.detach(), peer, send=False) for tensor, peer in recvs]
+        # gloo delivers a message only if the tags are equal: the calls so far, the operation and the size.
+        tag = log.digest ^ text_digest(op)
+        messages = [InFlightMessage(tensor.detach(), peer, tag, send=True) for tensor, peer in sends]
+        messages += [InFlightMessage(tensor.detach(), peer, tag, send=False) for tensor, peer in recvs]
         if backend != "nccl":
             stage(messages)
         if self.recorder is not None:
@@ -130,6 +172,7 @@ class GroupComm(Comm):
                         message.wire_buffer.view(-1).view(torch.uint8),
                         group=self.group,
                         group_peer=message.peer,
+                        tag=(message.tag + message.tensor.nbytes * _SIZE_FACTOR) % _TAGS,
                     )
                     for message in messages
                 ]
@@ -155,11 +198,18 @@ class GroupComm(Comm):
 
     def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception) -> CommError:
         """Mark this comm as failed because of undelivered messages, and return the error to raise."""
+        if self._broken is not None:  # the monitor ended the wait
+            return CommError(self._broken)
         in_flight = " and ".join(map(str, messages))
         return self._failed(
-            f"rank {self.rank} failed in {op} ({self._operation}) while {in_flight}: "
-            f"{_reason(error)}{self._store.explain()}"
+            f"rank {self.rank} failed in {op} ({self._operation}) while {in_flight}: {_reason(error)}{self._explain()}"
         )
+
+    def _explain(self) -> str:
+        try:
+            return self._monitor.call(self._store.explain)
+        except CommError as error:
+            return f"; {error}"
 
     def _failed(self, message: str) -> CommError:
         self._broken = message
@@ -242,6 +292,7 @@ class InFlightMessage:
 
     tensor: Tensor
     peer: int
+    tag: int
     send: bool
     staged: Tensor | None = None
 
@@ -287,7 +338,13 @@ class _Batch(Pending):
         self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
 
     def _wait_on_host(self) -> None:
-        deadline = time.monotonic() + self._comm.timeout
+        self._comm.waiting_since = time.monotonic()
+        try:
+            self._wait_for_each(self._comm.waiting_since + self._comm.timeout)
+        finally:
+            self._comm.waiting_since = None
+
+    def _wait_for_each(self, deadline: float) -> None:
         for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
             remaining = max(deadline - time.monotonic(), 0.001)
             try:
@@ -380,11 +437,10 @@ def comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None = None, *, tim
     None is the default process group, or a single rank if torch.distributed is not initialized. `timeout`, in seconds,
     is set on the comm for all its users.
     """
+    seconds = None if timeout is None else check_timeout(timeout)
     comm = _comm_from(group)
-    if timeout is not None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive seconds, got {timeout}")
-        comm.timeout = timeout
+    if seconds is not None:
+        comm.timeout = seconds
     return comm
 
 

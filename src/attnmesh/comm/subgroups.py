@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import Signature
 from attnmesh.comm.base import Comm, Message, Pending, Shape
+from attnmesh.core.call_log import CallLog
 from attnmesh.trace.recorder import Recorder
 
 
@@ -24,6 +25,8 @@ class SubComm(Comm):
             raise ValueError(f"members must include this rank ({parent.rank}), got {list(members)}")
         super().__init__(members.index(parent.rank), len(members), parent.timeout)
         self._parent, self._members = parent, tuple(members)
+        self.log = self._parent_log()
+        self._shares_log = self.log is parent.log
         self.shares_stream = parent.shares_stream
 
     @property
@@ -43,11 +46,18 @@ class SubComm(Comm):
         """Report a failure to all ranks of the parent."""
         self._parent.fail(message)
 
+    def _parent_log(self) -> CallLog:
+        return self._parent.log
+
     def _exchange(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        return self._exchange_with(self.log, op, sends, recvs)
+
+    def _exchange_with(self, log: CallLog, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         def to_parent(messages: Sequence[Message]) -> list[Message]:
             return [(tensor, self._members[peer]) for tensor, peer in messages]
 
-        return self._parent.exchange(to_parent(sends), to_parent(recvs))
+        self._parent.traffic.add("exchange", len(sends), sum(tensor.nbytes for tensor, _ in sends))
+        return self._parent._exchange_with(log, "exchange", to_parent(sends), to_parent(recvs))
 
     def _compare(self, signature: Signature) -> Mapping[int, Signature]:
         return self._parent._compare(signature)
@@ -56,8 +66,12 @@ class SubComm(Comm):
 class IndependentSubComm(SubComm):
     """A subgroup whose calls differ from those of the other subgroups, so that they cannot be compared.
 
-    The caller must have agreed with all ranks of the parent on everything that the calls depend on.
+    The caller must have agreed with all ranks of the parent on everything that the calls depend on. Its log is that of
+    its members.
     """
+
+    def _parent_log(self) -> CallLog:
+        return self._parent.log_of(self._members)
 
     def _compare(self, signature: Signature) -> Mapping[int, Signature]:
         return {self.rank: signature}

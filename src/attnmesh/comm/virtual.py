@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import CommError, Signature, disagreement, format_ranks
-from attnmesh.comm.base import Comm, Message, Pending, RecordedPending
+from attnmesh.comm.agreement import CommError, Signature, disagreement
+from attnmesh.comm.base import COMPARED_CALLS, Comm, Message, Pending, RecordedPending
+from attnmesh.core.call_log import CallLog, format_ranks, out_of_step
 from attnmesh.trace.recorder import MessageRecord, Recorder
 from attnmesh.trace.timeline import Track
 
@@ -82,6 +83,7 @@ class VirtualComm(Comm):
     def __init__(self, shared: _VirtualWorld, rank: int, timeout: float) -> None:
         super().__init__(rank, shared.world, timeout)
         self._shared = shared
+        shared.logs[rank] = self.log
         self._thread: int | None = None
         self._round = 0  # number of agreements so far; the same on every rank
 
@@ -96,9 +98,12 @@ class VirtualComm(Comm):
         self._shared.scheduler.finish(self.rank, error)
 
     def _exchange(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        return self._exchange_with(self.log, op, sends, recvs)
+
+    def _exchange_with(self, log: CallLog, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         self._check_usable()
-        messages = [_PostedMessage(op, self.rank, peer, tensor.detach(), send=True) for tensor, peer in sends]
-        messages += [_PostedMessage(op, peer, self.rank, tensor.detach(), send=False) for tensor, peer in recvs]
+        messages = [_PostedMessage(op, log, self.rank, peer, tensor.detach(), send=True) for tensor, peer in sends]
+        messages += [_PostedMessage(op, log, peer, self.rank, tensor.detach(), send=False) for tensor, peer in recvs]
         pending: Pending = _PendingMessages(self, messages)
         if self.recorder is not None:
             for message in messages:
@@ -148,7 +153,8 @@ class VirtualComm(Comm):
         )
         for message in messages:
             if message.mismatch is not None:
-                raise ValueError(message.mismatch)
+                kind, text = message.mismatch
+                raise kind(text)
 
     def _check_thread(self) -> None:
         if self._thread != threading.get_ident():
@@ -172,9 +178,14 @@ class _VirtualWorld:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.scheduler = _Scheduler(world)
+        self.logs: dict[int, CallLog] = {}
+        self.scheduler = _Scheduler(world, self.out_of_step)
         self.signatures: defaultdict[int, dict[int, Signature]] = defaultdict(dict)  # by round and rank
         self._posted: defaultdict[tuple[int, int], deque[_PostedMessage]] = defaultdict(deque)
+
+    def out_of_step(self) -> str | None:
+        """How the calls of ranks differ; None if they do not."""
+        return out_of_step({rank: log.latest(COMPARED_CALLS) for rank, log in self.logs.items()})
 
     def post(self, message: _PostedMessage) -> None:
         """Post one end of a message. When the second end is posted, the data is copied from buffer to buffer."""
@@ -191,13 +202,22 @@ class _PostedMessage:
     """One end of a message between two ranks."""
 
     op: str
+    log: CallLog
     source: int
     target: int
     tensor: Tensor
     send: bool
     delivered: bool = False
-    mismatch: str | None = None  # why the two ends do not match
+    mismatch: tuple[type[Exception], str] | None = None  # why the two ends do not match
     record: MessageRecord | None = None  # if the rank is being recorded
+
+    def __post_init__(self) -> None:
+        self.digest, self.number = self.log.digest, self.log.count  # as of now: the rank may go on
+
+    @property
+    def rank(self) -> int:
+        """The rank of this end."""
+        return self.source if self.send else self.target
 
     def record_with(self, recorder: Recorder) -> None:
         """Let the recorder of this end's rank record the message."""
@@ -216,11 +236,17 @@ class _PostedMessage:
 
 def _deliver(sent: _PostedMessage, received: _PostedMessage) -> None:
     sent.delivered = received.delivered = True
-    if sent.tensor.dtype != received.tensor.dtype or sent.tensor.numel() != received.tensor.numel():
-        sent.mismatch = received.mismatch = (
+    in_step = sent.digest == received.digest
+    if not in_step or sent.tensor.dtype != received.tensor.dtype or sent.tensor.numel() != received.tensor.numel():
+        text = (
             f"rank {sent.source} sends {sent.content()} ({sent.op}) "
             f"but rank {sent.target} receives {received.content()} ({received.op})"
         )
+        if not in_step:
+            calls = {end.rank: end.log.latest(COMPARED_CALLS) for end in (sent, received)}
+            different = out_of_step(calls) or f"ranks are out of step at calls {sent.number} and {received.number}"
+            text = f"{different}; {text}"
+        sent.mismatch = received.mismatch = (ValueError if in_step else CommError), text
         return
     records = [message.record for message in (sent, received) if message.record is not None]
     begin = records[0].recorder.now(received.tensor.device) if records else 0.0
@@ -244,8 +270,8 @@ class _Scheduler:
     The running rank also knows the state of all others, so a deadlock is detected without a timeout.
     """
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, out_of_step: Callable[[], str | None]) -> None:
+        self.world, self._out_of_step = world, out_of_step
         self.broken: str | None = None
         """Why no rank can continue, once that is so."""
         self.all_finished = threading.Event()
@@ -297,7 +323,8 @@ class _Scheduler:
         chosen = next((other for other in order if self._can_run(other)), None)
         if chosen is None:
             states = "; ".join(f"rank {r} is {self._state(r)}" for r in range(self.world))
-            self.broken = f"deadlock: no rank can continue: {states}"
+            different = self._out_of_step()
+            self.broken = f"{different}; {states}" if different else f"deadlock: no rank can continue: {states}"
             chosen = next(other for other in order if self._can_run(other))
         self._turn[chosen].release()
 

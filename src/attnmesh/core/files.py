@@ -1,7 +1,8 @@
-"""Checks of files that come from elsewhere, before they are opened."""
+"""Reads files that come from elsewhere: they are checked before they are opened, and every error is a ValueError."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -31,3 +32,25 @@ def check_file(path: Path, name: str, *, most: int = MAX_TEXT_BYTES) -> None:
         raise ValueError(f"{name} must be a file, got {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}")
     if found.st_size > most:
         raise ValueError(f"{name} must have at most {most:,} bytes, got {found.st_size:,}")
+
+
+def read_text(path: Path, name: str, *, most: int = MAX_TEXT_BYTES) -> str:
+    """The content of a UTF-8 file; ValueError with `name` if it cannot be read."""
+    check_file(path, name, most=most)
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not a text file: byte {error.start} is not UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from None
+
+
+def read_json(path: Path, name: str) -> object:
+    """The value of a JSON file; ValueError with `name` if it cannot be read."""
+    text = read_text(path, name)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{name} is not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:  # also a number of thousands of digits
+        raise ValueError(f"{name} is not JSON: {error}") from None

@@ -19,6 +19,8 @@ MAX_COUNT = 2**31 - 1
 """The largest size of a dimension or length of a sequence: indices are int32, and products of two counts fit int64."""
 MAX_RANKS = 2**16
 """The largest number of ranks: plans have an entry for each."""
+MAX_TIMEOUT = 1_000_000
+"""The longest timeout in seconds, eleven days: torch.distributed counts milliseconds in 32 bits."""
 
 
 class _Shortened(reprlib.Repr):
@@ -84,6 +86,13 @@ def check_number(name: str, x: object, above: float | None = None, least: float 
         raise ValueError(f"{name} must be a positive number, got {shown(x)}")
     limit = f" above {above:g}" if above is not None else "" if least is None else f" of at least {least:g}"
     raise ValueError(f"{name} must be a finite number{limit}, got {shown(x)}")
+
+
+def check_timeout(timeout: object) -> float:
+    """Return `timeout` as a float; raise ValueError unless it is a number of seconds that a rank can wait for."""
+    if isinstance(timeout, float | int) and not isinstance(timeout, bool) and 0 < timeout <= MAX_TIMEOUT:
+        return float(timeout)
+    raise ValueError(f"timeout must be positive seconds, at most {MAX_TIMEOUT:,}, got {shown(timeout)}")
 
 
 def check_bool(**flags: object) -> None:

@@ -7,8 +7,8 @@ that a later prompt with the same prefix reuses them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -101,6 +101,9 @@ class Engine:
             storage=plain[weight.dtype], device=weight.device, max_sequences=max_sequences, max_length=self._capacity,
         )  # fmt: skip
         self.sequences: list[EngineSequence] = []
+        self.passes = 0
+        """Prefill and decode passes so far; the same on every rank."""
+        self._changes = self._exchanges = 0  # that were begun and have not ended, or were interrupted
         # Over gloo a message takes longer than it saves in reading weights: measured, 2 and 4 ranks on 2 cores.
         self._tensor_parallel = TensorParallel(model, self.comm) if self.device.type == "cuda" else nullcontext()
         # Neither messages between ranks nor mixture-of-experts routing on the host can be captured.
@@ -125,13 +128,16 @@ class Engine:
         if cached is None or max(per_rank) > self._capacity:  # too uneven: one rank stores most of the prefix
             cached, begin = None, 0
             per_rank = self._tokens_per_rank([0] * self.comm.world, 0, len(ids), max_new_tokens)
-        self._make_room(len(ids) + max_new_tokens, per_rank, cached)
-        sequence = self._start_from(cached)
-        self.truncate(sequence, begin)
-        sequence.active, sequence.reused = True, begin
-        sequence.max_tokens, sequence.max_tokens_per_rank = len(ids) + max_new_tokens, per_rank
-        self.reused_tokens += begin
-        self.prefill_tokens += len(ids) - begin
+        evicted = self._room_for(len(ids) + max_new_tokens, per_rank, cached)
+        with self._change():
+            for inactive in evicted:
+                self.free(inactive)
+            sequence = self._start_from(cached)
+            self.truncate(sequence, begin)
+            sequence.active, sequence.reused = True, begin
+            sequence.max_tokens, sequence.max_tokens_per_rank = len(ids) + max_new_tokens, per_rank
+            self.reused_tokens += begin
+            self.prefill_tokens += len(ids) - begin
         while len(sequence.ids) < len(ids):
             chunk = ids[len(sequence.ids) : len(sequence.ids) + self.prefill_chunk]
             if len(chunk) >= min_prefill_chunk(self.comm.world):
@@ -152,9 +158,10 @@ class Engine:
     def truncate(self, sequence: EngineSequence, length: int) -> None:
         """Keep the first `length` tokens only."""
         shards = sequence.shards.truncated(length)
-        if len(shards.local) < sequence.stored.length:
-            self.cache.truncate(sequence.stored, len(shards.local))
-        sequence.shards, sequence.ids = shards, sequence.ids[:length]
+        with self._change():
+            if len(shards.local) < sequence.stored.length:
+                self.cache.truncate(sequence.stored, len(shards.local))
+            sequence.shards, sequence.ids = shards, sequence.ids[:length]
 
     def release(self, sequence: EngineSequence) -> None:
         """Mark a sequence as finished: it stays cached for reuse until room is needed."""
@@ -162,8 +169,53 @@ class Engine:
 
     def free(self, sequence: EngineSequence) -> None:
         """Remove a sequence from the cache."""
-        self.cache.free(sequence.stored)
-        self.sequences.remove(sequence)
+        with self._change():
+            self.cache.free(sequence.stored)
+            self.sequences.remove(sequence)
+
+    # Interruption: by an exception of the model or of a callback, or by a KeyboardInterrupt, which comes at any time.
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether this rank was interrupted where the ranks must do the same: it cannot work with them any more."""
+        return self._exchanges > 0 or (self._changes > 0 and self.comm.world > 1)
+
+    def release_all(self) -> None:
+        """Release all active sequences, also those that an interrupted call left behind.
+
+        The tokens of an interrupted pass are removed; those of earlier passes stay cached.
+        """
+        if self.is_out_of_step:
+            return
+        if self._changes:  # nothing is known about the cache
+            self.sequences.clear()
+            self.cache.clear()
+            self._changes = 0
+        for sequence in [sequence for sequence in self.sequences if sequence.active]:
+            self.truncate(sequence, len(sequence.ids))
+            self.release(sequence)
+            if not sequence.ids:
+                self.free(sequence)
+
+    def state(self) -> str:
+        """The cached sequences, in short: equal on all ranks that are in step."""
+        sequences = [(len(each.ids), each.active, each.reused, *each.shards.counts) for each in self.sequences]
+        tokens = sum(len(each.ids) for each in self.sequences)
+        return f"{tokens} tokens after {self.passes} passes, digest {hash(tuple(sequences)) % 2**64:016x}"
+
+    @contextmanager
+    def exchange(self, comm: Comm) -> Iterator[None]:
+        """Around messages to other ranks of `comm`: without the end of this, ranks are out of step."""
+        self._exchanges += comm.world > 1
+        yield
+        self._exchanges -= comm.world > 1
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Around changes of sequences and cache that belong together."""
+        self._changes += 1
+        yield
+        self._changes -= 1
 
     def check_room(self, tokens: Sequence[int]) -> None:
         """Raise ValueError unless new sequences with so many tokens each fit beside the active ones."""
@@ -209,11 +261,11 @@ class Engine:
             counts = [count + ranges.size(part) for count, part in zip(counts, parts, strict=True)]
         return [count + -(-max_new_tokens // self.comm.world) for count in counts]
 
-    def _make_room(self, tokens: int, per_rank: list[int], reused: EngineSequence | None) -> None:
-        """Evict inactive sequences until a sequence of so many tokens fits; `reused` is taken over unless it is active.
+    def _room_for(self, tokens: int, per_rank: list[int], reused: EngineSequence | None) -> list[EngineSequence]:
+        """The inactive sequences to evict, so that one of so many tokens fits; `reused` is taken over unless active.
 
-        All ranks evict the same ones, because they decide by what all ranks store. Raises ValueError, and evicts
-        nothing, if eviction does not make enough room.
+        All ranks evict the same ones, because they decide by what all ranks store. Raises ValueError if eviction does
+        not make enough room.
         """
         kept = [sequence for sequence in self.sequences if sequence.active or sequence is not reused]
         evicted: list[EngineSequence] = []
@@ -238,26 +290,30 @@ class Engine:
                 f"active sequences: there is room for cache_tokens={self.cache_tokens} of "
                 f"max_sequences={self.max_sequences}"
             )
-        for sequence in evicted:
-            self.free(sequence)
+        return evicted
 
     def _prefill_chunk(self, sequence: EngineSequence, ids: list[int]) -> Tensor:
         """Prefill a chunk, sharded over the ranks; returns the logits of its last token on every rank."""
         begin = len(sequence.ids)
         parts = self._shard(sequence.shards.counts, range(begin, begin + len(ids)))
         own = parts[self.comm.rank]
-        new = self.cache.append([sequence.stored], ranges.size(own))
-        sequence.shards.extend(parts)
+        with self._change():
+            new = self.cache.append([sequence.stored], ranges.size(own))
+            sequence.shards.extend(parts)
         blocks = torch.tensor(sequence.stored.blocks, device=self.device)
         chunk = PrefillPass(self.cache, new.slots, self.context, parts, begin, len(ids), sequence.local.ranges, blocks)
         positions = ranges.as_tensor(own)
         tokens = torch.tensor(ids)[positions - begin]
         device = self.device
-        logits = self._forward(chunk, tokens[None].to(device), positions[None].to(device), keep=1)[0, -1]
-        self.cache.mark_written(new)
-        sequence.ids += ids
         last = next(rank for rank, part in enumerate(parts) if part[-1][-1] == begin + len(ids) - 1)
-        return self._broadcast(logits, last)
+        with self.exchange(self.comm):
+            logits = self._forward(chunk, tokens[None].to(device), positions[None].to(device), keep=1)[0, -1]
+            logits = self._broadcast(logits, last)
+        with self._change():
+            self.cache.mark_written(new)
+            sequence.ids += ids
+            self.passes += 1
+        return logits
 
     def _decode(self, sequences: Sequence[EngineSequence], ids: Sequence[Sequence[int]]) -> Tensor:
         """Compute a few tokens on every rank; each rank stores those that `interleave` gives it."""
@@ -268,9 +324,10 @@ class Engine:
             [position - new.start for run in part[rank] for position in run]
             for new, part in zip(positions, parts, strict=True)
         ]
-        slots, appended = self._append(sequences, own, count)
-        for sequence, part in zip(sequences, parts, strict=True):
-            sequence.shards.extend(part)
+        with self._change():
+            slots, appended = self._append(sequences, own, count)
+            for sequence, part in zip(sequences, parts, strict=True):
+                sequence.shards.extend(part)
         rows = torch.tensor([sequence.stored.row for sequence in sequences], device=self.device)
         step = DecodePass(
             self.cache, slots, self.comm, self.cache.block_table[rows], self.cache.cur_pos[rows], positions,
@@ -278,12 +335,14 @@ class Engine:
         )  # fmt: skip
         at = torch.tensor([list(new) for new in positions])
         tokens = torch.tensor([list(row) for row in ids], device=self.device)
-        with self._tensor_parallel:
+        with self.exchange(self.comm), self._tensor_parallel:
             logits = self._forward_step(step, tokens, at.to(self.device))
-        for new in appended:
-            self.cache.mark_written(new)
-        for sequence, row in zip(sequences, ids, strict=True):
-            sequence.ids += row
+        with self._change():
+            for new in appended:
+                self.cache.mark_written(new)
+            for sequence, row in zip(sequences, ids, strict=True):
+                sequence.ids += row
+            self.passes += 1
         return logits
 
     def _append(

@@ -6,20 +6,37 @@ Groups prefill and decode independently. After every step they exchange their ne
 
 from __future__ import annotations
 
+import inspect
 import time
+import weakref
+from collections import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm, IndependentSubComm, SharedValues, check_on_all_ranks, comm_from
+from attnmesh.comm import Comm, CommError, IndependentSubComm, SharedValues, check_on_all_ranks, comm_from
 from attnmesh.core.layouts import Layout, Zigzag
+from attnmesh.core.validation import check_positive
+from attnmesh.generation.agreement import (
+    Progress,
+    check_same_weights,
+    digest,
+    model_values,
+    report_error,
+)
 from attnmesh.generation.engine import Engine, EngineSequence
-from attnmesh.generation.sampling import PromptLookup, Sampling, TextStream
+from attnmesh.generation.sampling import (
+    INVALID_TOKEN,
+    InvalidLogits,
+    PromptLookup,
+    Sampling,
+    TextStream,
+    most_likely,
+)
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
 
@@ -108,25 +125,36 @@ class Generator:
     ) -> None:
         self.model, self.tokenizer, self.comm = model, tokenizer, comm_from(comm)
         self._on_logits = on_logits
-        if sharding is None:
-            sharding = _recommended(max_sequences, self.comm.world)
-        if sharding.tp != 1 or sharding.ranks != self.comm.world:
-            raise ValueError(f"sharding must be kvdp x cp = {self.comm.world} ranks and tp = 1, got {sharding}")
-        self.sharding, self.max_sequences = sharding, max_sequences
         rank = self.comm.rank
-        self._group = _subgroup(self.comm, sharding.cp_peers(rank))
-        self._across_groups = _subgroup(self.comm, sharding.kvdp_peers(rank))
-        self.engine = Engine(
-            model,
-            self._group,
-            cache_tokens=cache_tokens,
-            max_sequences=-(-max_sequences // sharding.kvdp),
-            layout=layout,
-            schedule=schedule,
-            prefill_chunk=prefill_chunk,
-            on_prefill=on_prefill,
-        )
-        self.stats = GenerationStats(rank)
+
+        def check_arguments() -> tuple[DecodeSharding, SharedValues]:
+            chosen = _recommended(max_sequences, self.comm.world) if sharding is None else sharding
+            if chosen.tp != 1 or chosen.ranks != self.comm.world:
+                raise ValueError(f"sharding must be kvdp x cp = {self.comm.world} ranks and tp = 1, got {chosen}")
+            self._group = _subgroup(self.comm, chosen.cp_peers(rank))
+            self._across_groups = _subgroup(self.comm, chosen.kvdp_peers(rank))
+            self.engine = Engine(
+                model, self._group, cache_tokens=cache_tokens, max_sequences=-(-max_sequences // chosen.kvdp),
+                layout=layout, schedule=schedule, prefill_chunk=prefill_chunk, on_prefill=on_prefill,
+            )  # fmt: skip
+            return chosen, {
+                "cache_tokens": cache_tokens, "max_sequences": max_sequences, "sharding": repr(chosen),
+                "layout": layout, "schedule": schedule, "prefill_chunk": prefill_chunk,
+                "dtype": self.model.get_input_embeddings().weight.dtype, "device": self.engine.device.type,
+                **model_values(model),
+            }  # fmt: skip
+
+        try:
+            self.sharding = check_on_all_ranks(self.comm, "Generator", check_arguments, force=True)
+        except (ValueError, CommError):
+            raise
+        except Exception as error:  # such as a cache that does not fit into memory
+            report_error(self.comm, "Generator", error)
+            raise
+        check_same_weights(self.comm, model, self.engine.device)
+        self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
+        self._progress = Progress()
+        self._iterator: weakref.ref[abc.Generator[Token, None, None]] | None = None  # of the latest call
 
     def generate(
         self,
@@ -142,22 +170,50 @@ class Generator:
         A prompt is text, or its token ids. A row ends with one of the `stop` tokens, by default the eos tokens of the
         model's generation config, or after `max_new_tokens`. With `speculative`, tokens are drafted by prompt lookup
         and several are verified per step: fewer steps, the same tokens. `stats` counts the accepted ones.
-        """
-        request = _Request(max_new_tokens, sampling, frozenset(self._eos() if stop is None else stop), speculative)
 
-        def check_arguments() -> tuple[list[list[int]], SharedValues]:
+        One call runs at a time: exhaust, close or drop its iterator before the next. Logits that give no probabilities
+        (NaN, +inf, or -inf only) raise ValueError. After an interrupted call the generator works on, unless the ranks
+        were interrupted at different points: then every rank raises CommError.
+        """
+
+        def check_arguments() -> tuple[tuple[list[list[int]], _Request], SharedValues]:
+            if self._is_running():
+                raise ValueError("another generate() of this Generator is in progress: exhaust or close it first")
+            ends = sorted(self._eos() if stop is None else set(stop))
+            request = _Request(max_new_tokens, sampling, frozenset(ends), speculative)
             rows = [_token_ids(self.tokenizer, prompt) for prompt in prompts]
             self._check(rows, request)
-            digest = sha256(repr((rows, sorted(request.stop))).encode()).hexdigest()
-            return rows, {
-                "prompts and stops": digest, "max_new_tokens": max_new_tokens, "sampling": sampling,
-                "speculative": speculative, "sharding": self.sharding,
+            return (rows, request), {
+                "prompts": f"{len(rows)} of {', '.join(str(len(row)) for row in rows)} tokens {digest(rows)}",
+                "stop": ends, "max_new_tokens": max_new_tokens, "sampling": sampling, "speculative": speculative,
+                "device": self.engine.device.type,
             }  # fmt: skip
 
-        rows = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
-        return self._generate(rows, request)
+        self._check_in_step()
+        rows, request = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
+        self._progress.begin_call(rows)
+        iterator = self._generate(rows, request)
+        self._iterator = weakref.ref(iterator)
+        return iterator
 
-    def _generate(self, prompts: list[list[int]], request: _Request) -> Iterator[Token]:
+    def _is_running(self) -> bool:
+        """Whether the iterator of the latest call is neither exhausted nor closed nor dropped."""
+        latest = None if self._iterator is None else self._iterator()
+        return latest is not None and inspect.getgeneratorstate(latest) != inspect.GEN_CLOSED
+
+    def _check_in_step(self) -> None:
+        """Raise CommError after an interrupted exchange; log how far this rank is, to be compared with the others."""
+        if self.engine.is_out_of_step:
+            raise CommError(
+                f"generate: an earlier call was interrupted on rank {self.comm.rank} while ranks exchanged messages: "
+                "ranks are out of step; start them again, or make a new Generator on a new process group"
+            )
+        if not self._is_running():
+            self.engine.release_all()  # again, in case that was interrupted, too
+        self.comm.note("earlier calls", str(self._progress))
+        self._group.note("cached sequences", self.engine.state())
+
+    def _generate(self, prompts: list[list[int]], request: _Request) -> abc.Generator[Token, None, None]:
         batch = len(prompts)
         texts = [TextStream(self.tokenizer) for _ in prompts]
         own: list[_Row] = []
@@ -167,14 +223,18 @@ class Generator:
                 for number in self.sharding.sequences(self.comm.rank, batch):
                     sequence = self.engine.prefill(prompts[number], request.max_new_tokens + MAX_DECODE_TOKENS)
                     own.append(_Row(number, sequence, request.sampling.generator(number)))
-                new = self._broadcast([[request.sampling.sample(row.sequence.logits, row.random)] for row in own])
-                self._report_logits(own, [row.sequence.logits[None] for row in own], new)
+                logits = [row.sequence.logits[None] for row in own]
+                new = self._broadcast(_sample(request.sampling, own, logits))
+                self._report_logits(own, logits, new)
             active, left = own, dict.fromkeys(range(batch), request.max_new_tokens)
             while True:
+                gathered = self._all_gather_tokens(active, new, batch)
+                self._check_tokens(gathered, own)
+                self._progress.add_step(gathered)
                 for row, tokens in zip(active, new, strict=True):
                     row.new += tokens
                     self.stats.generated_tokens += len(tokens)
-                for number, tokens in self._all_gather_tokens(active, new, batch):
+                for number, tokens in gathered:
                     left[number] = 0 if tokens[-1] in request.stop else left[number] - len(tokens)
                     for token in tokens:
                         yield Token(number, token, texts[number].add(token))
@@ -183,11 +243,34 @@ class Generator:
                 active = [row for row in active if left[row.number]]
                 with self._timed("decode_seconds"):
                     new = self._decode_step(active, request) if active else []
+        except (GeneratorExit, InvalidLogits):  # closed, or raised on all ranks together
+            raise
+        except BaseException as error:
+            self._report_interruption(error)
+            raise
         finally:
             self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
-            for row in own:
-                self.engine.release(row.sequence)
+            self.engine.release_all()
             self._update_stats()
+
+    def _check_tokens(self, new: list[tuple[int, list[int]]], own: list[_Row]) -> None:
+        """Raise InvalidLogits, on every rank, if any row of any group has invalid logits."""
+        rows = [number for number, tokens in new if tokens[-1] == INVALID_TOKEN]
+        if rows:
+            for row in own:
+                self.engine.free(row.sequence)  # its keys and values may be invalid, too
+            raise InvalidLogits(
+                f"generate: the logits of row {', '.join(map(str, rows))} have a NaN or +inf, or -inf only, at step "
+                f"{self._progress.steps} (the prompt is step 0): no token can be chosen; check the weights of the "
+                f"model and the range of its dtype, {self.model.get_input_embeddings().weight.dtype}"
+            )
+
+    def _report_interruption(self, error: BaseException) -> None:
+        """Tell the other ranks, which may wait for this one."""
+        if not self.engine.is_out_of_step:
+            report_error(self.comm, "generate", error)
+        elif not isinstance(error, CommError):
+            self.comm.fail(f"generate was interrupted by {type(error).__name__}: {error}")
 
     def _decode_step(self, active: list[_Row], request: _Request) -> list[list[int]]:
         """One decode step of the group's rows: the new tokens of each, one or (with drafts) more."""
@@ -199,11 +282,10 @@ class Generator:
         logits = self.engine.decode([row.sequence for row in active], given)
         self.stats.decode_steps += 1
         if request.speculative:
-            greedy = self._broadcast(logits.argmax(-1).tolist())
+            greedy = self._broadcast(most_likely(logits).tolist())
             new = [_accept(draft, tokens) for draft, tokens in zip(drafts, greedy, strict=True)]
         else:
-            sampled = [[request.sampling.sample(x[0], row.random)] for x, row in zip(logits, active, strict=True)]
-            new = self._broadcast(sampled)
+            new = self._broadcast(_sample(request.sampling, active, logits))
         for row, begin, draft, tokens in zip(active, begins, drafts, new, strict=True):
             if len(row.sequence.ids) > begin + len(tokens):
                 self.engine.truncate(row.sequence, begin + len(tokens))
@@ -227,14 +309,19 @@ class Generator:
         return row.lookup.draft([*row.sequence.ids, row.new[-1]], room) if room > 0 else []
 
     def _broadcast(self, tokens: list[list[int]]) -> list[list[int]]:
-        """The tokens that the first rank of the group has sampled: ranks may round differently and must not diverge."""
+        """The tokens that the first rank of the group has sampled: ranks may round differently and must not diverge.
+
+        Invalid are those that any rank of the group finds invalid.
+        """
         group = self._group
         if group.world == 1 or not tokens:
             return tokens
         x = torch.tensor(tokens, dtype=torch.int64, device=self.engine.device)  # NCCL sends device tensors only
-        first: Tensor = group.all_gather(x, [x.shape] * group.world)[0]
-        received: list[list[int]] = first.tolist()
-        return received
+        with self.engine.exchange(group):
+            received = torch.stack(group.all_gather(x, [x.shape] * group.world))
+            invalid = (received == INVALID_TOKEN).any(0)
+            agreed: list[list[int]] = torch.where(invalid, INVALID_TOKEN, received[0]).tolist()
+        return agreed
 
     def _all_gather_tokens(self, active: list[_Row], new: list[list[int]], batch: int) -> list[tuple[int, list[int]]]:
         """The new tokens of all groups, by row."""
@@ -246,9 +333,10 @@ class Generator:
         x = torch.full((len(own), MAX_DECODE_TOKENS), _PADDING, dtype=torch.int64)
         for number, tokens in by_row.items():
             x[number - own.start, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        gathered = self._across_groups.all_gather(
-            x.to(self.engine.device), [(len(each), MAX_DECODE_TOKENS) for each in rows]
-        )
+        with self.engine.exchange(self._across_groups):
+            gathered = self._across_groups.all_gather(
+                x.to(self.engine.device), [(len(each), MAX_DECODE_TOKENS) for each in rows]
+            )
         unpadded = [
             (number, [token for token in tokens if token != _PADDING])
             for numbers, part in zip(rows, gathered, strict=True)
@@ -264,8 +352,7 @@ class Generator:
         if not 1 <= len(rows) <= self.max_sequences:
             raise ValueError(f"prompts must be 1 to max_sequences={self.max_sequences}, got {len(rows)}")
         new = request.max_new_tokens
-        if isinstance(new, bool) or not isinstance(new, int) or new < 1:
-            raise ValueError(f"max_new_tokens must be a positive integer, got {new!r}")
+        check_positive(max_new_tokens=new)
         if request.speculative and not request.sampling.greedy:
             raise ValueError(f"sampling must be greedy (temperature 0) with speculative, got {request.sampling}")
         limit = getattr(self.model.config, "max_position_embeddings", None)
@@ -323,7 +410,13 @@ def generate(
 
     All ranks must pass the same arguments. Nothing is cached for later prompts: use a `Generator` for that.
     """
-    rows = [_token_ids(tokenizer, prompt) for prompt in prompts]
+    comm = comm_from(comm)
+
+    def check_arguments() -> tuple[list[list[int]], SharedValues]:
+        check_positive(max_new_tokens=max_new_tokens)
+        return [_token_ids(tokenizer, prompt) for prompt in prompts], {}
+
+    rows = check_on_all_ranks(comm, "generate", check_arguments, force=True)
     generator = Generator(
         model, tokenizer, comm, max_sequences=max(1, len(rows)), sharding=sharding, layout=layout,
         cache_tokens=max(1, sum(map(len, rows)) + len(rows) * (max_new_tokens + MAX_DECODE_TOKENS)),
@@ -348,6 +441,20 @@ def _token_ids(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
         raise ValueError("prompts must be token ids without a tokenizer, got text")
     ids: list[int] = tokenizer(prompt)["input_ids"]
     return ids
+
+
+def _sample(sampling: Sampling, rows: list[_Row], logits: list[Tensor] | Tensor) -> list[list[int]]:
+    """The next token of each row, from its logits [1, vocabulary]; `INVALID_TOKEN` where these are invalid."""
+    if sampling.greedy and rows:  # one transfer for all rows
+        tokens: list[list[int]] = most_likely(logits if isinstance(logits, Tensor) else torch.stack(logits)).tolist()
+        return tokens
+    sampled = []
+    for row, of_row in zip(rows, logits, strict=True):
+        try:
+            sampled.append([sampling.sample(of_row[0], row.random)])
+        except InvalidLogits:
+            sampled.append([INVALID_TOKEN])
+    return sampled
 
 
 def _accept(draft: list[int], greedy: list[int]) -> list[int]:

@@ -12,7 +12,13 @@ from torch import Tensor
 _ROW_BITS = 20  # bits of a seed for the row of the batch
 _MAX_SEED = (1 << (63 - _ROW_BITS)) - 1
 _MAX_NGRAM = 4  # tokens that must match: longer matches give better drafts
+INVALID_TOKEN = -2
+"""In place of a token where logits are invalid."""
 _INCOMPLETE = "\ufffd"  # what a tokenizer returns while the bytes of a character are incomplete
+
+
+class InvalidLogits(ValueError):  # noqa: N818 - says what is wrong, as CacheFull does
+    """Logits that give no probabilities: with a NaN or +inf, or -inf only."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +47,27 @@ class Sampling:
         return torch.Generator().manual_seed((self.seed << _ROW_BITS) + row)
 
     def sample(self, logits: Tensor, generator: torch.Generator) -> int:
-        """A token from logits [vocabulary]."""
+        """A token from logits [vocabulary]; raises InvalidLogits where they give no probabilities."""
+        if not self.greedy:
+            logits = logits.double().cpu()
+        token = int(most_likely(logits))
+        if token == INVALID_TOKEN:
+            raise InvalidLogits("logits must have a finite maximum and no NaN")
         if self.greedy:
-            return int(logits.argmax())
-        logits = logits.double().cpu()
+            return token
+        top = logits[token]
         # Subtracting the maximum first keeps it 0: divided by a tiny temperature, it would be infinite.
-        probabilities = torch.softmax((logits - logits.max()) / self.temperature, -1)
+        probabilities = torch.softmax((logits - top) / self.temperature, -1)
         ordered, ids = probabilities.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # 0 for the most likely token, so at least one token is left
         ordered = torch.where(before < self.top_p, ordered, 0.0)
         return int(ids[torch.multinomial(ordered, 1, generator=generator)])
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """The most likely token of logits [.., vocabulary], int64 [..], or `INVALID_TOKEN`. Does not synchronize."""
+    ids = logits.argmax(-1, keepdim=True)  # that of a NaN, if there is one
+    return torch.where(logits.gather(-1, ids).isfinite(), ids, INVALID_TOKEN).squeeze(-1)
 
 
 class PromptLookup:

@@ -1,12 +1,10 @@
-"""Checks of checkpoint folders before they are loaded: completeness, memory, model type; and errors of models."""
+"""What loading any model needs: its errors, Transformers without network and output, the memory of a device."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +13,10 @@ import torch
 
 from attnmesh.core.optional import require
 
-_ONE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_CAST = ("F64", "F32", "F16", "BF16")  # types that loading converts to the requested dtype
-_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}  # types that it keeps; all others have one byte
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments of every `from_pretrained`: nothing is downloaded, and code that comes with a model is not run."""
+
+_LONGEST_REASON = 400  # characters of another library's error
 
 
 class ModelError(ValueError):
@@ -27,7 +25,7 @@ class ModelError(ValueError):
 
 @contextmanager
 def translated_errors(what: str) -> Iterator[None]:
-    """Turn any exception into a ModelError that starts with `what`.
+    """Turn any exception into a ModelError of one line that starts with `what`.
 
     Model files come from elsewhere, and the libraries that read them raise anything: KeyError, struct.error, their own.
     """
@@ -36,7 +34,28 @@ def translated_errors(what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{what}: {str(error).strip() or type(error).__name__}") from error
+        raise ModelError(f"{what}: {_one_line(error)}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a library in Rust; not an Exception, but it can be handled
+            raise
+        raise ModelError(f"{what}: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    text = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    if "trust_remote_code" in text:
+        return "it needs code that comes with the model, which is not run"
+    text = " ".join(text.split()) or type(error).__name__
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+
+
+@contextmanager
+def model_errors() -> Iterator[None]:
+    """Turn a ValueError of a check into a ModelError with the same message."""
+    try:
+        yield
+    except ValueError as error:
+        raise ModelError(str(error)) from None
 
 
 def require_hf(module: str) -> ModuleType:
@@ -49,16 +68,22 @@ def require_hf(module: str) -> ModuleType:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Disable the progress bars of Transformers and log errors only, then restore both."""
+    """Disable the progress bars and the downloads of Transformers and log errors only, then restore all three.
+
+    `local_files_only` does not cover kernels that Transformers would download for some models.
+    """
     logging = require_hf("transformers.utils.logging")
-    verbosity = logging.get_verbosity()
+    hub: Any = require_hf("huggingface_hub.constants")
+    verbosity, offline = logging.get_verbosity(), hub.HF_HUB_OFFLINE
     logging.set_verbosity_error()
+    hub.HF_HUB_OFFLINE = True
     # disable_progress_bar would also change a setting of huggingface_hub that cannot be restored.
     hook = logging.set_tqdm_hook(_disabled_bar)
     try:
         yield
     finally:
         logging.set_tqdm_hook(hook)
+        hub.HF_HUB_OFFLINE = offline
         logging.set_verbosity(verbosity)
 
 
@@ -79,31 +104,6 @@ def check_causal_lm(config: Any, model: Path) -> None:
     names = {one.__name__ for one in (classes if isinstance(classes, list | tuple) else (classes,))}
     if config.architectures and not names & set(config.architectures):
         raise ModelError(f"{model} must be a causal language model ({', '.join(sorted(names))}), got {architecture}")
-
-
-def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """The bytes of a checkpoint's weights once loaded as `dtype`, from the headers of its safetensors files."""
-    safe_open = require_hf("safetensors").safe_open
-    total = 0
-    for file in _weight_files(folder):
-        with translated_errors(f"{file} is damaged"), safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a dict
-                tensor = tensors.get_slice(name)
-                kind = tensor.get_dtype()
-                total += prod(tensor.get_shape()) * (dtype.itemsize if kind in _CAST else _BYTES.get(kind, 1))
-    return total
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / _ONE_FILE).is_file():
-        return [folder / _ONE_FILE]
-    if not (folder / _INDEX).is_file():
-        raise ModelError(f"{folder} has no weights: neither {_ONE_FILE} nor {_INDEX} exists")
-    with translated_errors(f"{folder / _INDEX} is damaged"):
-        names = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelError(f"{folder} lacks the weight files {', '.join(missing)}")
-    return [folder / name for name in names]
 
 
 def check_fits(weights: int, device: torch.device, model: Path) -> None:

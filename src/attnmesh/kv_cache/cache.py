@@ -94,9 +94,14 @@ class BlockCache:
         v_scale = fp8_scale("v_scale", v_scale, storage, kv_heads, device)
         self._keys = make_pools((*shape, head_dim), storage, k_scale, device)
         self._values = make_pools((*shape, value_dim), storage, v_scale, device)
-        self._pool = BlockPool(num_blocks)
-        self._manager = BlockManager(self, self._pool, self._tables, self._layout, max_sequences)
+        self._num_blocks, self._max_sequences = num_blocks, max_sequences
         self._lookups = self._hits = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._owner = object()  # of sequences and new tokens: those of before are not accepted any more
+        self._pool = BlockPool(self._num_blocks)
+        self._manager = BlockManager(self._owner, self._pool, self._tables, self._layout, self._max_sequences)
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, kv_heads, head_dim]."""
@@ -171,7 +176,7 @@ class BlockCache:
             if sources:
                 self._keys.copy_blocks(source, target)
                 self._values.copy_blocks(source, target)
-        new = NewTokens(slots, sequences, set(range(self._layers)), self)
+        new = NewTokens(slots, sequences, set(range(self._layers)), self._owner)
         for sequence, begin in zip(sequences, begins, strict=True):
             sequence.pending[new] = begin
         return new, extra
@@ -233,6 +238,14 @@ class BlockCache:
         self._manager.free(sequence)
         self._tables.upload()
 
+    def clear(self) -> None:
+        """End all sequences and forget all cached blocks; the memory stays.
+
+        This also restores a cache in which an operation was interrupted, by a KeyboardInterrupt.
+        """
+        self._tables.clear()
+        self._forget()
+
     def _new_slots(self, sequence: Sequence, count: int) -> list[int]:
         return self._layout.slots(sequence.blocks, sequence.length - count, sequence.length)
 
@@ -261,7 +274,7 @@ class BlockCache:
         """Raise ValueError unless `new` are tokens of this cache whose `layer` is not written yet."""
         if layer is not None:
             check_layer(layer, self._layers)
-        if not isinstance(new, NewTokens) or new.owner is not self:
+        if not isinstance(new, NewTokens) or new.owner is not self._owner:
             raise ValueError(f"new must be what append of this cache returned, got {new!r}")
         if layer is not None and layer not in new.unwritten_layers:
             raise ValueError(
@@ -271,8 +284,9 @@ class BlockCache:
     def _check_sequence(self, sequence: Sequence) -> None:
         if not isinstance(sequence, Sequence):
             raise ValueError(f"sequence must be what allocate or fork returned, got {type(sequence).__name__}")
-        if sequence.owner is not self:
-            raise ValueError(f"{sequence} {'was freed' if sequence.owner is None else 'belongs to another cache'}")
+        if sequence.owner is not self._owner:
+            of = "was freed" if sequence.owner is None else "belongs to another cache, or was ended by clear()"
+            raise ValueError(f"{sequence} {of}")
 
 
 @lru_cache

@@ -97,6 +97,12 @@ class DeviceTables:
         self._changed: dict[int, int] = {}
         self._empty = torch.empty(0, dtype=torch.int64, device=device)
 
+    def clear(self) -> None:
+        """Empty all rows, on the host and on the device."""
+        self._mirror = array("i", [-1]) * len(self._mirror)
+        self._changed = {}
+        self._device_copy.fill_(-1)
+
     def set_length(self, row: int, length: int) -> None:
         """Set the number of a row's tokens that this rank stores: `cur_pos` is length - 1."""
         self._set(row, length - 1)

@@ -29,7 +29,7 @@ class Sequence:
     row: int
     length: int
     cached: int
-    owner: object | None  # the cache; None once freed
+    owner: object | None  # stands for the cache; None once freed
     blocks: list[int]  # may reach past the length: blocks reserved for the prompt
     ids: array[int]  # known token ids: longer than `length` while a prompt is incomplete, shorter after unknown tokens
     root: bytes  # the parent hash of the first block
@@ -86,7 +86,7 @@ class NewTokens:
     slots: Tensor
     sequences: tuple[Sequence, ...]
     unwritten_layers: set[int]
-    owner: object  # the cache
+    owner: object  # stands for the cache
 
     def drop(self, sequence: Sequence, begin: int) -> None:
         """Do not write a sequence's new tokens from index `begin` on: their slots may be in use elsewhere by now."""

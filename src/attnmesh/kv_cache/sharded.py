@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnmesh.core.call_log import CallLog, text_digest
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
@@ -134,8 +135,8 @@ class ShardedCache:
     """One rank's shard of the cache of a batch of sequences: its kv heads, its rows of the batch, its positions.
 
     All ranks must perform the same operations in the same order. They then agree on rows, reused prefixes and CacheFull
-    without communication. `batch`, `kv_heads`, `max_length` and the fp8 scales are those of the whole model;
-    `num_blocks` is per rank.
+    without communication. `log` has the operations so far; an `AttentionBlock` compares it with that of other ranks.
+    `batch`, `kv_heads`, `max_length` and the fp8 scales are those of the whole model; `num_blocks` is per rank.
 
     The rows of each KVDP rank are a `BlockCache` of their own. A rank has the memory of its own rows, and tracks the
     blocks of the other KVDP ranks on the meta device.
@@ -193,6 +194,7 @@ class ShardedCache:
         self._local_lengths = shard.length(lengths).to(torch.int32)
         self._tensors: dict[int, StepTensors] = {}
         self._current: Step | None = None
+        self.log = CallLog()
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, own kv heads, head_dim]."""
@@ -219,9 +221,13 @@ class ShardedCache:
         full: CacheFull | None = None
         for peer in ranks:
             try:
-                return self._sharded(peer, self._caches[peer].allocate(prompt, cache_key=cache_key))
+                sequence = self._sharded(peer, self._caches[peer].allocate(prompt, cache_key=cache_key))
             except CacheFull as error:
                 full = full or error
+            else:
+                ids = (prompt, 0) if isinstance(prompt, int) else (len(prompt), hash(tuple(prompt)))
+                self._log("allocate", row=sequence.row, tokens=ids[0], ids=ids[1], cache_key=text_digest(cache_key))
+                return sequence
         assert full is not None  # a batch has at least one row
         raise full
 
@@ -254,6 +260,8 @@ class ShardedCache:
         else:
             sent = self._local.upload(begins)
             tensors.fill(sent, sent[:0], sent[:0, None].expand(0, count))
+        ids = 0 if given is None else hash(tuple(map(tuple, given)))
+        self._log("append", tokens=count, rows=tuple(s.row for s in sequences), at=tuple(begins), ids=ids)
         self._current = Step(count, sequences, new, skipped, tensors)
         return self._current
 
@@ -300,19 +308,26 @@ class ShardedCache:
     def fork(self, sequence: ShardedSequence) -> ShardedSequence:
         """A second sequence with the same tokens in the same blocks, and so on the same KVDP rank."""
         self._check_sequence(sequence)
-        return self._sharded(sequence.kvdp_rank, self._caches[sequence.kvdp_rank].fork(sequence.sequence))
+        fork = self._sharded(sequence.kvdp_rank, self._caches[sequence.kvdp_rank].fork(sequence.sequence))
+        self._log("fork", row=sequence.row, fork=fork.row)
+        return fork
 
     def truncate(self, sequence: ShardedSequence, length: int) -> None:
         """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""
         self._check_sequence(sequence)
         self._caches[sequence.kvdp_rank].truncate(sequence.sequence, length)
+        self._log("truncate", row=sequence.row, length=length)
         self._invalidate_step(sequence)
 
     def free(self, sequence: ShardedSequence) -> None:
         """End a sequence and free its blocks. Blocks with a prefix hash stay cached until they are evicted."""
         self._check_sequence(sequence)
         self._caches[sequence.kvdp_rank].free(sequence.sequence)
+        self._log("free", row=sequence.row)
         self._invalidate_step(sequence)
+
+    def _log(self, operation: str, **numbers: int | tuple[int, ...]) -> None:
+        self.log.add(operation, hash((text_digest(operation), *numbers.values())), numbers)
 
     def _sharded(self, kvdp_rank: int, sequence: Sequence) -> ShardedSequence:
         return ShardedSequence(self._rows_of_rank[kvdp_rank][sequence.row], kvdp_rank, sequence, self)

@@ -176,14 +176,18 @@ class ContextParallel(ExecutorFactory):
             out, lse = attend(q, k, v, self.agreed_executor(q, k, v, options))
         return (out, lse) if return_lse else out
 
-    def agreed_executor(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Executor:
+    def agreed_executor(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, compiled: bool = False
+    ) -> Executor:
         """The executor of a call, after all ranks have agreed on its arguments."""
 
         def check_arguments() -> tuple[Executor, SharedValues]:
             call = self._checked_call(q, k, v, options)
             return call.executor, call.values
 
-        return check_on_all_ranks(self._groups, "ContextParallel.attention", check_arguments)
+        # A compiled backward sends other messages than an eager one.
+        name = "ContextParallel.attention in a compiled graph" if compiled else "ContextParallel.attention"
+        return check_on_all_ranks(self._groups, name, check_arguments)
 
     def executor(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Executor:
         """The executor of a call whose arguments the ranks have agreed on before."""
@@ -227,7 +231,8 @@ class ContextParallel(ExecutorFactory):
         """The cached call; ValueError for arguments that this rank can see to be wrong."""
         if not all(isinstance(x, Tensor) for x in (q, k, v)):
             return self._new_call(q, k, v, options)  # raises
-        key = tuple((x.shape, x.dtype, x.device) for x in (q, k, v)), options
+        # With the types, since True == 1 == 1.0: what is valid as an integer must not make another type valid.
+        key = tuple((x.shape, x.dtype, x.device) for x in (q, k, v)), options, *map(type, options)
         try:
             call = self._calls.get(key)
         except TypeError:  # an option is not hashable, and so not of its type

@@ -75,7 +75,9 @@ class ExecutorFactory(ABC):
     """Builds the executor of a call: a `ContextParallel`, as a compiled operator knows it."""
 
     @abstractmethod
-    def agreed_executor(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Executor:
+    def agreed_executor(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, compiled: bool = False
+    ) -> Executor:
         """The executor of a call, after all ranks agreed on its arguments; ValueError on every rank otherwise."""
 
     @abstractmethod
@@ -96,6 +98,7 @@ class _Attention(torch.autograd.Function):
             state, saved = executor.forward(q, k, v)
         ctx.save_for_backward(*state, *saved)
         ctx.executor = executor
+        ctx.call = executor.comm.calls
         ctx.set_materialize_grads(False)
         return state.out, state.lse
 
@@ -103,6 +106,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, *saved = ctx.saved_tensors
+        ctx.executor.comm.note("backward of attention", f"call {ctx.call}")
         with propagate_failure(ctx.executor.comm), torch.autocast(out.device.type, enabled=False):
             result = Result.of(out, lse, grad_out, grad_lse)
             grads = ctx.executor.backward(tuple(saved), result, ctx.needs_input_grad[:3])
@@ -118,7 +122,7 @@ def unshard(x: Tensor, dim: int, length: int, layout: Layout, comm: Comm) -> Ten
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, length: int, layout: Layout, comm: Comm) -> Tensor:
-        ctx.dim, ctx.layout, ctx.comm = dim, layout, comm
+        ctx.dim, ctx.layout, ctx.comm, ctx.call = dim, layout, comm, comm.calls
         shapes = []
         for rank in range(comm.world):
             shape = list(x.shape)
@@ -129,6 +133,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.comm.note("backward of unshard", f"call {ctx.call}")
         total = ctx.comm.all_reduce(grad.contiguous())
         return ctx.layout.shard(total, ctx.dim, ctx.comm.world, ctx.comm.rank), None, None, None, None
 

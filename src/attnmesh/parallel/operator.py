@@ -58,7 +58,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     context = _context(handle)
     options = _options(mask, scale, length, key_length, key_layout, return_lse, needs_grad)
-    executor = context.agreed_executor(q, k, v, options)
+    executor = context.agreed_executor(q, k, v, options, compiled=True)
     if _needs_lse(return_lse, needs_grad) and not return_lse:
         executor = context.executor(q, k, v, options._replace(return_lse=True))
     with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
@@ -86,6 +86,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     options = _options(mask, scale, length, key_length, key_layout, return_lse, needs_grad)
     executor = _context(handle).executor(q, k, v, options)
+    executor.comm.note("backward of attention in a compiled graph")
     with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
         # Recomputed, because a graph would have to know the shapes of what the forward saved.
         saved = executor.recompute_saved(q, k, v, State(out, lse))

@@ -12,20 +12,25 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from difflib import get_close_matches
-from math import isfinite
 from pathlib import Path
 
-from attnmesh.core.files import check_file
+from attnmesh.core.files import read_text
+from attnmesh.core.text import one_line
+from attnmesh.core.validation import MAX_RANKS, shown
 from attnmesh.plan.program import KERNEL_KINDS, SIZED_IN_BYTES, KernelKind
 from attnmesh.planner.hardware import Curve, Device, Link, Wiring
+
+_MAX_BYTES = 2**20  # of a file
+_LONGEST_NAME = 100  # that is compared with the known ones
+_LARGEST = Decimal("1e30")  # of a number and of its inverse: quotients and sums of such numbers are finite
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for an unknown name, with similar names and all known ones."""
     names = sorted(known)
-    intra_node = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    meant = f" Did you mean {' or '.join(intra_node)}?" if intra_node else ""
-    return ValueError(f"unknown {what} {name!r}.{meant} Known: {', '.join(names)}")
+    similar = get_close_matches(name[:_LONGEST_NAME].lower(), names, n=3, cutoff=0.5)
+    meant = f" Did you mean {' or '.join(similar)}?" if similar else ""
+    return ValueError(f"unknown {what} {shown(name)}.{meant} Known: {', '.join(names)}")
 
 
 Value = str | bool | int | float | Curve
@@ -66,13 +71,13 @@ class Tables:
 
 def read_tables(path: Path) -> Tables:
     """The tables of a file; ValueError names the file, the field, its value and what is allowed."""
-    check_file(path, str(path))
+    text = read_text(path, str(path), most=_MAX_BYTES)
     try:
-        whole = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        whole = tomllib.loads(text, parse_float=Decimal)
+    except RecursionError:
+        raise ValueError(f"{path} is not TOML that can be read: it is nested too deeply") from None
+    except (ValueError, ArithmeticError) as error:  # also numbers beyond any use: of thousands of digits, 1e9999999999
+        raise ValueError(f"{path} is not TOML: {one_line(str(error))}") from None
     for name in whole:
         if name not in ("device", "link", "efficiency"):
             raise unknown(f"table in {path}:", name, ("device", "link", "efficiency"))
@@ -93,7 +98,7 @@ class _Field:
 
 def _named(tables: object, what: str, known: Mapping[str, _Field], path: Path) -> dict[str, Table]:
     if not isinstance(tables, dict):
-        raise ValueError(f"{path}: {what} must be tables, [{what}.NAME], got {tables!r}")
+        raise ValueError(f"{path}: {what} must be tables, [{what}.NAME], got {shown(tables)}")
     return {
         name.lower(): {"name": name, **_fields(fields, f"{what}.{name}", known, path)}
         for name, fields in tables.items()
@@ -102,7 +107,7 @@ def _named(tables: object, what: str, known: Mapping[str, _Field], path: Path) -
 
 def _fields(fields: object, where: str, known: Mapping[str, _Field], path: Path) -> dict[str, Value]:
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: {where} must be a table, got {fields!r}")
+        raise ValueError(f"{path}: {where} must be a table, got {shown(fields)}")
     read: dict[str, Value] = {}
     for name, given in fields.items():
         if name not in known:
@@ -117,7 +122,7 @@ def _fields(fields: object, where: str, known: Mapping[str, _Field], path: Path)
 def _shown(given: object) -> str:
     if isinstance(given, list):
         return f"[{', '.join(map(_shown, given))}]"
-    return str(given) if isinstance(given, Decimal) else repr(given)
+    return str(given) if isinstance(given, Decimal) else shown(given)
 
 
 def _text(given: object) -> str | None:
@@ -129,23 +134,26 @@ def _flag(given: object) -> bool | None:
 
 
 def _whole(given: object) -> int | None:
-    return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
+    return given if isinstance(given, int) and not isinstance(given, bool) and 0 < given <= MAX_RANKS else None
 
 
 def _number(given: object, places: int) -> float | None:
     """A number of at least 0, times ten to the power `places`."""
-    if isinstance(given, bool) or not isinstance(given, int | Decimal) or not Decimal(given).is_finite():
+    if isinstance(given, bool) or not isinstance(given, int | Decimal):
         return None
-    value = float(Decimal(given).scaleb(places))
-    return value if value >= 0 and isfinite(value) else None
+    if not given:
+        return 0.0
+    if Decimal(given).is_nan() or not 1 / _LARGEST <= given <= _LARGEST:
+        return None
+    return float(Decimal(given).scaleb(places))
 
 
 def _above_0(places: int) -> _Field:
-    return _Field("a number above 0", lambda given: _number(given, places) or None)
+    return _Field(f"a number above 0, at most {_LARGEST:g}", lambda given: _number(given, places) or None)
 
 
 def _at_least_0(places: int) -> _Field:
-    return _Field("a number of at least 0", lambda given: _number(given, places))
+    return _Field(f"a number of at least 0, at most {_LARGEST:g}", lambda given: _number(given, places))
 
 
 def _share(given: object) -> float | None:
@@ -171,6 +179,7 @@ def _curve(kind: KernelKind) -> _Field:
     return _Field(f"a rate in {units[0]}, or samples {units[1]} above 0, ascending in size", read)
 
 
+_COUNT = f"a whole number above 0, at most {MAX_RANKS}"
 _DEVICE: dict[str, _Field] = {
     "source": _Field("text", _text),
     "memory_gb": _above_0(GIGA),
@@ -180,9 +189,9 @@ _DEVICE: dict[str, _Field] = {
     "peak_gbs": _above_0(GIGA),
     "intra_node": _Field("the name of a link", _text),
     "inter_node": _Field("the name of a link", _text),
-    "ranks_per_node": _Field("a whole number above 0", _whole),
-    "rails": _Field("a whole number above 0", _whole),
-    "cores": _Field("a whole number above 0", _whole),
+    "ranks_per_node": _Field(_COUNT, _whole),
+    "rails": _Field(_COUNT, _whole),
+    "cores": _Field(_COUNT, _whole),
     **{FIELD_OF[kind]: _curve(kind) for kind in KERNEL_KINDS},
     **{name: _curve(kind) for kind, name in CAUSAL_FIELD_OF.items()},
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from attnmesh.core.files import check_file
+from attnmesh.core.files import read_json
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import And, Documents, Mask, SlidingWindow
 from attnmesh.generation.generator import GenerationStats
@@ -245,14 +245,10 @@ def in_words(what: Layout | Mask) -> str:
 
 def read_figures(path: Path) -> dict[str, Rows]:
     """Return the tables in a JSON file: its lists of objects and groups of values. ValueError if there are none."""
-    check_file(path, f"figures {path}")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"figures {path} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise ValueError(f"figures {path} is not a JSON file") from None
-    tables = dict(_tables(path.stem, value))
+        tables = dict(_tables(path.stem, read_json(path, f"figures {path}")))
+    except RecursionError:
+        raise ValueError(f"figures {path} is nested too deeply") from None
     if not tables:
         raise ValueError(f"figures {path} has no table: it must contain objects or lists of objects")
     return tables

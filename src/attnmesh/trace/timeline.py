@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
-from attnmesh.core.files import check_file
+from attnmesh.core.files import read_json
+from attnmesh.core.validation import MAX_RANKS, check_choice, check_count, check_number, check_type
 
 Track = Literal["compute", "send", "receive", "wait"]
 TRACKS: tuple[Track, ...] = get_args(Track)
@@ -91,18 +92,25 @@ def _to_python(value: object) -> object:
 
 def read_trace(path: Path | str) -> list[Span]:
     """The spans of a trace that `write_trace` wrote, sorted by rank, track and begin. ValueError for other files."""
-    check_file(Path(path), str(path))
-    try:
-        events = json.loads(Path(path).read_text())["traceEvents"]
-        return [_span(event) for event in events if event["ph"] == "X"]
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a trace written by attnmesh") from None
+    trace = read_json(Path(path), str(path))
+    events = trace.get("traceEvents") if isinstance(trace, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError(f"{path} is not a trace written by attnmesh: it must have a list traceEvents")
+    spans = []
+    for number, event in enumerate(events):
+        if event.get("ph") == "X":
+            try:
+                spans.append(_span(event))
+            except ValueError as error:
+                raise ValueError(f"{path} is not a trace written by attnmesh: in event {number}, {error}") from None
+    return spans
 
 
 def _span(event: dict[str, Any]) -> Span:
-    if event["cat"] not in TRACKS:
-        raise ValueError(f"unknown track {event['cat']!r}")
-    begin, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-    return Span(int(event["pid"]), event["cat"], event["name"], begin, end, event["args"])
+    rank, track, name, args = (cast(Any, event.get(key)) for key in ("pid", "cat", "name", "args"))
+    check_count("pid", rank, most=MAX_RANKS)
+    check_choice("cat", track, TRACKS)
+    check_type("name", name, str, "a string")
+    check_type("args", args, dict, "an object")
+    start, length = (check_number(key, event.get(key), least=0) for key in ("ts", "dur"))
+    return Span(rank, track, name, start / 1e6, (start + length) / 1e6, args)

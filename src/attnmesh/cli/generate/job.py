@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.core.files import check_file
+from attnmesh.core.files import read_text
 from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
 from attnmesh.generation.engine import kv_bytes_per_token, min_prefill_chunk
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.checkpoint import free_memory, readable_gib, translated_errors, weight_bytes
+from attnmesh.integrations.checkpoint import free_memory, readable_gib, translated_errors
+from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 
@@ -72,13 +73,7 @@ def read_document(prompt: str | None, file: Path | None) -> str:
         assert prompt is not None
         text = prompt
     else:
-        check_file(file, f"--prompt-file {file}")
-        try:
-            text = file.read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--prompt-file {file} is not a text file: byte {error.start} is not UTF-8") from None
-        except OSError as error:
-            raise ValueError(f"--prompt-file {file} cannot be read: {error.strerror}") from None
+        text = read_text(file, f"--prompt-file {file}")
         if "\0" in text:  # valid UTF-8, but not a text
             raise ValueError(f"--prompt-file {file} is not a text file: it contains a zero byte")
     if not text.strip():

@@ -18,7 +18,7 @@ from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, check_inputs, contiguous_last_dim, resolve_scale
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of
+from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of, unseen_of
 
 BACKENDS = ("auto", "aten", "triton", "reference")
 
@@ -234,6 +234,9 @@ class _Irregular:
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         return bounds_of(self.mask, self.q.to(device), self.k.to(device))
+
+    def unseen(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return unseen_of(*self.bounds(device), self.k.numel())
 
 
 def _runs(name: str, positions: Tensor | None, x: Tensor) -> ranges.Ranges | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -32,6 +32,16 @@ class Call:
     v: Tensor
     visibility: Visibility
     scale: float
+
+    def with_unseen_zeroed(self, *, zero_rows: bool = True) -> Call:
+        """The same call with 0 in keys that no row sees and, with `zero_rows`, in rows that see no key.
+
+        Both may hold NaN, and a weight of 0 times NaN is NaN. Only PARTIAL blocks contain any.
+        """
+        rows, keys = self.visibility.unseen(self.q.device)
+        q = self.q if rows is None or not zero_rows else self.q.masked_fill(rows[:, None], 0.0)
+        k, v = (x if keys is None else x.masked_fill(keys[:, None], 0.0) for x in (self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
 
 
 @dataclass(frozen=True)

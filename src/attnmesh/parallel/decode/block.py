@@ -131,7 +131,8 @@ class AttentionBlock:
         def check_arguments() -> tuple[None, SharedValues]:
             return None, _check_call(self._settings, self.weights.qkv, self.rank, x, cache, step, layer, update_cache)
 
-        check_on_all_ranks(self._ranks, "AttentionBlock call", check_arguments)
+        log = cache.log if isinstance(cache, ShardedCache) else None
+        check_on_all_ranks(self._ranks, "AttentionBlock call", check_arguments, state=log)
         with propagate_failure(self._ranks), torch.autocast(x.device.type, enabled=False):
             out = self._attend(x, cache, step, layer, update_cache)
         if update_cache:  # only now: after a failure, the step can be written again

@@ -62,6 +62,7 @@ class _Attention(torch.autograd.Function):
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.rest = call.without_tensors(), sharding
+        ctx.number = sharding.groups.calls
         ctx.set_materialize_grads(False)
         dist = lse.new_empty(0)
         if return_attn_sum:
@@ -74,6 +75,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         call, sharding = ctx.rest
+        sharding.groups.note("backward of sparse attention", f"call {ctx.number}")
         if d_out is None:
             d_out = torch.zeros_like(out)
         d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, RankGroups, SoloComm, comm_from
-from attnmesh.comm.agreement import format_ranks
+from attnmesh.core.call_log import format_ranks
 from attnmesh.core.layouts import Striped
 from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
 

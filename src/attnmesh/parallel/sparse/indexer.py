@@ -63,6 +63,7 @@ class _ScoresAt(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(iq, ik, w)
         ctx.rest = call.without_tensors(), indices, bounds, sharding, rows
+        ctx.number = sharding.groups.calls
         return map_slots(
             exchange_keys([ik], sharding),
             indices,
@@ -78,6 +79,7 @@ class _ScoresAt(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         iq, ik, w = ctx.saved_tensors
         call, indices, bounds, sharding, rows = ctx.rest
+        sharding.groups.note("backward of indexer scores", f"call {ctx.number}")
         keys = exchange_keys([ik], sharding)
         slots, grad_return = keys.slots(indices, bounds), keys.grad_return()
         total = _RowGrads(iq, w, keys.single)
@@ -171,6 +173,7 @@ class _DenseKL(torch.autograd.Function):
                 sums.add(p, scores)
         ctx.save_for_backward(iq, ik, w, sums.log_z, sums.mass)
         ctx.rest = call.without_tensors(), source, bounds, sharding, rows
+        ctx.number = sharding.groups.calls
         return sums.loss()
 
     @staticmethod
@@ -178,6 +181,7 @@ class _DenseKL(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         iq, ik, w, log_z, mass = ctx.saved_tensors
         call, source, bounds, sharding, rows = ctx.rest
+        sharding.groups.note("backward of the indexer loss", f"call {ctx.number}")
         keys = exchange_keys([ik, source.k], sharding)
         grad_return, total = keys.grad_return(), _RowGrads(iq, w, single=False)
         for shard in keys.shards():

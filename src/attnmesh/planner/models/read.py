@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from attnmesh.core.files import check_file
+from attnmesh.core.files import read_json
+from attnmesh.core.model_sizes import check_model_sizes
 from attnmesh.planner.catalog_file import unknown
 from attnmesh.planner.models.config import Experts, LatentAttention, ModelConfig, WeightBits
 
@@ -91,15 +91,10 @@ def read_model_config(path: Path, name: str | None = None) -> ModelConfig:
 
 
 def _read(path: Path) -> _Fields:
-    check_file(path, str(path))
-    try:
-        values = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    values = read_json(path, str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold one JSON object, got {type(values).__name__}")
+    check_model_sizes(values, path)
     text = values.get("text_config")
     if isinstance(text, dict):  # of a multimodal model; top-level fields apply to the text model too
         shared = {name: values[name] for name in ("quantization_config", "tie_word_embeddings") if name in values}

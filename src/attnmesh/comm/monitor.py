@@ -1,0 +1,186 @@
+"""A thread beside the comm of a process group, which asks the store so that the rank itself cannot be blocked by it.
+
+It runs the comparisons of `agree`, and it watches the rank: while the rank waits for messages, or has queued operations
+that NCCL carries, the digests of its calls are published and compared with those of the other ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from attnmesh.comm.agreement import AgreementStore, CommError, Signature
+from attnmesh.comm.base import COMPARED_CALLS
+from attnmesh.core.call_log import CallLog, LoggedCall, alternatives, out_of_step
+
+T = TypeVar("T")
+
+GRACE = 5.0
+"""Seconds that the store has to answer, beyond the time that an operation on it may take by itself."""
+
+_INTERVAL = 0.2  # seconds between two looks at the rank
+
+Logs = Mapping[tuple[int, ...], CallLog]
+"""The logs of a comm, of all its ranks and of its independent subgroups, by members."""
+
+
+class Monitor:
+    """Runs store operations on a thread of its own, with deadlines, and compares the calls of ranks.
+
+    `is_watched` tells whether calls are to be compared now; `interrupt` is called with the reason if ranks are out of
+    step. They are methods of the comm, which the monitor does not keep alive.
+    """
+
+    def __init__(
+        self, store: AgreementStore, rank: int, logs: Logs, is_watched: Callable[[], bool],
+        interrupt: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._store, self._rank, self._logs = store, rank, logs
+        self._is_watched, self._interrupt = weakref.WeakMethod(is_watched), weakref.WeakMethod(interrupt)
+        self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_stuck = False
+
+    def call(self, fn: Callable[[], T], timeout: float = 0) -> T:
+        """The result of `fn` on the monitor's thread; CommError if it takes longer than `timeout` and the grace."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="attnmesh monitor", daemon=True)
+            _monitors.add(self)
+            self._thread.start()
+        future: Future[T] = Future()
+        try:
+            if not self._is_stuck:
+                self._requests.put((fn, future))
+                return future.result(timeout + GRACE)
+        except TimeoutError:
+            self._is_stuck = True
+        raise CommError(
+            f"rank {self._rank}: the store of the process group did not answer within {timeout + GRACE:g} s: the rank "
+            "that serves it (usually rank 0) is stopped or unreachable"
+        )
+
+    def compare(self, signature: Signature, timeout: float) -> dict[int, Signature]:
+        """`AgreementStore.compare`; CommError as soon as a missing rank is known to be in another call."""
+        last_check = time.monotonic()
+
+        def check_missing_ranks() -> None:
+            nonlocal last_check
+            if time.monotonic() - last_check > _INTERVAL:
+                problem = self.out_of_step() or self._overtaken(signature)
+                if problem is not None:
+                    raise CommError(problem)
+                last_check = time.monotonic()
+
+        return self.call(lambda: self._store.compare(signature, timeout, check_missing_ranks), timeout)
+
+    def stop(self) -> None:
+        """End the thread, unless the store blocks it."""
+        self._requests.put(None)
+        if self._thread is not None and not self._is_stuck:
+            self._thread.join(1)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                request = self._requests.get(timeout=_INTERVAL)
+            except queue.Empty:
+                if not self._look():
+                    return
+                continue
+            if request is None:
+                return
+            fn, future = request
+            try:
+                future.set_result(fn())
+            except BaseException as error:
+                future.set_exception(error)
+            del fn, future, request  # they refer to the comm, which may be dropped while the thread waits
+
+    def _look(self) -> bool:
+        """Compare calls if the rank is watched. False once its comm is gone."""
+        is_watched = self._is_watched()
+        if is_watched is None:
+            return False
+        if not is_watched():
+            return True
+        try:
+            problem = self.out_of_step() or self._overtook()
+        except CommError:
+            return True  # the rank notices that the store is lost when it needs it
+        interrupt = self._interrupt()
+        if problem is not None and interrupt is not None:
+            interrupt(problem)
+        return True
+
+    def out_of_step(self) -> str | None:
+        """Publish the calls of this rank, and compare them with those that other ranks have published."""
+        self._store.publish(_to_json(self._logs, self._store.round))
+        own = {members: log.digests() for members, log in self._logs.items()}
+        for rank, text in self._store.published().items():
+            for members, (digests, calls) in _from_json(text)[1].items():
+                known = own.get(members, {})
+                if any(known.get(number, digest) != digest for number, digest in digests.items()):
+                    both = {self._rank: self._logs[members].latest(COMPARED_CALLS), rank: calls}
+                    return out_of_step(both) or f"ranks {self._rank} and {rank} are out of step since earlier calls"
+        return None
+
+    def _overtaken(self, signature: Signature) -> str | None:
+        """Whether another rank, which did not compare, is already in the call that this rank wants to compare."""
+        number = _next_number(signature)
+        for rank, text in self._store.published().items():
+            rounds, logs = _from_json(text)
+            calls = {call.number: call for _, latest in list(logs.values())[:1] for call in latest}
+            if rounds < self._store.round and max(calls, default=0) >= number:
+                text = calls[number].text if number in calls else "another call"
+                return _both_sides(number, {self._rank: str(signature), rank: text})
+        return None
+
+    def _overtook(self) -> str | None:
+        """Whether another rank waits to compare a call that this rank is already in."""
+        log = next(iter(self._logs.values()))
+        for rank, signature in self._store.waiting().items():
+            number = _next_number(signature)
+            if log.count >= number:
+                own = {call.number: call.text for call in log.latest(COMPARED_CALLS)}
+                error = f" with error: {signature.error}" if signature.error else ""
+                return _both_sides(number, {self._rank: own.get(number, "another call"), rank: f"{signature}{error}"})
+        return None
+
+
+def _both_sides(number: int, by_rank: dict[int, str]) -> str:
+    return f"ranks are out of step at call {number}: {alternatives(dict(sorted(by_rank.items())))}"
+
+
+def _next_number(signature: Signature) -> int:
+    return signature.calls[-1].number + 1 if signature.calls else 1
+
+
+def _to_json(logs: Logs, rounds: int) -> str:
+    published = [
+        (members, list(log.sampled_digests().items()), log.latest(COMPARED_CALLS)) for members, log in logs.items()
+    ]
+    return json.dumps([rounds, published])
+
+
+def _from_json(text: str) -> tuple[int, dict[tuple[int, ...], tuple[dict[int, int], list[LoggedCall]]]]:
+    rounds, published = json.loads(text)
+    return rounds, {
+        tuple(members): (dict(digests), [LoggedCall(*call) for call in calls]) for members, digests, calls in published
+    }
+
+
+_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that returns from the store while the interpreter shuts down would abort the process."""
+    for monitor in list(_monitors):
+        monitor.stop()

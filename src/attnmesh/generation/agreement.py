@@ -1,0 +1,127 @@
+"""What the ranks of a `Generator` must share, compared before they exchange anything else.
+
+The arguments of the constructor and of every call, the model's configuration, and its weights: every rank computes with
+weights of its own, and other weights on one rank would give wrong tokens on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnmesh.comm import Comm, CommError, SharedValues
+from attnmesh.core.call_log import alternatives
+
+_NOT_COMPARED = ("_name_or_path", "transformers_version", "_commit_hash")  # where a model came from, not what it is
+_CHUNK = 1 << 20  # words of 8 bytes
+_MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no chunk is lost
+_MAX_NAMED = 3  # tensors that an error names
+
+
+def model_values(model: Any) -> SharedValues:
+    """The configuration of a model, entry by entry, and the names, shapes and dtypes of its tensors."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_COMPARED}
+    tensors = [f"{name} {list(x.shape)} {x.dtype}" for name, x in _tensors(model).items()]
+    return {
+        "model": type(model).__name__,
+        **{f"config.{name}": value for name, value in sorted(config.items())},
+        "tensors of the model": f"{len(tensors)} with names, shapes and dtypes {digest(tensors)}",
+    }
+
+
+def digest(value: object) -> str:
+    """A short digest of a value with a `repr` that is the same on all ranks."""
+    return sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def check_same_weights(comm: Comm, model: Any, device: torch.device) -> None:
+    """Raise ValueError on every rank unless all weights and buffers have the same bits on all ranks.
+
+    The tensors must have the same names and shapes (`model_values`). The time is that of reading the weights a few
+    times; one number per tensor is sent.
+    """
+    if comm.world == 1:
+        return
+    tensors = _tensors(model)
+    own = checksums(tensors.values(), device)
+    by_rank = [sums.tolist() for sums in comm.all_gather(own, [own.shape] * comm.world)]
+    differing = [
+        f"{name} is {alternatives({rank: f'{sums[i] % 2**64:016x}' for rank, sums in enumerate(by_rank)})}"
+        for i, name in enumerate(tensors)
+        if len({sums[i] for sums in by_rank}) > 1
+    ]
+    if differing:
+        more = f"; and {len(differing) - _MAX_NAMED} more" if len(differing) > _MAX_NAMED else ""
+        raise ValueError(
+            f"Generator: ranks have different weights in {len(differing)} of {len(tensors)} tensors, by checksum: "
+            f"{'; '.join(differing[:_MAX_NAMED])}{more}"
+        )
+
+
+def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """A checksum of the bits of each tensor, int64 [n]: words of 8 bytes times odd numbers by place, modulo 2^64.
+
+    Integer sums are exact in any order, so a device and a host have the same. Equal numbers in another place, such as
+    permuted rows, change it.
+    """
+    tensors = list(tensors)
+    chunk = min(_CHUNK, max((x.nbytes // 8 for x in tensors), default=0) + 1)
+    odd = torch.arange(1, 2 * chunk, 2, device=device)
+    product = torch.empty_like(odd)
+    return torch.stack([_checksum(x.to(device), odd, product) for x in tensors])
+
+
+def _checksum(x: Tensor, odd: Tensor, product: Tensor) -> Tensor:
+    data = x.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // 8 * 8
+    rest = F.pad(data[whole:], (0, whole + 8 - data.numel()))
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for words in (*data[:whole].view(torch.int64).split(_CHUNK), rest.view(torch.int64)):
+        n = len(words)
+        total = total * _MULTIPLIER + torch.mul(words, odd[:n], out=product[:n]).sum()
+    return total
+
+
+@dataclass
+class Progress:
+    """How far the calls of a `Generator` have got: equal on all ranks between two calls, or they are out of step."""
+
+    calls: int = 0
+    steps: int = 0  # of the latest call
+    digest: int = 0  # of all prompts and tokens
+
+    def begin_call(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Count a call."""
+        self.calls, self.steps = self.calls + 1, 0
+        self.digest = hash((self.digest, *(hash(tuple(ids)) for ids in prompts)))
+
+    def add_step(self, new: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Count a step, with the new tokens of each row."""
+        self.steps += 1
+        self.digest = hash((self.digest, *((row, *tokens) for row, tokens in new)))
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps into call {self.calls}, digest {self.digest % 2**64:016x}"
+
+
+def report_error(comm: Comm, operation: str, error: BaseException) -> None:
+    """Tell the other ranks why this rank leaves an operation, without waiting for them.
+
+    A rank that waits for this one quotes the reason. If all ranks leave, the comm remains usable.
+    """
+    if comm.world > 1 and not isinstance(error, CommError):
+        with suppress(ValueError, CommError):  # it raises what it was given
+            comm.agree(operation, {}, f"{type(error).__name__}: {error}")
+
+
+def _tensors(model: Any) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

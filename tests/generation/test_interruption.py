@@ -1,0 +1,336 @@
+"""A call that is interrupted or left at any point: the next one gives the right tokens, or all raise CommError."""
+
+import sys
+import threading
+from collections import Counter
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnmesh.generation
+import attnmesh.kv_cache
+from attnmesh.comm import CommError, comm_from
+from attnmesh.generation.generator import Generator
+from attnmesh.plan.decode import DecodeSharding
+from helpers.models import OneLayer, generated_rows, on_virtual_ranks, random_ids
+from helpers.processes import run_processes
+
+PROMPTS = [random_ids(n, seed, high=30) * 3 for n, seed in ((11, 1), (9, 2))]
+MOST = 5
+NEXT = [[*PROMPTS[0][:25], 9, 9], PROMPTS[1]]  # shares a prefix with what was interrupted
+
+
+class Interrupt(Exception):  # noqa: N818
+    """What a callback raises."""
+
+
+@cache
+def model():
+    return OneLayer()
+
+
+@cache
+def uninterrupted(prompt, most):
+    """The tokens of one rank that computes the whole prompt at once."""
+    generator = Generator(model(), None, cache_tokens=100)
+    return generated_rows(generator, [list(prompt)], max_new_tokens=most)[0]
+
+
+def expected_rows(prompts, most=MOST):
+    return [uninterrupted(tuple(prompt), most) for prompt in prompts]
+
+
+def make(comm=None, sharding=None, **callbacks):
+    # Room for the two prompts, and no more: what an interrupted call keeps would be missing.
+    return Generator(
+        model(), None, comm, cache_tokens=100, max_sequences=2,
+        sharding=sharding, prefill_chunk=12, **callbacks,
+    )  # fmt: skip
+
+
+def check_next(generator):
+    assert generated_rows(generator, NEXT, max_new_tokens=MOST) == expected_rows(NEXT)
+    assert not any(sequence.active for sequence in generator.engine.sequences)
+    blocks = [sequence.stored.blocks for sequence in generator.engine.sequences]
+    generator.engine.cache._pool.check_invariants(blocks)
+
+
+def raise_at(count, error):
+    """A callback that raises when it is called for the `count`-th time, and never again."""
+    calls = iter(range(count + 1))
+
+    def callback(*_):
+        if next(calls, None) == count:
+            raise error
+
+    return callback
+
+
+# One rank.
+
+
+@pytest.mark.parametrize(("where", "error"), [("on_prefill", KeyboardInterrupt()), ("on_logits", Interrupt("stop"))])
+def test_after_an_exception_of_a_callback_the_next_call_works(where, error):
+    calls = {"on_prefill": 6, "on_logits": 2 * MOST}[where]
+    for at in range(calls):
+        generator = make(**{where: raise_at(at, error)})
+        with pytest.raises(type(error)):
+            generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=())
+        check_next(generator)
+
+
+def test_after_an_exception_of_the_model_the_next_call_works():
+    for at in range(6 + MOST - 1):
+        error = torch.OutOfMemoryError("no memory") if at % 2 else KeyboardInterrupt()
+        with model().embedding.register_forward_hook(raise_at(at, error)):
+            generator = make()
+            with pytest.raises(type(error)):
+                generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=())
+            check_next(generator)
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "raised in the loop"])
+def test_an_iterator_that_is_left_at_any_token_leaves_the_generator_usable(how):
+    def rank(comm):
+        generator = make(comm)
+        for count in (0, 1, 4, 2 * MOST - 1, 2 * MOST):
+            tokens = generator.generate(PROMPTS, max_new_tokens=MOST, stop=())
+            for _ in range(count):
+                next(tokens)
+            if how == "closed":
+                tokens.close()
+            elif how == "raised in the loop":
+                with suppress(Interrupt):
+                    for _ in tokens:
+                        raise Interrupt
+            del tokens
+            check_next(generator)
+
+    on_virtual_ranks(2, rank)
+
+
+def test_tokens_of_finished_passes_stay_cached():
+    generator = make(on_prefill=raise_at(2, Interrupt()))
+    with pytest.raises(Interrupt):
+        list(generator.generate(PROMPTS[:1], max_new_tokens=MOST))
+    assert [len(sequence.ids) for sequence in generator.engine.sequences] == [33]
+    assert generated_rows(generator, PROMPTS[:1], max_new_tokens=MOST) == expected_rows(PROMPTS[:1])
+    assert generator.stats.reused_tokens == 32
+
+
+# A KeyboardInterrupt comes at any line.
+
+_FOLDERS = tuple(str(Path(package.__file__).parent) for package in (attnmesh.generation, attnmesh.kv_cache))
+
+
+class InterruptedLine:
+    """Raises KeyboardInterrupt at the `at`-th line that this thread runs in `generation` and `kv_cache`."""
+
+    def __init__(self, at):
+        self._left, self.where = at, None
+
+    def __enter__(self):
+        sys.settrace(self._enter_function)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _enter_function(self, frame, event, _):
+        return self._line if frame.f_code.co_filename.startswith(_FOLDERS) else None
+
+    def _line(self, frame, event, _):
+        if event == "line":
+            self._left -= 1
+            if self._left == 0:
+                sys.settrace(None)
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._line
+
+
+def interrupted_at(line, generator, speculative=False):
+    """The line where the call was interrupted; None if it ended before that many lines."""
+    with InterruptedLine(line) as interrupted, suppress(KeyboardInterrupt, CommError):
+        generated_rows(generator, PROMPTS, max_new_tokens=3, stop=(), speculative=speculative)
+    return interrupted.where
+
+
+def check_every_line(step):
+    generator, tried, line = make(), 0, 1
+    while (where := interrupted_at(line, generator, speculative=line % 2 == 0)) is not None:
+        try:
+            check_next(generator)
+        except BaseException as error:
+            error.add_note(f"after an interruption at line {line}, {where}")
+            raise
+        tried, line = tried + 1, line + step
+    return tried
+
+
+def test_after_a_keyboard_interrupt_at_some_line_the_next_call_works():
+    assert check_every_line(step=97) > 20
+
+
+@pytest.mark.slow
+def test_after_a_keyboard_interrupt_at_any_line_the_next_call_works():
+    print(check_every_line(step=1), "lines")
+
+
+# Several ranks.
+
+
+@pytest.mark.parametrize(
+    ("where", "sharding"), [("on_prefill", DecodeSharding(cp=2)), ("on_logits", DecodeSharding(kvdp=2))]
+)
+def test_all_ranks_may_leave_at_the_same_point(where, sharding):
+    calls = {"on_prefill": 6 // sharding.kvdp, "on_logits": 2 * MOST // sharding.kvdp}[where]
+
+    def rank(comm):
+        for at in range(calls):
+            generator = make(comm, sharding, **{where: raise_at(at, Interrupt("stop"))})
+            with pytest.raises(Interrupt):
+                generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=())
+            check_next(generator)
+
+    on_virtual_ranks(2, rank)
+
+
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
+@pytest.mark.parametrize("where", ["on_prefill", "on_logits"])
+def test_if_one_rank_leaves_all_raise_comm_error(where, sharding):
+    def rank(comm):
+        callbacks = {where: raise_at(1, Interrupt("stop"))} if comm.rank == 1 else {}
+        generator = make(comm, sharding, **callbacks)
+        with pytest.raises((Interrupt, CommError)):
+            generated_rows(generator, PROMPTS, max_new_tokens=MOST, stop=())
+        with pytest.raises(CommError):
+            generated_rows(generator, NEXT, max_new_tokens=MOST)
+        return True
+
+    assert on_virtual_ranks(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_an_exception_within_a_pass_of_several_ranks_says_what_to_do(both):
+    def rank(comm):
+        generator = make(comm, DecodeSharding(cp=2))
+        error = raise_at(3 if comm.rank else 2, Interrupt("stop"))
+        hook = model().embedding.register_forward_hook(lambda *_: raising(error, comm))
+        with hook, pytest.raises((Interrupt, CommError)):
+            generated_rows(generator, PROMPTS, max_new_tokens=MOST)
+        with pytest.raises(CommError, match=r"out of step; start them again|stop"):
+            generator.generate(NEXT, max_new_tokens=MOST)
+        return True
+
+    def raising(error, comm):
+        if (both or comm.rank == 1) and comm._thread == threading.get_ident():
+            error()
+
+    assert on_virtual_ranks(2, rank) == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
+@pytest.mark.parametrize("both", [False, True])
+def test_ranks_interrupted_at_any_line_work_on_or_are_all_told(both, sharding):
+    """Both ranks at the same line or a few lines apart, or one rank alone."""
+
+    def attempt(line):
+        def rank(comm):
+            generator, where = make(comm, sharding), None
+            try:
+                if both or comm.rank == 1:
+                    where = interrupted_at(line + comm.rank * (line % 7), generator, line % 2 == 0)
+                else:
+                    generated_rows(generator, PROMPTS, max_new_tokens=3, stop=(), speculative=line % 2 == 0)
+                check_next(generator)
+            except (CommError, ValueError) as error:  # ValueError: one is interrupted before all have agreed
+                return where, type(error).__name__
+            return where, "right"
+
+        return on_virtual_ranks(2, rank)
+
+    line, outcomes = 1, Counter()
+    while (found := attempt(line)) and any(where is not None for where, _ in found):
+        kinds = {kind for _, kind in found}
+        assert kinds == {"right"} or "right" not in kinds, (line, found)
+        outcomes[" and ".join(sorted(kinds))] += 1
+        line += 13
+    print(sharding, "both" if both else "one", dict(outcomes))
+
+
+# Processes.
+
+
+def left_by_processes(comm, where, alone):
+    """What happens to a call that both ranks leave at the same point, or one alone, and to the next one."""
+    comm_from(comm, timeout=8)
+    leaves = comm.rank == 1 or not alone
+    generator = make(comm, **{where: raise_at(1, Interrupt("stop"))} if leaves and where != "closed" else {})
+    outcomes = []
+    for prompts in (PROMPTS, NEXT):
+        try:
+            rows = [[] for _ in prompts]
+            for count, token in enumerate(generator.generate(prompts, max_new_tokens=MOST)):
+                if leaves and where == "closed" and prompts is PROMPTS and count == 2:
+                    raise Interrupt
+                rows[token.row].append(token.id)
+            outcomes.append(rows)
+        except (Interrupt, CommError) as error:
+            outcomes.append(type(error).__name__)
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("where", ["on_prefill", "on_logits", "closed"])
+def test_processes_work_on_or_are_all_told(where, alone):
+    found = run_processes(2, left_by_processes, where, alone)
+    if alone:
+        assert found == [["CommError", "CommError"], ["Interrupt", "CommError"]]
+    else:
+        assert found == [["Interrupt", expected_rows(NEXT)]] * 2
+
+
+# One call at a time.
+
+
+def test_two_calls_at_a_time_are_refused_on_every_rank():
+    message = "another generate.. of this Generator is in progress: exhaust or close it first"
+
+    def rank(comm):
+        generator = make(comm)
+        first = generator.generate(PROMPTS, max_new_tokens=MOST)
+        with pytest.raises(ValueError, match=message):  # not started yet
+            generator.generate(NEXT, max_new_tokens=MOST)
+        begun = [next(first)]
+        with pytest.raises(ValueError, match=message):
+            generator.generate(NEXT, max_new_tokens=MOST)
+        rows = [[], []]
+        for token in [*begun, *first]:
+            rows[token.row].append(token.id)
+        assert rows == expected_rows(PROMPTS)
+        check_next(generator)
+
+        held = generator.generate(PROMPTS, max_new_tokens=MOST)
+        if comm.rank == 0:  # one rank still has it
+            held.close()
+        with pytest.raises(ValueError, match=rf"{message}( \(on rank 1\))?$"):
+            generator.generate(NEXT, max_new_tokens=MOST)
+        held.close()
+        check_next(generator)
+
+    on_virtual_ranks(2, rank)
+
+
+def test_a_call_within_a_callback_is_refused():
+    def again(*_):
+        generator.generate(NEXT)
+
+    generator = make(on_prefill=again)
+    with pytest.raises(ValueError, match="another generate"):
+        list(generator.generate(PROMPTS, max_new_tokens=MOST))
