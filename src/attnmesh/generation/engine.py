@@ -197,10 +197,11 @@ class Engine:
             if not sequence.ids:
                 self.free(sequence)
 
-    def state(self) -> tuple[int, int, int]:
-        """The number of passes and of cached tokens, and a digest of the sequences: equal on all ranks in step."""
+    def state(self) -> str:
+        """The cached sequences, in short: equal on all ranks that are in step."""
         sequences = [(len(each.ids), each.active, each.reused, *each.shards.counts) for each in self.sequences]
-        return self.passes, sum(len(each.ids) for each in self.sequences), hash(tuple(sequences))
+        tokens = sum(len(each.ids) for each in self.sequences)
+        return f"{tokens} tokens after {self.passes} passes, digest {hash(tuple(sequences)) % 2**64:016x}"
 
     @contextmanager
     def exchange(self, comm: Comm) -> Iterator[None]:
