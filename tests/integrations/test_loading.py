@@ -165,6 +165,11 @@ def test_a_path_with_nothing_there(tmp_path):
     )
 
 
+def test_a_path_that_cannot_be(tmp_path):
+    assert "does not exist" in problem_of(tmp_path / "a\0b")
+    assert "cannot be read: [Errno 36] File name too long" in problem_of(tmp_path / ("a" * 300))
+
+
 def test_a_folder_without_a_configuration(folder):
     (folder / "config.json").unlink()
     assert problem_of(folder).startswith(f"{folder} has no config.json")

@@ -143,7 +143,7 @@ class Engine:
             if len(chunk) >= min_prefill_chunk(self.comm.world):
                 sequence.logits = self._prefill_chunk(sequence, chunk)
             else:  # too short to shard
-                sequence.logits = self._decode([sequence], [chunk[:MAX_DECODE_TOKENS]])[0, -1]
+                self.decode([sequence], [chunk[:MAX_DECODE_TOKENS]])
             if self._on_prefill is not None:
                 self._on_prefill(len(sequence.ids), len(ids))
         return sequence

@@ -300,7 +300,7 @@ class Generator:
     def _report_logits(self, rows: list[_Row], logits: Sequence[Tensor] | Tensor, new: list[list[int]]) -> None:
         if self._on_logits is not None:
             for row, of_row, tokens in zip(rows, logits, new, strict=True):
-                for of_token in of_row[: len(tokens)]:
+                for of_token in of_row[: len(tokens)].clone():  # the next step may overwrite them
                     self._on_logits(row.number, of_token)
 
     def _draft(self, row: _Row, max_new_tokens: int) -> list[int]:

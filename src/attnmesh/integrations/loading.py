@@ -59,7 +59,8 @@ def load_model(
         dtype: floating point dtype of the weights.
         attn_implementation: Transformers' attention; "attnmesh" is registered if needed.
 
-    Raises ModelError, before any weights are loaded, if the model cannot be loaded.
+    Raises ModelError if the model cannot be loaded completely and exactly: before any weights are loaded if they are
+    too few or do not fit. Code that comes with a model is not run.
     """
     target = _device(device)
     if not dtype.is_floating_point:
@@ -111,13 +112,13 @@ def default_model() -> Path:
 def _find(path: Path | None) -> Path:
     """The folder or the GGUF file."""
     found = default_model() if path is None else Path(path)
-    if not found.exists():
-        raise ModelError(f"{found} does not exist: a model is a folder with {CONFIG}, or a .gguf file")
-    if not found.is_dir():
-        with translated_errors(f"{found} cannot be read"):
+    with translated_errors(f"{found} cannot be read"):
+        if not found.exists():
+            raise ModelError(f"{found} does not exist: a model is a folder with {CONFIG}, or a .gguf file")
+        if not found.is_dir():
             read_header(found)
-    elif not (found / CONFIG).is_file():
-        raise ModelError(f"{found} has no {CONFIG}: a model's folder is written by save_pretrained")
+        elif not (found / CONFIG).is_file():
+            raise ModelError(f"{found} has no {CONFIG}: a model's folder is written by save_pretrained")
     return found
 
 
