@@ -127,6 +127,16 @@ def backward_before_forward(comm):
 
 
 @case
+def compiled_on_one_rank(comm):
+    context = am.ContextParallel(comm, schedule="ulysses")
+    compiled = torch.compile(context.attention, backend="aot_eager")
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    for attention in (context.attention, compiled):
+        attention(q, k, v).sum().backward()
+    (compiled if is_odd(comm) else context.attention)(q, k, v).sum().backward()
+
+
+@case
 def raw_messages_of_another_size(comm):
     comm.agree("mine", {})
     comm.all_gather(torch.zeros(3 + is_odd(comm)), [(3 + is_odd(comm),)] * comm.world)
@@ -224,7 +234,16 @@ def outcome(fn, comm):
     return "", "", time.monotonic() - begin
 
 
-@pytest.mark.parametrize("name", CASES)
+FEW = [
+    "ulysses, another mask",
+    "ring, another query heads",
+    "raw_messages_of_another_size",
+    "tp decode, one rank truncates",
+]
+SOME = {*FEW, *list(CASES)[::7]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in CASES])
 def test_virtual_ranks_out_of_step(name):
     with pytest.raises((CommError, ValueError), match=r"out of step|deadlock|disagree") as caught:
         am.run_virtual(2, CASES[name])
@@ -255,19 +274,42 @@ def check_processes(world, names):
     return ranks
 
 
-FEW = [
-    "ulysses, another mask",
-    "ring, another query heads",
-    "backwards_in_another_order",
-    "raw_messages_of_another_size",
-    "sparse attention, another top-k",
-    "tp decode, one rank truncates",
-    "cp decode, one rank appends other ids",
-]
-
-
 def test_processes_out_of_step():
     check_processes(2, FEW)
+
+
+# NCCL delivers messages whatever the calls: the monitors of the ranks compare them while the ranks go on.
+
+
+def call_until_it_fails(comm, name):
+    """What this rank raises, and after how many seconds from the call that differs."""
+    CASES[name](comm)
+    begin = time.monotonic()
+    context = am.ContextParallel(comm, schedule="ulysses")
+    while time.monotonic() - begin < 20:
+        attend(context)
+        torch.cuda.synchronize()
+        time.sleep(0.01)
+
+
+def nccl_cases(comm, names):
+    torch.set_default_device("cuda")
+    outcomes = {}
+    for name in names:
+        group = dist.new_group(list(range(comm.world)), backend="nccl")
+        begin = time.monotonic()
+        outcomes[name] = outcome(lambda on, name=name: call_until_it_fails(on, name), am.comm_from(group, timeout=30))
+        print(name, comm.rank, outcomes[name], time.monotonic() - begin, flush=True)
+        comm.barrier()
+    return outcomes
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_nccl_ranks_out_of_step():
+    names = ["ulysses, another mask", "ulysses, another scale", "ulysses, another head_dim"]
+    ranks = run_processes(2, nccl_cases, names, timeout=300, backend="nccl")
+    assert all(is_reported([rank[name] for rank in ranks]) for name in names), ranks
 
 
 @pytest.mark.slow

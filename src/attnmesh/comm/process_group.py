@@ -121,6 +121,8 @@ class GroupComm(Comm):
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
         self._broken = f"rank {self.rank}: {problem}"
         self._store.report_failure(self._broken)
+        if self._nccl_is_initialized:  # operations that wait for other ranks would block the device for ever
+            self.group._get_backend(torch.device("cuda")).abort()
         if self.world > 1 and "gloo" in self._backends.values():
             # A message that times out closes all connections of the group: the only way to end a wait of gloo.
             peer = (self.rank + 1) % self.world

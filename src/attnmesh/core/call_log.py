@@ -21,17 +21,6 @@ class LoggedCall(NamedTuple):
     text: str
 
 
-class LastCall(NamedTuple):
-    """The latest call of a log, formatted when it is read."""
-
-    number: int
-    operation: str
-    detail: object
-
-    def __str__(self) -> str:
-        return f"{self.operation if self.detail is None else call_text(self.operation, self.detail)} (#{self.number})"
-
-
 class CallLog:
     """The calls of one rank. Adding one costs about a microsecond; texts are formatted when they are read."""
 
@@ -64,9 +53,9 @@ class CallLog:
         return {n: digest for n, digest in self.digests().items() if n > self.count - _LATEST or n % _EVERY == 0}
 
     @property
-    def last(self) -> LastCall:
-        """The latest call, to be described later."""
-        return LastCall(self.count, *(self._calls[-1][2:] if self._calls else ("none", None)))
+    def last_call(self) -> tuple[str, object] | None:
+        """The operation and the detail of the latest call."""
+        return self._calls[-1][2:] if self._calls else None
 
 
 @lru_cache(maxsize=4096)
@@ -76,9 +65,12 @@ def text_digest(text: str) -> int:
 
 
 def call_text(operation: str, detail: object) -> str:
-    """`operation(name=value, ...)`."""
+    """`operation(name=value, ...)`. A detail of two parts is the arguments and the last call of the state."""
     if detail is None:
         return operation
+    if isinstance(detail, tuple):
+        detail, last_call = detail
+        return call_text(operation, detail) + (f" after {call_text(*last_call)}" if last_call else "")
     if isinstance(detail, Mapping):
         detail = ", ".join(f"{name}={value}" for name, value in detail.items())
     return f"{operation}({detail})"

@@ -41,14 +41,19 @@ class StoredTensor:
         """Number of elements."""
         return prod(self.shape)
 
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether loading converts it to another floating point type without scales."""
+        return self.kind in _CAST
+
     def loaded_bytes(self, dtype: torch.dtype) -> int:
         """Its bytes once loaded as `dtype`."""
-        return self.elements * (dtype.itemsize if self.kind in _CAST else _BYTES.get(self.kind, 1))
+        return self.elements * (dtype.itemsize if self.is_floating_point else _BYTES.get(self.kind, 1))
 
     @property
     def stored_bytes(self) -> int:
         """Its bytes in the file, at least."""
-        return self.elements * (2 if self.kind in _CAST else _BYTES.get(self.kind, 1))
+        return self.elements * (2 if self.is_floating_point else _BYTES.get(self.kind, 1))
 
 
 def check_folder(folder: Path) -> None:

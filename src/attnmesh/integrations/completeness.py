@@ -25,6 +25,7 @@ class DeclaredModel:
     """The weights of the model that a configuration declares, counted without memory for them."""
 
     shapes: Mapping[str, Shape]
+    integers: frozenset[str]  # names of tensors that are not floating point
     elements: int  # tied weights once
     buffer_bytes: int  # of what is computed, not stored, such as masks
 
@@ -51,6 +52,7 @@ def declared_model(config: Any, tensors: int, model: Path) -> DeclaredModel:
     stored = {id(weight) for weight in weights.values()}
     return DeclaredModel(
         shapes={name: tuple(weight.shape) for name, weight in weights.items()},
+        integers=frozenset(name for name, weight in weights.items() if not weight.is_floating_point()),
         elements=sum(unique.values()),
         buffer_bytes=sum(buffer.nbytes for buffer in built.buffers() if id(buffer) not in stored),
     )
@@ -75,6 +77,19 @@ def check_loaded(info: Mapping[str, Any], model: Path) -> None:
     differences = Differences(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), shapes)
     if str(differences):
         raise ModelError(f"{model} does not match its configuration{differences}")
+
+
+def check_shapes(model: Any, declared: DeclaredModel, path: Path) -> None:
+    """Raise ModelError if loaded weights have other names or shapes: Transformers does not compare those of GGUF files.
+
+    Args:
+        model: of Transformers.
+        declared: what its configuration declares.
+        path: named in the message.
+    """
+    loaded = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    if loaded != declared.shapes:
+        raise ModelError(f"{path} does not match its configuration{Differences.between(loaded, declared.shapes)}")
 
 
 @dataclass(frozen=True)
