@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.core.compiling import not_compiled
 from attnmesh.core.layouts import Contiguous, Layout, check_layout
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_positive
 from attnmesh.ops.sparse import arguments
@@ -58,6 +59,7 @@ class SparseParallel:
     Gradients are those of one device: a tensor that several ranks hold gets its whole gradient on each of them.
     """
 
+    @not_compiled("a SparseParallel is constructed outside of a compiled graph")
     def __init__(
         self,
         *,
