@@ -1,18 +1,14 @@
-"""Options that several commands share, and how commands report errors."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
 import enum
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from attnmesh.comm import CommError
 from attnmesh.core.validation import parse_length
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.hardware import Cluster
@@ -167,21 +163,3 @@ def describe_cluster(found: Cluster, ranks: int) -> str:
         text += f", {nodes} nodes of {found.ranks_per_node}, {found.intra_node.name} within nodes"
         text += f", {found.inter_node.name} between nodes ({found.rails} ports per node)"
     return f"{text}; device figures: {found.device.source}"
-
-
-@contextmanager
-def reported_errors(command: str) -> Iterator[None]:
-    """Report an error in one line on stderr: exit code 2 for invalid input, 1 for a rank that failed."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        _report(command, error)
-        raise typer.Exit(2) from None
-    except CommError as error:
-        _report(command, error)
-        raise typer.Exit(1) from None
-
-
-def _report(command: str, error: Exception) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of torchrun would report the same
-        typer.echo(f"attnmesh {command}: {error}", err=True)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli import output
+from attnmesh.cli.errors import CommandGroup
 from attnmesh.cli.options import (
     BatchOption,
     ClusterNodeOption,
@@ -23,7 +24,6 @@ from attnmesh.cli.options import (
     OptionalLengthOption,
     RailsOption,
     describe_cluster,
-    reported_errors,
     resolve_cluster,
 )
 from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
@@ -35,7 +35,9 @@ from attnmesh.planner.models.read import read_config
 from attnmesh.planner.prefill import MAX_CP_RANKS, PrefillRequest, parallelisms, prefill_memory, prefill_ranking
 from attnmesh.planner.ranking import Memory, Ranking
 
-plan_app = typer.Typer(no_args_is_help=True, help="Rank the plans for a model on a cluster, without running anything.")
+plan_app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, help="Rank the plans for a model on a cluster, without running anything."
+)
 
 RequiredRanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks (devices).")]
 StorageOption = Annotated[
@@ -63,23 +65,22 @@ def plan_prefill(
 
     Exits with 1 if no plan fits into memory, and reports what would fit.
     """
-    with reported_errors("plan prefill"):
-        chosen = known_model(model)
-        cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
-        task = PrefillRequest(chosen, length, batch, ranks, cluster, _bytes_per_number(storage, chosen))
-        with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
-            ranking = prefill_ranking(task)
+    chosen = known_model(model)
+    cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
+    task = PrefillRequest(chosen, length, batch, ranks, cluster, _bytes_per_number(storage, chosen))
+    with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
+        ranking = prefill_ranking(task)
 
-            def least_memory(devices: int) -> Memory | None:
-                larger = replace(task, devices=devices)
-                plans = (plan for plan in parallelisms(larger) if plan.cp <= MAX_CP_RANKS)
-                return min((prefill_memory(larger, plan) for plan in plans), key=_total, default=None)
+        def least_memory(devices: int) -> Memory | None:
+            larger = replace(task, devices=devices)
+            plans = (plan for plan in parallelisms(larger) if plan.cp <= MAX_CP_RANKS)
+            return min((prefill_memory(larger, plan) for plan in plans), key=_total, default=None)
 
-            ranking = _with_advice(ranking, ranks, least_memory, task.kv_itemsize)
-        title = f"prefill of {_sequences(batch)} of {length:,} tokens, {chosen.name}"
-        _print_ranking(
-            ranking, title, describe_cluster(cluster, ranks), tokens=batch * length, show_all=show_all, as_json=as_json
-        )
+        ranking = _with_advice(ranking, ranks, least_memory, task.kv_itemsize)
+    title = f"prefill of {_sequences(batch)} of {length:,} tokens, {chosen.name}"
+    _print_ranking(
+        ranking, title, describe_cluster(cluster, ranks), tokens=batch * length, show_all=show_all, as_json=as_json
+    )
 
 
 @plan_app.command("decode")
@@ -122,42 +123,39 @@ def plan_decode(
     or heads, recommends a sharding of one attention layer: what each rank holds and sends, and with --hardware and
     --length which sharding is the fastest.
     """
-    with reported_errors("plan decode"):
-        on_cluster = any(part is not None for part in (hardware, links, ranks_per_node, rails, hardware_file))
-        if length is None and (model is not None or on_cluster):
-            raise ValueError("--length is required with --model and with --hardware")
-        cluster = None
-        if model is not None or on_cluster:
-            cluster = resolve_cluster(
-                "h200" if hardware is None else hardware, links, ranks_per_node, rails, hardware_file
+    on_cluster = any(part is not None for part in (hardware, links, ranks_per_node, rails, hardware_file))
+    if length is None and (model is not None or on_cluster):
+        raise ValueError("--length is required with --model and with --hardware")
+    cluster = None
+    if model is not None or on_cluster:
+        cluster = resolve_cluster("h200" if hardware is None else hardware, links, ranks_per_node, rails, hardware_file)
+    if model is None:
+        heads = _heads(config, q_heads, kv_heads, head_dim, hidden)
+        with output.status(f"comparing shardings over {ranks} ranks"):
+            show_sharding(
+                heads, batch, ranks, length=length, tokens=tokens, storage=storage, cluster=cluster, as_json=as_json
             )
-        if model is None:
-            heads = _heads(config, q_heads, kv_heads, head_dim, hidden)
-            with output.status(f"comparing shardings over {ranks} ranks"):
-                show_sharding(
-                    heads, batch, ranks, length=length, tokens=tokens, storage=storage, cluster=cluster, as_json=as_json
-                )
-            return
-        if config is not None or any((q_heads, kv_heads, head_dim, hidden)):
-            raise ValueError("--config, --q-heads, --kv-heads, --head-dim and --hidden cannot be used with --model")
-        assert length is not None
-        assert cluster is not None
-        chosen = known_model(model)
-        number = _bytes_per_number(storage, chosen)
-        task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
-        with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
-            ranking = decode_ranking(task)
+        return
+    if config is not None or any((q_heads, kv_heads, head_dim, hidden)):
+        raise ValueError("--config, --q-heads, --kv-heads, --head-dim and --hidden cannot be used with --model")
+    assert length is not None
+    assert cluster is not None
+    chosen = known_model(model)
+    number = _bytes_per_number(storage, chosen)
+    task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
+    with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
+        ranking = decode_ranking(task)
 
-            def least_memory(devices: int) -> Memory | None:
-                larger = replace(task, devices=devices)
-                found = (decode_memory(larger, plan, batch // replicas) for replicas, plan in shardings(larger))
-                return min(found, key=_total, default=None)
+        def least_memory(devices: int) -> Memory | None:
+            larger = replace(task, devices=devices)
+            found = (decode_memory(larger, plan, batch // replicas) for replicas, plan in shardings(larger))
+            return min(found, key=_total, default=None)
 
-            ranking = _with_advice(ranking, ranks, least_memory, number)
-        title = f"one decode step of {_sequences(batch)} with {length:,} tokens in the KV cache, {chosen.name}"
-        _print_ranking(
-            ranking, title, describe_cluster(cluster, ranks), tokens=batch * tokens, show_all=show_all, as_json=as_json
-        )
+        ranking = _with_advice(ranking, ranks, least_memory, number)
+    title = f"one decode step of {_sequences(batch)} with {length:,} tokens in the KV cache, {chosen.name}"
+    _print_ranking(
+        ranking, title, describe_cluster(cluster, ranks), tokens=batch * tokens, show_all=show_all, as_json=as_json
+    )
 
 
 def _with_advice(

@@ -22,7 +22,6 @@ from attnmesh.cli.options import (
     MaskOption,
     QHeadsOption,
     check_output_file,
-    reported_errors,
 )
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
@@ -59,29 +58,28 @@ def report_command(
 ) -> None:
     """Write an HTML report: what each rank holds, computes and sends, and which schedule is the fastest."""
     shape = Shape(batch, q_heads, kv_heads, head_dim, itemsize=2, sum_itemsize=4)  # bf16, accumulated in float32
-    with reported_errors("report"):
-        check_output_file("--out", out)
-        chosen_mask, chosen_layout = parse_mask(mask), LAYOUTS[layout.value]
-        timelines = {path.stem: read_trace(path) for path in traces or ()}
-        tables = read_figures(figures) if figures else {}
-        with output.status("planning and simulating every schedule"):
-            made = schedule_report(
-                chosen_mask,
-                chosen_layout,
-                length,
-                ranks,
-                shape,
-                ranks_per_node=ranks_per_node,
-                device=device.value,
-                facts=run_facts(),
-                timelines=timelines,
-                figures=tables,
-            )
-        if check:
-            with output.status("comparing every schedule with float64"):
-                outcomes = compare_schedules(ranks, chosen_layout, chosen_mask, ranks_per_node)
-            made = replace(made, outcomes=outcomes)
-        write_report(out, made)
+    check_output_file("--out", out)
+    chosen_mask, chosen_layout = parse_mask(mask), LAYOUTS[layout.value]
+    timelines = {path.stem: read_trace(path) for path in traces or ()}
+    tables = read_figures(figures) if figures else {}
+    with output.status("planning and simulating every schedule"):
+        made = schedule_report(
+            chosen_mask,
+            chosen_layout,
+            length,
+            ranks,
+            shape,
+            ranks_per_node=ranks_per_node,
+            device=device.value,
+            facts=run_facts(),
+            timelines=timelines,
+            figures=tables,
+        )
+    if check:
+        with output.status("comparing every schedule with float64"):
+            outcomes = compare_schedules(ranks, chosen_layout, chosen_mask, ranks_per_node)
+        made = replace(made, outcomes=outcomes)
+    write_report(out, made)
     output.console().print(f"Report: {out}", soft_wrap=True)
 
 

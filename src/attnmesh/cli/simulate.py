@@ -26,7 +26,6 @@ from attnmesh.cli.options import (
     RailsOption,
     check_output_file,
     describe_cluster,
-    reported_errors,
     resolve_cluster,
 )
 from attnmesh.core.layouts import LAYOUTS
@@ -89,29 +88,26 @@ def simulate_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Simulate one attention layer under a schedule on a cluster: every rank, port and message."""
-    with reported_errors("simulate"):
-        if trace is not None:
-            check_output_file("--trace", trace)
-        if trace_ranks is not None and trace is None:
-            raise ValueError(f"--trace-ranks {trace_ranks} requires --trace")
-        shape = _shape(model, batch, q_heads, kv_heads, head_dim)
-        cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
-        if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
-            raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
-        held = shards(parse_mask(mask), LAYOUTS[layout.value], length, ranks)
-        workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
-        slow = Slowdown(
-            _factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks)
-        )
-        keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
-        chosen = _schedule(schedule, workload, cluster)
-        nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
-        runs = []
-        for way in (False, True) if backward else (False,):
-            with output.status(f"simulating {chosen} {'backward' if way else 'forward'} on {ranks:,} ranks"):
-                runs.append(_simulate(chosen, workload, nodes, way, slow, keep))
-        if trace is not None:
-            _write_trace(trace, runs, ranks)
+    if trace is not None:
+        check_output_file("--trace", trace)
+    if trace_ranks is not None and trace is None:
+        raise ValueError(f"--trace-ranks {trace_ranks} requires --trace")
+    shape = _shape(model, batch, q_heads, kv_heads, head_dim)
+    cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
+    if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
+        raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
+    held = shards(parse_mask(mask), LAYOUTS[layout.value], length, ranks)
+    workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
+    slow = Slowdown(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
+    keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
+    chosen = _schedule(schedule, workload, cluster)
+    nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
+    runs = []
+    for way in (False, True) if backward else (False,):
+        with output.status(f"simulating {chosen} {'backward' if way else 'forward'} on {ranks:,} ranks"):
+            runs.append(_simulate(chosen, workload, nodes, way, slow, keep))
+    if trace is not None:
+        _write_trace(trace, runs, ranks)
     title = f"{chosen}: {length:,} tokens over {ranks:,} ranks, {layout.value}, {mask}"
     if as_json:
         facts = {

@@ -36,11 +36,11 @@ from attnmesh.cli.options import (
     VirtualOption,
     check_device,
     check_output_file,
-    reported_errors,
 )
 from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.optional import require
+from attnmesh.core.validation import check_timeout
 from attnmesh.generation.generator import GenerationStats, Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.checkpoint import ModelError
@@ -94,43 +94,43 @@ def generate_command(
     Exits with 1 if --check finds a different token or a rank fails, with 2 for invalid options.
     """
     check_device(device)
-    with reported_errors("generate"):
-        world = launch.world_size(ranks, virtual=virtual)
-        _check_questions(questions or ())
-        sampling = _sampling(temperature, top_p, seed, speculative=speculative, check=check, dtype=dtype)
-        if report is not None:
-            check_output_file("--report", report)
-            if world > MOST_RANKS:
-                raise ValueError(f"--report supports at most {MOST_RANKS} ranks, got {world}")
-        document = read_document(prompt, prompt_file)
-        display = Display(visible=int(os.environ.get("RANK", "0")) == 0)
-        folder, config, tokenizer = _prepare_model(model, display)
-        job = Job(
-            folder=folder,
-            device=device.value,
-            dtype=dtype.dtype,
-            prompts=tuple(map(tuple, tokenize_prompts(tokenizer, document, questions or ()))),
-            questions=tuple(questions or ()),
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            speculative=speculative,
-            layout=LAYOUTS[layout.value],
-            prefill_chunk=prefill_chunk or world * PREFILL_CHUNK[device.value],
-            keep_logits=check,
-        )
-        check_job(job, config, world)
-        check_memory(job, config, world, copies=_models_per_device(device.value, world, virtual))
-        kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
-        display.note(f"Prompt of {len(job.prompts[0]):,} tokens on {world} {kind} ranks, {device.value}.")
-        result = _run(job, ranks, virtual, timeout)
-        if result is None:  # rank 0 of torchrun prints the results
-            return
-        _print_result(job, result)
-        checks = _compare(job, result, tokenizer, display) if check else []
-        if report is not None:
-            with display.status("writing the report"):
-                write_generation_report(report, job, config, tokenizer, result, checks)
-            output.console().print(f"Report: {report}", soft_wrap=True)
+    check_timeout(timeout)
+    world = launch.world_size(ranks, virtual=virtual)
+    _check_questions(questions or ())
+    sampling = _sampling(temperature, top_p, seed, speculative=speculative, check=check, dtype=dtype)
+    if report is not None:
+        check_output_file("--report", report)
+        if world > MOST_RANKS:
+            raise ValueError(f"--report supports at most {MOST_RANKS} ranks, got {world}")
+    document = read_document(prompt, prompt_file)
+    display = Display(visible=int(os.environ.get("RANK", "0")) == 0)
+    folder, config, tokenizer = _prepare_model(model, display)
+    job = Job(
+        folder=folder,
+        device=device.value,
+        dtype=dtype.dtype,
+        prompts=tuple(map(tuple, tokenize_prompts(tokenizer, document, questions or ()))),
+        questions=tuple(questions or ()),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        speculative=speculative,
+        layout=LAYOUTS[layout.value],
+        prefill_chunk=prefill_chunk or world * PREFILL_CHUNK[device.value],
+        keep_logits=check,
+    )
+    check_job(job, config, world)
+    check_memory(job, config, world, copies=_models_per_device(device.value, world, virtual))
+    kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
+    display.note(f"Prompt of {len(job.prompts[0]):,} tokens on {world} {kind} ranks, {device.value}.")
+    result = _run(job, ranks, virtual, timeout)
+    if result is None:  # rank 0 of torchrun prints the results
+        return
+    _print_result(job, result)
+    checks = _compare(job, result, tokenizer, display) if check else []
+    if report is not None:
+        with display.status("writing the report"):
+            write_generation_report(report, job, config, tokenizer, result, checks)
+        output.console().print(f"Report: {report}", soft_wrap=True)
     if not all(comparison.equal for comparison in checks):
         raise typer.Exit(1)
 
@@ -179,13 +179,9 @@ def _models_per_device(device: str, world: int, virtual: bool) -> int:
 def _run(job: Job, ranks: int | None, virtual: bool, timeout: float) -> Result | None:
     """The result of rank 0, or None if this process is another rank of torchrun."""
     model = load_model(job.folder, device=job.device, dtype=job.dtype) if virtual else None
-    try:
-        return launch.run(
-            answer_prompts, ranks, device=job.device, virtual=virtual, timeout=timeout, job=job, shared_model=model
-        )[0]
-    except BaseException:
-        output.console().show_cursor()  # a rank that is stopped leaves its progress bar's cursor hidden
-        raise
+    return launch.run(
+        answer_prompts, ranks, device=job.device, virtual=virtual, timeout=timeout, job=job, shared_model=model
+    )[0]
 
 
 def answer_prompts(comm: Comm, *, job: Job, shared_model: tuple[Any, Any] | None) -> Result | None:
