@@ -40,6 +40,7 @@ class Command:
             [str(part) for part in command],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # it may be ignored here
         )  # fmt: skip
         self.pid = self._process.pid
 

@@ -28,6 +28,7 @@ from attnmesh.cli.options import (
 )
 from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
 from attnmesh.ops.storage import bytes_per_token
+from attnmesh.planner.counts import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_RANKS, MAX_TOKENS
 from attnmesh.planner.decode import DecodeRequest, decode_memory, decode_ranking, shardings
 from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.models.read import model as known_model
@@ -39,7 +40,7 @@ plan_app = typer.Typer(
     cls=CommandGroup, no_args_is_help=True, help="Rank the plans for a model on a cluster, without running anything."
 )
 
-RequiredRanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks (devices).")]
+RequiredRanksOption = Annotated[int, typer.Option("--ranks", min=1, max=MAX_RANKS, help="Number of ranks (devices).")]
 StorageOption = Annotated[
     str, typer.Option("--storage", help="Storage type of the KV cache: bf16, fp16, fp32, fp8, int8 or bfp8.")
 ]
@@ -95,11 +96,18 @@ def plan_decode(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="config.json file to take the heads from, without --model."),
     ] = None,
-    q_heads: Annotated[int | None, typer.Option(min=1, help="Number of query heads, without --model.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Number of key and value heads, without --model.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, show_default="128", help="Head dimension.")] = None,
+    q_heads: Annotated[
+        int | None, typer.Option(min=1, max=MAX_HEADS, help="Number of query heads, without --model.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, max=MAX_HEADS, help="Number of key and value heads, without --model.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, max=MAX_HEAD_DIM, show_default="128", help="Head dimension.")
+    ] = None,
     hidden: Annotated[
-        int | None, typer.Option(min=1, show_default="q-heads x head-dim", help="Hidden size of the model.")
+        int | None,
+        typer.Option(min=1, max=MAX_HIDDEN, show_default="q-heads x head-dim", help="Hidden size of the model."),
     ] = None,
     hardware: Annotated[
         str | None,
@@ -112,7 +120,7 @@ def plan_decode(
     links: LinksOption = None,
     ranks_per_node: ClusterNodeOption = None,
     rails: RailsOption = None,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens per sequence and step.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="New tokens per sequence and step.")] = 1,
     storage: StorageOption = "bf16",
     show_all: AllOption = False,
     as_json: JsonFlag = False,

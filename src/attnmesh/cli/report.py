@@ -27,7 +27,7 @@ from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
 from attnmesh.core.masks import Mask, parse_mask
 from attnmesh.plan.workload import Shape
-from attnmesh.report.data import default_ranks_per_node, read_figures, schedule_report
+from attnmesh.report.data import MOST_RANKS, default_ranks_per_node, read_figures, schedule_report
 from attnmesh.report.page import write_report
 from attnmesh.trace.timeline import read_trace
 from attnmesh.verify import run as verify
@@ -37,7 +37,7 @@ from attnmesh.verify.mode import Outcome
 
 def report_command(
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Number of ranks.")] = 8,
     length: LengthOption = 131072,
     layout: LayoutOption = LayoutName.ZIGZAG,
     mask: MaskOption = "causal",
@@ -48,7 +48,11 @@ def report_command(
     ranks_per_node: Annotated[
         int | None,
         typer.Option(
-            "--ranks-per-node", min=1, show_default="the middle divisor of --ranks", help="Number of ranks per node."
+            "--ranks-per-node",
+            min=1,
+            max=MOST_RANKS,
+            show_default="the middle divisor of --ranks",
+            help="Number of ranks per node.",
         ),
     ] = None,
     device: Annotated[Device, typer.Option(help="Device type that schedules are ranked for.")] = Device.CUDA,

@@ -21,7 +21,9 @@ def verify_command(
     ranks: RanksOption = None,
     device: DeviceOption = Device.CPU,
     virtual: VirtualOption = False,
-    seed: Annotated[int | None, typer.Option(show_default="drawn at random", help="Seed of the random inputs.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**62, show_default="drawn at random", help="Seed of the random inputs.")
+    ] = None,
 ) -> None:
     """Compare every mode with float64 on random inputs. Exits with 1 if a result is wrong."""
     check_device(device)

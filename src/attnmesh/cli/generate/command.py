@@ -46,6 +46,7 @@ from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
 from attnmesh.integrations.transformers_attention import check_config
+from attnmesh.planner.counts import MAX_LENGTH
 from attnmesh.report.data import MOST_RANKS
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 8192}
@@ -66,10 +67,12 @@ def generate_command(
         list[str] | None,
         typer.Option("--question", help="Question about the text. Repeatable. Without it, the text is continued."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_LENGTH, help="Maximum number of tokens per answer.")
+    ] = 128,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of the sampling.")] = 0,
     speculative: Annotated[
         bool, typer.Option("--speculative", help="Draft tokens by lookup in the text and verify several per step.")
     ] = False,
@@ -80,7 +83,10 @@ def generate_command(
     prefill_chunk: Annotated[
         int | None,
         typer.Option(
-            min=1, show_default="512 per rank on cpu, 8192 on cuda", help="Tokens of the prompt per prefill pass."
+            min=1,
+            max=MAX_LENGTH,
+            show_default="512 per rank on cpu, 8192 on cuda",
+            help="Tokens of the prompt per prefill pass.",
         ),
     ] = None,
     virtual: VirtualOption = False,
@@ -281,6 +287,6 @@ def _compare(job: Job, result: Result, tokenizer: Any, display: Display) -> list
     for number in range(1, len(job.prompts) + 1):
         with display.status(f"single process: answer {number} of {len(job.prompts)}"):
             one = next(comparisons)
-        console.print(verdict(number, one, tokenizer), highlight=False, markup=False, soft_wrap=True)
+        console.print(verdict(number, one, tokenizer), highlight=False, soft_wrap=True)
         checks.append(one)
     return checks
