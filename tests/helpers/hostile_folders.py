@@ -231,6 +231,8 @@ KINDS: dict[str, tuple[Kind, str]] = {
     "labels 10^10": (_set("config.json", num_labels=10**10), "must be at most 65,536"),
     "attention types": (_set("config.json", attention_types=[[["global"], 10**10]]), "must be at most 4,096"),
     "family with a large mask": (_set("config.json", model_type="gpt2", n_positions=2**31), ""),
+    "blocks": (_set("config.json", model_type="xlstm", num_blocks=2**40), "must be at most 4,096"),
+    "blocks 4096": (_set("config.json", model_type="xlstm", num_blocks=4096, architectures=None), ""),
     "nested layers": (_set("config.json", text_config={"num_hidden_layers": 10**9}), "must be at most 4,096"),
     "rope nonsense": (_set("config.json", rope_parameters={"rope_type": "evil"}), ""),
     "rope text": (_set("config.json", rope_parameters={"rope_theta": "x", "rope_type": "default"}), ""),
