@@ -131,6 +131,14 @@ class Monitor:
                     return out_of_step(both) or f"ranks {self._rank} and {rank} are out of step since earlier calls"
         return None
 
+    def explain(self) -> str:
+        """How calls differ, as a part of an error message. Gives other ranks the time to publish theirs."""
+        for _ in range(3):
+            if problem := self.out_of_step() or self._overtook():
+                return f"; {problem}"
+            time.sleep(_INTERVAL)
+        return ""
+
     def _overtaken(self, signature: Signature) -> str | None:
         """Whether another rank, which did not compare, is already in the call that this rank wants to compare."""
         number = _next_number(signature)

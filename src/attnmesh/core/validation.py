@@ -32,9 +32,9 @@ class _Shortened(reprlib.Repr):
 
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, Tensor):
-            return f"a {str(x.dtype).removeprefix('torch.')} tensor {list(x.shape)} on {x.device}"
+            return f"{str(x.dtype).removeprefix('torch.')} tensor {list(x.shape)} on {x.device}"
         if type(x).__module__ == "numpy" and getattr(x, "shape", ()):
-            return f"a numpy array {x.dtype} {list(x.shape)}"
+            return f"numpy array {x.dtype} {list(x.shape)}"
         return super().repr1(x, level)
 
 

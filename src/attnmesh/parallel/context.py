@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.core.compiling import not_compiled
 from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
@@ -84,6 +85,7 @@ class ContextParallel(ExecutorFactory):
     `backend` is as in `attention`.
     """
 
+    @not_compiled("a ContextParallel is constructed outside of a compiled graph")
     def __init__(
         self,
         group: Comm | ProcessGroup | DeviceMesh | None = None,

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.core.compiling import not_compiled
 from attnmesh.core.validation import check_count
 from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
@@ -58,6 +59,7 @@ class AttentionBlock:
     multiple of the cache's block_size. `backend` is as for `paged_decode_attention`.
     """
 
+    @not_compiled("an AttentionBlock is constructed outside of a compiled graph")
     def __init__(
         self,
         config: AttentionConfig,

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, RankGroups, SoloComm, comm_from
+from attnmesh.comm import Comm, RankGroups, SoloComm, comm_from, propagate_failure
 from attnmesh.core.call_log import format_ranks
 from attnmesh.core.layouts import Striped
 from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
@@ -35,9 +35,12 @@ class SparseGroups(RankGroups):
         self.tp, self.cp = tp, cp
 
 
-def comm_or_solo(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
-    """The comm of `group`; None is this rank alone."""
-    return SoloComm() if group is None else comm_from(group)
+def comm_or_solo(name: str, group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+    """The comm of the argument `name`; None is this rank alone."""
+    try:
+        return SoloComm() if group is None else comm_from(group)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 # Values that ranks must agree on.
@@ -146,7 +149,9 @@ def check_same_indices(indices: Tensor, bounds: RowBounds, groups: SparseGroups)
     tp, cp = groups.tp, groups.cp
     if tp.world == 1:
         return
-    of_tp = torch.cat(tp.all_gather(checksum(indices, bounds), [(1,)] * tp.world))
+    with propagate_failure(groups):
+        own = checksum(indices, bounds)
+    of_tp = torch.cat(tp.all_gather(own, [(1,)] * tp.world))
     of_all = torch.stack(cp.all_gather(of_tp, [(tp.world,)] * cp.world)).tolist()
     errors = [
         f"those of tp {format_ranks(others)} differ from tp rank 0's"
