@@ -211,7 +211,7 @@ def test_pairs_for_another_number_of_ranks_are_refused(world):
 
 @pytest.mark.parametrize(("length", "world", "rank"), [(-1, 2, 0), (8, 0, 0), (8, 2, 2), (8, 2, -1)])
 def test_chunks_of_an_invalid_rank_raise(length, world, rank):
-    with pytest.raises(ValueError, match=r"(length|rank) must"):
+    with pytest.raises(ValueError, match=r"(length|world|rank) must"):
         Zigzag().chunks(length, world, rank)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import attnmesh as am
 from attnmesh.core import ranges
 from attnmesh.generation.engine import BLOCK_SIZE, Engine
-from helpers.models import KINDS, LAYOUTS, attnmesh_model, logits_of, on_virtual_ranks, random_ids
+from helpers.models import KINDS, LAYOUTS, VOCABULARY, attnmesh_model, logits_of, on_virtual_ranks, random_ids
 
 TEXT = random_ids(80, seed=1)
 OTHER = random_ids(80, seed=2)
@@ -94,6 +94,19 @@ def test_logits_are_those_of_one_process_at_every_step(kind, world, layout, pref
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_one_process_everywhere(kind, world, layout, prefill_chunk):
     check_story(kind, world, layout, prefill_chunk)
+
+
+def test_logits_that_are_valid_until_the_next_step_are_kept_apart():
+    """As those of a CUDA graph: each prompt is known but for its last token, which takes a decode step."""
+    engine = Engine(attnmesh_model("llama"), cache_tokens=200, max_sequences=2)
+    for _ in range(2):
+        a, b = engine.prefill(TEXT[:20]), engine.prefill(OTHER[:20])
+        for ids, sequence in ((TEXT, a), (OTHER, b)):
+            assert far_apart(sequence.logits, logits_of("llama", ids[:20])[-1]) < 1e-5
+            engine.release(sequence)
+        forward, buffer = engine._forward, torch.empty(1, 1, VOCABULARY)
+        engine._forward_step = lambda *step, forward=forward, buffer=buffer: buffer.copy_(forward(*step))
+    assert (a.reused, b.reused) == (19, 19)
 
 
 @pytest.mark.parametrize("world", [2, 5])

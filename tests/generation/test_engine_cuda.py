@@ -11,6 +11,7 @@ import transformers
 
 from attnmesh import Striped, Zigzag, run_virtual
 from attnmesh.generation.engine import Engine
+from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
 
 pytestmark = [
@@ -89,3 +90,11 @@ def test_in_bf16_the_error_is_no_larger_than_that_of_sdpa(world):
     sdpa = plain(tokens).logits[0, 599:620].double()
     for mine in run_virtual(world, lambda comm: logits_along(asked(narrow), ids, comm)):
         assert (mine.double() - want).norm() < 2 * (sdpa - want).norm()
+
+
+def test_repeated_calls_generate_the_same_tokens():
+    """From the second one on prompts are cached but for their last tokens, and from the third one steps are graphs."""
+    prompts = [[(7 * i + row) % 257 for i in range(40)] for row in range(2)]
+    generator = Generator(asked(model_of("llama")), None, cache_tokens=200, max_sequences=2)
+    calls = [[(token.row, token.id) for token in generator.generate(prompts, max_new_tokens=5)] for _ in range(5)]
+    assert calls == [calls[0]] * 5

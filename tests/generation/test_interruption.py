@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections import Counter
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 
 import attnmesh.generation
 import attnmesh.kv_cache
-from attnmesh.comm import CommError
+from attnmesh.comm import CommError, comm_from
 from attnmesh.generation.generator import Generator
 from attnmesh.plan.decode import DecodeSharding
 from helpers.models import OneLayer, generated_rows, on_virtual_ranks, random_ids
+from helpers.processes import run_processes
 
 PROMPTS = [random_ids(n, seed, high=30) * 3 for n, seed in ((11, 1), (9, 2))]
 MOST = 5
@@ -150,16 +152,16 @@ class InterruptedLine:
         return self._line
 
 
-def interrupted_at(line, generator):
-    """Whether the call was interrupted; False if it ended before that line."""
+def interrupted_at(line, generator, speculative=False):
+    """The line where the call was interrupted; None if it ended before that many lines."""
     with InterruptedLine(line) as interrupted, suppress(KeyboardInterrupt, CommError):
-        generated_rows(generator, PROMPTS, max_new_tokens=3, stop=(), speculative=line % 2 == 0)
+        generated_rows(generator, PROMPTS, max_new_tokens=3, stop=(), speculative=speculative)
     return interrupted.where
 
 
 def check_every_line(step):
     generator, tried, line = make(), 0, 1
-    while (where := interrupted_at(line, generator)) is not None:
+    while (where := interrupted_at(line, generator, speculative=line % 2 == 0)) is not None:
         try:
             check_next(generator)
         except BaseException as error:
@@ -220,7 +222,7 @@ def test_an_exception_within_a_pass_of_several_ranks_says_what_to_do(both):
         hook = model().embedding.register_forward_hook(lambda *_: raising(error, comm))
         with hook, pytest.raises((Interrupt, CommError)):
             generated_rows(generator, PROMPTS, max_new_tokens=MOST)
-        with pytest.raises(CommError, match=r"out of step; start the ranks again|stop"):
+        with pytest.raises(CommError, match=r"out of step; start them again|stop"):
             generator.generate(NEXT, max_new_tokens=MOST)
         return True
 
@@ -234,37 +236,64 @@ def test_an_exception_within_a_pass_of_several_ranks_says_what_to_do(both):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
 @pytest.mark.parametrize("both", [False, True])
-def test_ranks_interrupted_at_any_line_work_on_or_raise_comm_error(both, sharding):
-    """Both ranks at the same line, or the second one a few lines later, or alone."""
-    outcomes = {"right": 0, "CommError": 0}
+def test_ranks_interrupted_at_any_line_work_on_or_are_all_told(both, sharding):
+    """Both ranks at the same line or a few lines apart, or one rank alone."""
 
     def attempt(line):
         def rank(comm):
-            generator = make(comm, sharding)
-            where = None
-            if both or comm.rank == 1:
-                where = interrupted_at(line + comm.rank * (line % 7), generator)
-            else:
-                with suppress(CommError):
-                    generated_rows(generator, PROMPTS, max_new_tokens=3, stop=(), speculative=line % 2 == 0)
+            generator, where = make(comm, sharding), None
             try:
+                if both or comm.rank == 1:
+                    where = interrupted_at(line + comm.rank * (line % 7), generator, line % 2 == 0)
+                else:
+                    generated_rows(generator, PROMPTS, max_new_tokens=3, stop=(), speculative=line % 2 == 0)
                 check_next(generator)
-            except CommError:
-                return where, "CommError"
+            except (CommError, ValueError) as error:  # ValueError: one is interrupted before all have agreed
+                return where, type(error).__name__
             return where, "right"
 
         return on_virtual_ranks(2, rank)
 
-    line = 1
-    while True:
-        found = attempt(line)
-        if all(where is None for where, _ in found):
-            break
+    line, outcomes = 1, Counter()
+    while (found := attempt(line)) and any(where is not None for where, _ in found):
         kinds = {kind for _, kind in found}
-        assert len(kinds) == 1, (line, found)
-        outcomes[kinds.pop()] += 1
+        assert kinds == {"right"} or "right" not in kinds, (line, found)
+        outcomes[" and ".join(sorted(kinds))] += 1
         line += 13
-    print(sharding, both, outcomes)
+    print(sharding, "both" if both else "one", dict(outcomes))
+
+
+# Processes.
+
+
+def left_by_processes(comm, where, alone):
+    """What happens to a call that both ranks leave at the same point, or one alone, and to the next one."""
+    comm_from(comm, timeout=8)
+    leaves = comm.rank == 1 or not alone
+    generator = make(comm, **{where: raise_at(1, Interrupt("stop"))} if leaves and where != "closed" else {})
+    outcomes = []
+    for prompts in (PROMPTS, NEXT):
+        try:
+            rows = [[] for _ in prompts]
+            for count, token in enumerate(generator.generate(prompts, max_new_tokens=MOST)):
+                if leaves and where == "closed" and prompts is PROMPTS and count == 2:
+                    raise Interrupt
+                rows[token.row].append(token.id)
+            outcomes.append(rows)
+        except (Interrupt, CommError) as error:
+            outcomes.append(type(error).__name__)
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("where", ["on_prefill", "on_logits", "closed"])
+def test_processes_work_on_or_are_all_told(where, alone):
+    found = run_processes(2, left_by_processes, where, alone)
+    if alone:
+        assert found == [["CommError", "CommError"], ["Interrupt", "CommError"]]
+    else:
+        assert found == [["Interrupt", expected_rows(NEXT)]] * 2
 
 
 # One call at a time.

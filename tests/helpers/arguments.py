@@ -294,10 +294,10 @@ def judge_refusal(error: Exception, parameter: str, value: Any, others: Collecti
     if isinstance(error, am.CacheFull):
         return Outcome("refused", text)
     if not names(text, parameter):
-        if any(names(text, other) for other in others) and "got" in text:
+        if any(names(text, other) for other in others):
             return Outcome("refused", text)
         return Outcome("argument not named", text[:300])
-    if not mentions(text, value):
+    if f"{parameter}[" not in text and not mentions(text, value):  # else it names one of several items
         return Outcome("value not named", text[:300])
     return Outcome("refused", text)
 
@@ -309,20 +309,22 @@ def names(text: str, parameter: str) -> bool:
 
 def mentions(text: str, value: Any, depth: int = 2) -> bool:
     """Whether a message shows a value: itself, its type, or what describes a tensor."""
+    if "got both" in text or (isinstance(value, list | tuple) and "[..." in text):
+        return True
     if isinstance(value, Tensor | np.ndarray):
         shape = [str(list(value.shape)), str(tuple(value.shape)), *map(str, value.shape)]
         kind = [str(value.dtype).removeprefix("torch."), str(getattr(value, "device", "")), "gradient", "sparse"]
         return any(each and each in text for each in (*shape, *kind, "tensor(", "array(", type(value).__name__))
-    shown = [repr(value)[:40], type(value).__name__, getattr(value, "__name__", None)]
+    shown = [repr(value)[:20], type(value).__name__, getattr(value, "__name__", None)]
     if isinstance(value, str | int | float | np.generic | torch.device):
-        shown.append(str(value)[:40])
+        shown.append(str(value)[:20])
     if any(each and each in text for each in shown):
         return True
     if isinstance(value, abc.Sized) and f"{len(value)}" in text:
         return True
     if depth and isinstance(value, list | tuple | dict | set):
         return not value or any(mentions(text, each, depth - 1) for each in value)
-    return "got both" in text or (value in ("", None) and ("got none" in text or "empty" in text))
+    return value in ("", None) and ("got none" in text or "empty" in text)
 
 
 def describe(value: Any) -> str:
@@ -363,6 +365,8 @@ def matches(value: Any, hint: Any) -> bool:
     if origin is tuple and parts and parts[-1] is not Ellipsis:
         return isinstance(value, tuple) and len(value) == len(parts) and all(map(matches, value, parts))
     if origin is not None:
+        if isinstance(value, Tensor | np.ndarray):
+            return origin is abc.Iterable
         if not isinstance(value, origin):
             return False
         inner = parts[0] if parts else Any
@@ -377,15 +381,18 @@ def matches(value: Any, hint: Any) -> bool:
 # All cases.
 
 
+def inherited(target: Target) -> dict[str, None]:
+    """The names of a callable: its own, then those of a method in the classes it is inherited from."""
+    method = target.name.partition(".")[2]
+    bases = target.owner.__mro__ if target.owner is not None and method else ()
+    return dict.fromkeys([target.name, *(f"{base.__name__}.{method}" for base in bases)])
+
+
 def calls_of(target: Target, table: dict[str, list[Callable[..., Any]]]) -> list[Callable[..., Any]]:
-    """The factories of the valid calls of a callable; a method is looked up in the classes it is inherited from."""
-    if target.name in table:
-        return table[target.name]
-    _, _, method = target.name.partition(".")
-    if target.owner is not None and method:
-        for base in target.owner.__mro__:
-            if f"{base.__name__}.{method}" in table:
-                return table[f"{base.__name__}.{method}"]
+    """The factories of the valid calls of a callable."""
+    for name in inherited(target):
+        if name in table:
+            return table[name]
     raise LookupError(f"{target.name} is public and has no valid call: add one to CALLS in helpers/argument_calls.py")
 
 
@@ -416,7 +423,11 @@ class Fuzzer:
 
     def __init__(self, table: dict[str, list[Callable[..., Any]]], receivers: Any, not_fuzzed: Any) -> None:
         self.table, self.receivers = table, receivers
-        self.targets = {name: target for name, target in targets(receivers).items() if name not in not_fuzzed}
+        self.targets = {
+            name: target
+            for name, target in targets(receivers).items()
+            if inherited(target).keys().isdisjoint(not_fuzzed)
+        }
 
     def make(self, name: str, variant: int = 0) -> tuple[Any, dict[str, Any]]:
         """The instance (None for a function) and the arguments of a valid call."""
@@ -467,5 +478,7 @@ class Fuzzer:
             and target.parameters[case.parameter].kind is inspect.Parameter.VAR_POSITIONAL
         ):
             hint = _MISSING
-        others = [name for name in self.parameters(case.target, {}) if name != case.parameter]
+        owner = target.owner if target.is_method else None
+        fields = inspect.signature(owner).parameters if owner is not None else ()
+        others = [name for name in (*self.parameters(case.target, {}), *fields) if name != case.parameter]
         return judge(call, case.parameter, value, hint, others)

@@ -142,15 +142,17 @@ class OneLayer(torch.nn.Module):
 # Models and tokenizers on disk; nothing is downloaded.
 
 
+_TINY = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2,
+    "intermediate_size": 48, "vocab_size": len(WORDS), "max_position_embeddings": 64, "bos_token_id": 0,
+    "eos_token_id": 1, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
 def tiny_config(**changes):
     from transformers import LlamaConfig
 
-    sizes = {
-        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2,
-        "intermediate_size": 48, "vocab_size": len(WORDS), "max_position_embeddings": 64, "bos_token_id": 0,
-        "eos_token_id": 1, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
-    return LlamaConfig(**(sizes | changes))
+    return LlamaConfig(**(_TINY | changes))
 
 
 def tiny_llama(**changes):
@@ -183,7 +185,7 @@ def write_gguf(path: Path, model=None) -> Path:
 
     writer = gguf.GGUFWriter(path, "llama")
     if model is None:
-        _add_metadata(writer, tiny_config(num_hidden_layers=1))
+        _add_metadata(writer, SimpleNamespace(**_TINY, rope_parameters={"rope_theta": 10000.0}))
         writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
     else:
         _add_metadata(writer, model.config)

@@ -39,9 +39,11 @@ class Died:
 
 
 def run_processes(
-    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, strict: bool = True
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, strict: bool = True, backend: str = "gloo"
 ) -> list[Any]:
     """Run `fn(comm, *args)` on `world` gloo processes of one thread and return the results in rank order.
+
+    With backend="nccl" the default group has gloo and NCCL, and all ranks share one GPU.
 
     `fn` lives at the top of a module. With `strict`, a rank that raises or dies fails the test at once, with
     the rank's own traceback; without it, its result is `Raised` or `Died`. After `timeout` seconds all
@@ -56,7 +58,9 @@ def run_processes(
     try:
         for rank in range(world):
             ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank_main, args=(theirs, rank, world, store.port, fn, args), daemon=True)
+            process = _context.Process(
+                target=_rank_main, args=(theirs, rank, world, store.port, fn, args, backend), daemon=True
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -89,13 +93,16 @@ def _result(pipe: Connection, process: Any) -> Any:
 
 
 def _rank_main(
-    pipe: Connection, rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection, rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], backend: str
 ) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":  # NCCL refuses two ranks of a host on one GPU: each claims to be a host of its own
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        backend = "cpu:gloo,cuda:nccl"
     try:
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
         limit = timedelta(seconds=30)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         result = fn(comm_from(None), *args)
     except BaseException as error:
         pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))

@@ -243,3 +243,116 @@ def test_a_manifest_lists_every_file(tmp_path):
     assert cache._is_intact(tmp_path)
     (tmp_path / "a").write_text("2")
     assert not cache._is_intact(tmp_path)
+
+
+# Other users.
+
+
+def give_away(path: Path, monkeypatch) -> None:
+    """Make a file or folder that of another user."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        owner, real = path.stat().st_uid, os.geteuid()
+        assert owner == real
+        monkeypatch.setattr(cache.os, "geteuid", lambda: real + 1)
+
+
+PLACES = {"cache": lambda entry: entry.parent, "entry": lambda entry: entry, "file": lambda entry: entry / FILES[1]}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_belongs_to_another_user_is_not_used(convert, gguf, monkeypatch, place):
+    entry = cache.converted_folder(gguf)
+    give_away(PLACES[place](entry), monkeypatch)
+    for use in (cache.is_converted, cache.converted_folder):
+        with pytest.raises(ModelError, match=r"in the cache belongs to another user \(uid \d+\).*set ATTNMESH_CACHE"):
+            use(gguf)
+    assert convert.calls == 1
+
+
+@pytest.mark.parametrize("mode", [0o020, 0o002], ids=["group", "all"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_others_can_write_is_not_used(convert, gguf, place, mode):
+    entry = cache.converted_folder(gguf)
+    path = PLACES[place](entry)
+    path.chmod(path.stat().st_mode | mode)
+    for use in (cache.is_converted, cache.converted_folder):
+        with pytest.raises(ModelError, match=r"in the cache can be written by other users \(mode 07\d\d|mode 06\d\d"):
+            use(gguf)
+    path.chmod(path.stat().st_mode & ~mode)
+    assert cache.converted_folder(gguf) == entry
+    assert convert.calls == 1
+
+
+def test_nothing_is_written_to_a_cache_that_others_can_write(convert, gguf):
+    cache.cache_folder().mkdir()
+    cache.cache_folder().chmod(0o777)
+    with pytest.raises(ModelError, match=r"can be written by other users \(mode 0777\)"):
+        cache.converted_folder(gguf)
+    assert list(cache.cache_folder().iterdir()) == []
+    cache.cache_folder().chmod(0o1777)  # as /tmp: others cannot replace what is ours
+    cache.converted_folder(gguf)
+
+
+def test_what_is_written_is_ours_alone_whatever_the_umask(convert, gguf):
+    old = os.umask(0)
+    try:
+        entry = cache.converted_folder(gguf)
+    finally:
+        os.umask(old)
+    for path in (entry.parent, entry, *entry.parent.iterdir(), *entry.iterdir()):
+        assert path.stat().st_mode & 0o022 == 0, path
+    assert cache.is_converted(gguf)
+
+
+def test_the_lock_is_neither_emptied_nor_followed(convert, gguf, tmp_path):
+    entry = cache._cache_entry(gguf)
+    lock = entry.with_name(f"{entry.name}.lock")
+    entry.parent.mkdir()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    lock.symlink_to(victim)
+    with pytest.raises(ModelError, match=r"cannot be written to .*: .*symbolic links"):
+        cache.converted_folder(gguf)
+    assert victim.read_text() == "precious"
+    lock.unlink()
+    lock.write_text("precious")
+    cache.converted_folder(gguf)
+    assert lock.read_text() == "precious"
+
+
+def add_file(entry: Path) -> None:
+    (entry / "tokenizer_config.json").write_text("{}")
+
+
+def add_folder(entry: Path) -> None:
+    (entry / "additional_chat_templates").mkdir()
+
+
+def replace_by_link(entry: Path) -> None:
+    (entry / FILES[0]).rename(entry.parent / "elsewhere")
+    (entry / FILES[0]).symlink_to(entry.parent / "elsewhere")
+
+
+def replace_all_by_link(entry: Path) -> None:
+    entry.rename(entry.parent / "elsewhere")
+    entry.symlink_to(entry.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("change", [add_file, add_folder, replace_by_link])
+def test_an_entry_with_other_files_is_made_anew(convert, gguf, change):
+    entry = cache.converted_folder(gguf)
+    change(entry)
+    assert not cache.is_converted(gguf)
+    assert cache.converted_folder(gguf) == entry
+    assert convert.calls == 2
+    assert {file.name for file in entry.iterdir()} == {*FILES, "manifest.json"}
+
+
+def test_an_entry_that_is_a_link_is_not_used(convert, gguf):
+    entry = cache.converted_folder(gguf)
+    replace_all_by_link(entry)
+    assert not cache.is_converted(gguf)
+    with pytest.raises(ModelError, match="symbolic link"):
+        cache.converted_folder(gguf)

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
+import huggingface_hub
 import transformers
 
 from attnmesh.integrations import checkpoint, conversion_cache, gguf_conversion, loading
@@ -140,9 +141,11 @@ def test_nothing_is_printed_and_settings_are_as_before(gguf, folder, capfd):
     logging.set_verbosity_info()
     try:
         before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        offline = huggingface_hub.constants.HF_HUB_OFFLINE
         load_here(gguf)
         load_here(folder)
         assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+        assert offline == huggingface_hub.constants.HF_HUB_OFFLINE
         assert capfd.readouterr() == ("", "")
         with pytest.raises(ModelError):
             load_here(folder, attn_implementation="no_such_attention")
@@ -160,6 +163,11 @@ def test_a_path_with_nothing_there(tmp_path):
     assert problem_of(tmp_path / "nowhere") == (
         f"{tmp_path / 'nowhere'} does not exist: a model is a folder with config.json, or a .gguf file"
     )
+
+
+def test_a_path_that_cannot_be(tmp_path):
+    assert "does not exist" in problem_of(tmp_path / "a\0b")
+    assert "cannot be read: [Errno 36] File name too long" in problem_of(tmp_path / ("a" * 300))
 
 
 def test_a_folder_without_a_configuration(folder):

@@ -289,6 +289,27 @@ def test_content_is_found_while_a_live_sequence_holds_it(freed):
     cache._pool.check_invariants([found.blocks, pair[1 - freed].blocks])
 
 
+def test_after_clear_nothing_is_left_and_nothing_of_before_is_accepted():
+    cache = make()
+    address = cache.block_table.data_ptr()
+    old = [cache.allocate(PROMPT), cache.allocate(5)]
+    fill(cache, old[0], PROMPT)
+    pending = cache.append([old[1]], 5)
+    cache.clear()
+    assert (cache.stats().free, cache.stats().cached, cache.free_rows) == (12, 0, 4)
+    assert (cache.block_table == -1).all()
+    assert (cache.cur_pos == -1).all()
+    for sequence in old:
+        with pytest.raises(ValueError, match=r"belongs to another cache, or was ended by clear\(\)"):
+            cache.append([sequence], 1)
+    with pytest.raises(ValueError, match="new must be what append of this cache returned"):
+        cache.write(0, pending, *[rows_of(range(5))] * 2)
+    again = cache.allocate(PROMPT)
+    assert (again.cached, again.row, cache.block_table.data_ptr()) == (0, 0, address)
+    fill(cache, again, PROMPT)
+    assert torch.equal(read(cache, again), wanted(PROMPT))
+
+
 def test_rows_run_out():
     cache = make(max_sequences=2)
     a = cache.allocate(PROMPT)

@@ -21,6 +21,7 @@ from attnmesh import (
     Layout,
     Mask,
     SlidingWindow,
+    SparseParallel,
     Striped,
     Zigzag,
     run_virtual,
@@ -343,3 +344,34 @@ def test_a_layer_through_inductor():
     one = layer(ContextParallel())
     compiled = torch.compile(one, fullgraph=True)
     assert_same(one, compiled, torch.randn(2, 24, WIDTH), Causal(), None, 1 / math.sqrt(3))
+
+
+@pytest.mark.slow
+def test_a_sparse_context_may_be_constructed_in_a_compiled_function(one_rank_group):
+    def attend(q: Tensor) -> Tensor:
+        indices = torch.arange(6, dtype=torch.int32).expand(6, 6)
+        return SparseParallel().sparse_attention(q, q[:, 0], indices, scale=0.5)[0]
+
+    q = torch.randn(6, 2, 16)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(q), attend(q))
+
+
+@pytest.fixture
+def one_rank_group():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_context_may_be_constructed_in_a_compiled_function(one_rank_group):
+    def attend(q: Tensor) -> Tensor:
+        return ContextParallel(schedule="ring").attention(q, q, q) * 2
+
+    q = torch.randn(1, 2, 6, 16)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(q), attend(q))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="constructed outside of a compiled graph"):
+        torch.compile(attend, backend="eager", fullgraph=True)(q)

@@ -207,6 +207,8 @@ def test_gemma_ties_its_embedding_without_saying_so(written):
         ({"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok in .* must be 1 to 8, the experts, got 9"),
         ({"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": 1}, "mlp_only_layers in .* must be a list"),
         ({"num_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": -1}, "integer of at least 0, got -1"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers in .* must be at most 4,096, got 100,000"),
+        ({"vocab_size": 2**63}, "vocab_size in .* must be at most 16,777,216"),
         ({"sliding_window": 0}, "sliding_window in .* must be a positive integer, got 0"),
         ({"layer_types": ["sliding_attention"] * 6}, "sliding_window in .* must be a positive integer, got None"),
         ({"layer_types": ["full_attention"]}, "must list one kind for each of 6 layers"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.agreement import CommError, Signature, disagreement
-from attnmesh.core.call_log import CallLog, call_text, out_of_step, text_digest
+from attnmesh.core.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
 from attnmesh.core.validation import check_timeout
 from attnmesh.trace.recorder import Recorder
 
@@ -198,11 +198,14 @@ class Comm(ABC):
         remembers what is new to another or because their states differ, raise CommError.
         """
         self._operation = operation
-        comparable = {name: _hashable(value) for name, value in values.items()}
-        key = operation, tuple(sorted(comparable.items(), key=lambda item: item[0]))
-        digest = None if force or error is not None else self._agreed.get(key)
-        if digest is None:
-            digest = self._compared(operation, comparable, error)
+        key: object = operation, tuple(values.items())
+        try:
+            digest = self._agreed.get(key)
+        except TypeError:  # a list or a dict
+            key = operation, tuple((name, _hashable(value)) for name, value in values.items())
+            digest = self._agreed.get(key)
+        if digest is None or force or error is not None:
+            digest = self._compared(operation, values, error)
             if len(self._agreed) >= _MAX_REMEMBERED:
                 self._agreed.clear()  # on all ranks in the same call, since they agree on the same values
             self._agreed[key] = digest
@@ -211,18 +214,18 @@ class Comm(ABC):
         if state is None:
             self.log.add(operation, digest, values)
         else:
-            self.log.add(operation, digest ^ state.digest, {**values, "state": state.last})
+            self.log.add(operation, digest ^ state.digest, (values, state.last_call))
 
-    def _compared(self, operation: str, comparable: Mapping[str, object], error: str | None) -> int:
+    def _compared(self, operation: str, values: Mapping[str, object], error: str | None) -> int:
         """The digest of values, once all ranks have compared them."""
-        texts = {name: str(value) for name, value in comparable.items()}
+        texts = {name: str(_hashable(value)) for name, value in values.items()}
         signatures = self._compare(Signature(operation, texts, error, tuple(self.log.latest(COMPARED_CALLS))))
         problem = disagreement(signatures)
         if problem is not None:
             raise ValueError(problem)
-        different = out_of_step({rank: signature.calls for rank, signature in signatures.items()})
-        if different is not None:
-            raise CommError(different)
+        calls = {rank: signature.calls for rank, signature in signatures.items()}
+        if len({latest[-1].digest if latest else 0 for latest in calls.values()}) > 1:
+            raise CommError(out_of_step(calls) or more_calls(calls))
         return text_digest(call_text(operation, dict(sorted(texts.items()))))
 
     @final

@@ -121,6 +121,7 @@ class GroupComm(Comm):
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
         self._broken = f"rank {self.rank}: {problem}"
         self._store.report_failure(self._broken)
+        self._abort_nccl()
         if self.world > 1 and "gloo" in self._backends.values():
             # A message that times out closes all connections of the group: the only way to end a wait of gloo.
             peer = (self.rank + 1) % self.world
@@ -128,6 +129,12 @@ class GroupComm(Comm):
                 work = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), group=self.group, group_src=peer)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
+
+    def _abort_nccl(self) -> None:
+        """End operations that wait for other ranks: they would block the device, and torch would end the process."""
+        if self._nccl_is_initialized:
+            self._nccl_is_initialized = False
+            self.group._get_backend(torch.device("cuda")).abort()
 
     # Messages.
 
@@ -199,13 +206,14 @@ class GroupComm(Comm):
         if self._broken is not None:  # the monitor ended the wait
             return CommError(self._broken)
         in_flight = " and ".join(map(str, messages))
+        self._abort_nccl()
         return self._failed(
             f"rank {self.rank} failed in {op} ({self._operation}) while {in_flight}: {_reason(error)}{self._explain()}"
         )
 
     def _explain(self) -> str:
         try:
-            return self._monitor.call(self._store.explain)
+            return self._monitor.call(self._store.explain) or self._monitor.call(self._monitor.explain)
         except CommError as error:
             return f"; {error}"
 

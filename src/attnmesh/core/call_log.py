@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -19,17 +19,6 @@ class LoggedCall(NamedTuple):
     number: int
     digest: int
     text: str
-
-
-class LastCall(NamedTuple):
-    """The latest call of a log, formatted when it is read."""
-
-    number: int
-    operation: str
-    detail: object
-
-    def __str__(self) -> str:
-        return f"{self.operation if self.detail is None else call_text(self.operation, self.detail)} (#{self.number})"
 
 
 class CallLog:
@@ -64,9 +53,9 @@ class CallLog:
         return {n: digest for n, digest in self.digests().items() if n > self.count - _LATEST or n % _EVERY == 0}
 
     @property
-    def last(self) -> LastCall:
-        """The latest call, to be described later."""
-        return LastCall(self.count, *(self._calls[-1][2:] if self._calls else ("none", None)))
+    def last_call(self) -> tuple[str, object] | None:
+        """The operation and the detail of the latest call."""
+        return self._calls[-1][2:] if self._calls else None
 
 
 @lru_cache(maxsize=4096)
@@ -76,9 +65,12 @@ def text_digest(text: str) -> int:
 
 
 def call_text(operation: str, detail: object) -> str:
-    """`operation(name=value, ...)`."""
+    """`operation(name=value, ...)`. A detail of two parts is the arguments and the last call of the state."""
     if detail is None:
         return operation
+    if isinstance(detail, tuple):
+        detail, last_call = detail
+        return call_text(operation, detail) + (f" after {call_text(*last_call)}" if last_call else "")
     if isinstance(detail, Mapping):
         detail = ", ".join(f"{name}={value}" for name, value in detail.items())
     return f"{operation}({detail})"
@@ -101,9 +93,13 @@ def out_of_step(by_rank: Mapping[int, Sequence[LoggedCall]]) -> str | None:
     return None
 
 
-def differing_digests(own: Mapping[int, int], others: Iterable[Mapping[int, int]]) -> bool:
-    """Whether any call has another digest in one of the other logs."""
-    return any(own.get(number, digest) != digest for other in others for number, digest in other.items())
+def more_calls(by_rank: Mapping[int, Sequence[LoggedCall]]) -> str:
+    """How many calls ranks have made, if those that can be compared are equal."""
+    texts = {
+        rank: f"{calls[-1].number} calls, the last one {calls[-1].text}," if calls else "no call"
+        for rank, calls in by_rank.items()
+    }
+    return f"ranks are out of step: {alternatives(texts)}"
 
 
 def alternatives(by_rank: Mapping[int, str]) -> str:

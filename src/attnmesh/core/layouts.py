@@ -21,8 +21,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attnmesh.core.masks import Mask
+from attnmesh.core.masks import Mask, check_mask
 from attnmesh.core.ranges import Ranges, as_tensor, narrow
+from attnmesh.core.validation import MAX_COUNT, MAX_RANKS, check_count, check_index, check_tensor, check_type, shown
+
+_MAX_PAIRS = 2**16  # chunks are listed one by one
 
 
 class Layout(ABC):
@@ -55,9 +58,12 @@ class Layout(ABC):
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         """The whole tensor from the shards of all ranks, in rank order."""
+        check_type("shards", shards, (list, tuple), "a list of tensors, one per rank")
         world = len(shards)
         if not world:
             raise ValueError("shards must contain the shard of every rank, got none")
+        for rank, shard in enumerate(shards):
+            check_tensor(f"shards[{rank}]", shard)
         dim = dimension(shards[0], dim)
         shapes = {(shard.dtype, (*shard.shape[:dim], *shard.shape[dim + 1 :])) for shard in shards}
         if len(shapes) > 1:
@@ -105,11 +111,11 @@ class Zigzag(Layout):
 
     def __post_init__(self) -> None:
         counts, least = (self.pairs, 0) if isinstance(self.pairs, tuple) else ((self.pairs,), 1)
-        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= least for n in counts)
+        whole = all(isinstance(n, int) and not isinstance(n, bool) and least <= n <= _MAX_PAIRS for n in counts)
         if not whole or not any(counts):
             raise ValueError(
-                "Zigzag.pairs must be an integer >= 1, or a tuple of integers >= 0 of which at least one is > 0, got "
-                f"{self.pairs!r}"
+                "Zigzag.pairs must be an integer >= 1, or a tuple of integers >= 0 of which at least one is > 0, at "
+                f"most {_MAX_PAIRS} each, got {shown(self.pairs)}"
             )
 
     def __repr__(self) -> str:
@@ -154,18 +160,25 @@ class Striped(Layout):
         return (range(rank, max(rank, length), world),)
 
 
-def dimension(x: Tensor, dim: int) -> int:
-    """`dim` as a non-negative index; raises ValueError if it is out of range."""
+def dimension(x: Tensor, dim: int, name: str = "dim") -> int:
+    """`dim` as a non-negative index; raises ValueError if it is out of range, or `x` is not a tensor."""
+    check_tensor("x", x)
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim must be in {-x.ndim}..{x.ndim - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
+        raise ValueError(
+            f"{name} must be in {-x.ndim}..{x.ndim - 1} for a tensor x of shape {tuple(x.shape)}, got {shown(dim)}"
+        )
     return dim % x.ndim
 
 
+def check_layout(name: str, layout: object) -> None:
+    """Raise ValueError unless `layout` is a layout."""
+    check_type(name, layout, Layout, "a layout (Contiguous(), Zigzag(), ...)")
+
+
 def _check_rank(length: int, world: int, rank: int) -> None:
-    if length < 0:
-        raise ValueError(f"length must be >= 0, got {length}")
-    if world < 1 or not 0 <= rank < world:
-        raise ValueError(f"rank must be in 0..{world - 1} (world >= 1), got rank {rank} of world {world}")
+    check_count("length", length)
+    check_count("world", world, least=1, most=MAX_RANKS)
+    check_index("rank", rank, world, f" for world={world}")
 
 
 def _select_range(x: Tensor, dim: int, run: range) -> Tensor:
@@ -192,8 +205,7 @@ class Balanced(Layout):
     mask: Mask
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mask, Mask):
-            raise ValueError(f"Balanced.mask must be an attnmesh mask (Causal(), Documents(...)), got {self.mask!r}")
+        check_mask("Balanced.mask", self.mask)
 
     def _ranges(self, length: int, world: int, rank: int) -> Ranges:
         return _balanced_shards(self.mask, length, world)[rank]
@@ -279,7 +291,7 @@ class Joint(Layout):
     def __init__(self, *parts: tuple[int, Layout]) -> None:
         for part in parts:
             if not _is_part(part):
-                raise ValueError(f"Joint.parts must be (length, layout) with an integer length >= 0, got {part!r}")
+                raise ValueError(f"Joint.parts must be (length, layout) with an integer length >= 0, got {shown(part)}")
         object.__setattr__(self, "parts", tuple(map(tuple, parts)))
 
     def __repr__(self) -> str:
@@ -308,7 +320,7 @@ class Joint(Layout):
 def _is_part(part: object) -> bool:
     match part:
         case (int(length), Layout()):
-            return length >= 0 and not isinstance(length, bool)
+            return 0 <= length <= MAX_COUNT and not isinstance(length, bool)
     return False
 
 

@@ -21,6 +21,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attnmesh.core.validation import check_count, check_tensor, check_type, shown
+
 # A bound that no position reaches, on either side; far inside int64, so that arithmetic does not overflow.
 _FAR = 1 << 60
 
@@ -46,10 +48,12 @@ class Mask(ABC):
 
     def check(self, length: int) -> None:
         """Raises ValueError if this mask does not fit a sequence of `length` positions."""
+        check_count("length", length)
 
     def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """Whether the query at `q_pos` attends to the key at `k_pos`, elementwise with broadcasting."""
-        first, end = self.key_ranges(q_pos)
+        _check_positions(q_pos, k_pos)
+        first, end = self.key_ranges(q_pos.long())
         return (k_pos >= first) & (k_pos < end)
 
     def coverage(self, q: range, k: range) -> Coverage:
@@ -114,8 +118,7 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         for name, width in (("left", self.left), ("right", self.right)):
-            if isinstance(width, bool) or not isinstance(width, int) or width < 0:
-                raise ValueError(f"SlidingWindow.{name} must be an integer >= 0, got {width!r}")
+            check_count(f"SlidingWindow.{name}", width)
 
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
         return q - self.left, q + (self.right + 1)
@@ -134,13 +137,14 @@ class Documents(Mask):
     lengths: tuple[int, ...]
 
     def __init__(self, lengths: Iterable[int]) -> None:
-        given = tuple(lengths)
         try:
+            given = tuple(lengths)
             counts = tuple(operator.index(n) for n in given)
-        except TypeError:
-            counts = (-1,)  # not integers
+        except (TypeError, RuntimeError):  # of a tensor without data
+            raise ValueError(f"Documents.lengths must all be integers >= 0, got {shown(lengths)}") from None
         if any(n < 0 for n in counts) or any(isinstance(n, bool) for n in given):
             raise ValueError(f"Documents.lengths must all be integers >= 0, got {_brief(given)}")
+        check_count("the sum of Documents.lengths", sum(counts))
         object.__setattr__(self, "lengths", counts)
 
     @cached_property
@@ -161,6 +165,7 @@ class Documents(Mask):
         return self.bounds[min(max(after - 1, 0), last)], self.bounds[min(after, last)]
 
     def check(self, length: int) -> None:
+        check_count("length", length)
         if self.bounds[-1] != length:
             raise ValueError(
                 f"Documents.lengths must add up to the sequence length {length}, but {_brief(self.lengths)} "
@@ -196,6 +201,22 @@ class And(Mask):
         return sorted({boundary for part in self.parts for boundary in part.boundaries(q)})
 
 
+def check_mask(name: str, mask: object) -> None:
+    """Raise ValueError unless `mask` is a mask."""
+    check_type(name, mask, Mask, "an attnmesh mask (Full(), Causal(), ...)")
+
+
+def _check_positions(q_pos: object, k_pos: object) -> None:
+    q, k = check_tensor("q_pos", q_pos), check_tensor("k_pos", k_pos)
+    for name, x in (("q_pos", q), ("k_pos", k)):
+        if x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
+    if q.device != k.device:
+        raise ValueError(f"q_pos and k_pos must be on the same device, got {q.device} and {k.device}")
+    if any(a != b and 1 not in (a, b) for a, b in zip(reversed(q.shape), reversed(k.shape), strict=False)):
+        raise ValueError(f"q_pos and k_pos must broadcast, got {list(q.shape)} and {list(k.shape)}")
+
+
 def _intersects(k: range, first: int, end: int) -> bool:
     """Whether some key of the ascending range `k` lies in `[first, end)`."""
     at = max(0, -(-(first - k.start) // k.step))  # index of the first key >= first
@@ -203,8 +224,8 @@ def _intersects(k: range, first: int, end: int) -> bool:
 
 
 def _brief(lengths: tuple[object, ...]) -> str:
-    shown = ", ".join(map(repr, lengths[:8]))
-    return f"({shown}, ... {len(lengths)} in all)" if len(lengths) > 8 else f"({shown})"
+    first = ", ".join(map(shown, lengths[:8]))
+    return f"({first}, ... {len(lengths)} in all)" if len(lengths) > 8 else f"({first})"
 
 
 def parse_mask(name: str) -> Mask:

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.validation import check_list, check_tensor, check_type, shown
 
 
 def merge(states: Iterable[State]) -> State:
@@ -48,10 +49,16 @@ def merge(states: Iterable[State]) -> State:
     their `out` holds. Where some states have `lse = +inf`, the result is the mean of their `out`, with `lse = +inf`.
     Differentiable through every `out` and every finite `lse`. The result is float32 (float64 if any input is).
     """
-    states = list(states)
+    given, states = states, check_list("states", states, "states")
     if not states:
-        raise ValueError("states must contain at least one state, got none")
+        raise ValueError(f"states must contain at least one state, got {shown(given)}")
     for i, state in enumerate(states):
+        check_type(f"states[{i}]", state, State, f"a State in {shown(given)}")
+        for name, x in zip(state._fields, state, strict=True):
+            if not check_tensor(f"states[{i}].{name}", x).dtype.is_floating_point:
+                raise ValueError(f"states[{i}].{name} must be floating point, got {shown(x)}")
+            if x.device != states[0].out.device:
+                raise ValueError(f"states must be on one device, {states[0].out.device}, got {name} {shown(x)}")
         if state.out.shape != states[0].out.shape or state.lse.shape != state.out.shape[:-1]:
             raise ValueError(
                 f"states must have one shape, and lse the shape of out without its last dimension: state {i} has out "

@@ -10,15 +10,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from attnmesh.core.validation import shown
+
 MAX_LAYERS = 4096
 MAX_EXPERTS = 2**20  # of all layers together
 
 _LARGEST = 2**63 - 1  # of integers without a limit of their own, such as a seed
 _EXPERTS = re.compile(r".*experts|expert_count")
 _MOST = (
-    (re.compile(r".*layers?|block_count"), MAX_LAYERS),
+    (re.compile(r".*(layers?|layers_per_.*|blocks|cycles|num_inputs)|block_count|attention_types"), MAX_LAYERS),
     (re.compile(r".*heads?|head_count(_kv)?"), 2**16),
     (_EXPERTS, 2**16),
+    (re.compile(r".*labels"), 2**16),
     (re.compile(r".*(size|dim|rank|embd|inner|d_model|d_ff)|(embedding|feed_forward|key|value)_length"), 2**24),
     (re.compile(r".*(positions?|position_embeddings|window)|context_length"), 2**31),
 )
@@ -54,6 +57,8 @@ def _check_list(name: str, values: list[object], source: object) -> None:
     for value in values:
         if isinstance(value, Mapping):
             check_model_sizes(value, source)
+        elif isinstance(value, list):
+            _check_list(name, value, source)
         else:
             _check_size(name, value, source, least=0)  # a layer without attention has no heads
 
@@ -61,7 +66,7 @@ def _check_list(name: str, values: list[object], source: object) -> None:
 def _check_size(name: str, value: Any, source: object, *, least: int) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if _is(_POSITIVE, name) and not (whole and least <= value):
-        raise ValueError(f"{name} in {source} must be a positive integer, got {value!r}")
+        raise ValueError(f"{name} in {source} must be a positive integer, got {shown(value)}")
     most = next((limit for pattern, limit in _MOST if _is(pattern, name)), _LARGEST)
     if whole and value > most:
         raise ValueError(f"{name} in {source} must be at most {most:,}, got {value:,}")

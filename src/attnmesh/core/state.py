@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.validation import check_device, check_dtype, check_shape
+
 
 class State(NamedTuple):
     """Attention over a subset of the keys: normalized `out` [..., D] and `lse` [...], natural log.
@@ -25,7 +27,11 @@ class State(NamedTuple):
     @staticmethod
     def identity(shape: Iterable[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
         """The state of rows that have attended to no key yet; `shape` is that of `out`."""
-        out = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        sizes = check_shape("shape", shape)
+        if not sizes:
+            raise ValueError("shape must be that of out [..., D], got none")
+        check_dtype("dtype", dtype)
+        out = torch.zeros(sizes, dtype=dtype, device=None if device is None else check_device("device", device))
         return State(out, torch.full(out.shape[:-1], -torch.inf, dtype=dtype, device=device))
 
 

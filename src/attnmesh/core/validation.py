@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -32,9 +32,9 @@ class _Shortened(reprlib.Repr):
 
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, Tensor):
-            return f"a {str(x.dtype).removeprefix('torch.')} tensor {list(x.shape)} on {x.device}"
+            return f"{str(x.dtype).removeprefix('torch.')} tensor {list(x.shape)} on {x.device}"
         if type(x).__module__ == "numpy" and getattr(x, "shape", ()):
-            return f"a numpy array {x.dtype} {list(x.shape)}"
+            return f"numpy array {x.dtype} {list(x.shape)}"
         return super().repr1(x, level)
 
 
@@ -52,7 +52,7 @@ def shown(value: object) -> str:
 def check_count(name: str, n: object, least: int = 0, most: int = MAX_COUNT) -> int:
     """Return `n`; raise ValueError unless it is an integer from `least` to `most`."""
     if not isinstance(n, int) or isinstance(n, bool) or n < least:
-        raise ValueError(f"{name} must be {_at_least(least)}, got {shown(n)}")
+        raise ValueError(f"{name} must be an integer >= {least}, got {shown(n)}")
     if n > most:
         raise ValueError(f"{name} must be at most {most}, got {shown(n)}")
     return n
@@ -61,11 +61,9 @@ def check_count(name: str, n: object, least: int = 0, most: int = MAX_COUNT) -> 
 def check_positive(**counts: object) -> None:
     """Raise ValueError unless all arguments are positive integers."""
     for name, n in counts.items():
-        check_count(name, n, least=1)
-
-
-def _at_least(least: int) -> str:
-    return "a positive integer" if least == 1 else f"an integer >= {least}"
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ValueError(f"{name} must be a positive integer, got {shown(n)}")
+        check_count(name, n)
 
 
 def check_index(name: str, n: object, size: int, of: str = "") -> int:
@@ -124,6 +122,24 @@ def check_tensor(name: str, x: object, shape: str = "") -> Tensor:
     if x.layout is not torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got {shown(x)} with layout {x.layout}")
     return x
+
+
+def check_list(name: str, items: object, what: str) -> list[Any]:
+    """Return `items` as a list; raise ValueError unless they are in a list, a tuple or another iterable of items."""
+    if isinstance(items, Iterable) and not isinstance(items, str | bytes | Tensor | Mapping):
+        try:
+            return list(items)
+        except TypeError:  # an array without dimensions
+            pass
+    raise ValueError(f"{name} must be a list of {what}, got {shown(items)}")
+
+
+def check_shape(name: str, shape: object) -> tuple[int, ...]:
+    """Return `shape` as a tuple; raise ValueError unless it is a list of sizes of a tensor that can exist."""
+    sizes = tuple(check_list(name, shape, "sizes"))
+    if all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes) and math.prod(sizes) < 2**60:
+        return sizes
+    raise ValueError(f"{name} must be a list of sizes >= 0, got {shown(shape)}")
 
 
 def check_dtype(name: str, dtype: object) -> torch.dtype:

@@ -6,7 +6,7 @@ weights of its own, and other weights on one rank would give wrong tokens on all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, SharedValues
+from attnmesh.core.call_log import alternatives
 
 _NOT_COMPARED = ("_name_or_path", "transformers_version", "_commit_hash")  # where a model came from, not what it is
 _CHUNK = 1 << 20  # words of 8 bytes
@@ -49,10 +50,10 @@ def check_same_weights(comm: Comm, model: Any, device: torch.device) -> None:
     if comm.world == 1:
         return
     tensors = _tensors(model)
-    own = torch.stack([checksum(x).to(device) for x in tensors.values()])
+    own = checksums(tensors.values(), device)
     by_rank = [sums.tolist() for sums in comm.all_gather(own, [own.shape] * comm.world)]
     differing = [
-        f"{name} is {_sides({rank: f'{sums[i] % 2**64:016x}' for rank, sums in enumerate(by_rank)})}"
+        f"{name} is {alternatives({rank: f'{sums[i] % 2**64:016x}' for rank, sums in enumerate(by_rank)})}"
         for i, name in enumerate(tensors)
         if len({sums[i] for sums in by_rank}) > 1
     ]
@@ -64,22 +65,29 @@ def check_same_weights(comm: Comm, model: Any, device: torch.device) -> None:
         )
 
 
-def checksum(x: Tensor) -> Tensor:
-    """A checksum of the bits of a tensor, int64 []: words of 8 bytes times odd numbers by place, modulo 2^64.
+def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """A checksum of the bits of each tensor, int64 [n]: words of 8 bytes times odd numbers by place, modulo 2^64.
 
     Integer sums are exact in any order, so a device and a host have the same. Equal numbers in another place, such as
     permuted rows, change it.
     """
+    tensors = list(tensors)
+    chunk = min(_CHUNK, max((x.nbytes // 8 for x in tensors), default=0) + 1)
+    odd = torch.arange(1, 2 * chunk, 2, device=device)
+    product = torch.empty_like(odd)
+    return torch.stack([_checksum(x.to(device), odd, product) for x in tensors])
+
+
+def _checksum(x: Tensor, odd: Tensor, product: Tensor) -> Tensor:
     data = x.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
     whole = data.numel() // 8 * 8
-    words = [data[:whole].view(torch.int64), F.pad(data[whole:], (0, whole + 8 - data.numel())).view(torch.int64)]
-    odd = torch.arange(1, 2 * min(_CHUNK, len(words[0]) + 1) + 1, 2, device=x.device)
-    product, total = torch.empty_like(odd), torch.zeros((), dtype=torch.int64, device=x.device)
-    for part in (*words[0].split(_CHUNK), words[1]):
-        torch.mul(part, odd[: len(part)], out=product[: len(part)])
-        total = total * _MULTIPLIER + product[: len(part)].sum()
+    rest = F.pad(data[whole:], (0, whole + 8 - data.numel()))
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for words in (*data[:whole].view(torch.int64).split(_CHUNK), rest.view(torch.int64)):
+        n = len(words)
+        total = total * _MULTIPLIER + torch.mul(words, odd[:n], out=product[:n]).sum()
     return total
 
 
@@ -101,26 +109,8 @@ class Progress:
         self.steps += 1
         self.digest = hash((self.digest, *((row, *tokens) for row, tokens in new)))
 
-    def check(
-        self, comm: Comm, groups: Sequence[Sequence[int]], group_state: Sequence[int], device: torch.device
-    ) -> None:
-        """Raise CommError on every rank unless all ranks have the same progress, and all ranks of a group its state.
-
-        `group_state` are the number of passes and of cached tokens, and a digest of the cached sequences.
-        """
-        if comm.world == 1:
-            return
-        own = torch.tensor([self.calls, self.steps, self.digest, *group_state], device=device)
-        by_rank: list[list[int]] = [x.tolist() for x in comm.all_gather(own, [own.shape] * comm.world)]
-        same_calls = len({tuple(state[:3]) for state in by_rank}) == 1
-        if same_calls and all(len({tuple(by_rank[rank]) for rank in group}) == 1 for group in groups):
-            return
-        sides = _sides({rank: _describe(state) for rank, state in enumerate(by_rank)})
-        raise CommError(f"generate: ranks are out of step after an interrupted call: {sides}; {RESTART}")
-
-
-RESTART = "start the ranks again, or make a new Generator on a new process group"
-"""What helps when ranks are out of step."""
+    def __str__(self) -> str:
+        return f"{self.steps} steps into call {self.calls}, digest {self.digest % 2**64:016x}"
 
 
 def report_error(comm: Comm, operation: str, error: BaseException) -> None:
@@ -135,19 +125,3 @@ def report_error(comm: Comm, operation: str, error: BaseException) -> None:
 
 def _tensors(model: Any) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _describe(state: Sequence[int]) -> str:
-    calls, steps, calls_digest, passes, tokens, cache_digest = state
-    digests = f"digests {calls_digest % 2**32:08x} and {cache_digest % 2**32:08x}"
-    return f"{steps} steps into call {calls} after {passes} passes with {tokens} cached tokens ({digests})"
-
-
-def _sides(by_rank: Mapping[int, str]) -> str:
-    """`X on ranks 0, 2 but Y on rank 1`."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in by_rank.items():
-        ranks.setdefault(value, []).append(rank)
-    return " but ".join(
-        f"{value} on {'rank' if len(of) == 1 else 'ranks'} {', '.join(map(str, of))}" for value, of in ranks.items()
-    )

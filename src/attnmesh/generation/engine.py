@@ -143,7 +143,7 @@ class Engine:
             if len(chunk) >= min_prefill_chunk(self.comm.world):
                 sequence.logits = self._prefill_chunk(sequence, chunk)
             else:  # too short to shard
-                sequence.logits = self._decode([sequence], [chunk[:MAX_DECODE_TOKENS]])[0, -1]
+                self.decode([sequence], [chunk[:MAX_DECODE_TOKENS]])
             if self._on_prefill is not None:
                 self._on_prefill(len(sequence.ids), len(ids))
         return sequence
@@ -197,10 +197,11 @@ class Engine:
             if not sequence.ids:
                 self.free(sequence)
 
-    def state(self) -> tuple[int, int, int]:
-        """The number of passes and of cached tokens, and a digest of the sequences: equal on all ranks in step."""
+    def state(self) -> str:
+        """The cached sequences, in short: equal on all ranks that are in step."""
         sequences = [(len(each.ids), each.active, each.reused, *each.shards.counts) for each in self.sequences]
-        return self.passes, sum(len(each.ids) for each in self.sequences), hash(tuple(sequences))
+        tokens = sum(len(each.ids) for each in self.sequences)
+        return f"{tokens} tokens after {self.passes} passes, digest {hash(tuple(sequences)) % 2**64:016x}"
 
     @contextmanager
     def exchange(self, comm: Comm) -> Iterator[None]:

@@ -22,7 +22,6 @@ from attnmesh.comm import Comm, CommError, IndependentSubComm, SharedValues, che
 from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.validation import check_positive
 from attnmesh.generation.agreement import (
-    RESTART,
     Progress,
     check_same_weights,
     digest,
@@ -171,12 +170,15 @@ class Generator:
         A prompt is text, or its token ids. A row ends with one of the `stop` tokens, by default the eos tokens of the
         model's generation config, or after `max_new_tokens`. With `speculative`, tokens are drafted by prompt lookup
         and several are verified per step: fewer steps, the same tokens. `stats` counts the accepted ones.
+
+        One call runs at a time: exhaust, close or drop its iterator before the next. Logits that give no probabilities
+        (NaN, +inf, or -inf only) raise ValueError. After an interrupted call the generator works on, unless the ranks
+        were interrupted at different points: then every rank raises CommError.
         """
 
         def check_arguments() -> tuple[tuple[list[list[int]], _Request], SharedValues]:
             if self._is_running():
                 raise ValueError("another generate() of this Generator is in progress: exhaust or close it first")
-            self.engine.release_all()
             ends = sorted(self._eos() if stop is None else set(stop))
             request = _Request(max_new_tokens, sampling, frozenset(ends), speculative)
             rows = [_token_ids(self.tokenizer, prompt) for prompt in prompts]
@@ -189,9 +191,6 @@ class Generator:
 
         self._check_in_step()
         rows, request = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
-        groups = [self.sharding.cp_peers(rank) for rank in self.sharding.kvdp_peers(self.comm.rank)]
-        with self.engine.exchange(self.comm):
-            self._progress.check(self.comm, groups, self.engine.state(), self.engine.device)
         self._progress.begin_call(rows)
         iterator = self._generate(rows, request)
         self._iterator = weakref.ref(iterator)
@@ -203,11 +202,16 @@ class Generator:
         return latest is not None and inspect.getgeneratorstate(latest) != inspect.GEN_CLOSED
 
     def _check_in_step(self) -> None:
+        """Raise CommError after an interrupted exchange; log how far this rank is, to be compared with the others."""
         if self.engine.is_out_of_step:
             raise CommError(
                 f"generate: an earlier call was interrupted on rank {self.comm.rank} while ranks exchanged messages: "
-                f"ranks are out of step; {RESTART}"
+                "ranks are out of step; start them again, or make a new Generator on a new process group"
             )
+        if not self._is_running():
+            self.engine.release_all()  # again, in case that was interrupted, too
+        self.comm.note("earlier calls", str(self._progress))
+        self._group.note("cached sequences", self.engine.state())
 
     def _generate(self, prompts: list[list[int]], request: _Request) -> abc.Generator[Token, None, None]:
         batch = len(prompts)
@@ -296,7 +300,7 @@ class Generator:
     def _report_logits(self, rows: list[_Row], logits: Sequence[Tensor] | Tensor, new: list[list[int]]) -> None:
         if self._on_logits is not None:
             for row, of_row, tokens in zip(rows, logits, new, strict=True):
-                for of_token in of_row[: len(tokens)]:
+                for of_token in of_row[: len(tokens)].clone():  # the next step may overwrite them
                     self._on_logits(row.number, of_token)
 
     def _draft(self, row: _Row, max_new_tokens: int) -> list[int]:

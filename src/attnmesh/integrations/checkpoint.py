@@ -42,7 +42,10 @@ def translated_errors(what: str) -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    if "trust_remote_code" in text:
+        return "it needs code that comes with the model, which is not run"
+    text = " ".join(text.split()) or type(error).__name__
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
 
 

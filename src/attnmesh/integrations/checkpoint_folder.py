@@ -16,6 +16,7 @@ import torch
 
 from attnmesh.core.files import MAX_TEXT_BYTES, check_file
 from attnmesh.core.model_sizes import check_model_sizes
+from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import ModelError, model_errors, require_hf, translated_errors
 
 CONFIG = "config.json"
@@ -41,14 +42,19 @@ class StoredTensor:
         """Number of elements."""
         return prod(self.shape)
 
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether loading converts it to another floating point type without scales."""
+        return self.kind in _CAST
+
     def loaded_bytes(self, dtype: torch.dtype) -> int:
         """Its bytes once loaded as `dtype`."""
-        return self.elements * (dtype.itemsize if self.kind in _CAST else _BYTES.get(self.kind, 1))
+        return self.elements * (dtype.itemsize if self.is_floating_point else _BYTES.get(self.kind, 1))
 
     @property
     def stored_bytes(self) -> int:
         """Its bytes in the file, at least."""
-        return self.elements * (2 if self.kind in _CAST else _BYTES.get(self.kind, 1))
+        return self.elements * (2 if self.is_floating_point else _BYTES.get(self.kind, 1))
 
 
 def check_folder(folder: Path) -> None:
@@ -92,6 +98,9 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path} cannot be read: it must hold one JSON object, got {type(fields).__name__}")
     with translated_errors(f"{path} cannot be read"), model_errors():
         check_model_sizes(fields, path)
+    architectures = fields.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ModelError(f"architectures in {path} must be a list of names, got {shown(architectures)}")
     if fields.get("transformers_weights") is not None:
         raise ModelError(f"{path} must not name its weights with transformers_weights: {_ONE_FILE} is read")
     return fields

@@ -8,14 +8,16 @@ requires: every value lies within the file, and tensors follow one another witho
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 
 from attnmesh.core.files import check_file
 from attnmesh.core.model_sizes import MAX_LAYERS, check_model_sizes
+from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import ModelError, model_errors, require_hf
 
 MAX_FILE_BYTES = 2**41
@@ -26,13 +28,16 @@ _STRING, _ARRAY, _UINT32 = 8, 9, 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", _UINT32: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _ALIGNMENT = 32  # of the tensors, unless the file specifies another
 _MAX_DIMENSIONS = 4
+_MAX_HEADER = 2**28  # bytes
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ARRAY_VALUES = 2**22  # of all arrays together: a vocabulary has some hundred thousand entries
 _MAX_STRING = 2**24
+_MAX_NAME = 256
+_ARCHITECTURE = re.compile(r"[a-z0-9._-]{1,64}")
 _REQUIRED = ("block_count", "context_length", "embedding_length", "attention.head_count")
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
-_TOKENS = "tokenizer.ggml.tokens"
+TOKENS = "tokenizer.ggml.tokens"
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,10 @@ def read_header(path: Path) -> GgufHeader:
     _check_magic(path)
     block_sizes = require_hf("gguf").GGML_QUANT_SIZES
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _Reader(data, path).header(block_sizes)
+        size = path.stat().st_size
+        mapped = min(size, _MAX_HEADER)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), mapped, access=mmap.ACCESS_READ) as data:
+            header = _Reader(data, size, path).header(block_sizes)
     except (struct.error, UnicodeDecodeError, OverflowError) as error:
         raise ModelError(f"{path} is damaged: its header is truncated or invalid ({error})") from None
     _check_values(header, path)
@@ -99,15 +106,19 @@ def _check_magic(path: Path) -> None:
 
 def _check_values(header: GgufHeader, path: Path) -> None:
     """Raise ModelError if the header lacks a value for which Transformers would use a default, or has a wrong one."""
-    if not isinstance(header.values.get("general.architecture"), str):
-        raise ModelError(f"{path} has no general.architecture")
+    architecture = header.values.get("general.architecture")
+    if not isinstance(architecture, str) or not _ARCHITECTURE.fullmatch(architecture):
+        raise ModelError(f"{path} must name its family in general.architecture, got {shown(architecture)}")
+    for name, value in header.values.items():
+        if isinstance(value, float) and not isfinite(value):
+            raise ModelError(f"{path} is damaged: {name!r} must be finite, got {value}")
     missing = [name for name in _REQUIRED if header.model_value(name) is None]
     if not any(isinstance(header.model_value(name), float) for name in _EPSILONS):
         missing.append(_EPSILONS[0])
     if missing:
         raise ModelError(f"{path} has no {header.architecture}.{missing[0]}")
-    if header.values.get(_TOKENS) is None:
-        raise ModelError(f"{path} has no {_TOKENS}")
+    if header.values.get(TOKENS) is None:
+        raise ModelError(f"{path} has no {TOKENS}")
     with model_errors():
         check_model_sizes(header.values, path)
 
@@ -116,7 +127,8 @@ def _check_values(header: GgufHeader, path: Path) -> None:
 class _Reader:
     """Reads values one after the other from a memory-mapped file."""
 
-    data: mmap.mmap
+    data: mmap.mmap  # the first bytes of the file
+    file_bytes: int
     path: Path
     offset: int = len(_MAGIC)
     array_values: int = 0
@@ -135,7 +147,7 @@ class _Reader:
         return GgufHeader(self.values, self.tensors)
 
     def read_key(self) -> None:
-        name = self.string().decode()
+        name = self.string(_MAX_NAME).decode()
         if name in self.values:
             raise ModelError(f"{self.path} is damaged: it has the metadata key {name!r} twice")
         (kind,) = self.unpack("I")
@@ -169,7 +181,7 @@ class _Reader:
 
     def read_tensor(self, block_sizes: Mapping[int, tuple[int, int]]) -> tuple[str, GgufTensor, int]:
         """A tensor's name, the tensor at start 0, and its offset from the first tensor."""
-        name = self.string().decode()
+        name = self.string(_MAX_NAME).decode()
         (dimensions,) = self.unpack("I")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise ModelError(f"{self.path} is damaged: tensor {name!r} has {dimensions:,} dimensions")
@@ -186,7 +198,9 @@ class _Reader:
         """Check that tensors follow one another up to the end of the file."""
         alignment = self.values.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ModelError(f"{self.path} is damaged: general.alignment must be a power of two, got {alignment!r}")
+            raise ModelError(
+                f"{self.path} is damaged: general.alignment must be a power of two, got {shown(alignment)}"
+            )
         first = end = -(-self.offset // alignment) * alignment
         for name, tensor, offset in table:
             start = -(-end // alignment) * alignment
@@ -198,9 +212,8 @@ class _Reader:
                 )
             self.tensors[name] = GgufTensor(tensor.shape, tensor.kind, start, tensor.size)
             end = start + tensor.size
-        have = len(self.data)
-        if not end <= have <= end + 2 * alignment:  # the last tensor may be padded
-            raise ModelError(f"{self.path} is damaged: it has {have:,} bytes, and its tensors need {end:,}")
+        if not end <= self.file_bytes <= end + 2 * alignment:  # the last tensor may be padded
+            raise ModelError(f"{self.path} is damaged: it has {self.file_bytes:,} bytes, and its tensors need {end:,}")
 
     def count(self, what: str, most: int) -> int:
         (count,) = self.unpack("Q")
@@ -208,8 +221,8 @@ class _Reader:
             raise ModelError(f"{self.path} must have at most {most:,} {what}, got {count:,}")
         return int(count)
 
-    def string(self) -> bytes:
-        length = self.count("bytes in a string", _MAX_STRING)
+    def string(self, most: int = _MAX_STRING) -> bytes:
+        length = self.count("bytes in a string", most)
         return self.data[self.advance(length) : self.offset]
 
     def advance(self, length: int) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import (
     LOCAL,
     ModelError,
@@ -29,8 +30,16 @@ from attnmesh.integrations.checkpoint import (
     require_hf,
     translated_errors,
 )
-from attnmesh.integrations.completeness import Differences, Shape, check_elements, check_loaded, declared_model
-from attnmesh.integrations.gguf import GgufHeader, read_header
+from attnmesh.integrations.completeness import (
+    DeclaredModel,
+    Differences,
+    Shape,
+    check_elements,
+    check_loaded,
+    check_shapes,
+    declared_model,
+)
+from attnmesh.integrations.gguf import TOKENS, GgufHeader, read_header
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _FLOAT32 = 0  # GGML type
@@ -57,7 +66,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         with translated_errors(f"{gguf} cannot be converted"):
             config = transformers.AutoConfig.from_pretrained(link.parent, **source)
             check_causal_lm(config, gguf)
-            _check_exact(config, header, gguf)
+            declared = _check_exact(config, header, gguf)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 link.parent,
                 config=config,  # saves a pass over the file
@@ -69,6 +78,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
                 **source,
             )
             check_loaded(info, gguf)
+            check_shapes(model, declared, gguf)
             tokenizer = transformers.AutoTokenizer.from_pretrained(link.parent, config=config, **source)
         if _identity(gguf) != before:
             raise ModelError(f"{gguf} changed while it was converted")
@@ -104,8 +114,8 @@ def _without_rope_factors(header: GgufHeader, gguf: Path) -> GgufHeader:
     raise ModelError(f"{gguf} has the tensor {_ROPE_FACTORS!r}, which {_NOT_READ}")
 
 
-def _check_exact(config: Any, header: GgufHeader, gguf: Path) -> None:
-    """Raise ModelError unless the file has exactly the weights of the model, and Transformers read what changes it.
+def _check_exact(config: Any, header: GgufHeader, gguf: Path) -> DeclaredModel:
+    """The model of a file; ModelError unless it has exactly these weights, and Transformers read what changes it.
 
     Elements are compared as well as names: Transformers reports no tensor of a GGUF file that it ignores.
     """
@@ -118,11 +128,15 @@ def _check_exact(config: Any, header: GgufHeader, gguf: Path) -> None:
     for name, attribute in _READ_EXACTLY.items():
         value = header.model_value(name)
         if value and value != getattr(config, attribute, None):
-            raise ModelError(f"{gguf} has {name} {value!r}, which {_NOT_READ}")
+            raise ModelError(f"{gguf} has {name} {shown(value)}, which {_NOT_READ}")
     scaling = header.model_value("rope.scaling.type") or "none"
     rope = getattr(config, "rope_parameters", None) or {}
     if scaling != "none" and rope.get("rope_type", "default") == "default":
-        raise ModelError(f"{gguf} has rope.scaling.type {scaling!r}, which {_NOT_READ}")
+        raise ModelError(f"{gguf} has rope.scaling.type {shown(scaling)}, which {_NOT_READ}")
+    tokens = header.values[TOKENS]
+    if not isinstance(tokens, int) or tokens > config.vocab_size:
+        raise ModelError(f"{gguf} must have at most {config.vocab_size:,} tokens, its vocabulary, got {shown(tokens)}")
+    return declared
 
 
 def _is_draft(name: str, config: Any, header: GgufHeader) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import (
     LOCAL,
     ModelError,
@@ -17,8 +19,20 @@ from attnmesh.integrations.checkpoint import (
     require_hf,
     translated_errors,
 )
-from attnmesh.integrations.checkpoint_folder import CONFIG, check_folder, read_config_file, stored_tensors
-from attnmesh.integrations.completeness import Differences, check_elements, check_loaded, declared_model
+from attnmesh.integrations.checkpoint_folder import (
+    CONFIG,
+    StoredTensor,
+    check_folder,
+    read_config_file,
+    stored_tensors,
+)
+from attnmesh.integrations.completeness import (
+    DeclaredModel,
+    Differences,
+    check_elements,
+    check_loaded,
+    declared_model,
+)
 from attnmesh.integrations.conversion_cache import converted_folder, is_converted
 from attnmesh.integrations.gguf import read_header
 from attnmesh.integrations.transformers_attention import NAME, register_attention
@@ -46,7 +60,8 @@ def load_model(
         dtype: floating point dtype of the weights.
         attn_implementation: Transformers' attention; "attnmesh" is registered if needed.
 
-    Raises ModelError, before any weights are loaded, if the model cannot be loaded.
+    Raises ModelError if the model cannot be loaded completely and exactly: before any weights are loaded if they are
+    too few or do not fit. Code that comes with a model is not run.
     """
     target = _device(device)
     if not dtype.is_floating_point:
@@ -98,13 +113,13 @@ def default_model() -> Path:
 def _find(path: Path | None) -> Path:
     """The folder or the GGUF file."""
     found = default_model() if path is None else Path(path)
-    if not found.exists():
-        raise ModelError(f"{found} does not exist: a model is a folder with {CONFIG}, or a .gguf file")
-    if not found.is_dir():
-        with translated_errors(f"{found} cannot be read"):
+    with translated_errors(f"{found} cannot be read"):
+        if not found.exists():
+            raise ModelError(f"{found} does not exist: a model is a folder with {CONFIG}, or a .gguf file")
+        if not found.is_dir():
             read_header(found)
-    elif not (found / CONFIG).is_file():
-        raise ModelError(f"{found} has no {CONFIG}: a model's folder is written by save_pretrained")
+        elif not (found / CONFIG).is_file():
+            raise ModelError(f"{found} has no {CONFIG}: a model's folder is written by save_pretrained")
     return found
 
 
@@ -129,6 +144,7 @@ def _load(
             **LOCAL,
         )
     check_loaded(info, folder)
+    _check_end(model, folder)
     return model, tokenizer
 
 
@@ -141,12 +157,28 @@ def _check_weights(folder: Path, config: Any, device: torch.device, dtype: torch
     if getattr(config, "quantization_config", None) is None:
         elements = sum(tensor.elements for tensor in stored.values())
         needed = max(needed, declared.loaded_bytes(dtype))
+        _check_kinds(stored, declared, folder)
     else:  # no quantization stores less than a bit for each weight
         elements = sum(8 * tensor.stored_bytes for tensor in stored.values())
     if elements < declared.elements:  # whether more are expected, such as a tied output layer, is known once loaded
         differences = Differences.between({name: tensor.shape for name, tensor in stored.items()}, declared.shapes)
         check_elements(elements, declared.elements, differences, folder)
     check_fits(needed, device, folder)
+
+
+def _check_end(model: Any, folder: Path) -> None:
+    """Raise ModelError unless the tokens that end an answer are token ids: Transformers accepts anything."""
+    end = getattr(model.generation_config, "eos_token_id", None)
+    ids = end if isinstance(end, list) else [] if end is None else [end]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ModelError(f"eos_token_id in {folder} must be a token id or a list of them, got {shown(end)}")
+
+
+def _check_kinds(stored: Mapping[str, StoredTensor], declared: DeclaredModel, folder: Path) -> None:
+    """Raise ModelError for floating point weights that are stored as something else: they may lack scales."""
+    for name, tensor in stored.items():
+        if name in declared.shapes and name not in declared.integers and not tensor.is_floating_point:
+            raise ModelError(f"{folder} must store floating point weights, got {tensor.kind} for {name!r}")
 
 
 def _device(device: torch.device | str) -> torch.device:

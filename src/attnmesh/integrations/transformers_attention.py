@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.merge import discount_sinks
 from attnmesh.core.optional import require
+from attnmesh.core.validation import check_type, shown
 from attnmesh.ops.dense.api import attention
 from attnmesh.parallel.context import ContextParallel
 
@@ -73,6 +74,7 @@ def shard_inputs(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None =
     losses is the loss, and that of their gradients is the gradient. `cp.unshard(logits, 1, S)` returns the logits of
     the whole sequence.
     """
+    check_type("cp", cp, ContextParallel)
     _check_ids("input_ids", input_ids)
     length = input_ids.shape[1]
     if length < cp.world:
@@ -101,7 +103,7 @@ def shard_inputs(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None =
 
 def _check_ids(name: str, ids: Tensor) -> None:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else f"{type(ids).__name__} {shown(ids)}"
         raise ValueError(f"{name} must be an int32 or int64 tensor [batch, tokens], got {got}")
 
 

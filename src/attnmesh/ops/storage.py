@@ -17,11 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnmesh.core.validation import check_choice, check_dtype, check_tensor, check_type, shown
+
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STORAGES = (*PLAIN, "fp8", "int8", "bfp8")
 FP8_MAX = 448.0  # of e4m3
 INT8_MAX = 127.0
 BFP_GROUP = 16  # values that share an exponent
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BFP_BITS = 6  # below the leading one: a value is at most 127 steps of 2 ** (exponent - 6)
 
 
@@ -38,7 +41,9 @@ class Quantized:
     scales: Tensor
 
     def __post_init__(self) -> None:
-        values, scales = self.values, self.scales
+        values, scales = check_tensor("values", self.values), check_tensor("scales", self.scales)
+        if not values.ndim:
+            raise ValueError(f"values must be [..., head_dim], got {shown(values)}")
         if values.dtype == torch.float8_e4m3fn:
             wanted = scales.dtype == torch.float32 and scales.ndim <= 1
             shape = "float32 [] or [kv heads]"
@@ -47,11 +52,11 @@ class Quantized:
             shape = f"float32 {list(values.shape[:-1])}, one per token and head"
         elif values.dtype == torch.int8:
             if scales.dtype == torch.int8:
-                check_storage("bfp8", values.shape[-1])
+                check_storage("bfp8", values.shape[-1], "values")
             wanted = scales.dtype == torch.int8 and scales.shape == _bfp_shape(values)
             shape = f"float32 {list(values.shape[:-1])} (int8) or int8 {list(_bfp_shape(values))} (bfp8)"
         else:
-            raise ValueError(f"quantized values must be float8_e4m3fn or int8, got {values.dtype}")
+            raise ValueError(f"values must be float8_e4m3fn or int8, got {values.dtype}")
         if not wanted:
             raise ValueError(
                 f"scales of {values.dtype} values must be {shape}, got {scales.dtype} {list(scales.shape)}"
@@ -70,16 +75,16 @@ class Quantized:
 Stored = Tensor | Quantized
 
 
-def storage_of(stored: Stored) -> str:
+def storage_of(stored: Stored, name: str = "a cache") -> str:
     """The storage type of a cache; raises ValueError for other dtypes."""
     if isinstance(stored, Quantized):
         return stored.storage
-    for name, dtype in PLAIN.items():
+    for storage, dtype in PLAIN.items():
         if stored.dtype == dtype:
-            return name
+            return storage
     if stored.dtype == torch.float64:  # for the reference
         return "fp64"
-    raise ValueError(f"a cache must be stored as one of {', '.join(STORAGES)}, got a tensor of {stored.dtype}")
+    raise ValueError(f"{name} must be stored as one of {', '.join(STORAGES)}, got a tensor of {stored.dtype}")
 
 
 def values_of(stored: Stored) -> Tensor:
@@ -87,12 +92,11 @@ def values_of(stored: Stored) -> Tensor:
     return stored.values if isinstance(stored, Quantized) else stored
 
 
-def check_storage(storage: str, head_dim: int) -> None:
+def check_storage(storage: str, head_dim: int, of: str = "") -> None:
     """Raises ValueError for an unknown storage type, or a head_dim that it does not support."""
-    if storage not in STORAGES:
-        raise ValueError(f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
+    check_choice("storage", storage, STORAGES)
     if storage == "bfp8" and head_dim % BFP_GROUP:
-        raise ValueError(f"head_dim must be a multiple of {BFP_GROUP} for bfp8, got {head_dim}")
+        raise ValueError(f"head_dim must be a multiple of {BFP_GROUP} for bfp8, got {head_dim}{of and ' in ' + of}")
 
 
 def bytes_per_token(storage: str, head_dim: int) -> float:
@@ -110,7 +114,11 @@ def quantize(x: Tensor, storage: str, *, scale: Tensor | None = None, head_axis:
     fp8 scale are clamped. `head_axis` is the dimension of x that indexes kv heads: 1 in a cache [B, Hkv, L, D], 2 in a
     pool [blocks, block_size, Hkv, D].
     """
-    check_storage(storage, x.shape[-1])
+    _check_values("x", x)
+    check_storage(storage, x.shape[-1], "x")
+    axis = _head_axis(x, head_axis)
+    if scale is not None:
+        _check_scale(x, storage, scale, axis)
     if storage in PLAIN:
         return x.to(PLAIN[storage])
     wide = x.float()  # as in the kernel that writes a cache, for any dtype of x
@@ -118,7 +126,7 @@ def quantize(x: Tensor, storage: str, *, scale: Tensor | None = None, head_axis:
         if scale is None:
             scale = wide.abs().amax() / FP8_MAX if x.numel() else wide.new_ones(())
             scale = torch.where(scale > 0, scale, 1.0)
-        values = (wide / _along(scale, x.ndim, head_axis)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        values = (wide / _along(scale, x.ndim, axis)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
         return Quantized(values, scale)
     if storage == "int8":
         # Divide by a tensor: for a Python number CUDA multiplies by the reciprocal, whose bits differ from the CPU's.
@@ -135,12 +143,22 @@ def quantize(x: Tensor, storage: str, *, scale: Tensor | None = None, head_axis:
 
 def dequantize(stored: Stored, dtype: torch.dtype, *, head_axis: int = 1) -> Tensor:
     """The values of a cache in `dtype`, computed in the wider of `dtype` and float32."""
+    check_type("stored", stored, (Tensor, Quantized))
+    check_dtype("dtype", dtype)
+    if not values_of(stored).ndim:
+        raise ValueError(f"stored must be [..., head_dim], got {shown(stored)}")
+    axis = _head_axis(values_of(stored), head_axis)
     if isinstance(stored, Tensor):
-        return stored.to(dtype)
+        return check_tensor("stored", stored).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     values = stored.values.to(wide)
     if stored.storage == "fp8":
-        return (values * _along(stored.scales.to(wide), values.ndim, head_axis)).to(dtype)
+        if stored.scales.ndim and len(stored.scales) != values.shape[axis]:
+            raise ValueError(
+                f"head_axis must be the dimension of {len(stored.scales)} kv heads, one per scale, got {head_axis} of "
+                f"{list(values.shape)}"
+            )
+        return (values * _along(stored.scales.to(wide), values.ndim, axis)).to(dtype)
     if stored.storage == "int8":
         return (values * stored.scales.to(wide)[..., None]).to(dtype)
     steps = torch.ldexp(torch.ones_like(stored.scales, dtype=wide), stored.scales.int())
@@ -152,7 +170,31 @@ def _along(scale: Tensor, ndim: int, axis: int) -> Tensor:
     """A scale [] or [Hkv], reshaped to broadcast along dimension `axis` of a tensor."""
     if scale.ndim == 0:
         return scale
-    return scale.view([-1 if i == axis % ndim else 1 for i in range(ndim)])
+    return scale.view([-1 if i == axis else 1 for i in range(ndim)])
+
+
+def _check_values(name: str, x: object) -> None:
+    tensor = check_tensor(name, x)
+    if not tensor.ndim or not tensor.shape[-1] or tensor.dtype not in _DTYPES:
+        raise ValueError(f"{name} must be floating point [..., head_dim] of 16, 32 or 64 bits, got {shown(x)}")
+
+
+def _head_axis(x: Tensor, axis: object) -> int:
+    """`head_axis` as an index from 0. The default may be beyond a tensor without a dimension of heads."""
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < max(2, x.ndim):
+        raise ValueError(f"head_axis must be a dimension of {list(x.shape)}, got {shown(axis)}")
+    return axis % x.ndim
+
+
+def _check_scale(x: Tensor, storage: str, scale: object, axis: int) -> None:
+    if storage != "fp8":
+        raise ValueError(f"scale must be None for storage {storage!r}, which computes its scales, got {shown(scale)}")
+    check_tensor("scale", scale)
+    assert isinstance(scale, Tensor)
+    if scale.dtype != torch.float32 or scale.shape not in ((), (x.shape[axis],)) or scale.device != x.device:
+        raise ValueError(
+            f"scale must be float32 [] or [{x.shape[axis]}], one per kv head of x, on {x.device}, got {shown(scale)}"
+        )
 
 
 def _bfp_shape(values: Tensor) -> torch.Size:

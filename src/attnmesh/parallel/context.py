@@ -12,12 +12,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
-from attnmesh.core.layouts import Layout, Zigzag, dimension
-from attnmesh.core.masks import Causal, Mask
+from attnmesh.core.compiling import not_compiled
+from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension
+from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.core.validation import check_count
+from attnmesh.core.validation import check_bool, check_choice, check_count, check_device, check_dtype
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import input_error, resolve_scale
+from attnmesh.ops.dense.call import check_inputs, resolve_scale
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.executor import (
     BACKENDS,
@@ -84,6 +85,7 @@ class ContextParallel(ExecutorFactory):
     `backend` is as in `attention`.
     """
 
+    @not_compiled("a ContextParallel is constructed outside of a compiled graph")
     def __init__(
         self,
         group: Comm | ProcessGroup | DeviceMesh | None = None,
@@ -93,13 +95,9 @@ class ContextParallel(ExecutorFactory):
         backend: str = "auto",
         ranks_per_node: int | None = None,
     ) -> None:
-        if layout is None:
-            raise ValueError("layout must be a layout (Contiguous(), Zigzag(), ...), got None")
-        _check_layout("layout", layout)
-        if schedule not in ("auto", *SCHEDULES):
-            raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}")
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        check_layout("layout", layout)
+        check_choice("schedule", schedule, ("auto", *SCHEDULES))
+        check_choice("backend", backend, BACKENDS)
         self._groups = node_groups(group, ranks_per_node)
         self.comm = self._groups.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
@@ -128,8 +126,6 @@ class ContextParallel(ExecutorFactory):
         """The whole tensor, on every rank, from the shards of all ranks. Gradients are summed over ranks."""
 
         def check_arguments() -> tuple[int, SharedValues]:
-            if not isinstance(x, Tensor):
-                raise ValueError(f"x must be a tensor, got {type(x).__name__}")
             at = dimension(x, dim)
             self._check_shard(x.shape[at], length)
             return at, {
@@ -211,7 +207,7 @@ class ContextParallel(ExecutorFactory):
         dtype: torch.dtype = torch.bfloat16,
         key_length: int | None = None,
         key_layout: Layout | None = None,
-        device: str = "cuda",
+        device: torch.device | str = "cuda",
     ) -> Explanation:
         """The plan of such a call: the work, operations and bytes of each rank, and the reason for the schedule.
 
@@ -221,15 +217,17 @@ class ContextParallel(ExecutorFactory):
         from attnmesh.planner.explain import explain_schedule
 
         _check_lengths(mask, length, key_length)
-        _check_layout("key_layout", key_layout)
+        if key_layout is not None:
+            check_layout("key_layout", key_layout)
+        kind = check_device("device", device).type
         _check_shape(batch, q_heads, kv_heads, head_dim, dtype)
         shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
         positions = self._shards(mask, length, key_length, key_layout)
-        workload = Workload(positions, shape, self._groups.ranks_per_node, device=torch.device(device).type)
+        workload = Workload(positions, shape, self._groups.ranks_per_node, device=kind)
         choice = self._auto_choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
         check_schedule(schedule, workload.shards, workload.ranks_per_node)
-        return explain_schedule(schedule, workload, default_cluster(device), choice)
+        return explain_schedule(schedule, workload, default_cluster(kind), choice)
 
     def _checked_call(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _CachedCall:
         """The cached call; ValueError for arguments that this rank can see to be wrong."""
@@ -250,10 +248,10 @@ class ContextParallel(ExecutorFactory):
 
     def _new_call(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _CachedCall:
         mask, scale, length, key_length, key_layout, return_lse, needs_grad = options
-        error = input_error(q, k, v, scale)
-        if error is not None:
-            raise ValueError(error)
-        _check_layout("key_layout", key_layout)
+        check_inputs(q, k, v, scale)
+        check_bool(return_lse=return_lse)
+        if key_layout is not None:
+            check_layout("key_layout", key_layout)
         inferred = "" if length is not None else " (positions per rank x world; pass length= if they differ)"
         length = q.shape[2] * self.world if length is None else length
         _check_lengths(mask, length, key_length)
@@ -297,26 +295,21 @@ class ContextParallel(ExecutorFactory):
 
     def _check_shard(self, rows: int, length: int, layout: Layout | None = None, what: str = "positions") -> None:
         layout = layout or self.layout
-        check_count("length", length)
+        name = "length" if what == "positions" else "key_length"
+        check_count(name, length)
         expected = layout.local_length(length, self.world, self.rank)
         if rows != expected:
             raise ValueError(
-                f"under {layout} rank {self.rank} of {self.world} holds {expected} of {length} {what}, but its "
-                f"shard has {rows}"
+                f"with {name}={length} under {layout} rank {self.rank} of {self.world} holds {expected} of {length} "
+                f"{what}, but its shard has {rows}"
             )
 
 
 def _check_lengths(mask: Mask, length: int, key_length: int | None) -> None:
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be an attnmesh mask (Full(), Causal(), ...), got {mask!r}")
+    check_mask("mask", mask)
     check_count("length", length)
     check_count("key_length", length if key_length is None else key_length)
     mask.check(length if key_length is None else key_length)
-
-
-def _check_layout(name: str, layout: Layout | None) -> None:
-    if layout is not None and not isinstance(layout, Layout):
-        raise ValueError(f"{name} must be a layout (Contiguous(), Zigzag(), ...), got {layout!r}")
 
 
 def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -325,8 +318,7 @@ def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: 
         check_count(name, n, least=1)
     if q_heads % kv_heads:
         raise ValueError(f"q_heads must be a multiple of kv_heads, got {q_heads} and {kv_heads}")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+    check_dtype("dtype", dtype)
 
 
 def _shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Shape:

@@ -31,10 +31,18 @@ from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_count
+from attnmesh.core.validation import (
+    MAX_RANKS,
+    check_bool,
+    check_choice,
+    check_count,
+    check_index,
+    check_tensor,
+    shown,
+)
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import Call, Grads, Result, contiguous_last_dim, input_error, resolve_scale
+from attnmesh.ops.dense.call import Call, Grads, Result, check_inputs, contiguous_last_dim, resolve_scale
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.executor import BACKENDS, Executor, attend, unshard
 from attnmesh.plan.blocks import Patch
@@ -95,17 +103,15 @@ def ring_distributed_attention(
     comm = SoloComm() if group is None else comm_from(group)
 
     def check_arguments() -> tuple[_QueryShare, SharedValues]:
-        error = input_error(q, k, v, scale)
-        if error is not None:
-            raise ValueError(error)
+        check_inputs(q, k, v, scale)
+        check_bool(return_lse=return_lse)
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"q and k must hold the same positions, got {q.shape[2]} and {k.shape[2]}")
         size, index = (ring_size, ring_id) if group is None else _place_in_group(comm, ring_size, ring_id)
         if size is None or index is None:
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={index}")
         _check_ring(size, index)
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        check_choice("backend", backend, BACKENDS)
         share = _QueryShare(Zigzag(pairs).ranges(q.shape[2], size, index), resolve_scale(q, scale), backend, comm)
         for call in share.calls(q, k, v):
             choose_fused(call, backend)  # raises if no backend serves it
@@ -143,9 +149,8 @@ def gather_ring_outputs(
     def check_arguments() -> tuple[Zigzag, SharedValues]:
         layout = Zigzag(pairs)
         check_count("length", length)
-        if not isinstance(local_out, Tensor) or local_out.ndim < 3:
-            got = f"shape {tuple(local_out.shape)}" if isinstance(local_out, Tensor) else type(local_out).__name__
-            raise ValueError(f"local_out must be a tensor [batch, heads, rows, ...], got {got}")
+        if check_tensor("local_out", local_out, "[batch, heads, rows, ...]").ndim < 3:
+            raise ValueError(f"local_out must be [batch, heads, rows, ...], got shape {tuple(local_out.shape)}")
         expected = layout.local_length(length, comm.world, comm.rank)
         if local_out.shape[2] != expected:
             raise ValueError(
@@ -223,12 +228,11 @@ def _patch(chunk: range) -> Patch:
 def _place_in_group(comm: Comm, ring_size: int | None, ring_id: int | None) -> tuple[int, int]:
     """Ring size and id from the group; values that are given as well must agree with it."""
     for name, given, expected in (("ring_size", ring_size, comm.world), ("ring_id", ring_id, comm.rank)):
-        if given is not None and given != expected:
-            raise ValueError(f"{name} must be that of the group, {expected}, or None, got {given!r}")
+        if given is not None and not (isinstance(given, int) and given == expected):
+            raise ValueError(f"{name} must be that of the group, {expected}, or None, got {shown(given)}")
     return comm.world if ring_size is None else ring_size, comm.rank if ring_id is None else ring_id
 
 
 def _check_ring(ring_size: int, ring_id: int) -> None:
-    check_count("ring_size", ring_size, least=1)
-    if isinstance(ring_id, bool) or not isinstance(ring_id, int) or not 0 <= ring_id < ring_size:
-        raise ValueError(f"ring_id must be an integer in 0..{ring_size - 1}, got {ring_id!r}")
+    check_count("ring_size", ring_size, least=1, most=MAX_RANKS)
+    check_index("ring_id", ring_id, ring_size)

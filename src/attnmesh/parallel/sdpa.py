@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import dimension
-from attnmesh.core.masks import Causal, Full, Mask
+from attnmesh.core.masks import Causal, Full, Mask, check_mask
+from attnmesh.core.validation import check_count, check_list, check_tensor, shown
 from attnmesh.parallel.context import ContextParallel
 
 
@@ -49,8 +50,7 @@ def attention_context_parallel(
         cp = group
     else:
         cp = ContextParallel(group, **options)
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be an attnmesh mask (Documents(...), SlidingWindow(...), ...), got {mask!r}")
+    check_mask("mask", mask)
     dims = _checked_dims(buffers, buffer_seq_dims, no_restore_buffers)
     length = _length_with(buffers, dims, length)
     wholes = [buffer.data for buffer in buffers]
@@ -119,18 +119,23 @@ _OTHER_ATTENTION = frozenset({F.multi_head_attention_forward, torch.ops.higher_o
 
 
 def _checked_dims(buffers: Sequence[Tensor], dims: Sequence[int], no_restore: Collection[Tensor]) -> list[int]:
-    if len(buffers) != len(dims):
-        raise ValueError(f"buffer_seq_dims must have one entry for each of {len(buffers)} buffers, got {len(dims)}")
-    if not all(_is_among(buffer, buffers) for buffer in no_restore):
-        raise ValueError("no_restore_buffers must be among the buffers")
-    return [dimension(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
+    for i, buffer in enumerate(check_list("buffers", buffers, "tensors")):
+        check_tensor(f"buffers[{i}]", buffer)
+    if len(buffers) != len(check_list("buffer_seq_dims", dims, "dimensions")):
+        raise ValueError(f"buffer_seq_dims must have one entry for each of {len(buffers)} buffers, got {shown(dims)}")
+    if not all(_is_among(buffer, buffers) for buffer in check_list("no_restore_buffers", no_restore, "tensors")):
+        raise ValueError(f"no_restore_buffers must be among the buffers, got {shown(no_restore)}")
+    return [
+        dimension(buffer, dim, f"buffer_seq_dims[{i}]")
+        for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True))
+    ]
 
 
 def _length_with(buffers: Sequence[Tensor], dims: Sequence[int], length: int | None) -> int | None:
     """The length of the whole sequence, as given or from the buffers."""
     lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)}
     if length is not None:
-        lengths.add(length)
+        lengths.add(check_count("length", length))
     if len(lengths) > 1:
         raise ValueError(f"length and the buffers along buffer_seq_dims must be one length, got {sorted(lengths)}")
     return lengths.pop() if lengths else None

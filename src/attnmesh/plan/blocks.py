@@ -62,6 +62,9 @@ class Visibility(Protocol):
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`first` and `end`, int32, one entry per row, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
 
+    def unseen(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Rows that see no key, and keys between others that no row sees, as boolean masks; None if there are none."""
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -90,6 +93,10 @@ class Patch:
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`first` and `end`, int32, one entry per row, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
         return _patch_bounds(self, device)
+
+    def unseen(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Rows that see no key, and keys between others that no row sees, as boolean masks; None if there are none."""
+        return _patch_unseen(self, device)
 
     @cached_property
     def seen(self) -> range:
@@ -139,6 +146,23 @@ class Patch:
 def _patch_bounds(patch: Patch, device: torch.device) -> tuple[Tensor, Tensor]:
     # Cached: every layer of a model uses the same few patches.
     return bounds_of(patch.mask, ranges.as_tensor(patch.q, device), ranges.as_tensor(patch.k, device))
+
+
+@lru_cache(maxsize=128)
+def _patch_unseen(patch: Patch, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    cpu = torch.device("cpu")
+    rows, keys = unseen_of(*patch.bounds(cpu), ranges.size(patch.k))
+    keys[: patch.seen.start] = keys[patch.seen.stop :] = False  # no block includes these
+    rows_or_none, keys_or_none = (x.to(device) if x.any() else None for x in (rows, keys))
+    return rows_or_none, keys_or_none
+
+
+def unseen_of(first: Tensor, end: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """Whether each row sees no key, and whether each of so many keys is seen by no row. The host does not wait."""
+    some = (first < end).int()
+    edges = torch.zeros(keys + 1, dtype=torch.int32, device=first.device)
+    edges.index_add_(0, first, some).index_add_(0, end, -some)
+    return some == 0, edges[:-1].cumsum(0) == 0
 
 
 def bounds_of(mask: Mask, q_positions: Tensor, k_positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ OPTIONS = {  # message: options of the call
     "sinks must be floating point [4], one per query head, got float": {"sinks": 1.0},
     "sinks must be on the device of q, cpu, got meta": {"sinks": zeros(4).to(META)},
     "(q has 2, share_cache=True), got 2": {"share_cache": True},
-    "key_range must be a tuple of two tensors, (first, end), got 1 elements": {"key_range": (zeros(2, 3).int(),)},
+    "key_range must be a tuple of two tensors, (first, end), got tuple": {"key_range": (zeros(2, 3).int(),)},
     "key_range must be a tuple of two tensors, (first, end), got Tensor": {"key_range": zeros(2, 2, 3).int()},
     "key_range first must be int32 or int64 [2, 3], got torch.float32 (2, 3)": {"key_range": (zeros(2, 3),) * 2},
     "key_range end must be int32 or int64 [2, 3], got torch.int32 (2, 4)": {
@@ -176,62 +176,69 @@ TENSORS = {
     "1 to 8 tokens per sequence, got 9": lambda p: having(p, q=p.q.repeat(1, 1, 3, 1)),
     "q must be floating point, got torch.int64": lambda p: having(p, q=p.q.long()),
     "q must be a tensor, got list": lambda p: having(p, q=[]),
-    "k must be a tensor or Quantized, got NoneType": lambda p: having(p, k=None),
-    "v must be a tensor or Quantized, got tuple": lambda p: having(p, v=(p.v, p.v)),
+    "k_cache must be a tensor or Quantized, got NoneType": lambda p: having(p, k=None),
+    "v_cache must be a tensor or Quantized, got tuple": lambda p: having(p, v=(p.v, p.v)),
     "got q_heads=3 and kv_heads=2": lambda p: having(p, q=p.q[:, :3]),
     "got q_heads=0 and kv_heads=2": lambda p: having(p, q=p.q[:, :0]),
-    "q and k must have the same head_dim, got 16 and 32": lambda p: having(p, q=p.q[..., :16]),
+    "q and k_cache must have the same head_dim, got 16 and 32": lambda p: having(p, q=p.q[..., :16]),
     "head_dim must be at least 1, got 0": lambda p: having(p, q=p.q[..., :0], k=p.k[..., :0]),
-    "the head_dim of v must be at least 1, got 0": lambda p: having(p, v=p.v[..., :0]),
-    "q, k and v must be on the same device, got k on meta and q on cpu": lambda p: having(p, k=on_meta(p.k)),
-    "q, k and v must be on the same device, got v on meta and q on cpu": lambda p: having(p, v=on_meta(p.v)),
+    "the head_dim of v_cache must be at least 1, got 0": lambda p: having(p, v=p.v[..., :0]),
+    "q, k_cache and v_cache must be on the same device, got k_cache on meta and q on cpu": lambda p: having(
+        p, k=on_meta(p.k)
+    ),
+    "q, k_cache and v_cache must be on the same device, got v_cache on meta and q on cpu": lambda p: having(
+        p, v=on_meta(p.v)
+    ),
     "got torch.float16 and torch.float32": lambda p: having(p, q=p.q.half()),
     "got torch.float64 and torch.float32": lambda p: having(p, q=p.q.double()),
-    "k and v must have the same storage type, got fp32 and fp16": lambda p: having(p, v=p.v.half()),
-    "k and v must have the same storage type, got int8 and fp32": lambda p: having(
+    "k_cache and v_cache must have the same storage type, got fp32 and fp16": lambda p: having(p, v=p.v.half()),
+    "k_cache and v_cache must have the same storage type, got int8 and fp32": lambda p: having(
         p, k=quantized([*p.k.shape], [*p.k.shape[:3]], torch.float32)
     ),
-    "k and v must have the same storage type, got int8 and bfp8": lambda p: having(
+    "k_cache and v_cache must have the same storage type, got int8 and bfp8": lambda p: having(
         p,
         k=quantized([*p.k.shape], [*p.k.shape[:3]], torch.float32),
         v=quantized([*p.v.shape], [*p.v.shape[:3], 2], torch.int8),
     ),
     "got a tensor of torch.int8": lambda p: having(p, k=p.k.to(torch.int8), v=p.v.to(torch.int8)),
     "got a tensor of torch.float8_e5m2": lambda p: having(p, k=p.k.to(torch.float8_e5m2), v=p.v.to(torch.float8_e5m2)),
-    "k must have one fp8 scale per kv head, 2, got 3": lambda p: having(
+    "k_cache must have one fp8 scale per kv head, 2, got 3": lambda p: having(
         p, k=quantized([*p.k.shape], [3], "fp8"), v=quantized([*p.v.shape], [2], "fp8")
     ),
-    "v must have one fp8 scale per kv head, 2, got 1": lambda p: having(
+    "v_cache must have one fp8 scale per kv head, 2, got 1": lambda p: having(
         p, k=quantized([*p.k.shape], [2], "fp8"), v=quantized([*p.v.shape], [1], "fp8")
     ),
     "q must not require a gradient": lambda p: having(p, q=p.q.clone().requires_grad_()),
-    "k must not require a gradient": lambda p: having(p, k=p.k.clone().requires_grad_()),
-    "v must not require a gradient": lambda p: having(p, v=p.v.clone().requires_grad_()),
+    "k_cache must not require a gradient": lambda p: having(p, k=p.k.clone().requires_grad_()),
+    "v_cache must not require a gradient": lambda p: having(p, v=p.v.clone().requires_grad_()),
 }
 
 
 @pytest.mark.parametrize("said", TENSORS)
 def test_tensors(said):
     for make in (cached, pooled):
-        with pytest.raises(ValueError, match=re.escape(said)):
+        expected = said if make is cached else re.sub("([kv])_cache", r"\1_pool", said)
+        with pytest.raises(ValueError, match=re.escape(expected)):
             TENSORS[said](make()).attend("auto")
 
 
 @pytest.mark.parametrize(
     ("said", "make", "wrong"),
     [
-        ("k must be [batch, kv heads, length, head_dim], got shape (2, 20, 32)", cached, {"k": lambda p: p.k[:, 0]}),
-        ("v must be [batch, kv heads, length, head_dim], got shape (2, 20, 32)", cached, {"v": lambda p: p.v[:, 0]}),
+        ("k_cache must be [batch, kv heads, length, head_dim], got shape (2, 20, 32)", cached,
+         {"k": lambda p: p.k[:, 0]}),
+        ("v_cache must be [batch, kv heads, length, head_dim], got shape (2, 20, 32)", cached,
+         {"v": lambda p: p.v[:, 0]}),
         ("got (2, 2, 19, 32) and (2, 2, 20, 32)", cached, {"k": lambda p: p.k[:, :, 1:]}),
         ("got (2, 2, 20, 32) and (2, 1, 20, 32)", cached, {"v": lambda p: p.v[:, 1:]}),
         ("k_cache must have a batch of 2 (q has 2, share_cache=False), got 1", cached,
          {"k": lambda p: p.k[1:], "v": lambda p: p.v[1:]}),
         ("k_cache must have a batch of 1 (q has 1, share_cache=False), got 2", cached, {"q": lambda p: p.q[1:]}),
-        ("k must be [num_blocks, block_size, kv heads, head_dim], got shape (8, 2, 32)", pooled,
+        ("k_pool must be [num_blocks, block_size, kv heads, head_dim], got shape (8, 2, 32)", pooled,
          {"k": lambda p: p.k[0]}),
-        ("v must be [num_blocks, block_size, kv heads, head_dim], got shape (8, 2, 32)", pooled,
+        ("v_pool must be [num_blocks, block_size, kv heads, head_dim], got shape (8, 2, 32)", pooled,
          {"v": lambda p: p.v[0]}),
-        ("k and v must have the same shape up to head_dim, got (7, 8, 2, 32) and (6, 8, 2, 32)", pooled,
+        ("k_pool and v_pool must have the same shape up to head_dim, got (7, 8, 2, 32) and (6, 8, 2, 32)", pooled,
          {"v": lambda p: p.v[1:]}),
         ("block_size must be 1 to 256, got 0", pooled, {"k": lambda p: p.k[:, :0], "v": lambda p: p.v[:, :0]}),
         ("block_size must be 1 to 256, got 264", pooled,
@@ -239,7 +246,7 @@ def test_tensors(said):
         ("block_table must be int32 [batch, slots], got torch.int64 (2, 3)", pooled,
          {"table": lambda p: p.table.long()}),
         ("block_table must be int32 [batch, slots], got torch.int32 (3,)", pooled, {"table": lambda p: p.table[0]}),
-        ("block_table must be int32 [batch, slots], got list", pooled, {"table": lambda p: p.table.tolist()}),
+        ("block_table must be a tensor int32 [batch, slots], got list", pooled, {"table": lambda p: p.table.tolist()}),
         ("block_table must be on the device of q, cpu, got meta", pooled, {"table": lambda p: p.table.to(META)}),
         ("block_table must have a batch of 2 (q has 2, share_cache=False), got 1", pooled,
          {"table": lambda p: p.table[:1]}),
@@ -259,7 +266,7 @@ def test_caches_and_pools(said, make, wrong):
 @pytest.mark.parametrize("storage", STORAGES[1:])
 def test_quantized_caches_on_another_device(storage, make):
     problem = make(storage=storage)
-    with pytest.raises(ValueError, match="got v on meta and q on cpu"):
+    with pytest.raises(ValueError, match=r"got v_(cache|pool) on meta and q on cpu"):
         having(problem, v=on_meta(problem.v)).attend("auto")
 
 

@@ -13,6 +13,7 @@ from attnmesh import (
     indexer_topk,
     sparse_attention,
 )
+from attnmesh.core.validation import shown
 
 Q, KV = torch.zeros(4, 2, 8), torch.zeros(6, 8)
 INDICES = torch.zeros(4, 3, dtype=torch.int32)
@@ -106,7 +107,7 @@ def test_queries(name, q, said):
 )
 def test_keys(name, k, said):
     if k is None and name == "sparse loss":
-        said = "missing: ['k']"
+        said = "must be given, got None for k"
         return refuses(name, said, k=None)
     return refuses(name, f"{KEYS[name]} {said}", **{KEYS[name]: k})
 
@@ -125,7 +126,7 @@ def test_keys(name, k, said):
         ({"v": KV[:, :0]}, "v must be [s_kv, d] or [s_kv, 1, d] (one kv head), got [6, 0]"),
         ({"v": KV.half()}, "v must be torch.float32 on cpu like its queries, got torch.float16 on cpu"),
         ({"sinks": torch.zeros(3)}, "sinks must be [heads] = [2], got [3]"),
-        ({"sinks": 1.0}, "sinks must be [heads] = [2], got float"),
+        ({"sinks": 1.0}, "sinks must be a tensor [heads] = [2], got float"),
         ({"sinks": torch.zeros(2, dtype=torch.int32)}, "sinks must be floating point on cpu, got torch.int32"),
         ({"sinks": torch.zeros(2, device=ELSEWHERE)}, "sinks must be floating point on cpu, got torch.float32"),
     ],
@@ -172,7 +173,7 @@ def test_groups_of_heads(group):
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), "1", torch.tensor(1.0), True])
 def test_scales(name, scale):
     for argument in {"scale", "attn_scale"} & CALLS[name][1].keys() | ({"scale"} if "iq" in CALLS[name][1] else set()):
-        refuses(name, f"{argument} must be a finite number, got {scale!r}", **{argument: scale})
+        refuses(name, f"{argument} must be a finite number, got {shown(scale)}", **{argument: scale})
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -213,18 +214,18 @@ def test_the_top_k_has_no_slots_to_count():
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("sparse loss", {"mode": "warm"}, "mode must be \"sparse\" or \"dense\", got 'warm'"),
-        ("sparse loss", {"reduction": "mean"}, "reduction must be \"sum\", \"mean_rows\" or \"none\", got 'mean'"),
+        ("sparse loss", {"mode": "warm"}, "mode must be one of sparse, dense, got 'warm'"),
+        ("sparse loss", {"reduction": "mean"}, "reduction must be one of sum, mean_rows, none, got 'mean'"),
         ("sparse loss", {"indices": None}, 'indices must be given with mode="sparse"'),
-        ("dense loss", SLOTS, 'mode="dense" is over all keys: indices, target'),
-        ("dense loss", {"target": TARGET}, 'mode="dense" is over all keys'),
-        ("dense loss", {"mask": SparseMask(topk_length=torch.ones(4).int())}, 'mode="dense" is over all'),
-        ("sparse loss", {"target": TARGET}, "give either target or q, k, lse and attn_scale, not both"),
-        ("given loss", {"attn_scale": 1.0}, "give either target or q, k, lse and attn_scale, not both"),
-        ("sparse loss", {"lse": None, "attn_scale": None}, "missing: ['lse', 'attn_scale']"),
-        ("given loss", {"target": TARGET[:, :2]}, "target must be [4, 3] on cpu like indices, got [4, 2] on cpu"),
-        ("given loss", {"target": 1.0}, "target must be [4, 3] on cpu like indices, got float"),
-        ("given loss", {"target": TARGET.to(ELSEWHERE)}, "on cpu like indices, got [4, 3] on meta"),
+        ("dense loss", SLOTS, 'indices must be None with mode="dense"'),
+        ("dense loss", {"target": TARGET}, 'target must be None with mode="dense"'),
+        ("dense loss", {"mask": SparseMask(topk_length=torch.ones(4).int())}, "mask.topk_length must be None"),
+        ("sparse loss", {"target": TARGET}, "target and (q, k, lse, attn_scale) exclude each other, got both"),
+        ("given loss", {"attn_scale": 1.0}, "target and (q, k, lse, attn_scale) exclude each other, got both"),
+        ("sparse loss", {"lse": None, "attn_scale": None}, "must be given, got None for lse, attn_scale"),
+        ("given loss", {"target": TARGET[:, :2]}, "on cpu like indices, got float32 tensor [4, 2] on cpu"),
+        ("given loss", {"target": 1.0}, "target must be a tensor, got float"),
+        ("given loss", {"target": TARGET.to(ELSEWHERE)}, "on cpu like indices, got float32 tensor [4, 3] on meta"),
         ("sparse loss", {"q": Q[:3], "lse": LSE[:3]}, "q has 3 rows and iq 4, k has 6 keys and ik 6"),
         ("dense loss", {"k": KV[:5]}, "q has 4 rows and iq 4, k has 5 keys and ik 6"),
         (
@@ -235,10 +236,10 @@ def test_the_top_k_has_no_slots_to_count():
         ("given loss", {"row_mask": torch.ones(4)}, "row_mask must be bool [4], got torch.float32 [4]"),
         ("given loss", {"row_mask": torch.ones(3).bool()}, "row_mask must be bool [4], got torch.bool [3]"),
         ("dense loss", {"row_mask": [True]}, "row_mask must be bool [4], got [True]"),
-        ("given loss", {"global_rows": 0, "reduction": "mean_rows"}, "global_rows must be at least 1, got 0"),
-        ("given loss", {"global_rows": -3}, "global_rows must be at least 1, got -3"),
-        ("given loss", {"global_rows": 2.5}, "global_rows must be at least 1, got 2.5"),
-        ("given loss", {"global_rows": torch.ones(4)}, "global_rows must be one number, got a tensor [4]"),
+        ("given loss", {"global_rows": 0, "reduction": "mean_rows"}, "global_rows must be an integer >= 1, got 0"),
+        ("given loss", {"global_rows": -3}, "global_rows must be an integer >= 1, got -3"),
+        ("given loss", {"global_rows": 2.5}, "global_rows must be an integer >= 1, got 2.5"),
+        ("given loss", {"global_rows": torch.ones(4)}, "global_rows must be one number, got float32 tensor [4]"),
     ],
     ids=lambda x: str(x)[:30],
 )  # fmt: skip

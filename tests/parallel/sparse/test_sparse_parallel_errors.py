@@ -153,9 +153,9 @@ WRONG = {
     ),
     "other weights": (choose, lambda p: {"w": p.w[:, :2]}, r"w must be \[s_q, heads\] = \[5, 3\], got \[5, 2\]"),
     "no relu": (choose, lambda p: {"relu": False}, "relu is True .* but False on"),
-    "no such rows": (lose, lambda p: {"rows": "some"}, 'rows must be "replicated" or "scattered", got \'some\''),
+    "no such rows": (lose, lambda p: {"rows": "some"}, "rows must be one of replicated, scattered, got 'some'"),
     "other rows": (lose, lambda p: {"rows": "scattered"}, "rows is replicated .* but scattered on"),
-    "no such mode": (lose, lambda p: {"mode": "both"}, 'mode must be "sparse" or "dense", got \'both\''),
+    "no such mode": (lose, lambda p: {"mode": "both"}, "mode must be one of sparse, dense, got 'both'"),
     "another reduction": (lose, lambda p: {"reduction": "none"}, "reduction is sum .* but none on"),
     "a row mask of numbers": (
         lose,
@@ -163,9 +163,13 @@ WRONG = {
         r"row_mask must be bool \[5\], got torch.float32 \[5\]",
     ),
     "a row mask": (lose, lambda p: {"row_mask": torch.ones(5, dtype=torch.bool)}, "row_mask is False .* but True on"),
-    "no rows": (lose, lambda p: {"global_rows": 0}, "global_rows must be at least 1, got 0"),
-    "no lse": (lose, lambda p: {"lse": None}, r"q, k, lse and attn_scale must be given; missing: \['lse'\]"),
-    "a target beside": (lose, lambda p: {"target": torch.ones(5, 6)}, "give either target or q, k, lse and attn_scale"),
+    "no rows": (lose, lambda p: {"global_rows": 0}, "global_rows must be an integer >= 1, got 0"),
+    "no lse": (lose, lambda p: {"lse": None}, "q, k, lse and attn_scale must be given, got None for lse"),
+    "a target beside": (
+        lose,
+        lambda p: {"target": torch.ones(5, 6)},
+        r"target and \(q, k, lse, attn_scale\) exclude each other",
+    ),
 }
 
 
@@ -221,7 +225,7 @@ def test_lengths_that_are_not_given_must_be_equal():
     ("wrong", "words"),
     [
         ({"layout": "zigzag"}, r"layout must be a layout \(Contiguous\(\), Zigzag\(\), ...\), got 'zigzag'"),
-        ({"schedule": "all"}, 'schedule must be "allgather" or "ring", got \'all\''),
+        ({"schedule": "all"}, "schedule must be one of allgather, ring, got 'all'"),
         ({"length": -1}, "length must be an integer >= 0, got -1"),
         ({"key_length": 2.5}, "key_length must be an integer >= 0, got 2.5"),
         ({"tp": "tp"}, "group must be a Comm, ProcessGroup, DeviceMesh or None, got str"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State
+from attnmesh.core.validation import check_bool, check_choice, check_tensor
 from attnmesh.ops.decode import reference
 from attnmesh.ops.decode.call import Backend, DecodeCall, build_call, check_into
 from attnmesh.ops.decode.cpu import Cpu
@@ -141,6 +142,9 @@ def paged_decode_attention(
     out and lse of the sequence become NaN, and a later decode call, or `check_decode_errors()`, raises the ValueError
     that names sequence, slot and value.
     """
+    check_tensor("block_table", block_table, "int32 [batch, slots]")
+    if cur_pos is None:
+        raise ValueError("cur_pos must be given for a paged cache, got None")
     call = build_call(
         q, k_pool, v_pool, block_table, cur_pos=cur_pos, mask=mask, tree=tree, scale=scale, window=window, sinks=sinks,
         share_cache=share_cache, max_splits=max_splits, split_size=split_size, key_range=key_range, out_dtype=out_dtype,
@@ -151,6 +155,7 @@ def paged_decode_attention(
 
 
 def _run(call: DecodeCall, backend: str, return_lse: bool, into: State | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    check_bool(return_lse=return_lse)
     chosen = choose(call, backend)
     if call.q.device.type == "cpu" or chosen.name == "reference":
         check_positions(call)
@@ -174,13 +179,12 @@ class Reference:
 
 
 _BACKENDS: tuple[Backend, ...] = (Cpu(), Triton(), Reference())
+_NAMES = ("auto", *(known.name for known in _BACKENDS))
 
 
 def check_backend(backend: str) -> None:
     """Raises ValueError unless `backend` is \"auto\" or the name of a backend."""
-    names = ("auto", *(known.name for known in _BACKENDS))
-    if backend not in names:
-        raise ValueError(f"backend must be one of {', '.join(names)}, got {backend!r}")
+    check_choice("backend", backend, _NAMES)
 
 
 def choose(call: DecodeCall, backend: str) -> Backend:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.validation import check_bool, check_number, check_tensor, shown
 from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
 
 MAX_DECODE_TOKENS = 8  # queries per sequence: more is prefill, which `attention` computes
 _INTEGERS = (torch.int32, torch.int64)
+_INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -143,20 +145,22 @@ def build_call(
     out_dtype: torch.dtype | None = None,
 ) -> DecodeCall:
     """Validates the arguments of a decode call; raises ValueError. Does not read tensors on a device."""
-    _check_tensors(q, k, v, table)
-    _check_storages(q, k, v, axis=1 if table is None else 2)
+    caches = ("k_cache", "v_cache") if table is None else ("k_pool", "v_pool")
+    _check_tensors(q, k, v, table, caches)
+    _check_storages(q, k, v, caches, axis=1 if table is None else 2)
+    check_bool(share_cache=share_cache)
     _check_batch(
         q, values_of(k) if table is None else table, share_cache, "k_cache" if table is None else "block_table"
     )
     for name, number in (("window", window), ("max_splits", max_splits), ("split_size", split_size)):
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise ValueError(f"{name} must be a positive integer or None, got {number!r}")
+        if number is not None and (not isinstance(number, int) or number is True or not 1 <= number <= _INT64_MAX):
+            raise ValueError(f"{name} must be a positive integer or None, got {shown(number)}")
     if max_splits is not None and split_size is not None:
         raise ValueError(
             f"max_splits and split_size are mutually exclusive, got max_splits={max_splits} and split_size={split_size}"
         )
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    if scale is not None:
+        scale = check_number("scale", scale)
     if mask is not None and tree is not None:
         raise ValueError("mask and tree are mutually exclusive, got both")
     if key_range is not None:
@@ -164,8 +168,10 @@ def build_call(
         for name, other in others.items():
             if other is not None:
                 raise ValueError(f"key_range and {name} are mutually exclusive, got both")
-    if out_dtype is not None and out_dtype not in (q.dtype, accumulation_dtype(q.dtype)):
-        raise ValueError(f"out_dtype must be None or {_out_dtypes(q)}, got {out_dtype!r}")
+    if out_dtype is not None and not (
+        isinstance(out_dtype, torch.dtype) and out_dtype in (q.dtype, accumulation_dtype(q.dtype))
+    ):
+        raise ValueError(f"out_dtype must be None or {_out_dtypes(q)}, got {shown(out_dtype)}")
     capacity = values_of(k).shape[2] if table is None else table.shape[1] * values_of(k).shape[1]
     return DecodeCall(
         q,
@@ -175,7 +181,7 @@ def build_call(
         _positions(cur_pos, q, capacity),
         _checked_mask(mask, q, capacity),
         _checked_tree(tree, q),
-        1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
         window,
         _checked_key_range(key_range, q),
         _checked_sinks(sinks, q),
@@ -188,7 +194,7 @@ def check_into(into: State, call: DecodeCall, out_dtype: torch.dtype | None) -> 
     """Validates `into`; returns the call with the output dtype that `into` has."""
     q = call.q
     if not isinstance(into, tuple) or len(into) != 2 or not all(isinstance(x, Tensor) for x in into):
-        raise ValueError(f"into must be a State (out, lse) of two tensors, got {type(into).__name__}")
+        raise ValueError(f"into must be a State (out, lse) of two tensors, got {type(into).__name__} {shown(into)}")
     out, lse = into
     allowed = (q.dtype, accumulation_dtype(q.dtype)) if out_dtype is None else (out_dtype,)
     if out.dtype not in allowed:
@@ -208,17 +214,22 @@ def check_into(into: State, call: DecodeCall, out_dtype: torch.dtype | None) -> 
     return replace(call, rounded=out.dtype == q.dtype)
 
 
-def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> None:
+def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None, caches: tuple[str, str]) -> None:
     kind = "[batch, kv heads, length, head_dim]" if table is None else "[num_blocks, block_size, kv heads, head_dim]"
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in (("q", q), (caches[0], k), (caches[1], v)):
         if not isinstance(x, Tensor) and (name == "q" or not isinstance(x, Quantized)):
-            raise ValueError(f"{name} must be a tensor{'' if name == 'q' else ' or Quantized'}, got {type(x).__name__}")
+            raise ValueError(f"{name} must be a tensor{'' if name == 'q' else ' or Quantized'}, got {_described(x)}")
         whole = values_of(x)
+        if whole.layout is not torch.strided:
+            check_tensor(name, whole)  # raises
         if whole.ndim != 4:
             shape = "[batch, heads, tokens, head_dim]" if name == "q" else kind
             raise ValueError(f"{name} must be {shape}, got shape {tuple(whole.shape)}")
         if whole.device != q.device:
-            raise ValueError(f"q, k and v must be on the same device, got {name} on {whole.device} and q on {q.device}")
+            raise ValueError(
+                f"q, {caches[0]} and {caches[1]} must be on the same device, got {name} on {whole.device} and q on "
+                f"{q.device}"
+            )
         _refuse_gradient(name, whole)
         if isinstance(x, Quantized):
             _refuse_gradient(f"the scales of {name}", x.scales)
@@ -229,32 +240,34 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None) -> Non
             f"q must have 1 to {MAX_DECODE_TOKENS} tokens per sequence, got {q.shape[2]} (use attention() for prompts)"
         )
     if not q.shape[3]:
-        raise ValueError("head_dim must be at least 1, got 0")
+        raise ValueError(f"head_dim must be at least 1, got 0 in q {list(q.shape)}")
     if table is not None:
         if not isinstance(table, Tensor) or table.ndim != 2 or table.dtype != torch.int32:
             raise ValueError(f"block_table must be int32 [batch, slots], got {_described(table)}")
         if table.device != q.device:
             raise ValueError(f"block_table must be on the device of q, {q.device}, got {table.device}")
         if not 1 <= values_of(k).shape[1] <= 256:
-            raise ValueError(f"block_size must be 1 to 256, got {values_of(k).shape[1]}")
+            raise ValueError(f"block_size must be 1 to 256, got {values_of(k).shape[1]} in {caches[0]}")
 
 
-def _check_storages(q: Tensor, k: Stored, v: Stored, axis: int) -> None:
+def _check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axis: int) -> None:
     k_values, v_values = values_of(k), values_of(v)
+    both = f"{caches[0]} and {caches[1]}"
     if k_values.shape[:3] != v_values.shape[:3]:
         raise ValueError(
-            f"k and v must have the same shape up to head_dim, got {tuple(k_values.shape)} and {tuple(v_values.shape)}"
+            f"{both} must have the same shape up to head_dim, got {tuple(k_values.shape)} and {tuple(v_values.shape)}"
         )
     if k_values.shape[3] != q.shape[3]:
-        raise ValueError(f"q and k must have the same head_dim, got {q.shape[3]} and {k_values.shape[3]}")
+        raise ValueError(f"q and {caches[0]} must have the same head_dim, got {q.shape[3]} and {k_values.shape[3]}")
     if not v_values.shape[3]:
-        raise ValueError("the head_dim of v must be at least 1, got 0")
+        raise ValueError(f"the head_dim of {caches[1]} must be at least 1, got 0")
     heads, kv_heads = q.shape[1], k_values.shape[axis]
     if not heads or not kv_heads or heads % kv_heads:
         raise ValueError(f"q_heads must be a multiple of kv_heads, got q_heads={heads} and kv_heads={kv_heads}")
-    if storage_of(k) != storage_of(v):
-        raise ValueError(f"k and v must have the same storage type, got {storage_of(k)} and {storage_of(v)}")
-    for name, x in (("k", k), ("v", v)):
+    storages = storage_of(k, caches[0]), storage_of(v, caches[1])
+    if storages[0] != storages[1]:
+        raise ValueError(f"{both} must have the same storage type, got {storages[0]} and {storages[1]}")
+    for name, x in zip(caches, (k, v), strict=True):
         if isinstance(x, Tensor):
             if x.dtype != q.dtype:
                 raise ValueError(
@@ -277,9 +290,9 @@ def _positions(cur_pos: Sequence[int] | Tensor | None, q: Tensor, capacity: int)
     if cur_pos is None:
         return torch.full((batch,), capacity - 1, dtype=torch.int32, device=q.device)
     if not isinstance(cur_pos, Tensor):
+        if not isinstance(cur_pos, Sequence) or not all(type(at) is int for at in cur_pos):
+            raise ValueError(f"cur_pos must be integers, got {shown(cur_pos)}")
         cur_pos = list(cur_pos)
-        if not all(isinstance(at, int) for at in cur_pos):
-            raise ValueError(f"cur_pos must be integers, got {cur_pos!r}")
         _check_count(len(cur_pos), batch)
         _check_range(cur_pos, capacity)
         if q.is_cuda and torch.cuda.is_current_stream_capturing():  # a replay would copy from freed memory
@@ -304,7 +317,7 @@ def _check_range(positions: list[int], capacity: int) -> None:
     for sequence, at in enumerate(positions):
         if not -1 <= at < capacity:
             raise ValueError(
-                f"cur_pos[{sequence}] is {at}, but must be 0 to {capacity - 1}, or -1 to skip the sequence"
+                f"cur_pos[{sequence}] is {shown(at)}, but must be 0 to {capacity - 1}, or -1 to skip the sequence"
             )
 
 
@@ -321,6 +334,7 @@ def _checked_mask(mask: Tensor | None, q: Tensor, capacity: int) -> Tensor | Non
         raise ValueError(f"mask must cover at most {capacity} keys, the capacity of the cache, got {mask.shape[3]}")
     if mask.device != q.device:
         raise ValueError(f"mask must be on the device of q, {q.device}, got {mask.device}")
+    check_tensor("mask", mask)
     _refuse_gradient("mask", mask)
     return mask
 
@@ -341,6 +355,7 @@ def _checked_tree(tree: Tensor | None, q: Tensor) -> Tensor | None:
         )
     if tree.device != q.device:
         raise ValueError(f"tree must be on the device of q, {q.device}, got {tree.device}")
+    check_tensor("tree", tree)
     return tree
 
 
@@ -348,8 +363,9 @@ def _checked_key_range(key_range: tuple[Tensor, Tensor] | None, q: Tensor) -> tu
     if key_range is None:
         return None
     if not isinstance(key_range, tuple) or len(key_range) != 2:
-        got = f"{len(key_range)} elements" if isinstance(key_range, tuple) else type(key_range).__name__
-        raise ValueError(f"key_range must be a tuple of two tensors, (first, end), got {got}")
+        raise ValueError(
+            f"key_range must be a tuple of two tensors, (first, end), got {type(key_range).__name__} {shown(key_range)}"
+        )
     shape = (q.shape[0], q.shape[2])
     for name, x in zip(("first", "end"), key_range, strict=True):
         if not isinstance(x, Tensor) or x.dtype not in _INTEGERS or x.shape != shape:
@@ -372,6 +388,7 @@ def _checked_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
         raise ValueError(f"sinks must be floating point [{q.shape[1]}], one per query head, got {_described(sinks)}")
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
+    check_tensor("sinks", sinks)
     _refuse_gradient("sinks", sinks)
     return sinks
 
@@ -386,4 +403,4 @@ def _refuse_gradient(name: str, x: Tensor) -> None:
 
 
 def _described(x: object) -> str:
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {shown(x)}"

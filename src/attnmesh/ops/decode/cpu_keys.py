@@ -65,7 +65,8 @@ class VisibleKeys:
     @property
     def may_have_gaps(self) -> bool:
         """Whether some keys in the range may be visible to no row."""
-        return self._call.mask is not None or self._call.tree is not None
+        gap = any(first > end for end, first in zip(self._ends, self._firsts[1:], strict=False))  # of a `key_range`
+        return gap or self._call.mask is not None or self._call.tree is not None
 
     def as_rows(self, x: Tensor) -> Tensor:
         """x [n, heads, T, X] as the rows of the owners' kv heads: [owners, Hkv, rows, X]. A single head stays one."""

@@ -208,6 +208,7 @@ def split_kernel(
     head = head_tile // tiles
     share = (tl.program_id(0) // heads).to(tl.int64)
     total, shares = partition(counts, shares, max_splits)
+    GAPS: tl.constexpr = (mask is not None) | (tree is not None) | ((range_first is not None) & (TOKENS > 1))
     at = share * total // shares
     stop = tl.minimum((share + 1) * total // shares, total)
 
@@ -313,7 +314,7 @@ def split_kernel(
                 visible = visible & (keys < key_stop)[:, None]
             scores = tl.where(visible, scores, float("-inf"))
             used = valid
-            if (mask is not None) | (tree is not None):  # keys visible to no row may hold anything, and 0 * NaN is NaN
+            if GAPS:  # keys visible to no row may hold anything, and 0 * NaN is NaN
                 used = used & (tl.max(visible.to(tl.int32), 1) > 0)
 
             # The scale of a value is multiplied into its weight. The running peak includes the exponent of the scale,
@@ -335,7 +336,7 @@ def split_kernel(
             weights = weights.to(q_main.dtype)
             if V_IN_K:
                 v_tile = tl.trans(k_main)
-                if (mask is not None) | (tree is not None):
+                if GAPS:
                     v_tile = tl.where(used[None, :], v_tile, 0.0)
             elif PAIRED:
                 v_tile, v_odd = unpack_pairs(

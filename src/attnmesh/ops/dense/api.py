@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core import ranges
-from attnmesh.core.masks import Full, Mask
+from attnmesh.core.masks import Full, Mask, check_mask
 from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.validation import check_bool, check_choice, check_tensor
 from attnmesh.ops.dense import reference
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.ops.dense.call import Backend, Call, Grads, Result, contiguous_last_dim, input_error, resolve_scale
+from attnmesh.ops.dense.call import Backend, Call, Grads, Result, check_inputs, contiguous_last_dim, resolve_scale
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of
+from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of, unseen_of
 
 BACKENDS = ("auto", "aten", "triton", "reference")
 
@@ -66,6 +67,7 @@ def attention(
         backend: "auto", "aten", "triton" or "reference". A backend that cannot serve the call raises ValueError.
             `explain_attention` returns what "auto" chooses and why.
     """
+    check_bool(return_lse=return_lse)
     work = _prepared(q, k, v, mask, scale, q_positions, k_positions)
     choice = choose(work.call, backend)
     if choice.backend == "reference":
@@ -116,8 +118,7 @@ class Choice:
 
 def choose(call: Call, backend: str) -> Choice:
     """The backend for a call. A backend requested by name that cannot serve it raises ValueError."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    check_choice("backend", backend, BACKENDS)
     if backend == "reference":
         return Choice("reference", "requested by name", ())
     refusals = {name: fused.refusal(call) for name, fused in _FUSED.items()}
@@ -197,11 +198,8 @@ class _Prepared:
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, q_at: Tensor | None, k_at: Tensor | None
 ) -> _Prepared:
-    problem = input_error(q, k, v, scale)
-    if problem is not None:
-        raise ValueError(problem)
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be an attnmesh mask (Full(), Causal(), ...), got {mask!r}")
+    check_inputs(q, k, v, scale)
+    check_mask("mask", mask)
     if k_at is None:
         mask.check(k.shape[2])
     q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
@@ -237,14 +235,16 @@ class _Irregular:
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         return bounds_of(self.mask, self.q.to(device), self.k.to(device))
 
+    def unseen(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return unseen_of(*self.bounds(device), self.k.numel())
+
 
 def _runs(name: str, positions: Tensor | None, x: Tensor) -> ranges.Ranges | None:
     """Positions as ranges, or None if they are irregular or on a device (reading them would stall it)."""
     length = x.shape[2]
     if positions is None:
         return (range(length),) if length else ()
-    if not isinstance(positions, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(positions).__name__}")
+    check_tensor(name, positions)
     if positions.ndim != 1 or positions.shape[0] != length:
         raise ValueError(f"{name} must be [{length}], one position per row, got shape {tuple(positions.shape)}")
     if positions.dtype.is_floating_point or positions.dtype.is_complex or positions.dtype == torch.bool:

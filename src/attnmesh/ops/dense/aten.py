@@ -62,7 +62,7 @@ class Aten:
         kernel = _cuda_forward
         if call.q.device.type == "cpu":
             kernel = _cpu_forward
-            call = replace(call, q=_widened(call.q), k=_widened(call.k), v=_widened(call.v))
+            call = _cpu_call(call)
         call, _ = _with_positive_scale(call)
         for block in call.visibility.blocks:
             for rows, part in kernel(call, block):
@@ -82,7 +82,7 @@ class Aten:
         kernel = _cuda_backward
         if call.q.device.type == "cpu":
             kernel = _cpu_backward
-            call = replace(call, q=_widened(call.q), k=_widened(call.k), v=_widened(call.v))
+            call = _cpu_call(call)
             result = replace(result, out=_widened(result.out), grad_out=_widened(result.grad_out))
             if result.grad_lse is not None:
                 call, result = _with_lse_column(call, result)
@@ -108,6 +108,13 @@ def _rows(x: Tensor, rows: range) -> Tensor:
 
 
 # ---- CPU ------------------------------------------------------------------------------------------------------------
+
+
+def _cpu_call(call: Call) -> Call:
+    """The call in the dtype of the kernel, and without the NaN that masked rows and keys may hold."""
+    if any(block.kind is Kind.PARTIAL for block in call.visibility.blocks):
+        call = call.with_unseen_zeroed()
+    return replace(call, q=_widened(call.q), k=_widened(call.k), v=_widened(call.v))
 
 
 def _widened(x: Tensor) -> Tensor:

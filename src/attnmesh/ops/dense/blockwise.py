@@ -172,3 +172,6 @@ class _SingleBlock:
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         return self.whole.bounds(device)
+
+    def unseen(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        return self.whole.unseen(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.optional import require
+from attnmesh.core.validation import check_number, check_tensor
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Visibility
 from attnmesh.trace.recorder import Recorder
@@ -31,6 +32,16 @@ class Call:
     v: Tensor
     visibility: Visibility
     scale: float
+
+    def with_unseen_zeroed(self, *, zero_rows: bool = True) -> Call:
+        """The same call with 0 in keys that no row sees and, with `zero_rows`, in rows that see no key.
+
+        Both may hold NaN, and a weight of 0 times NaN is NaN. Only PARTIAL blocks contain any.
+        """
+        rows, keys = self.visibility.unseen(self.q.device)
+        q = self.q if rows is None or not zero_rows else self.q.masked_fill(rows[:, None], 0.0)
+        k, v = (x if keys is None else x.masked_fill(keys[:, None], 0.0) for x in (self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
 
 
 @dataclass(frozen=True)
@@ -102,30 +113,30 @@ class Backend(Protocol):
         """Adds the gradients of this call to `grads`."""
 
 
-def input_error(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
-    """The error message for invalid inputs of attention; None if they are valid."""
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+    """Raise ValueError for invalid inputs of attention."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            return f"{name} must be a tensor, got {type(x).__name__}"
+        check_tensor(name, x)
         if x.ndim != 4:
-            return f"{name} must be [batch, heads, seq, head_dim], got shape {tuple(x.shape)}"
+            raise ValueError(f"{name} must be [batch, heads, seq, head_dim], got shape {tuple(x.shape)}")
         if not x.dtype.is_floating_point:
-            return f"{name} must be floating point, got {x.dtype}"
+            raise ValueError(f"{name} must be floating point, got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v must have the same dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+        raise ValueError(f"q, k and v must have the same dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if not q.device == k.device == v.device:
-        return f"q, k and v must be on the same device, got {q.device}, {k.device} and {v.device}"
+        raise ValueError(f"q, k and v must be on the same device, got {q.device}, {k.device} and {v.device}")
     if k.shape != v.shape:
-        return f"k and v must have the same shape, got {tuple(k.shape)} and {tuple(v.shape)}"
+        raise ValueError(f"k and v must have the same shape, got {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        return f"q and k must have the same batch size and head_dim, got {tuple(q.shape)} and {tuple(k.shape)}"
+        raise ValueError(
+            f"q and k must have the same batch size and head_dim, got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
     if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        return f"q_heads must be a multiple of kv_heads, got q_heads={q.shape[1]} and kv_heads={k.shape[1]}"
+        raise ValueError(f"q_heads must be a multiple of kv_heads, got q_heads={q.shape[1]} and kv_heads={k.shape[1]}")
     if not q.shape[3]:
-        return "head_dim must be at least 1, got 0"
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        return f"scale must be a finite number, got {scale!r}"
-    return None
+        raise ValueError(f"head_dim must be at least 1, got 0 in q {list(q.shape)}")
+    if scale is not None:
+        check_number("scale", scale)
 
 
 def resolve_scale(q: Tensor, scale: float | None) -> float:

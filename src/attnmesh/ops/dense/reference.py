@@ -30,10 +30,13 @@ def attention(
     def rounded(x: Tensor) -> Tensor:
         return x.to(q.dtype).to(dtype) if plain else x
 
+    allowed = mask.allows(q_positions[:, None], k_positions[None, :])
+    # where, not a product with a weight of 0: rows and keys without a visible pair may hold NaN.
+    q = torch.where(allowed.any(1)[:, None], q, 0.0)
+    k, v = (torch.where(allowed.any(0)[:, None], x, 0.0) for x in (k, v))
     group = q.shape[1] // k.shape[1]
     heads = q.to(dtype).unflatten(1, (k.shape[1], group))  # [B, Hkv, group, Sq, D]: kv heads are not expanded
     scores = rounded(torch.einsum("bhgqd,bhkd->bhgqk", heads, k.to(dtype)) * scale)
-    allowed = mask.allows(q_positions[:, None], k_positions[None, :])
     scores = scores.masked_fill(~allowed, -torch.inf)
 
     # logsumexp with an explicit maximum: a row of -inf must give -inf, and gradients of 0, never NaN.

@@ -40,7 +40,8 @@ class Triton:
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
         kernel = require("attnmesh.ops.dense.triton_forward", extra="triton").forward
-        for block in _launches(call):
+        call, blocks = _launches(call, zero_rows=False)  # the kernel selects scores of rows without keys away
+        for block in blocks:
             q, k, v = _sliced(call, block)
             whole = len(block.q) == call.q.shape[2]
             # The kernel continues the state it is given, so that partial results never round to bf16.
@@ -58,7 +59,8 @@ class Triton:
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
         kernel = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
-        for block in _launches(call):
+        call, blocks = _launches(call, zero_rows=True)
+        for block in blocks:
             q, k, v = _sliced(call, block)
             rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
             kernel(
@@ -70,12 +72,17 @@ class Triton:
             )  # fmt: skip
 
 
-def _launches(call: Call) -> tuple[Block, ...]:
-    """A single block as it is; several blocks as one launch over everything, by row bounds."""
+def _launches(call: Call, *, zero_rows: bool) -> tuple[Call, tuple[Block, ...]]:
+    """A single block as it is; several blocks as one launch over all rows and the keys that some row sees.
+
+    A call that needs a mask is returned without the NaN that unseen keys (and rows without keys) may hold.
+    """
     blocks = call.visibility.blocks
-    if len(blocks) <= 1:
-        return blocks
-    return (Block(range(call.q.shape[2]), range(call.k.shape[2]), Kind.PARTIAL),)
+    if len(blocks) > 1:
+        keys = range(min(block.k.start for block in blocks), max(block.k.stop for block in blocks))
+        blocks = (Block(range(call.q.shape[2]), keys, Kind.PARTIAL),)
+    partial = any(block.kind is Kind.PARTIAL for block in blocks)
+    return (call.with_unseen_zeroed(zero_rows=zero_rows) if partial else call), blocks
 
 
 def _sliced(call: Call, block: Block) -> Any:

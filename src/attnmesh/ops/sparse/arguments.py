@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import check_bool, check_count, check_positive, check_tensor, shown
 
 Base = Literal["e", "2"]
 
@@ -80,16 +80,17 @@ class SparseMask:
 
     def __post_init__(self) -> None:
         check_positive(k_stride=self.k_stride)
+        check_bool(causal=self.causal)
         for name in ("q_start", "k_offset"):
-            n = getattr(self, name)
-            if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-                raise ValueError(f"{name} must be a non-negative integer, got {n!r}")
+            check_count(name, getattr(self, name), most=2**62)
         for name in ("topk_length", "q_positions", "k_start", "k_end"):
             _check_integers(name, getattr(self, name))
         if self.q_start and self.q_positions is not None:
-            raise ValueError(f"q_start={self.q_start} and q_positions exclude each other: give one of them")
+            raise ValueError(f"q_start={self.q_start} and q_positions exclude each other, got both")
         if not self.causal and (self.q_start or self.q_positions is not None or self.k_stride != 1):
-            raise ValueError(f"q_start={self.q_start}, q_positions and k_stride={self.k_stride} require causal=True")
+            raise ValueError(
+                f"q_start={self.q_start}, q_positions and k_stride={self.k_stride} require causal=True, got False"
+            )
 
     def bounds(self, s_q: int, s_kv: int, topk: int, device: torch.device) -> RowBounds:
         """The mask as kernels take it. Never synchronizes with the device."""
@@ -115,7 +116,7 @@ def _check_integers(name: str, given: object) -> None:
     if given is None:
         return
     if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64) or given.ndim != 1:
-        got = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
+        got = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else shown(given)
         raise ValueError(f"{name} must be an int32 or int64 tensor [s_q], got {got}")
 
 
@@ -153,11 +154,16 @@ def canonicalize(
     All ranks must hold the slots of a row in the same order, because slots are summed over ranks by position.
     """
     indices = check_indices(indices)
-    if scores is not None and (not isinstance(scores, Tensor) or scores.shape != indices.shape):
-        got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"scores must be {list(indices.shape)}, the shape of indices, got {got}")
-    if s_kv is not None and (isinstance(s_kv, bool) or not isinstance(s_kv, int) or s_kv < 0):
-        raise ValueError(f"s_kv must be a non-negative integer, got {s_kv!r}")
+    if scores is not None:
+        check_tensor("scores", scores)
+        if scores.shape != indices.shape or scores.dtype not in _DTYPES or scores.device != indices.device:
+            raise ValueError(
+                f"scores must be {list(indices.shape)}, the shape of indices, floating point on {indices.device}, got "
+                f"{shown(scores)}"
+            )
+    if s_kv is not None:
+        check_count("s_kv", s_kv)
+    check_bool(unique=unique)
     in_range = (indices >= 0) & (indices < (_INT32_MAX if s_kv is None else s_kv))
     keys, order = indices.masked_fill(~in_range, _INT32_MAX).sort(dim=1, stable=True)
     if unique:
@@ -198,6 +204,8 @@ def merge_topk(candidates: Sequence[TopKIndices], topk: int) -> TopKIndices:
 
 def convert_lse(lse: Tensor, src: Base, dst: Base) -> Tensor:
     """Converts an lse from base `src` to base `dst`, "e" or "2". Infinities are unchanged."""
+    if check_tensor("lse", lse).dtype not in _DTYPES:
+        raise ValueError(f"lse must be floating point, got {shown(lse)}")
     check_base("src", src)
     check_base("dst", dst)
     return lse if src == dst else lse * (_LOG[src] / _LOG[dst])
@@ -205,8 +213,8 @@ def convert_lse(lse: Tensor, src: Base, dst: Base) -> Tensor:
 
 def check_base(name: str, base: object) -> None:
     """Raises ValueError unless `base` is "e" or "2"."""
-    if base not in _LOG:
-        raise ValueError(f"{name} must be 'e' (natural) or '2', got {base!r}")
+    if not isinstance(base, str) or base not in _LOG:
+        raise ValueError(f"{name} must be 'e' (natural) or '2', got {shown(base)}")
 
 
 # Validation: each function returns the argument in the form that kernels take, or raises ValueError.
@@ -215,8 +223,9 @@ def check_base(name: str, base: object) -> None:
 def check_indices(indices: object, s_q: int | None = None) -> Tensor:
     """`indices` as int32 [s_q, topk]; [s_q, 1, topk] (one kv head) is also accepted."""
     if not isinstance(indices, Tensor) or indices.dtype != torch.int32:
-        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        got = indices.dtype if isinstance(indices, Tensor) else f"{type(indices).__name__} {shown(indices)}"
         raise ValueError(f"indices must be an int32 tensor, got {got}")
+    check_tensor("indices", indices)
     shape = list(indices.shape)
     if indices.ndim == 3 and shape[1] == 1:
         indices = indices[:, 0]
@@ -228,9 +237,9 @@ def check_indices(indices: object, s_q: int | None = None) -> Tensor:
 
 def check_queries(name: str, q: object) -> Tensor:
     """`q` as [s_q, heads, d]."""
-    if not isinstance(q, Tensor) or q.ndim != 3 or not q.shape[1] or not q.shape[2]:
-        got = list(q.shape) if isinstance(q, Tensor) else type(q).__name__
-        raise ValueError(f"{name} must be a tensor [s_q, heads, d], got {got}")
+    q = check_tensor(name, q, "[s_q, heads, d]")
+    if q.ndim != 3 or not q.shape[1] or not q.shape[2]:
+        raise ValueError(f"{name} must be a tensor [s_q, heads, d], got {list(q.shape)}")
     if q.dtype not in _DTYPES:
         raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, got {q.dtype}")
     return _contiguous_features(q)
@@ -238,8 +247,7 @@ def check_queries(name: str, q: object) -> Tensor:
 
 def check_keys(name: str, k: object, q: Tensor, width: int | None) -> Tensor:
     """`k` as [s_kv, width] with the dtype and device of `q`; [s_kv, 1, width] (one kv head) is also accepted."""
-    if not isinstance(k, Tensor):
-        raise ValueError(f"{name} must be a tensor [s_kv, d], got {type(k).__name__}")
+    k = check_tensor(name, k, "[s_kv, d]")
     shape = list(k.shape)
     if k.ndim == 3 and shape[1] == 1:
         k = k[:, 0]
@@ -253,25 +261,18 @@ def check_keys(name: str, k: object, q: Tensor, width: int | None) -> Tensor:
 
 def check_per_head(name: str, x: object, q: Tensor) -> Tensor:
     """`x` as [s_q, heads] on the device of `q`."""
-    if not isinstance(x, Tensor) or x.shape != q.shape[:2]:
-        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be [s_q, heads] = {list(q.shape[:2])}, got {got}")
+    x = check_tensor(name, x, "[s_q, heads]")
+    if x.shape != q.shape[:2]:
+        raise ValueError(f"{name} must be [s_q, heads] = {list(q.shape[:2])}, got {list(x.shape)}")
     if not x.is_floating_point() or x.device != q.device:
         raise ValueError(f"{name} must be floating point on {q.device}, got {x.dtype} on {x.device}")
     return x
 
 
-def check_scale(name: str, scale: object) -> float:
-    """`scale` as a finite float."""
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ValueError(f"{name} must be a finite number, got {scale!r}")
-    return float(scale)
-
-
 def check_mask(mask: object) -> SparseMask:
     """`mask` as a SparseMask."""
     if not isinstance(mask, SparseMask):
-        raise ValueError(f"mask must be a SparseMask, got {type(mask).__name__}")
+        raise ValueError(f"mask must be a SparseMask, got {type(mask).__name__} {shown(mask)}")
     return mask
 
 
@@ -284,9 +285,9 @@ def check_sinks(sinks: object, q: Tensor) -> None:
     """Raises ValueError unless `sinks` is [heads] on the device of `q`, or None."""
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor) or sinks.shape != q.shape[1:2]:
-        got = list(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise ValueError(f"sinks must be [heads] = [{q.shape[1]}], got {got}")
+    sinks = check_tensor("sinks", sinks, f"[heads] = [{q.shape[1]}]")
+    if sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks must be [heads] = [{q.shape[1]}], got {list(sinks.shape)}")
     if not sinks.is_floating_point() or sinks.device != q.device:
         raise ValueError(f"sinks must be floating point on {q.device}, got {sinks.dtype} on {sinks.device}")
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from attnmesh.core.merge import add_sinks, sink_gradient
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import check_bool, check_number, check_positive
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
 from attnmesh.ops.sparse.backend import Backend, select_backend
@@ -72,6 +72,7 @@ def sparse_attention(
 
     Gradients flow to q, kv, v and sinks, from out and from lse, so states over parts of the keys can be merged.
     """
+    check_bool(return_attn_sum=return_attn_sum)
     call = attention_call(q, kv, indices, scale, d_v, v, mask, deterministic, backend)
     arguments.check_sinks(sinks, call.q)
     out, lse = _SparseAttention.apply(call.q, call.k, call.v, sinks, call)  # type: ignore[no-untyped-call]
@@ -105,6 +106,7 @@ def attention_distribution(
         normalize: scale every row to a sum of 1, unless it is 0. By default nothing is normalized, so that results of
             ranks that hold other heads can be summed.
     """
+    check_bool(normalize=normalize)
     call = attention_call(q, k, indices, scale, None, None, mask, False, backend, k_name="k")
     check_base("lse_base", lse_base)
     lse = arguments.check_per_head("lse", lse, call.q).detach().to(accumulation_dtype(call.q.dtype))
@@ -160,7 +162,8 @@ def attention_call(
     elif d_v > width:
         raise ValueError(f"d_v must be at most the width of a key, {width}, got {d_v}")
     bounds = arguments.mask_bounds(mask, q, k.shape[0] if s_kv is None else s_kv, indices.shape[1])
-    scale = arguments.check_scale("scale", scale)
+    scale = check_number("scale", scale)
+    check_bool(deterministic=deterministic)
     return AttentionCall(q, k, v, indices, bounds, scale, d_v, deterministic, select_backend(q, backend))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.optional import installed
+from attnmesh.core.validation import check_choice
 from attnmesh.ops.sparse import torch_backend
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices
 
@@ -108,8 +109,7 @@ class Torch:
 
 def select_backend(q: Tensor, backend: str) -> Backend:
     """The backend of this name; "auto" is Triton on a GPU and torch elsewhere. ValueError if it cannot serve `q`."""
-    if backend not in _NAMES:
-        raise ValueError(f"backend must be one of {', '.join(_NAMES)}, got {backend!r}")
+    check_choice("backend", backend, _NAMES)
     refusal = _triton_refusal(q)
     if backend == "triton" and refusal is not None:
         raise ValueError(f"backend='triton' cannot serve this call: {refusal}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import check_bool, check_number, check_positive, shown
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import RowBounds, SparseMask, TopKIndices
 from attnmesh.ops.sparse.backend import Backend, select_backend
@@ -88,7 +88,8 @@ def check_topk(topk: object, block_size: object, mask: object) -> None:
     check_positive(topk=topk, block_size=block_size)
     if isinstance(mask, SparseMask) and mask.topk_length is not None:
         raise ValueError(
-            "mask.topk_length must be None for indexer_topk, which has no slots yet: use k_start and k_end"
+            "mask.topk_length must be None for indexer_topk, which has no slots yet (use k_start and k_end), got "
+            f"{shown(mask.topk_length)}"
         )
 
 
@@ -99,8 +100,9 @@ def indexer_call(
     iq = arguments.check_queries("iq", iq)
     ik = arguments.check_keys("ik", ik, iq, iq.shape[2])
     w = arguments.check_per_head("w", w, iq)
-    scale = arguments.check_scale("scale", scale)
-    return IndexerCall(iq, ik, w, scale, bool(relu), deterministic, select_backend(iq, backend))
+    scale = check_number("scale", scale)
+    check_bool(relu=relu, deterministic=deterministic)
+    return IndexerCall(iq, ik, w, scale, relu, deterministic, select_backend(iq, backend))
 
 
 def scores_at(call: IndexerCall, indices: Tensor, bounds: RowBounds) -> Tensor:

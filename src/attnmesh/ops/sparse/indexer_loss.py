@@ -8,13 +8,14 @@ The backward pass is a second one, because softmax(I) - p / m needs both normali
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core.state import accumulation_dtype
+from attnmesh.core.validation import check_choice, check_count, check_number, check_tensor, shown
 from attnmesh.ops.sparse import arguments, indexer
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, check_base, convert_lse
 from attnmesh.ops.sparse.attention import normalize_rows
@@ -117,23 +118,24 @@ def loss_call(
 ) -> LossCall:  # fmt: skip
     """Validates the arguments. `s_kv` is the number of keys in the sequence, where `ik` is a shard of them."""
     call = indexer.indexer_call(iq, ik, w, scale, relu, deterministic, backend)
-    if mode not in ("sparse", "dense"):
-        raise ValueError(f'mode must be "sparse" or "dense", got {mode!r}')
-    if reduction not in ("sum", "mean_rows", "none"):
-        raise ValueError(f'reduction must be "sum", "mean_rows" or "none", got {reduction!r}')
+    check_choice("mode", mode, get_args(Mode))
+    check_choice("reduction", reduction, get_args(Reduction))
+    check_base("lse_base", lse_base)
     mask = arguments.check_mask(mask)
-    _check_row_arguments(call.iq.shape[0], row_mask, global_rows)
+    _check_row_arguments(call.iq, row_mask, global_rows)
     if mode == "sparse" and indices is None:
-        raise ValueError('indices must be given with mode="sparse"; mode="dense" is over all keys')
-    if mode == "dense" and (indices is not None or target is not None or mask.topk_length is not None):
-        raise ValueError('mode="dense" is over all keys: indices, target and mask.topk_length must be None')
+        raise ValueError('indices must be given with mode="sparse" (mode="dense" is over all keys), got None')
+    if mode == "dense":
+        for name, given in (("indices", indices), ("target", target), ("mask.topk_length", mask.topk_length)):
+            if given is not None:
+                raise ValueError(f'{name} must be None with mode="dense", which is over all keys, got {shown(given)}')
     if indices is not None:
         indices = arguments.check_same_device(arguments.check_indices(indices, call.iq.shape[0]), call.iq)
     source = None
     if target is None:
         source = _attention_target(q, k, lse, attn_scale, lse_base, call, backend)
     elif any(given is not None for given in (q, k, lse, attn_scale)):
-        raise ValueError("give either target or q, k, lse and attn_scale, not both")
+        raise ValueError("target and (q, k, lse, attn_scale) exclude each other, got both")
     else:
         assert indices is not None
         target = _check_target(target, indices)
@@ -145,9 +147,11 @@ def loss_call(
 
 
 def _check_target(target: object, indices: Tensor) -> Tensor:
-    if not isinstance(target, Tensor) or target.shape != indices.shape or target.device != indices.device:
-        got = f"{list(target.shape)} on {target.device}" if isinstance(target, Tensor) else type(target).__name__
-        raise ValueError(f"target must be {list(indices.shape)} on {indices.device} like indices, got {got}")
+    target = check_tensor("target", target)
+    if target.shape != indices.shape or target.device != indices.device or not target.is_floating_point():
+        raise ValueError(
+            f"target must be floating point {list(indices.shape)} on {indices.device} like indices, got {shown(target)}"
+        )
     return target.detach()
 
 
@@ -157,7 +161,7 @@ def _attention_target(
 ) -> AttentionTarget:  # fmt: skip
     if q is None or k is None or lse is None or attn_scale is None:
         missing = [name for name, x in (("q", q), ("k", k), ("lse", lse), ("attn_scale", attn_scale)) if x is None]
-        raise ValueError(f"without target, q, k, lse and attn_scale must be given; missing: {missing}")
+        raise ValueError(f"without target, q, k, lse and attn_scale must be given, got None for {', '.join(missing)}")
     q = arguments.check_queries("q", q)
     k = arguments.check_keys("k", k, q, q.shape[2])
     check_base("lse_base", lse_base)
@@ -170,23 +174,24 @@ def _attention_target(
             f"attention and indexer must have the same rows and keys: q has {q.shape[0]} rows and iq "
             f"{call.iq.shape[0]}, k has {k.shape[0]} keys and ik {call.ik.shape[0]}"
         )
-    scale = arguments.check_scale("attn_scale", attn_scale)
+    scale = check_number("attn_scale", attn_scale)
     return AttentionTarget(q.detach(), k.detach(), lse, scale, select_backend(q, backend))
 
 
-def _check_row_arguments(s_q: int, row_mask: object, global_rows: object) -> None:
+def _check_row_arguments(iq: Tensor, row_mask: object, global_rows: object) -> None:
+    s_q = iq.shape[0]
     if row_mask is not None and (
         not isinstance(row_mask, Tensor) or row_mask.dtype != torch.bool or row_mask.shape != (s_q,)
     ):
-        got = f"{row_mask.dtype} {list(row_mask.shape)}" if isinstance(row_mask, Tensor) else repr(row_mask)
+        got = f"{row_mask.dtype} {list(row_mask.shape)}" if isinstance(row_mask, Tensor) else shown(row_mask)
         raise ValueError(f"row_mask must be bool [{s_q}], got {got}")
+    if isinstance(row_mask, Tensor) and row_mask.device != iq.device:
+        raise ValueError(f"row_mask must be on {iq.device} like iq, got {row_mask.device}")
     if isinstance(global_rows, Tensor):
-        if global_rows.ndim:
-            raise ValueError(f"global_rows must be one number, got a tensor {list(global_rows.shape)}")
-    elif global_rows is not None and (
-        isinstance(global_rows, bool) or not isinstance(global_rows, int) or global_rows < 1
-    ):
-        raise ValueError(f"global_rows must be at least 1, got {global_rows!r}")
+        if global_rows.ndim or global_rows.dtype.is_complex:
+            raise ValueError(f"global_rows must be one number, got {shown(global_rows)}")
+    elif global_rows is not None:
+        check_count("global_rows", global_rows, least=1, most=2**53)
 
 
 def _row_losses(loss: LossCall) -> Tensor:

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
-from attnmesh.core.layouts import Contiguous, Layout
-from attnmesh.core.validation import check_count, check_positive
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
+from attnmesh.core.compiling import not_compiled
+from attnmesh.core.layouts import Contiguous, Layout, check_layout
+from attnmesh.core.validation import check_bool, check_choice, check_count, check_positive
 from attnmesh.ops.sparse import arguments
 from attnmesh.ops.sparse.arguments import Base, RowBounds, SparseMask, TopKIndices, check_base, convert_lse
 from attnmesh.ops.sparse.attention import AttentionCall, attention_call, normalize_rows
@@ -58,6 +59,7 @@ class SparseParallel:
     Gradients are those of one device: a tensor that several ranks hold gets its whole gradient on each of them.
     """
 
+    @not_compiled("a SparseParallel is constructed outside of a compiled graph")
     def __init__(
         self,
         *,
@@ -69,16 +71,15 @@ class SparseParallel:
         schedule: Schedule = "allgather",
         check_indices: bool = True,
     ) -> None:
-        if not isinstance(layout, Layout):
-            raise ValueError(f"layout must be a layout (Contiguous(), Zigzag(), ...), got {layout!r}")
-        if schedule not in get_args(Schedule):
-            raise ValueError(f'schedule must be "allgather" or "ring", got {schedule!r}')
+        check_layout("layout", layout)
+        check_choice("schedule", schedule, get_args(Schedule))
+        check_bool(check_indices=check_indices)
         for name, n in (("length", length), ("key_length", key_length)):
             if n is not None:
                 check_count(name, n)
         self.layout, self.schedule, self.check_indices = layout, schedule, check_indices
         self.length, self.key_length = length, length if key_length is None else key_length
-        self._groups = SparseGroups(comm_or_solo(tp), comm_or_solo(cp))
+        self._groups = SparseGroups(comm_or_solo("tp", tp), comm_or_solo("cp", cp))
 
     @property
     def tp(self) -> Comm:
@@ -109,6 +110,7 @@ class SparseParallel:
 
         def check() -> tuple[tuple[AttentionCall, SequenceSharding], SharedValues]:
             sharding = self._sharding("q", q, "kv", kv)
+            check_bool(return_attn_sum=return_attn_sum)
             local_mask = self._local_mask(mask, sharding)
             call = attention_call(
                 q, kv, indices, scale, d_v, v, local_mask, deterministic, backend, sharding.key_length
@@ -123,10 +125,11 @@ class SparseParallel:
 
         call, sharding = check_on_all_ranks(self._groups, "SparseParallel.sparse_attention", check)
         self._check_same_indices(call.indices, call.bounds)
-        out, lse, dist = attend(call, sinks, sharding, return_attn_sum)
-        if not return_attn_sum:
-            return out, lse
-        return out, lse, self._replicated_rows(call.q).reduce_heads(dist)
+        with propagate_failure(self._groups):
+            out, lse, dist = attend(call, sinks, sharding, return_attn_sum)
+            if not return_attn_sum:
+                return out, lse
+            return out, lse, self._replicated_rows(call.q).reduce_heads(dist)
 
     def attention_distribution(
         self,
@@ -149,8 +152,11 @@ class SparseParallel:
 
         def check() -> tuple[tuple[AttentionCall, SequenceSharding, Tensor], SharedValues]:
             sharding = self._sharding("q", q, "k", k)
+            check_bool(normalize=normalize)
             local_mask = self._local_mask(mask, sharding)
-            call = attention_call(q, k, indices, scale, None, None, local_mask, False, backend, sharding.key_length)
+            call = attention_call(
+                q, k, indices, scale, None, None, local_mask, False, backend, sharding.key_length, k_name="k"
+            )
             check_base("lse_base", lse_base)
             natural = convert_lse(arguments.check_per_head("lse", lse, call.q).detach(), lse_base, "e")
             if head_group is not None:
@@ -168,7 +174,7 @@ class SparseParallel:
         call, sharding, natural = check_on_all_ranks(self._groups, "SparseParallel.attention_distribution", check)
         self._check_same_indices(call.indices, call.bounds)
         heads = call.q.shape[1]
-        with torch.no_grad():
+        with propagate_failure(self._groups), torch.no_grad():
             dist = distribution(
                 call,
                 exchange_keys([call.k], sharding),
@@ -208,7 +214,8 @@ class SparseParallel:
 
         call, checked, bounds, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_scores_at", check)
         self._check_same_indices(checked, bounds)
-        return indexer.scores_at(call, checked, bounds, sharding, self._replicated_rows(call.iq))
+        with propagate_failure(self._groups):
+            return indexer.scores_at(call, checked, bounds, sharding, self._replicated_rows(call.iq))
 
     def indexer_topk(
         self,
@@ -240,7 +247,7 @@ class SparseParallel:
 
         call, bounds, sharding = check_on_all_ranks(self._groups, "SparseParallel.indexer_topk", check)
         rows = RowSharding(self.tp, call.iq.shape[0], scattered=self.tp.world > 1)
-        with torch.no_grad():
+        with propagate_failure(self._groups), torch.no_grad():
             return indexer.topk_keys(call, topk, bounds, block_size, sharding, rows)
 
     def indexer_kl_loss(
@@ -279,8 +286,7 @@ class SparseParallel:
 
         def check() -> tuple[tuple[LossCall, SequenceSharding], SharedValues]:
             sharding = self._sharding("iq", iq, "ik", ik)
-            if rows not in get_args(LossRows):
-                raise ValueError(f'rows must be "replicated" or "scattered", got {rows!r}')
+            check_choice("rows", rows, get_args(LossRows))
             local_mask = self._local_mask(mask, sharding)
             loss = loss_call(
                 iq, ik, w, indices, target, q, k, lse, attn_scale, lse_base, local_mask, mode, scale, relu,
@@ -301,11 +307,12 @@ class SparseParallel:
             self._check_same_indices(loss.indices, loss.bounds)
         scattered = rows == "scattered" and self.tp.world > 1
         row_sharding = RowSharding(self.tp, loss.indexer.iq.shape[0], scattered=scattered)
-        losses = indexer.row_losses(loss, sharding, row_sharding)
-        if reduction == "mean_rows" and global_rows is None:
-            global_rows = indexer.global_row_count(sharding, row_mask)
-        partial = reduce_rows(losses, reduction, row_mask, global_rows)
-        return partial if reduction == "none" else indexer.sum_over_sequence(partial, self.cp)
+        with propagate_failure(self._groups):
+            losses = indexer.row_losses(loss, sharding, row_sharding)
+            if reduction == "mean_rows" and global_rows is None:
+                global_rows = indexer.global_row_count(sharding, row_mask)
+            partial = reduce_rows(losses, reduction, row_mask, global_rows)
+            return partial if reduction == "none" else indexer.sum_over_sequence(partial, self.cp)
 
     def _sharding(self, q_name: str, q: object, k_name: str, k: object) -> SequenceSharding:
         """Raises ValueError unless this rank passes as many queries and keys as it holds."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attnmesh.comm import propagate_failure
 from attnmesh.core.merge import add_sinks, merge, sink_gradient
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.sparse.attention import AttentionCall, softmax_delta
@@ -76,17 +77,18 @@ class _Attention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         call, sharding = ctx.rest
         sharding.groups.note("backward of sparse attention", f"call {ctx.number}")
-        if d_out is None:
-            d_out = torch.zeros_like(out)
-        d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
-        delta = softmax_delta(call.backend, out, lse, d_out, d_lse)
-        d_q: Tensor | None = None
-        grads: list[Tensor | None] = [None, None]
-        if any(ctx.needs_input_grad[:3]):
-            d_q, grads = _gradients(q, k, v, call, sharding, lse, delta, d_out, any(ctx.needs_input_grad[1:3]))
-        d_sinks = None
-        if ctx.needs_input_grad[3]:  # sinks are replicated over cp: every rank gets the whole gradient
-            d_sinks = sharding.groups.cp.all_reduce(sink_gradient(sinks, lse, delta)).to(sinks.dtype)
+        with propagate_failure(sharding.groups):
+            if d_out is None:
+                d_out = torch.zeros_like(out)
+            d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+            delta = softmax_delta(call.backend, out, lse, d_out, d_lse)
+            d_q: Tensor | None = None
+            grads: list[Tensor | None] = [None, None]
+            if any(ctx.needs_input_grad[:3]):
+                d_q, grads = _gradients(q, k, v, call, sharding, lse, delta, d_out, any(ctx.needs_input_grad[1:3]))
+            d_sinks = None
+            if ctx.needs_input_grad[3]:  # sinks are replicated over cp: every rank gets the whole gradient
+                d_sinks = sharding.groups.cp.all_reduce(sink_gradient(sinks, lse, delta)).to(sinks.dtype)
         return d_q, *grads, d_sinks, None, None, None
 
 

@@ -14,10 +14,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, RankGroups, SoloComm, comm_from
+from attnmesh.comm import Comm, RankGroups, SoloComm, propagate_failure
 from attnmesh.core.call_log import format_ranks
 from attnmesh.core.layouts import Striped
 from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
+from attnmesh.parallel.node_groups import comm_named
 
 _ROW_LAYOUT = Striped()  # late rows see more keys
 _STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of splitmix64, as int64
@@ -35,9 +36,9 @@ class SparseGroups(RankGroups):
         self.tp, self.cp = tp, cp
 
 
-def comm_or_solo(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
-    """The comm of `group`; None is this rank alone."""
-    return SoloComm() if group is None else comm_from(group)
+def comm_or_solo(name: str, group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+    """The comm of the argument `name`; None is this rank alone."""
+    return SoloComm() if group is None else comm_named(name, group)
 
 
 # Values that ranks must agree on.
@@ -146,7 +147,9 @@ def check_same_indices(indices: Tensor, bounds: RowBounds, groups: SparseGroups)
     tp, cp = groups.tp, groups.cp
     if tp.world == 1:
         return
-    of_tp = torch.cat(tp.all_gather(checksum(indices, bounds), [(1,)] * tp.world))
+    with propagate_failure(groups):
+        own = checksum(indices, bounds)
+    of_tp = torch.cat(tp.all_gather(own, [(1,)] * tp.world))
     of_all = torch.stack(cp.all_gather(of_tp, [(tp.world,)] * cp.world)).tolist()
     errors = [
         f"those of tp {format_ranks(others)} differ from tp rank 0's"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnmesh.comm import Comm
+from attnmesh.comm import Comm, propagate_failure
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, merge_topk
 from attnmesh.ops.sparse.indexer import IndexerCall
@@ -80,19 +80,20 @@ class _ScoresAt(torch.autograd.Function):
         iq, ik, w = ctx.saved_tensors
         call, indices, bounds, sharding, rows = ctx.rest
         sharding.groups.note("backward of indexer scores", f"call {ctx.number}")
-        keys = exchange_keys([ik], sharding)
-        slots, grad_return = keys.slots(indices, bounds), keys.grad_return()
-        total = _RowGrads(iq, w, keys.single)
-        for shard in keys.shards():
-            local = slots(shard)
-            d_iq, d_ik, d_w = call.backend.scores_at_backward(
-                iq, shard.tensors[0], w, local.indices, local.bounds, local.gather(grad).contiguous(),
-                scale=call.scale, relu=call.relu, deterministic=call.deterministic, dtype=total.dtype,
-            )  # fmt: skip
-            total.add(d_iq, d_w)
-            if ctx.needs_input_grad[1]:
-                grad_return.send(shard, [d_ik])
-        d_keys = rows.reduce_grad(grad_return.collect()[0]).to(ik.dtype) if ctx.needs_input_grad[1] else None
+        with propagate_failure(sharding.groups):
+            keys = exchange_keys([ik], sharding)
+            slots, grad_return = keys.slots(indices, bounds), keys.grad_return()
+            total = _RowGrads(iq, w, keys.single)
+            for shard in keys.shards():
+                local = slots(shard)
+                d_iq, d_ik, d_w = call.backend.scores_at_backward(
+                    iq, shard.tensors[0], w, local.indices, local.bounds, local.gather(grad).contiguous(),
+                    scale=call.scale, relu=call.relu, deterministic=call.deterministic, dtype=total.dtype,
+                )  # fmt: skip
+                total.add(d_iq, d_w)
+                if ctx.needs_input_grad[1]:
+                    grad_return.send(shard, [d_ik])
+            d_keys = rows.reduce_grad(grad_return.collect()[0]).to(ik.dtype) if ctx.needs_input_grad[1] else None
         return total.d_iq.to(iq.dtype), d_keys, total.d_w.to(w.dtype), None, None, None, None, None
 
 
@@ -182,27 +183,30 @@ class _DenseKL(torch.autograd.Function):
         iq, ik, w, log_z, mass = ctx.saved_tensors
         call, source, bounds, sharding, rows = ctx.rest
         sharding.groups.note("backward of the indexer loss", f"call {ctx.number}")
-        keys = exchange_keys([ik, source.k], sharding)
-        grad_return, total = keys.grad_return(), _RowGrads(iq, w, single=False)
-        for shard in keys.shards():
-            index_keys, attention_keys = shard.tensors
-            d_ik = torch.zeros_like(index_keys, dtype=log_z.dtype)
-            target = source._replace(k=attention_keys)
-            for part, indices, chunk in key_chunks(rows.rows, index_keys.shape[0], keys.local_bounds(shard, bounds)):
-                p = rows.reduce_heads(target.narrow_keys(part).at(indices, chunk))
-                indices, chunk = rows.shard(indices), rows.shard_bounds(chunk)
-                scores = call.backend.scores_at(
-                    iq, index_keys[part], w, indices, chunk, scale=call.scale, relu=call.relu
-                )
-                d_iq, d_keys, d_w = call.backend.dense_scores_backward(
-                    iq, index_keys[part], w, chunk, score_gradient(p, scores, log_z, mass, grad), scale=call.scale,
-                    relu=call.relu, dtype=total.dtype,
-                )  # fmt: skip
-                total.add(d_iq, d_w)
-                d_ik[part] += d_keys
-            if ctx.needs_input_grad[1]:
-                grad_return.send(shard, [d_ik])
-        d_own = rows.reduce_grad(grad_return.collect()[0]).to(ik.dtype) if ctx.needs_input_grad[1] else None
+        with propagate_failure(sharding.groups):
+            keys = exchange_keys([ik, source.k], sharding)
+            grad_return, total = keys.grad_return(), _RowGrads(iq, w, single=False)
+            for shard in keys.shards():
+                index_keys, attention_keys = shard.tensors
+                d_ik = torch.zeros_like(index_keys, dtype=log_z.dtype)
+                target = source._replace(k=attention_keys)
+                for part, indices, chunk in key_chunks(
+                    rows.rows, index_keys.shape[0], keys.local_bounds(shard, bounds)
+                ):
+                    p = rows.reduce_heads(target.narrow_keys(part).at(indices, chunk))
+                    indices, chunk = rows.shard(indices), rows.shard_bounds(chunk)
+                    scores = call.backend.scores_at(
+                        iq, index_keys[part], w, indices, chunk, scale=call.scale, relu=call.relu
+                    )
+                    d_iq, d_keys, d_w = call.backend.dense_scores_backward(
+                        iq, index_keys[part], w, chunk, score_gradient(p, scores, log_z, mass, grad), scale=call.scale,
+                        relu=call.relu, dtype=total.dtype,
+                    )  # fmt: skip
+                    total.add(d_iq, d_w)
+                    d_ik[part] += d_keys
+                if ctx.needs_input_grad[1]:
+                    grad_return.send(shard, [d_ik])
+            d_own = rows.reduce_grad(grad_return.collect()[0]).to(ik.dtype) if ctx.needs_input_grad[1] else None
         return total.d_iq.to(iq.dtype), d_own, total.d_w.to(w.dtype), None, None, None, None, None
 
 
