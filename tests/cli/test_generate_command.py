@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from rich.console import Console
 
 from attnmesh.cli import output
 from attnmesh.cli.generate import job
@@ -158,7 +157,9 @@ def test_a_wrong_answer_is_seen_and_is_an_exit_status_of_one(model, monkeypatch)
 def test_a_terminal_shows_how_far_reading_is_and_clears_it(model, monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(
-        output, "console", lambda *, quiet=False, **_: Console(file=shown, force_terminal=True, quiet=quiet, width=100)
+        output,
+        "console",
+        lambda *, quiet=False, **_: output.PlainConsole(file=shown, force_terminal=True, quiet=quiet, width=100),
     )
     right(virtual(model, "--prefill-chunk", "20"))
     assert "prefill" in shown.getvalue()

@@ -45,7 +45,7 @@ def test_a_report_of_files_is_written(tmp_path):
         (["--out", "{folder}/none/report.html"], "--out must be in an existing folder"),
         (["--out", "{folder}"], "--out must be a file, got the folder"),
         (["--ranks", 0], "Invalid value"),
-        (["--ranks", 65], "1 to 64 ranks"),
+        (["--ranks", 65], "65 is not in the range 1<=x<=64"),
         (["--length", "long"], "got 'long'"),
         (["--mask", "window:0"], "mask must be causal, full or window:N"),
         (["--mask", "diagonal"], "got 'diagonal'"),

@@ -100,6 +100,14 @@ def one_call_more(comm):
 
 
 @case
+def one_call_more_before_an_agreement(comm):
+    comm.agree("a", {})
+    if is_odd(comm):
+        comm.agree("a", {})
+    comm.agree("b", {})
+
+
+@case
 def unshard_for_attention(comm):
     context = am.ContextParallel(comm, schedule="ulysses")
     attend(context)

@@ -30,7 +30,6 @@ from attnmesh.cli.options import (
     VirtualOption,
     check_device,
     check_output_file,
-    reported_errors,
 )
 from attnmesh.comm import Comm, VirtualComm, launch, recording
 from attnmesh.core.layouts import LAYOUTS
@@ -73,10 +72,9 @@ def trace_command(
         device=device.value,
         dtype=precision.value,
     )
-    with reported_errors("trace"):
-        check_output_file("--out", out)
-        case.check(launch.world_size(ranks, virtual=virtual))
-        launch.run(_trace, ranks, device=device.value, virtual=virtual, case=case, out=out)
+    check_output_file("--out", out)
+    case.check(launch.world_size(ranks, virtual=virtual))
+    launch.run(_trace, ranks, device=device.value, virtual=virtual, case=case, out=out)
 
 
 @dataclass(frozen=True)

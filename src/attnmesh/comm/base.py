@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.agreement import CommError, Signature, disagreement
-from attnmesh.core.call_log import CallLog, call_text, out_of_step, text_digest
+from attnmesh.core.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
 from attnmesh.core.validation import check_timeout
 from attnmesh.trace.recorder import Recorder
 
@@ -223,9 +223,9 @@ class Comm(ABC):
         problem = disagreement(signatures)
         if problem is not None:
             raise ValueError(problem)
-        different = out_of_step({rank: signature.calls for rank, signature in signatures.items()})
-        if different is not None:
-            raise CommError(different)
+        calls = {rank: signature.calls for rank, signature in signatures.items()}
+        if len({latest[-1].digest if latest else 0 for latest in calls.values()}) > 1:
+            raise CommError(out_of_step(calls) or more_calls(calls))
         return text_digest(call_text(operation, dict(sorted(texts.items()))))
 
     @final

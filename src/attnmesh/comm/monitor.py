@@ -111,7 +111,7 @@ class Monitor:
         if not is_watched():
             return True
         try:
-            problem = self.out_of_step() or self._overtook()
+            problem = self._store.failures() or self.out_of_step() or self._overtook()
         except CommError:
             return True  # the rank notices that the store is lost when it needs it
         interrupt = self._interrupt()

@@ -10,6 +10,7 @@ from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
 from attnmesh.core.ranges import Ranges, rows_between
+from attnmesh.core.validation import MAX_RANKS, check_count
 from attnmesh.plan.blocks import Patch
 
 
@@ -42,6 +43,7 @@ def shards(
     mask: Mask, layout: Layout, length: int, world: int, key_layout: Layout | None = None, key_length: int | None = None
 ) -> Shards:
     """The shards that layouts describe; keys have the layout and length of the queries unless given."""
+    check_count("world", world, least=1, most=MAX_RANKS)
 
     def positions(layout: Layout, length: int) -> tuple[Ranges, ...]:
         return tuple(layout.ranges(length, world, rank) for rank in range(world))

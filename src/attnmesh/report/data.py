@@ -10,6 +10,7 @@ from pathlib import Path
 from attnmesh.core.files import read_json
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import And, Documents, Mask, SlidingWindow
+from attnmesh.core.validation import shown
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.plan.program import Load, imbalance
 from attnmesh.plan.schedule import Step, is_step
@@ -18,6 +19,7 @@ from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import Choice, choose_schedule
 from attnmesh.planner.catalog import default_cluster
+from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import Span
@@ -320,12 +322,9 @@ def _count(n: int, noun: str) -> str:
 
 
 def _check(length: int, world: int, shape: Shape) -> None:
-    if not 1 <= world <= MOST_RANKS:
-        raise ValueError(f"world must be 1 to {MOST_RANKS} ranks for a report, got {world}")
-    if length < 1:
-        raise ValueError(f"length must be at least 1, got {length}")
-    for name in ("batch", "q_heads", "kv_heads", "head_dim"):
-        if getattr(shape, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(shape, name)}")
+    if not isinstance(world, int) or not 1 <= world <= MOST_RANKS:
+        raise ValueError(f"world must be 1 to {MOST_RANKS} ranks for a report, got {shown(world)}")
+    heads = {name: getattr(shape, name) for name in ("batch", "q_heads", "kv_heads", "head_dim")}
+    check_sizes(length=length, **heads)
     if shape.q_heads % shape.kv_heads:
         raise ValueError(f"kv_heads must divide the {shape.q_heads} query heads, got {shape.kv_heads}")

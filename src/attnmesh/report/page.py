@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
+from attnmesh.core.text import printable
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, Rows, ScheduleReport
 from attnmesh.report.drawing import drawing_data
@@ -47,7 +48,7 @@ def page(report: ScheduleReport | GenerationReport) -> str:
 
 def as_script(data: object) -> str:
     """Return JSON for a script element: nothing in it can end that element or open a comment."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, marked: int | None = None) -> str:
@@ -239,7 +240,7 @@ def _number(value: float) -> str:
 
 
 def _escaped(value: object) -> str:
-    return html.escape(str(value))
+    return html.escape(printable(str(value)))
 
 
 def _part(name: str) -> str:

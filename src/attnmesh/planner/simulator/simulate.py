@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 
 from attnmesh.plan.program import Floats, MessageTotals, Program, Round
+from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Network, Slowdown
@@ -49,8 +50,7 @@ def simulate(
     `exact`: whether to simulate every message event by event; by default if there are few, see `Simulated.method`.
     """
     slow = Slowdown() if slow is None else slow
-    if program.world < 1:
-        raise ValueError(f"program.world must be at least 1, got {program.world}")
+    check_sizes(world=program.world)
     why = "exact=False" if exact is False else None
     if exact is None:
         rounds, made = program.rounds(), list[Round]()
