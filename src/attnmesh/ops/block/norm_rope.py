@@ -64,7 +64,7 @@ class Rope:
     def __post_init__(self) -> None:
         if not self.frequencies:
             raise ValueError("frequencies must contain one number per pair, got none")
-        wide = torch.tensor(self.frequencies, dtype=torch.float64)
+        wide = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu")
         inexact = (wide.float().double() != wide) | ~wide.isfinite()
         if inexact.any():
             raise ValueError(f"frequencies must be finite float32 numbers, got {wide[inexact][0].item()!r}")
