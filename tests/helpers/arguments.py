@@ -313,6 +313,8 @@ def mentions(text: str, value: Any, depth: int = 2) -> bool:
         return True
     if isinstance(value, Tensor | np.ndarray):
         shape = [str(list(value.shape)), str(tuple(value.shape)), *map(str, value.shape)]
+        if not value.ndim and str(getattr(value, "device", "cpu")) == "cpu":
+            shape.append(str(value.item()))
         kind = [str(value.dtype).removeprefix("torch."), str(getattr(value, "device", "")), "gradient", "sparse"]
         return any(each and each in text for each in (*shape, *kind, "tensor(", "array(", type(value).__name__))
     shown = [repr(value)[:20], type(value).__name__, getattr(value, "__name__", None)]
@@ -366,7 +368,7 @@ def matches(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and len(value) == len(parts) and all(map(matches, value, parts))
     if origin is not None:
         if isinstance(value, Tensor | np.ndarray):
-            return origin is abc.Iterable
+            return origin in (abc.Iterable, abc.Sequence) and value.ndim == 1
         if not isinstance(value, origin):
             return False
         inner = parts[0] if parts else Any
