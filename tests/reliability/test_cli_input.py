@@ -11,12 +11,10 @@ import sys
 from io import StringIO
 
 import pytest
-from typer.testing import CliRunner
 
 from attnmesh.cli import output, simulate
 from attnmesh.cli.errors import Terminated
 from attnmesh.cli.generate.display import Display
-from attnmesh.cli.main import app
 from attnmesh.comm import CommError, launch
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.report import GeneratedAnswer, generation_report
@@ -26,7 +24,7 @@ from helpers.cli import run
 EVIL = "\x1b]0;owned\x07\x1b[31m[red]x[/red]\r\u202e"
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 LONG = "a" * 5000
-COUNTS = ["0", "-1", "1.5", "nan", "", "10000000000", str(2**63), "9" * 5000, "٣", EVIL]
+COUNTS = ["0", "-1", "1.5", "nan", "", "10000000000", str(2**63), "9" * 5000, EVIL]
 
 SIMULATE = ("simulate", "--ranks", "8", "--length", "8k")
 PREFILL = ("plan", "prefill", "--model", "llama-3.1-8b", "--ranks", "2", "--length", "8k")
@@ -324,7 +322,7 @@ def test_an_unexpected_error_is_one_line_without_locals(monkeypatch, error, code
     assert re.match(f"attnmesh simulate: {said}", line), line
     assert "secret" not in line
     for options, env in ((("--debug",), {}), ((), {"ATTNMESH_DEBUG": "1"})):
-        ran = CliRunner().invoke(app, [*options, *SIMULATE], env=env)
+        ran = run(*options, *SIMULATE, env=env)
         assert ran.exit_code == code
         assert "Traceback (most recent call last)" in ran.stderr
         assert "secret = " in ran.stderr or "raise error" in ran.stderr  # the source, not the values
