@@ -277,6 +277,9 @@ def judge(call: Callable[[], Any], parameter: str, value: Any, hint: Any, others
     except (ValueError, am.CacheFull) as error:
         fits = hint is _MISSING or matches(value, hint)
         return judge_refusal(error, parameter, value, others if fits else ())
+    except OSError as error:  # of a file that cannot be opened
+        kind = "refused" if isinstance(value, str | Path) and "Path" in str(hint) else type(error).__name__
+        return Outcome(kind, str(error)[:300])
     except Stuck as error:
         return Outcome("stuck", str(error))
     except BaseException as error:
@@ -293,6 +296,8 @@ def judge_refusal(error: Exception, parameter: str, value: Any, others: Collecti
     text = str(error)
     if isinstance(error, am.CacheFull):
         return Outcome("refused", text)
+    if isinstance(value, str | Path) and str(value) and f"{value} " in text:
+        return Outcome("refused", text)  # a file, named by its path
     if not names(text, parameter):
         if any(names(text, other) for other in others):
             return Outcome("refused", text)

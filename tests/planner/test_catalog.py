@@ -118,7 +118,9 @@ def test_an_unknown_device_is_told_the_nearest(name, closest):
 
 
 def test_an_unknown_link_is_told_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown link 'nvlink'\. Did you mean nvlink\d or nvlink\d or nvlink\d\?"):
+    with pytest.raises(
+        ValueError, match=r"unknown intra_node link 'nvlink'\. Did you mean nvlink\d or nvlink\d or nvlink\d\?"
+    ):
         cluster("h200", intra_node="nvlink")
 
 

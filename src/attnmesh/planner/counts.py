@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import isqrt, prod
 
 from attnmesh.core.model_sizes import MAX_LAYERS
-from attnmesh.core.validation import check_count
+from attnmesh.core.validation import check_count, check_positive
 
 MAX_RANKS = 1 << 14
 MAX_LENGTH = 1 << 27
@@ -31,7 +31,8 @@ _MOST = {
 
 def check_sizes(**counts: object) -> None:
     """Raise ValueError for a count that is not a positive integer or exceeds its limit, and for too many elements."""
-    checked = {name: check_count(name, n, least=1, most=_MOST[name]) for name, n in counts.items()}
+    check_positive(**counts)
+    checked = {name: check_count(name, n, most=_MOST[name]) for name, n in counts.items()}
     elements = {name: n for name, n in checked.items() if name in _PER_ELEMENT}
     if prod(elements.values()) > _MAX_ELEMENTS:
         sizes = " x ".join(f"{name} {n}" for name, n in elements.items())

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
+from attnmesh.core.validation import check_count, check_type
 from attnmesh.plan.decode import Copies, DecodeShape, DecodeSharding, bytes_sent, cache_bytes, weight_copies
 from attnmesh.planner.cost import Cost, cost
 from attnmesh.planner.counts import check_sizes, divisors
@@ -102,11 +103,17 @@ def recommend_sharding(
     the same shardings: `seconds` are those of one layer's attention, its small kernels, its exchanges and the
     all-reduce of the projections, without reading weights, which takes the same time for all.
     """
+    check_sizes(q_heads=q_heads, head_dim=head_dim)
     hidden = q_heads * head_dim if hidden is None else hidden
     check_sizes(
         ranks=ranks, layers=layers, batch=batch, context=1 if context is None else context, tokens=tokens,
         q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden,
     )  # fmt: skip
+    check_count("itemsize", itemsize, least=1, most=64)
+    if kv_bytes is not None:
+        check_count("kv_bytes", kv_bytes, least=1, most=2**40)
+    if cluster is not None:
+        check_type("cluster", cluster, Cluster)
     if cluster is not None and context is None:
         raise ValueError("context must be given with a cluster, got context=None")
     shape = DecodeShape(batch, tokens, q_heads, kv_heads, head_dim, hidden, itemsize)

@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from os import PathLike
 from pathlib import Path
 from string import Template
 
 from attnmesh.core.text import printable
+from attnmesh.core.validation import check_type
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, Rows, ScheduleReport
 from attnmesh.report.drawing import drawing_data
@@ -26,9 +28,11 @@ class Bar:
     share: float
 
 
-def write_report(path: Path, report: ScheduleReport | GenerationReport) -> None:
+def write_report(path: Path | str, report: ScheduleReport | GenerationReport) -> None:
     """Write the report as an HTML file that needs no network."""
-    path.write_text(page(report), encoding="utf-8")
+    check_type("path", path, (PathLike, str), "a path")
+    check_type("report", report, (ScheduleReport, GenerationReport))
+    Path(path).write_text(page(report), encoding="utf-8")
 
 
 def page(report: ScheduleReport | GenerationReport) -> str:
