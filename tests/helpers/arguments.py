@@ -277,6 +277,9 @@ def judge(call: Callable[[], Any], parameter: str, value: Any, hint: Any, others
     except (ValueError, am.CacheFull) as error:
         fits = hint is _MISSING or matches(value, hint)
         return judge_refusal(error, parameter, value, others if fits else ())
+    except OSError as error:  # of a file that cannot be opened
+        kind = "refused" if isinstance(value, str | Path) and "Path" in str(hint) else type(error).__name__
+        return Outcome(kind, str(error)[:300])
     except Stuck as error:
         return Outcome("stuck", str(error))
     except BaseException as error:
@@ -293,6 +296,8 @@ def judge_refusal(error: Exception, parameter: str, value: Any, others: Collecti
     text = str(error)
     if isinstance(error, am.CacheFull):
         return Outcome("refused", text)
+    if isinstance(value, str | Path) and str(value) and f"{value} " in text:
+        return Outcome("refused", text)  # a file, named by its path
     if not names(text, parameter):
         if any(names(text, other) for other in others):
             return Outcome("refused", text)
@@ -313,6 +318,8 @@ def mentions(text: str, value: Any, depth: int = 2) -> bool:
         return True
     if isinstance(value, Tensor | np.ndarray):
         shape = [str(list(value.shape)), str(tuple(value.shape)), *map(str, value.shape)]
+        if not value.ndim and str(getattr(value, "device", "cpu")) == "cpu":
+            shape.append(str(value.item()))
         kind = [str(value.dtype).removeprefix("torch."), str(getattr(value, "device", "")), "gradient", "sparse"]
         return any(each and each in text for each in (*shape, *kind, "tensor(", "array(", type(value).__name__))
     shown = [repr(value)[:20], type(value).__name__, getattr(value, "__name__", None)]
@@ -366,7 +373,7 @@ def matches(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and len(value) == len(parts) and all(map(matches, value, parts))
     if origin is not None:
         if isinstance(value, Tensor | np.ndarray):
-            return origin is abc.Iterable
+            return origin in (abc.Iterable, abc.Sequence) and value.ndim == 1
         if not isinstance(value, origin):
             return False
         inner = parts[0] if parts else Any

@@ -6,9 +6,10 @@ A kind returns nothing. Code that a folder brings along writes the file `ran` be
 import json
 import os
 import pickle
+import random
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -231,6 +232,8 @@ KINDS: dict[str, tuple[Kind, str]] = {
     "labels 10^10": (_set("config.json", num_labels=10**10), "must be at most 65,536"),
     "attention types": (_set("config.json", attention_types=[[["global"], 10**10]]), "must be at most 4,096"),
     "family with a large mask": (_set("config.json", model_type="gpt2", n_positions=2**31), ""),
+    "blocks": (_set("config.json", model_type="xlstm", num_blocks=2**40), "must be at most 4,096"),
+    "blocks 4096": (_set("config.json", model_type="xlstm", num_blocks=4096, architectures=None), ""),
     "nested layers": (_set("config.json", text_config={"num_hidden_layers": 10**9}), "must be at most 4,096"),
     "rope nonsense": (_set("config.json", rope_parameters={"rope_type": "evil"}), ""),
     "rope text": (_set("config.json", rope_parameters={"rope_theta": "x", "rope_type": "default"}), ""),
@@ -257,6 +260,9 @@ KINDS: dict[str, tuple[Kind, str]] = {
     # generation_config.json
     "generation garbage": (_content("generation_config.json", b"\xff"), ""),
     "generation deep": (_deep("generation_config.json"), ""),
+    "generation end": (_set("generation_config.json", eos_token_id=[[]]), "eos_token_id in"),
+    "generation end 1.5": (_set("generation_config.json", eos_token_id=1.5), "must be a token id or a list of them"),
+    "architectures": (_set("config.json", architectures=[None]), "architectures in"),
     "generation FIFO": (_instead("generation_config.json", "FIFO"), "must be a file, got a FIFO"),
     "generation kernel": (_set("generation_config.json", custom_generate="evil", cache_implementation="evil"), ""),
     "generation code": (_custom_generate, LOADS),
@@ -345,3 +351,35 @@ QUICK = (
     "tensor reshaped", "tensor of integers", "index to a pickle", "index elsewhere", "distributed", "adapter",
 )  # fmt: skip
 """One of each sort."""
+
+
+# Random damage.
+
+_ODD = (
+    None, True, -1, 0, 2**31, 2**63, 1e308, float("nan"), "", "x" * 1000, "\x1b[31m\n", [], [[]], {}, {"a": []}, [None],
+)  # fmt: skip
+
+
+def damage(folder: Path, chance: random.Random) -> str:
+    """Change a byte or a value of one of the folder's JSON files; returns which."""
+    path = folder / chance.choice(["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+    data = path.read_bytes()
+    if chance.random() < 0.3:
+        at = chance.randrange(len(data))
+        path.write_bytes(
+            data[:at] + chance.choice([b"", b"0", b'"', b"\xff", b"{", chance.randbytes(1)]) + data[at + 1 :]
+        )
+        return f"byte {at} of {path.name}"
+    values = json.loads(data)
+    places = list(_places(values))
+    container, key = chance.choice(places)
+    container[key] = chance.choice(_ODD)
+    path.write_text(json.dumps(values))
+    return f"{key!r} in {path.name}: {container[key]!r}"
+
+
+def _places(values: object) -> Iterator[tuple[dict | list, object]]:
+    for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
+        yield values, key
+        if isinstance(value, dict | list):
+            yield from _places(value)

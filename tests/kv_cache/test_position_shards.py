@@ -215,5 +215,5 @@ def test_check_append_raises_what_append_would():
 
 
 def test_a_share_is_asked_for_by_type():
-    with pytest.raises(ValueError, match="shard must be a InterleavedShard, got int"):
+    with pytest.raises(ValueError, match="shard must be InterleavedShard, got 3"):
         make(3)

@@ -275,7 +275,7 @@ def test_all_of_a_step_goes_up_at_once(pair, monkeypatch):
         ({"storage": "fp4"}, "storage must be one of"),
         ({"storage": "fp8", "k_scale": torch.ones(3)}, r"k_scale must be a number or floating point \[\] or \[2\]"),
         ({"storage": "fp8", "v_scale": torch.ones(2, 1)}, r"v_scale must be a number or floating point \[\] or \[2\]"),
-        ({"v_scale": torch.ones(2)}, "v_scale is for storage 'fp8' only"),
+        ({"v_scale": torch.ones(2)}, "v_scale must be None except for storage 'fp8'"),
     ],
 )
 def test_a_cache_that_cannot_be_is_refused(wrong, said):
@@ -286,7 +286,7 @@ def test_a_cache_that_cannot_be_is_refused(wrong, said):
 @pytest.mark.parametrize(
     ("sharding", "rank", "said"),
     [
-        (4, 0, "sharding must be a DecodeSharding, got int"),
+        (4, 0, "sharding must be DecodeSharding, got 4"),
         (DecodeSharding(cp=2), 2, "rank must be 0 to 1 under CP2, got 2"),
         (DecodeSharding(cp=2), -1, "rank must be 0 to 1"),
         (DecodeSharding(cp=2), "0", "rank must be 0 to 1 under CP2, got '0'"),
@@ -319,7 +319,7 @@ def test_bad_input_is_named_and_changes_nothing(pair):
         (lambda: cache.truncate(freed, 0), "was freed"),
         (lambda: cache.keys(2), "layer must be 0 to 1"),
         (lambda: cache.check_step(step, 2), "layer must be 0 to 1, got 2"),
-        (lambda: cache.check_step(None, 0), "step must be what append returned, got NoneType"),
+        (lambda: cache.check_step(None, 0), "step must be what append returned, got None"),
         (lambda: cache.write(0, step, NEW[:2], NEW), r"k must be \[5, 2, 1, 1\], got \[2, 2, 1, 1\]"),
         (lambda: cache.write(0, step, NEW, NEW.int()), "v must be one of"),
         (lambda: stranger.write(0, step, NEW, NEW), "must be the latest of this cache"),

@@ -147,12 +147,12 @@ def test_llama3_stretches_long_waves_and_keeps_short_ones():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Rope(()), "frequencies must contain one number per pair, got none"),
+        (lambda: Rope(()), "frequencies must be a tuple that contains one number per pair, got \\(\\)"),
         (lambda: Rope((0.1,)), "frequencies must be finite float32 numbers, got 0.1"),
-        (lambda: Rope((1.0, math.inf)), "frequencies must be finite float32 numbers, got inf"),
+        (lambda: Rope((1.0, math.inf)), "frequencies\\[1\\] must be a finite number, got inf"),
         (lambda: Rope((1.0,), "thirds"), "layout must be one of halves, pairs, got 'thirds'"),
         (lambda: Rope((1.0,), factor=math.nan), "factor must be a finite number, got nan"),
-        (lambda: Rope.plain(7), "dim must be a positive even integer, got 7"),
+        (lambda: Rope.plain(7), "dim must be a positive even integer .*, got 7"),
         (lambda: Rope.plain(8, 0.0), "theta must be a positive number, got 0.0"),
         (lambda: Rope.llama3(8, 1e4, 8.0, 4.0, 4.0, 8192), "low_freq_factor must be below .* got 4.0 and 4.0"),
     ],
@@ -181,7 +181,7 @@ def test_a_config_is_a_value():
         ((64, 8, 3, 16), {}, "q_heads must be a multiple of kv_heads, got q_heads=8 and kv_heads=3"),
         ((64, 8, 2, 16), {"rope": Rope.plain(18)}, "rope.dim must be at most head_dim=16, got 18"),
         ((64, 8, 2, 16), {"window": 0}, "window must be a positive integer, got 0"),
-        ((64, 8, 2, 16), {"scale": math.nan}, "scale must be a finite number or None, got nan"),
+        ((64, 8, 2, 16), {"scale": math.nan}, "scale must be a finite number, got nan"),
     ],
 )
 def test_a_config_is_checked(sizes, more, message):

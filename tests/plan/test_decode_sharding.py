@@ -177,7 +177,7 @@ def test_a_place_that_is_not_there_is_refused(place, said):
 
 
 def test_a_cp_rank_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="rank must be 0 to 3, got 4"):
+    with pytest.raises(ValueError, match="cp_rank must be 0 to 3 under CP4, got 4"):
         DecodeSharding(cp=4).local_length(10, 4)
 
 

@@ -101,7 +101,9 @@ def test_parts_of_a_cluster_can_be_chosen():
 
 @pytest.mark.parametrize("part", [{"ranks_per_node": 0}, {"ranks_per_node": -8}, {"rails": 0}])
 def test_no_node_is_empty(part):
-    with pytest.raises(ValueError, match=rf"{next(iter(part))} must be at least 1, got {next(iter(part.values()))}"):
+    with pytest.raises(
+        ValueError, match=rf"{next(iter(part))} must be a positive integer, got {next(iter(part.values()))}"
+    ):
         cluster("h200", **part)
 
 
@@ -116,7 +118,9 @@ def test_an_unknown_device_is_told_the_nearest(name, closest):
 
 
 def test_an_unknown_link_is_told_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown link 'nvlink'\. Did you mean nvlink\d or nvlink\d or nvlink\d\?"):
+    with pytest.raises(
+        ValueError, match=r"unknown intra_node link 'nvlink'\. Did you mean nvlink\d or nvlink\d or nvlink\d\?"
+    ):
         cluster("h200", intra_node="nvlink")
 
 

@@ -39,9 +39,9 @@ NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 1
         ("[device.h200]\nlaunch_us = true", r"launch_us must be a number above 0, at most 1e\+30, got True"),
         (
             "[device.h200]\nranks_per_node = 2.5",
-            r"ranks_per_node must be a whole number above 0, at most 65536, got 2\.5",
+            r"ranks_per_node must be a whole number above 0, at most 16384, got 2\.5",
         ),
-        ("[device.h200]\nrails = 0", r"rails must be a whole number above 0, at most 65536, got 0"),
+        ("[device.h200]\nrails = 0", r"rails must be a whole number above 0, at most 16384, got 0"),
         ("[device.h200]\nsource = 3", r"source must be text, got 3"),
         (
             "[device.h200]\nmatmul = 'fast'",
@@ -64,7 +64,7 @@ NEW = '[device.mine]\nsource = "a guess"\nmemory_gb = 1\nlaunch_us = 1\ncopy = 1
         ("[link.pcie]\nlatency_us = " + "9" * 6000, r"mine\.toml is not TOML: Exceeds the limit"),
         ("[link.pcie]\nlatency_us = 1e9999999999999999999", r"mine\.toml is not TOML: "),
         ("[device.h200]\ncopy = " + "[" * 5000, r"mine\.toml is not TOML that can be read: it is nested too deeply"),
-        ("[device.h200]\ncores = 65537", r"cores must be a whole number above 0, at most 65536, got 65537"),
+        ("[device.h200]\ncores = 16385", r"cores must be a whole number above 0, at most 16384, got 16385"),
         ("#" * (2**20 + 1), r"mine\.toml must have at most 1,048,576 bytes, got 1,048,577"),
         ("[link.pcie]\nshared = 1", r"shared must be true or false, got 1"),
         ("[efficiency]\nmatmul = 1.1", r"efficiency\.matmul must be a number above 0, at most 1, got 1\.1"),

@@ -90,7 +90,7 @@ def test_a_program_without_rounds_takes_no_time():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="world must be a positive integer, got 0"):
         simulate(make_program(0), simulated_cluster())
     with pytest.raises(ValueError, match=r"ranks must be ranks within 0\.\.2, got 3"):
         simulate(make_program(3), simulated_cluster(), slow=Slowdown({3: 2.0}))

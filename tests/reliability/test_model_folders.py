@@ -1,5 +1,6 @@
 """Damaged and hostile checkpoint folders: each loads exactly what it holds, or is refused in one line, at once."""
 
+import random
 import shutil
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_model
-from helpers.hostile_folders import KINDS, LOADS, QUICK, ran
+from helpers.hostile_folders import KINDS, LOADS, QUICK, damage, ran
 from helpers.memory import little_memory
 from helpers.models import write_folder
 
@@ -69,3 +70,15 @@ def test_a_hostile_folder_loads_exactly_or_is_refused(folder, kind):
     said = outcome(folder)
     print(kind, said)
     assert expected in said
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 30))])
+def test_a_damaged_configuration_loads_exactly_or_is_refused(original, folder, block):
+    loaded, seeds = 0, range(20 * block, 20 * (block + 1))
+    for seed in seeds:
+        shutil.copytree(original, folder, dirs_exist_ok=True)
+        print(f"seed {seed}: {damage(folder, random.Random(seed))}: ", end="", flush=True)
+        said = outcome(folder)
+        print(said)
+        loaded += said == LOADS
+    print(f"{loaded} of {len(seeds)} loaded, the others were refused")

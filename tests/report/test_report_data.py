@@ -138,10 +138,10 @@ def test_masks_in_words():
     [
         ({"world": 65}, "world must be 1 to 64 ranks for a report, got 65"),
         ({"world": 0}, "world must be 1 to 64"),
-        ({"length": 0}, "length must be at least 1, got 0"),
+        ({"length": 0}, "length must be a positive integer, got 0"),
         ({"ranks_per_node": 3}, "ranks_per_node must divide the 4 ranks, got 3"),
         ({"shape": replace(SHAPE, kv_heads=4)}, "kv_heads must divide the 6 query heads, got 4"),
-        ({"shape": replace(SHAPE, head_dim=0)}, "head_dim must be at least 1, got 0"),
+        ({"shape": replace(SHAPE, head_dim=0)}, "head_dim must be a positive integer, got 0"),
         ({"mask": Documents([3])}, "must add up to the sequence length"),
         ({"layout": Zigzag(200)}, "layout must give at most 256 runs"),
     ],

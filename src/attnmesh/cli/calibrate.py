@@ -11,7 +11,7 @@ import typer
 from attnmesh.calibration.cpu import measure_cpu
 from attnmesh.calibration.cuda import measure_cuda
 from attnmesh.cli import output
-from attnmesh.cli.options import MeasuredDeviceOption, check_output_file, default_device, reported_errors
+from attnmesh.cli.options import MeasuredDeviceOption, check_output_file, default_device
 from attnmesh.planner.catalog import catalog
 from attnmesh.planner.catalog_file import as_toml
 from attnmesh.planner.hardware import Link, Wiring
@@ -25,10 +25,9 @@ def calibrate_command(
 ) -> None:
     """Measure kernels and messages on this machine and write a file for --hardware-file."""
     chosen = default_device(device)
-    with reported_errors("calibrate"):
-        _check_name(name)
-        check_output_file("--out", out)
-        out.write_text(calibrate(chosen, name, quick=quick), encoding="utf-8")
+    _check_name(name)
+    check_output_file("--out", out)
+    out.write_text(calibrate(chosen, name, quick=quick), encoding="utf-8")
     output.console().print(f"Hardware file: {out} (device {name})", soft_wrap=True)
 
 

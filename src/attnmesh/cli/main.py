@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from attnmesh.cli.calibrate import calibrate_command
+from attnmesh.cli.errors import CommandGroup, run_command
 from attnmesh.cli.generate.command import generate_command
 from attnmesh.cli.plan import plan_app
 from attnmesh.cli.report import report_command
@@ -15,7 +16,13 @@ from attnmesh.cli.simulate import simulate_command
 from attnmesh.cli.trace import trace_command
 from attnmesh.cli.verify import verify_command
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact attention over a mesh of devices.")
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Exact attention over a mesh of devices.",
+)
 
 
 def _print_version(requested: bool) -> None:
@@ -29,6 +36,9 @@ def _main(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="ATTNMESH_DEBUG", help="Print the whole traceback of an error.")
+    ] = False,
 ) -> None:
     pass
 
@@ -40,3 +50,8 @@ app.add_typer(plan_app, name="plan")
 app.command("simulate")(simulate_command)
 app.command("report")(report_command)
 app.command("calibrate")(calibrate_command)
+
+
+def main() -> NoReturn:
+    """Run the command that the arguments of this process name."""
+    run_command(app)

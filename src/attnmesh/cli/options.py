@@ -1,20 +1,20 @@
-"""Options that several commands share, and how commands report errors."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from attnmesh.comm import CommError
-from attnmesh.core.validation import parse_length
+from attnmesh.comm import launch
+from attnmesh.core.validation import check_count, parse_length, shown
 from attnmesh.planner.catalog import cluster
+from attnmesh.planner.counts import MAX_BATCH, MAX_HEAD_DIM, MAX_HEADS, MAX_LENGTH, MAX_RANKS
 from attnmesh.planner.hardware import Cluster
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +51,7 @@ class LayoutName(enum.StrEnum):
 def length_argument(text: str | int) -> int:
     """The number of tokens that a length such as 100000, 128k or 1M gives; typer.BadParameter if it is invalid."""
     try:
-        return parse_length(str(text))
+        return check_count("a length", parse_length(str(text)), most=MAX_LENGTH)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -59,7 +59,10 @@ def length_argument(text: str | int) -> int:
 LENGTH_HELP = "Tokens in the whole sequence, such as 100000, 128k or 1M."
 
 RanksOption = Annotated[
-    int | None, typer.Option("--ranks", min=1, show_default="4", help="Number of ranks to start. Not under torchrun.")
+    int | None,
+    typer.Option(
+        "--ranks", min=1, max=launch.MAX_RANKS, show_default="4", help="Number of ranks to start. Not under torchrun."
+    ),
 ]
 VirtualOption = Annotated[
     bool, typer.Option("--virtual", help="Run the ranks as threads of this process instead of as processes.")
@@ -73,15 +76,17 @@ OptionalLengthOption = Annotated[
     int | None,
     typer.Option("--length", parser=length_argument, metavar="LENGTH", help="Tokens per sequence, such as 128k."),
 ]
-BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Number of sequences.")]
-QHeadsOption = Annotated[int, typer.Option("--q-heads", min=1, help="Number of query heads.")]
-KvHeadsOption = Annotated[int, typer.Option("--kv-heads", min=1, help="Number of key and value heads.")]
-HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, help="Head dimension.")]
+BatchOption = Annotated[int, typer.Option("--batch", min=1, max=MAX_BATCH, help="Number of sequences.")]
+QHeadsOption = Annotated[int, typer.Option("--q-heads", min=1, max=MAX_HEADS, help="Number of query heads.")]
+KvHeadsOption = Annotated[int, typer.Option("--kv-heads", min=1, max=MAX_HEADS, help="Number of key and value heads.")]
+HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, max=MAX_HEAD_DIM, help="Head dimension.")]
 LayoutOption = Annotated[LayoutName, typer.Option("--layout", help="How token positions are assigned to ranks.")]
 MaskOption = Annotated[
     str, typer.Option("--mask", help="causal, full, or window:N (causal, limited to the last N keys).")
 ]
-RanksPerNodeOption = Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Number of ranks per node.")]
+RanksPerNodeOption = Annotated[
+    int | None, typer.Option("--ranks-per-node", min=1, max=MAX_RANKS, help="Number of ranks per node.")
+]
 ModelOption = Annotated[
     str, typer.Option("--model", help="Model name (such as llama-3.1-70b), config.json file or its folder.")
 ]
@@ -106,12 +111,22 @@ LinksOption = Annotated[
 ClusterNodeOption = Annotated[
     int | None,
     typer.Option(
-        "--ranks-per-node", min=1, show_default="the usual node of the hardware", help="Number of ranks per node."
+        "--ranks-per-node",
+        min=1,
+        max=MAX_RANKS,
+        show_default="the usual node of the hardware",
+        help="Number of ranks per node.",
     ),
 ]
 RailsOption = Annotated[
     int | None,
-    typer.Option("--rails", min=1, show_default="as usual for the hardware", help="Number of network ports per node."),
+    typer.Option(
+        "--rails",
+        min=1,
+        max=MAX_RANKS,
+        show_default="as usual for the hardware",
+        help="Number of network ports per node.",
+    ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -131,10 +146,17 @@ def default_device(device: Device | None) -> str:
 
 def check_output_file(option: str, path: Path) -> None:
     """Raise ValueError if a file cannot be written to `path`, before any time is spent."""
-    if path.is_dir():
-        raise ValueError(f"{option} must be a file, got the folder {path}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} must be in an existing folder, got {path}")
+    try:
+        if path.is_dir():
+            raise ValueError(f"{option} must be a file, got the folder {path}")
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"{option} must be in an existing folder, got {path}")
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))  # nothing is changed, no FIFO waits
+        except FileNotFoundError:  # a file can be created there if another one can
+            tempfile.TemporaryFile(dir=path.absolute().parent).close()
+    except OSError as error:
+        raise ValueError(f"{option} cannot be written: {error.strerror}: {path}") from None
 
 
 def resolve_cluster(
@@ -143,8 +165,10 @@ def resolve_cluster(
     """The cluster that the hardware options describe."""
     intra_node = inter_node = None
     if links is not None:
-        intra_node, _, inter_node = links.partition(",")
-        inter_node = inter_node or intra_node
+        names = links.split(",")
+        if len(names) > 2 or not all(name.strip() for name in names):
+            raise ValueError(f"--links must be one or two names, such as nvlink4,infiniband, got {shown(links)}")
+        intra_node, inter_node = names[0], names[-1]
     if hardware_file is not None and not hardware_file.is_file():
         raise ValueError(f"--hardware-file must be an existing file, got {hardware_file}")
     return cluster(
@@ -167,21 +191,3 @@ def describe_cluster(found: Cluster, ranks: int) -> str:
         text += f", {nodes} nodes of {found.ranks_per_node}, {found.intra_node.name} within nodes"
         text += f", {found.inter_node.name} between nodes ({found.rails} ports per node)"
     return f"{text}; device figures: {found.device.source}"
-
-
-@contextmanager
-def reported_errors(command: str) -> Iterator[None]:
-    """Report an error in one line on stderr: exit code 2 for invalid input, 1 for a rank that failed."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        _report(command, error)
-        raise typer.Exit(2) from None
-    except CommError as error:
-        _report(command, error)
-        raise typer.Exit(1) from None
-
-
-def _report(command: str, error: Exception) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of torchrun would report the same
-        typer.echo(f"attnmesh {command}: {error}", err=True)

@@ -1,7 +1,12 @@
-"""What commands print: tables, JSON files, the machine that figures come from, and progress."""
+"""What commands print: tables, JSON files, the machine that figures come from, and progress.
+
+Names, paths and answers come from elsewhere. They are shown as they are: without markup, and with control characters as
+escapes.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -19,6 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
+
+from attnmesh.core.text import printable
 
 Rows = list[dict[str, object]]
 
@@ -41,10 +49,28 @@ def machine(device: str) -> dict[str, str]:
     return facts
 
 
-def console(*, quiet: bool = False, stderr: bool = False) -> Console:
-    """A Rich console. Without a terminal it is 140 columns wide, so that tables do not fold."""
-    plain = Console(quiet=quiet, stderr=stderr)
-    return plain if plain.is_terminal else Console(quiet=quiet, stderr=stderr, width=140)
+class PlainConsole(Console):
+    """A Rich console that shows every string as it is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The string to print, without control characters."""
+        return super().render_str(printable(text), **options)
+
+    def stream(self, text: str) -> None:
+        """Print the next piece of a text, without a line break."""
+        self.out(printable(text), end="", highlight=False)
+
+
+def console(*, quiet: bool = False, stderr: bool = False) -> PlainConsole:
+    """A console. Without a terminal it is 140 columns wide, so that tables do not fold."""
+    file = sys.stderr if stderr else sys.stdout
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
+    plain = PlainConsole(quiet=quiet, stderr=stderr)
+    return plain if plain.is_terminal else PlainConsole(quiet=quiet, stderr=stderr, width=140)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
@@ -77,10 +103,11 @@ def status(message: str, *, quiet: bool = False) -> Iterator[None]:
     if quiet:
         yield
     elif err.is_terminal:
-        with err.status(message):
+        with err.status(Text(printable(message))):
             yield
     else:
-        timer = threading.Timer(_LINE_EVERY, lambda: print(f"{message} ...", file=sys.stderr, flush=True))
+        line = f"{printable(message)} ..."
+        timer = threading.Timer(_LINE_EVERY, lambda: print(line, file=sys.stderr, flush=True))
         timer.daemon = True
         timer.start()
         try:
@@ -113,7 +140,12 @@ class Progress:
                 self._printed = time.monotonic()
             return
         if self._bar is None:
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+            )
             self._bar = Bar(*columns, console=err, transient=True)
             self._task = self._bar.add_task(description, total=total)
             self._bar.start()

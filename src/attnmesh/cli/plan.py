@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from attnmesh.cli import output
+from attnmesh.cli.errors import CommandGroup
 from attnmesh.cli.options import (
     BatchOption,
     ClusterNodeOption,
@@ -23,11 +24,11 @@ from attnmesh.cli.options import (
     OptionalLengthOption,
     RailsOption,
     describe_cluster,
-    reported_errors,
     resolve_cluster,
 )
 from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
 from attnmesh.ops.storage import bytes_per_token
+from attnmesh.planner.counts import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_RANKS, MAX_TOKENS
 from attnmesh.planner.decode import DecodeRequest, decode_memory, decode_ranking, shardings
 from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.models.read import model as known_model
@@ -35,9 +36,11 @@ from attnmesh.planner.models.read import read_config
 from attnmesh.planner.prefill import MAX_CP_RANKS, PrefillRequest, parallelisms, prefill_memory, prefill_ranking
 from attnmesh.planner.ranking import Memory, Ranking
 
-plan_app = typer.Typer(no_args_is_help=True, help="Rank the plans for a model on a cluster, without running anything.")
+plan_app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, help="Rank the plans for a model on a cluster, without running anything."
+)
 
-RequiredRanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks (devices).")]
+RequiredRanksOption = Annotated[int, typer.Option("--ranks", min=1, max=MAX_RANKS, help="Number of ranks (devices).")]
 StorageOption = Annotated[
     str, typer.Option("--storage", help="Storage type of the KV cache: bf16, fp16, fp32, fp8, int8 or bfp8.")
 ]
@@ -63,23 +66,22 @@ def plan_prefill(
 
     Exits with 1 if no plan fits into memory, and reports what would fit.
     """
-    with reported_errors("plan prefill"):
-        chosen = known_model(model)
-        cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
-        task = PrefillRequest(chosen, length, batch, ranks, cluster, _bytes_per_number(storage, chosen))
-        with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
-            ranking = prefill_ranking(task)
+    chosen = known_model(model)
+    cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
+    task = PrefillRequest(chosen, length, batch, ranks, cluster, _bytes_per_number(storage, chosen))
+    with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
+        ranking = prefill_ranking(task)
 
-            def least_memory(devices: int) -> Memory | None:
-                larger = replace(task, devices=devices)
-                plans = (plan for plan in parallelisms(larger) if plan.cp <= MAX_CP_RANKS)
-                return min((prefill_memory(larger, plan) for plan in plans), key=_total, default=None)
+        def least_memory(devices: int) -> Memory | None:
+            larger = replace(task, devices=devices)
+            plans = (plan for plan in parallelisms(larger) if plan.cp <= MAX_CP_RANKS)
+            return min((prefill_memory(larger, plan) for plan in plans), key=_total, default=None)
 
-            ranking = _with_advice(ranking, ranks, least_memory, task.kv_itemsize)
-        title = f"prefill of {_sequences(batch)} of {length:,} tokens, {chosen.name}"
-        _print_ranking(
-            ranking, title, describe_cluster(cluster, ranks), tokens=batch * length, show_all=show_all, as_json=as_json
-        )
+        ranking = _with_advice(ranking, ranks, least_memory, task.kv_itemsize)
+    title = f"prefill of {_sequences(batch)} of {length:,} tokens, {chosen.name}"
+    _print_ranking(
+        ranking, title, describe_cluster(cluster, ranks), tokens=batch * length, show_all=show_all, as_json=as_json
+    )
 
 
 @plan_app.command("decode")
@@ -94,11 +96,18 @@ def plan_decode(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="config.json file to take the heads from, without --model."),
     ] = None,
-    q_heads: Annotated[int | None, typer.Option(min=1, help="Number of query heads, without --model.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Number of key and value heads, without --model.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, show_default="128", help="Head dimension.")] = None,
+    q_heads: Annotated[
+        int | None, typer.Option(min=1, max=MAX_HEADS, help="Number of query heads, without --model.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, max=MAX_HEADS, help="Number of key and value heads, without --model.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, max=MAX_HEAD_DIM, show_default="128", help="Head dimension.")
+    ] = None,
     hidden: Annotated[
-        int | None, typer.Option(min=1, show_default="q-heads x head-dim", help="Hidden size of the model.")
+        int | None,
+        typer.Option(min=1, max=MAX_HIDDEN, show_default="q-heads x head-dim", help="Hidden size of the model."),
     ] = None,
     hardware: Annotated[
         str | None,
@@ -111,7 +120,7 @@ def plan_decode(
     links: LinksOption = None,
     ranks_per_node: ClusterNodeOption = None,
     rails: RailsOption = None,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens per sequence and step.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="New tokens per sequence and step.")] = 1,
     storage: StorageOption = "bf16",
     show_all: AllOption = False,
     as_json: JsonFlag = False,
@@ -122,42 +131,39 @@ def plan_decode(
     or heads, recommends a sharding of one attention layer: what each rank holds and sends, and with --hardware and
     --length which sharding is the fastest.
     """
-    with reported_errors("plan decode"):
-        on_cluster = any(part is not None for part in (hardware, links, ranks_per_node, rails, hardware_file))
-        if length is None and (model is not None or on_cluster):
-            raise ValueError("--length is required with --model and with --hardware")
-        cluster = None
-        if model is not None or on_cluster:
-            cluster = resolve_cluster(
-                "h200" if hardware is None else hardware, links, ranks_per_node, rails, hardware_file
+    on_cluster = any(part is not None for part in (hardware, links, ranks_per_node, rails, hardware_file))
+    if length is None and (model is not None or on_cluster):
+        raise ValueError("--length is required with --model and with --hardware")
+    cluster = None
+    if model is not None or on_cluster:
+        cluster = resolve_cluster("h200" if hardware is None else hardware, links, ranks_per_node, rails, hardware_file)
+    if model is None:
+        heads = _heads(config, q_heads, kv_heads, head_dim, hidden)
+        with output.status(f"comparing shardings over {ranks} ranks"):
+            show_sharding(
+                heads, batch, ranks, length=length, tokens=tokens, storage=storage, cluster=cluster, as_json=as_json
             )
-        if model is None:
-            heads = _heads(config, q_heads, kv_heads, head_dim, hidden)
-            with output.status(f"comparing shardings over {ranks} ranks"):
-                show_sharding(
-                    heads, batch, ranks, length=length, tokens=tokens, storage=storage, cluster=cluster, as_json=as_json
-                )
-            return
-        if config is not None or any((q_heads, kv_heads, head_dim, hidden)):
-            raise ValueError("--config, --q-heads, --kv-heads, --head-dim and --hidden cannot be used with --model")
-        assert length is not None
-        assert cluster is not None
-        chosen = known_model(model)
-        number = _bytes_per_number(storage, chosen)
-        task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
-        with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
-            ranking = decode_ranking(task)
+        return
+    if config is not None or any((q_heads, kv_heads, head_dim, hidden)):
+        raise ValueError("--config, --q-heads, --kv-heads, --head-dim and --hidden cannot be used with --model")
+    assert length is not None
+    assert cluster is not None
+    chosen = known_model(model)
+    number = _bytes_per_number(storage, chosen)
+    task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
+    with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
+        ranking = decode_ranking(task)
 
-            def least_memory(devices: int) -> Memory | None:
-                larger = replace(task, devices=devices)
-                found = (decode_memory(larger, plan, batch // replicas) for replicas, plan in shardings(larger))
-                return min(found, key=_total, default=None)
+        def least_memory(devices: int) -> Memory | None:
+            larger = replace(task, devices=devices)
+            found = (decode_memory(larger, plan, batch // replicas) for replicas, plan in shardings(larger))
+            return min(found, key=_total, default=None)
 
-            ranking = _with_advice(ranking, ranks, least_memory, number)
-        title = f"one decode step of {_sequences(batch)} with {length:,} tokens in the KV cache, {chosen.name}"
-        _print_ranking(
-            ranking, title, describe_cluster(cluster, ranks), tokens=batch * tokens, show_all=show_all, as_json=as_json
-        )
+        ranking = _with_advice(ranking, ranks, least_memory, number)
+    title = f"one decode step of {_sequences(batch)} with {length:,} tokens in the KV cache, {chosen.name}"
+    _print_ranking(
+        ranking, title, describe_cluster(cluster, ranks), tokens=batch * tokens, show_all=show_all, as_json=as_json
+    )
 
 
 def _with_advice(

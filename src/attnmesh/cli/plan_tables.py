@@ -10,6 +10,7 @@ from rich.console import Console
 
 from attnmesh.cli import output
 from attnmesh.ops.storage import bytes_per_token
+from attnmesh.planner.counts import MAX_RANKS
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.config import ModelConfig
 from attnmesh.planner.ranking import RESERVED_MEMORY, Memory, Option, Ranking
@@ -17,9 +18,6 @@ from attnmesh.planner.recommend import ShardingOption, compare_shardings, recomm
 from attnmesh.planner.units import readable_bytes, readable_seconds
 
 SHOWN = 12
-MAX_RANKS = 1 << 14
-"""The largest cluster that advice considers."""
-
 _MEDIUM, _WIDE = 100, 130  # terminal widths from which more columns are shown
 _WIDE_COLUMNS = ("weights", "KV cache", "bottleneck")
 _MEDIUM_COLUMNS = ("bytes sent",)

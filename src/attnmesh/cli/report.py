@@ -22,13 +22,12 @@ from attnmesh.cli.options import (
     MaskOption,
     QHeadsOption,
     check_output_file,
-    reported_errors,
 )
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
 from attnmesh.core.masks import Mask, parse_mask
 from attnmesh.plan.workload import Shape
-from attnmesh.report.data import default_ranks_per_node, read_figures, schedule_report
+from attnmesh.report.data import MOST_RANKS, default_ranks_per_node, read_figures, schedule_report
 from attnmesh.report.page import write_report
 from attnmesh.trace.timeline import read_trace
 from attnmesh.verify import run as verify
@@ -38,7 +37,7 @@ from attnmesh.verify.mode import Outcome
 
 def report_command(
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Number of ranks.")] = 8,
     length: LengthOption = 131072,
     layout: LayoutOption = LayoutName.ZIGZAG,
     mask: MaskOption = "causal",
@@ -49,7 +48,11 @@ def report_command(
     ranks_per_node: Annotated[
         int | None,
         typer.Option(
-            "--ranks-per-node", min=1, show_default="the middle divisor of --ranks", help="Number of ranks per node."
+            "--ranks-per-node",
+            min=1,
+            max=MOST_RANKS,
+            show_default="the middle divisor of --ranks",
+            help="Number of ranks per node.",
         ),
     ] = None,
     device: Annotated[Device, typer.Option(help="Device type that schedules are ranked for.")] = Device.CUDA,
@@ -59,29 +62,28 @@ def report_command(
 ) -> None:
     """Write an HTML report: what each rank holds, computes and sends, and which schedule is the fastest."""
     shape = Shape(batch, q_heads, kv_heads, head_dim, itemsize=2, sum_itemsize=4)  # bf16, accumulated in float32
-    with reported_errors("report"):
-        check_output_file("--out", out)
-        chosen_mask, chosen_layout = parse_mask(mask), LAYOUTS[layout.value]
-        timelines = {path.stem: read_trace(path) for path in traces or ()}
-        tables = read_figures(figures) if figures else {}
-        with output.status("planning and simulating every schedule"):
-            made = schedule_report(
-                chosen_mask,
-                chosen_layout,
-                length,
-                ranks,
-                shape,
-                ranks_per_node=ranks_per_node,
-                device=device.value,
-                facts=run_facts(),
-                timelines=timelines,
-                figures=tables,
-            )
-        if check:
-            with output.status("comparing every schedule with float64"):
-                outcomes = compare_schedules(ranks, chosen_layout, chosen_mask, ranks_per_node)
-            made = replace(made, outcomes=outcomes)
-        write_report(out, made)
+    check_output_file("--out", out)
+    chosen_mask, chosen_layout = parse_mask(mask), LAYOUTS[layout.value]
+    timelines = {path.stem: read_trace(path) for path in traces or ()}
+    tables = read_figures(figures) if figures else {}
+    with output.status("planning and simulating every schedule"):
+        made = schedule_report(
+            chosen_mask,
+            chosen_layout,
+            length,
+            ranks,
+            shape,
+            ranks_per_node=ranks_per_node,
+            device=device.value,
+            facts=run_facts(),
+            timelines=timelines,
+            figures=tables,
+        )
+    if check:
+        with output.status("comparing every schedule with float64"):
+            outcomes = compare_schedules(ranks, chosen_layout, chosen_mask, ranks_per_node)
+        made = replace(made, outcomes=outcomes)
+    write_report(out, made)
     output.console().print(f"Report: {out}", soft_wrap=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,6 @@ from attnmesh.cli.options import (
     RailsOption,
     check_output_file,
     describe_cluster,
-    reported_errors,
     resolve_cluster,
 )
 from attnmesh.core.layouts import LAYOUTS
@@ -36,6 +36,7 @@ from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
+from attnmesh.planner.counts import MAX_HEAD_DIM, MAX_HEADS, MAX_RANKS, check_sizes
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.models.read import model as known_model
 from attnmesh.planner.simulator.network import Slowdown
@@ -56,15 +57,21 @@ class _Run:
 
 
 def simulate_command(
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks, up to thousands.")],
+    ranks: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Number of ranks, up to thousands.")],
     length: LengthOption,
     schedule: Annotated[str, typer.Option(help=f"auto, {', '.join(SCHEDULES)}.")] = "ring",
     model: Annotated[
         str | None, typer.Option(help="Model name, config.json file or its folder to take the heads from.")
     ] = None,
-    q_heads: Annotated[int | None, typer.Option(min=1, show_default="32", help="Number of query heads.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, show_default="8", help="Number of KV heads.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, show_default="128", help="Head dimension.")] = None,
+    q_heads: Annotated[
+        int | None, typer.Option(min=1, max=MAX_HEADS, show_default="32", help="Number of query heads.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, max=MAX_HEADS, show_default="8", help="Number of KV heads.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, max=MAX_HEAD_DIM, show_default="128", help="Head dimension.")
+    ] = None,
     batch: BatchOption = 1,
     layout: LayoutOption = LayoutName.ZIGZAG,
     mask: MaskOption = "causal",
@@ -89,29 +96,27 @@ def simulate_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Simulate one attention layer under a schedule on a cluster: every rank, port and message."""
-    with reported_errors("simulate"):
-        if trace is not None:
-            check_output_file("--trace", trace)
-        if trace_ranks is not None and trace is None:
-            raise ValueError(f"--trace-ranks {trace_ranks} requires --trace")
-        shape = _shape(model, batch, q_heads, kv_heads, head_dim)
-        cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
-        if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
-            raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
-        held = shards(parse_mask(mask), LAYOUTS[layout.value], length, ranks)
-        workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
-        slow = Slowdown(
-            _factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks)
-        )
-        keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
-        chosen = _schedule(schedule, workload, cluster)
-        nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
-        runs = []
-        for way in (False, True) if backward else (False,):
-            with output.status(f"simulating {chosen} {'backward' if way else 'forward'} on {ranks:,} ranks"):
-                runs.append(_simulate(chosen, workload, nodes, way, slow, keep))
-        if trace is not None:
-            _write_trace(trace, runs, ranks)
+    if trace is not None:
+        check_output_file("--trace", trace)
+    if trace_ranks is not None and trace is None:
+        raise ValueError(f"--trace-ranks {trace_ranks} requires --trace")
+    shape = _shape(model, batch, q_heads, kv_heads, head_dim)
+    check_sizes(length=length, batch=batch, q_heads=shape.q_heads, head_dim=shape.head_dim)
+    cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
+    if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
+        raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
+    held = shards(parse_mask(mask), LAYOUTS[layout.value], length, ranks)
+    workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
+    slow = Slowdown(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
+    keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
+    chosen = _schedule(schedule, workload, cluster)
+    nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
+    runs = []
+    for way in (False, True) if backward else (False,):
+        with output.status(f"simulating {chosen} {'backward' if way else 'forward'} on {ranks:,} ranks"):
+            runs.append(_simulate(chosen, workload, nodes, way, slow, keep))
+    if trace is not None:
+        _write_trace(trace, runs, ranks)
     title = f"{chosen}: {length:,} tokens over {ranks:,} ranks, {layout.value}, {mask}"
     if as_json:
         facts = {
@@ -221,10 +226,11 @@ def _traced_ranks(text: str | None, ranks: int) -> list[int]:
         return list(range(min(ranks, TRACED_RANKS)))
     found: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.strip().isdigit() or (last and not last.strip().isdigit()):
+        named = re.fullmatch(r" *([0-9]{1,9}) *(?:- *([0-9]{1,9}) *)?", part, re.ASCII)
+        if named is None:
             raise ValueError(f"--trace-ranks must be ranks such as 0-7,12, got {text!r}")
-        found.update(range(int(first), int(last or first) + 1))
-    if not found or max(found) >= ranks:
-        raise ValueError(f"--trace-ranks must be within 0..{ranks - 1}, got {text!r}")
+        first, last = int(named[1]), int(named[2] or named[1])
+        if not first <= last < ranks:
+            raise ValueError(f"--trace-ranks must be within 0..{ranks - 1}, got {text!r}")
+        found.update(range(first, last + 1))
     return sorted(found)

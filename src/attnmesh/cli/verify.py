@@ -11,7 +11,7 @@ import torch
 import typer
 
 from attnmesh.cli import output
-from attnmesh.cli.options import Device, DeviceOption, RanksOption, VirtualOption, check_device, reported_errors
+from attnmesh.cli.options import Device, DeviceOption, RanksOption, VirtualOption, check_device
 from attnmesh.comm import Comm, launch
 from attnmesh.verify import run as verify
 from attnmesh.verify.mode import Outcome
@@ -21,13 +21,14 @@ def verify_command(
     ranks: RanksOption = None,
     device: DeviceOption = Device.CPU,
     virtual: VirtualOption = False,
-    seed: Annotated[int | None, typer.Option(show_default="drawn at random", help="Seed of the random inputs.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**62, show_default="drawn at random", help="Seed of the random inputs.")
+    ] = None,
 ) -> None:
     """Compare every mode with float64 on random inputs. Exits with 1 if a result is wrong."""
     check_device(device)
-    with reported_errors("verify"):
-        work = partial(_verify, device=device.value, seed=seed)
-        failures = launch.run(work, ranks, device=device.value, virtual=virtual)
+    work = partial(_verify, device=device.value, seed=seed)
+    failures = launch.run(work, ranks, device=device.value, virtual=virtual)
     if any(failures):
         raise typer.Exit(1)
 

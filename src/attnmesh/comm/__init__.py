@@ -4,15 +4,13 @@ from attnmesh.comm.agreement import CommError
 from attnmesh.comm.base import (
     Comm,
     Pending,
-    RankGroups,
     SharedValues,
     SoloComm,
     Traffic,
-    check_on_all_ranks,
-    propagate_failure,
     recording,
 )
 from attnmesh.comm.process_group import GroupComm, comm_from
+from attnmesh.comm.rank_groups import RankGroups, check_on_all_ranks, propagate_failure
 from attnmesh.comm.subgroups import IndependentSubComm, SubComm
 from attnmesh.comm.virtual import VirtualComm, run_virtual
 

@@ -6,7 +6,7 @@ A transport implements `_exchange` and `_compare`; everything else is built on t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar, final
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.agreement import CommError, Signature, disagreement
-from attnmesh.core.call_log import CallLog, call_text, out_of_step, text_digest
+from attnmesh.core.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
 from attnmesh.core.validation import check_timeout
 from attnmesh.trace.recorder import Recorder
 
@@ -223,9 +223,9 @@ class Comm(ABC):
         problem = disagreement(signatures)
         if problem is not None:
             raise ValueError(problem)
-        different = out_of_step({rank: signature.calls for rank, signature in signatures.items()})
-        if different is not None:
-            raise CommError(different)
+        calls = {rank: signature.calls for rank, signature in signatures.items()}
+        if len({latest[-1].digest if latest else 0 for latest in calls.values()}) > 1:
+            raise CommError(out_of_step(calls) or more_calls(calls))
         return text_digest(call_text(operation, dict(sorted(texts.items()))))
 
     @final
@@ -383,115 +383,6 @@ def _check_into(like: Tensor, shapes: Sequence[Shape], into: Tensor | None) -> N
             f"into must be contiguous with {size} elements of {like.dtype}, got {into.numel()} of {into.dtype} with "
             f"strides {into.stride()}"
         )
-
-
-# One comm or several.
-
-
-class RankGroups:
-    """A comm over all ranks and this rank's subgroups, which agree and fail together.
-
-    `all_ranks` is None where no comm contains all ranks, as in a grid that is given by its rows and columns.
-    """
-
-    def __init__(self, all_ranks: Comm | None, subgroups: Mapping[str, Comm]) -> None:
-        self._all_ranks, self._subgroups = all_ranks, dict(subgroups)
-
-    @property
-    def all_ranks(self) -> Comm:
-        """The comm over all ranks."""
-        assert self._all_ranks is not None, "no comm contains all ranks"
-        return self._all_ranks
-
-    def agree(
-        self,
-        operation: str,
-        values: Mapping[str, object],
-        error: str | None = None,
-        *,
-        state: CallLog | None = None,
-        force: bool = False,
-    ) -> None:
-        """`Comm.agree` between all ranks."""
-        if self._all_ranks is None:
-            self._agree_along_each(operation, values, error, state, force)
-            return
-        self._all_ranks.agree(operation, values, error, state=state, force=force)
-        for subgroup in self._subgroups.values():
-            if subgroup.is_own_group and subgroup is not self._all_ranks:
-                # All agree already, but NCCL needs all ranks in its first call, and messages are checked per group.
-                subgroup.agree(operation, values, error, state=state)
-
-    @property
-    def calls(self) -> int:
-        """The number of calls that were logged in each group together."""
-        return sum(comm.calls for comm in self._comms())
-
-    def note(self, operation: str, detail: str | None = None) -> None:
-        """`Comm.note` in every group."""
-        for comm in self._comms():
-            if comm is self._all_ranks or comm.is_own_group or self._all_ranks is None:
-                comm.note(operation, detail)
-
-    def fail(self, message: str) -> None:
-        """`Comm.fail` in every group, since a peer may be waiting for this rank in any of them."""
-        for comm in self._comms():
-            comm.fail(message)
-
-    def _comms(self) -> list[Comm]:
-        comms = (self._all_ranks, *self._subgroups.values())
-        return list({id(comm): comm for comm in comms if comm is not None}.values())
-
-    def _agree_along_each(
-        self, operation: str, values: Mapping[str, object], error: str | None, state: CallLog | None, force: bool
-    ) -> None:
-        """Agree in one subgroup after another.
-
-        A rank that learns of an error in one subgroup reports it in the next, so it reaches every rank of the grid.
-        """
-        groups = [(name, comm) for name, comm in self._subgroups.items() if comm.world > 1]
-        for i, (name, comm) in enumerate(groups or list(self._subgroups.items())[-1:]):
-            try:
-                comm.agree(operation, values, error, state=state, force=force)
-            except ValueError as raised:
-                if i + 1 >= len(groups):
-                    raise
-                error = f"{str(raised).removeprefix(f'{operation}: ')}, along {name}"
-
-
-def check_on_all_ranks(
-    ranks: Comm | RankGroups,
-    operation: str,
-    check: Callable[[], tuple[T, SharedValues]],
-    *,
-    state: CallLog | None = None,
-    force: bool = False,
-) -> T:
-    """Run `check` on every rank and return its result once all ranks agree; an error on one is raised on all.
-
-    `check` returns a result and the values that must be equal on all ranks, or raises ValueError. Values that were
-    agreed on before are not compared again unless `force` is set on every rank: then ranks that are already exchanging
-    messages raise CommError. `state` is as in `Comm.agree`.
-    """
-    try:
-        result, values = check()
-    except ValueError as error:
-        ranks.agree(operation, {}, str(error))
-        raise
-    ranks.agree(operation, values, state=state, force=force)
-    return result
-
-
-@contextmanager
-def propagate_failure(ranks: Comm | RankGroups) -> Iterator[None]:
-    """Report an exception in the body to the other ranks, so that their errors give the reason."""
-    try:
-        yield
-    except CommError:
-        raise
-    except Exception as error:
-        ranks.fail(f"{type(error).__name__}: {error}")
-        raise
 
 
 # Recording.

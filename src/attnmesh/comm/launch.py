@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import logging
+import ctypes
+import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import connection, resource_tracker
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from attnmesh.comm import CommError, comm_from, run_virtual
-from attnmesh.core.validation import MAX_TIMEOUT
+from attnmesh.core.validation import MAX_TIMEOUT, check_count, check_timeout
 
 T = TypeVar("T")
 
@@ -26,6 +32,11 @@ TIMEOUT = 300.0
 """Default seconds after which a rank gives up waiting for its peers."""
 
 DEFAULT_RANKS = 4
+MAX_RANKS = 1024
+"""The most ranks that are started on one machine."""
+
+_GRACE = 2.0  # seconds in which other ranks may report why they failed too
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # Virtual ranks cannot die one by one and a deadlock is detected at once, so only very long runs would time out.
 _VIRTUAL_TIMEOUT = MAX_TIMEOUT
@@ -42,7 +53,7 @@ def world_size(ranks: int | None = None, *, virtual: bool = False) -> int:
     Raises ValueError if `ranks` or `virtual` is given under torchrun, which has already started its ranks.
     """
     if not under_torchrun():
-        return DEFAULT_RANKS if ranks is None else ranks
+        return DEFAULT_RANKS if ranks is None else check_count("ranks", ranks, least=1, most=MAX_RANKS)
     if virtual or ranks is not None:
         given = "virtual=True" if ranks is None else f"ranks={ranks}"
         raise ValueError(f"torchrun sets the number of ranks ({os.environ['WORLD_SIZE']}); got {given}")
@@ -68,15 +79,17 @@ def run(
     Args:
         fn: called with a `Comm` and the options. Bind an option that has the name of an argument of `run`
             (such as `device`) with `functools.partial`.
-        ranks: number of ranks; 4 by default. Must not be given under torchrun.
+        ranks: number of ranks, at most 1024; 4 by default. Must not be given under torchrun.
         device: "cpu" or "cuda". NCCL is used if every rank has a GPU of its own, gloo otherwise.
         virtual: whether to use virtual ranks.
         threads: torch threads per new process; by default the cores divided by the ranks.
         timeout: seconds after which a rank gives up waiting for its peers. Ignored for virtual ranks.
 
     An exception on any rank stops the others and is raised here, with the rank's traceback as a note. A rank that is
-    killed raises CommError.
+    killed, or that does not join the others within the timeout, raises CommError. An exception here, such as
+    KeyboardInterrupt, stops all processes that were started; virtual ranks end with the process.
     """
+    timeout = check_timeout(timeout)
     world = world_size(ranks, virtual=virtual)
     if under_torchrun():
         return [_join(fn, device, timeout, options)]
@@ -89,72 +102,146 @@ def _join(fn: Callable[..., T], device: str, timeout: float, options: dict[str, 
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    dist.init_process_group(_backend(device, local_ranks), timeout=timedelta(seconds=timeout))
     try:
+        _rendezvous(_backend(device, local_ranks), timeout)
         return fn(comm_from(timeout=timeout), **options)
+    except Exception as error:
+        error.add_note(f"raised on rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
+        raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class RendezvousError(CommError):
+    """Not all ranks joined the process group."""
+
+
+def _rendezvous(backend: str, timeout: float, **group: Any) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **group)
+    except RuntimeError as error:  # of the store or of the backend: a timeout, or a connection that is refused
+        reason = str(error).partition("\n")[0]
+        raise RendezvousError(f"not all ranks joined the process group within {timeout:g} s: {reason}") from error
 
 
 def _start(
     fn: Callable[..., T], ranks: int, device: str, threads: int | None, timeout: float, options: dict[str, Any]
 ) -> list[T]:
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns of every rank that it stops
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _save(_call(folder), (fn, options))  # not an argument of a process, which would have to read it before we go on
+        processes: list[SpawnProcess] = []
         try:
-            spawn(_process, (ranks, device, folder, threads, timeout, fn, options), nprocs=ranks)
-        except ProcessExitedException as error:
-            raise _rank_error(error, ranks, Path(folder)) from None
-        return [pickle.loads(_result(Path(folder), rank).read_bytes()) for rank in range(ranks)]
+            with _signals_deferred():
+                for rank in range(ranks):
+                    arguments = rank, ranks, device, folder, threads, timeout
+                    process = multiprocessing.get_context("spawn").Process(target=_process, args=arguments)
+                    process.start()
+                    processes.append(process)
+            failed = _wait(processes)
+            if failed and all(_error(folder, rank).exists() for rank in failed):
+                _wait(processes, _GRACE)
+            exit_codes = [process.exitcode for process in processes]
+        finally:
+            for process in processes:
+                process.kill()  # a rank that is stopped, or waits inside torch, does not see another signal
+            for process in processes:
+                process.join()
+        if failed or not all(_result(folder, rank).exists() for rank in range(ranks)):
+            raise _rank_error(exit_codes, folder, timeout)
+        return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(ranks)]
 
 
-def _process(
-    rank: int,
-    ranks: int,
-    device: str,
-    folder: str,
-    threads: int,
-    timeout: float,
-    fn: Callable[..., T],
-    options: dict[str, Any],
-) -> None:
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Handle signals after the `with` statement. Processes that are started in it begin with their signals blocked."""
+    resource_tracker.ensure_running()  # it unblocks them when it is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait(processes: Sequence[SpawnProcess], seconds: float | None = None) -> list[int]:
+    """Wait until all processes have ended, at most for some seconds; without a limit, until some fail: their ranks."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    running = {process.sentinel: rank for rank, process in enumerate(processes) if process.exitcode is None}
+    while running:
+        ended = connection.wait(list(running), None if deadline is None else deadline - time.monotonic())
+        ranks = [running.pop(sentinel) for sentinel in ended if isinstance(sentinel, int)]
+        for rank in ranks:
+            processes[rank].join()
+        failed = [rank for rank in ranks if processes[rank].exitcode != 0]
+        if not ended or (failed and deadline is None):
+            return failed
+    return []
+
+
+def _process(rank: int, ranks: int, device: str, folder: Path, threads: int, timeout: float) -> None:
+    _end_with_parent()
     torch.set_num_threads(threads)
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     try:
-        dist.init_process_group(
-            _backend(device, ranks),
-            rank=rank,
-            world_size=ranks,
-            store=FileStore(f"{folder}/store", ranks),
-            timeout=timedelta(seconds=timeout),
-        )
-        try:
-            result = fn(comm_from(timeout=timeout), **options)
-        finally:
-            dist.destroy_process_group()
-        _save(_result(Path(folder), rank), result)
+        fn, options = pickle.loads(_call(folder).read_bytes())
+        store = FileStore(f"{folder}/store", ranks)
+        _rendezvous(_backend(device, ranks), timeout, rank=rank, world_size=ranks, store=store)
+        _save(_result(folder, rank), fn(comm_from(timeout=timeout), **options))
     except Exception as error:
         error.add_note(f"raised on rank {rank} of {ranks}:\n{traceback.format_exc()}")
-        _save(_error(Path(folder), rank), _picklable(error))
+        _save(_error(folder, rank), _picklable(error))  # before other ranks notice that this one is gone
         raise SystemExit(1) from None
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _rank_error(exited: ProcessExitedException, ranks: int, folder: Path) -> Exception:
-    """The error that ended the run. A rank that lost its peers is not to blame if another rank raised."""
+def _end_with_parent() -> None:
+    """Let signals end this process at once, wherever it waits, and the end of its parent too."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():  # it has ended before
+        os._exit(1)
+
+
+def _rank_error(exit_codes: Sequence[int | None], folder: Path, timeout: float) -> BaseException:
+    """The error that ended the run. A rank that lost its peers is not to blame if another rank raised or was killed."""
+    ranks = len(exit_codes)
     errors = {rank: pickle.loads(path.read_bytes()) for rank in range(ranks) if (path := _error(folder, rank)).exists()}
     causes = [error for error in errors.values() if not isinstance(error, CommError)]
     if causes:
         return causes[0]  # type: ignore[no-any-return]
-    rank = exited.error_index
-    if rank in errors:
-        reason = f"failed: {errors[rank]}"
-    elif exited.signal_name:
-        reason = f"was killed ({exited.signal_name})"
+    killed = {rank: -code for rank, code in enumerate(exit_codes) if code is not None and code < 0}
+    if signal.SIGINT in killed.values():
+        return KeyboardInterrupt()
+    silent = [rank for rank in range(ranks) if rank not in errors and not _result(folder, rank).exists()]
+    exited = [rank for rank in silent if exit_codes[rank] is not None]
+    if killed:
+        rank = min(killed)
+        reason = f"was killed ({_signal_name(killed[rank])})"
+    elif exited:
+        rank = exited[0]
+        reason = f"exited with code {exit_codes[rank]}"
+    elif silent and all(isinstance(error, RendezvousError) for error in errors.values()):
+        rank, reason = silent[0], f"did not join the others within {timeout:g} s"
     else:
-        reason = f"exited with code {exited.exit_code}"
+        rank = min(errors)
+        reason = f"failed: {errors[rank]}"
     return CommError(f"rank {rank} of {ranks} {reason}; the other ranks were stopped")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _picklable(error: Exception) -> Exception:
@@ -174,6 +261,10 @@ def _save(path: Path, value: object) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(pickle.dumps(value))
     unfinished.rename(path)
+
+
+def _call(folder: Path) -> Path:
+    return folder / "call"
 
 
 def _result(folder: Path, rank: int) -> Path:

@@ -111,7 +111,7 @@ class Monitor:
         if not is_watched():
             return True
         try:
-            problem = self.out_of_step() or self._overtook()
+            problem = self._store.failures() or self.out_of_step() or self._overtook()
         except CommError:
             return True  # the rank notices that the store is lost when it needs it
         interrupt = self._interrupt()
@@ -130,6 +130,14 @@ class Monitor:
                     both = {self._rank: self._logs[members].latest(COMPARED_CALLS), rank: calls}
                     return out_of_step(both) or f"ranks {self._rank} and {rank} are out of step since earlier calls"
         return None
+
+    def explain(self) -> str:
+        """How calls differ, as a part of an error message. Gives other ranks the time to publish theirs."""
+        for _ in range(3):
+            if problem := self.out_of_step() or self._overtook():
+                return f"; {problem}"
+            time.sleep(_INTERVAL)
+        return ""
 
     def _overtaken(self, signature: Signature) -> str | None:
         """Whether another rank, which did not compare, is already in the call that this rank wants to compare."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import _thread
 import re
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.agreement import AgreementStore, CommError, Signature, disagreement
 from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
+from attnmesh.comm.in_flight import InFlightMessage, Waitable, record_on_stream, record_on_threads, stage
 from attnmesh.comm.monitor import Monitor
 from attnmesh.core.call_log import CallLog, text_digest
 from attnmesh.core.validation import check_timeout
-from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
+from attnmesh.trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -121,8 +119,7 @@ class GroupComm(Comm):
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
         self._broken = f"rank {self.rank}: {problem}"
         self._store.report_failure(self._broken)
-        if self._nccl_is_initialized:  # operations that wait for other ranks would block the device for ever
-            self.group._get_backend(torch.device("cuda")).abort()
+        self._abort_nccl()
         if self.world > 1 and "gloo" in self._backends.values():
             # A message that times out closes all connections of the group: the only way to end a wait of gloo.
             peer = (self.rank + 1) % self.world
@@ -130,6 +127,12 @@ class GroupComm(Comm):
                 work = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), group=self.group, group_src=peer)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
+
+    def _abort_nccl(self) -> None:
+        """End operations that wait for other ranks: they would block the device, and torch would end the process."""
+        if self._nccl_is_initialized:
+            self._nccl_is_initialized = False
+            self.group._get_backend(torch.device("cuda")).abort()
 
     # Messages.
 
@@ -141,8 +144,8 @@ class GroupComm(Comm):
         backend = self._common_backend([tensor for tensor, _ in (*sends, *recvs)])
         # gloo delivers a message only if the tags are equal: the calls so far, the operation and the size.
         tag = log.digest ^ text_digest(op)
-        messages = [InFlightMessage(tensor.detach(), peer, tag, send=True) for tensor, peer in sends]
-        messages += [InFlightMessage(tensor.detach(), peer, tag, send=False) for tensor, peer in recvs]
+        messages = [InFlightMessage(tensor.detach(), peer, send=True, tag=tag) for tensor, peer in sends]
+        messages += [InFlightMessage(tensor.detach(), peer, send=False, tag=tag) for tensor, peer in recvs]
         if backend != "nccl":
             stage(messages)
         if self.recorder is not None:
@@ -201,13 +204,14 @@ class GroupComm(Comm):
         if self._broken is not None:  # the monitor ended the wait
             return CommError(self._broken)
         in_flight = " and ".join(map(str, messages))
+        self._abort_nccl()
         return self._failed(
             f"rank {self.rank} failed in {op} ({self._operation}) while {in_flight}: {_reason(error)}{self._explain()}"
         )
 
     def _explain(self) -> str:
         try:
-            return self._monitor.call(self._store.explain)
+            return self._monitor.call(self._store.explain) or self._monitor.call(self._monitor.explain)
         except CommError as error:
             return f"; {error}"
 
@@ -279,49 +283,6 @@ class GroupComm(Comm):
             dist.barrier(self.group)
 
 
-class Waitable(Protocol):
-    """The part of `torch.distributed.Work` that is used here."""
-
-    def wait(self, timeout: timedelta = ..., /) -> bool:
-        """Return when the work has completed."""
-
-
-@dataclass
-class InFlightMessage:
-    """A message in flight and the buffer that the backend uses: the tensor itself, or a pinned copy."""
-
-    tensor: Tensor
-    peer: int
-    tag: int
-    send: bool
-    staged: Tensor | None = None
-
-    @property
-    def wire_buffer(self) -> Tensor:
-        """The buffer that the backend reads or writes."""
-        return self.tensor if self.staged is None else self.staged
-
-    def unstage(self) -> None:
-        """Copy a received message from its staging buffer to the tensor."""
-        if self.staged is not None and not self.send:
-            self.tensor.copy_(self.staged, non_blocking=True)
-
-    def __str__(self) -> str:
-        action, preposition = ("sending", "to") if self.send else ("receiving", "from")
-        return f"{action} {self.tensor.nbytes} bytes {preposition} rank {self.peer}"
-
-
-def stage(messages: Sequence[InFlightMessage]) -> None:
-    """Give CUDA tensors pinned host buffers, filled for those to be sent."""
-    on_device = [message for message in messages if message.tensor.is_cuda]
-    for message in on_device:
-        message.staged = torch.empty_like(message.tensor, device="cpu", pin_memory=True)
-        if message.send:
-            message.staged.copy_(message.tensor, non_blocking=True)
-    for device in {message.tensor.device for message in on_device if message.send}:
-        torch.cuda.current_stream(device).synchronize()  # gloo reads host memory without regard to streams
-
-
 class _Batch(Pending):
     def __init__(
         self, comm: GroupComm, op: str, messages: list[InFlightMessage], works: Sequence[Waitable], *, blocking: bool
@@ -352,66 +313,6 @@ class _Batch(Pending):
             except RuntimeError as error:
                 raise self._comm.message_error(self._op, self._messages[i:], error) from error
             message.unstage()
-
-
-# Recording when messages complete while the rank does something else. gloo's works have no future and are not
-# `is_completed` before a wait, so during a recording a thread waits for each message. NCCL's works order streams: a
-# stream of its own waits for them.
-
-_NO_LIMIT = timedelta(days=1)
-
-
-class RecordedWork:
-    """A work that a thread waits for and records. Others wait for the thread: a gloo work supports a single wait."""
-
-    def __init__(self, work: Waitable, timeout: float, record: MessageRecord, posted: Timestamp) -> None:
-        self._completed = threading.Event()
-        self._error: RuntimeError | None = None
-        # Not a threading.Thread: its start() blocks until the thread has been scheduled for the first time.
-        _thread.start_new_thread(self._wait_and_record, (work, timeout, record, posted))
-
-    def _wait_and_record(self, work: Waitable, timeout: float, record: MessageRecord, posted: Timestamp) -> None:
-        try:
-            work.wait(timedelta(seconds=timeout))
-            record.done(posted, record.recorder.now())
-        except RuntimeError as error:
-            self._error = error
-        finally:
-            self._completed.set()
-
-    def wait(self, timeout: timedelta = _NO_LIMIT, /) -> bool:
-        """Wait as for the work itself."""
-        if not self._completed.wait(timeout.total_seconds()):
-            raise RuntimeError(f"Timed out after {timeout.total_seconds():.1f} s")
-        if self._error is not None:
-            raise self._error
-        return True
-
-
-def record_on_threads(
-    works: Sequence[Waitable], messages: Sequence[InFlightMessage], op: str, recorder: Recorder, timeout: float,
-    posted: Timestamp,
-) -> list[RecordedWork]:  # fmt: skip
-    """Record each message when its gloo work completes; wait for the returned works instead."""
-    records = _message_records(messages, op, recorder)
-    return [RecordedWork(work, timeout, record, posted) for work, record in zip(works, records, strict=True)]
-
-
-def record_on_stream(
-    works: Sequence[Waitable], messages: Sequence[InFlightMessage], op: str, recorder: Recorder, posted: Timestamp
-) -> None:
-    """Record messages that NCCL carries as one batch, which complete together."""
-    device = messages[0].tensor.device
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        for work in works:
-            work.wait()
-        end = recorder.now(device)
-    for record in _message_records(messages, op, recorder):
-        record.done(posted, end)
-
-
-def _message_records(messages: Sequence[InFlightMessage], op: str, recorder: Recorder) -> list[MessageRecord]:
-    return [recorder.message("send" if m.send else "receive", op, m.peer, m.tensor.nbytes) for m in messages]
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:

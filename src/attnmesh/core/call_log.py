@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -93,9 +93,13 @@ def out_of_step(by_rank: Mapping[int, Sequence[LoggedCall]]) -> str | None:
     return None
 
 
-def differing_digests(own: Mapping[int, int], others: Iterable[Mapping[int, int]]) -> bool:
-    """Whether any call has another digest in one of the other logs."""
-    return any(own.get(number, digest) != digest for other in others for number, digest in other.items())
+def more_calls(by_rank: Mapping[int, Sequence[LoggedCall]]) -> str:
+    """How many calls ranks have made, if those that can be compared are equal."""
+    texts = {
+        rank: f"{calls[-1].number} calls, the last one {calls[-1].text}," if calls else "no call"
+        for rank, calls in by_rank.items()
+    }
+    return f"ranks are out of step: {alternatives(texts)}"
 
 
 def alternatives(by_rank: Mapping[int, str]) -> str:

@@ -18,7 +18,7 @@ MAX_EXPERTS = 2**20  # of all layers together
 _LARGEST = 2**63 - 1  # of integers without a limit of their own, such as a seed
 _EXPERTS = re.compile(r".*experts|expert_count")
 _MOST = (
-    (re.compile(r".*layers?|block_count|.*layers?_types?|attention_types"), MAX_LAYERS),
+    (re.compile(r".*(layers?|layers_per_.*|blocks|cycles|num_inputs)|block_count|attention_types"), MAX_LAYERS),
     (re.compile(r".*heads?|head_count(_kv)?"), 2**16),
     (_EXPERTS, 2**16),
     (re.compile(r".*labels"), 2**16),

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import check_index, check_positive
 
 Ranges = tuple[range, ...]
 
@@ -136,6 +136,4 @@ class InterleavedShard:
         )
 
     def _checked(self, rank: int) -> int:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:
-            raise ValueError(f"rank must be 0 to {self.ranks - 1}, got {rank!r}")
-        return rank
+        return check_index("rank", rank, self.ranks)

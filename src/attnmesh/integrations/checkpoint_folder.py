@@ -16,6 +16,7 @@ import torch
 
 from attnmesh.core.files import MAX_TEXT_BYTES, check_file
 from attnmesh.core.model_sizes import check_model_sizes
+from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import ModelError, model_errors, require_hf, translated_errors
 
 CONFIG = "config.json"
@@ -97,6 +98,9 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path} cannot be read: it must hold one JSON object, got {type(fields).__name__}")
     with translated_errors(f"{path} cannot be read"), model_errors():
         check_model_sizes(fields, path)
+    architectures = fields.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ModelError(f"architectures in {path} must be a list of names, got {shown(architectures)}")
     if fields.get("transformers_weights") is not None:
         raise ModelError(f"{path} must not name its weights with transformers_weights: {_ONE_FILE} is read")
     return fields

@@ -6,7 +6,9 @@ Transformers initializes what is missing at random, and ignores what it does not
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from attnmesh.integrations.checkpoint import ModelError, require_hf, translated_
 Shape = tuple[int, ...]
 
 _NAMED = 3
+_MOST_PER_TENSOR, _FEW = 4, 64  # parameters that are built for each stored tensor: some families store several in one
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,17 @@ class DeclaredModel:
 def declared_model(config: Any, tensors: int, model: Path) -> DeclaredModel:
     """Build the model of a configuration on the meta device, which allocates nothing.
 
-    Raises ModelError if the checkpoint has fewer tensors than the model has layers: to build them would take time.
+    Raises ModelError if the checkpoint has far fewer tensors than the model: to build them would take time.
     """
     layers = config.get_text_config().num_hidden_layers
     if tensors < layers:
         raise ModelError(f"{model} does not match its configuration: it has {tensors:,} tensors for {layers:,} layers")
     transformers = require_hf("transformers")
-    with translated_errors(f"{model} declares a model that cannot be built"), torch.device("meta"):
+    with (
+        translated_errors(f"{model} declares a model that cannot be built"),
+        torch.device("meta"),
+        _limited_parameters(_MOST_PER_TENSOR * tensors + _FEW, f"it has {tensors:,} tensors"),
+    ):
         built = transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
         )
@@ -56,6 +63,25 @@ def declared_model(config: Any, tensors: int, model: Path) -> DeclaredModel:
         elements=sum(unique.values()),
         buffer_bytes=sum(buffer.nbytes for buffer in built.buffers() if id(buffer) not in stored),
     )
+
+
+@contextmanager
+def _limited_parameters(most: int, reason: str) -> Iterator[None]:
+    """Raise ValueError as soon as this thread registers more than `most` parameters of modules."""
+    thread, count = threading.get_ident(), 0
+
+    def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        nonlocal count
+        if threading.get_ident() == thread:
+            count += 1
+            if count > most:
+                raise ValueError(f"it declares more than {most:,} weights, and {reason}")
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(register)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def check_elements(stored: int, declared: int, differences: Differences, model: Path) -> None:

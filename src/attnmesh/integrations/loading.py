@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnmesh.core.validation import shown
 from attnmesh.integrations.checkpoint import (
     LOCAL,
     ModelError,
@@ -143,6 +144,7 @@ def _load(
             **LOCAL,
         )
     check_loaded(info, folder)
+    _check_end(model, folder)
     return model, tokenizer
 
 
@@ -162,6 +164,14 @@ def _check_weights(folder: Path, config: Any, device: torch.device, dtype: torch
         differences = Differences.between({name: tensor.shape for name, tensor in stored.items()}, declared.shapes)
         check_elements(elements, declared.elements, differences, folder)
     check_fits(needed, device, folder)
+
+
+def _check_end(model: Any, folder: Path) -> None:
+    """Raise ModelError unless the tokens that end an answer are token ids: Transformers accepts anything."""
+    end = getattr(model.generation_config, "eos_token_id", None)
+    ids = end if isinstance(end, list) else [] if end is None else [end]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ModelError(f"eos_token_id in {folder} must be a token id or a list of them, got {shown(end)}")
 
 
 def _check_kinds(stored: Mapping[str, StoredTensor], declared: DeclaredModel, folder: Path) -> None:

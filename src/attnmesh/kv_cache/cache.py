@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.ranges import InterleavedShard
+from attnmesh.core.validation import check_device, check_index, check_positive, check_type, shown
 from attnmesh.kv_cache.block_manager import BlockLayout, BlockManager
 from attnmesh.kv_cache.block_pool import BlockPool, CacheStats, root_hash
 from attnmesh.kv_cache.pools import DeviceTables, fp8_scale, make_pools, write_tokens
@@ -17,11 +18,9 @@ from attnmesh.kv_cache.sequence import (
     NewTokens,
     Sequence,
     check_distinct,
-    check_layer,
     check_length,
     check_new_kv,
     check_prompt_ids,
-    check_sizes,
     new_ids,
     prompt_ids,
 )
@@ -73,14 +72,15 @@ class BlockCache:
         shard: InterleavedShard = _UNSHARDED,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(
+        check_positive(
             layers=layers, num_blocks=num_blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim,
             value_dim=value_dim, max_sequences=max_sequences, max_length=max_length,
         )  # fmt: skip
         if block_size > _MAX_BLOCK_SIZE:
             raise ValueError(f"block_size must be 1 to {_MAX_BLOCK_SIZE}, got {block_size}")
-        if not isinstance(shard, InterleavedShard):
-            raise ValueError(f"shard must be a InterleavedShard, got {type(shard).__name__}")
+        check_type("shard", shard, InterleavedShard)
+        if device is not None:
+            check_device("device", device)
         check_storage(storage, head_dim)
         check_storage(storage, value_dim)
         self._layers, self._max_length = layers, max_length
@@ -105,12 +105,12 @@ class BlockCache:
 
     def keys(self, layer: int) -> Stored:
         """The pool of a layer's keys, [num_blocks, block_size, kv_heads, head_dim]."""
-        check_layer(layer, self._layers)
+        check_index("layer", layer, self._layers)
         return self._keys.layers[layer]
 
     def values(self, layer: int) -> Stored:
         """The pool of a layer's values, [num_blocks, block_size, kv_heads, value_dim]."""
-        check_layer(layer, self._layers)
+        check_index("layer", layer, self._layers)
         return self._values.layers[layer]
 
     @property
@@ -227,8 +227,7 @@ class BlockCache:
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""
         self._check_sequence(sequence)
-        if not isinstance(length, int) or not 0 <= length <= sequence.length:
-            raise ValueError(f"length must be 0 to {sequence.length}, the length of {sequence}, got {length!r}")
+        check_index("length", length, sequence.length + 1, f", the length of {sequence}")
         self._manager.truncate(sequence, length)
         self._tables.upload()
 
@@ -253,8 +252,7 @@ class BlockCache:
         """The length of a prompt, its ids, and the parent hash of its first block."""
         count, ids = prompt_ids(prompt)
         check_length("prompt", count, self._max_length)
-        if not isinstance(cache_key, str):
-            raise ValueError(f"cache_key must be a string, got {cache_key!r}")
+        check_type("cache_key", cache_key, str, "a string")
         return count, ids, root_hash(cache_key)
 
     def _check_append(
@@ -273,17 +271,16 @@ class BlockCache:
     def _check_unwritten(self, new: NewTokens, layer: int | None) -> None:
         """Raise ValueError unless `new` are tokens of this cache whose `layer` is not written yet."""
         if layer is not None:
-            check_layer(layer, self._layers)
+            check_index("layer", layer, self._layers)
         if not isinstance(new, NewTokens) or new.owner is not self._owner:
-            raise ValueError(f"new must be what append of this cache returned, got {new!r}")
+            raise ValueError(f"new must be what append of this cache returned, got {shown(new)}")
         if layer is not None and layer not in new.unwritten_layers:
             raise ValueError(
                 f"layer {layer} of these tokens is already written, unwritten are {sorted(new.unwritten_layers)}"
             )
 
-    def _check_sequence(self, sequence: Sequence) -> None:
-        if not isinstance(sequence, Sequence):
-            raise ValueError(f"sequence must be what allocate or fork returned, got {type(sequence).__name__}")
+    def _check_sequence(self, sequence: Sequence, name: str = "sequence") -> None:
+        check_type(name, sequence, Sequence, "what allocate or fork returned")
         if sequence.owner is not self._owner:
             of = "was freed" if sequence.owner is None else "belongs to another cache, or was ended by clear()"
             raise ValueError(f"{sequence} {of}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.optional import require
+from attnmesh.core.validation import check_number, check_tensor, shown
 from attnmesh.ops.storage import BFP_GROUP, PLAIN, Quantized, Stored, quantize, storage_of, values_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -58,18 +59,20 @@ def fp8_scale(name: str, scale: float | Tensor | None, storage: str, kv_heads: i
     if scale is None:
         return torch.ones((), dtype=torch.float32, device=device)
     if storage != "fp8":
-        raise ValueError(f"{name} is for storage 'fp8' only: {storage!r} computes its scales")
+        raise ValueError(f"{name} must be None except for storage 'fp8', got {shown(scale)} for {storage!r}")
     if isinstance(scale, Tensor):
         if scale.shape not in ((), (kv_heads,)) or not scale.dtype.is_floating_point:
             raise ValueError(
                 f"{name} must be a number or floating point [] or [{kv_heads}], got {scale.dtype} {list(scale.shape)}"
             )
-        numbers = scale.detach().float().cpu().flatten().tolist()  # synchronizes once, when the cache is made
+        if scale.is_meta:
+            raise ValueError(f"{name} must have values, got {shown(scale)}")
+        numbers = check_tensor(name, scale).detach().float().cpu().flatten().tolist()  # synchronizes once
         scale = scale.detach()
-    elif isinstance(scale, (int, float)):
-        numbers = [float(scale)]
+    elif isinstance(scale, int | float):
+        numbers = [check_number(name, scale)]
     else:
-        raise ValueError(f"{name} must be a number or a tensor, got {type(scale).__name__}")
+        raise ValueError(f"{name} must be a number or a tensor, got {type(scale).__name__} {shown(scale)}")
     if not all(math.isfinite(number) and number > 0 for number in numbers):
         raise ValueError(f"{name} must be positive and finite, got {numbers}")
     return torch.as_tensor(scale, dtype=torch.float32, device=device)

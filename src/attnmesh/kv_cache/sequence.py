@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from attnmesh.core.validation import check_count, check_positive, check_tensor, shown
 from attnmesh.kv_cache.pools import DTYPES
 
 T = TypeVar("T")
@@ -97,27 +98,17 @@ class NewTokens:
         return f"NewTokens({list(self.slots.shape)} slots, unwritten layers {sorted(self.unwritten_layers)})"
 
 
-def check_sizes(**sizes: int) -> None:
-    """Raise ValueError for a size below 1."""
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a positive integer, got {size!r}")
-
-
-def check_layer(layer: int, layers: int) -> None:
-    """Raise ValueError unless 0 <= layer < layers."""
-    if not isinstance(layer, int) or not 0 <= layer < layers:
-        raise ValueError(f"layer must be 0 to {layers - 1}, got {layer!r}")
-
-
 def token_ids(name: str, ids: object) -> array[int]:
     """Token ids as an array of 64-bit integers."""
-    if not isinstance(ids, abc.Iterable) or isinstance(ids, (str, bytes)):
-        raise ValueError(f"{name} must be integers, got {type(ids).__name__}")
+    if not isinstance(ids, abc.Iterable) or isinstance(ids, str | bytes | abc.Set | abc.Mapping):
+        raise ValueError(f"{name} must be a list of integers, got {shown(ids)}")
     try:
-        return array("q", list(ids))
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"{name} must be 64-bit integers: {error}") from error
+        items = list(ids)
+        if bool not in set(map(type, items)):
+            return array("q", items)
+    except (TypeError, OverflowError, RuntimeError):  # not integers, or a tensor without data
+        pass
+    raise ValueError(f"{name} must be 64-bit integers, got {shown(ids)}")
 
 
 def prompt_ids(prompt: object) -> tuple[int, array[int]]:
@@ -125,20 +116,17 @@ def prompt_ids(prompt: object) -> tuple[int, array[int]]:
     if not isinstance(prompt, int):
         ids = token_ids("prompt", prompt)
         return len(ids), ids
-    if prompt < 0:
-        raise ValueError(f"prompt must be token ids or their number, got {prompt}")
-    return prompt, array("q")
+    return check_count("prompt, as a number of tokens,", prompt), array("q")
 
 
 def new_ids(tokens: object, sequences: int) -> tuple[int, list[array[int]] | None]:
     """The number of new tokens per sequence, and their ids unless only the number is given."""
     if isinstance(tokens, int):
-        check_sizes(tokens=tokens)
+        check_positive(tokens=tokens)
         return tokens, None
     if not isinstance(tokens, abc.Sequence) or len(tokens) != sequences:
-        given = f"{len(tokens)} lists" if isinstance(tokens, abc.Sequence) else type(tokens).__name__
         raise ValueError(
-            f"tokens must be a number, or a list of token ids for each of {sequences} sequences, got {given}"
+            f"tokens must be a number, or a list of token ids for each of {sequences} sequences, got {shown(tokens)}"
         )
     each = [token_ids(f"tokens[{i}]", ids) for i, ids in enumerate(tokens)]
     lengths = [len(ids) for ids in each]
@@ -147,14 +135,14 @@ def new_ids(tokens: object, sequences: int) -> tuple[int, list[array[int]] | Non
     return lengths[0], each
 
 
-def check_distinct(sequences: object, check_one: abc.Callable[[T], None]) -> tuple[T, ...]:
+def check_distinct(sequences: object, check_one: abc.Callable[[T, str], None]) -> tuple[T, ...]:
     """At least one sequence, all different, each of which passes `check_one`."""
     if not isinstance(sequences, abc.Sequence) or not sequences:
-        raise ValueError(f"sequences must be a list of at least one sequence, got {sequences!r}")
-    for sequence in sequences:
-        check_one(sequence)
+        raise ValueError(f"sequences must be a list of at least one sequence, got {shown(sequences)}")
+    for i, sequence in enumerate(sequences):
+        check_one(sequence, f"sequences[{i}]")
     if len(set(sequences)) < len(sequences):
-        raise ValueError(f"sequences must be different ones, got {list(sequences)}")
+        raise ValueError(f"sequences must be different ones, got {shown(sequences)}")
     return tuple(sequences)
 
 
@@ -178,8 +166,7 @@ def check_new_kv(slots: Tensor, k: Tensor, v: Tensor, kv_heads: int, head_dim: i
     """Raise ValueError unless keys and values are [n, kv_heads, T, D] for slots [n, T]."""
     n, tokens = slots.shape
     for name, x, dim in (("k", k, head_dim), ("v", v, value_dim)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+        check_tensor(name, x)
         if x.shape != (n, kv_heads, tokens, dim):
             raise ValueError(f"{name} must be [{n}, {kv_heads}, {tokens}, {dim}], got {list(x.shape)}")
         if x.dtype not in DTYPES:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.call_log import CallLog, text_digest
+from attnmesh.core.validation import check_bool, check_index, check_positive, check_type
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
@@ -23,14 +24,12 @@ from attnmesh.kv_cache.sequence import (
     Sequence,
     ShardedSequence,
     check_distinct,
-    check_layer,
     check_length,
     check_new_kv,
-    check_sizes,
     new_ids,
 )
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
-from attnmesh.ops.storage import Stored
+from attnmesh.ops.storage import Stored, check_storage
 from attnmesh.plan.decode import DecodeSharding
 
 _Appended = tuple[list[Sequence], int | abc.Sequence[abc.Sequence[int]]]  # sequences and their new tokens
@@ -70,7 +69,7 @@ class StepTensors:
         """The keys on this rank that each new token attends to, as `Step.key_range`."""
         if window not in self._first:
             if window is not None:
-                check_sizes(window=window)
+                check_positive(window=window)
             with torch.inference_mode(False):
                 self._first[window] = torch.zeros_like(self._end)
             self._fill_first(window)
@@ -162,7 +161,11 @@ class ShardedCache:
         v_scale: float | Tensor | None = None,
     ) -> None:
         _check_rank(sharding, rank)
-        check_sizes(batch=batch, kv_heads=kv_heads, num_blocks=num_blocks, block_size=block_size, max_length=max_length)
+        check_positive(
+            batch=batch, kv_heads=kv_heads, num_blocks=num_blocks, block_size=block_size, max_length=max_length,
+            layers=layers, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim,
+        )  # fmt: skip
+        check_storage(storage, head_dim)
         sharding.check_heads(kv_heads * sharding.ranks, kv_heads)  # valid for any number of query heads
         shard, heads = sharding.position_shard(rank), sharding.kv_heads(rank, kv_heads)
         needed = BlockLayout(shard, block_size).num_blocks(max_length)
@@ -271,7 +274,8 @@ class ShardedCache:
 
         The step's own tokens must not be written there yet or, with `written`, must be.
         """
-        check_layer(layer, self._layers)
+        check_index("layer", layer, self._layers)
+        check_bool(written=written)
         self._check_latest(step)
         if layer in step.skipped:
             sequence = step.skipped[layer]
@@ -280,7 +284,7 @@ class ShardedCache:
                 f"{sequence.sequence.written} tokens, and append those again"
             )
         if layer in step.unwritten_layers and written:
-            raise ValueError(f"layer {layer} of this step is not written yet")
+            raise ValueError(f"layer {layer} of this step is not written yet, got written=True")
         if layer not in step.unwritten_layers and not written:
             raise ValueError(
                 f"layer {layer} of this step is already written, unwritten are {sorted(step.unwritten_layers)}"
@@ -351,25 +355,20 @@ class ShardedCache:
             self._current = None
 
     def _check_latest(self, step: Step) -> None:
-        if not isinstance(step, Step):
-            raise ValueError(f"step must be what append returned, got {type(step).__name__}")
+        check_type("step", step, Step, "what append returned")
         if step is not self._current:
             raise ValueError(
                 f"step must be the latest of this cache, with no sequence truncated or freed since, got {step}"
             )
 
-    def _check_sequence(self, sequence: ShardedSequence) -> None:
-        if not isinstance(sequence, ShardedSequence):
-            raise ValueError(f"sequence must be what allocate or fork returned, got {type(sequence).__name__}")
+    def _check_sequence(self, sequence: ShardedSequence, name: str = "sequence") -> None:
+        check_type(name, sequence, ShardedSequence, "what allocate or fork returned")
         if sequence.owner is not self or sequence.freed:
             raise ValueError(f"{sequence} {'was freed' if sequence.freed else 'belongs to another cache'}")
 
 
 def _check_rank(sharding: DecodeSharding, rank: int) -> None:
-    if not isinstance(sharding, DecodeSharding):
-        raise ValueError(f"sharding must be a DecodeSharding, got {type(sharding).__name__}")
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise ValueError(f"rank must be 0 to {sharding.ranks - 1} under {sharding}, got {rank!r}")
+    check_type("sharding", sharding, DecodeSharding)
     sharding.place(rank)
 
 

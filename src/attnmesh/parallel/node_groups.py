@@ -7,6 +7,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, RankGroups, SubComm, comm_from
+from attnmesh.core.validation import shown
 
 
 class NodeGroups(RankGroups):
@@ -23,6 +24,14 @@ class NodeGroups(RankGroups):
     def ranks_per_node(self) -> int:
         """Ranks per node."""
         return self.intra_node.world
+
+
+def comm_named(name: str, group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+    """`comm_from` for an argument that is not called `group`."""
+    try:
+        return comm_from(group)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def node_groups(group: Comm | ProcessGroup | DeviceMesh | None, ranks_per_node: int | None) -> NodeGroups:
@@ -50,7 +59,9 @@ def node_groups(group: Comm | ProcessGroup | DeviceMesh | None, ranks_per_node: 
         or ranks_per_node < 1
         or world % ranks_per_node
     ):
-        raise ValueError(f"ranks_per_node must be an integer that divides the {world} ranks, got {ranks_per_node!r}")
+        raise ValueError(
+            f"ranks_per_node must be an integer that divides the {world} ranks, got {shown(ranks_per_node)}"
+        )
     node, i = divmod(all_ranks.rank, ranks_per_node)
     intra_node = SubComm(all_ranks, range(node * ranks_per_node, (node + 1) * ranks_per_node))
     return NodeGroups(all_ranks, intra_node, SubComm(all_ranks, range(i, world, ranks_per_node)))

@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from attnmesh.core.ranges import InterleavedShard
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import (
+    MAX_RANKS,
+    check_choice,
+    check_count,
+    check_index,
+    check_positive,
+    check_type,
+)
 
 
 class Place(NamedTuple):
@@ -45,6 +52,7 @@ class DecodeSharding:
 
     def __post_init__(self) -> None:
         check_positive(tp=self.tp, kvdp=self.kvdp, cp=self.cp, interleave=self.interleave)
+        check_count("tp x kvdp x cp", self.ranks, most=MAX_RANKS)
 
     def __str__(self) -> str:
         parts = [f"{name.upper()}{n}" for name in ("tp", "kvdp", "cp") if (n := getattr(self, name)) > 1]
@@ -65,14 +73,13 @@ class DecodeSharding:
 
     def rank(self, place: Place) -> int:
         """The rank at these coordinates."""
+        check_type("place", place, Place, "a Place (tp, cp, kvdp)")
         for name, n, ranks in zip(place._fields, place, (self.tp, self.cp, self.kvdp), strict=True):
-            if not 0 <= n < ranks:
-                raise ValueError(f"{name} of a place must be 0 to {ranks - 1} under {self}, got {n}")
+            check_index(f"{name} of a place", n, ranks, f" under {self}")
         return (place.tp * self.cp + place.cp) * self.kvdp + place.kvdp
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank must be 0 to {self.ranks - 1} under {self}, got {rank}")
+        check_index("rank", rank, self.ranks, f" under {self}")
 
     def kvdp_peers(self, rank: int) -> list[int]:
         """The ranks with the same kv heads and positions, in the order of their sequences."""
@@ -88,6 +95,8 @@ class DecodeSharding:
 
     def check_heads(self, q_heads: int, kv_heads: int) -> None:
         """Raise ValueError unless these heads can be sharded this way."""
+        check_count("q_heads", q_heads)
+        check_count("kv_heads", kv_heads)
         if kv_heads < 1 or q_heads % kv_heads:
             raise ValueError(f"q_heads must be a multiple of kv_heads, got q_heads={q_heads} and kv_heads={kv_heads}")
         if kv_heads % self.tp and self.tp % kv_heads:
@@ -102,16 +111,16 @@ class DecodeSharding:
 
     def kv_heads(self, rank: int, kv_heads: int) -> range:
         """The kv heads that a rank holds (as do all ranks with the same TP rank)."""
-        return _part(kv_heads, self.tp, self.place(rank).tp, least=1)
+        return _part(check_count("kv_heads", kv_heads), self.tp, self.place(rank).tp, least=1)
 
     def group_heads(self, rank: int, q_heads: int) -> range:
         """The query heads of a rank's TP rank: those it computes attention for, after the exchange."""
-        return _part(q_heads, self.tp, self.place(rank).tp)
+        return _part(check_count("q_heads", q_heads), self.tp, self.place(rank).tp)
 
     def q_heads(self, rank: int, q_heads: int) -> range:
         """The query heads that a rank projects, and whose part of the output projection it holds."""
         self._check_rank(rank)
-        return _part(q_heads, self.ranks, rank)
+        return _part(check_count("q_heads", q_heads), self.ranks, rank)
 
     def replicated_q_heads(self, rank: int, q_heads: int) -> range:
         """The query heads that a rank projects where CP ranks all project the same ones instead of gathering them."""
@@ -122,13 +131,13 @@ class DecodeSharding:
     def cp_heads(self, rank: int, q_heads: int) -> range:
         """The query heads of all KVDP peers of a rank: what CP ranks gather before, and scatter after attention."""
         place = self.place(rank)
-        return _part(q_heads, self.tp * self.cp, place.tp * self.cp + place.cp)
+        return _part(check_count("q_heads", q_heads), self.tp * self.cp, place.tp * self.cp + place.cp)
 
     # Sequences.
 
     def sequences(self, rank: int, batch: int) -> range:
         """The sequences of a batch that a rank holds."""
-        return _part(batch, self.kvdp, self.place(rank).kvdp)
+        return _part(check_count("batch", batch), self.kvdp, self.place(rank).kvdp)
 
     # Positions.
 
@@ -138,19 +147,26 @@ class DecodeSharding:
 
     def owner(self, position: int) -> int:
         """The CP rank that holds a position."""
-        return InterleavedShard(self.cp, 0, self.interleave).owner(position)
+        return InterleavedShard(self.cp, 0, self.interleave).owner(check_count("position", position))
 
     def local_index(self, position: int) -> int:
         """The index of a position in its owner's cache."""
-        return InterleavedShard(self.cp, 0, self.interleave).index(position)
+        return InterleavedShard(self.cp, 0, self.interleave).index(check_count("position", position))
 
     def local_length(self, length: int, cp_rank: int) -> int:
         """The number of a sequence's first `length` positions that a CP rank holds."""
-        return InterleavedShard(self.cp, cp_rank, self.interleave).length(length)
+        check_index("cp_rank", cp_rank, self.cp, f" under {self}")
+        return InterleavedShard(self.cp, cp_rank, self.interleave).length(check_count("length", length))
 
     def slot(self, position: int, blocks: list[int], block_size: int) -> int:
         """A position's slot in its owner's block pool, where the sequence has `blocks`."""
+        check_positive(block_size=block_size)
+        check_type("blocks", blocks, (list, tuple), "a list of blocks")
+        for i, block in enumerate(blocks):
+            check_count(f"blocks[{i}]", block)
         index = self.local_index(position)
+        if index // block_size >= len(blocks):
+            raise ValueError(f"position must be in one of {len(blocks)} blocks of {block_size}, got {position}")
         return blocks[index // block_size] * block_size + index % block_size
 
 
@@ -213,8 +229,8 @@ def bytes_sent(
     With `replicate_q` a rank projects the queries of all its CP peers instead of gathering them.
     """
     sharding.check_heads(shape.q_heads, shape.kv_heads)
-    _check_one_of("kvdp", kvdp, KVDP_EXCHANGES)
-    _check_one_of("combine", combine, COMBINES)
+    check_choice("kvdp", kvdp, KVDP_EXCHANGES)
+    check_choice("combine", combine, COMBINES)
     sent_in, sent_out = _kvdp_bytes(sharding, shape, rank, kvdp, replicate_q)
     lse, out = _cp_bytes(sharding, shape, rank, combine)
     gathered = 0 if replicate_q else (sharding.cp - 1) * _cp_heads(sharding, shape, rank) * _row(sharding, shape, rank)
@@ -311,8 +327,3 @@ def _cp_heads(sharding: DecodeSharding, shape: DecodeShape, rank: int) -> int:
 def _all_reduced(nbytes: int, ranks: int) -> int:
     """Bytes per rank of an all-reduce: reduce-scatter and all-gather, everything but the own part."""
     return round(2 * (ranks - 1) / ranks * nbytes)
-
-
-def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

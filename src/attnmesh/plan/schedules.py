@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnmesh.core.validation import check_bool, check_choice, check_type
 from attnmesh.plan.allgather import ALLGATHER
 from attnmesh.plan.program import Ints, Load, Program, program_loads
 from attnmesh.plan.ring import RING
@@ -39,6 +40,9 @@ def check_schedule(schedule: str, shards: Shards, ranks_per_node: int) -> None:
 
 def program(schedule: str, workload: Workload, *, backward: bool) -> Program:
     """The program of all ranks under a schedule that can serve the workload."""
+    check_choice("schedule", schedule, SCHEDULES)
+    check_type("workload", workload, Workload)
+    check_bool(backward=backward)
     return SCHEDULES[schedule].program(workload, backward=backward)
 
 

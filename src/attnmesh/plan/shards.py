@@ -7,9 +7,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from attnmesh.core import ranges
-from attnmesh.core.layouts import Layout
-from attnmesh.core.masks import Mask
+from attnmesh.core.layouts import Layout, check_layout
+from attnmesh.core.masks import Mask, check_mask
 from attnmesh.core.ranges import Ranges, rows_between
+from attnmesh.core.validation import MAX_RANKS, check_count
 from attnmesh.plan.blocks import Patch
 
 
@@ -37,12 +38,25 @@ class Shards:
         return self._patches[at]
 
 
-@lru_cache(maxsize=256)
 def shards(
     mask: Mask, layout: Layout, length: int, world: int, key_layout: Layout | None = None, key_length: int | None = None
 ) -> Shards:
     """The shards that layouts describe; keys have the layout and length of the queries unless given."""
+    check_mask("mask", mask)
+    check_layout("layout", layout)
+    check_count("length", length)
+    check_count("world", world, least=1, most=MAX_RANKS)
+    if key_layout is not None:
+        check_layout("key_layout", key_layout)
+    if key_length is not None:
+        check_count("key_length", key_length)
+    return _shards(mask, layout, length, world, key_layout, key_length)
 
+
+@lru_cache(maxsize=256)
+def _shards(
+    mask: Mask, layout: Layout, length: int, world: int, key_layout: Layout | None, key_length: int | None
+) -> Shards:
     def positions(layout: Layout, length: int) -> tuple[Ranges, ...]:
         return tuple(layout.ranges(length, world, rank) for rank in range(world))
 

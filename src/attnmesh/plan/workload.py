@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from attnmesh.core import ranges
+from attnmesh.core.validation import MAX_RANKS, check_bool, check_count, check_type
 from attnmesh.plan.program import Floats, Ints, KernelKind, Kernels
 from attnmesh.plan.shards import Shards
 
@@ -32,6 +33,10 @@ class Shape:
     head_dim: int
     itemsize: int  # bytes per element
     sum_itemsize: int  # bytes per element of a sum: gradients that are sent before they are complete
+
+    def __post_init__(self) -> None:
+        for name, n in vars(self).items():
+            check_count(name, n)
 
     @property
     def key_row(self) -> int:
@@ -73,6 +78,13 @@ class Workload:
     lse: bool = False  # whether the lse is returned, with its gradient: Ulysses exchanges it too
     device: str = "cuda"  # the torch device type: GPU kernels need larger pieces
 
+    def __post_init__(self) -> None:
+        check_type("shards", self.shards, Shards)
+        check_type("shape", self.shape, Shape)
+        check_count("ranks_per_node", self.ranks_per_node, least=1, most=MAX_RANKS)
+        check_bool(lse=self.lse)
+        check_type("device", self.device, str, "the name of a device type")
+
     @property
     def world(self) -> int:
         """The number of ranks."""
@@ -80,6 +92,7 @@ class Workload:
 
     def grad_weight(self, backward: bool) -> float:
         """The weight of gradients where a ring chooses its direction; 0 in a forward."""
+        check_bool(backward=backward)
         return self.shape.grad_weight if backward else 0.0
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from attnmesh.core.validation import check_type
 from attnmesh.plan.program import KERNEL_KINDS, SIZED_IN_BYTES, KernelKind
 from attnmesh.planner.catalog_file import CAUSAL_FIELD_OF, FIELD_OF, Table, Tables, read_tables, unknown
 from attnmesh.planner.hardware import Cluster, Curve, Device, Link, Wiring
@@ -45,6 +47,9 @@ class Catalog:
     ) -> Cluster:
         """A cluster of one kind of device, with its usual links and node size unless given."""
         found, usual = self.device(device), _found("device", device, self.wirings)
+        for name, link in (("intra_node", intra_node), ("inter_node", inter_node)):
+            if link is not None:
+                _found(f"{name} link", link, self.links)
         intra_node, inter_node = intra_node or usual.intra_node, inter_node or usual.inter_node
         ranks, ports = usual.ranks_per_node or ranks_per_node, usual.rails or rails
         if intra_node is None or inter_node is None or ranks is None or ports is None:
@@ -57,13 +62,18 @@ class Catalog:
         return made if rails is None else replace(made, rails=rails)
 
 
-def catalog(extra: Path | None = None) -> Catalog:
+def catalog(extra: Path | str | None = None) -> Catalog:
     """The built-in catalog, updated with a file if given."""
+    if extra is not None:
+        check_type("extra", extra, (PathLike, str), "a path")
+        if not str(extra):
+            raise ValueError(f"extra must be a path, got {extra!r}")
     return _built_in() if extra is None else load(extra)
 
 
-def load(path: Path) -> Catalog:
+def load(path: Path | str) -> Catalog:
     """The built-in catalog updated with a file: its fields replace those of the same name."""
+    path = Path(path)
     ours, given = _built_in_tables(), read_tables(path)
     merged = Tables(
         device=_merged(ours.device, given.device, path),
@@ -83,7 +93,7 @@ def load(path: Path) -> Catalog:
 
 def cluster(
     device: str, *, ranks_per_node: int | None = None, intra_node: str | None = None, inter_node: str | None = None,
-    rails: int | None = None, extra: Path | None = None,
+    rails: int | None = None, extra: Path | str | None = None,
 ) -> Cluster:  # fmt: skip
     """A cluster by the names of its parts; `extra` is a file that updates the catalog."""
     return catalog(extra).cluster(
@@ -108,6 +118,7 @@ def _built_in_tables() -> Tables:
 
 
 def _found(what: str, name: str, among: Mapping[str, T]) -> T:
+    check_type(what, name, str, "the name of a part of the catalog")
     key = name.strip().lower()
     if key not in among:
         raise unknown(what, name, among)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnmesh.core.validation import check_type
 from attnmesh.plan.program import Load, LoadCounter, Program
 from attnmesh.plan.schedules import program
 from attnmesh.plan.workload import Workload
@@ -70,6 +71,7 @@ class Cost:
 
 def schedule_cost(schedule: str, workload: Workload, cluster: Cluster, *, backward: bool) -> Cost:
     """The cost of one direction of a schedule that can serve the workload."""
+    check_type("cluster", cluster, Cluster)
     return cost(program(schedule, workload, backward=backward), cluster.with_ranks_per_node(workload.ranks_per_node))
 
 

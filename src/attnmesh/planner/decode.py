@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import check_number
 from attnmesh.plan.decode import DecodeShape, DecodeSharding, messages_sent
 from attnmesh.plan.program import Floats, Ints, Kernels, Messages, Program, Round
 from attnmesh.planner.auto import pick_combine
 from attnmesh.planner.cost import cost
+from attnmesh.planner.counts import check_sizes, divisors
 from attnmesh.planner.hardware import Cluster, Device, Link, group_cluster, group_ranks_per_node
 from attnmesh.planner.models.config import (
     ModelConfig,
@@ -207,7 +209,11 @@ class DecodeRequest:
     kv_itemsize: float = 2.0  # bytes per element of the KV cache
 
     def __post_init__(self) -> None:
-        check_positive(context=self.context, batch=self.batch, devices=self.devices, tokens=self.tokens)
+        check_number("kv_itemsize", self.kv_itemsize, above=0)
+        check_sizes(
+            devices=self.devices, context=self.context, batch=self.batch, tokens=self.tokens,
+            q_heads=self.model.q_heads, head_dim=self.model.head_dim,
+        )  # fmt: skip
 
 
 def decode_ranking(request: DecodeRequest) -> Ranking:
@@ -238,12 +244,12 @@ def decode_layers(request: DecodeRequest, sequences: int) -> dict[DecodeLayer, i
 def shardings(request: DecodeRequest) -> Iterator[tuple[int, DecodeSharding]]:
     """Numbers of replicas, and all shardings of one replica that leave no rank without a head."""
     kv_heads = _kv_heads(request.model)
-    for replicas in (n for n in range(1, request.batch + 1) if request.devices % n == 0 and request.batch % n == 0):
+    for replicas in divisors(gcd(request.devices, request.batch)):
         ranks, sequences = request.devices // replicas, request.batch // replicas
-        for tp in _divisors(ranks):
+        for tp in divisors(ranks):
             if (kv_heads % tp and tp % kv_heads) or ranks > request.model.q_heads:
                 continue
-            for kvdp in _divisors(ranks // tp):
+            for kvdp in divisors(ranks // tp):
                 if kvdp <= sequences:
                     yield replicas, DecodeSharding(tp, kvdp, ranks // tp // kvdp)
 
@@ -358,7 +364,3 @@ def _shape(model: ModelConfig, sequences: int, tokens: int) -> DecodeShape:
 
 def _kv_heads(model: ModelConfig) -> int:
     return 1 if model.latent else model.kv_heads
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -14,6 +14,7 @@ from math import gcd
 import numpy as np
 
 from attnmesh.plan.program import Floats, KernelKind, Kernels
+from attnmesh.planner.counts import check_sizes
 
 _SHORT = 30  # launch times: a call that takes less is too small to fill a device
 
@@ -129,9 +130,7 @@ class Cluster:
     rails: int  # network ports per node; its i-th rank uses port i % rails
 
     def __post_init__(self) -> None:
-        for name in ("ranks_per_node", "rails"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_sizes(ranks_per_node=self.ranks_per_node, rails=self.rails)
 
     def with_ranks_per_node(self, ranks: int) -> Cluster:
         """The same with nodes of another size; a port for every rank if there was one before."""

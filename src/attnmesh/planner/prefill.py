@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import check_number
 from attnmesh.plan.schedules import SCHEDULES, peak_bytes, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.cost import Cost, schedule_cost
+from attnmesh.planner.counts import check_sizes, divisors
 from attnmesh.planner.hardware import Cluster, group_cluster, group_ranks_per_node
 from attnmesh.planner.models.config import ModelConfig, cache_bytes, layer_weight_bytes_read, linear_flops, weight_bytes
 from attnmesh.planner.ranking import Memory, Option, Ranking, ranked
@@ -43,7 +45,11 @@ class PrefillRequest:
     kv_itemsize: float = 2.0  # bytes per element of the KV cache
 
     def __post_init__(self) -> None:
-        check_positive(context=self.context, batch=self.batch, devices=self.devices)
+        check_number("kv_itemsize", self.kv_itemsize, above=0)
+        check_sizes(
+            devices=self.devices, context=self.context, batch=self.batch,
+            q_heads=self.model.q_heads, head_dim=self.model.head_dim,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,9 +161,9 @@ def _schedules(request: PrefillRequest, parallelism: Parallelism) -> dict[str, s
 def parallelisms(request: PrefillRequest) -> Iterator[Parallelism]:
     """All ways to divide the devices under which the heads divide evenly."""
     model, node = request.model, request.cluster.ranks_per_node
-    for dp in (dp for dp in range(1, request.batch + 1) if request.batch % dp == 0 and request.devices % dp == 0):
+    for dp in divisors(gcd(request.batch, request.devices)):
         replica = request.devices // dp
-        for tp in (tp for tp in range(1, min(node, replica) + 1) if replica % tp == 0 and node % tp == 0):
+        for tp in divisors(gcd(replica, node)):
             divides = model.kv_heads % tp == 0 or tp % model.kv_heads == 0
             if model.q_heads % tp == 0 and divides:
                 yield Parallelism(dp, tp, replica // tp)

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import check_count, check_type
 from attnmesh.plan.decode import Copies, DecodeShape, DecodeSharding, bytes_sent, cache_bytes, weight_copies
 from attnmesh.planner.cost import Cost, cost
+from attnmesh.planner.counts import check_sizes, divisors
 from attnmesh.planner.decode import DecodeLayer, decode_program
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.ranking import is_tie
@@ -102,12 +103,20 @@ def recommend_sharding(
     the same shardings: `seconds` are those of one layer's attention, its small kernels, its exchanges and the
     all-reduce of the projections, without reading weights, which takes the same time for all.
     """
-    check_positive(ranks=ranks, layers=layers)
+    check_sizes(q_heads=q_heads, head_dim=head_dim)
+    hidden = q_heads * head_dim if hidden is None else hidden
+    check_sizes(
+        ranks=ranks, layers=layers, batch=batch, context=1 if context is None else context, tokens=tokens,
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden,
+    )  # fmt: skip
+    check_count("itemsize", itemsize, least=1, most=64)
+    if kv_bytes is not None:
+        check_count("kv_bytes", kv_bytes, least=1, most=2**40)
+    if cluster is not None:
+        check_type("cluster", cluster, Cluster)
     if cluster is not None and context is None:
         raise ValueError("context must be given with a cluster, got context=None")
-    shape = DecodeShape(
-        batch, tokens, q_heads, kv_heads, head_dim, q_heads * head_dim if hidden is None else hidden, itemsize
-    )
+    shape = DecodeShape(batch, tokens, q_heads, kv_heads, head_dim, hidden, itemsize)
     kv_bytes = 2 * head_dim * itemsize if kv_bytes is None else kv_bytes
     by_rule = _sharding_by_rule(shape, ranks)
     by_rule.check_heads(q_heads, kv_heads)
@@ -153,14 +162,14 @@ def tensor_parallel_size(kv_heads: int, ranks: int) -> int:
 def _sharding_by_rule(shape: DecodeShape, ranks: int) -> DecodeSharding:
     tp = tensor_parallel_size(shape.kv_heads, ranks)
     rest = ranks // tp
-    kvdp = max(divisor for divisor in _divisors(rest) if divisor <= shape.batch)
+    kvdp = max(divisor for divisor in divisors(rest) if divisor <= shape.batch)
     return DecodeSharding(tp, kvdp, rest // kvdp)
 
 
 def _others(chosen: DecodeSharding, kv_heads: int) -> list[DecodeSharding]:
     """All other divisions of the remaining ranks, and plain tensor parallelism where it fits."""
     rest = chosen.kvdp * chosen.cp
-    others = [DecodeSharding(chosen.tp, kvdp, rest // kvdp) for kvdp in reversed(_divisors(rest))]
+    others = [DecodeSharding(chosen.tp, kvdp, rest // kvdp) for kvdp in reversed(divisors(rest))]
     if chosen.ranks % kv_heads == 0 or kv_heads % chosen.ranks == 0:
         others.append(DecodeSharding(chosen.ranks))
     return [sharding for sharding in others if sharding != chosen]
@@ -240,10 +249,6 @@ def _drawbacks(sharding: DecodeSharding, chosen: DecodeSharding, shape: DecodeSh
     return []
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 @dataclass(frozen=True)
 class ShardingComparison:
     """How often weights, activations and the KV cache are replicated, as text."""
@@ -258,7 +263,7 @@ class ShardingComparison:
 
 def compare_shardings(q_heads: int, kv_heads: int, ranks: int) -> list[ShardingComparison]:
     """Plain tensor parallelism (where it fits), KVDP, CP and DP attention over the same ranks."""
-    check_positive(q_heads=q_heads, kv_heads=kv_heads, ranks=ranks)
+    check_sizes(q_heads=q_heads, kv_heads=kv_heads, ranks=ranks)
     tp = tensor_parallel_size(kv_heads, ranks)
     rest = ranks // tp
     DecodeSharding(tp, kvdp=rest).check_heads(q_heads, kv_heads)

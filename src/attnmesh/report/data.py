@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from attnmesh.core.files import read_json
-from attnmesh.core.layouts import Layout
-from attnmesh.core.masks import And, Documents, Mask, SlidingWindow
+from attnmesh.core.layouts import Layout, check_layout
+from attnmesh.core.masks import And, Documents, Mask, SlidingWindow, check_mask
+from attnmesh.core.validation import check_bool, check_count, check_device, check_list, check_type, shown
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.plan.program import Load, imbalance
 from attnmesh.plan.schedule import Step, is_step
@@ -18,6 +21,7 @@ from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import Choice, choose_schedule
 from attnmesh.planner.catalog import default_cluster
+from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.simulate import simulate
 from attnmesh.trace.timeline import Span
@@ -138,7 +142,7 @@ def schedule_report(
     shape: Shape,
     *,
     ranks_per_node: int | None = None,
-    device: str = "cuda",
+    device: torch.device | str = "cuda",
     facts: Mapping[str, object] | None = None,
     timelines: Mapping[str, Sequence[Span]] | None = None,
     outcomes: Sequence[Outcome] = (),
@@ -160,13 +164,19 @@ def schedule_report(
         figures: further tables by name.
     """
     _check(length, world, shape)
+    check_mask("mask", mask)
     mask.check(length)
+    check_layout("layout", layout)
+    kind = check_device("device", device).type
+    _check_tables(facts=facts, timelines=timelines, figures=figures)
+    for i, outcome in enumerate(check_list("outcomes", outcomes, "outcomes")):
+        check_type(f"outcomes[{i}]", outcome, Outcome)
     workload = Workload(shards(mask, layout, length, world), shape, _checked_node(world, ranks_per_node))
     runs = sum(map(len, workload.shards.queries))
     if runs > _MOST_RUNS:
         raise ValueError(f"layout must give at most {_MOST_RUNS} runs of positions for a report, got {runs}")
     served = [name for name in SCHEDULES if refusal(name, workload.shards, workload.ranks_per_node) is None]
-    cluster = default_cluster(device)
+    cluster = default_cluster(kind)
     choice = choose_schedule(workload, cluster)
     hardware = hardware_name(cluster, nodes=world // workload.ranks_per_node)
     return ScheduleReport(
@@ -205,6 +215,14 @@ def generation_report(
         speculative: whether to show drafted and accepted tokens.
         ranks_per_node: all ranks if None.
     """
+    for i, answer in enumerate(check_list("answers", answers, "answers")):
+        check_type(f"answers[{i}]", answer, GeneratedAnswer)
+    for i, each in enumerate(check_list("stats", stats, "GenerationStats, one per rank")):
+        check_type(f"stats[{i}]", each, GenerationStats)
+    if not stats:
+        raise ValueError(f"stats must have an entry for every rank, got {shown(stats)}")
+    check_bool(speculative=speculative)
+    _check_tables(facts=facts)
     world = len(stats)
     node = _checked_node(world, world if ranks_per_node is None else ranks_per_node)
     prompts = sum(each.prompt_tokens for each in answers)
@@ -304,7 +322,8 @@ def _simulated_forward(schedule: str, workload: Workload, cluster: Cluster) -> l
 def _checked_node(world: int, ranks_per_node: int | None) -> int:
     if ranks_per_node is None:
         return default_ranks_per_node(world)
-    if ranks_per_node < 1 or world % ranks_per_node:
+    check_count("ranks_per_node", ranks_per_node, least=1)
+    if world % ranks_per_node:
         raise ValueError(f"ranks_per_node must divide the {world} ranks, got {ranks_per_node}")
     return ranks_per_node
 
@@ -319,13 +338,17 @@ def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def _check_tables(**tables: object) -> None:
+    for name, table in tables.items():
+        if table is not None:
+            check_type(name, table, Mapping, "a mapping by name")
+
+
 def _check(length: int, world: int, shape: Shape) -> None:
-    if not 1 <= world <= MOST_RANKS:
-        raise ValueError(f"world must be 1 to {MOST_RANKS} ranks for a report, got {world}")
-    if length < 1:
-        raise ValueError(f"length must be at least 1, got {length}")
-    for name in ("batch", "q_heads", "kv_heads", "head_dim"):
-        if getattr(shape, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(shape, name)}")
+    check_type("shape", shape, Shape)
+    if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MOST_RANKS:
+        raise ValueError(f"world must be 1 to {MOST_RANKS} ranks for a report, got {shown(world)}")
+    heads = {name: getattr(shape, name) for name in ("batch", "q_heads", "kv_heads", "head_dim")}
+    check_sizes(length=length, **heads)
     if shape.q_heads % shape.kv_heads:
         raise ValueError(f"kv_heads must divide the {shape.q_heads} query heads, got {shape.kv_heads}")

@@ -11,6 +11,7 @@ import torch
 from attnmesh.core import ranges
 from attnmesh.core.masks import Coverage, Mask
 from attnmesh.core.ranges import Ranges
+from attnmesh.core.text import printable
 from attnmesh.plan.program import Load
 from attnmesh.plan.shards import Shards
 from attnmesh.report.data import MOST_ROWS, RankGroups, ScheduleReport, ScheduleView
@@ -139,11 +140,19 @@ def _timeline(name: str, spans: Sequence[Span], groups: RankGroups, hardware: st
     kept = sorted(drawn, key=lambda span: span.begin)[:_MOST_SPANS]
     start = kept[0].begin if kept else 0.0
     return {
-        "name": name,
+        "name": printable(name),
         "hardware": hardware,  # that a simulated one is for
         "left_out": len(drawn) - len(kept),
         "spans": [
-            [span.rank, span.track, span.name, span.begin - start, span.end - start, _step(span), _args(span)]
+            [
+                span.rank,
+                span.track,
+                printable(span.name),
+                span.begin - start,
+                span.end - start,
+                _step(span),
+                _args(span),
+            ]
             for span in kept
         ],
     }
@@ -156,7 +165,7 @@ def _step(span: Span) -> int | None:
 
 def _args(span: Span) -> str:
     shown = {key: value for key, value in span.args.items() if key not in ("step", "round")}
-    return ", ".join(f"{key} {_figure(value)}" for key, value in shown.items())
+    return printable(", ".join(f"{key} {_figure(value)}" for key, value in shown.items()))
 
 
 def _figure(value: object) -> str:

@@ -7,9 +7,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from os import PathLike
 from pathlib import Path
 from string import Template
 
+from attnmesh.core.text import printable
+from attnmesh.core.validation import check_type
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, Rows, ScheduleReport
 from attnmesh.report.drawing import drawing_data
@@ -25,9 +28,11 @@ class Bar:
     share: float
 
 
-def write_report(path: Path, report: ScheduleReport | GenerationReport) -> None:
+def write_report(path: Path | str, report: ScheduleReport | GenerationReport) -> None:
     """Write the report as an HTML file that needs no network."""
-    path.write_text(page(report), encoding="utf-8")
+    check_type("path", path, (PathLike, str), "a path")
+    check_type("report", report, (ScheduleReport, GenerationReport))
+    Path(path).write_text(page(report), encoding="utf-8")
 
 
 def page(report: ScheduleReport | GenerationReport) -> str:
@@ -47,7 +52,7 @@ def page(report: ScheduleReport | GenerationReport) -> str:
 
 def as_script(data: object) -> str:
     """Return JSON for a script element: nothing in it can end that element or open a comment."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, marked: int | None = None) -> str:
@@ -239,7 +244,7 @@ def _number(value: float) -> str:
 
 
 def _escaped(value: object) -> str:
-    return html.escape(str(value))
+    return html.escape(printable(str(value)))
 
 
 def _part(name: str) -> str:

@@ -202,7 +202,7 @@ def test_a_mistake_on_one_rank_is_heard_on_all_at_once():
         "ranks disagree: sharding is .*interleave=2",
         "mesh must have dimensions named tp, cp, kvdp",
         r"x must be .* got \[1, 2, 24\] \(on rank 2\)",
-        r"step what its append returned, got ShardedCache and NoneType \(on rank 2\)",
+        r"step must be what append of the cache returned, got None \(on rank 2\)",
     ]
     config, weights = random_block(8, 4)
     truth = reference_block(config, weights, torch.ones(1, 2, 24))

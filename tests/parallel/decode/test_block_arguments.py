@@ -61,9 +61,9 @@ WRONG_EVERYWHERE = {
         "exchange.cp must be all_to_all or auto .* got 'reduce_scatter'",
     ),
     "unknown rows": ({"kv_rows": "mine"}, "kv_rows must be one of auto, all, own, got 'mine'"),
-    "no sharding": ({"sharding": (1, 2, 2)}, "sharding must be of type DecodeSharding, got tuple"),
-    "no config": ({"config": "llama"}, "config must be of type AttentionConfig, got str"),
-    "no exchange": ({"exchange": "all_to_all"}, "exchange must be of type Exchange, got str"),
+    "no sharding": ({"sharding": (1, 2, 2)}, r"sharding must be of type DecodeSharding, got \(1, 2, 2\)"),
+    "no config": ({"config": "llama"}, "config must be of type AttentionConfig, got 'llama'"),
+    "no exchange": ({"exchange": "all_to_all"}, "exchange must be of type Exchange, got 'all_to_all'"),
 }
 
 
@@ -122,7 +122,7 @@ def test_no_weights_on_one_rank():
         own = None if comm.rank == GUILTY else weights.shard(config, SHARDING, comm.rank)
         am.AttentionBlock(config, own, SHARDING, comm)
 
-    assert_all_say("weights must be AttentionWeights, got NoneType", program)
+    assert_all_say("weights must be AttentionWeights, got None", program)
 
 
 def test_wrong_weights_of_a_later_layer_are_heard_on_all():
@@ -212,8 +212,8 @@ WRONG_CALLS = {
     "no x": ({"x": lambda x: None}, "got NoneType"),
     "x in float64": ({"x": lambda x: x.double()}, "must have the weights' dtype and device.*float64"),
     "x elsewhere": ({"x": lambda x: x.to("meta")}, "must have the weights' dtype and device.*meta"),
-    "no cache": ({"cache": lambda ready: None}, "cache must be a ShardedCache.*NoneType"),
-    "no step": ({"step": lambda step: 2}, "step what its append returned, got ShardedCache and int"),
+    "no cache": ({"cache": lambda ready: None}, "cache must be ShardedCache, got None"),
+    "no step": ({"step": lambda step: 2}, "step must be what append of the cache returned, got 2"),
     "a cache of another sharding": (
         {"cache": of_another_sharding},
         "cache must be that of rank 2 .*, got rank 2 under .*kvdp=4",

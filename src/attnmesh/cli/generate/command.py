@@ -36,16 +36,17 @@ from attnmesh.cli.options import (
     VirtualOption,
     check_device,
     check_output_file,
-    reported_errors,
 )
 from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.optional import require
+from attnmesh.core.validation import check_timeout
 from attnmesh.generation.generator import GenerationStats, Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
 from attnmesh.integrations.transformers_attention import check_config
+from attnmesh.planner.counts import MAX_LENGTH
 from attnmesh.report.data import MOST_RANKS
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 8192}
@@ -66,10 +67,14 @@ def generate_command(
         list[str] | None,
         typer.Option("--question", help="Question about the text. Repeatable. Without it, the text is continued."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely token.")] = 0.0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_LENGTH, help="Maximum number of tokens per answer.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(max=1e6, help="Sampling temperature; 0 selects the most likely token.")
+    ] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of the sampling.")] = 0,
     speculative: Annotated[
         bool, typer.Option("--speculative", help="Draft tokens by lookup in the text and verify several per step.")
     ] = False,
@@ -80,7 +85,10 @@ def generate_command(
     prefill_chunk: Annotated[
         int | None,
         typer.Option(
-            min=1, show_default="512 per rank on cpu, 8192 on cuda", help="Tokens of the prompt per prefill pass."
+            min=1,
+            max=MAX_LENGTH,
+            show_default="512 per rank on cpu, 8192 on cuda",
+            help="Tokens of the prompt per prefill pass.",
         ),
     ] = None,
     virtual: VirtualOption = False,
@@ -94,43 +102,43 @@ def generate_command(
     Exits with 1 if --check finds a different token or a rank fails, with 2 for invalid options.
     """
     check_device(device)
-    with reported_errors("generate"):
-        world = launch.world_size(ranks, virtual=virtual)
-        _check_questions(questions or ())
-        sampling = _sampling(temperature, top_p, seed, speculative=speculative, check=check, dtype=dtype)
-        if report is not None:
-            check_output_file("--report", report)
-            if world > MOST_RANKS:
-                raise ValueError(f"--report supports at most {MOST_RANKS} ranks, got {world}")
-        document = read_document(prompt, prompt_file)
-        display = Display(visible=int(os.environ.get("RANK", "0")) == 0)
-        folder, config, tokenizer = _prepare_model(model, display)
-        job = Job(
-            folder=folder,
-            device=device.value,
-            dtype=dtype.dtype,
-            prompts=tuple(map(tuple, tokenize_prompts(tokenizer, document, questions or ()))),
-            questions=tuple(questions or ()),
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            speculative=speculative,
-            layout=LAYOUTS[layout.value],
-            prefill_chunk=prefill_chunk or world * PREFILL_CHUNK[device.value],
-            keep_logits=check,
-        )
-        check_job(job, config, world)
-        check_memory(job, config, world, copies=_models_per_device(device.value, world, virtual))
-        kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
-        display.note(f"Prompt of {len(job.prompts[0]):,} tokens on {world} {kind} ranks, {device.value}.")
-        result = _run(job, ranks, virtual, timeout)
-        if result is None:  # rank 0 of torchrun prints the results
-            return
-        _print_result(job, result)
-        checks = _compare(job, result, tokenizer, display) if check else []
-        if report is not None:
-            with display.status("writing the report"):
-                write_generation_report(report, job, config, tokenizer, result, checks)
-            output.console().print(f"Report: {report}", soft_wrap=True)
+    check_timeout(timeout)
+    world = launch.world_size(ranks, virtual=virtual)
+    _check_questions(questions or ())
+    sampling = _sampling(temperature, top_p, seed, speculative=speculative, check=check, dtype=dtype)
+    if report is not None:
+        check_output_file("--report", report)
+        if world > MOST_RANKS:
+            raise ValueError(f"--report supports at most {MOST_RANKS} ranks, got {world}")
+    document = read_document(prompt, prompt_file)
+    display = Display(visible=int(os.environ.get("RANK", "0")) == 0)
+    folder, config, tokenizer = _prepare_model(model, display)
+    job = Job(
+        folder=folder,
+        device=device.value,
+        dtype=dtype.dtype,
+        prompts=tuple(map(tuple, tokenize_prompts(tokenizer, document, questions or ()))),
+        questions=tuple(questions or ()),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        speculative=speculative,
+        layout=LAYOUTS[layout.value],
+        prefill_chunk=prefill_chunk or world * PREFILL_CHUNK[device.value],
+        keep_logits=check,
+    )
+    check_job(job, config, world)
+    check_memory(job, config, world, copies=_models_per_device(device.value, world, virtual))
+    kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
+    display.note(f"Prompt of {len(job.prompts[0]):,} tokens on {world} {kind} ranks, {device.value}.")
+    result = _run(job, ranks, virtual, timeout)
+    if result is None:  # rank 0 of torchrun prints the results
+        return
+    _print_result(job, result)
+    checks = _compare(job, result, tokenizer, display) if check else []
+    if report is not None:
+        with display.status("writing the report"):
+            write_generation_report(report, job, config, tokenizer, result, checks)
+        output.console().print(f"Report: {report}", soft_wrap=True)
     if not all(comparison.equal for comparison in checks):
         raise typer.Exit(1)
 
@@ -179,13 +187,9 @@ def _models_per_device(device: str, world: int, virtual: bool) -> int:
 def _run(job: Job, ranks: int | None, virtual: bool, timeout: float) -> Result | None:
     """The result of rank 0, or None if this process is another rank of torchrun."""
     model = load_model(job.folder, device=job.device, dtype=job.dtype) if virtual else None
-    try:
-        return launch.run(
-            answer_prompts, ranks, device=job.device, virtual=virtual, timeout=timeout, job=job, shared_model=model
-        )[0]
-    except BaseException:
-        output.console().show_cursor()  # a rank that is stopped leaves its progress bar's cursor hidden
-        raise
+    return launch.run(
+        answer_prompts, ranks, device=job.device, virtual=virtual, timeout=timeout, job=job, shared_model=model
+    )[0]
 
 
 def answer_prompts(comm: Comm, *, job: Job, shared_model: tuple[Any, Any] | None) -> Result | None:
@@ -285,6 +289,6 @@ def _compare(job: Job, result: Result, tokenizer: Any, display: Display) -> list
     for number in range(1, len(job.prompts) + 1):
         with display.status(f"single process: answer {number} of {len(job.prompts)}"):
             one = next(comparisons)
-        console.print(verdict(number, one, tokenizer), highlight=False, markup=False, soft_wrap=True)
+        console.print(verdict(number, one, tokenizer), highlight=False, soft_wrap=True)
         checks.append(one)
     return checks

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -28,7 +26,7 @@ class Display:
     """Prints on rank 0 and is silent on the other ranks. Progress bars appear on a terminal only."""
 
     def __init__(self, *, visible: bool) -> None:
-        self._console: Console = output.console(quiet=not visible)
+        self._console = output.console(quiet=not visible)
         self._visible = visible
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -41,7 +39,7 @@ class Display:
 
     def question(self, question: str) -> None:
         """Print a question, before it is answered."""
-        self._console.print(f"\n[bold]> {escape(question)}[/bold]", highlight=False)
+        self._console.print(f"\n> {question}", style="bold", highlight=False)
 
     def prefill(self, done: int, total: int) -> None:
         """Show how many tokens of a prompt are processed; the bar disappears when all are."""
@@ -59,12 +57,12 @@ class Display:
             self._bar = None
 
     def answer(self, text: str) -> None:
-        """Print the next piece of an answer, unchanged."""
-        self._console.out(text, end="", highlight=False)
+        """Print the next piece of an answer."""
+        self._console.stream(text)
 
     def note(self, text: str = "") -> None:
         """Print a line about the run."""
-        self._console.print(f"[dim]{escape(text)}[/dim]", highlight=False, soft_wrap=True)
+        self._console.print(text, style="dim", highlight=False, soft_wrap=True)
 
 
 def rank_table(job: Job, result: Result) -> Table:

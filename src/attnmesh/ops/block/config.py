@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass, fields
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import (
+    check_bool,
+    check_choice,
+    check_number,
+    check_positive,
+    check_tensor,
+    check_type,
+    shown,
+)
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.plan.decode import DecodeSharding
 
@@ -40,12 +47,17 @@ class AttentionConfig:
             raise ValueError(
                 f"q_heads must be a multiple of kv_heads, got q_heads={self.q_heads} and kv_heads={self.kv_heads}"
             )
+        for name in ("norm", "norm_before_rope", "norm_after_rope"):
+            if getattr(self, name) is not None:
+                check_type(name, getattr(self, name), Norm, "a Norm or None")
+        if self.rope is not None:
+            check_type("rope", self.rope, Rope, "a Rope or None")
         if self.rope is not None and self.rope.dim > self.head_dim:
             raise ValueError(f"rope.dim must be at most head_dim={self.head_dim}, got {self.rope.dim}")
         if self.window is not None:
             check_positive(window=self.window)
-        if self.scale is not None and not (isinstance(self.scale, float | int) and math.isfinite(self.scale)):
-            raise ValueError(f"scale must be a finite number or None, got {self.scale!r}")
+        if self.scale is not None:
+            check_number("scale", self.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +80,34 @@ class AttentionWeights:
     k_norm_after_rope: Tensor | None = None
     sinks: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if tensor is None and field.name != "qkv":
+                continue
+            if not check_tensor(field.name, tensor).is_floating_point():
+                raise ValueError(f"{field.name} must be floating point, got {shown(tensor)}")
+
     @classmethod
     def whole(
         cls, q: Tensor, k: Tensor, v: Tensor, biases: tuple[Tensor, Tensor, Tensor] | None = None,
         **others: Tensor | None,
     ) -> AttentionWeights:  # fmt: skip
         """The weights of the whole model, from separate projections (and biases); `others` are fields by name."""
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, x)
+            if x.ndim != 2 or (x.dtype, x.device, x.shape[1:]) != (q.dtype, q.device, q.shape[1:]):
+                raise ValueError(f"{name} must be [heads x head_dim, hidden] of the dtype of q, got {shown(x)}")
+        if biases is not None:
+            check_type("biases", biases, tuple, "a tuple of the biases of q, k and v")
+            if len(biases) != 3:
+                raise ValueError(f"biases must be those of q, k and v, got {len(biases)}")
+            for i, (bias, x) in enumerate(zip(biases, (q, k, v), strict=True)):
+                check_tensor(f"biases[{i}]", bias)
+                if (bias.shape, bias.dtype, bias.device) != (x.shape[:1], x.dtype, x.device):
+                    raise ValueError(f"biases[{i}] must be [{x.shape[0]}], {x.dtype} on {x.device}, got {shown(bias)}")
+        for name in others:
+            check_choice("others", name, [field.name for field in fields(cls)][2:])
         bias = None if biases is None else torch.cat([x.detach() for x in biases])
         return cls(torch.cat([x.detach() for x in (q, k, v)]), bias, **others)
 
@@ -98,7 +132,7 @@ class AttentionWeights:
         replicate_q: bool = False,
     ) -> None:  # fmt: skip
         """Raises ValueError unless these are the tensors of a rank (by default, of the whole model)."""
-        heads = _Heads.of(config, sharding or DecodeSharding(), rank, replicate_q)
+        heads = _Heads.of(config, DecodeSharding() if sharding is None else sharding, rank, replicate_q)
         for name, shape in heads.shapes().items():
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
@@ -137,6 +171,9 @@ class _Heads:
 
     @classmethod
     def of(cls, config: AttentionConfig, sharding: DecodeSharding, rank: int, replicate_q: bool) -> _Heads:
+        check_type("config", config, AttentionConfig)
+        check_type("sharding", sharding, DecodeSharding)
+        check_bool(replicate_q=replicate_q)
         sharding.check_heads(config.q_heads, config.kv_heads)
         projected = sharding.replicated_q_heads if replicate_q else sharding.q_heads
         return cls(

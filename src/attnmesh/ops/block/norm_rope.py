@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnmesh.core.validation import check_choice, check_number, check_positive, check_tensor, check_type, shown
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -27,8 +29,7 @@ class Norm:
     eps: float
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.eps, float | int) and math.isfinite(self.eps) and self.eps > 0):
-            raise ValueError(f"eps must be a positive number, got {self.eps!r}")
+        check_number("eps", self.eps, above=0)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
@@ -47,6 +48,7 @@ def widened(x: Tensor) -> Tensor:
 
 Layout = Literal["halves", "pairs"]
 LAYOUTS = ("halves", "pairs")
+_MAX_DIM = 2**16
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,18 @@ class Rope:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.frequencies:
-            raise ValueError("frequencies must contain one number per pair, got none")
+        if not isinstance(self.frequencies, tuple) or not self.frequencies:
+            raise ValueError(
+                f"frequencies must be a tuple that contains one number per pair, got {shown(self.frequencies)}"
+            )
+        for i, frequency in enumerate(self.frequencies):
+            check_number(f"frequencies[{i}]", frequency)
         wide = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu")
         inexact = (wide.float().double() != wide) | ~wide.isfinite()
         if inexact.any():
             raise ValueError(f"frequencies must be finite float32 numbers, got {wide[inexact][0].item()!r}")
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
-        if not (isinstance(self.factor, float | int) and math.isfinite(self.factor)):
-            raise ValueError(f"factor must be a finite number, got {self.factor!r}")
+        check_choice("layout", self.layout, LAYOUTS)
+        check_number("factor", self.factor)
 
     @classmethod
     def plain(cls, dim: int, theta: float = 10000.0, layout: Layout = "halves") -> Rope:
@@ -87,6 +91,10 @@ class Rope:
 
         Those below original_length / high_freq_factor are unchanged; in between they are interpolated.
         """
+        check_number("factor", factor, above=0)
+        check_number("low_freq_factor", low_freq_factor, above=0)
+        check_number("high_freq_factor", high_freq_factor, above=0)
+        check_positive(original_length=original_length)
         if low_freq_factor >= high_freq_factor:
             raise ValueError(
                 f"low_freq_factor must be below high_freq_factor, got {low_freq_factor} and {high_freq_factor}"
@@ -103,6 +111,7 @@ class Rope:
 
     def on(self, device: torch.device) -> Tensor:
         """The frequencies on a device, float32, cached."""
+        check_type("device", device, torch.device)
         return _frequencies_on(self, device)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -110,6 +119,7 @@ class Rope:
 
         Angles are float32 products as in Transformers (float64 for float64); the result is rounded once.
         """
+        self._check_rotate(x, positions)
         wide = widened(x)
         # From float32 for any x, so that the frequencies are the same.
         angles = positions.clamp(min=0)[:, None, :, None].to(wide.dtype) * self.on(x.device).to(wide.dtype)
@@ -124,13 +134,24 @@ class Rope:
             turned = torch.cat([turned, rest], -1)
         return turned.to(x.dtype)
 
+    def _check_rotate(self, x: Tensor, positions: Tensor) -> None:
+        check_tensor("x", x), check_tensor("positions", positions)
+        if x.ndim != 4 or x.shape[3] < self.dim or not x.dtype.is_floating_point:
+            raise ValueError(f"x must be floating point [B, heads, T, D] with D >= {self.dim}, got {shown(x)}")
+        if positions.shape != (x.shape[0], x.shape[2]) or positions.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"positions must be int32 or int64 [{x.shape[0]}, {x.shape[2]}], one per token of x, got "
+                f"{shown(positions)}"
+            )
+        if positions.device != x.device:
+            raise ValueError(f"positions must be on {x.device} like x, got {positions.device}")
+
 
 def _plain_frequencies(dim: int, theta: float) -> Tensor:
     """In float32 and in this order of operations, as published models compute them."""
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 2 or dim % 2:
-        raise ValueError(f"dim must be a positive even integer, got {dim!r}")
-    if not (math.isfinite(theta) and theta > 0):
-        raise ValueError(f"theta must be a positive number, got {theta!r}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not 2 <= dim <= _MAX_DIM or dim % 2:
+        raise ValueError(f"dim must be a positive even integer up to {_MAX_DIM}, got {shown(dim)}")
+    theta = check_number("theta", theta, above=0)
     # On the CPU, whatever the default device, for the same bits everywhere.
     frequencies: Tensor = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
     return frequencies

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.compiling import not_compiled
-from attnmesh.core.validation import check_count
+from attnmesh.core.validation import check_bool, check_choice, check_count, check_tensor, check_type
 from attnmesh.kv_cache.prepare import prepare
 from attnmesh.kv_cache.sharded import ShardedCache, Step
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
@@ -72,7 +72,7 @@ class AttentionBlock:
         split_size: int | None = None,
         backend: str = "auto",
     ) -> None:
-        all_ranks = all_ranks_of(comm)
+        all_ranks = all_ranks_of(comm, "comm")
         settings = _Settings(config, sharding, exchange, kv_rows, split_size, backend)
 
         def check_arguments() -> tuple[DecodeRanks, SharedValues]:
@@ -232,12 +232,10 @@ class _Settings:
     def check(self) -> None:
         """Raise ValueError for arguments that are invalid or incompatible."""
         for name, kind in (("config", AttentionConfig), ("sharding", DecodeSharding), ("exchange", Exchange)):
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name} must be of type {kind.__name__}, got {type(getattr(self, name)).__name__}")
+            check_type(name, getattr(self, name), kind, f"of type {kind.__name__}")
         self.sharding.check_heads(self.config.q_heads, self.config.kv_heads)
         check_backend(self.backend)
-        if self.kv_rows not in get_args(KvRows):
-            raise ValueError(f"kv_rows must be one of {', '.join(get_args(KvRows))}, got {self.kv_rows!r}")
+        check_choice("kv_rows", self.kv_rows, get_args(KvRows))
         if self.split_size is None:
             return
         check_count("split_size", self.split_size, least=1)
@@ -256,8 +254,7 @@ class _Settings:
 
 def _check_weights(settings: _Settings, weights: AttentionWeights, rank: int) -> SharedValues:
     """Raise ValueError unless the weights are those of this rank; returns what must be equal on all ranks."""
-    if not isinstance(weights, AttentionWeights):
-        raise ValueError(f"weights must be AttentionWeights, got {type(weights).__name__}")
+    check_type("weights", weights, AttentionWeights)
     weights.check(settings.config, settings.sharding, rank, replicate_q=settings.exchange.replicate_q)
     return {
         "config": settings.config, "sharding": repr(settings.sharding), "exchange": settings.exchange,
@@ -272,15 +269,12 @@ def _check_call(
     update_cache: bool,
 ) -> SharedValues:  # fmt: skip
     """Raise ValueError for a call with invalid arguments; returns what must be equal on all ranks."""
-    if not isinstance(cache, ShardedCache) or not isinstance(step, Step):
-        raise ValueError(
-            f"cache must be a ShardedCache and step what its append returned, got {type(cache).__name__} and "
-            f"{type(step).__name__}"
-        )
+    check_type("cache", cache, ShardedCache)
+    check_type("step", step, Step, "what append of the cache returned")
+    check_bool(update_cache=update_cache)
     shape = (cache.batch, step.tokens, settings.config.hidden)
-    if not isinstance(x, Tensor) or tuple(x.shape) != shape:
-        given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be [batch, tokens, hidden] = {list(shape)}, got {given}")
+    if tuple(check_tensor("x", x, "[batch, tokens, hidden]").shape) != shape:
+        raise ValueError(f"x must be [batch, tokens, hidden] = {list(shape)}, got {list(x.shape)}")
     if x.dtype != weight.dtype or x.device != weight.device:
         raise ValueError(
             f"x must have the weights' dtype and device, {weight.dtype} on {weight.device}, got {x.dtype} on {x.device}"

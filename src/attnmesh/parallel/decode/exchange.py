@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm
 from attnmesh.comm.base import split_buffer
+from attnmesh.core.validation import check_bool, check_choice, check_device, check_type
 from attnmesh.plan.decode import Combine, DecodeShape, DecodeSharding, KvdpExchange
 
 
@@ -39,21 +41,21 @@ class Exchange:
     replicate_q: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("kvdp", self.kvdp, get_args(KvdpExchange)),
-            ("cp", self.cp, ("auto", *get_args(Combine))),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        check_choice("kvdp", self.kvdp, get_args(KvdpExchange))
+        check_choice("cp", self.cp, ("auto", *get_args(Combine)))
+        check_bool(replicate_q=self.replicate_q)
 
-    def combine(self, sharding: DecodeSharding, shape: DecodeShape, device: str) -> Combine:
+    def combine(self, sharding: DecodeSharding, shape: DecodeShape, device: torch.device | str) -> Combine:
         """The collective that CP ranks combine their states with, the same on every rank."""
+        check_type("sharding", sharding, DecodeSharding)
+        check_type("shape", shape, DecodeShape)
+        check_device("device", device)
         if self.cp != "auto":
             return self.cp
         from attnmesh.planner.auto import pick_combine
         from attnmesh.planner.catalog import default_cluster
 
-        return pick_combine(sharding, shape, default_cluster(device).intra_node)
+        return pick_combine(sharding, shape, default_cluster(torch.device(device).type).intra_node)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, RankGroups, SubComm, comm_from
+from attnmesh.core.validation import check_type
+from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding, Place
 
 _DIMENSIONS = ("tp", "cp", "kvdp")
@@ -25,10 +27,10 @@ class DecodeRanks(RankGroups):
         self.kvdp, self.cp, self.rank = kvdp, cp, rank
 
 
-def all_ranks_of(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+def all_ranks_of(group: Comm | ProcessGroup | DeviceMesh | None, name: str = "group") -> Comm:
     """A comm over all ranks, in any order: it is used for all-reduce and agreement only."""
     if not isinstance(group, DeviceMesh) or group.ndim == 1:
-        return comm_from(group)
+        return comm_named(name, group)
     return comm_from(None if prod(group.shape) == dist.get_world_size() else group._flatten())
 
 
@@ -47,6 +49,7 @@ def decode_ranks(
 
     A mesh may have its dimensions in any order, and omit those of size 1. `all_ranks` is `all_ranks_of(group)`.
     """
+    check_type("sharding", sharding, DecodeSharding)
     if all_ranks.world != sharding.ranks:
         raise ValueError(
             f"sharding must have as many ranks as the group, got tp x kvdp x cp = {sharding.tp} x {sharding.kvdp} x "

@@ -14,10 +14,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, RankGroups, SoloComm, comm_from, propagate_failure
+from attnmesh.comm import Comm, RankGroups, SoloComm, propagate_failure
 from attnmesh.core.call_log import format_ranks
 from attnmesh.core.layouts import Striped
 from attnmesh.ops.sparse.arguments import RowBounds, SparseMask
+from attnmesh.parallel.node_groups import comm_named
 
 _ROW_LAYOUT = Striped()  # late rows see more keys
 _STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of splitmix64, as int64
@@ -37,10 +38,7 @@ class SparseGroups(RankGroups):
 
 def comm_or_solo(name: str, group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
     """The comm of the argument `name`; None is this rank alone."""
-    try:
-        return SoloComm() if group is None else comm_from(group)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+    return SoloComm() if group is None else comm_named(name, group)
 
 
 # Values that ranks must agree on.

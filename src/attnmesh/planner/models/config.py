@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
+from attnmesh.core.validation import check_count
+from attnmesh.planner.counts import check_sizes
+
 
 @dataclass(frozen=True)
 class LatentAttention:
@@ -60,6 +63,16 @@ class ModelConfig:
     latent: LatentAttention | None = None
     experts: Experts | None = None
     weight_bits: WeightBits = WeightBits()
+
+    def __post_init__(self) -> None:
+        check_sizes(
+            q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden, layers=self.layers
+        )  # fmt: skip
+        for name in ("vocab_size", "intermediate_size"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), least=1)
+        if self.windows and len(self.windows) != self.layers:
+            raise ValueError(f"windows must have one entry for each of {self.layers} layers, got {len(self.windows)}")
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, the query's own position included; None: full attention."""

@@ -11,15 +11,18 @@ shares of its ports. What it does not use of the larger share is not given to ot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
+from attnmesh.core.validation import shown
 from attnmesh.plan.program import Floats, Ints, Messages
 from attnmesh.planner.hardware import Cluster
+
+MAX_FACTOR = 1e6
+"""The largest slowdown, and the inverse of the smallest."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ class Slowdown:
     def __post_init__(self) -> None:
         for name in ("ranks", "links"):
             for rank, factor in getattr(self, name).items():
-                if not (math.isfinite(factor) and factor > 0):
-                    raise ValueError(f"{name} must have factors above 0, got {factor} for rank {rank}")
+                if not isinstance(factor, int | float) or not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
+                    allowed = f"above 0, from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}"
+                    raise ValueError(f"{name} must have factors {allowed}, got {shown(factor)} for rank {rank}")
 
     def check(self, world: int) -> None:
         """Raise ValueError for ranks outside the world."""

@@ -8,7 +8,9 @@ from itertools import chain
 
 import numpy as np
 
+from attnmesh.core.validation import check_bool, check_count, check_list, check_type
 from attnmesh.plan.program import Floats, MessageTotals, Program, Round
+from attnmesh.planner.counts import check_sizes
 from attnmesh.planner.hardware import Cluster
 from attnmesh.planner.simulator.events import run_events
 from attnmesh.planner.simulator.network import Network, Slowdown
@@ -49,8 +51,15 @@ def simulate(
     `exact`: whether to simulate every message event by event; by default if there are few, see `Simulated.method`.
     """
     slow = Slowdown() if slow is None else slow
-    if program.world < 1:
-        raise ValueError(f"program.world must be at least 1, got {program.world}")
+    check_type("program", program, Program)
+    check_type("cluster", cluster, Cluster)
+    check_type("slow", slow, Slowdown)
+    keep = check_list("keep", keep, "ranks")
+    for i, rank in enumerate(keep):
+        check_count(f"keep[{i}]", rank)
+    if exact is not None:
+        check_bool(exact=exact)
+    check_sizes(world=program.world)
     why = "exact=False" if exact is False else None
     if exact is None:
         rounds, made = program.rounds(), list[Round]()

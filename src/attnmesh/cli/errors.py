@@ -1,0 +1,133 @@
+"""How commands end: an error is one line on stderr and an exit code, and so is a signal.
+
+| exit code | reason |
+|---|---|
+| 1 | a rank or a check failed, or an error that was not expected |
+| 2 | invalid input |
+| 130, 143 | SIGINT, SIGTERM |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+import typer
+from typer.core import TyperGroup
+
+from attnmesh.cli import output
+from attnmesh.comm import CommError
+from attnmesh.comm.launch import under_torchrun
+from attnmesh.core.text import one_line, printable
+
+# Not errors: the help of a group is shown as an error since Click 8.2.
+_HELP = getattr(click.exceptions, "NoArgsIsHelpError", typer.Exit)
+_ENDS: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, SystemExit, BrokenPipeError, _HELP)
+
+
+class Terminated(KeyboardInterrupt):
+    """The process received SIGTERM."""
+
+
+class CommandGroup(TyperGroup):
+    """Commands that report every error in one line. `--debug` prints the whole traceback instead."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Parse the options of the group."""
+        with _reported("attnmesh" if parent is None else f"attnmesh {info_name}"):
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command of the group."""
+        with _reported("attnmesh", ctx):
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+
+
+@contextmanager
+def _reported(name: str, ctx: click.Context | None = None) -> Iterator[None]:
+    try:
+        yield
+    except _ENDS:
+        raise
+    except BaseException as error:
+        if ctx is not None:
+            name = " ".join([name, *ctx.command_path.split()[1:], ctx.invoked_subcommand or ""]).strip()
+        _report(error, name, debug=ctx is not None and bool(ctx.find_root().params.get("debug")))
+        raise typer.Exit(_exit_code(error)) from None
+
+
+def run_command(app: typer.Typer) -> NoReturn:
+    """Run a command as this process: SIGINT and SIGTERM end it soon, whatever it does."""
+    if under_torchrun():  # which sends signals to its ranks: they end a rank even while it waits inside torch
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    else:
+        signal.signal(signal.SIGTERM, _terminate)
+    code: Any = 0
+    try:
+        app(prog_name="attnmesh")
+    except SystemExit as ended:
+        code = ended.code
+    except KeyboardInterrupt as error:  # before the command began
+        _report(error, "attnmesh")
+        code = _exit_code(error)
+    # Python would end with an abort while a virtual rank, a thread, still computes.
+    if code in (130, 143) or any(thread.name.startswith("virtual rank") for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated
+
+
+def _exit_code(error: BaseException) -> int:
+    match error:
+        case Terminated():
+            return 143
+        case KeyboardInterrupt():
+            return 130
+        case click.ClickException():
+            return error.exit_code
+        case ValueError() | OSError():
+            return 2
+    return 1
+
+
+def _report(error: BaseException, command: str, *, debug: bool = False) -> None:
+    """Print the error, on local rank 0 for all ranks of torchrun if it was raised before they ran."""
+    while_running = any(note.startswith("raised on rank") for note in getattr(error, "__notes__", ()))
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not while_running:
+        return
+    for stderr in (False, True):  # a rank that was stopped leaves its progress bar's cursor hidden
+        output.console(stderr=stderr).show_cursor()
+    if debug:
+        typer.echo(printable("".join(traceback.format_exception(error))), err=True)
+    rank = f"rank {os.environ['RANK']}: " if while_running and under_torchrun() else ""
+    typer.echo(f"{command}: {rank}{one_line(_message(error, command))}", err=True)
+
+
+def _message(error: BaseException, command: str) -> str:
+    match error:
+        case Terminated():
+            return "terminated"
+        case KeyboardInterrupt():
+            return "interrupted"
+        case click.ClickException():
+            return f"{error.format_message()} See {command} --help."
+        case ValueError() | OSError() | CommError():
+            return str(error)
+    return f"{type(error).__name__}: {error} (attnmesh --debug {command.partition(' ')[2]} prints the traceback)"

@@ -1,0 +1,119 @@
+"""One comm or several: ranks that agree, fail and log their calls together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+from attnmesh.comm.agreement import CommError
+from attnmesh.comm.base import Comm, SharedValues
+from attnmesh.core.call_log import CallLog
+
+T = TypeVar("T")
+
+
+class RankGroups:
+    """A comm over all ranks and this rank's subgroups, which agree and fail together.
+
+    `all_ranks` is None where no comm contains all ranks, as in a grid that is given by its rows and columns.
+    """
+
+    def __init__(self, all_ranks: Comm | None, subgroups: Mapping[str, Comm]) -> None:
+        self._all_ranks, self._subgroups = all_ranks, dict(subgroups)
+
+    @property
+    def all_ranks(self) -> Comm:
+        """The comm over all ranks."""
+        assert self._all_ranks is not None, "no comm contains all ranks"
+        return self._all_ranks
+
+    def agree(
+        self,
+        operation: str,
+        values: Mapping[str, object],
+        error: str | None = None,
+        *,
+        state: CallLog | None = None,
+        force: bool = False,
+    ) -> None:
+        """`Comm.agree` between all ranks."""
+        if self._all_ranks is None:
+            self._agree_along_each(operation, values, error, state, force)
+            return
+        self._all_ranks.agree(operation, values, error, state=state, force=force)
+        for subgroup in self._subgroups.values():
+            if subgroup.is_own_group and subgroup is not self._all_ranks:
+                # All agree already, but NCCL needs all ranks in its first call, and messages are checked per group.
+                subgroup.agree(operation, values, error, state=state)
+
+    @property
+    def calls(self) -> int:
+        """The number of calls that were logged in each group together."""
+        return sum(comm.calls for comm in self._comms())
+
+    def note(self, operation: str, detail: str | None = None) -> None:
+        """`Comm.note` in every group."""
+        for comm in self._comms():
+            if comm is self._all_ranks or comm.is_own_group or self._all_ranks is None:
+                comm.note(operation, detail)
+
+    def fail(self, message: str) -> None:
+        """`Comm.fail` in every group, since a peer may be waiting for this rank in any of them."""
+        for comm in self._comms():
+            comm.fail(message)
+
+    def _comms(self) -> list[Comm]:
+        comms = (self._all_ranks, *self._subgroups.values())
+        return list({id(comm): comm for comm in comms if comm is not None}.values())
+
+    def _agree_along_each(
+        self, operation: str, values: Mapping[str, object], error: str | None, state: CallLog | None, force: bool
+    ) -> None:
+        """Agree in one subgroup after another.
+
+        A rank that learns of an error in one subgroup reports it in the next, so it reaches every rank of the grid.
+        """
+        groups = [(name, comm) for name, comm in self._subgroups.items() if comm.world > 1]
+        for i, (name, comm) in enumerate(groups or list(self._subgroups.items())[-1:]):
+            try:
+                comm.agree(operation, values, error, state=state, force=force)
+            except ValueError as raised:
+                if i + 1 >= len(groups):
+                    raise
+                error = f"{str(raised).removeprefix(f'{operation}: ')}, along {name}"
+
+
+def check_on_all_ranks(
+    ranks: Comm | RankGroups,
+    operation: str,
+    check: Callable[[], tuple[T, SharedValues]],
+    *,
+    state: CallLog | None = None,
+    force: bool = False,
+) -> T:
+    """Run `check` on every rank and return its result once all ranks agree; an error on one is raised on all.
+
+    `check` returns a result and the values that must be equal on all ranks, or raises ValueError. Values that were
+    agreed on before are not compared again unless `force` is set on every rank: then ranks that are already exchanging
+    messages raise CommError. `state` is as in `Comm.agree`.
+    """
+    try:
+        result, values = check()
+    except ValueError as error:
+        ranks.agree(operation, {}, str(error))
+        raise
+    ranks.agree(operation, values, state=state, force=force)
+    return result
+
+
+@contextmanager
+def propagate_failure(ranks: Comm | RankGroups) -> Iterator[None]:
+    """Report an exception in the body to the other ranks, so that their errors give the reason."""
+    try:
+        yield
+    except CommError:
+        raise
+    except Exception as error:
+        ranks.fail(f"{type(error).__name__}: {error}")
+        raise

@@ -1,0 +1,172 @@
+"""A signal ends a command soon, with one line, its exit code, and none of its processes left."""
+
+import re
+import signal
+import time
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from helpers.commands import ATTNMESH, TORCHRUN, Command, Ended
+from helpers.models import tiny_llama, write_folder
+
+SOON = 15  # seconds, on a machine that is busy with other tests
+DOCUMENT = "a b c d e f g h i j k l " * 4
+INTERRUPT, TERMINATE, STOP, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module")
+def generate(tmp_path_factory):
+    """A command that generates for longer than any test."""
+    model = tiny_llama(max_position_embeddings=100_000, eos_token_id=None)
+    folder = write_folder(tmp_path_factory.mktemp("model"), model)
+    arguments = ("--model", folder, "--prompt", DOCUMENT, "--max-new-tokens", 90_000)
+    return [*ATTNMESH, "generate", *arguments]
+
+
+def ended(command: Command, code: int, line: str, soon: float = SOON) -> Ended:
+    found = command.wait(soon)
+    assert found.code == code, found
+    assert len(found.noise) == 1, found
+    assert re.fullmatch(line, found.noise[0]), found
+    assert found.left == [], found
+    return found
+
+
+def answering(command: Command) -> list[int]:
+    """Wait until the ranks answer."""
+    assert "ranks" in command.line()
+    command.read(20)
+    return command.ranks()
+
+
+# The first is in the default suite: its three seconds are the imports of three processes.
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")], ids=["INT", "TERM"]
+)
+def test_virtual_ranks_end_with_the_command(number, code, said):
+    with Command(*ATTNMESH, "verify", "--virtual", "--ranks", 2) as command:
+        time.sleep(6)  # past the imports
+        command.signal(number)
+        ended(command, code, f"attnmesh verify: {said}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")], ids=["INT", "TERM"]
+)
+@pytest.mark.parametrize("to", ["parent", "all"])
+@pytest.mark.parametrize("when", ["starting", "answering"])
+def test_the_ranks_of_generate_end_with_it(generate, number, code, said, to, when):
+    with Command(*generate, "--ranks", 2) as command:
+        if when == "answering":
+            answering(command)
+        else:
+            command.ranks()
+        command.signal(number) if to == "parent" else command.signal_all(number)
+        ended(command, code, f"attnmesh generate: {said}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 8.0])
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")], ids=["INT", "TERM"]
+)
+def test_the_ranks_of_verify_end_with_it(number, code, said, delay):
+    with Command(*ATTNMESH, "verify", "--ranks", 2) as command:
+        command.ranks()
+        time.sleep(delay)
+        command.signal(number)
+        ended(command, code, f"attnmesh verify: {said}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")], ids=["INT", "TERM"]
+)
+def test_virtual_ranks_of_generate_end_with_it(generate, number, code, said):
+    with Command(*generate, "--ranks", 2, "--virtual") as command:
+        command.line()
+        command.read(20)
+        command.signal(number)
+        ended(command, code, f"attnmesh generate: {said}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [KILL, signal.SIGHUP], ids=["KILL", "HUP"])
+def test_no_rank_outlives_its_parent(generate, number):
+    with Command(*generate, "--ranks", 2) as command:
+        answering(command)
+        command.signal(number)
+        found = command.wait(SOON)
+        assert (found.code, found.noise, found.left) == (128 + number, [], [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("when", ["starting", "answering"])
+@pytest.mark.parametrize("number", [KILL, TERMINATE], ids=["KILL", "TERM"])
+def test_a_rank_that_ends_ends_the_command(generate, rank, when, number):
+    with Command(*generate, "--ranks", 2) as command:
+        ranks = answering(command) if when == "answering" else command.ranks()
+        command.signal(number, ranks[rank])
+        blamed = rf"rank {rank} of 2 was killed \({signal.Signals(number).name}\); the other ranks were stopped"
+        ended(command, 1, f"attnmesh generate: {blamed}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["starting", "answering"])
+def test_an_interrupted_rank_interrupts_the_command(generate, when):
+    with Command(*generate, "--ranks", 2) as command:
+        ranks = answering(command) if when == "answering" else command.ranks()
+        command.signal(INTERRUPT, ranks[1])
+        ended(command, 130, "attnmesh generate: interrupted")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_stopped_during_rendezvous_is_named_after_the_timeout(generate, rank):
+    with Command(*generate, "--ranks", 2, "--timeout", 8) as command:
+        command.signal(STOP, command.ranks()[rank])
+        missing = rf"rank {rank} of 2 did not join the others within 8 s; the other ranks were stopped"
+        ended(command, 1, f"attnmesh generate: {missing}", soon=8 + 2 * SOON)  # the others import torch first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_stopped_while_it_answers_is_noticed_after_the_timeout(generate, rank):
+    with Command(*generate, "--ranks", 2, "--timeout", 8) as command:
+        command.signal(STOP, answering(command)[rank])
+        ended(command, 1, rf"attnmesh generate: rank {1 - rank} of 2 failed: .*; the other ranks were stopped", soon=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [INTERRUPT, TERMINATE], ids=["INT", "TERM"])
+def test_torchrun_ends_its_ranks_soon(generate, number):
+    with Command(*TORCHRUN, *generate) as command:
+        command.line()
+        command.read(20)
+        command.signal(number)
+        found = command.wait(SOON)
+        assert found.code != 0
+        assert found.left == []
+        ours = [line for line in found.errors if "attnmesh" in line and "torchrun" not in line]
+        assert len(ours) <= 2, found  # torchrun itself prints a traceback
+
+
+@pytest.mark.slow
+def test_a_rank_of_torchrun_that_is_interrupted_ends_at_once(generate):
+    with Command(*TORCHRUN, *generate) as command:
+        command.line()
+        command.read(20)
+        ranks = [process for process in command.processes() if process != command.pid]
+        command.signal(INTERRUPT, ranks[-1])
+        found = command.wait(SOON)
+        assert found.code == 1
+        assert found.left == []
