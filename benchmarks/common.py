@@ -10,7 +10,7 @@ import torch
 import typer
 
 from attnmesh.cli import output
-from attnmesh.cli.options import length_argument
+from attnmesh.cli.options import check_output_file, length_argument
 from attnmesh.cli.output import Rows
 
 LengthsOption = Annotated[
@@ -22,7 +22,22 @@ LengthsOption = Annotated[
         help="Length of the whole sequence, such as 128k. Repeatable.",
     ),
 ]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the results to this JSON file.")]
+
+
+def _check_json(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before anything is measured."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_output_file("--json", path)
+        except (ValueError, OSError) as error:
+            raise typer.BadParameter(str(error)) from None
+    return path
+
+
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", callback=_check_json, help="Also write the results to this JSON file.")
+]
 HardwareFileOption = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, help="TOML file of hardware, as `attnmesh calibrate` writes."),
@@ -32,7 +47,7 @@ QuickOption = Annotated[bool, typer.Option("--quick", help="Few small cases, to 
 
 def make_app(command: Callable[..., None]) -> typer.Typer:
     """Return a command line with one command."""
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     app.command()(command)
     return app
 

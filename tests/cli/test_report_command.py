@@ -5,19 +5,18 @@ import re
 from contextlib import nullcontext
 
 import pytest
-from typer.testing import CliRunner
 
-from attnmesh.cli.main import app
 from attnmesh.core.masks import Causal, Full, SlidingWindow, parse_mask
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.report.data import read_figures
 from attnmesh.trace.timeline import Span, write_trace
+from helpers.cli import run as run_command
 
 SPAN = Span(3, "send", "keys", 2.0, 2.5, {"bytes": 9})
 
 
 def run(*arguments: object):
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+    return run_command("report", *arguments)
 
 
 def test_a_report_of_files_is_written(tmp_path):

@@ -4,10 +4,8 @@ from functools import partial
 from itertools import pairwise, product
 
 import pytest
-from typer.testing import CliRunner
 
 from attnmesh import Causal, Comm, run_virtual
-from attnmesh.cli.main import app
 from attnmesh.cli.trace import LAYOUTS, TraceCase, record_attention
 from attnmesh.plan.allgather import head_groups
 from attnmesh.plan.ring import RingPlan, ring_plan
@@ -18,6 +16,7 @@ from attnmesh.plan.ulysses import head_share
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.trace.overlap import summarize_overlap
 from attnmesh.trace.timeline import TRACKS, Span, read_trace
+from helpers.cli import run as run_command
 from helpers.processes import run_processes
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, WORLD = 67, 6, 3, 8, 4
@@ -126,7 +125,7 @@ def test_processes_do_what_their_plan_says():
 
 
 def command(*words: object):
-    return CliRunner().invoke(app, ["trace", *map(str, words)])
+    return run_command("trace", *words)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "auto", "ulysses+ring"])

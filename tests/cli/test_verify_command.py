@@ -7,10 +7,8 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from attnmesh import ContextParallel, State
-from attnmesh.cli.main import app
 from attnmesh.core.ranges import InterleavedShard
 from attnmesh.kv_cache.block_manager import BlockManager
 from attnmesh.kv_cache.pools import Pools
@@ -23,6 +21,7 @@ from attnmesh.parallel.decode.exchange import HeadExchange
 from attnmesh.parallel.sparse.groups import RowSharding
 from attnmesh.parallel.sparse.keys import SequenceSharding, _RingGradReturn
 from attnmesh.verify import run as verify
+from helpers.cli import run as run_command
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +42,7 @@ def few_modes(monkeypatch):
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, arguments)
+    return run_command(*arguments)
 
 
 def counts(output: str) -> tuple[int, int]:

@@ -2,13 +2,16 @@
 
 import re
 
-from typer.testing import CliRunner
+from click.testing import CliRunner
+from typer.main import get_command
 
 from attnmesh.cli.main import app
 
+COMMAND = get_command(app)  # typer's own runner builds it anew for every run, which takes longer than most runs
 
-def run(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+def run(*arguments: object, env: dict[str, str] | None = None):
+    return CliRunner().invoke(COMMAND, [str(argument) for argument in arguments], prog_name="attnmesh", env=env)
 
 
 def words(output: str) -> str:

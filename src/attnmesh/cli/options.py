@@ -12,7 +12,7 @@ import torch
 import typer
 
 from attnmesh.comm import launch
-from attnmesh.core.validation import check_count, parse_length
+from attnmesh.core.validation import check_count, parse_length, shown
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.counts import MAX_BATCH, MAX_HEAD_DIM, MAX_HEADS, MAX_LENGTH, MAX_RANKS
 from attnmesh.planner.hardware import Cluster
@@ -165,8 +165,10 @@ def resolve_cluster(
     """The cluster that the hardware options describe."""
     intra_node = inter_node = None
     if links is not None:
-        intra_node, _, inter_node = links.partition(",")
-        inter_node = inter_node or intra_node
+        names = links.split(",")
+        if len(names) > 2 or not all(name.strip() for name in names):
+            raise ValueError(f"--links must be one or two names, such as nvlink4,infiniband, got {shown(links)}")
+        intra_node, inter_node = names[0], names[-1]
     if hardware_file is not None and not hardware_file.is_file():
         raise ValueError(f"--hardware-file must be an existing file, got {hardware_file}")
     return cluster(

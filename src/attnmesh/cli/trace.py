@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import platform
 from collections.abc import Sequence
@@ -34,12 +35,15 @@ from attnmesh.cli.options import (
 from attnmesh.comm import Comm, VirtualComm, launch, recording
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.masks import Causal
+from attnmesh.integrations.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
 from attnmesh.plan.shards import shards
 from attnmesh.trace.overlap import match_messages, summarize_overlap
 from attnmesh.trace.recorder import Recorder
 from attnmesh.trace.timeline import Span, write_trace
+
+_TENSORS = 8  # of the size of the queries
 
 
 def trace_command(
@@ -73,7 +77,8 @@ def trace_command(
         dtype=precision.value,
     )
     check_output_file("--out", out)
-    case.check(launch.world_size(ranks, virtual=virtual))
+    world = launch.world_size(ranks, virtual=virtual)
+    case.check(world, local=int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launch.under_torchrun() else world)
     launch.run(_trace, ranks, device=device.value, virtual=virtual, case=case, out=out)
 
 
@@ -92,14 +97,22 @@ class TraceCase:
     device: str
     dtype: str
 
-    def check(self, ranks: int) -> None:
-        """Raise ValueError if the case cannot run on this number of ranks."""
+    def check(self, ranks: int, local: int) -> None:
+        """Raise ValueError if the case cannot run on this number of ranks, `local` of them on this machine."""
         if self.schedule not in ("auto", *SCHEDULES):
             raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {self.schedule!r}")
         if self.q_heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide the {self.q_heads} query heads, got {self.kv_heads}")
         if self.ranks_per_node is not None and ranks % self.ranks_per_node:
             raise ValueError(f"ranks_per_node must divide the {ranks} ranks, got {self.ranks_per_node}")
+        # q, k, v, the result and their gradients, on all ranks of this machine
+        needed = _TENSORS * self.length * self.q_heads * self.head_dim * self.torch_dtype.itemsize * local // ranks
+        free = free_memory(torch.device(self.device))
+        if free is not None and needed > free:
+            raise ValueError(
+                f"{self.length:,} tokens of {self.q_heads} heads of {self.head_dim} do not fit: about "
+                f"{readable_gib(needed)} on {self.device}, which has {readable_gib(free)} free"
+            )
         if self.schedule != "auto":
             places = shards(Causal(), LAYOUTS[self.layout], self.length, ranks)
             check_schedule(self.schedule, places, ranks if self.ranks_per_node is None else self.ranks_per_node)

@@ -70,7 +70,9 @@ def generate_command(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, max=MAX_LENGTH, help="Maximum number of tokens per answer.")
     ] = 128,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely token.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(max=1e6, help="Sampling temperature; 0 selects the most likely token.")
+    ] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of the sampling.")] = 0,
     speculative: Annotated[
