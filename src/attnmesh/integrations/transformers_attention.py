@@ -91,9 +91,10 @@ def shard_inputs(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None =
     }
     if labels is not None:
         _check_ids("labels", labels)
-        if labels.shape != input_ids.shape:
+        if labels.shape != input_ids.shape or labels.device != input_ids.device:
             raise ValueError(
-                f"labels must have the shape of input_ids, {list(input_ids.shape)}, got {list(labels.shape)}"
+                f"labels must have the shape of input_ids, {list(input_ids.shape)}, and be on {input_ids.device}, got "
+                f"{list(labels.shape)} on {labels.device}"
             )
         shifted = F.pad(labels, (0, 1), value=_IGNORED_LABEL)[:, 1:]
         local = cp.shard(shifted, 1).contiguous()
