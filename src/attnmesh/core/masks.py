@@ -92,7 +92,7 @@ class Full(Mask):
     """Every query attends to every key."""
 
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.full_like(q, -_FAR), torch.full_like(q, _FAR)
+        return _filled(q, -_FAR), _filled(q, _FAR)
 
     def key_range(self, q: int) -> tuple[int, int]:
         return -_FAR, _FAR
@@ -103,7 +103,7 @@ class Causal(Mask):
     """A query attends to itself and earlier positions: keys `k <= q`."""
 
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.full_like(q, -_FAR), q + 1
+        return _filled(q, -_FAR), q + 1
 
     def key_range(self, q: int) -> tuple[int, int]:
         return -_FAR, q + 1
@@ -215,6 +215,10 @@ def _check_positions(q_pos: object, k_pos: object) -> None:
         raise ValueError(f"q_pos and k_pos must be on the same device, got {q.device} and {k.device}")
     if any(a != b and 1 not in (a, b) for a, b in zip(reversed(q.shape), reversed(k.shape), strict=False)):
         raise ValueError(f"q_pos and k_pos must broadcast, got {list(q.shape)} and {list(k.shape)}")
+
+
+def _filled(q: Tensor, bound: int) -> Tensor:
+    return torch.full_like(q, bound, dtype=torch.int64)  # positions may be narrower integers
 
 
 def _intersects(k: range, first: int, end: int) -> bool:

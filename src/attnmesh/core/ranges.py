@@ -27,7 +27,7 @@ def size(ranges: Ranges) -> int:
     return sum(map(len, ranges))
 
 
-def as_tensor(ranges: Ranges, device: torch.device | str | None = None) -> Tensor:
+def as_tensor(ranges: Ranges, device: torch.device | str = "cpu") -> Tensor:
     """The positions as an int64 tensor."""
     runs = [torch.arange(run.start, run.stop, run.step, device=device) for run in ranges]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.long, device=device)

@@ -44,7 +44,9 @@ class EngineSequence:
     shards: SequenceShards
     stored: CacheSequence  # this rank's part, in its cache
     reused: int = 0  # prompt tokens that were not computed again
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary], for the next token
+    logits: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu")
+    )  # [vocabulary], for the next token
     max_tokens: int = 0  # tokens that it may grow to
     max_tokens_per_rank: list[int] = field(default_factory=list)
     active: bool = True  # False once it is only kept for reuse
@@ -303,7 +305,7 @@ class Engine:
         blocks = torch.tensor(sequence.stored.blocks, device=self.device)
         chunk = PrefillPass(self.cache, new.slots, self.context, parts, begin, len(ids), sequence.local.ranges, blocks)
         positions = ranges.as_tensor(own)
-        tokens = torch.tensor(ids)[positions - begin]
+        tokens = torch.tensor(ids, device="cpu")[positions - begin]
         device = self.device
         last = next(rank for rank, part in enumerate(parts) if part[-1][-1] == begin + len(ids) - 1)
         with self.exchange(self.comm):
@@ -333,7 +335,7 @@ class Engine:
             self.cache, slots, self.comm, self.cache.block_table[rows], self.cache.cur_pos[rows], positions,
             [sequence.local for sequence in sequences],
         )  # fmt: skip
-        at = torch.tensor([list(new) for new in positions])
+        at = torch.tensor([list(new) for new in positions], device="cpu")
         tokens = torch.tensor([list(row) for row in ids], device=self.device)
         with self.exchange(self.comm), self._tensor_parallel:
             logits = self._forward_step(step, tokens, at.to(self.device))

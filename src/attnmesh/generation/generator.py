@@ -330,9 +330,9 @@ class Generator:
             return sorted(by_row.items())
         rows = [self.sharding.sequences(peer, batch) for peer in self.sharding.kvdp_peers(self.comm.rank)]
         own = rows[self._across_groups.rank]
-        x = torch.full((len(own), MAX_DECODE_TOKENS), _PADDING, dtype=torch.int64)
+        x = torch.full((len(own), MAX_DECODE_TOKENS), _PADDING, dtype=torch.int64, device="cpu")
         for number, tokens in by_row.items():
-            x[number - own.start, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            x[number - own.start, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         with self.engine.exchange(self._across_groups):
             gathered = self._across_groups.all_gather(
                 x.to(self.engine.device), [(len(each), MAX_DECODE_TOKENS) for each in rows]

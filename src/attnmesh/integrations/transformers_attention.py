@@ -159,7 +159,7 @@ def transformers_attention(
 
 def _attend_on_one_device(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
     """The queries are the last positions of the keys."""
-    positions = torch.arange(k.shape[2] - q.shape[2], k.shape[2])
+    positions = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device="cpu")
     out, lse = attention(q, k, v, mask=mask, scale=scale, q_positions=positions, return_lse=True)
     return out if sinks is None else discount_sinks(out, lse, sinks[:, None])
 

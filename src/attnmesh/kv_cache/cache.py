@@ -42,7 +42,7 @@ class BlockCache:
     reuse it.
 
     `storage` is bf16, fp16, fp32, fp8, int8 or bfp8. `k_scale` and `v_scale` (a number, [] or [kv_heads], default 1)
-    are for fp8: values are saturated at 448 times the scale.
+    are for fp8: values are saturated at 448 times the scale. `device` is torch's default device if it is None.
 
     With a `shard`, the positions of every sequence are sharded over ranks, and this cache stores those of one rank.
     Prompts, ids, `max_length` and a sequence's `length` remain those of the whole sequence; `cur_pos` and the slots are

@@ -127,7 +127,7 @@ class DeviceTables:
         if not packed or self.is_meta:
             return self._empty
         # Pinned: from pageable memory the host would wait for the device.
-        sent = torch.tensor(packed, dtype=torch.int64, pin_memory=self.cur_pos.is_cuda)
+        sent = torch.tensor(packed, dtype=torch.int64, device="cpu", pin_memory=self.cur_pos.is_cuda)
         sent = sent.to(self.cur_pos.device, non_blocking=True)
         if count:
             self._device_copy[sent[:count]] = sent[count : 2 * count].to(torch.int32)

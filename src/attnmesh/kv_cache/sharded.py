@@ -136,6 +136,7 @@ class ShardedCache:
     All ranks must perform the same operations in the same order. They then agree on rows, reused prefixes and CacheFull
     without communication. `log` has the operations so far; an `AttentionBlock` compares it with that of other ranks.
     `batch`, `kv_heads`, `max_length` and the fp8 scales are those of the whole model; `num_blocks` is per rank.
+    `device` is torch's default device if it is None.
 
     The rows of each KVDP rank are a `BlockCache` of their own. A rank has the memory of its own rows, and tracks the
     blocks of the other KVDP ranks on the meta device.

@@ -85,7 +85,7 @@ def visible_pairs(mask: Mask, q: range, k: range) -> int:
         return 0
     if coverage is Coverage.FULL:
         return len(q) * len(k)
-    first, end = mask.key_ranges(torch.arange(q.start, q.stop, q.step))
+    first, end = mask.key_ranges(torch.arange(q.start, q.stop, q.step, device="cpu"))
     return int((_rows_before(k, end) - _rows_before(k, first)).sum())
 
 

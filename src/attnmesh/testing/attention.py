@@ -36,7 +36,7 @@ def random_inputs(
     k_len = q_len if k_len is None else k_len
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
     q, grad_out = (normal(batch, heads[0], q_len, head_dim) for _ in range(2))
     k, v = (normal(batch, heads[1], k_len, head_dim) for _ in range(2))

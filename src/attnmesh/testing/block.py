@@ -53,7 +53,9 @@ def random_block(
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
-        return (mean + std * torch.randn(*shape, generator=generator)).to(device, dtype)
+        return (mean + std * torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")).to(
+            device, dtype
+        )
 
     rows = (q_heads + 2 * kv_heads) * head_dim
     weights: dict[str, Any] = {

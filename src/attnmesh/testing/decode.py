@@ -149,7 +149,8 @@ def random_decode(
     live = _live(positions, tokens, capacity, window, step)  # [B, capacity]
     if key_range == "intervals":
         first, end = random_key_ranges(positions, tokens, seed)
-        live &= (torch.arange(capacity) >= first[:, :1]) & (torch.arange(capacity) < end[:, -1:])
+        keys = torch.arange(capacity, device="cpu")
+        live &= (keys >= first[:, :1]) & (keys < end[:, -1:])
         options["key_range"] = (first.to(device), end.long().to(device))
     if share == "cache":
         live = live.any(0, keepdim=True)
@@ -199,9 +200,11 @@ def random_key_ranges(positions: Sequence[int], tokens: int, seed: int = 0) -> t
     Some ranges are empty and some reach past either end; there are no gaps between the ranges of a sequence.
     """
     generator = torch.Generator().manual_seed(seed)
-    first, end = torch.zeros(2, len(positions), tokens, dtype=torch.int32)
+    first, end = torch.zeros(2, len(positions), tokens, dtype=torch.int32, device="cpu")
     for b, last in enumerate(positions):
-        starts, ends = torch.randint(-1, last + 3, (2, tokens), generator=generator).sort(1).values.tolist()
+        starts, ends = (
+            torch.randint(-1, last + 3, (2, tokens), generator=generator, device="cpu").sort(1).values.tolist()
+        )
         for t in range(tokens):
             end[b, t] = ends[t]
             first[b, t] = starts[t] if t == 0 else min(starts[t], max(ends[t - 1], starts[0]))
@@ -229,12 +232,13 @@ def _poison(dtype: torch.dtype) -> float:
 
 
 def _normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _live(positions: Sequence[int], tokens: int, capacity: int, window: int | None, step: int) -> Tensor:
     """Return what each sequence may read, [B, capacity]. What a window has left behind is poisoned in whole blocks."""
-    keys, last = torch.arange(capacity), torch.tensor(list(positions), dtype=torch.int64)[:, None]
+    keys = torch.arange(capacity, device="cpu")
+    last = torch.tensor(list(positions), dtype=torch.int64, device="cpu")[:, None]
     live = keys <= last
     if window is not None:
         first = (last - tokens + 1 - window + 1).clamp(min=0)
@@ -246,7 +250,7 @@ def _stored(x: Tensor, storage: str, dtype: torch.dtype) -> Stored:
     if storage == "plain":
         return x.to(dtype)
     if storage == "fp8 heads":  # scales far apart: those of another head give a wrong result
-        scale = x.abs().amax().float() / 448 * 1.5 ** torch.arange(x.shape[1])
+        scale = x.abs().amax().float() / 448 * 1.5 ** torch.arange(x.shape[1], device="cpu")
         return quantize(x, "fp8", scale=scale.float())
     return quantize(x, storage)
 
@@ -265,9 +269,9 @@ def _block_table(live: Tensor, block_size: int, common: int, generator: torch.Ge
     owned, shared = used.clone(), common // block_size
     owned[1:, :shared] = False
     blocks = int(owned.sum()) + 3
-    order = torch.randperm(blocks, generator=generator).int()
-    unused = torch.tensor(UNUSED_ENTRIES, dtype=torch.int32)
-    table = unused[torch.arange(used.numel()) % len(unused)].view(used.shape)
+    order = torch.randperm(blocks, generator=generator, device="cpu").int()
+    unused = torch.tensor(UNUSED_ENTRIES, dtype=torch.int32, device="cpu")
+    table = unused[torch.arange(used.numel(), device="cpu") % len(unused)].view(used.shape)
     table[owned] = order[: int(owned.sum())]
     if shared:
         table[:, :shared] = torch.where(used[:, :shared], table[:1, :shared], table[:, :shared])
@@ -281,12 +285,14 @@ def _placed(
 
     def one(x: Tensor) -> Tensor:  # [owners, Hkv, capacity, ...]
         bits = x.view(torch.int8) if x.itemsize == 1 else x
-        poison = torch.tensor(_poison(bits.dtype), dtype=bits.dtype)
+        poison = torch.tensor(_poison(bits.dtype), dtype=bits.dtype, device="cpu")
         shown = live.reshape(live.shape[0], 1, live.shape[1], *[1] * (x.ndim - 3))
         bits = torch.where(shown, bits, poison)
         if pages is not None:
             table, blocks, block_size = pages
-            pool = torch.full((blocks, block_size, x.shape[1], *x.shape[3:]), poison.item(), dtype=bits.dtype)
+            pool = torch.full(
+                (blocks, block_size, x.shape[1], *x.shape[3:]), poison.item(), dtype=bits.dtype, device="cpu"
+            )
             for owner, slot in live.unflatten(1, (-1, block_size)).any(-1).nonzero().tolist():
                 rows = bits[owner, :, slot * block_size : (slot + 1) * block_size]
                 pool[table[owner, slot]] = rows.transpose(0, 1)
@@ -335,7 +341,7 @@ def _mask_options(
         return {}
 
     def chance(odds: float, *size: int) -> Tensor:
-        return torch.rand(*size, generator=generator) < odds
+        return torch.rand(*size, generator=generator, dtype=torch.float32, device="cpu") < odds
 
     if key_range in ("tree", "trees"):
         return {"tree": chance(0.7, *([batch] if key_range == "trees" else []), tokens, tokens).to(device)}
@@ -346,10 +352,12 @@ def _mask_options(
     size = [n if letter in letters else 1 for n, letter in zip((batch, heads, tokens), "bht", strict=True)]
     mask = chance(0.7, *size, width)
     if letters:
-        mask.view(-1, width)[-1] = False  # a row that sees nothing
+        mask.view(-1, width)[-1:] = False  # a row that sees nothing
     if kind == "bool":
         return {"mask": mask.to(device)}
-    added = torch.where(mask, 2 * torch.randn(mask.shape, generator=generator), -torch.inf)
+    added = torch.where(
+        mask, 2 * torch.randn(mask.shape, generator=generator, dtype=torch.float32, device="cpu"), -torch.inf
+    )
     if kind == "added":  # large enough to round away the scores
         added[chance(0.1, *added.shape)] = torch.finfo(torch.float16).min
     for sequence in range(size[0]):  # past the end

@@ -133,9 +133,9 @@ def random_sparse_problem(
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    indices = torch.randint(-1, key_length + 1, (length, topk), generator=generator, dtype=torch.int32)
+    indices = torch.randint(-1, key_length + 1, (length, topk), generator=generator, dtype=torch.int32, device="cpu")
     indices[(indices == key_length // 2) | (indices == key_length - 2)] = 0  # two keys that no row names
     indices.view(-1)[::17] = torch.iinfo(torch.int32).max
     indices.view(-1)[5::19] = torch.iinfo(torch.int32).min
@@ -153,7 +153,7 @@ def random_sparse_problem(
 
 def visible_keys(length: int, key_length: int, mask: SparseMask) -> Tensor:
     """Return [length, key_length]: the keys that the mask shows to each row, whatever its indices name."""
-    every = torch.arange(key_length, dtype=torch.int32).expand(length, -1)
+    every = torch.arange(key_length, dtype=torch.int32, device="cpu").expand(length, -1)
     return reference.valid_slots(every, key_length, replace(mask, topk_length=None))
 
 
@@ -221,7 +221,9 @@ class Reference:
         scores = reference.index_scores(iq, ik, w, scale).masked_fill(~visible, -torch.inf)
         keys = reference.topk_keys(scores, visible, topk)
         padded = [row + [-1] * (topk - len(row)) for row in keys]
-        return _TopK(torch.tensor(padded, dtype=torch.int32), scores.sort(descending=True).values[:, :topk])
+        return _TopK(
+            torch.tensor(padded, dtype=torch.int32, device="cpu"), scores.sort(descending=True).values[:, :topk]
+        )
 
     @staticmethod
     def indexer_kl_loss(

@@ -89,7 +89,7 @@ def _sharded(
 def _merge_modes() -> Iterator[Mode]:
     def attend(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> State:
         """Merge three uneven parts of the keys; some rows see nothing of some parts."""
-        at = torch.arange(k.shape[2])
+        at = torch.arange(k.shape[2], device="cpu")
         parts = [slice(0, 1), slice(1, 90), slice(90, None)]
         states = [
             State(*attention(q, k[:, :, p], v[:, :, p], mask=mask, k_positions=at[p], return_lse=True)) for p in parts

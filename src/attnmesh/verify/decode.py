@@ -115,9 +115,12 @@ class _CacheCheck:
             poison_cache(pool(layer))
         self.expected: dict[Sequence, Tensor] = {}
 
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float32, device="cpu")
+
     def random_tokens(self, count: int) -> Tensor:
         """Return keys and values of new tokens."""
-        return torch.randn(2, _LAYERS, KV_HEADS, count, HEAD_DIM, generator=self.generator).to(self.device)
+        return self._normal(2, _LAYERS, KV_HEADS, count, HEAD_DIM).to(self.device)
 
     def append(self, *new: tuple[Sequence, list[int], Tensor]) -> None:
         """Append and write the same number of tokens for each sequence."""
@@ -130,7 +133,7 @@ class _CacheCheck:
 
     def query(self, rows: int) -> Tensor:
         """Return [rows, Hq, 1, D]."""
-        q = torch.randn(rows, KV_HEADS * GROUP, 1, HEAD_DIM, generator=self.generator)
+        q = self._normal(rows, KV_HEADS * GROUP, 1, HEAD_DIM)
         return q.to(self.device, PLAIN.get(self.storage, torch.bfloat16))
 
     def decode(self, q: Tensor, layer: int, **options: Any) -> State:
@@ -185,8 +188,14 @@ def _append_fork_truncate(storage: str, seed: int, device: str) -> list[Comparis
     third = cache.allocate([*ids[:60], 7, 8])
     check.expected[third] = prompt[:, :, :, : third.length]
     check.append((third, [*ids[third.length : 60], 7, 8], tokens(62 - third.length)))
-    reused = Comparison("reused", torch.tensor([float(third.cached)]), torch.tensor([48.0]))
+    reused = _counted(third.cached, 48)
     return [*results, *check.compare(second, third), reused]
+
+
+def _counted(actual: int, expected: int) -> Comparison:
+    """The number of reused tokens, which must be exact."""
+    found, wanted = (torch.tensor([float(n)], dtype=torch.float32, device="cpu") for n in (actual, expected))
+    return Comparison("reused", found, wanted)
 
 
 def _prefix_bits(storage: str, seed: int, device: str) -> list[Comparison]:
@@ -194,13 +203,13 @@ def _prefix_bits(storage: str, seed: int, device: str) -> list[Comparison]:
     check = _CacheCheck(storage, seed, device)
     ids, tokens = list(range(_PROMPT)), check.random_tokens(_PROMPT)
     results, rows = [], []
-    for key, reused in (("one", 0.0), ("one", 64.0), ("other", 0.0)):
+    for key, reused in (("one", 0), ("one", 64), ("other", 0)):
         sequence = check.cache.allocate(ids, cache_key=key)
         start = sequence.cached
         check.expected[sequence] = tokens[:, :, :, :start]
         check.append((sequence, ids[start:], tokens[:, :, :, start:]))
         rows.append(sequence.row)
-        results.append(Comparison("reused", torch.tensor([float(start)]), torch.tensor([reused])))
+        results.append(_counted(start, reused))
     q = check.query(1).expand(_ROWS, -1, -1, -1)
     for layer in range(_LAYERS):
         out, lse = check.decode(q, layer, split_size=BLOCK_SIZE)

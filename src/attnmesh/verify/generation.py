@@ -99,7 +99,8 @@ def _random(case: _Case, world: int, seed: int, device: str) -> tuple[AttentionC
     config, weights = random_block(
         *case.heads(world), _HEAD_DIM, _HIDDEN, **case.stages, dtype=dtype, seed=seed, device=device
     )
-    x = torch.randn(len(_PROMPTS), max(_LENGTHS), _HIDDEN, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(_PROMPTS), max(_LENGTHS), _HIDDEN, generator=generator, dtype=torch.float32, device="cpu")
     return config, weights, x.to(device, dtype)
 
 

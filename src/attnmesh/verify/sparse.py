@@ -107,7 +107,7 @@ def _random(heads: int, mask: str, dtype: str, seed: int) -> SparseProblem:
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int) -> Tensor:
-        return torch.randint(low, high, (ROWS,), generator=generator)
+        return torch.randint(low, high, (ROWS,), generator=generator, device="cpu")
 
     fields: dict[str, Any] = {}
     match mask:

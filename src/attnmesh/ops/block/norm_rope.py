@@ -70,7 +70,7 @@ class Rope:
             )
         for i, frequency in enumerate(self.frequencies):
             check_number(f"frequencies[{i}]", frequency)
-        wide = torch.tensor(self.frequencies, dtype=torch.float64)
+        wide = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu")
         inexact = (wide.float().double() != wide) | ~wide.isfinite()
         if inexact.any():
             raise ValueError(f"frequencies must be finite float32 numbers, got {wide[inexact][0].item()!r}")

@@ -297,7 +297,7 @@ def _positions(cur_pos: Sequence[int] | Tensor | None, q: Tensor, capacity: int)
         _check_range(cur_pos, capacity)
         if q.is_cuda and torch.cuda.is_current_stream_capturing():  # a replay would copy from freed memory
             raise ValueError("cur_pos must be a tensor on the device while a CUDA graph is captured, got a list")
-        return torch.tensor(cur_pos, dtype=torch.int32).to(q.device, non_blocking=True)
+        return torch.tensor(cur_pos, dtype=torch.int32, device="cpu").to(q.device, non_blocking=True)
     if cur_pos.ndim != 1 or cur_pos.dtype not in _INTEGERS:
         raise ValueError(f"cur_pos must be int32 or int64 [batch], got {cur_pos.dtype} {tuple(cur_pos.shape)}")
     if cur_pos.device != q.device:

@@ -89,7 +89,7 @@ def _attention(call: DecodeCall, cache: CacheReader, q: Tensor, sequences: range
         if pending >= _MAX_PENDING:
             states, pending = [merge_stacked(states, len(visible.owners))], 1
     if not states:  # a mask that ends before the window begins, or an empty key_range
-        states = [State.identity(rows.shape, dtype=rows.dtype)]
+        states = [State.identity(rows.shape, dtype=rows.dtype, device=rows.device)]
     out, lse = merge_stacked(states, len(visible.owners))
     out = cache.scaled_out(out[..., : call.value_dim] if cache.padded else out)
     state = State(visible.from_rows(out), visible.from_rows(lse.unsqueeze(-1)).squeeze(-1))
@@ -108,7 +108,7 @@ def _part_state(cache: CacheReader, visible: VisibleKeys, q: Tensor, part: KeyPa
         if not used.all():  # keys visible to no row may hold NaN, to which the kernel would add -inf
             chosen = used.nonzero().squeeze(1)
             if not len(chosen):
-                return State.identity(q.shape, dtype=q.dtype)
+                return State.identity(q.shape, dtype=q.dtype, device=q.device)
             k, v, bias = k.index_select(2, chosen), v.index_select(2, chosen), bias.index_select(3, chosen)
     out, lse = _flash(q, k, v, 1, bias)
     empty = ~allowed.any(-1)  # the kernel gives such a row an lse of 0

@@ -85,9 +85,9 @@ class VisibleKeys:
     def bias(self, first: int, end: int, dtype: torch.dtype) -> Tensor:
         """The additive mask of keys [first, end): [owners, Hkv or 1, rows, N], -inf where a key is not visible."""
         call, tokens, n = self._call, self._call.q.shape[2], len(self._sequences)
-        keys = torch.arange(first, end)
-        visible = keys >= torch.tensor(self._firsts)[:, None]
-        bias = torch.zeros((), dtype=dtype)
+        keys = torch.arange(first, end, device="cpu")
+        visible = keys >= torch.tensor(self._firsts, device="cpu")[:, None]
+        bias = torch.zeros((), dtype=dtype, device="cpu")
         if call.mask is not None:
             mask = self._of_sequences(call.mask)[..., first:end]
             if mask.dtype == torch.bool:
@@ -99,7 +99,7 @@ class VisibleKeys:
             in_tree = self._of_sequences(call.tree)[:, :, column.clamp(0)]
             visible = (visible & ((column < 0) | in_tree))[:, None]
         else:
-            visible = visible & (keys < torch.tensor(self._ends)[:, None])
+            visible = visible & (keys < torch.tensor(self._ends, device="cpu")[:, None])
         bias = bias.masked_fill(~visible, -torch.inf)
         bias = bias[(None,) * (4 - bias.ndim)]
         heads = call.group if bias.shape[1] == 1 else bias.shape[1]
@@ -211,5 +211,5 @@ class _TensorReader:
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = torch.empty(size, dtype=dtype)
+            self._buffers[name] = torch.empty(size, dtype=dtype, device="cpu")
         return self._buffers[name][:size].view(shape)

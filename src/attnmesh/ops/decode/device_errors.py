@@ -55,7 +55,9 @@ def error_record(device: torch.device) -> Tensor:
     once and never moves, so captured graphs may refer to it.
     """
     if device not in _records:
-        _records[device] = torch.zeros(1 + MAX_SEQUENCES, dtype=torch.int64, pin_memory=device.type == "cuda")
+        _records[device] = torch.zeros(
+            1 + MAX_SEQUENCES, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        )
     return _records[device]
 
 

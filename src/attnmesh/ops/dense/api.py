@@ -71,7 +71,9 @@ def attention(
     work = _prepared(q, k, v, mask, scale, q_positions, k_positions)
     choice = choose(work.call, backend)
     if choice.backend == "reference":
-        at = [torch.arange(x.shape[2]) if p is None else p for x, p in ((q, q_positions), (k, k_positions))]
+        at = [
+            torch.arange(x.shape[2], device="cpu") if p is None else p for x, p in ((q, q_positions), (k, k_positions))
+        ]
         with torch.autocast(q.device.type, enabled=False):  # the reference computes in the given dtype
             state = reference.attention(q, k, v, mask, work.call.scale, *(p.to(q.device, torch.long) for p in at))
         return (state.out, state.lse) if return_lse else state.out

@@ -31,12 +31,12 @@ def valid_slots(indices: Tensor, s_kv: int, mask: SparseMask) -> Tensor:
             if end is not None:
                 good &= j < end[i]
             valid[i][slot] = good
-    return torch.tensor(valid, dtype=torch.bool).view(indices.shape)
+    return torch.tensor(valid, dtype=torch.bool, device=indices.device).view(indices.shape)
 
 
 def key_counts(indices: Tensor, valid: Tensor, s_kv: int, k_offset: int = 0) -> Tensor:
     """How often each key is in a valid slot of each row, [s_q, s_kv]."""
-    times = torch.zeros(indices.shape[0], s_kv, dtype=torch.float64)
+    times = torch.zeros(indices.shape[0], s_kv, dtype=torch.float64, device=indices.device)
     at = torch.where(valid, indices - k_offset, 0).long()
     return times.scatter_add(1, at, valid.double()) if s_kv else times
 

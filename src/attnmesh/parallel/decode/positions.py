@@ -80,7 +80,7 @@ def key_range(local: Sequence[LocalPositions], new: Sequence[range], window: int
     first = [
         [0 if window is None else stored.count_below(p + 1 - window) for p in positions] for stored, positions in pairs
     ]
-    return torch.tensor([first, end], dtype=torch.int32)
+    return torch.tensor([first, end], dtype=torch.int32, device="cpu")
 
 
 def interleave(positions: range, world: int) -> list[Ranges]:
