@@ -50,7 +50,7 @@ def _sample_seconds(sample: KernelSample, rounds: int) -> float:
     torch.cuda.empty_cache()
     call = sample.make()
     if sample.kind == "decode":
-        nothing = torch.zeros((), device="cuda")
+        nothing = torch.zeros((), dtype=torch.float32, device="cuda")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about an empty graph
             times = cold({"call": call, "nothing": lambda: nothing}, rounds=5 * rounds)

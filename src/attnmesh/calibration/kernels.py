@@ -94,7 +94,7 @@ def kernel_curves(
 
 def empty_call(device: str) -> Run:
     """A call with almost no work: the overhead of any call."""
-    one = torch.zeros(1, device=device)
+    one = torch.zeros(1, dtype=torch.float32, device=device)
     return lambda: one.add_(1)
 
 
@@ -186,7 +186,7 @@ def _sparse(sizes: Sizes, device: str) -> Iterator[KernelSample]:
     def given(rows: int) -> tuple[list[Tensor], Run]:
         q = torch.randn(rows, heads, width, device=device, dtype=sizes.dtype, requires_grad=True)
         kv = torch.randn(sizes.sparse_keys, width, device=device, dtype=sizes.dtype, requires_grad=True)
-        indices = torch.rand(rows, sizes.sparse_keys, device=device).argsort(1)[:, :slots].int()
+        indices = torch.rand(rows, sizes.sparse_keys, dtype=torch.float32, device=device).argsort(1)[:, :slots].int()
         grad = torch.randn(rows, heads, values, device=device, dtype=sizes.dtype)
         return [q, kv, grad], lambda: sparse_attention(q, kv, indices, scale=width**-0.5, d_v=values)[0]
 
@@ -210,7 +210,7 @@ def _indexer(sizes: Sizes, device: str) -> Iterator[KernelSample]:
     def index(rows: int) -> Run:
         iq = torch.randn(rows, heads, width, device=device, dtype=sizes.dtype)
         ik = torch.randn(sizes.sparse_keys, width, device=device, dtype=sizes.dtype)
-        w = torch.randn(rows, heads, device=device) * (heads * width) ** -0.5
+        w = torch.randn(rows, heads, dtype=torch.float32, device=device) * (heads * width) ** -0.5
         return lambda: indexer_topk(iq, ik, w, selected).indices
 
     for rows in sizes.sparse_rows:

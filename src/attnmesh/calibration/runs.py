@@ -58,7 +58,8 @@ def rank_runs(comm: Comm, runs: Sequence[ScheduleRun]) -> list[Callable[[], obje
 
 def _rank_run(run: ScheduleRun, cp: ContextParallel) -> Callable[[], object]:
     rows = Zigzag().local_length(run.length, cp.world, cp.rank)
-    drawn = [torch.randn(1, heads, rows, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    shapes = [(1, heads, rows, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    drawn = [torch.randn(shape, dtype=torch.float32, device="cpu") for shape in shapes]
     q, k, v = (x.requires_grad_(run.backward) for x in drawn[:3])
 
     def forward() -> Tensor:

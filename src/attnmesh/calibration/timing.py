@@ -96,8 +96,8 @@ def cold(
 
 def measured_floor() -> dict[str, float]:
     """What `cold` measures for an empty graph, and the bandwidth it measures for a sum over 1 GiB."""
-    nothing = torch.zeros((), device="cuda")
-    numbers = torch.ones(2**28, device="cuda")
+    nothing = torch.zeros((), dtype=torch.float32, device="cuda")
+    numbers = torch.ones(2**28, dtype=torch.float32, device="cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about an empty graph
         times = cold({"empty": lambda: nothing, "read": numbers.sum})
@@ -124,7 +124,7 @@ def reason(error: BaseException) -> str:
 
 @functools.cache
 def _buffer() -> Tensor:
-    return torch.ones(_FLUSH // 4, device="cuda")
+    return torch.ones(_FLUSH // 4, dtype=torch.float32, device="cuda")
 
 
 def _captured(name: object, run: Run) -> torch.cuda.CUDAGraph:

@@ -209,7 +209,7 @@ def _random(case: TraceCase, cp: ContextParallel, heads: int) -> Tensor:
     """This rank's rows of a random tensor."""
     rows = len(cp.positions(case.length))
     generator = torch.Generator(case.device).manual_seed(cp.rank)
-    drawn = torch.randn(1, heads, rows, case.head_dim, generator=generator, device=case.device)
+    drawn = torch.randn(1, heads, rows, case.head_dim, generator=generator, dtype=torch.float32, device=case.device)
     return drawn.to(case.torch_dtype)
 
 

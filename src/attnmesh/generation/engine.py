@@ -45,7 +45,9 @@ class EngineSequence:
     shards: SequenceShards
     stored: CacheSequence  # this rank's part, in its cache
     reused: int = 0  # prompt tokens that were not computed again
-    logits: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))  # [vocabulary], for the next token
+    logits: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu")
+    )  # [vocabulary], for the next token
     max_tokens: int = 0  # tokens that it may grow to
     max_tokens_per_rank: list[int] = field(default_factory=list)
     active: bool = True  # False once it is only kept for reuse

@@ -352,7 +352,7 @@ def _mask_options(
     size = [n if letter in letters else 1 for n, letter in zip((batch, heads, tokens), "bht", strict=True)]
     mask = chance(0.7, *size, width)
     if letters:
-        mask.view(-1, width)[-1] = False  # a row that sees nothing
+        mask.view(-1, width)[-1:] = False  # a row that sees nothing
     if kind == "bool":
         return {"mask": mask.to(device)}
     added = torch.where(
