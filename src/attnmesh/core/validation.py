@@ -33,7 +33,7 @@ class _Shortened(reprlib.Repr):
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, Tensor):
             return f"{str(x.dtype).removeprefix('torch.')} tensor {list(x.shape)} on {x.device}"
-        if type(x).__module__ == "numpy" and getattr(x, "shape", ()):
+        if type(x).__module__ == "numpy" and hasattr(x, "shape") and x.shape:
             return f"numpy array {x.dtype} {list(x.shape)}"
         return super().repr1(x, level)
 

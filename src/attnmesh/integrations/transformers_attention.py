@@ -125,7 +125,7 @@ def check_config(config: Any, name: str) -> None:
 
 def check_model(model: Any) -> None:
     """Raise ValueError unless the model is of a supported type and uses this attention."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise ValueError(f"model must be a language model of Transformers, got {shown(model)}")
     check_config(model.config, type(model).__name__)
     implementation = model.config._attn_implementation
