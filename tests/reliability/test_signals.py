@@ -200,6 +200,7 @@ def test_signals_at_random_moments_of_every_command(generate, tmp_path):
         [*ATTNMESH, "report", "--ranks", 64, "--length", "100M", "--out", tmp_path / "report.html"],
         [*ATTNMESH, "calibrate", "--device", "cpu", "--out", tmp_path / "hardware.toml"],
     ]
+    sent = 0
     for parts in commands:
         for number, code, said in ((INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")):
             for to_all in (False, True):
@@ -210,3 +211,6 @@ def test_signals_at_random_moments_of_every_command(generate, tmp_path):
                         continue  # it was faster
                     command.signal_all(number) if to_all else command.signal(number)
                     ended(command, code, f"attnmesh [a-z ]+: {said}")
+                    sent += 1
+    print(f"{sent} signals")
+    assert sent > 20
