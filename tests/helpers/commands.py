@@ -66,6 +66,18 @@ class Command:
         """The next line of its stdout."""
         return self._process.stdout.readline()
 
+    def wait_until_ready(self) -> None:
+        """Wait until it handles SIGTERM: after its imports, before its work."""
+        deadline = time.monotonic() + 60
+        while not self._caught() >> (signal.SIGTERM - 1) & 1:
+            assert time.monotonic() < deadline, "the command did not begin within 60 s"
+            time.sleep(0.02)
+
+    def _caught(self) -> int:
+        """The signals that it handles, as bits."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.partition("SigCgt:")[2].split()[0], 16)
+
     def wait_until_says(self, text: str) -> None:
         """Wait until it has printed a text on stderr."""
         deadline = time.monotonic() + 60

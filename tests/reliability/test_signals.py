@@ -1,5 +1,6 @@
 """A signal ends a command soon, with one line, its exit code, and none of its processes left."""
 
+import random
 import re
 import signal
 import time
@@ -168,3 +169,48 @@ def test_a_rank_of_torchrun_that_is_interrupted_ends_at_once(generate):
         found = command.wait(SOON)
         assert found.code == 1
         assert found.left == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_signals_at_random_moments_of_every_command(generate, tmp_path):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    commands = [
+        [*generate, "--ranks", 2],
+        [*generate, "--ranks", 3, "--virtual"],
+        [*ATTNMESH, "verify", "--ranks", 2],
+        [*ATTNMESH, "verify", "--ranks", 3, "--virtual"],
+        [*ATTNMESH, "trace", "--ranks", 2, "--length", "64k", "--out", tmp_path / "trace.json"],
+        [*ATTNMESH, "simulate", "--ranks", 4096, "--length", "100M"],
+        [
+            *ATTNMESH,
+            "plan",
+            "prefill",
+            "--model",
+            "llama-3.1-70b",
+            "--ranks",
+            8192,
+            "--batch",
+            4096,
+            "--length",
+            "128k",
+        ],
+        [*ATTNMESH, "report", "--ranks", 64, "--length", "100M", "--out", tmp_path / "report.html"],
+        [*ATTNMESH, "calibrate", "--device", "cpu", "--out", tmp_path / "hardware.toml"],
+    ]
+    sent = 0
+    for parts in commands:
+        for number, code, said in ((INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")):
+            for to_all in (False, True):
+                with Command(*parts) as command:
+                    command.wait_until_ready()
+                    time.sleep(draw.uniform(0, 6))
+                    if command.processes() == []:
+                        continue  # it was faster
+                    command.signal_all(number) if to_all else command.signal(number)
+                    ended(command, code, f"attnmesh [a-z ]+: {said}")
+                    sent += 1
+    print(f"{sent} signals")
+    assert sent > 20
