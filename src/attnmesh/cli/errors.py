@@ -90,11 +90,11 @@ def run_command(app: typer.Typer) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     else:
         signal.signal(signal.SIGTERM, _terminate)
-    code: Any = 0
+    code = 0
     try:
         app(prog_name="attnmesh")
     except SystemExit as ended:
-        code = ended.code
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except KeyboardInterrupt as error:  # before the command began
         _report(error, "attnmesh")
         code = _exit_code(error)
@@ -130,6 +130,8 @@ def _report(error: BaseException, command: str, *, debug: bool = False) -> None:
         return
     for stderr in (False, True):  # a rank that was stopped leaves its progress bar's cursor hidden
         output.console(stderr=stderr).show_cursor()
+    if isinstance(error, KeyboardInterrupt) and sys.stderr.isatty():
+        typer.echo(err=True)  # after the terminal's ^C
     if debug:
         typer.echo(printable("".join(traceback.format_exception(error))), err=True)
     rank = f"rank {os.environ['RANK']}: " if while_running and under_torchrun() else ""
