@@ -44,7 +44,7 @@ def test_results_come_in_rank_order():
 
 
 def test_world_must_be_positive():
-    with pytest.raises(ValueError, match="world must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="world must be an integer >= 1, got 0"):
         run_virtual(0, lambda comm: None)
 
 

@@ -386,11 +386,15 @@ def test_the_call_gives_up_its_cache_and_takes_all_options():
     [
         ([], {}, "prompts must be 1 to max_sequences=2, got 0"),
         ([PROMPTS[0]] * 3, {}, "prompts must be 1 to max_sequences=2, got 3"),
-        ([PROMPTS[0], []], {}, "prompt 1 is empty"),
-        ([PROMPTS[0], [8, 8]], {}, "prompt 1 has 2 tokens, fewer than the 3 ranks that shard it"),
-        ([[8] * 503], {"max_new_tokens": 10}, f"prompt 0 has 503 tokens, and 10 may follow: the model has {POSITIONS}"),
-        ([[8, 8, 101]], {}, "prompt 0 must have token ids 0 to 100, got 8 to 101"),
-        ([[8, 8, -1]], {}, "prompt 0 must have token ids 0 to 100, got -1 to 8"),
+        ([PROMPTS[0], []], {}, r"prompts\[1\] is empty"),
+        ([PROMPTS[0], [8, 8]], {}, r"prompts\[1\] has 2 tokens, fewer than the 3 ranks that shard it"),
+        (
+            [[8] * 503],
+            {"max_new_tokens": 10},
+            f"503 tokens, and max_new_tokens=10 may follow: the model has {POSITIONS}",
+        ),
+        ([[8, 8, 101]], {}, r"prompts\[0\] must have token ids 0 to 100, got 8 to 101"),
+        ([[8, 8, -1]], {}, r"prompts\[0\] must have token ids 0 to 100, got -1 to 8"),
         (["text"], {}, "prompts must be token ids without a tokenizer, got text"),
         ([PROMPTS[0]], {"max_new_tokens": 0}, "max_new_tokens must be a positive integer, got 0"),
         ([PROMPTS[0]], {"max_new_tokens": True}, "max_new_tokens must be a positive integer, got True"),
@@ -438,7 +442,7 @@ def test_what_cannot_be_generated_is_refused_and_the_next_can(prompts, how, mess
             {"speculative": True},
             "generate: ranks disagree: speculative is False on rank 0 but True on rank 1",
         ),
-        ([], {}, r"generate: prompt 0 is empty \(on rank 1\)"),
+        ([], {}, r"generate: prompts\[0\] is empty \(on rank 1\)"),
     ],
 )
 def test_ranks_that_ask_different_things_are_all_told(mine, how, message):

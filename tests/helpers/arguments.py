@@ -240,17 +240,17 @@ class Stuck(BaseException):
 
 
 @contextlib.contextmanager
-def limits(seconds: float = TIME_LIMIT, nbytes: int = MEMORY_LIMIT) -> Iterator[None]:
+def limits() -> Iterator[None]:
     """Raise Stuck in the main thread after some time; refuse memory beyond some more than the process has now."""
 
     def stop(*_: object) -> None:
-        raise Stuck(f"ran for {seconds} s")
+        raise Stuck(f"ran for {TIME_LIMIT} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, hard))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_LIMIT, hard))
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
     try:
         yield
     finally:
@@ -428,8 +428,14 @@ def invoke(function: Callable[..., Any], arguments: dict[str, Any], *before: Any
 class Fuzzer:
     """All bad calls of the public callables."""
 
-    def __init__(self, table: dict[str, list[Callable[..., Any]]], receivers: Any, not_fuzzed: Any) -> None:
-        self.table, self.receivers = table, receivers
+    def __init__(
+        self,
+        table: dict[str, list[Callable[..., Any]]],
+        receivers: dict[str, Callable[[], Any]],
+        not_fuzzed: Collection[str],
+        skipped: Collection[tuple[str, str, str]] = (),
+    ) -> None:
+        self.table, self.receivers, self.skipped = table, receivers, skipped
         self.targets = {
             name: target
             for name, target in targets(receivers).items()
@@ -455,10 +461,22 @@ class Fuzzer:
         for variant in range(len(calls_of(self.targets[name], self.table))):
             _, valid = self.make(name, variant)
             for parameter in self.parameters(name, valid):
-                default = self.targets[name].parameters.get(parameter)
-                given = valid.get(parameter, default.default if default is not None else None)
-                for label, _ in replacements(given):
+                for label in self.labels(name, valid, parameter):
                     yield Case(name, variant, parameter, label)
+
+    def labels(self, name: str, valid: dict[str, Any], parameter: str) -> list[str]:
+        """The labels of all bad values of a parameter."""
+        every = (label for label, _ in replacements(self._given(name, valid, parameter)))
+        return [label for label in every if (name, parameter, label) not in self.skipped]
+
+    def replacement(self, name: str, valid: dict[str, Any], parameter: str, label: str) -> Any:
+        """A bad value of a parameter, made from the arguments of a valid call."""
+        given = self._given(name, valid, parameter)
+        return dict(replacements(given))[label](given)
+
+    def _given(self, name: str, valid: dict[str, Any], parameter: str) -> Any:
+        declared = self.targets[name].parameters.get(parameter)
+        return valid.get(parameter, declared.default if declared is not None else None)
 
     def parameters(self, name: str, valid: dict[str, Any]) -> list[str]:
         """The parameters of a target; instead of `**options`, the options of the valid call."""
@@ -469,10 +487,7 @@ class Fuzzer:
     def bad_call(self, case: Case) -> tuple[Callable[[], Any], Any]:
         """A call with one bad value, and the value."""
         receiver, arguments = self.make(case.target, case.variant)
-        declared = self.targets[case.target].parameters.get(case.parameter)
-        given = arguments.get(case.parameter, declared.default if declared is not None else None)
-        value = dict(replacements(given))[case.label](given)
-        arguments[case.parameter] = value
+        value = arguments[case.parameter] = self.replacement(case.target, arguments, case.parameter, case.label)
         return lambda: self.call(case.target, receiver, arguments), value
 
     def run(self, case: Case) -> Outcome:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,13 +37,15 @@ class Command:
     """A command in a session of its own, whose processes all end with the `with` statement."""
 
     def __init__(self, *command: object, **environment: str) -> None:
+        self._errors = tempfile.TemporaryFile("a+")  # noqa: SIM115 - closed by __exit__; it appends wherever we read
         self._process = subprocess.Popen(
             [str(part) for part in command],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # it may be ignored here
+            preexec_fn=_default_signals,
         )  # fmt: skip
         self.pid = self._process.pid
+        self._sessions = {self.pid}  # torchrun starts its ranks in sessions of their own
 
     def __enter__(self) -> Command:
         return self
@@ -53,6 +56,7 @@ class Command:
                 os.kill(process, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
+        self._errors.close()
 
     def read(self, characters: int) -> str:
         """The next characters of its stdout."""
@@ -62,16 +66,42 @@ class Command:
         """The next line of its stdout."""
         return self._process.stdout.readline()
 
+    def wait_until_ready(self) -> None:
+        """Wait until it handles SIGTERM: after its imports, before its work."""
+        deadline = time.monotonic() + 60
+        while not self._caught() >> (signal.SIGTERM - 1) & 1:
+            assert time.monotonic() < deadline, "the command did not begin within 60 s"
+            time.sleep(0.02)
+
+    def _caught(self) -> int:
+        """The signals that it handles, as bits."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.partition("SigCgt:")[2].split()[0], 16)
+
+    def wait_until_says(self, text: str) -> None:
+        """Wait until it has printed a text on stderr."""
+        deadline = time.monotonic() + 60
+        while text not in self._said():
+            assert time.monotonic() < deadline, f"{text!r} was not printed within 60 s: {self._said()}"
+            time.sleep(0.02)
+
+    def _said(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
+
     def processes(self) -> list[int]:
         """All processes of its session that are alive, its ranks in rank order."""
-        found = []
+        alive = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 name, _, rest = (folder / "stat").read_text().rpartition(")")
-                state, _, _, session = rest.split()[:4]
-                if int(session) == self.pid and state != "Z":
-                    found.append(int(name.split()[0]))
-        return sorted(found)
+                state, parent, _, session = rest.split()[:4]
+                if state != "Z":
+                    alive[int(name.split()[0])] = int(parent), int(session)
+        for _ in range(3):  # parent, agent and rank
+            ours = {process for process, (_, session) in alive.items() if session in self._sessions}
+            self._sessions |= {session for parent, session in alive.values() if parent in ours}
+        return sorted(ours)
 
     def ranks(self, count: int = 2) -> list[int]:
         """The processes of its ranks in rank order, as soon as all have been started."""
@@ -89,17 +119,19 @@ class Command:
 
     def signal(self, number: signal.Signals, process: int | None = None) -> None:
         """Send a signal to the command itself, or to one of its processes."""
+        self.processes()
         os.kill(self.pid if process is None else process, number)
 
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to all its processes, as a terminal does."""
+        self.processes()
         os.killpg(self.pid, number)
 
     def wait(self, timeout: float) -> Ended:
         """Wait for its end; AssertionError after `timeout` seconds."""
         began = time.monotonic()
         try:
-            _, errors = self._process.communicate(timeout=timeout)
+            self._process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             states = {process: Path(f"/proc/{process}/wchan").read_text() for process in self.processes()}
             raise AssertionError(f"the command did not end within {timeout} s: {states}") from None
@@ -108,4 +140,10 @@ class Command:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
         code = self._process.returncode
-        return Ended(128 - code if code < 0 else code, errors.splitlines(), seconds, left)
+        return Ended(128 - code if code < 0 else code, self._said().splitlines(), seconds, left)
+
+
+def _default_signals() -> None:
+    """Undo what the tests were started with: nohup and a shell's `&` ignore signals, and processes inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -376,7 +376,7 @@ def test_the_tables_stay_where_they_are_and_little_is_uploaded(monkeypatch):
         ({"v_scale": torch.ones(2)}, "v_scale must be None except for storage 'fp8'"),
         ({"storage": "fp8", "k_scale": torch.ones(3)}, r"k_scale must be a number or floating point \[\] or \[2\]"),
         ({"storage": "fp8", "k_scale": torch.ones(2).int()}, "k_scale must be a number or floating point"),
-        ({"storage": "fp8", "v_scale": 0.0}, r"v_scale must be positive and finite, got \[0.0\]"),
+        ({"storage": "fp8", "v_scale": 0.0}, r"v_scale must be positive and finite in float32, got \[0.0\]"),
         ({"storage": "fp8", "v_scale": torch.tensor([1.0, torch.nan])}, "v_scale must be positive and finite"),
         ({"storage": "fp8", "v_scale": "1"}, "v_scale must be a number or a tensor, got str"),
     ],

@@ -1,16 +1,13 @@
 """A signal ends a command soon, with one line, its exit code, and none of its processes left."""
 
+import random
 import re
 import signal
 import time
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from helpers.commands import ATTNMESH, TORCHRUN, Command, Ended
-from helpers.models import tiny_llama, write_folder
 
 SOON = 15  # seconds, on a machine that is busy with other tests
 DOCUMENT = "a b c d e f g h i j k l " * 4
@@ -22,6 +19,10 @@ pytestmark = pytest.mark.timeout(150)
 @pytest.fixture(scope="module")
 def generate(tmp_path_factory):
     """A command that generates for longer than any test."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from helpers.models import tiny_llama, write_folder
+
     model = tiny_llama(max_position_embeddings=100_000, eos_token_id=None)
     folder = write_folder(tmp_path_factory.mktemp("model"), model)
     arguments = ("--model", folder, "--prompt", DOCUMENT, "--max-new-tokens", 90_000)
@@ -44,15 +45,14 @@ def answering(command: Command) -> list[int]:
     return command.ranks()
 
 
-# The first is in the default suite: its three seconds are the imports of three processes.
-
-
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")], ids=["INT", "TERM"]
+    ("number", "code", "said"),
+    [(INTERRUPT, 130, "interrupted"), pytest.param(TERMINATE, 143, "terminated", marks=pytest.mark.slow)],
+    ids=["INT", "TERM"],
 )
 def test_virtual_ranks_end_with_the_command(number, code, said):
     with Command(*ATTNMESH, "verify", "--virtual", "--ranks", 2) as command:
-        time.sleep(6)  # past the imports
+        command.wait_until_says(" of ")  # a rank computes
         command.signal(number)
         ended(command, code, f"attnmesh verify: {said}")
 
@@ -165,8 +165,52 @@ def test_a_rank_of_torchrun_that_is_interrupted_ends_at_once(generate):
     with Command(*TORCHRUN, *generate) as command:
         command.line()
         command.read(20)
-        ranks = [process for process in command.processes() if process != command.pid]
-        command.signal(INTERRUPT, ranks[-1])
+        command.signal(INTERRUPT, command.processes()[-1])
         found = command.wait(SOON)
         assert found.code == 1
         assert found.left == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_signals_at_random_moments_of_every_command(generate, tmp_path):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    commands = [
+        [*generate, "--ranks", 2],
+        [*generate, "--ranks", 3, "--virtual"],
+        [*ATTNMESH, "verify", "--ranks", 2],
+        [*ATTNMESH, "verify", "--ranks", 3, "--virtual"],
+        [*ATTNMESH, "trace", "--ranks", 2, "--length", "64k", "--out", tmp_path / "trace.json"],
+        [*ATTNMESH, "simulate", "--ranks", 4096, "--length", "100M"],
+        [
+            *ATTNMESH,
+            "plan",
+            "prefill",
+            "--model",
+            "llama-3.1-70b",
+            "--ranks",
+            8192,
+            "--batch",
+            4096,
+            "--length",
+            "128k",
+        ],
+        [*ATTNMESH, "report", "--ranks", 64, "--length", "100M", "--out", tmp_path / "report.html"],
+        [*ATTNMESH, "calibrate", "--device", "cpu", "--out", tmp_path / "hardware.toml"],
+    ]
+    sent = 0
+    for parts in commands:
+        for number, code, said in ((INTERRUPT, 130, "interrupted"), (TERMINATE, 143, "terminated")):
+            for to_all in (False, True):
+                with Command(*parts) as command:
+                    command.wait_until_ready()
+                    time.sleep(draw.uniform(0, 6))
+                    if command.processes() == []:
+                        continue  # it was faster
+                    command.signal_all(number) if to_all else command.signal(number)
+                    ended(command, code, f"attnmesh [a-z ]+: {said}")
+                    sent += 1
+    print(f"{sent} signals")
+    assert sent > 20

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnmesh.comm.agreement import CommError, Signature, disagreement
 from attnmesh.core.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
-from attnmesh.core.validation import check_timeout
+from attnmesh.core.validation import check_device, check_timeout, check_type
 from attnmesh.trace.recorder import Recorder
 
 T = TypeVar("T")
@@ -394,6 +394,8 @@ def recording(comm: Comm, device: torch.device | str = "cpu") -> Iterator[Record
 
     Subgroups of `comm` (`SubComm`) are recorded with it; other process groups are not.
     """
+    check_type("comm", comm, Comm)
+    check_device("device", device)
     if comm.recorder is not None:
         raise RuntimeError(f"rank {comm.rank} is being recorded already")
     comm.barrier()

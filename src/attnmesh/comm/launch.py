@@ -168,7 +168,7 @@ def _signals_deferred() -> Iterator[None]:
 def _wait(processes: Sequence[SpawnProcess], seconds: float | None = None) -> list[int]:
     """Wait until all processes have ended, at most for some seconds; without a limit, until some fail: their ranks."""
     deadline = None if seconds is None else time.monotonic() + seconds
-    running = {process.sentinel: rank for rank, process in enumerate(processes) if process.exitcode is None}
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
         ended = connection.wait(list(running), None if deadline is None else deadline - time.monotonic())
         ranks = [running.pop(sentinel) for sentinel in ended if isinstance(sentinel, int)]
@@ -182,10 +182,10 @@ def _wait(processes: Sequence[SpawnProcess], seconds: float | None = None) -> li
 
 def _process(rank: int, ranks: int, device: str, folder: Path, threads: int, timeout: float) -> None:
     _end_with_parent()
-    torch.set_num_threads(threads)
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     try:
+        torch.set_num_threads(threads)
+        if device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         fn, options = pickle.loads(_call(folder).read_bytes())
         store = FileStore(f"{folder}/store", ranks)
         _rendezvous(_backend(device, ranks), timeout, rank=rank, world_size=ranks, store=store)

@@ -15,10 +15,12 @@ from torch import Tensor
 from attnmesh.comm.agreement import CommError, Signature, disagreement
 from attnmesh.comm.base import COMPARED_CALLS, Comm, Message, Pending, RecordedPending
 from attnmesh.core.call_log import CallLog, format_ranks, out_of_step
+from attnmesh.core.validation import check_count, shown
 from attnmesh.trace.recorder import MessageRecord, Recorder
 from attnmesh.trace.timeline import Track
 
 T = TypeVar("T")
+_MAX_THREADS = 4096
 
 
 def run_virtual(world: int, fn: Callable[[Comm], T], *, timeout: float = 300) -> list[T]:
@@ -32,8 +34,9 @@ def run_virtual(world: int, fn: Callable[[Comm], T], *, timeout: float = 300) ->
     immediately and raised as a CommError that lists what each rank waits for. After `timeout` seconds, ranks that still
     run are abandoned with a CommError.
     """
-    if world < 1:
-        raise ValueError(f"world must be at least 1, got {world}")
+    check_count("world", world, least=1, most=_MAX_THREADS)
+    if not callable(fn):
+        raise ValueError(f"fn must be a function of a comm, got {shown(fn)}")
     shared = _VirtualWorld(world)
     comms = [VirtualComm(shared, rank, timeout) for rank in range(world)]
     results: dict[int, T] = {}

@@ -65,9 +65,11 @@ class Layout(ABC):
         for rank, shard in enumerate(shards):
             check_tensor(f"shards[{rank}]", shard)
         dim = dimension(shards[0], dim)
-        shapes = {(shard.dtype, (*shard.shape[:dim], *shard.shape[dim + 1 :])) for shard in shards}
-        if len(shapes) > 1:
-            raise ValueError(f"shards must have the same dtype, and the same shape except in dim {dim}, got {shapes}")
+        kinds = {(shard.dtype, shard.device, (*shard.shape[:dim], *shard.shape[dim + 1 :])) for shard in shards}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"shards must have the same dtype, device, and shape except in dim {dim}, got {shown(list(shards))}"
+            )
         length = sum(shard.shape[dim] for shard in shards)
         sizes = [shard.shape[dim] for shard in shards]
         expected = [self.local_length(length, world, rank) for rank in range(world)]

@@ -14,7 +14,7 @@ import enum
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -138,6 +138,8 @@ class Documents(Mask):
 
     def __init__(self, lengths: Iterable[int]) -> None:
         try:
+            if isinstance(lengths, str | Set | Mapping):
+                raise TypeError("not a list")
             given = tuple(lengths)
             counts = tuple(operator.index(n) for n in given)
         except (TypeError, RuntimeError):  # of a tensor without data

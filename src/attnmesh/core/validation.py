@@ -33,7 +33,7 @@ class _Shortened(reprlib.Repr):
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, Tensor):
             return f"{str(x.dtype).removeprefix('torch.')} tensor {list(x.shape)} on {x.device}"
-        if type(x).__module__ == "numpy" and getattr(x, "shape", ()):
+        if type(x).__module__ == "numpy" and hasattr(x, "shape") and x.shape:
             return f"numpy array {x.dtype} {list(x.shape)}"
         return super().repr1(x, level)
 
@@ -73,15 +73,20 @@ def check_index(name: str, n: object, size: int, of: str = "") -> int:
     return n
 
 
+def is_number(x: object) -> bool:
+    """Whether `x` is a finite number that fits a float; True and False are none."""
+    if not isinstance(x, float | int) or isinstance(x, bool):
+        return False
+    try:
+        return math.isfinite(x)
+    except OverflowError:
+        return False
+
+
 def check_number(name: str, x: object, above: float | None = None, least: float | None = None) -> float:
     """Return `x` as a float; raise ValueError unless it is a finite number, above `above` and at least `least`."""
-    if isinstance(x, float | int) and not isinstance(x, bool):
-        try:
-            number = float(x)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number) and (above is None or number > above) and (least is None or number >= least):
-            return number
+    if isinstance(x, float | int) and is_number(x) and (above is None or x > above) and (least is None or x >= least):
+        return float(x)
     if above == 0:
         raise ValueError(f"{name} must be a positive number, got {shown(x)}")
     limit = f" above {above:g}" if above is not None else "" if least is None else f" of at least {least:g}"

@@ -20,6 +20,7 @@ from attnmesh.comm import Comm, comm_from
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
+from attnmesh.core.validation import check_count, check_positive
 from attnmesh.generation.passes import CachePass, DecodeGraphs, DecodePass, PrefillPass
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_attention import check_model
@@ -82,7 +83,8 @@ class Engine:
         self.prefill_tokens = self.reused_tokens = 0
         self.context = ContextParallel(comm_from(comm), layout=layout, schedule=schedule)
         self.comm, world = self.context.comm, self.context.world
-        self.prefill_chunk = cache_tokens if prefill_chunk is None else prefill_chunk
+        check_positive(cache_tokens=cache_tokens, max_sequences=max_sequences)
+        self.prefill_chunk = cache_tokens if prefill_chunk is None else check_count("prefill_chunk", prefill_chunk)
         if self.prefill_chunk < min_prefill_chunk(world):
             raise ValueError(
                 f"prefill_chunk must be at least {_MIN_TOKENS_PER_RANK} tokens per rank, {min_prefill_chunk(world)} "

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm import Comm, CommError, IndependentSubComm, SharedValues, check_on_all_ranks, comm_from
+from attnmesh.comm import Comm, CommError, IndependentSubComm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.core.validation import check_positive
+from attnmesh.core.validation import check_bool, check_list, check_positive, check_type, shown
 from attnmesh.generation.agreement import (
     Progress,
     check_same_weights,
@@ -37,7 +37,9 @@ from attnmesh.generation.sampling import (
     TextStream,
     most_likely,
 )
+from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
+from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
 
 _GREEDY = Sampling()
@@ -123,12 +125,18 @@ class Generator:
         on_prefill: Callable[[int, int], None] | None = None,
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.comm = model, tokenizer, comm_from(comm)
+        self.model, self.tokenizer, self.comm = model, tokenizer, comm_named("comm", comm)
         self._on_logits = on_logits
         rank = self.comm.rank
 
         def check_arguments() -> tuple[DecodeSharding, SharedValues]:
+            check_positive(cache_tokens=cache_tokens, max_sequences=max_sequences)
+            _check_tokenizer(tokenizer)
+            for name, callback in (("on_prefill", on_prefill), ("on_logits", on_logits)):
+                if callback is not None and not callable(callback):
+                    raise ValueError(f"{name} must be a function or None, got {shown(callback)}")
             chosen = _recommended(max_sequences, self.comm.world) if sharding is None else sharding
+            check_type("sharding", chosen, DecodeSharding)
             if chosen.tp != 1 or chosen.ranks != self.comm.world:
                 raise ValueError(f"sharding must be kvdp x cp = {self.comm.world} ranks and tp = 1, got {chosen}")
             self._group = _subgroup(self.comm, chosen.cp_peers(rank))
@@ -179,9 +187,11 @@ class Generator:
         def check_arguments() -> tuple[tuple[list[list[int]], _Request], SharedValues]:
             if self._is_running():
                 raise ValueError("another generate() of this Generator is in progress: exhaust or close it first")
-            ends = sorted(self._eos() if stop is None else set(stop))
+            ends = sorted(self._eos() if stop is None else set(token_ids("stop", stop)))
+            check_type("sampling", sampling, Sampling)
+            check_bool(speculative=speculative)
             request = _Request(max_new_tokens, sampling, frozenset(ends), speculative)
-            rows = [_token_ids(self.tokenizer, prompt) for prompt in prompts]
+            rows = _prompt_ids(self.tokenizer, prompts)
             self._check(rows, request)
             return (rows, request), {
                 "prompts": f"{len(rows)} of {', '.join(str(len(row)) for row in rows)} tokens {digest(rows)}",
@@ -359,18 +369,19 @@ class Generator:
         vocabulary = self.model.config.vocab_size
         for number, ids in enumerate(rows):
             if not ids:
-                raise ValueError(f"prompt {number} is empty")
+                raise ValueError(f"prompts[{number}] is empty")
             if len(ids) < self._group.world:
                 raise ValueError(
-                    f"prompt {number} has {len(ids)} tokens, fewer than the {self._group.world} ranks that shard it"
+                    f"prompts[{number}] has {len(ids)} tokens, fewer than the {self._group.world} ranks that shard it"
                 )
             if limit is not None and len(ids) + new > limit:
                 raise ValueError(
-                    f"prompt {number} has {len(ids)} tokens, and {new} may follow: the model has {limit} positions"
+                    f"prompts[{number}] has {len(ids)} tokens, and max_new_tokens={new} may follow: the model has "
+                    f"{limit} positions"
                 )
             if not 0 <= min(ids) <= max(ids) < vocabulary:
                 raise ValueError(
-                    f"prompt {number} must have token ids 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}"
+                    f"prompts[{number}] must have token ids 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}"
                 )
         # Rows of this group only: if one group has no room, all ranks raise before any of them starts.
         own = [rows[number] for number in self.sharding.sequences(self.comm.rank, len(rows))]
@@ -410,11 +421,12 @@ def generate(
 
     All ranks must pass the same arguments. Nothing is cached for later prompts: use a `Generator` for that.
     """
-    comm = comm_from(comm)
+    comm = comm_named("comm", comm)
 
     def check_arguments() -> tuple[list[list[int]], SharedValues]:
         check_positive(max_new_tokens=max_new_tokens)
-        return [_token_ids(tokenizer, prompt) for prompt in prompts], {}
+        _check_tokenizer(tokenizer)
+        return _prompt_ids(tokenizer, prompts), {}
 
     rows = check_on_all_ranks(comm, "generate", check_arguments, force=True)
     generator = Generator(
@@ -434,13 +446,23 @@ def _recommended(sequences: int, ranks: int) -> DecodeSharding:
     return recommend_sharding(sequences, ranks, 1, ranks).choice.sharding
 
 
-def _token_ids(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return [int(token) for token in prompt]
-    if tokenizer is None:
-        raise ValueError("prompts must be token ids without a tokenizer, got text")
-    ids: list[int] = tokenizer(prompt)["input_ids"]
-    return ids
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise ValueError(f"tokenizer must be a tokenizer of Transformers or None, got {shown(tokenizer)}")
+
+
+def _prompt_ids(tokenizer: Any, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+    """The token ids of every prompt."""
+    is_matrix = isinstance(prompts, Tensor) and prompts.ndim == 2
+    rows: list[Any] = list(prompts) if is_matrix else check_list("prompts", prompts, "prompts")
+    for i, prompt in enumerate(rows):
+        if not isinstance(prompt, str):
+            rows[i] = list(token_ids(f"prompts[{i}]", prompt))
+        elif tokenizer is None:
+            raise ValueError(f"prompts must be token ids without a tokenizer, got text, {shown(prompt)}")
+        else:
+            rows[i] = tokenizer(prompt)["input_ids"]
+    return rows
 
 
 def _sample(sampling: Sampling, rows: list[_Row], logits: list[Tensor] | Tensor) -> list[list[int]]:

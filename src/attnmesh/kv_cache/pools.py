@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from attnmesh.core.validation import check_number, check_tensor, shown
 from attnmesh.ops.storage import BFP_GROUP, PLAIN, Quantized, Stored, quantize, storage_of, values_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _ALIGNMENT = 64  # entries: the block table starts at a multiple of 256 bytes, as a tensor of its own would
 
 
@@ -73,8 +73,8 @@ def fp8_scale(name: str, scale: float | Tensor | None, storage: str, kv_heads: i
         numbers = [check_number(name, scale)]
     else:
         raise ValueError(f"{name} must be a number or a tensor, got {type(scale).__name__} {shown(scale)}")
-    if not all(math.isfinite(number) and number > 0 for number in numbers):
-        raise ValueError(f"{name} must be positive and finite, got {numbers}")
+    if not all(_SMALLEST <= number <= _LARGEST for number in numbers):
+        raise ValueError(f"{name} must be positive and finite in float32, got {numbers}")
     return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 

@@ -195,6 +195,8 @@ def _check_scale(x: Tensor, storage: str, scale: object, axis: int) -> None:
         raise ValueError(
             f"scale must be float32 [] or [{x.shape[axis]}], one per kv head of x, on {x.device}, got {shown(scale)}"
         )
+    if scale.device.type == "cpu" and not (scale > 0).all():  # free to read
+        raise ValueError(f"scale must be positive, got {scale.tolist()}")
 
 
 def _bfp_shape(values: Tensor) -> torch.Size:

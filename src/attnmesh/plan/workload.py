@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from attnmesh.core import ranges
-from attnmesh.core.validation import MAX_RANKS, check_bool, check_count, check_type
+from attnmesh.core.validation import MAX_RANKS, check_bool, check_count, check_device, check_type
 from attnmesh.plan.program import Floats, Ints, KernelKind, Kernels
 from attnmesh.plan.shards import Shards
 
@@ -84,6 +84,7 @@ class Workload:
         check_count("ranks_per_node", self.ranks_per_node, least=1, most=MAX_RANKS)
         check_bool(lse=self.lse)
         check_type("device", self.device, str, "the name of a device type")
+        check_device("device", self.device)
 
     @property
     def world(self) -> int:

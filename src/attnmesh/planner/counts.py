@@ -20,7 +20,7 @@ MAX_HIDDEN = 1 << 24
 MAX_TOKENS = 1 << 12
 """New tokens per sequence in a decode step."""
 
-_MAX_ELEMENTS = 1 << 56  # of the queries of all positions
+_MAX_ELEMENTS = 1 << 56
 _PER_ELEMENT = ("context", "length", "batch", "tokens", "q_heads", "head_dim")
 _MOST = {
     "ranks": MAX_RANKS, "devices": MAX_RANKS, "world": MAX_RANKS, "ranks_per_node": MAX_RANKS, "rails": MAX_RANKS,
@@ -35,8 +35,7 @@ def check_sizes(**counts: object) -> None:
     checked = {name: check_count(name, n, most=_MOST[name]) for name, n in counts.items()}
     elements = {name: n for name, n in checked.items() if name in _PER_ELEMENT}
     if prod(elements.values()) > _MAX_ELEMENTS:
-        sizes = " x ".join(f"{name} {n}" for name, n in elements.items())
-        raise ValueError(f"queries must have at most 2**56 elements, got {sizes}")
+        raise ValueError(f"{' x '.join(elements)} must be at most 2**56, got {' x '.join(map(str, elements.values()))}")
 
 
 def divisors(n: int) -> list[int]:

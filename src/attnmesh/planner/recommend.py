@@ -104,10 +104,10 @@ def recommend_sharding(
     all-reduce of the projections, without reading weights, which takes the same time for all.
     """
     check_sizes(q_heads=q_heads, head_dim=head_dim)
-    hidden = q_heads * head_dim if hidden is None else hidden
     check_sizes(
         ranks=ranks, layers=layers, batch=batch, context=1 if context is None else context, tokens=tokens,
-        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden,
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim,
+        hidden=1 if hidden is None else hidden,
     )  # fmt: skip
     check_count("itemsize", itemsize, least=1, most=64)
     if kv_bytes is not None:
@@ -116,6 +116,7 @@ def recommend_sharding(
         check_type("cluster", cluster, Cluster)
     if cluster is not None and context is None:
         raise ValueError("context must be given with a cluster, got context=None")
+    hidden = q_heads * head_dim if hidden is None else hidden
     shape = DecodeShape(batch, tokens, q_heads, kv_heads, head_dim, hidden, itemsize)
     kv_bytes = 2 * head_dim * itemsize if kv_bytes is None else kv_bytes
     by_rule = _sharding_by_rule(shape, ranks)

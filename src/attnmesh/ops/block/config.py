@@ -108,8 +108,8 @@ class AttentionWeights:
                     raise ValueError(f"biases[{i}] must be [{x.shape[0]}], {x.dtype} on {x.device}, got {shown(bias)}")
         for name in others:
             check_choice("others", name, [field.name for field in fields(cls)][2:])
-        bias = None if biases is None else torch.cat([x.detach() for x in biases])
-        return cls(torch.cat([x.detach() for x in (q, k, v)]), bias, **others)
+        qkv_bias = None if biases is None else torch.cat([x.detach() for x in biases])
+        return cls(torch.cat([x.detach() for x in (q, k, v)]), qkv_bias, **others)
 
     def shard(
         self, config: AttentionConfig, sharding: DecodeSharding, rank: int, *, replicate_q: bool = False

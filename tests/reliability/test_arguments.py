@@ -1,0 +1,159 @@
+"""Bad arguments: every public callable accepts a value or raises ValueError with the argument and the value."""
+
+import random
+
+import pytest
+
+import attnmesh as am
+from helpers import arguments
+from helpers.argument_calls import CALLS, COLLECTIVE, NOT_FUZZED, RECEIVERS, SKIPPED, WORLD
+from helpers.arguments import Case, Fuzzer, Outcome, calls_of, finish, judge, limits, names, targets
+
+FUZZER = Fuzzer(CALLS, RECEIVERS, NOT_FUZZED, SKIPPED)
+SAMPLED_CALLABLES, SAMPLED_CASES = 60, 16  # cases of each callable
+SEED = 17
+# These import Transformers.
+SLOW = {"load_model", "generate", "Generator", "Generator.generate", "attention_from_transformers", "shard_inputs"}
+GUILTY = 1  # the rank that gets a bad value
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a string is a valid path, and a report is written to it
+
+
+def findings(cases: list[Case]) -> list[str]:
+    """Run bad calls; returns what is wrong with their answers."""
+    outcomes = [(case, FUZZER.run(case)) for case in cases]
+    return [f"{case}: {outcome.kind}: {outcome.text}" for case, outcome in outcomes if outcome.is_finding]
+
+
+def run_valid_calls(name: str) -> None:
+    """Run the valid calls of a callable, each of which must succeed."""
+    for variant in range(len(calls_of(FUZZER.targets[name], CALLS))):
+        receiver, arguments = FUZZER.make(name, variant)
+        finish(FUZZER.call(name, receiver, arguments))
+
+
+def test_every_public_callable_has_a_valid_call():
+    """A new public name is fuzzed as soon as it has a valid call in helpers/argument_calls.py, and fails here until."""
+    for target in FUZZER.targets.values():
+        assert calls_of(target, CALLS)
+
+
+def test_the_tables_name_public_callables_only():
+    """A renamed or removed callable leaves nothing behind."""
+    known = {name for target in targets(RECEIVERS).values() for name in names_of(target)}
+    assert CALLS.keys() | COLLECTIVE.keys() | NOT_FUZZED.keys() <= known
+
+
+def names_of(target) -> list[str]:
+    """The name of a callable, and those of the methods it may be inherited from."""
+    method = target.name.partition(".")[2]
+    return [target.name, *(f"{base.__name__}.{method}" for base in getattr(target.owner, "__mro__", ()))]
+
+
+def test_some_bad_arguments_are_refused_by_name_and_value():
+    print("seed", SEED)
+    chosen = random.Random(SEED)
+    cases = []
+    for name in chosen.sample(sorted(FUZZER.targets.keys() - SLOW), SAMPLED_CALLABLES):
+        run_valid_calls(name)
+        every = list(FUZZER.cases(name))
+        cases += chosen.sample(every, min(SAMPLED_CASES, len(every)))
+    assert findings(cases) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUZZER.targets)
+def test_all_bad_arguments_are_refused_by_name_and_value(name):
+    run_valid_calls(name)
+    cases = list(FUZZER.cases(name))
+    print(f"{len(cases)} bad calls of {name}")
+    assert findings(cases) == []
+
+
+# On one of several ranks.
+
+
+def on_ranks(name: str, parameter: str, label: str) -> str | None:
+    """Give one rank a bad value; returns what is wrong: a rank that goes on, waits, or is not told the argument."""
+
+    def program(comm: am.Comm) -> Exception | None:
+        receiver, arguments = COLLECTIVE[name](comm)
+        if comm.rank == GUILTY:
+            arguments[parameter] = FUZZER.replacement(name, arguments, parameter, label)
+        try:
+            finish(FUZZER.call(name, receiver, arguments))
+        except Exception as error:
+            return error
+        return None
+
+    try:
+        with limits():
+            errors = am.run_virtual(WORLD, program, timeout=60)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if not any(errors):
+        return None
+    innocent = errors[1 - GUILTY]
+    if not all(isinstance(error, ValueError) for error in errors):
+        return f"not a ValueError on every rank: {errors}"
+    told = any(names(str(innocent), each) for each in FUZZER.targets[name].parameters)
+    return None if told or "ranks disagree" in str(innocent) else f"not told why: {innocent}"
+
+
+def cases_on_ranks(name: str) -> list[tuple[str, str]]:
+    """Every parameter of a collective call except the comm, and every bad value."""
+    _, arguments = am.run_virtual(WORLD, COLLECTIVE[name])[0]
+    known = [each for each in FUZZER.parameters(name, arguments) if each not in ("comm", "group")]
+    return [(parameter, label) for parameter in known for label in FUZZER.labels(name, arguments, parameter)]
+
+
+def test_some_bad_arguments_on_one_rank_are_refused_on_all():
+    print("seed", SEED)
+    chosen = random.Random(SEED)
+    for name in sorted(COLLECTIVE.keys() - SLOW):
+        for parameter, label in chosen.sample(cases_on_ranks(name), 6):
+            assert on_ranks(name, parameter, label) is None, (name, parameter, label)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COLLECTIVE)
+def test_all_bad_arguments_on_one_rank_are_refused_on_all(name):
+    cases = cases_on_ranks(name)
+    print(f"{len(cases)} bad calls of {name} on one of {WORLD} ranks")
+    wrong = {f"{parameter}={label}": on_ranks(name, parameter, label) for parameter, label in cases}
+    assert {case: said for case, said in wrong.items() if said is not None} == {}
+
+
+# The judge itself.
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (lambda n: n + 1, "TypeError"),
+        (lambda n: {}[n], "KeyError"),
+        (lambda n: None, "accepted a value of the wrong type"),
+        (lambda n: _raise(ValueError("must be positive, got 'many'")), "argument not named"),
+        (lambda n: _raise(ValueError("n must be positive")), "value not named"),
+        (lambda n: _raise(ValueError("n must be an integer, got 'many'")), "refused"),
+        (lambda n: [0] * (1 << 40), "MemoryError"),
+    ],
+)
+def test_the_judge(body, kind):
+    assert judge(lambda: body("many"), "n", "many", int).kind == kind
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_the_judge_ends_a_call_that_does_not_end(monkeypatch):
+    def endless() -> None:
+        while True:
+            pass
+
+    monkeypatch.setattr(arguments, "TIME_LIMIT", 0.2)
+    assert judge(endless, "n", 1, int) == Outcome("stuck", "ran for 0.2 s")
