@@ -270,6 +270,18 @@ def test_weights_of_another_dtype_are_not_rounded_first(way, device):
 
 
 @WAYS
+def test_norms_of_any_strides(way, device):
+    config, weights = stages(16, device=device)
+    poison = torch.tensor(torch.nan, device=device)
+    apart = {
+        name: torch.stack([x, poison.expand_as(x)], 1)[:, 0] if "norm" in name and x is not None else x
+        for name, x in vars(weights).items()
+    }
+    step = Step(3, 2, 16, dtype=torch.float32, device=device)
+    check(way, step, "fp32", config, AttentionWeights(**apart), parts=1)
+
+
+@WAYS
 def test_positions_of_any_strides_and_far_away(way, device):
     config, weights = stages(16, before=False, after=False, layout="halves", device=device)
     step = Step(3, 2, 16, dtype=torch.float32, device=device)

@@ -53,6 +53,22 @@ def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("memory", [(3, 0, 1, 2), (0, 2, 1, 3)], ids=["columns", "rows"])
+def test_kernels_finish_for_queries_of_any_strides(device, memory, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("attnmesh.ops.merge._use_triton", lambda parts: True)
+    back = [memory.index(i) for i in range(4)]
+    like = torch.empty(SHAPE, dtype=torch.float16, device=device).permute(memory).contiguous().permute(back)
+    parts = [State(*(x.to(device) for x in state())) for _ in range(3)]
+    expected = merge([copied(part) for part in parts])
+    total = StateAccumulator(like)
+    for part in parts:
+        total.add(part)
+    found = total.finish(torch.float16)
+    torch.testing.assert_close(found.lse, expected.lse)
+    torch.testing.assert_close(found.out.float(), expected.out, atol=2e-3, rtol=2e-3)
+
+
 # Below, at and above any number of parts that a sum may let wait.
 COUNTS = [1, 2, 3, 4, 5, 8, 11]
 

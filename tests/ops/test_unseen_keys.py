@@ -13,6 +13,8 @@ POSITIONS = {
     "step": (torch.arange(0, 60, 10), torch.arange(64)),
     "before and after": (torch.arange(40), torch.arange(20, 25)),
     "chunk": (torch.arange(20, 27), torch.arange(48)),
+    "after the keys": (torch.tensor([0, 5]), torch.tensor([0, 2])),
+    "before the keys": (torch.tensor([-1, 2]), torch.arange(9)),
 }
 MASKS = [SlidingWindow(2), Causal() & SlidingWindow(4), SlidingWindow(1, 2), Causal(), Documents([16] * 8)]
 

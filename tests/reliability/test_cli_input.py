@@ -297,7 +297,7 @@ def test_a_file_that_exists_is_not_touched_by_a_run_that_fails(folder):
         (
             RuntimeError(f"first\nsecond {EVIL}"),
             1,
-            r"RuntimeError: first second \\x1b.* \(attnmesh --debug simulate prints",
+            r"RuntimeError: first second \\x1b.* \(attnmesh simulate --debug prints",
         ),
         (RecursionError("deep"), 1, "RecursionError: deep"),
         (MemoryError(), 1, "MemoryError: "),
@@ -321,8 +321,8 @@ def test_an_unexpected_error_is_one_line_without_locals(monkeypatch, error, code
     line = refused(*SIMULATE, code=code)
     assert re.match(f"attnmesh simulate: {said}", line), line
     assert "secret" not in line
-    for options, env in ((("--debug",), {}), ((), {"ATTNMESH_DEBUG": "1"})):
-        ran = run(*options, *SIMULATE, env=env)
+    for before, after, env in ((["--debug"], [], {}), ([], ["--debug"], {}), ([], [], {"ATTNMESH_DEBUG": "1"})):
+        ran = run(*before, *SIMULATE, *after, env=env)
         assert ran.exit_code == code
         assert "Traceback (most recent call last)" in ran.stderr
         assert "secret = " in ran.stderr or "raise error" in ran.stderr  # the source, not the values

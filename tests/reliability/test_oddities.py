@@ -17,6 +17,7 @@ from attnmesh.testing.sparse import INDEX_SCALE, SCALE, OneDevice, Reference, ra
 from helpers.decode import assert_decode_close
 
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+NEAR = {torch.float16: 0.01, torch.bfloat16: 0.05}
 SCALES = (None, 0.0, 1e-30, -0.7, 40.0, 1e4)
 
 
@@ -77,6 +78,11 @@ def odd_attention(seed: int) -> str:
     results = forward_backward(attend, inputs)
     if scale is not None and abs(scale) > 1:  # rounding decides which of two nearly equal keys wins
         assert_finite(results, reference_results(clean, mask, scale=scale, **at), said)
+    elif dtype in NEAR:  # of a few numbers, the errors of two computations may differ by more than a factor of two
+        for result, exact in zip(results, reference_results(clean, mask, scale=scale, **at), strict=True):
+            assert_finite([result], [exact], said)
+            error = (result.double() - exact).nan_to_num(0.0).norm()
+            assert error <= NEAR[dtype] * (exact.nan_to_num(0.0, 0.0, 0.0).norm() + 0.1), f"{said}: error {error}"
     else:
         try:
             assert_attention_close(results, clean, mask, scale=scale, **at)
@@ -87,7 +93,7 @@ def odd_attention(seed: int) -> str:
 
 def assert_finite(results: list[Tensor], exact: list[Tensor], said: str) -> None:
     for result, wanted in zip(results, exact, strict=True):
-        assert torch.equal(result.isfinite(), wanted.isfinite()), said
+        assert torch.equal(result.isfinite(), wanted.to(result.dtype).isfinite()), said  # fp16 may overflow
 
 
 def odd_context(seed: int) -> str:
@@ -135,7 +141,7 @@ def odd_decode(seed: int) -> str:
         "dtype": random.choice(DTYPES), "q_memory": random.choice(["own", "transposed", "fused"]),
         "window": random.choice([None, None, 1, 2, 100]), "sinks": random.random() < 0.3,
         "key_range": random.choice(["causal", "causal", "tree", "trees", "bool bht", "bias h", "bool t short"]),
-        "scale": random.choice((None, 0.0, -0.7, 3.0)), "memory": random.choice(["own", "layer", "layer inside"]),
+        "scale": random.choice((None, 0.0, -0.3, 0.5)), "memory": random.choice(["own", "layer", "layer inside"]),
         "at": random.choice(["list", "int32", "int64"]), "seed": seed,
     }  # fmt: skip
     if random.random() < 0.2:

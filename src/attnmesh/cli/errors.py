@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperGroup, TyperOption
 
 from attnmesh.cli import output
 from attnmesh.comm import CommError
@@ -38,7 +38,14 @@ class Terminated(KeyboardInterrupt):
 
 
 class CommandGroup(TyperGroup):
-    """Commands that report every error in one line. `--debug` prints the whole traceback instead."""
+    """Commands that report every error in one line; with `--debug`, before or after the command, its traceback too."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of this name, with the option `--debug`."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and not any(parameter.name == "debug" for parameter in command.params):
+            command.params.append(_debug_option())
+        return command
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -53,6 +60,15 @@ class CommandGroup(TyperGroup):
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
+
+
+def _debug_option() -> click.Option:
+    def remember(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
+        if given:
+            ctx.find_root().params["debug"] = True
+
+    text = "Print the whole traceback of an error."
+    return TyperOption(param_decls=["--debug"], is_flag=True, expose_value=False, callback=remember, help=text)
 
 
 @contextmanager
@@ -74,11 +90,11 @@ def run_command(app: typer.Typer) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     else:
         signal.signal(signal.SIGTERM, _terminate)
-    code: Any = 0
+    code = 0
     try:
         app(prog_name="attnmesh")
     except SystemExit as ended:
-        code = ended.code
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except KeyboardInterrupt as error:  # before the command began
         _report(error, "attnmesh")
         code = _exit_code(error)
@@ -114,6 +130,8 @@ def _report(error: BaseException, command: str, *, debug: bool = False) -> None:
         return
     for stderr in (False, True):  # a rank that was stopped leaves its progress bar's cursor hidden
         output.console(stderr=stderr).show_cursor()
+    if isinstance(error, KeyboardInterrupt) and sys.stderr.isatty():
+        typer.echo(err=True)  # after the terminal's ^C
     if debug:
         typer.echo(printable("".join(traceback.format_exception(error))), err=True)
     rank = f"rank {os.environ['RANK']}: " if while_running and under_torchrun() else ""
@@ -130,4 +148,4 @@ def _message(error: BaseException, command: str) -> str:
             return f"{error.format_message()} See {command} --help."
         case ValueError() | OSError() | CommError():
             return str(error)
-    return f"{type(error).__name__}: {error} (attnmesh --debug {command.partition(' ')[2]} prints the traceback)"
+    return f"{type(error).__name__}: {error} ({command} --debug prints the traceback)"

@@ -182,10 +182,10 @@ def _wait(processes: Sequence[SpawnProcess], seconds: float | None = None) -> li
 
 def _process(rank: int, ranks: int, device: str, folder: Path, threads: int, timeout: float) -> None:
     _end_with_parent()
-    torch.set_num_threads(threads)
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     try:
+        torch.set_num_threads(threads)
+        if device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         fn, options = pickle.loads(_call(folder).read_bytes())
         store = FileStore(f"{folder}/store", ranks)
         _rendezvous(_backend(device, ranks), timeout, rank=rank, world_size=ranks, store=store)

@@ -183,13 +183,14 @@ def prepare(
     tile = max(1, _PREPARE_ELEMENTS // block_d)
     kv_heads = 0 if new is None else values_of(new.keys).shape[2]
     grid = batch * tokens, triton.cdiv(heads, tile) + 2 * triton.cdiv(kv_heads, tile)
+    norms = (
+        weights.q_norm_before_rope, weights.q_norm_after_rope, weights.k_norm_before_rope, weights.k_norm_after_rope,
+    )  # fmt: skip
     with torch.cuda.device_of(q):
         _prepare_kernel[grid](
             q, q.stride(), buffer, positions, positions.stride(), batch, tokens, parts, heads,
             None if rope is None else rope.on(q.device),
-            weights.q_norm_before_rope, weights.q_norm_after_rope,
-            weights.k_norm_before_rope, weights.k_norm_after_rope,
-            kv_heads, *_cache_arguments(new),
+            *(None if weight is None else weight.contiguous() for weight in norms), kv_heads, *_cache_arguments(new),
             EPS_BEFORE=_eps(config.norm_before_rope), EPS_AFTER=_eps(config.norm_after_rope),
             ROTARY=0 if rope is None else rope.dim, PAIRS=rope is not None and rope.layout == "pairs",
             FACTOR=1.0 if rope is None else rope.factor,

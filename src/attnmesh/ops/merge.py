@@ -66,7 +66,10 @@ class StateAccumulator:
             return State(only.out.to(dtype), only.lse)
         if self._pending and _use_triton(self._pending):
             lse = torch.empty(self._like.shape[:3], dtype=self._dtype, device=self._like.device)
-            result = State(torch.empty_like(self._like, dtype=dtype), lse)  # with the strides of q
+            rows = torch.empty_like(self._like, dtype=dtype)  # with the strides of q
+            if rows.stride(-1) != 1:  # the kernel writes contiguous rows
+                rows = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+            result = State(rows, lse)
             self.finish_into(result)
             return result
         if self._pending:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -63,7 +63,7 @@ class Visibility(Protocol):
         """`first` and `end`, int32, one entry per row, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
 
     def unseen(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Rows that see no key, and keys between others that no row sees, as boolean masks; None if there are none."""
+        """Rows that see no key, and keys of the blocks that no row sees, as boolean masks; None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Patch:
         return _patch_bounds(self, device)
 
     def unseen(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Rows that see no key, and keys between others that no row sees, as boolean masks; None if there are none."""
+        """Rows that see no key, and keys of the blocks that no row sees, as boolean masks; None if there are none."""
         return _patch_unseen(self, device)
 
     @cached_property
@@ -152,9 +152,17 @@ def _patch_bounds(patch: Patch, device: torch.device) -> tuple[Tensor, Tensor]:
 def _patch_unseen(patch: Patch, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     cpu = torch.device("cpu")
     rows, keys = unseen_of(*patch.bounds(cpu), ranges.size(patch.k))
-    keys[: patch.seen.start] = keys[patch.seen.stop :] = False  # no block includes these
+    reached = key_hull(patch.blocks)
+    keys[: reached.start] = keys[reached.stop :] = False
     rows_or_none, keys_or_none = (x.to(device) if x.any() else None for x in (rows, keys))
     return rows_or_none, keys_or_none
+
+
+def key_hull(blocks: Sequence[Block]) -> range:
+    """The keys from the first to the last that some block includes."""
+    return range(
+        min((block.k.start for block in blocks), default=0), max((block.k.stop for block in blocks), default=0)
+    )
 
 
 def unseen_of(first: Tensor, end: Tensor, keys: int) -> tuple[Tensor, Tensor]:

@@ -77,8 +77,8 @@ def decode_attention(
         key_range: (first, end), integers [B,T] each, on the device of q; replaces the causal mask and `window`. Token t
             of sequence b attends to the keys `first[b,t] <= k < end[b,t]` up to cur_pos, as needed where the cache
             holds only a part of the sequence. Neither may decrease from token to token; only `[first[b,0], end[b,T-1])`
-            is read. Excludes `mask`, `tree`, `window` and `share_cache`. A token without a key: out 0, lse -inf (or its
-            sink).
+            is read, where all keys must be finite on a GPU. Excludes `mask`, `tree`, `window` and `share_cache`. A
+            token without a key: out 0, lse -inf (or its sink).
         out_dtype: torch.float32 returns the unrounded out, for states that will be merged; the dtype of q by default.
         return_lse: also return the float32 lse [B,Hq,T], natural log.
         backend: "auto", "triton", "cpu" or "reference". A backend that cannot serve the call raises ValueError.

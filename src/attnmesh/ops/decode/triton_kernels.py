@@ -208,7 +208,7 @@ def split_kernel(
     head = head_tile // tiles
     share = (tl.program_id(0) // heads).to(tl.int64)
     total, shares = partition(counts, shares, max_splits)
-    GAPS: tl.constexpr = (mask is not None) | (tree is not None) | ((range_first is not None) & (TOKENS > 1))
+    GAPS: tl.constexpr = (mask is not None) | (tree is not None)
     at = share * total // shares
     stop = tl.minimum((share + 1) * total // shares, total)
 

@@ -10,7 +10,7 @@ from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.ops.merge import StateAccumulator
-from attnmesh.plan.blocks import Block, Kind
+from attnmesh.plan.blocks import Block, Kind, key_hull
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -73,14 +73,13 @@ class Triton:
 
 
 def _launches(call: Call, *, zero_rows: bool) -> tuple[Call, tuple[Block, ...]]:
-    """A single block as it is; several blocks as one launch over all rows and the keys that some row sees.
+    """A single block as it is; several blocks as one launch over all rows and the keys that blocks include.
 
     A call that needs a mask is returned without the NaN that unseen keys (and rows without keys) may hold.
     """
     blocks = call.visibility.blocks
     if len(blocks) > 1:
-        keys = range(min(block.k.start for block in blocks), max(block.k.stop for block in blocks))
-        blocks = (Block(range(call.q.shape[2]), keys, Kind.PARTIAL),)
+        blocks = (Block(range(call.q.shape[2]), key_hull(blocks), Kind.PARTIAL),)
     partial = any(block.kind is Kind.PARTIAL for block in blocks)
     return (call.with_unseen_zeroed(zero_rows=zero_rows) if partial else call), blocks
 
