@@ -149,7 +149,9 @@ def dequantize(stored: Stored, dtype: torch.dtype, *, head_axis: int = 1) -> Ten
         raise ValueError(f"stored must be [..., head_dim], got {shown(stored)}")
     axis = _head_axis(values_of(stored), head_axis)
     if isinstance(stored, Tensor):
-        return check_tensor("stored", stored).to(dtype)
+        if not check_tensor("stored", stored).is_floating_point():
+            raise ValueError(f"stored must be floating point or Quantized, got {shown(stored)}")
+        return stored.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     values = stored.values.to(wide)
     if stored.storage == "fp8":
