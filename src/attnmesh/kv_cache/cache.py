@@ -279,8 +279,11 @@ class BlockCache:
                 f"layer {layer} of these tokens is already written, unwritten are {sorted(new.unwritten_layers)}"
             )
 
-    def _check_sequence(self, sequence: Sequence, name: str = "sequence") -> None:
-        check_type(name, sequence, Sequence, "what allocate or fork returned")
+    def _check_sequence(self, sequence: Sequence, at: int | None = None) -> None:
+        """Raise ValueError unless `sequence`, or `sequences[at]`, is one of this cache."""
+        if not isinstance(sequence, Sequence):
+            name = "sequence" if at is None else f"sequences[{at}]"
+            raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
         if sequence.owner is not self._owner:
             of = "was freed" if sequence.owner is None else "belongs to another cache, or was ended by clear()"
             raise ValueError(f"{sequence} {of}")

@@ -100,7 +100,7 @@ class NewTokens:
 
 def token_ids(name: str, ids: object) -> array[int]:
     """Token ids as an array of 64-bit integers."""
-    if not isinstance(ids, abc.Iterable) or isinstance(ids, str | bytes | abc.Set | abc.Mapping):
+    if not isinstance(ids, list | abc.Iterable) or isinstance(ids, str | bytes | set | dict):
         raise ValueError(f"{name} must be a list of integers, got {shown(ids)}")
     try:
         items = list(ids)
@@ -135,12 +135,12 @@ def new_ids(tokens: object, sequences: int) -> tuple[int, list[array[int]] | Non
     return lengths[0], each
 
 
-def check_distinct(sequences: object, check_one: abc.Callable[[T, str], None]) -> tuple[T, ...]:
+def check_distinct(sequences: object, check_one: abc.Callable[[T, int], None]) -> tuple[T, ...]:
     """At least one sequence, all different, each of which passes `check_one`."""
     if not isinstance(sequences, abc.Sequence) or not sequences:
         raise ValueError(f"sequences must be a list of at least one sequence, got {shown(sequences)}")
-    for i, sequence in enumerate(sequences):
-        check_one(sequence, f"sequences[{i}]")
+    for at, sequence in enumerate(sequences):
+        check_one(sequence, at)
     if len(set(sequences)) < len(sequences):
         raise ValueError(f"sequences must be different ones, got {shown(sequences)}")
     return tuple(sequences)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import check_bool, check_index, check_positive, check_type
+from attnmesh.core.validation import check_bool, check_index, check_positive, check_type, shown
 from attnmesh.kv_cache.block_manager import BlockLayout
 from attnmesh.kv_cache.block_pool import CacheFull, CacheStats
 from attnmesh.kv_cache.cache import BlockCache
@@ -361,8 +361,11 @@ class ShardedCache:
                 f"step must be the latest of this cache, with no sequence truncated or freed since, got {step}"
             )
 
-    def _check_sequence(self, sequence: ShardedSequence, name: str = "sequence") -> None:
-        check_type(name, sequence, ShardedSequence, "what allocate or fork returned")
+    def _check_sequence(self, sequence: ShardedSequence, at: int | None = None) -> None:
+        """Raise ValueError unless `sequence`, or `sequences[at]`, is one of this cache."""
+        if not isinstance(sequence, ShardedSequence):
+            name = "sequence" if at is None else f"sequences[{at}]"
+            raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
         if sequence.owner is not self or sequence.freed:
             raise ValueError(f"{sequence} {'was freed' if sequence.freed else 'belongs to another cache'}")
 

@@ -155,7 +155,8 @@ def paged_decode_attention(
 
 
 def _run(call: DecodeCall, backend: str, return_lse: bool, into: State | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    check_bool(return_lse=return_lse)
+    if return_lse is not False and return_lse is not True:
+        check_bool(return_lse=return_lse)  # raises
     chosen = choose(call, backend)
     if call.q.device.type == "cpu" or chosen.name == "reference":
         check_positions(call)

@@ -148,7 +148,8 @@ def build_call(
     caches = ("k_cache", "v_cache") if table is None else ("k_pool", "v_pool")
     _check_tensors(q, k, v, table, caches)
     _check_storages(q, k, v, caches, axis=1 if table is None else 2)
-    check_bool(share_cache=share_cache)
+    if share_cache is not False and share_cache is not True:
+        check_bool(share_cache=share_cache)  # raises
     _check_batch(
         q, values_of(k) if table is None else table, share_cache, "k_cache" if table is None else "block_table"
     )
@@ -159,7 +160,7 @@ def build_call(
         raise ValueError(
             f"max_splits and split_size are mutually exclusive, got max_splits={max_splits} and split_size={split_size}"
         )
-    if scale is not None:
+    if scale is not None and not (type(scale) is float and math.isfinite(scale)):
         scale = check_number("scale", scale)
     if mask is not None and tree is not None:
         raise ValueError("mask and tree are mutually exclusive, got both")
@@ -252,10 +253,10 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None, caches
 
 def _check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axis: int) -> None:
     k_values, v_values = values_of(k), values_of(v)
-    both = f"{caches[0]} and {caches[1]}"
     if k_values.shape[:3] != v_values.shape[:3]:
         raise ValueError(
-            f"{both} must have the same shape up to head_dim, got {tuple(k_values.shape)} and {tuple(v_values.shape)}"
+            f"{' and '.join(caches)} must have the same shape up to head_dim, got {tuple(k_values.shape)} and "
+            f"{tuple(v_values.shape)}"
         )
     if k_values.shape[3] != q.shape[3]:
         raise ValueError(f"q and {caches[0]} must have the same head_dim, got {q.shape[3]} and {k_values.shape[3]}")
@@ -266,7 +267,7 @@ def _check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], ax
         raise ValueError(f"q_heads must be a multiple of kv_heads, got q_heads={heads} and kv_heads={kv_heads}")
     storages = storage_of(k, caches[0]), storage_of(v, caches[1])
     if storages[0] != storages[1]:
-        raise ValueError(f"{both} must have the same storage type, got {storages[0]} and {storages[1]}")
+        raise ValueError(f"{' and '.join(caches)} must have the same storage type, got {storages[0]} and {storages[1]}")
     for name, x in zip(caches, (k, v), strict=True):
         if isinstance(x, Tensor):
             if x.dtype != q.dtype:
