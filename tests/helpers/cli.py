@@ -2,16 +2,18 @@
 
 import re
 
-from click.testing import CliRunner
+import typer.testing
 from typer.main import get_command
 
 from attnmesh.cli.main import app
 
-COMMAND = get_command(app)  # typer's own runner builds it anew for every run, which takes longer than most runs
+COMMAND = get_command(app)
+typer.testing._get_command = lambda _: COMMAND  # it would build the command for every run, which takes longer than most
 
 
 def run(*arguments: object, env: dict[str, str] | None = None):
-    return CliRunner().invoke(COMMAND, [str(argument) for argument in arguments], prog_name="attnmesh", env=env)
+    runner = typer.testing.CliRunner()
+    return runner.invoke(app, [str(argument) for argument in arguments], prog_name="attnmesh", env=env)
 
 
 def words(output: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -344,6 +345,18 @@ def sparse_operations(backend: str) -> list[Operation]:
 def state_operations() -> list[Operation]:
     """Return the merge of states."""
     return [Operation("merge", ("merge",), _states, _merge, tuple(f"{x}{i}" for i in range(3) for x in ("out", "lse")))]
+
+
+LONG = ("ring+ring", "ulysses+", "sparse allgather", "block TP2", "reference irregular", "sdpa")
+
+
+def each_operation(device: str = "cpu") -> pytest.MarkDecorator:
+    """Parametrize a test with every public operation; without a GPU some long ones are slow tests."""
+    cases = []
+    for operation in public_operations(device):
+        long = device == "cpu" and any(name in operation.name for name in LONG)
+        cases.append(pytest.param(operation, marks=pytest.mark.slow if long else (), id=operation.name))
+    return pytest.mark.parametrize("operation", cases)
 
 
 def public_operations(device: str = "cpu") -> list[Operation]:

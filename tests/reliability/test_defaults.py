@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnmesh
-from helpers.operations import public_operations
+from helpers.operations import each_operation
 
 
 @contextmanager
@@ -21,29 +21,25 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-DEFAULTS = {
-    "meta": lambda: torch.device("meta"),
-    "float64": lambda: default_dtype(torch.float64),
-    "float16": lambda: default_dtype(torch.float16),
-}
+OTHERS = pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float16, marks=pytest.mark.slow)])
 
 
-@pytest.mark.parametrize("operation", public_operations(), ids=lambda operation: operation.name)
-def test_results_under_other_defaults(operation):
+@OTHERS
+@each_operation()
+def test_results_under_other_defaults(operation, dtype):
     inputs = operation.inputs(0)
     expected = operation.results(inputs)
-    for name, default in DEFAULTS.items():
-        with default():
-            found = operation.results(inputs)
-        assert found.keys() == expected.keys()
-        for key, result in found.items():
-            assert (result.dtype, result.device) == (expected[key].dtype, expected[key].device), (name, key)
-            assert torch.equal(result, expected[key]), (name, key)
+    with torch.device("meta"), default_dtype(dtype):
+        found = operation.results(inputs)
+    assert found.keys() == expected.keys()
+    for key, result in found.items():
+        assert (result.dtype, result.device) == (expected[key].dtype, expected[key].device), key
+        assert torch.equal(result, expected[key]), key
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("operation", public_operations("cuda"), ids=lambda operation: operation.name)
+@each_operation("cuda")
 @pytest.mark.parametrize("default", ["cuda", "cpu", "meta"])
 def test_results_on_a_gpu_under_other_default_devices(operation, default):
     for device in ("cpu", "cuda"):
@@ -67,10 +63,35 @@ def test_every_new_tensor_has_a_device_and_a_dtype():
     missing = []
     for file in sorted(Path(attnmesh.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
-                continue
-            name, given = ast.unparse(node.func).removeprefix("torch."), {each.arg for each in node.keywords}
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name), keywords=keywords):
+                    given = {each.arg for each in keywords}
+                case _:
+                    continue
             wanted = {"device"} | ({"dtype"} if name in FLOATS and file.name != "process_group.py" else set())
             if name in FACTORIES and wanted - given:
                 missing.append(f"{file.name}:{node.lineno}: torch.{name} without {wanted - given}")
     assert missing == []
+
+
+@pytest.mark.slow
+@OTHERS
+def test_generation_under_other_defaults(dtype):
+    from helpers.argument_calls import model
+
+    def tokens() -> list[list[tuple[int, int]]]:
+        default = torch.get_default_device()
+
+        def generate(comm: attnmesh.Comm) -> list[tuple[int, int]]:
+            with default:
+                generator = attnmesh.Generator(model(), None, comm, cache_tokens=64, max_sequences=2, prefill_chunk=8)
+                sampling = attnmesh.Sampling(temperature=0.8, seed=3)
+                prompts = [[9, 10, 11, 12, 5, 4, 3, 2, 1, 7], [13, 14, 15]]
+                made = generator.generate(prompts, max_new_tokens=5, sampling=sampling)
+                return [(token.row, token.id) for token in made]
+
+        return attnmesh.run_virtual(2, generate)
+
+    expected = tokens()
+    with torch.device("meta"), default_dtype(dtype):
+        assert tokens() == expected

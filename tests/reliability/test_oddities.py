@@ -234,7 +234,7 @@ FAMILIES = {
     "sparse": odd_sparse,
     "merge": odd_merge,
 }
-QUICK = {"attention": 40, "context": 8, "decode": 30, "sparse": 20, "merge": 20}
+QUICK = {"attention": 25, "context": 5, "decode": 25, "sparse": 10, "merge": 10}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,6 +13,7 @@ from helpers.operations import (
     Operation,
     decode_operations,
     dense_operations,
+    each_operation,
     public_operations,
     sparse_operations,
 )
@@ -98,7 +99,7 @@ def test_every_public_operation_on_tensors_is_computed():
     assert NOT_COMPUTED.keys() - public == set()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+@each_operation()
 def test_strides(operation):
     assert_same_results(operation, 0, first="last")
 
@@ -113,9 +114,8 @@ def test_random_strides(seed):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU below")
-@pytest.mark.parametrize("name", ["scores triton", "decode triton cur_pos"])
-def test_strides_of_kernels(name):
-    assert_same_results(KERNELS[name], 0)
+def test_strides_of_a_kernel():
+    assert_same_results(KERNELS["decode triton cur_pos"], 0)
 
 
 @pytest.mark.slow

@@ -19,17 +19,18 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-import click
 import typer
-from typer.core import TyperGroup, TyperOption
+from typer.core import TyperGroup
 
 from attnmesh.cli import output
 from attnmesh.comm import CommError
 from attnmesh.comm.launch import under_torchrun
 from attnmesh.core.text import one_line, printable
 
+# Typer has a copy of Click since version 0.26, and depended on Click before: its exceptions are found through Typer.
+_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 # Not errors: the help of a group is shown as an error since Click 8.2.
-_HELP = getattr(click.exceptions, "NoArgsIsHelpError", typer.Exit)
+_HELP = getattr(sys.modules[_ClickException.__module__], "NoArgsIsHelpError", typer.Exit)
 _ENDS: tuple[type[BaseException], ...] = (typer.Exit, typer.Abort, SystemExit, BrokenPipeError, _HELP)
 
 
@@ -40,21 +41,14 @@ class Terminated(KeyboardInterrupt):
 class CommandGroup(TyperGroup):
     """Commands that report every error in one line; with `--debug`, before or after the command, its traceback too."""
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of this name, with the option `--debug`."""
-        command = super().get_command(ctx, cmd_name)
-        if command is not None and not any(parameter.name == "debug" for parameter in command.params):
-            command.params.append(_debug_option())
-        return command
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        """Parse the options of the group."""
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the options of the group. `--debug` may follow the command."""
+        if parent is None and "--debug" in args:
+            args = ["--debug", *(argument for argument in args if argument != "--debug")]
         with _reported("attnmesh" if parent is None else f"attnmesh {info_name}"):
             return super().make_context(info_name, args, parent, **extra)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Run a command of the group."""
         with _reported("attnmesh", ctx):
             result = super().invoke(ctx)
@@ -62,17 +56,8 @@ class CommandGroup(TyperGroup):
             return result
 
 
-def _debug_option() -> click.Option:
-    def remember(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
-        if given:
-            ctx.find_root().params["debug"] = True
-
-    text = "Print the whole traceback of an error."
-    return TyperOption(param_decls=["--debug"], is_flag=True, expose_value=False, callback=remember, help=text)
-
-
 @contextmanager
-def _reported(name: str, ctx: click.Context | None = None) -> Iterator[None]:
+def _reported(name: str, ctx: Any = None) -> Iterator[None]:
     try:
         yield
     except _ENDS:
@@ -116,8 +101,8 @@ def _exit_code(error: BaseException) -> int:
             return 143
         case KeyboardInterrupt():
             return 130
-        case click.ClickException():
-            return error.exit_code
+        case _ClickException():
+            return int(error.exit_code)
         case ValueError() | OSError():
             return 2
     return 1
@@ -144,7 +129,7 @@ def _message(error: BaseException, command: str) -> str:
             return "terminated"
         case KeyboardInterrupt():
             return "interrupted"
-        case click.ClickException():
+        case _ClickException():
             return f"{error.format_message()} See {command} --help."
         case ValueError() | OSError() | CommError():
             return str(error)
