@@ -22,10 +22,14 @@ from attnmesh.plan.decode import DecodeShape, Place
 from attnmesh.plan.schedules import program
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
-from attnmesh.planner.catalog import cluster
+from attnmesh.planner.catalog import catalog, cluster
+from attnmesh.planner.decode import DecodeRequest
+from attnmesh.planner.models import read
+from attnmesh.planner.prefill import PrefillRequest
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.report import GeneratedAnswer, schedule_report
 from attnmesh.testing.block import random_block
+from attnmesh.trace.timeline import Span, write_trace
 from helpers import models
 
 Arguments = dict[str, Any]
@@ -148,6 +152,27 @@ def _workload() -> Workload:
 @cache
 def _report() -> Any:
     return schedule_report(am.Causal(), am.Zigzag(), 64, 2, _shape())
+
+
+@cache
+def hardware_file() -> Path:
+    """A file that updates the catalog."""
+    path = Path(tempfile.mkdtemp(prefix="attnmesh-arguments-")) / "hardware.toml"
+    path.write_text("[device.h200]\nmemory_gb = 100\n")
+    return path
+
+
+@cache
+def trace_file() -> Path:
+    """A trace of one span."""
+    path = Path(tempfile.mkdtemp(prefix="attnmesh-arguments-")) / "trace.json"
+    write_trace(path, [Span(0, "compute", "a", 0.0, 1.0)], title="test")
+    return path
+
+
+def _request() -> Arguments:
+    sizes = {"context": 1024, "batch": 2, "devices": 2, "cluster": cluster("h200")}
+    return {"model": read.model("llama-3.1-8b"), "kv_itemsize": 2.0, **sizes}
 
 
 def _linear_weights() -> Arguments:
@@ -375,6 +400,29 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         lambda: {"program": program("ring", _workload(), backward=False), "cluster": cluster("h200"),
                  "slow": Slowdown(), "keep": [0, 1]},
     ],
+    "Catalog.device": [lambda catalog: {"name": "h200"}],
+    "Catalog.link": [lambda catalog: {"name": "nvlink4"}],
+    "Catalog.cluster": [lambda catalog: {"device": "h200", "ranks_per_node": 4, "intra_node": "nvlink4", "rails": 4}],
+    "catalog": [lambda: {"extra": hardware_file()}],
+    "default_cluster": [lambda: {"device": "cpu"}],
+    "load": [lambda: {"path": hardware_file()}],
+    "compare_shardings": [lambda: {"q_heads": 16, "kv_heads": 2, "ranks": 4}],
+    "tensor_parallel_size": [lambda: {"kv_heads": 2, "ranks": 4}],
+    "model": [lambda: {"name_or_path": "llama-3.1-8b"}],
+    "read_config": [lambda: {"path": model_folder() / "config.json"}],
+    "read_model_config": [lambda: {"path": model_folder() / "config.json", "name": "tiny"}],
+    "PrefillRequest": [_request],
+    "DecodeRequest": [lambda: {**_request(), "tokens": 1}],
+    "prefill_ranking": [lambda: {"request": PrefillRequest(**_request())}],
+    "decode_ranking": [lambda: {"request": DecodeRequest(**_request())}],
+    "Slowdown": [lambda: {"ranks": {0: 1.5}, "links": {1: 2.0}}],
+    "Slowdown.check": [lambda slow: {"world": 4}],
+    "Slowdown.computing": [lambda slow: {"world": 4}],
+    "write_trace": [
+        lambda: {"path": Path(tempfile.gettempdir()) / "attnmesh-trace.json", "title": "test", "metadata": {"a": 1},
+                 "spans": [Span(0, "compute", "a", 0.0, 1.0)]},
+    ],
+    "read_trace": [lambda: {"path": trace_file()}],
     "schedule_report": [
         lambda: {"mask": am.Causal(), "layout": am.Zigzag(), "length": 64, "world": 2, "shape": _shape(),
                  "ranks_per_node": 1, "device": "cpu", "facts": {"a": 1}, "figures": {"t": [{"a": 1}]}},
@@ -389,6 +437,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
 RECEIVERS: dict[str, Callable[[], Any]] = {
     "Comm": SoloComm,
     "AttentionWeights": _weights,
+    "Catalog": catalog,
     "DecodeSharding": lambda: am.DecodeSharding(tp=2, kvdp=2, cp=2, interleave=4),
     "ContextParallel": lambda: am.ContextParallel(SoloComm()),
     "Exchange": am.Exchange,
@@ -469,6 +518,7 @@ NOT_FUZZED = {
     "BlockCache.upload": "called by ShardedCache with its own numbers",
     "ContextParallel.agreed_executor": "the interface of compiled operators, which pass checked options",
     "ContextParallel.executor": "the interface of compiled operators, which pass checked options",
+    "Catalog": "read from a file, which is checked",
     "GenerationStats": "a result",
     "Token": "a result",
     "GeneratedAnswer": "a record that is only shown",

@@ -30,6 +30,16 @@ import attnmesh as am
 
 ROOT = Path(__file__).parents[2]
 PACKAGES_WITH_NAMES = ("attnmesh.report",)
+# What the commands use of the planner and of traces, and a program may use as well.
+PLANNER_NAMES = {
+    "attnmesh.planner.catalog": ("Catalog", "catalog", "default_cluster", "load"),
+    "attnmesh.planner.decode": ("DecodeRequest", "decode_ranking"),
+    "attnmesh.planner.models.read": ("model", "read_config", "read_model_config"),
+    "attnmesh.planner.prefill": ("PrefillRequest", "prefill_ranking"),
+    "attnmesh.planner.recommend": ("compare_shardings", "tensor_parallel_size"),
+    "attnmesh.planner.simulator.network": ("Slowdown",),
+    "attnmesh.trace.timeline": ("read_trace", "write_trace"),
+}
 TIME_LIMIT = 10  # seconds per call
 MEMORY_LIMIT = 1 << 30  # bytes per call
 _MISSING = object()
@@ -75,6 +85,7 @@ def public_objects() -> dict[str, Any]:
     """Every public function and class by name."""
     places = {("attnmesh", name) for name in am.__all__} | documented_imports()
     places |= {(package, name) for package in PACKAGES_WITH_NAMES for name in importlib.import_module(package).__all__}
+    places |= {(module, name) for module, names in PLANNER_NAMES.items() for name in names}
     return {name: getattr(importlib.import_module(module), name) for module, name in sorted(places)}
 
 
@@ -298,6 +309,8 @@ def judge_refusal(error: Exception, parameter: str, value: Any, others: Collecti
         return Outcome("refused", text)
     if isinstance(value, str | Path) and str(value) and f"{value} " in text:
         return Outcome("refused", text)  # a file, named by its path
+    if text.startswith("unknown ") and repr(value) in text:
+        return Outcome("refused", text)  # a name that is not known
     if not names(text, parameter):
         if any(names(text, other) for other in others):
             return Outcome("refused", text)

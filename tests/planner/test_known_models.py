@@ -73,5 +73,5 @@ def test_a_path_to_nothing_is_no_name(path):
 @pytest.mark.parametrize("name", ["", "  "])
 def test_no_name_is_no_model(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"unknown model|no config\.json"):
+    with pytest.raises(ValueError, match=r"unknown model|no config\.json|must be a path"):
         model(name)

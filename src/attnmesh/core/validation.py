@@ -10,6 +10,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,6 +165,13 @@ def check_device(name: str, device: object) -> torch.device:
         except RuntimeError:
             pass
     raise ValueError(f"{name} must be a torch device such as 'cpu' or 'cuda:0', got {shown(device)}")
+
+
+def check_path(name: str, path: object) -> Path:
+    """Return `path` as a Path; raise ValueError unless it is a string or a path, and not empty."""
+    if isinstance(path, str | Path) and str(path):
+        return Path(path)
+    raise ValueError(f"{name} must be a path, got {shown(path)}")
 
 
 _SUFFIX = {"": 1, "k": 1024, "m": 1024**2}

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from attnmesh.core.validation import check_type
+from attnmesh.core.validation import check_device, check_path, check_type
 from attnmesh.plan.program import KERNEL_KINDS, SIZED_IN_BYTES, KernelKind
 from attnmesh.planner.catalog_file import CAUSAL_FIELD_OF, FIELD_OF, Table, Tables, read_tables, unknown
 from attnmesh.planner.hardware import Cluster, Curve, Device, Link, Wiring
@@ -64,16 +63,12 @@ class Catalog:
 
 def catalog(extra: Path | str | None = None) -> Catalog:
     """The built-in catalog, updated with a file if given."""
-    if extra is not None:
-        check_type("extra", extra, (PathLike, str), "a path")
-        if not str(extra):
-            raise ValueError(f"extra must be a path, got {extra!r}")
-    return _built_in() if extra is None else load(extra)
+    return _built_in() if extra is None else load(check_path("extra", extra))
 
 
 def load(path: Path | str) -> Catalog:
     """The built-in catalog updated with a file: its fields replace those of the same name."""
-    path = Path(path)
+    path = check_path("path", path)
     ours, given = _built_in_tables(), read_tables(path)
     merged = Tables(
         device=_merged(ours.device, given.device, path),
@@ -101,10 +96,14 @@ def cluster(
     )
 
 
-@cache
-def default_cluster(device: str) -> Cluster:
+def default_cluster(device: torch.device | str) -> Cluster:
     """The cluster to plan for on a torch device type: a CPU host, or H200 nodes for anything else."""
-    return cluster("cpu" if torch.device(device).type == "cpu" else "h200")
+    return _default_cluster(check_device("device", device).type)
+
+
+@cache
+def _default_cluster(device: str) -> Cluster:
+    return cluster("cpu" if device == "cpu" else "h200")
 
 
 @cache
@@ -118,7 +117,7 @@ def _built_in_tables() -> Tables:
 
 
 def _found(what: str, name: str, among: Mapping[str, T]) -> T:
-    check_type(what, name, str, "the name of a part of the catalog")
+    check_type(what, name, str, "a name of the catalog")
     key = name.strip().lower()
     if key not in among:
         raise unknown(what, name, among)

@@ -14,7 +14,7 @@ from math import gcd
 
 import numpy as np
 
-from attnmesh.core.validation import check_number
+from attnmesh.core.validation import check_number, check_type
 from attnmesh.plan.decode import DecodeShape, DecodeSharding, messages_sent
 from attnmesh.plan.program import Floats, Ints, Kernels, Messages, Program, Round
 from attnmesh.planner.auto import pick_combine
@@ -209,6 +209,8 @@ class DecodeRequest:
     kv_itemsize: float = 2.0  # bytes per element of the KV cache
 
     def __post_init__(self) -> None:
+        check_type("model", self.model, ModelConfig)
+        check_type("cluster", self.cluster, Cluster)
         check_number("kv_itemsize", self.kv_itemsize, above=0)
         check_sizes(
             devices=self.devices, context=self.context, batch=self.batch, tokens=self.tokens,
@@ -218,6 +220,7 @@ class DecodeRequest:
 
 def decode_ranking(request: DecodeRequest) -> Ranking:
     """All plans, the fastest that fits first."""
+    check_type("request", request, DecodeRequest)
     options = [
         _option(request, replicas, sharding, f"{replicas} x {sharding}" if replicas > 1 else str(sharding))
         for replicas, sharding in shardings(request)

@@ -15,7 +15,7 @@ import numpy as np
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
-from attnmesh.core.validation import check_number
+from attnmesh.core.validation import check_number, check_type
 from attnmesh.plan.schedules import SCHEDULES, peak_bytes, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape, Workload
@@ -45,6 +45,8 @@ class PrefillRequest:
     kv_itemsize: float = 2.0  # bytes per element of the KV cache
 
     def __post_init__(self) -> None:
+        check_type("model", self.model, ModelConfig)
+        check_type("cluster", self.cluster, Cluster)
         check_number("kv_itemsize", self.kv_itemsize, above=0)
         check_sizes(
             devices=self.devices, context=self.context, batch=self.batch,
@@ -67,6 +69,7 @@ class Parallelism:
 
 def prefill_ranking(request: PrefillRequest) -> Ranking:
     """All plans, the fastest that fits first."""
+    check_type("request", request, PrefillRequest)
     options, refused = [], {}
     for parallelism in parallelisms(request):
         if parallelism.cp > MAX_CP_RANKS:

@@ -157,6 +157,7 @@ def recommend_sharding(
 
 def tensor_parallel_size(kv_heads: int, ranks: int) -> int:
     """The largest TP that divides both the kv heads and the ranks."""
+    check_sizes(kv_heads=kv_heads, ranks=ranks)
     return gcd(kv_heads, ranks)
 
 

@@ -7,12 +7,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from os import PathLike
 from pathlib import Path
 from string import Template
 
 from attnmesh.core.text import printable
-from attnmesh.core.validation import check_type
+from attnmesh.core.validation import check_path, check_type
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, Rows, ScheduleReport
 from attnmesh.report.drawing import drawing_data
@@ -30,9 +29,9 @@ class Bar:
 
 def write_report(path: Path | str, report: ScheduleReport | GenerationReport) -> None:
     """Write the report as an HTML file that needs no network."""
-    check_type("path", path, (PathLike, str), "a path")
+    path = check_path("path", path)
     check_type("report", report, (ScheduleReport, GenerationReport))
-    Path(path).write_text(page(report), encoding="utf-8")
+    path.write_text(page(report), encoding="utf-8")
 
 
 def page(report: ScheduleReport | GenerationReport) -> str:

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from attnmesh.core.files import read_json
-from attnmesh.core.validation import MAX_RANKS, check_choice, check_count, check_number, check_type
+from attnmesh.core.validation import (
+    MAX_RANKS,
+    check_choice,
+    check_count,
+    check_list,
+    check_number,
+    check_path,
+    check_type,
+)
 
 Track = Literal["compute", "send", "receive", "wait"]
 TRACKS: tuple[Track, ...] = get_args(Track)
@@ -41,6 +49,13 @@ def write_trace(
     concurrent spans of a track (the sends of an all-to-all) go to further threads: "send", "send 2" and so on. Times
     are written with a resolution of one nanosecond. `title` and `metadata` describe the whole file.
     """
+    path = check_path("path", path)
+    check_type("title", title, str, "a string")
+    if metadata is not None:
+        check_type("metadata", metadata, Mapping, "a mapping by name")
+    spans = check_list("spans", spans, "spans")
+    for i, span in enumerate(spans):
+        check_type(f"spans[{i}]", span, Span)
     spans = sorted(spans, key=lambda span: (span.rank, TRACKS.index(span.track), span.begin, -span.end))
     threads: dict[tuple[int, int], Event] = {}
     events: list[Event] = []
@@ -65,7 +80,7 @@ def write_trace(
         "otherData": {"title": title, **(metadata or {})},
         "traceEvents": [*_metadata_events(threads), *events],
     }
-    Path(path).write_text(json.dumps(trace, default=_to_python, allow_nan=False))
+    path.write_text(json.dumps(trace, default=_to_python, allow_nan=False))
 
 
 def _metadata_events(threads: Mapping[tuple[int, int], Event]) -> list[Event]:
@@ -92,7 +107,8 @@ def _to_python(value: object) -> object:
 
 def read_trace(path: Path | str) -> list[Span]:
     """The spans of a trace that `write_trace` wrote, sorted by rank, track and begin. ValueError for other files."""
-    trace = read_json(Path(path), str(path))
+    path = check_path("path", path)
+    trace = read_json(path, str(path))
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise ValueError(f"{path} is not a trace written by attnmesh: it must have a list traceEvents")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from attnmesh.core.files import read_json
 from attnmesh.core.model_sizes import check_model_sizes
+from attnmesh.core.validation import check_path, check_type
 from attnmesh.planner.catalog_file import unknown
 from attnmesh.planner.models.config import Experts, LatentAttention, ModelConfig, WeightBits
 
@@ -57,16 +58,20 @@ class _Fields:
         return n
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path | str) -> ModelConfig:
     """Only the heads and sizes of attention; ValueError names what is missing. Latent attention is not supported."""
+    path = check_path("path", path)
     fields = _read(path)
     if fields.values.get("kv_lora_rank") is not None:
         raise ValueError(f"{path} has kv_lora_rank: latent attention has no kv heads to shard")
     return _heads(fields)
 
 
-def read_model_config(path: Path, name: str | None = None) -> ModelConfig:
+def read_model_config(path: Path | str, name: str | None = None) -> ModelConfig:
     """The whole configuration of a model; ValueError names what is missing or not supported."""
+    path = check_path("path", path)
+    if name is not None:
+        check_type("name", name, str, "a string")
     fields = _read(path)
     latent = _latent(fields)
     heads = _heads(fields, latent)
@@ -257,7 +262,7 @@ def model(name_or_path: str | Path) -> ModelConfig:
     An existing file or folder is read; anything else must be a name. An owner before the name, upper case and the
     suffix `-Instruct` are ignored: `meta-llama/Llama-3.1-8B-Instruct` is `llama-3.1-8b`.
     """
-    path = Path(name_or_path)
+    path = check_path("name_or_path", name_or_path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"the folder {path} has no config.json")

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from attnmesh.core.validation import shown
+from attnmesh.core.validation import MAX_RANKS, check_count, check_type, shown
 from attnmesh.plan.program import Floats, Ints, Messages
 from attnmesh.planner.hardware import Cluster
 
@@ -37,13 +37,16 @@ class Slowdown:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "links"):
+            check_type(name, getattr(self, name), Mapping, "a mapping of ranks to factors")
             for rank, factor in getattr(self, name).items():
+                check_type(f"every key of {name}", rank, int, "a rank")
                 if not isinstance(factor, int | float) or not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
                     allowed = f"above 0, from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}"
                     raise ValueError(f"{name} must have factors {allowed}, got {shown(factor)} for rank {rank}")
 
     def check(self, world: int) -> None:
         """Raise ValueError for ranks outside the world."""
+        check_count("world", world, most=MAX_RANKS)
         for name in ("ranks", "links"):
             unknown = sorted(rank for rank in getattr(self, name) if not 0 <= rank < world)
             if unknown:
@@ -51,6 +54,7 @@ class Slowdown:
 
     def computing(self, world: int) -> Floats:
         """The compute slowdown of every rank."""
+        self.check(world)
         factors = np.ones(world)
         for rank, factor in self.ranks.items():
             factors[rank] = factor
