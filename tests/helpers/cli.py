@@ -1,14 +1,14 @@
 """Run commands in this process, and read what they print."""
 
+import functools
 import re
 
 import typer.testing
-from typer.main import get_command
 
 from attnmesh.cli.main import app
 
-COMMAND = get_command(app)
-typer.testing._get_command = lambda _: COMMAND  # it would build the command for every run, which takes longer than most
+# It would build the command anew for every run, which takes longer than most runs.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 
 def run(*arguments: object, env: dict[str, str] | None = None):
