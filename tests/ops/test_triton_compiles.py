@@ -210,6 +210,7 @@ def test_more_kernels_between_projections_and_attention_compile():
 PAGED = {"block_size": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_decode_kernels_compile():
     """Each tile with as many rows as it takes, and each option once."""

@@ -109,6 +109,7 @@ def assert_sound(kernels: list[dict]) -> None:
 INDEXER = [f"indexer {what}" for what in ("topk", "scores", "atomic", "deterministic", "dense")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_usual_kernels_compile():
     kernels = compiled_for_hopper(__file__, [
