@@ -5,7 +5,7 @@ import torch
 
 from attnmesh import Causal, attention
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.plan.blocks import Patch
 from attnmesh.testing.errors import relative_error
@@ -32,7 +32,7 @@ def test_gradients_are_right_however_out_lies(device, q_layout):
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     exact_out, lse = attention(*wide, mask=Causal(), return_lse=True, backend="reference")
     exact = torch.autograd.grad(exact_out, wide, grad.double())
-    call = Call(laid(q, q_layout), k, v, Patch(Causal(), (range(192),), (range(192),)), 64**-0.5)
+    call = Call(laid(q, q_layout), k, v, Patch(Causal(), (range(192),), (range(192),)), Scores(64**-0.5))
     # All of them in one process, one after another: a plan that was kept for one must not serve the next.
     for out_layout in (*LAYOUTS, *reversed(LAYOUTS)):
         for grad_layout in LAYOUTS:

@@ -17,7 +17,7 @@ from attnmesh.comm import Comm, Pending
 from attnmesh.comm.base import Message
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense import blockwise
-from attnmesh.ops.dense.call import Call, Grads, Result, contiguous_last_dim
+from attnmesh.ops.dense.call import Call, Grads, Result, Scores, contiguous_last_dim
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.executor import Executor, ExecutorConfig, kv_row_shape, unpack_kv
 from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, head_groups
@@ -29,19 +29,19 @@ class AllGather(Executor):
     """The executor of "allgather"."""
 
     plan: GatherPlan
-    scale: float
+    scores: Scores
     backend: str
     comm: Comm
 
     @classmethod
     def build(cls, config: ExecutorConfig) -> AllGather:
         """The executor over all ranks."""
-        return cls(gather_plan(config.shards), config.scale, config.backend, config.groups.all_ranks)
+        return cls(gather_plan(config.shards), config.scores, config.backend, config.groups.all_ranks)
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
         """The call for one group of heads."""
         patch = self.plan.patch(self.comm.rank)
-        return [Call(q, k, v, patch, self.scale)] if patch.blocks else []
+        return [Call(q, k, v, patch, self.scores)] if patch.blocks else []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """Gather and attend, one group of heads after another."""
@@ -97,7 +97,7 @@ class AllGather(Executor):
             if at + 1 < len(groups):
                 pending = gather.start(at + 1, groups[at + 1])
             q_heads = slice(heads.start * q_per_kv, heads.stop * q_per_kv)
-            yield Call(q[:, q_heads], *kv, patch, self.scale), q_heads, slice(heads.start, heads.stop)
+            yield Call(q[:, q_heads], *kv, patch, self.scores), q_heads, slice(heads.start, heads.stop)
 
 
 class _KVGather:

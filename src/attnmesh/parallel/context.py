@@ -18,7 +18,7 @@ from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_device, check_dtype
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import check_inputs, resolve_scale
+from attnmesh.ops.dense.call import Scores, check_inputs, resolve_scale
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.executor import (
     BACKENDS,
@@ -266,7 +266,7 @@ class ContextParallel(ExecutorFactory):
         choice = self._auto_choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
         check_schedule(schedule, positions, self._groups.ranks_per_node)
-        executor = EXECUTORS[schedule](ExecutorConfig(positions, scale, self.backend, self._groups, return_lse))
+        executor = EXECUTORS[schedule](ExecutorConfig(positions, Scores(scale), self.backend, self._groups, return_lse))
         for kernel_call in executor.calls(q, k, v):
             choose_fused(kernel_call, self.backend)  # raises if no backend serves it
         return _CachedCall(

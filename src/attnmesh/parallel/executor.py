@@ -19,7 +19,7 @@ from attnmesh.comm import Comm, RankGroups, propagate_failure
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
 from attnmesh.core.state import State
-from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.plan.shards import Shards
 
@@ -43,7 +43,7 @@ class ExecutorConfig:
     """What an executor is built from."""
 
     shards: Shards
-    scale: float
+    scores: Scores
     backend: str
     groups: NodeGroups
     return_lse: bool

@@ -42,7 +42,7 @@ from attnmesh.core.validation import (
 )
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import Call, Grads, Result, check_inputs, contiguous_last_dim, resolve_scale
+from attnmesh.ops.dense.call import Call, Grads, Result, Scores, check_inputs, contiguous_last_dim, resolve_scale
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.executor import BACKENDS, Executor, attend, unshard
 from attnmesh.plan.blocks import Patch
@@ -112,13 +112,15 @@ def ring_distributed_attention(
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={index}")
         _check_ring(size, index)
         check_choice("backend", backend, BACKENDS)
-        share = _QueryShare(Zigzag(pairs).ranges(q.shape[2], size, index), resolve_scale(q, scale), backend, comm)
+        share = _QueryShare(
+            Zigzag(pairs).ranges(q.shape[2], size, index), Scores(resolve_scale(q, scale)), backend, comm
+        )
         for call in share.calls(q, k, v):
             choose_fused(call, backend)  # raises if no backend serves it
         grad = torch.is_grad_enabled()
         return share, {
             "batch": q.shape[0], "query heads": q.shape[1], "kv heads": k.shape[1], "head_dim": q.shape[3],
-            "length": q.shape[2], "dtype": q.dtype, "device": q.device.type, "scale": share.scale,
+            "length": q.shape[2], "dtype": q.dtype, "device": q.device.type, "scale": share.scores.scale,
             "pairs": pairs, "backend": backend,
             "gradient of q": grad and q.requires_grad, "gradient of k": grad and k.requires_grad,
             "gradient of v": grad and v.requires_grad,
@@ -172,7 +174,7 @@ class _QueryShare(Executor):
     """The executor of one device's share of the queries. dk and dv are summed over the ranks of `comm`."""
 
     chunks: Ranges
-    scale: float
+    scores: Scores
     backend: str
     comm: Comm
 
@@ -181,7 +183,7 @@ class _QueryShare(Executor):
         return [
             Call(
                 contiguous_last_dim(q[:, :, chunk.start : chunk.stop]), contiguous_last_dim(k[:, :, : chunk.stop]),
-                contiguous_last_dim(v[:, :, : chunk.stop]), _patch(chunk), self.scale,
+                contiguous_last_dim(v[:, :, : chunk.stop]), _patch(chunk), self.scores,
             )
             for chunk in self.chunks
         ]  # fmt: skip

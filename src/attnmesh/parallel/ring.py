@@ -15,7 +15,7 @@ from attnmesh.comm import Comm, Pending
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.api import choose_fused, choose_fused_backward
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.ops.dense.call import Backend, Call, Grads, Result, contiguous_last_dim, kernel_span
+from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contiguous_last_dim, kernel_span
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
 from attnmesh.parallel.executor import Executor, ExecutorConfig, kv_buffers, kv_row_shape, message_rows, unpack_kv
@@ -27,7 +27,7 @@ class Ring(Executor):
     """The executor of "ring". `plan` is the plan of the forward."""
 
     plan: RingPlan
-    scale: float
+    scores: Scores
     backend: str
     comm: Comm
     _stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
@@ -41,7 +41,7 @@ class Ring(Executor):
     @classmethod
     def build(cls, config: ExecutorConfig) -> Ring:
         """The executor over all ranks."""
-        return cls(ring_plan(config.shards), config.scale, config.backend, config.groups.all_ranks)
+        return cls(ring_plan(config.shards), config.scores, config.backend, config.groups.all_ranks)
 
     def backward_plan(self, dtype: torch.dtype) -> RingPlan:
         """The plan of the backward: the same blocks, in the direction that moves fewer bytes including gradients."""
@@ -49,7 +49,7 @@ class Ring(Executor):
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
         """The call of every stage that computes."""
-        return [Call(q, k, v, stage.patch, self.scale) for stage in self._stages if stage.patch.blocks]
+        return [Call(q, k, v, stage.patch, self.scores) for stage in self._stages if stage.patch.blocks]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """Once around the ring."""
@@ -114,7 +114,7 @@ class _RingPass:
         self._ring, self._plan, self._own = ring, plan, (k, v)
         self._exchange = KVExchange(k, v, stages, ring.comm)
         self.calls = [
-            Call(q, *self._exchange.visible_kv(at), stage.patch, ring.scale) if stage.patch.blocks else None
+            Call(q, *self._exchange.visible_kv(at), stage.patch, ring.scores) if stage.patch.blocks else None
             for at, stage in enumerate(stages)
         ]
 

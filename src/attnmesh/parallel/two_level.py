@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.dense.call import Call, Grads, Result, contiguous_last_dim
+from attnmesh.ops.dense.call import Call, Grads, Result, Scores, contiguous_last_dim
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.parallel.executor import Executor, ExecutorConfig
 from attnmesh.parallel.node_groups import NodeGroups
@@ -22,7 +22,7 @@ class TwoLevelRing(Executor):
     """The executor of "ring+ring". `plan` is the plan of the forward."""
 
     plan: TwoLevelPlan
-    scale: float
+    scores: Scores
     backend: str
     comm: NodeGroups
 
@@ -30,7 +30,7 @@ class TwoLevelRing(Executor):
     def build(cls, config: ExecutorConfig) -> TwoLevelRing:
         """The executor over all nodes."""
         plan = two_level_plan(config.shards, config.groups.ranks_per_node)
-        return cls(plan, config.scale, config.backend, config.groups)
+        return cls(plan, config.scores, config.backend, config.groups)
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
         """The calls of the inner rings, one outer stage after another."""
@@ -81,4 +81,4 @@ class TwoLevelRing(Executor):
     def _rings(self, plan: TwoLevelPlan) -> list[Ring]:
         """The inner ring of every outer stage."""
         rings = [plan.inner_ring(self.comm.inter_node.rank, stage) for stage in range(len(plan.outer_offsets))]
-        return [Ring(ring, self.scale, self.backend, self.comm.intra_node) for ring in rings]
+        return [Ring(ring, self.scores, self.backend, self.comm.intra_node) for ring in rings]

@@ -65,7 +65,7 @@ class Ulysses(Executor):
 
     @classmethod
     def _inner(cls, shards: Shards, config: ExecutorConfig, comm: Comm) -> Executor:
-        return Ring(ring_plan(shards), config.scale, config.backend, comm)
+        return Ring(ring_plan(shards), config.scores, config.backend, comm)
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
         """The calls of the inner executor."""
@@ -169,7 +169,7 @@ class UlyssesAllGather(Ulysses):
 
     @classmethod
     def _inner(cls, shards: Shards, config: ExecutorConfig, comm: Comm) -> Executor:
-        return AllGather(gather_plan(shards), config.scale, config.backend, comm)
+        return AllGather(gather_plan(shards), config.scores, config.backend, comm)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,16 @@ from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_tensor
 from attnmesh.ops.dense import reference
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.ops.dense.call import Backend, Call, Grads, Result, check_inputs, contiguous_last_dim, resolve_scale
+from attnmesh.ops.dense.call import (
+    Backend,
+    Call,
+    Grads,
+    Result,
+    Scores,
+    check_inputs,
+    contiguous_last_dim,
+    resolve_scale,
+)
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of, unseen_of
@@ -75,10 +84,12 @@ def attention(
             torch.arange(x.shape[2], device="cpu") if p is None else p for x, p in ((q, q_positions), (k, k_positions))
         ]
         with torch.autocast(q.device.type, enabled=False):  # the reference computes in the given dtype
-            state = reference.attention(q, k, v, mask, work.call.scale, *(p.to(q.device, torch.long) for p in at))
+            state = reference.attention(
+                q, k, v, mask, work.call.scores.scale, *(p.to(q.device, torch.long) for p in at)
+            )
         return (state.out, state.lse) if return_lse else state.out
     call = work.call
-    out, lse = _Attention.apply(call.q, call.k, call.v, call.visibility, call.scale, backend)  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(call.q, call.k, call.v, call.visibility, call.scores, backend)  # type: ignore[no-untyped-call]
     if work.order is not None:
         back = work.order.argsort()
         out, lse = out[:, :, back], lse[:, :, back]
@@ -165,14 +176,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float, backend: str
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scores: Scores, backend: str
     ) -> tuple[Tensor, Tensor]:
-        call = Call(q.detach(), k.detach(), v.detach(), visibility, scale)
+        call = Call(q.detach(), k.detach(), v.detach(), visibility, scores)
         total = StateAccumulator(call.q)
         choose_fused(call, backend).forward(call, total)
         state = total.finish(q.dtype)
         ctx.save_for_backward(q, k, v, *state)
-        ctx.visibility, ctx.scale, ctx.backend = visibility, scale, backend
+        ctx.visibility, ctx.scores, ctx.backend = visibility, scores, backend
         ctx.set_materialize_grads(False)
         return state.out, state.lse
 
@@ -180,7 +191,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        call = Call(q, k, v, ctx.visibility, ctx.scale)
+        call = Call(q, k, v, ctx.visibility, ctx.scores)
         result = Result.of(out, lse, grad_out, grad_lse)
         sums = [
             GradAccumulator(x) if needed else None for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
@@ -205,10 +216,11 @@ def _prepared(
     if k_at is None:
         mask.check(k.shape[2])
     q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
+    scores = Scores(resolve_scale(q, scale))
     q_runs = _runs("q_positions", q_at, q)
     k_runs = _runs("k_positions", k_at, k)
     if q_runs is not None and k_runs is not None and len(q_runs) * len(k_runs) <= _MAX_RUN_PAIRS:
-        return _Prepared(Call(q, k, v, Patch(mask, q_runs, k_runs), resolve_scale(q, scale)), None)
+        return _Prepared(Call(q, k, v, Patch(mask, q_runs, k_runs), scores), None)
 
     # Irregular positions: sort both sides (attention is permutation-equivariant) and use row bounds.
     q_pos, k_pos = (
@@ -218,7 +230,7 @@ def _prepared(
     q_pos, q_order = q_pos.sort(stable=True)
     k_pos, k_order = k_pos.sort(stable=True)
     q, k, v = q[:, :, q_order], k[:, :, k_order], v[:, :, k_order]
-    return _Prepared(Call(q, k, v, _Irregular(mask, q_pos, k_pos), resolve_scale(q, scale)), q_order)
+    return _Prepared(Call(q, k, v, _Irregular(mask, q_pos, k_pos), scores), q_order)
 
 
 @dataclass(frozen=True, eq=False)

@@ -97,10 +97,11 @@ class Aten:
 
 def _with_positive_scale(call: Call) -> tuple[Call, int]:
     """The same scores with a positive scale, and the sign moved into q: kernels scale scores masked with -inf."""
-    if call.scale > 0:
+    scale = call.scores.scale
+    if scale > 0:
         return call, 1
-    sign = -1 if call.scale < 0 else 0
-    return replace(call, q=call.q * sign, scale=-call.scale if sign else 1.0), sign
+    sign = -1 if scale < 0 else 0
+    return replace(call, q=call.q * sign, scores=replace(call.scores, scale=-scale if sign else 1.0)), sign
 
 
 def _rows(x: Tensor, rows: range) -> Tensor:
@@ -135,7 +136,7 @@ def _cpu_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
     for q, k, mask, empty in _strips(call, block):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             _rows(call.q, q), _rows(call.k, k), _rows(call.v, k), 0.0, block.kind is Kind.CAUSAL,
-            attn_mask=mask, scale=call.scale,
+            attn_mask=mask, scale=call.scores.scale,
         )  # fmt: skip
         if empty is not None:  # the kernel gives a row without keys an lse of 0
             lse = lse.masked_fill(empty, -torch.inf)
@@ -149,7 +150,7 @@ def _cpu_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         yield q, k, aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _rows(result.grad_out, q), _rows(call.q, q), _rows(call.k, k), _rows(call.v, k), _rows(result.out, q),
-            lse, 0.0, block.kind is Kind.CAUSAL, attn_mask=mask, scale=call.scale,
+            lse, 0.0, block.kind is Kind.CAUSAL, attn_mask=mask, scale=call.scores.scale,
         )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def _with_lse_column(call: Call, result: Result) -> tuple[Call, Result]:
     q, k, v = (F.pad(x, (0, 1)) for x in (call.q, call.k, call.v))
     out = torch.cat([result.out, -result.grad_lse.unsqueeze(-1).to(result.out.dtype)], -1)
     grad_out = F.pad(result.grad_out, (0, 1), value=1.0)
-    return Call(q, k, v, call.visibility, call.scale), Result(out, result.lse, grad_out, None)
+    return Call(q, k, v, call.visibility, call.scores), Result(out, result.lse, grad_out, None)
 
 
 # ---- CUDA -----------------------------------------------------------------------------------------------------------
@@ -193,13 +194,13 @@ def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
     causal = block.kind is Kind.CAUSAL
     if _cudnn_takes(q, k):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=call.scale
+            q, k, v, None, True, 0.0, causal, False, scale=call.scores.scale
         )
         lse = lse.view(out.shape[:3])
     else:
         out, lse, *_ = aten._flash_attention_forward(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-            None, None, q.shape[2], k.shape[2], 0.0, causal, False, scale=call.scale,
+            None, None, q.shape[2], k.shape[2], 0.0, causal, False, scale=call.scores.scale,
         )  # fmt: skip
         out = out.transpose(1, 2)
     yield block.q, State(out, lse)
@@ -217,13 +218,13 @@ def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]
         out, grad_out = result.with_layout_of(q, block.q)
         parts = aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused[0], unused[1], None, None, None,
-            q.shape[2], k.shape[2], 0.0, causal, scale=call.scale,
+            q.shape[2], k.shape[2], 0.0, causal, scale=call.scores.scale,
         )  # fmt: skip
     else:
         out, grad_out = _rows(result.out, block.q), _rows(result.grad_out, block.q)
         parts = aten._flash_attention_backward(
             *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.contiguous(), None, None,
-            q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=call.scale,
+            q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=call.scores.scale,
         )  # fmt: skip
         parts = tuple(part.transpose(1, 2) for part in parts)
     yield block.q, block.k, parts

@@ -101,7 +101,7 @@ def _by_run(call: Call, *, alone: bool) -> Iterator[Call]:
     assert isinstance(call.visibility, Patch)
     for rows, keys, visibility in _runs(call.visibility, alone):
         q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
-        yield Call(q, k, v, visibility, call.scale)
+        yield Call(q, k, v, visibility, call.scores)
 
 
 @lru_cache(maxsize=128)

@@ -24,14 +24,28 @@ def contiguous_last_dim(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """The score of a query and a key: `softcap * tanh(scale * q.k / softcap) - slope * |q_position - k_position|`."""
+
+    scale: float
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None  # float32 [Hq]
+
+    @property
+    def plain(self) -> bool:
+        """Whether a score is the scaled product alone, as torch's fused kernels compute it."""
+        return self.softcap is None and self.alibi_slopes is None
+
+
+@dataclass(frozen=True)
 class Call:
-    """Queries [B,Hq,Sq,D], keys and values [B,Hkv,Sk,D] (kv heads not expanded), and which keys each row attends to."""
+    """Queries [B,Hq,Sq,D], keys [B,Hkv,Sk,D], values [B,Hkv,Sk,Dv] (kv heads not expanded), and who attends to whom."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     visibility: Visibility
-    scale: float
+    scores: Scores
 
     def with_unseen_zeroed(self, *, zero_rows: bool = True) -> Call:
         """The same call with 0 in keys that no row sees and, with `zero_rows`, in rows that see no key.

@@ -49,7 +49,7 @@ class Triton:
             if state is not None:
                 rows = slice(block.q.start, block.q.stop)
                 state = State(state.out[:, :, rows], state.lse[:, :, rows])
-            new = kernel(q, k, v, scale=call.scale, state=state, out_dtype=torch.float32, **_bounds(call, block))
+            new = kernel(q, k, v, scale=call.scores.scale, state=state, out_dtype=torch.float32, **_bounds(call, block))
             if state is None:
                 total.replace(new)
 
@@ -65,7 +65,7 @@ class Triton:
             rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
             kernel(
                 q, k, v, result.grad_out[:, :, rows], result.lse[:, :, rows], result.delta[:, :, rows],
-                scale=call.scale, **_bounds(call, block),
+                scale=call.scores.scale, **_bounds(call, block),
                 grad_q=None if grads.q is None else grads.q.total()[:, :, rows],
                 grad_k=None if grads.k is None else grads.k.total()[:, :, keys],
                 grad_v=None if grads.v is None else grads.v.total()[:, :, keys],
