@@ -277,7 +277,8 @@ class ContextParallel(ExecutorFactory):
             {
                 "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
                 "head_dim": shape.head_dim, "head_dim of v": shape.value_dim,
-                f"length{inferred}": length, "key_length": key_length, "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scale,
+                f"length{inferred}": length, "key_length": key_length,
+                "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scale,
                 "layout": self.layout, "key_layout": key_layout, "schedule": self.schedule, "backend": self.backend,
                 "ranks_per_node": self._groups.ranks_per_node, "return_lse": return_lse,
                 "gradient of q": needs_grad[0], "gradient of k": needs_grad[1], "gradient of v": needs_grad[2],
