@@ -56,7 +56,7 @@ class Ring(Executor):
         ring = _RingPass(self, self.plan, self._stages, q, k, v)
         backends = self._backends(ring.calls, q)
         streams, parts = _two_streams(ring.calls, backends, self.comm)
-        total = StateAccumulator(q, streams, parts)
+        total = StateAccumulator(q, v.shape[3], streams, parts)
         ring.forward(total, backends, streams)
         return total.finish(q.dtype), (q, k, v)
 
@@ -141,7 +141,10 @@ class _RingPass:
             kv_grads: tuple[GradAccumulator | None, ...] = own  # gradients of this rank's own K and V stay here
             if call and backend:
                 if at > 0:  # gradients of other ranks' K and V are sent on with them
-                    kv_grads = tuple(None if grad is None else GradAccumulator(call.k) for grad in own)
+                    kv_grads = tuple(
+                        None if grad is None else GradAccumulator(x)
+                        for grad, x in zip(own, (call.k, call.v), strict=True)
+                    )
                 with streams.next_stream(), kernel_span(recorder, "attention backward", backend, call):
                     backend.backward(call, result, replace(grads, k=kv_grads[0], v=kv_grads[1]))
             pending.wait()

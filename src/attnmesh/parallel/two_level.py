@@ -39,7 +39,7 @@ class TwoLevelRing(Executor):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """One inner ring per outer stage, over the K and V that the node holds at that stage."""
         exchange = self._exchange(k, v, self.plan)
-        total = StateAccumulator(q)
+        total = StateAccumulator(q, v.shape[3])
         for at, ring in enumerate(self._rings(self.plan)):
             pending = exchange.start(at)  # the next node's K and V are in flight during the inner ring
             ring.forward_into(q, *exchange.visible_kv(at), total)
@@ -60,7 +60,9 @@ class TwoLevelRing(Executor):
         for at, ring in enumerate(self._rings(plan)):
             pending = exchange.start(at)
             kv = exchange.visible_kv(at)
-            kv_grads = own if at == 0 else tuple(None if grad is None else GradAccumulator(kv[0]) for grad in own)
+            kv_grads: tuple[GradAccumulator | None, ...] = own
+            if at > 0:
+                kv_grads = tuple(None if grad is None else GradAccumulator(x) for grad, x in zip(own, kv, strict=True))
             ring.backward_into(q, *kv, result, Grads(grads.q, *kv_grads))
             pending.wait()
             if grad_return is not None and at > 0:
