@@ -101,7 +101,8 @@ def add(
     (result_strides,) = row_strides(result=result)
     with torch.cuda.device_of(result):
         _add_kernel[(programs,)](
-            tuple(x for x, *_ in addends), tuple(strides), *_ranges([(x.shape, row, first) for x, row, first in addends]),
+            tuple(x for x, *_ in addends), tuple(strides),
+            *_ranges([(x.shape, row, first) for x, row, first in addends]),
             result, result_strides, rows.start, rows.stop, sequences.start, heads,
             PARTS=len(addends), D=head_dim, BLOCK_D=padded(head_dim), ROWS=tile, num_warps=4,
         )  # fmt: skip

@@ -249,8 +249,6 @@ class ContextParallel(ExecutorFactory):
     def _new_call(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _CachedCall:
         mask, scale, length, key_length, key_layout, return_lse, needs_grad = options
         check_inputs(q, k, v, scale)
-        if k.shape[3] != v.shape[3]:  # messages hold K and V of one width
-            raise ValueError(f"k and v must have the same head_dim, got {k.shape[3]} and {v.shape[3]}")
         check_bool(return_lse=return_lse)
         if key_layout is not None:
             check_layout("key_layout", key_layout)
