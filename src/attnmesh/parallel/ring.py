@@ -56,7 +56,7 @@ class Ring(Executor):
         ring = _RingPass(self, self.plan, self._stages, q, k, v)
         backends = self._backends(ring.calls, q, v)
         streams, parts = _two_streams(ring.calls, backends, self.comm)
-        total = StateAccumulator(q, streams, parts)
+        total = StateAccumulator(q, v.shape[3], streams, parts)
         ring.forward(total, backends, streams)
         return total.finish(q.dtype), (q, k, v)
 

@@ -39,7 +39,7 @@ class TwoLevelRing(Executor):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """One inner ring per outer stage, over the K and V that the node holds at that stage."""
         exchange = self._exchange(k, v, self.plan)
-        total = StateAccumulator(q)
+        total = StateAccumulator(q, v.shape[3])
         for at, ring in enumerate(self._rings(self.plan)):
             pending = exchange.start(at)  # the next node's K and V are in flight during the inner ring
             ring.forward_into(q, *exchange.visible_kv(at), total)
