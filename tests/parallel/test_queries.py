@@ -586,7 +586,10 @@ BAD_INPUT = {
         {"q": torch.ones(1, 2, 11, 16)},
         "k must hold the positions up to the last query, 11 for q_offset=0 and 11 queries, got 12",
     ),
-    "k and v of two shapes": ({"v": torch.ones(1, 2, 11, 16)}, "k and v must have the same shape"),
+    "k and v of two shapes": (
+        {"v": torch.ones(1, 2, 11, 16)},
+        "k and v must have the same batch size, heads and length",
+    ),
     "heads that do not divide": ({"q": torch.ones(1, 3, 12, 16)}, "got q_heads=3 and kv_heads=2"),
     "three dimensions": ({"q": torch.ones(2, 12, 16)}, r"q must be \[batch, heads, seq, head_dim\]"),
     "no tensor": ({"k": None}, "k must be a tensor, got NoneType"),

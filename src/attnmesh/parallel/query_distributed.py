@@ -217,8 +217,9 @@ class _QueryShare(Executor):
         """The state of this device's queries."""
         calls = self.calls(q, k, v)
         if not calls:
-            empty = torch.empty_like(q[:, :, :0])
-            return State(empty, empty[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
+            shape = *q.shape[:2], 0, v.shape[3]
+            out = torch.empty(shape, dtype=q.dtype, device=q.device)
+            return State(out, out[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
         state = blockwise.forward(
             calls, self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder
         )
