@@ -138,7 +138,7 @@ def ring_distributed_attention(
             Zigzag(pairs).ranges(q.shape[2], size, index), q_offset, mask, Scores(resolve_scale(q, scale)), backend,
             comm,
         )  # fmt: skip
-        for call in share.calls(q, k, v):
+        for call in share.calls(q, k, v, share.scores):
             choose_fused(call, backend)  # raises if no backend serves it
         grad = torch.is_grad_enabled()
         return share, {
@@ -150,7 +150,7 @@ def ring_distributed_attention(
         }  # fmt: skip
 
     share = check_on_all_ranks(comm, "ring_distributed_attention", check_arguments)
-    out, lse = attend(q, k, v, share)
+    out, lse = attend(q, k, v, share, share.scores)
     return (out, lse) if return_lse else out
 
 
@@ -203,34 +203,38 @@ class _QueryShare(Executor):
     backend: str
     comm: Comm
 
-    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
+    def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Call]:
         """One call per chunk, on views of its queries and of the keys up to its end."""
         calls = []
         for chunk in self.chunks:
             patch = _patch(self.mask, range(self.q_offset + chunk.start, self.q_offset + chunk.stop))
             queries = contiguous_last_dim(q[:, :, chunk.start : chunk.stop])
             keys, values = (contiguous_last_dim(x[:, :, : self.q_offset + chunk.stop]) for x in (k, v))
-            calls.append(Call(queries, keys, values, patch, self.scores))
+            calls.append(Call(queries, keys, values, patch, scores))
         return calls
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+    ) -> tuple[State, tuple[Tensor, ...]]:
         """The state of this device's queries."""
-        calls = self.calls(q, k, v)
+        calls = self.calls(q, k, v, scores)
         if not calls:
             shape = *q.shape[:2], 0, v.shape[3]
             out = torch.empty(shape, dtype=q.dtype, device=q.device)
             return State(out, out[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
         state = blockwise.forward(
-            calls, self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder
+            calls, self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder, sinks=sinks
         )
         return state, (q, k, v)
 
-    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+    def backward(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
+    ) -> Grads:  # fmt: skip
         """dq of this device's queries, zero elsewhere; dk and dv summed over the ranks of `comm`."""
         q, k, v = saved
         wanted = [x if need else None for x, need in zip(saved, needs_grad, strict=True)]
         q_grads, kv_grads = blockwise.backward(
-            self.calls(q, k, v), result, self.backend, wanted, allow_two_streams=not self.comm.shares_stream,
+            self.calls(q, k, v, scores), result, self.backend, wanted, allow_two_streams=not self.comm.shares_stream,
             recorder=self.comm.recorder,
         )  # fmt: skip
         dq = None
