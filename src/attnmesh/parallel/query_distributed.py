@@ -149,10 +149,10 @@ def ring_distributed_attention(
             cached.check_calls(q)
             run = partial(cached.attend, q)
         else:
-            share = _TensorShare(chunks, offsets[0], mask, scores, backend, comm)
-            for call in share.calls(q, *kv):
+            share = _TensorShare(chunks, offsets[0], mask, backend, comm)
+            for call in share.calls(q, *kv, scores):
                 choose_fused(call, backend)  # raises if no backend serves it
-            run = partial(attend, q, *kv, share)
+            run = partial(attend, q, *kv, share, scores)
         grad = torch.is_grad_enabled()
         heads_dim = 2 if isinstance(kv, PagedKV) else 1
         return run, {
@@ -215,38 +215,41 @@ class _TensorShare(Executor):
     chunks: Ranges  # rows of q
     q_offset: int
     mask: Mask
-    scores: Scores
     backend: str
     comm: Comm
 
-    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
+    def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Call]:
         """One call per chunk, on views of its queries and of the keys up to its end."""
         calls = []
         for chunk in self.chunks:
             patch = _patch(self.mask, range(self.q_offset + chunk.start, self.q_offset + chunk.stop))
             queries = contiguous_last_dim(q[:, :, chunk.start : chunk.stop])
             keys, values = (contiguous_last_dim(x[:, :, : self.q_offset + chunk.stop]) for x in (k, v))
-            calls.append(Call(queries, keys, values, patch, self.scores))
+            calls.append(Call(queries, keys, values, patch, scores))
         return calls
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+    ) -> tuple[State, tuple[Tensor, ...]]:
         """The state of this device's queries."""
-        calls = self.calls(q, k, v)
+        calls = self.calls(q, k, v, scores)
         if not calls:
             shape = *q.shape[:2], 0, v.shape[3]
             out = torch.empty(shape, dtype=q.dtype, device=q.device)
             return State(out, out[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
         state = blockwise.forward(
-            calls, self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder
+            calls, self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder, sinks=sinks
         )
         return state, (q, k, v)
 
-    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+    def backward(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
+    ) -> Grads:  # fmt: skip
         """dq of this device's queries, zero elsewhere; dk and dv summed over the ranks of `comm`."""
         q, k, v = saved
         wanted = [x if need else None for x, need in zip(saved, needs_grad, strict=True)]
         q_grads, kv_grads = blockwise.backward(
-            self.calls(q, k, v), result, self.backend, wanted, allow_two_streams=not self.comm.shares_stream,
+            self.calls(q, k, v, scores), result, self.backend, wanted, allow_two_streams=not self.comm.shares_stream,
             recorder=self.comm.recorder,
         )  # fmt: skip
         dq = None
