@@ -170,9 +170,8 @@ def at_head(base, strides, batch, head):
 @triton.jit
 def tile_pointers(base, stride, begin, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers to rows [begin, begin + ROWS) of one head. Offsets within the tile fit int32."""
-    return (
-        base + tl.cast(begin, tl.int64) * stride + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
-    )
+    within = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+    return base + tl.cast(begin, tl.int64) * stride + within
 
 
 @triton.jit
