@@ -107,6 +107,14 @@ def test_softcap_and_alibi(device, softcap, alibi, mask, dtype):
     check(case, grads, dtype)
 
 
+@pytest.mark.parametrize("mask", ["union", "slices"])
+def test_key_tiles_of_many_rows_are_split(device, mask):
+    case = Case(device, torch.float32, mask, (4, 2), 45, 30)
+    grads = case.buffers()
+    case.run(grads, **TILES, steps_per_split=2)
+    check(case, grads, torch.float32)
+
+
 def test_keys_in_parts_add_up(device):
     """With the lse and delta of the whole softmax, parts of the keys give the same as all of them."""
     case = Case(device, torch.float32, "union", (2, 1), 33, 48)

@@ -28,6 +28,8 @@ class Triton:
         for head_dim in (q.shape[3], call.v.shape[3]):
             if not 16 <= head_dim <= 576:
                 return f"its kernels take head_dim 16 to 576, not {head_dim}"
+        if call.scores.alibi_slopes is not None and not hasattr(call.visibility, "positions"):
+            return "its kernels take no ALiBi slopes without positions"
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not q.is_cuda and not _interpreted():

@@ -1,4 +1,4 @@
-"""Attention backward in Triton: deterministic, without atomics, adding into float32 gradients.
+"""Attention backward in Triton: deterministic, adding into float32 gradients.
 
 Two kernels recompute the weights p from the log-sum-exp of the whole softmax. One loops over the keys for each tile of
 queries (grad_q), one over the queries for each tile of keys (grad_k, grad_v)::
@@ -36,6 +36,7 @@ from attnmesh.ops.dense.triton_tiles import (
     dot_rows,
     edge_count,
     edge_tile,
+    from_origin,
     key_phases,
     load_positions,
     load_rows,
@@ -53,6 +54,9 @@ from attnmesh.ops.dense.triton_tiles import (
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
+# A mask of several parts may have keys that all rows attend to beside keys that few do. With one program for each key
+# tile, those of the former would run on long after the others.
+_MAX_SPLITS = 8
 _SCANNED_ROWS = 1024  # at a time, by the kernel that finds the rows of each key tile
 
 
@@ -91,11 +95,13 @@ def backward(
     terms: ScoreTerms = PLAIN,
     query_tiles: DenseTiles | None = None,
     key_tiles: DenseTiles | None = None,
+    steps_per_split: int = 256,
 ) -> None:
     """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed.
 
     Shapes and visibility are those of `forward`. `lse` and `delta` [B, Hq, Sq] are of the whole softmax over all keys
-    on all ranks. A row whose lse is -inf contributes nothing.
+    on all ranks. A row whose lse is -inf contributes nothing. With several parts, a key tile that more than
+    `steps_per_split` row tiles attend to is split among programs, which add to its gradients in a fixed order.
     """
     if q.numel() == 0 or k.numel() == 0:
         return
@@ -123,10 +129,14 @@ def backward(
             )  # fmt: skip
         if grad_k is not None or grad_v is not None:
             tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v)
-            _grad_key_kernel[(triton.cdiv(kv_len, tiles.keys) * batch * kv_heads,)](
-                *inputs, _rows_per_key_tile(visible, q_len, kv_len, tiles.keys),
+            programs = triton.cdiv(kv_len, tiles.keys) * batch * kv_heads
+            splits = _MAX_SPLITS if visible.parts > 1 else 1
+            turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
+            _grad_key_kernel[(programs * splits,)](
+                *inputs, _rows_per_key_tile(visible, q_len, kv_len, tiles.keys), turns,
                 grad_k, grad_k_strides, grad_v, grad_v_strides, *sizes,
-                **options, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+                **options, SPLITS=splits, STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys,
+                num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
 
 
@@ -261,9 +271,13 @@ def _add_key_tile(
     MASKED: tl.constexpr = row_first is not None
     k_tile = load_tile(k, k_stride, key_begin, kv_len, MASKED, KEYS, D, K_BLOCKS)
     v_tile = load_tile(v, v_stride, key_begin, kv_len, MASKED, KEYS, DV, V_BLOCKS)
-    key_positions = None if slope is None else load_positions(k_positions, key_begin, kv_len, KEYS)
+    left, right = None, None
+    if slope is not None:
+        origin = tl.load(k_positions + key_begin)
+        left = from_origin(row_positions, origin)
+        right = from_origin(load_positions(k_positions, key_begin, kv_len, KEYS), origin)
     products = dot_rows(q_tile, k_tile, K_BLOCKS)
-    scores, capped = base2_scores(products, scale, softcap, slope, row_positions, key_positions)
+    scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
     weights = tl.exp2(scores - row_lse[:, None])
     if MASKED:
         keys = key_begin + tl.arange(0, KEYS)[None, :]
@@ -278,16 +292,32 @@ def _add_key_tile(
 @triton.jit(do_not_specialize=LENGTHS)
 def _grad_key_kernel(
     q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-    lse, lse_strides, delta, delta_strides, first, end, bounds_strides, rows_per_tile,
+    lse, lse_strides, delta, delta_strides, first, end, bounds_strides, rows_per_tile, turns,
     grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
     CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
-    V_BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    V_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     # The first keys are visible to the most rows: in this order the longest tiles already run first.
     tile_count = tl.cdiv(kv_len, KEYS)
-    tile, kv_head, batch = locate(tile_count, q_heads // group)
+    program = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    kv_heads = q_heads // group
+    tile, kv_head, batch = program % tile_count, program // tile_count % kv_heads, program // (tile_count * kv_heads)
     key_begin = tile * KEYS
+    if first is not None:
+        sequences = tl.num_programs(0) // (SPLITS * tile_count * kv_heads) if bounds_strides[1] != 0 else 1
+        of_tile = rows_per_tile + ((batch if bounds_strides[1] != 0 else 0) * tile_count + tile) * 4
+        part_stride = sequences * tile_count * 4
+    split_count = 1
+    if SPLITS > 1:
+        steps = 0
+        for part in range(PARTS):
+            begin, inner, edge, stop = _row_phases(of_tile + part * part_stride, ROWS)
+            steps += (edge_count(begin, inner, edge, stop, ROWS) + (edge - inner) // ROWS) * group
+        split_count = tl.minimum(tl.cdiv(steps, STEPS), SPLITS)
+        if split >= split_count:
+            return
     k_head = at_head(k, k_strides, batch, kv_head)
     v_head = at_head(v, v_strides, batch, kv_head)
     k_tile = load_tile(k_head, k_strides[2], key_begin, kv_len, True, KEYS, D, K_BLOCKS)
@@ -307,12 +337,7 @@ def _grad_key_kernel(
         part_end = None if first is None else at_part(end, bounds_strides, part, batch)
         # Keys beyond the last need no mask here: each has its own row of the gradients, which is not stored.
         if first is not None:
-            sequence = tl.where(bounds_strides[1] == 0, 0, batch)
-            sequences = tl.where(bounds_strides[1] == 0, 1, tl.num_programs(0) // (tile_count * (q_heads // group)))
-            of_tile = rows_per_tile + ((tl.cast(part, tl.int64) * sequences + sequence) * tile_count + tile) * 4
-            begin, inner, edge, stop = split_phases(
-                tl.load(of_tile), tl.load(of_tile + 1), tl.load(of_tile + 2), tl.load(of_tile + 3), ROWS
-            )
+            begin, inner, edge, stop = _row_phases(of_tile + part * part_stride, ROWS)
         elif CAUSAL:
             last_key = tl.minimum(key_begin + KEYS, kv_len) - 1
             begin, inner, edge, stop = split_phases(key_begin, last_key, q_len, q_len, ROWS)
@@ -321,15 +346,21 @@ def _grad_key_kernel(
         acc_k, acc_v = _sum_over_rows(
             acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
             lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
-            key_begin, q_len, kv_len, group, scale, softcap, head_slopes, q_positions, key_positions,
-            grad_k is not None, grad_v is not None, False, CAUSAL, ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+            key_begin, q_len, kv_len, group, split, split_count, scale, softcap,
+            head_slopes, q_positions, key_positions, grad_k is not None, grad_v is not None, False, CAUSAL,
+            ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
         )  # fmt: skip
         acc_k, acc_v = _sum_over_rows(
             acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
             lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
-            key_begin, q_len, kv_len, group, scale, softcap, head_slopes, q_positions, key_positions,
-            grad_k is not None, grad_v is not None, True, CAUSAL, ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+            key_begin, q_len, kv_len, group, split, split_count, scale, softcap,
+            head_slopes, q_positions, key_positions, grad_k is not None, grad_v is not None, True, CAUSAL,
+            ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
         )  # fmt: skip
+    if SPLITS > 1:
+        # The order of the additions is that of the splits. A program waits only for programs that started before it.
+        while tl.atomic_cas(turns + program, split, split, sem="acquire") != split:
+            pass
     if grad_k is not None:
         grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
         acc_k = scale_tile(acc_k, scale, K_BLOCKS)
@@ -337,13 +368,22 @@ def _grad_key_kernel(
     if grad_v is not None:
         grad_v_head = at_head(grad_v, grad_v_strides, batch, kv_head)
         add_to_tile(grad_v_head, grad_v_strides[2], key_begin, kv_len, acc_v, KEYS, DV, V_BLOCKS)
+    if SPLITS > 1:
+        tl.debug_barrier()
+        tl.atomic_xchg(turns + program, split + 1, sem="release")
+
+
+@triton.jit
+def _row_phases(of_tile, ROWS: tl.constexpr):
+    """The (begin, inner, edge, stop) of the rows that attend to a key tile, from its entry in `rows_per_tile`."""
+    return split_phases(tl.load(of_tile), tl.load(of_tile + 1), tl.load(of_tile + 2), tl.load(of_tile + 3), ROWS)
 
 
 @triton.jit
 def _sum_over_rows(
     acc_k, acc_v, k_tile, v_tile, q, q_strides, grad_out, grad_out_strides,
     lse, lse_strides, delta, delta_strides, begin, inner, edge, stop, first, end,
-    key_begin, q_len, kv_len, group, scale, softcap, slopes, q_positions, key_positions,
+    key_begin, q_len, kv_len, group, split, split_count, scale, softcap, slopes, q_positions, key_positions,
     NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
     V_BLOCKS: tl.constexpr,
@@ -356,7 +396,8 @@ def _sum_over_rows(
     of both products without a transposition.
     """
     tile_count = edge_count(begin, inner, edge, stop, ROWS) if MASKED else tl.cdiv(edge - inner, ROWS)
-    for step in range(tile_count * group):
+    steps = tile_count * group
+    for step in range(steps * split // split_count, steps * (split + 1) // split_count):
         member = step // tile_count
         index = step % tile_count
         row_begin = edge_tile(index, begin, inner, edge, ROWS) if MASKED else inner + index * ROWS
@@ -373,10 +414,14 @@ def _sum_over_rows(
             delta + tl.cast(member, tl.int64) * delta_strides[1], delta_strides[2],
             row_begin, q_len, MASKED, ROWS,
         )  # fmt: skip
-        slope = None if slopes is None else tl.load(slopes + member)
-        row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
+        slope, left, right = None, None, None
+        if slopes is not None:
+            slope = tl.load(slopes + member)
+            origin = tl.load(q_positions + row_begin)
+            left = from_origin(key_positions, origin)
+            right = from_origin(load_positions(q_positions, row_begin, q_len, ROWS), origin)
         products = dot_rows(k_tile, q_tile, K_BLOCKS)
-        scores, capped = base2_scores(products, scale, softcap, slope, key_positions, row_positions)
+        scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
         weights = tl.exp2(scores - row_lse[None, :])
         if MASKED:
             rows = row_begin + tl.arange(0, ROWS)

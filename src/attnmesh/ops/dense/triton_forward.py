@@ -29,6 +29,7 @@ from attnmesh.ops.dense.triton_tiles import (
     dot_rows,
     edge_count,
     edge_tile,
+    from_origin,
     key_phases,
     load_positions,
     load_rows,
@@ -178,8 +179,12 @@ def _attend(
     if softcap is None and slope is None:
         factor = scale * _LOG2_E
     else:
-        key_positions = None if slope is None else load_positions(k_positions, key_begin, kv_len, KEYS)
-        scores, _ = base2_scores(scores, scale, softcap, slope, row_positions, key_positions)
+        left, right = None, None
+        if slope is not None:
+            origin = tl.load(k_positions + key_begin)
+            left = from_origin(row_positions, origin)
+            right = from_origin(load_positions(k_positions, key_begin, kv_len, KEYS), origin)
+        scores, _ = base2_scores(scores, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
         factor = 1.0
     if MASKED:
         keys = key_begin + tl.arange(0, KEYS)[None, :]
