@@ -423,11 +423,14 @@ def _sum_over_rows(
         products = dot_rows(k_tile, q_tile, K_BLOCKS)
         scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
         weights = tl.exp2(scores - row_lse[None, :])
-        if MASKED:
-            rows = row_begin + tl.arange(0, ROWS)
-            row_first, row_end = visible_keys(first, end, rows, q_len, kv_len, CAUSAL)
+        if MASKED and (CAUSAL or first is not None):  # rows and keys beyond the last need no mask: see above
+            rows = row_begin + tl.arange(0, ROWS)[None, :]
             keys = key_begin + tl.arange(0, KEYS)[:, None]
-            weights = tl.where((keys >= row_first[None, :]) & (keys < row_end[None, :]), weights, 0.0)
+            if CAUSAL:
+                weights = tl.where(keys <= rows, weights, 0.0)
+            else:
+                row_first, row_end = tl.load(first + rows, mask=rows < q_len), tl.load(end + rows, mask=rows < q_len)
+                weights = tl.where((keys >= row_first) & (keys < row_end), weights, 0.0)
         if NEEDS_V:
             acc_v = add_product(acc_v, weights, grad_out_tile, V_BLOCKS)
         if NEEDS_K:

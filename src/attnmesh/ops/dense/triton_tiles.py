@@ -59,8 +59,10 @@ FORWARD_TILES = {
     (256, 4): DenseTiles(16, 16, 8, 2),
     (576, 4): DenseTiles(16, 16, 8, 1),
 }
+# With bounds, fewer rows per program mask fewer pairs in vain, and a second program runs while one waits.
+BOUNDED_FORWARD_TILES = FORWARD_TILES | {(64, 2): DenseTiles(64, 64, 4, 3), (128, 2): DenseTiles(64, 64, 4, 3)}
 GRAD_QUERY_TILES = {
-    (64, 2): DenseTiles(128, 128, 8, 2),
+    (64, 2): DenseTiles(128, 64, 4, 3),
     (128, 2): DenseTiles(128, 64, 8, 3),
     (192, 2): DenseTiles(128, 64, 8, 2),
     (256, 2): DenseTiles(64, 32, 8, 2),
@@ -72,7 +74,7 @@ GRAD_QUERY_TILES = {
     (576, 4): DenseTiles(16, 16, 8, 1),
 }
 GRAD_KEY_TILES = {
-    (64, 2): DenseTiles(64, 128, 8, 2),
+    (64, 2): DenseTiles(64, 128, 8, 3),
     (128, 2): DenseTiles(64, 128, 8, 3),
     (192, 2): DenseTiles(32, 64, 8, 2),
     (256, 2): DenseTiles(32, 32, 8, 1),
