@@ -5,7 +5,7 @@ import torch
 
 from attnmesh import Causal, attention
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.ops.dense.call import Call, Grads, Result, Scores
+from attnmesh.ops.dense.call import Call, Grads, Result, Scores, aligned
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.plan.blocks import Patch
 from attnmesh.testing.errors import relative_error
@@ -56,3 +56,20 @@ def test_out_is_copied_at_most_once_and_not_where_it_lies_well():
     assert first[0] is again[0]
     assert torch.equal(first[0], well.out[:, :, 2:6])
     assert torch.equal(first[1], well.grad_out[:, :, 2:6])
+
+
+def test_rows_that_do_not_start_at_16_bytes_are_copied():
+    memory = torch.randn(4096).half()
+    in_order = memory[:1024].view(1, 2, 32, 16)
+    for x in (in_order, in_order[:, :, 3:7], in_order.transpose(1, 2), in_order[:, :1].expand(1, 4, 32, 16)):
+        assert aligned(x) is x
+    odd_start, odd_stride = memory[1:1025].view(1, 2, 32, 16), memory[:2304].view(2, 2, 32, 18)[..., :16]
+    for x in (odd_start, odd_stride, odd_stride.transpose(1, 2)):
+        copy = aligned(x)
+        assert copy.is_contiguous()
+        assert torch.equal(copy, x)
+    at_start = Result(in_order, torch.randn(1, 2, 32), odd_start, None)
+    out, grad_out = at_start.with_layout_of(in_order, range(32))
+    assert out.data_ptr() == in_order.data_ptr()
+    assert grad_out.data_ptr() != odd_start.data_ptr()
+    assert torch.equal(grad_out, odd_start)

@@ -19,7 +19,7 @@ from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores, contiguous_last_dim
 from attnmesh.ops.merge import GradAccumulator
-from attnmesh.parallel.executor import Executor, ExecutorConfig, kv_row_shape, unpack_kv
+from attnmesh.parallel.executor import Executor, ExecutorConfig, row_shape, two_buffers, unpack
 from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, head_groups
 from attnmesh.plan.shards import Piece
 
@@ -59,7 +59,7 @@ class AllGather(Executor):
         """Gather again; gradients of K and V return in float32 while the next group is computed."""
         q, k, v = saved
         q_grads = []
-        grad_return = _GradReturn(k, self.plan, self.comm) if needs_grad[1] or needs_grad[2] else None
+        grad_return = _GradReturn(k, v, self.plan, self.comm) if needs_grad[1] or needs_grad[2] else None
         for call, q_heads, kv_heads in self._groups(q, k, v):
             part = Result(
                 result.out[:, q_heads], result.lse[:, q_heads], result.grad_out[:, q_heads],
@@ -93,7 +93,7 @@ class AllGather(Executor):
         gather = _KVGather(k, v, max(map(len, groups)), self.plan, self.comm)
         pending = gather.start(0, groups[0])
         for at, heads in enumerate(groups):
-            kv = unpack_kv(pending.wait())
+            kv = pending.wait()
             if at + 1 < len(groups):
                 pending = gather.start(at + 1, groups[at + 1])
             q_heads = slice(heads.start * q_per_kv, heads.stop * q_per_kv)
@@ -105,12 +105,9 @@ class _KVGather:
 
     def __init__(self, k: Tensor, v: Tensor, max_heads: int, plan: GatherPlan, comm: Comm) -> None:
         self._own, self._plan, self._comm = (k, v), plan, comm
-        row = kv_row_shape(k[:, :max_heads])
-
-        def two_buffers(rows: int) -> list[Tensor]:
-            return [comm.buffer((rows, *row), dtype=k.dtype, device=k.device) for _ in range(2)]
-
-        self._gathered, self._outgoing = two_buffers(plan.rows(comm.rank)), two_buffers(k.shape[2])
+        largest = [x[:, :max_heads] for x in (k, v)]
+        rows = plan.rows(comm.rank), k.shape[2]
+        self._gathered, self._outgoing = (two_buffers(comm, n, largest, k.dtype) for n in rows)
 
     def start(self, at: int, heads: range) -> PendingRows:
         """Start to send this rank's K and V of some heads to all ranks that need them, and to receive its own."""
@@ -118,36 +115,36 @@ class _KVGather:
         gathered, outgoing = (_first_heads(two[at % 2], len(heads)) for two in (self._gathered, self._outgoing))
         own = [x[:, heads.start : heads.stop] for x in self._own]
         if any(self._plan.pieces(rank, target) for target in others):
-            for target_rows, x in zip(unpack_kv(outgoing), own, strict=True):
+            for target_rows, x in zip(unpack(outgoing, own), own, strict=True):
                 target_rows.copy_(x)
         for piece in self._plan.pieces(rank, rank):
-            for target_rows, x in zip(unpack_kv(target_of(piece, gathered)), own, strict=True):
+            for target_rows, x in zip(unpack(target_of(piece, gathered), own), own, strict=True):
                 target_rows.copy_(x[:, :, piece.rows.start : piece.rows.stop])
         receiver = RowReceiver(gathered, self._comm)
         for source in others:
             for piece in self._plan.pieces(source, rank):
                 receiver.expect(piece, source)
         sends = [(source_of(piece, outgoing), target) for target in others for piece in self._plan.pieces(rank, target)]
-        return PendingRows(self._comm.exchange(sends, receiver.messages), receiver)
+        return PendingRows(self._comm.exchange(sends, receiver.messages), receiver, own)
 
 
 class _GradReturn:
     """Gradients of gathered K and V on their way back to the owners, float32, one group of heads at a time."""
 
-    def __init__(self, k: Tensor, plan: GatherPlan, comm: Comm) -> None:
-        self._plan, self._comm = plan, comm
+    def __init__(self, k: Tensor, v: Tensor, plan: GatherPlan, comm: Comm) -> None:
+        self._kv, self._plan, self._comm = (k, v), plan, comm
         self._dtype = accumulation_dtype(k.dtype)
-        self._total = torch.zeros((k.shape[2], *kv_row_shape(k)), dtype=self._dtype, device=k.device)
+        self._total = torch.zeros((k.shape[2], *row_shape(self._kv)), dtype=self._dtype, device=k.device)
         self._pending: tuple[Pending, list[tuple[Tensor, Tensor]]] | None = None
 
     def send(self, grads: Grads, heads: slice) -> None:
         """Start to send the gradients of some heads to the owners, after those sent before have arrived."""
         self._wait()
         rank, others = self._comm.rank, other_ranks(self._comm)
-        total = self._total[:, :, :, heads]
-        row = (*total.shape[1:3], total.shape[3], total.shape[4])
+        total = self._total[:, :, heads]
+        row = total.shape[1:]
         gathered = self._buffer(self._plan.rows(rank), row).zero_()
-        for target_rows, grad in zip(unpack_kv(gathered), (grads.k, grads.v), strict=True):
+        for target_rows, grad in zip(unpack(gathered, self._kv), (grads.k, grads.v), strict=True):
             if grad is not None:
                 grad.add_to(target_rows)
         sends = [
@@ -169,7 +166,7 @@ class _GradReturn:
     def finish(self, dtype: torch.dtype) -> list[GradAccumulator]:
         """The sums of dk and dv, to be rounded to `dtype`."""
         self._wait()
-        return [GradAccumulator.from_total(part, dtype) for part in unpack_kv(self._total)]
+        return [GradAccumulator.from_total(part, dtype) for part in unpack(self._total, self._kv)]
 
     def _wait(self) -> None:
         """Add the gradients that have arrived."""
@@ -185,11 +182,11 @@ class _GradReturn:
 
 
 def _first_heads(buffer: Tensor, heads: int) -> Tensor:
-    """The memory of a K/V buffer as a message of fewer heads, with contiguous rows."""
-    rows, two, batch, max_heads, head_dim = buffer.shape
+    """The memory of a message as one of fewer heads, with contiguous rows."""
+    rows, batch, max_heads, width = buffer.shape
     if heads == max_heads:
         return buffer
-    return buffer.view(-1)[: rows * two * batch * heads * head_dim].view(rows, two, batch, heads, head_dim)
+    return buffer.view(-1)[: rows * batch * heads * width].view(rows, batch, heads, width)
 
 
 # Receiving rows of several ranks into one buffer.
@@ -221,16 +218,17 @@ class RowReceiver:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """A buffer whose rows are in flight."""
+    """A message whose rows are in flight; its tensors have the widths of `like`."""
 
     pending: Pending
     receiver: RowReceiver
+    like: Sequence[Tensor]
 
-    def wait(self) -> Tensor:
-        """The buffer, with all rows in place."""
+    def wait(self) -> list[Tensor]:
+        """The tensors of the message, as views [B, H, rows, width], with all rows in place."""
         self.pending.wait()
         self.receiver.finish()
-        return self.receiver.buffer
+        return unpack(self.receiver.buffer, self.like)
 
 
 def target_of(piece: Piece, buffer: Tensor) -> Tensor:

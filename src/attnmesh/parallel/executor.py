@@ -1,7 +1,8 @@
 """What all executors share: their interface, the autograd function around them, and the layout of their messages.
 
-K and V are sent together, as `[rows, 2, B, Hkv, D]`: any range of rows is contiguous, so what is forwarded to the next
-rank is a slice of what was received, never a copy. Kernels read the same memory as strided `[B, Hkv, rows, D]`.
+K and V are sent together, as `[rows, B, Hkv, D + Dv]`: any range of rows is contiguous, so what is forwarded to the
+next rank is a slice of what was received, never a copy. Kernels read the same memory as strided `[B, Hkv, rows, D]` and
+`[B, Hkv, rows, Dv]`. Gradients of K and V, and the tensors of an all-to-all, have the same layout.
 """
 
 from __future__ import annotations
@@ -141,30 +142,30 @@ class _Unshard(torch.autograd.Function):
 # Messages.
 
 
-def kv_row_shape(k: Tensor) -> tuple[int, int, int, int]:
-    """The shape of one row of a K/V message."""
-    return 2, k.shape[0], k.shape[1], k.shape[3]
+def row_shape(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
+    """The shape of one row of a message of these tensors."""
+    batch, heads, _, _ = tensors[0].shape
+    return batch, heads, sum(x.shape[3] for x in tensors)
 
 
-def kv_buffers(comm: Comm, rows: int, k: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Two K/V buffers, one to compute on and send from while the other is received into. None if `rows` is 0."""
-    return [comm.buffer((rows, *kv_row_shape(k)), dtype=dtype, device=k.device) for _ in range(2 if rows else 0)]
+def two_buffers(comm: Comm, rows: int, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Two messages, one to compute on and send from while the other is received into."""
+    shape, device = (rows, *row_shape(tensors)), tensors[0].device
+    return [comm.buffer(shape, dtype=dtype, device=device) for _ in range(2)]
 
 
-def unpack_kv(message: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V (or their gradients) of a message, as views [B, Hkv, rows, D]."""
-    k, v = unpack(message)
-    return k, v
-
-
-def unpack(message: Tensor) -> list[Tensor]:
-    """The tensors of a message, as views [B, H, rows, D]."""
-    return list(message.permute(1, 2, 3, 0, 4))
+def unpack(message: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a message of these tensors (or of their gradients), as views [B, H, rows, width]."""
+    parts = message.split([x.shape[3] for x in tensors], -1)
+    return [part.permute(1, 2, 0, 3) for part in parts]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors [B, H, rows, D] of one shape as a message [rows, number of tensors, B, H, D]."""
-    return torch.stack([x.permute(2, 0, 1, 3) for x in tensors], 1)
+    """A message of tensors [B, H, rows, width], which may differ in width."""
+    message = torch.empty(tensors[0].shape[2], *row_shape(tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+    for part, x in zip(unpack(message, tensors), tensors, strict=True):
+        part.copy_(x)
+    return message
 
 
 def message_rows(message: Tensor, contains: range, rows: range) -> Tensor:

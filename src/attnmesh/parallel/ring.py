@@ -18,7 +18,7 @@ from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contiguous_last_dim, kernel_span
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
-from attnmesh.parallel.executor import Executor, ExecutorConfig, kv_buffers, kv_row_shape, message_rows, unpack_kv
+from attnmesh.parallel.executor import Executor, ExecutorConfig, message_rows, row_shape, two_buffers, unpack
 from attnmesh.plan.ring import RingPlan, Stage, ring_plan
 
 
@@ -54,7 +54,7 @@ class Ring(Executor):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """Once around the ring."""
         ring = _RingPass(self, self.plan, self._stages, q, k, v)
-        backends = self._backends(ring.calls, q)
+        backends = self._backends(ring.calls, q, v)
         streams, parts = _two_streams(ring.calls, backends, self.comm)
         total = StateAccumulator(q, streams, parts)
         ring.forward(total, backends, streams)
@@ -75,7 +75,7 @@ class Ring(Executor):
     def forward_into(self, q: Tensor, k: Tensor, v: Tensor, total: StateAccumulator) -> None:
         """Once around the ring, merging into a state to which other rings contribute as well."""
         ring = _RingPass(self, self.plan, self._stages, q, k, v)
-        ring.forward(total, self._backends(ring.calls, q), SINGLE_STREAM)
+        ring.forward(total, self._backends(ring.calls, q, v), SINGLE_STREAM)
 
     def backward_into(self, q: Tensor, k: Tensor, v: Tensor, result: Result, grads: Grads) -> None:
         """The backward of `forward_into`: adds to gradients to which other rings contribute as well."""
@@ -86,9 +86,9 @@ class Ring(Executor):
         plan = self.backward_plan(q.dtype)
         return _RingPass(self, plan, plan.stages(self.comm.rank), q, k, v)
 
-    def _backends(self, calls: Sequence[Call | None], q: Tensor) -> list[Backend | None]:
-        """The backend of every stage of the forward. It depends on the plan and on these properties of q only."""
-        key = q.dtype, q.device, q.shape[-1]
+    def _backends(self, calls: Sequence[Call | None], q: Tensor, v: Tensor) -> list[Backend | None]:
+        """The backend of every stage of the forward. It depends on the plan and on these properties only."""
+        key = q.dtype, q.device, q.shape[-1], v.shape[-1]
         if key not in self._forward_backends:
             self._forward_backends[key] = [choose_fused(call, self.backend) if call else None for call in calls]
         return self._forward_backends[key]
@@ -134,14 +134,14 @@ class _RingPass:
         own, recorder = (grads.k, grads.v), self._ring.comm.recorder
         grad_return = None
         if any(grad is not None for grad in own):
-            grad_return = GradReturn(self._own[0], self._plan, self._ring.comm)
+            grad_return = GradReturn(*self._own, self._plan, self._ring.comm)
         for at, (call, backend) in enumerate(zip(self.calls, backends, strict=True)):
             streams.wait_for_last_block()
             pending = self._exchange.start(at)
             kv_grads: tuple[GradAccumulator | None, ...] = own  # gradients of this rank's own K and V stay here
             if call and backend:
                 if at > 0:  # gradients of other ranks' K and V are sent on with them
-                    kv_grads = tuple(None if grad is None else GradAccumulator(call.k) for grad in own)
+                    kv_grads = grads_like(own, (call.k, call.v))
                 with streams.next_stream(), kernel_span(recorder, "attention backward", backend, call):
                     backend.backward(call, result, replace(grads, k=kv_grads[0], v=kv_grads[1]))
             pending.wait()
@@ -162,7 +162,7 @@ class KVExchange:
         self.stages = stages
         self._own, self._comm = (k, v), comm
         rows = max([len(stages[0].next_keys), *(len(stage.keys) for stage in stages[1:])])
-        self._buffers = kv_buffers(comm, rows, k, k.dtype)
+        self._buffers = two_buffers(comm, rows, (k, v), k.dtype)
 
     def start(self, at: int) -> Pending:
         """Start to send the K and V of stage `at` to the next rank and to receive those of stage `at + 1`."""
@@ -172,12 +172,13 @@ class KVExchange:
         return self._comm.exchange(sends, recvs)
 
     def visible_kv(self, at: int) -> tuple[Tensor, Tensor]:
-        """K and V of a stage, [B, Hkv, rows, D]: the rows that this rank's queries attend to."""
-        stage = self.stages[at]
+        """K and V of a stage, [B, Hkv, rows, width]: the rows that this rank's queries attend to."""
+        stage, (k, v) = self.stages[at], self._own
         if at > 0 and not stage.seen:
-            k, v = self._own
             return k[:, :, :0], v[:, :, :0]
-        return self._own if at == 0 else unpack_kv(message_rows(self._buffers[at % 2], stage.keys, stage.seen))
+        if at > 0:
+            k, v = unpack(message_rows(self._buffers[at % 2], stage.keys, stage.seen), self._own)
+        return k, v
 
     def _outgoing(self, at: int) -> Tensor:
         stage = self.stages[at]
@@ -185,7 +186,7 @@ class KVExchange:
             return message_rows(self._buffers[at % 2], stage.keys, stage.next_keys)
         packed = self._buffers[0][: len(stage.next_keys)]
         rows = slice(stage.next_keys.start, stage.next_keys.stop)
-        for target, x in zip(unpack_kv(packed), self._own, strict=True):  # the only copy a ring makes
+        for target, x in zip(unpack(packed, self._own), self._own, strict=True):  # the only copy a ring makes
             target.copy_(x[:, :, rows])
         return packed
 
@@ -193,13 +194,13 @@ class KVExchange:
 class GradReturn:
     """Gradients of K and V on their way back to the owners, float32, in two buffers: one to send, one to receive."""
 
-    def __init__(self, k: Tensor, plan: RingPlan, comm: Comm) -> None:
-        self._stages, self._comm = plan.stages(comm.rank), comm
+    def __init__(self, k: Tensor, v: Tensor, plan: RingPlan, comm: Comm) -> None:
+        self._kv, self._stages, self._comm = (k, v), plan.stages(comm.rank), comm
         self._last_stage, self._last_rank, self._own_rows = plan.returns(comm.rank)
         dtype = accumulation_dtype(k.dtype)
         rows = max(len(stage.grads_out) for stage in self._stages)
-        self._buffers = kv_buffers(comm, rows, k, dtype)
-        self._own = comm.buffer((len(self._own_rows), *kv_row_shape(k)), dtype=dtype, device=k.device)
+        self._buffers = two_buffers(comm, rows, self._kv, dtype)
+        self._own = comm.buffer((len(self._own_rows), *row_shape(self._kv)), dtype=dtype, device=k.device)
         self._pending: list[Pending] = []
 
     def add(self, at: int, grads: tuple[GradAccumulator | None, ...]) -> None:
@@ -214,7 +215,7 @@ class GradReturn:
         buffer[received.stop - stage.grads_out.start :].zero_()
         if stage.seen:
             rows = message_rows(buffer, stage.grads_out, stage.seen)
-            for target, grad in zip(unpack_kv(rows), grads, strict=True):
+            for target, grad in zip(unpack(rows, self._kv), grads, strict=True):
                 if grad is not None:
                     grad.add_to(target)
 
@@ -235,13 +236,20 @@ class GradReturn:
         """Add the returned gradients to those that this rank computed for its own K and V."""
         self._wait()
         if self._own_rows:
-            for grad, part in zip((dk, dv), unpack_kv(self._own), strict=True):
+            for grad, part in zip((dk, dv), unpack(self._own, self._kv), strict=True):
                 if grad is not None:
                     grad.add(part, self._own_rows.start)
 
     def _wait(self) -> None:
         while self._pending:
             self._pending.pop().wait()
+
+
+def grads_like(
+    needed: Sequence[GradAccumulator | None], tensors: Sequence[Tensor]
+) -> tuple[GradAccumulator | None, ...]:
+    """New accumulators for gradients of tensors, for those that are needed."""
+    return tuple(None if grad is None else GradAccumulator(x) for grad, x in zip(needed, tensors, strict=True))
 
 
 def _two_streams(

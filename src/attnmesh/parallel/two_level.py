@@ -12,7 +12,7 @@ from attnmesh.ops.dense.call import Call, Grads, Result, Scores, contiguous_last
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.parallel.executor import Executor, ExecutorConfig
 from attnmesh.parallel.node_groups import NodeGroups
-from attnmesh.parallel.ring import GradReturn, KVExchange, Ring
+from attnmesh.parallel.ring import GradReturn, KVExchange, Ring, grads_like
 from attnmesh.plan.ring import RingPlan
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
 
@@ -56,11 +56,11 @@ class TwoLevelRing(Executor):
         own = grads.k, grads.v
         grad_return = None
         if needs_grad[1] or needs_grad[2]:
-            grad_return = GradReturn(k, self._outer(plan), self.comm.inter_node)
+            grad_return = GradReturn(k, v, self._outer(plan), self.comm.inter_node)
         for at, ring in enumerate(self._rings(plan)):
             pending = exchange.start(at)
             kv = exchange.visible_kv(at)
-            kv_grads = own if at == 0 else tuple(None if grad is None else GradAccumulator(kv[0]) for grad in own)
+            kv_grads = own if at == 0 else grads_like(own, kv)
             ring.backward_into(q, *kv, result, Grads(grads.q, *kv_grads))
             pending.wait()
             if grad_return is not None and at > 0:

@@ -21,7 +21,7 @@ from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Call, Grads, Result
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.allgather import AllGather, PendingRows, RowReceiver, other_ranks, source_of, target_of
-from attnmesh.parallel.executor import Executor, ExecutorConfig, pack, unpack
+from attnmesh.parallel.executor import Executor, ExecutorConfig, pack, row_shape, unpack
 from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.parallel.ring import Ring
 from attnmesh.plan.allgather import gather_plan
@@ -75,21 +75,22 @@ class Ulysses(Executor):
         """All-to-all, attention, all-to-all. The exchanged tensors are saved, so that they are not exchanged again."""
         shares = _HeadShares.of(q, k, self.keys.comm)
         pending_q, pending_kv = self.queries.to_heads([q], shares.q), self.keys.to_heads([k, v], shares.kv)
-        (q_all,), (k_all, v_all) = (unpack(pending.wait()) for pending in (pending_q, pending_kv))
-        saved = [torch.empty_like(x[:, :, :0]) for x in (q, k)]  # for their shapes
-        outs = [q_all[:, :0]]
-        lses = [torch.empty(q_all[:, :0].shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)]
+        (q_all,), (k_all, v_all) = pending_q.wait(), pending_kv.wait()
+        saved = [torch.empty_like(x[:, :, :0]) for x in (q, k, v)]  # for their shapes
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
         for heads, kv in shares.segments:
             state, more = self.inner.forward(_heads(q_all, heads), _heads(k_all, kv), _heads(v_all, kv))
             outs.append(state.out)
             lses.append(state.lse)
             saved += (*state, *more)
-        (out,) = self.queries.to_rows([torch.cat(outs, 1)], shares.q, q.shape[1])
-        lse = lses[0]
-        if self.return_lse:
-            (lse,) = self.queries.to_rows([torch.cat(lses, 1).unsqueeze(-1)], shares.q, q.shape[1])
-            lse = lse.squeeze(-1)
-        return State(out, lse), tuple(saved)
+        (out,) = self.queries.to_rows([self._joined(self.queries, outs, v, q.dtype)], shares.q, q.shape[1])
+        dtype = accumulation_dtype(q.dtype)
+        if not self.return_lse:
+            return State(out, torch.empty(q.shape[0], 0, q.shape[2], dtype=dtype, device=q.device)), tuple(saved)
+        columns = [lse.unsqueeze(-1) for lse in lses]
+        (lse,) = self.queries.to_rows([self._joined(self.queries, columns, q[..., :1], dtype)], shares.q, q.shape[1])
+        return State(out, lse.squeeze(-1)), tuple(saved)
 
     def recompute_saved(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
         """Exchange the tensors again."""
@@ -97,9 +98,8 @@ class Ulysses(Executor):
         pending_q = self.queries.to_heads([q, state.out], shares.q)
         pending_lse = self.queries.to_heads([state.lse.unsqueeze(-1)], shares.q)
         pending_kv = self.keys.to_heads([k, v], shares.kv)
-        (q_all, out), (lse,) = unpack(pending_q.wait()), unpack(pending_lse.wait())
-        k_all, v_all = unpack(pending_kv.wait())
-        saved = [torch.empty_like(x[:, :, :0]) for x in (q, k)]
+        (q_all, out), (lse,), (k_all, v_all) = pending_q.wait(), pending_lse.wait(), pending_kv.wait()
+        saved = [torch.empty_like(x[:, :, :0]) for x in (q, k, v)]
         for heads, kv in shares.segments:
             part = State(_heads(out, heads), _heads(lse.squeeze(-1), heads))
             more = self.inner.recompute_saved(_heads(q_all, heads), _heads(k_all, kv), _heads(v_all, kv), part)
@@ -108,13 +108,13 @@ class Ulysses(Executor):
 
     def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
         """The same two exchanges for the gradients."""
-        q, k, *by_segment = saved
+        q, k, v, *by_segment = saved
         shares = _HeadShares.of(q, k, self.keys.comm)
-        (grad_out,) = unpack(self.queries.to_heads([result.grad_out], shares.q).wait())
+        (grad_out,) = self.queries.to_heads([result.grad_out], shares.q).wait()
         grad_lse = None
         if self.return_lse:  # even if nothing depends on it on this rank: on other ranks something may
             own = torch.zeros_like(result.lse) if result.grad_lse is None else result.grad_lse
-            (grad_lse,) = unpack(self.queries.to_heads([own.unsqueeze(-1)], shares.q).wait())
+            (grad_lse,) = self.queries.to_heads([own.unsqueeze(-1)], shares.q).wait()
             grad_lse = grad_lse.squeeze(-1)
         grads = []
         for at, (heads, _) in enumerate(shares.segments):
@@ -128,29 +128,31 @@ class Ulysses(Executor):
             (rows,) = self.queries.to_rows([self._joined(self.queries, parts, q, q.dtype)], shares.q, q.shape[1])
             dq = GradAccumulator.from_total(rows, q.dtype)
         if needs_grad[1] or needs_grad[2]:
-            dk, dv = self._kv_grads(grads, k, shares)
+            dk, dv = self._kv_grads(grads, k, v, shares)
         return Grads(dq, dk if needs_grad[1] else None, dv if needs_grad[2] else None)
 
-    def _kv_grads(self, grads: Sequence[Grads], k: Tensor, shares: _HeadShares) -> list[GradAccumulator]:
+    def _kv_grads(self, grads: Sequence[Grads], k: Tensor, v: Tensor, shares: _HeadShares) -> list[GradAccumulator]:
         """dk and dv of this rank's rows; zeros for one that is not needed."""
         # If several ranks read a kv head, its gradient is sent in parts: in float32, rounded after they are summed.
         dtype = accumulation_dtype(k.dtype) if shares.replicated else k.dtype
         rows = ranges.size(self.keys.whole)
 
-        def finished(grad: GradAccumulator | None, heads: range) -> Tensor:
-            if grad is None:
-                return torch.zeros(k.shape[0], len(heads), rows, k.shape[3], dtype=dtype, device=k.device)
-            return grad.total() if shares.replicated else grad.finish()
+        def joined(name: str, x: Tensor) -> Tensor:
+            parts = []
+            for of_segment, (_, heads) in zip(grads, shares.segments, strict=True):
+                grad: GradAccumulator | None = getattr(of_segment, name)
+                if grad is None:
+                    shape = x.shape[0], len(heads), rows, x.shape[3]
+                    parts.append(torch.zeros(shape, dtype=dtype, device=x.device))
+                else:
+                    parts.append(grad.total() if shares.replicated else grad.finish())
+            return self._joined(self.keys, parts, x, dtype)
 
-        def joined(name: str) -> Tensor:
-            parts = [finished(getattr(grad, name), kv) for grad, (_, kv) in zip(grads, shares.segments, strict=True)]
-            return self._joined(self.keys, parts, k, dtype)
-
-        returned = self.keys.to_rows([joined("k"), joined("v")], shares.kv, k.shape[1])
+        returned = self.keys.to_rows([joined("k", k), joined("v", v)], shares.kv, k.shape[1])
         return [GradAccumulator.from_total(rows, k.dtype) for rows in returned]
 
     def _joined(self, exchange: HeadExchange, parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
-        """The segments' results as one tensor [B, this rank's heads, all rows, D]; it may have no heads."""
+        """The segments' results as one tensor [B, this rank's heads, all rows, width of `like`]; maybe of no heads."""
         rows = ranges.size(exchange.whole)
         empty = torch.empty(like.shape[0], 0, rows, like.shape[3], dtype=dtype, device=like.device)
         return torch.cat([empty, *parts], 1)
@@ -184,9 +186,9 @@ class HeadExchange:
     comm: Comm
 
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[range]) -> PendingRows:
-        """Start to gather all rows of this rank's heads, from shards [B,H,n,D] of equal shape. `heads` is by rank.
+        """Start to gather all rows of this rank's heads, [B,h,rows,width], from shards [B,H,n,width].
 
-        The result is a message; `unpack` returns its tensors [B,h,rows,D].
+        `heads` is by rank. Widths may differ.
         """
         rank, others = self.comm.rank, other_ranks(self.comm)
         gathered = self._message(ranges.size(self.whole), len(heads[rank]), tensors)
@@ -201,12 +203,12 @@ class HeadExchange:
             sends += [(source_of(piece, packed), target) for piece in own]
         pending = self.comm.exchange(sends, receiver.messages)
         for piece in own:
-            for rows, x in zip(unpack(target_of(piece, gathered)), tensors, strict=True):
+            for rows, x in zip(unpack(target_of(piece, gathered), tensors), tensors, strict=True):
                 rows.copy_(x[:, heads[rank].start : heads[rank].stop, piece.rows.start : piece.rows.stop])
-        return PendingRows(pending, receiver)
+        return PendingRows(pending, receiver, tensors)
 
     def to_rows(self, tensors: Sequence[Tensor], heads: Sequence[range], all_heads: int) -> list[Tensor]:
-        """This rank's rows of all heads, [B,H,n,D], from all rows of this rank's heads [B,h,rows,D].
+        """This rank's rows of all heads, [B,H,n,width], from all rows of this rank's heads [B,h,rows,width].
 
         Heads that several ranks have are summed, in rank order; others are copied.
         """
@@ -224,24 +226,22 @@ class HeadExchange:
         for piece in own:
             source_of(piece, shards[rank]).copy_(target_of(piece, whole))
         pending.wait()
-        batch, _, _, head_dim = tensors[0].shape
+        rows = ranges.size(self.held[rank])
         results = [
-            torch.empty(batch, all_heads, ranges.size(self.held[rank]), head_dim, dtype=x.dtype, device=x.device)
-            for x in tensors
+            torch.empty(x.shape[0], all_heads, rows, x.shape[3], dtype=x.dtype, device=x.device) for x in tensors
         ]
         assigned = 0  # heads below this one have a value already
         for share, shard in zip(heads, shards, strict=True):
             again = max(0, min(share.stop, assigned) - share.start)
-            for result, part in zip(results, unpack(shard), strict=True):
+            for result, part in zip(results, unpack(shard, tensors), strict=True):
                 result[:, share.start : share.start + again] += part[:, :again]
                 result[:, share.start + again : share.stop] = part[:, again:]
             assigned = max(assigned, share.stop)
         return results
 
     def _message(self, rows: int, heads: int, like: Sequence[Tensor]) -> Tensor:
-        batch, _, _, head_dim = like[0].shape
-        shape = (rows, len(like), batch, heads, head_dim)
-        return self.comm.buffer(shape, dtype=like[0].dtype, device=like[0].device)
+        batch, _, width = row_shape(like)
+        return self.comm.buffer((rows, batch, heads, width), dtype=like[0].dtype, device=like[0].device)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.core.state import State
-from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.dense.call import Call, Grads, Result, aligned
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.plan.blocks import Block, Kind
 
@@ -72,7 +72,7 @@ class Aten:
         """Copies out and grad_out to the strides that cuDNN's backward requires."""
         if call.q.is_cuda:
             for block in call.visibility.blocks:
-                q, k = _rows(call.q, block.q), _rows(call.k, block.k)
+                q, k = aligned(_rows(call.q, block.q)), _rows(call.k, block.k)
                 if _cudnn_takes(q, k):
                     result.with_layout_of(q, block.q)
 
@@ -190,7 +190,7 @@ def _with_lse_column(call: Call, result: Result) -> tuple[Call, Result]:
 
 def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
     assert block.kind is not Kind.PARTIAL, "see refusal"
-    q, k, v = _rows(call.q, block.q), _rows(call.k, block.k), _rows(call.v, block.k)
+    q, k, v = _block_inputs(call, block)
     causal = block.kind is Kind.CAUSAL
     if _cudnn_takes(q, k):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -207,8 +207,8 @@ def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
 
 
 def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
-    q, k, v = _rows(call.q, block.q), _rows(call.k, block.k), _rows(call.v, block.k)
     assert block.kind is not Kind.PARTIAL, "see refusal"
+    q, k, v = _block_inputs(call, block)
     lse = _rows(result.lse, block.q)
     causal = block.kind is Kind.CAUSAL
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # dropout state, unused
@@ -221,13 +221,18 @@ def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]
             q.shape[2], k.shape[2], 0.0, causal, scale=call.scores.scale,
         )  # fmt: skip
     else:
-        out, grad_out = _rows(result.out, block.q), _rows(result.grad_out, block.q)
+        out, grad_out = (aligned(_rows(x, block.q)) for x in (result.out, result.grad_out))
         parts = aten._flash_attention_backward(
             *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.contiguous(), None, None,
             q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=call.scores.scale,
         )  # fmt: skip
         parts = tuple(part.transpose(1, 2) for part in parts)
     yield block.q, block.k, parts
+
+
+def _block_inputs(call: Call, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (aligned(_rows(x, at)) for x, at in ((call.q, block.q), (call.k, block.k), (call.v, block.k)))
+    return q, k, v
 
 
 def _cudnn_takes(q: Tensor, k: Tensor) -> bool:

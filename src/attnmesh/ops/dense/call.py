@@ -23,6 +23,20 @@ def contiguous_last_dim(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def aligned(x: Tensor) -> Tensor:
+    """The tensor itself if its rows start at multiples of 16 bytes, else a contiguous copy.
+
+    cuDNN and FlashAttention-2 read 16 bytes at a time and do not check this.
+    """
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    step = 16 // x.element_size()
+    strides = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return x.data_ptr() % 16 == 0 and all(n == 1 or stride % step == 0 for n, stride in strides)
+
+
 @dataclass(frozen=True)
 class Scores:
     """The score of a query and a key: `softcap * tanh(scale * q.k / softcap) - slope * |q_position - k_position|`."""
@@ -79,7 +93,9 @@ class Result:
         at = rows, strides
         if at not in self._by_layout:
             parts = [x[:, :, rows.start : rows.stop] for x in (self.out, self.grad_out)]
-            out, grad_out = (x if _strided(x, strides) else torch.empty_like(q).copy_(x) for x in parts)
+            out, grad_out = (
+                x if _strided(x, strides) and _is_aligned(x) else torch.empty_like(q).copy_(x) for x in parts
+            )
             self._by_layout[at] = out, grad_out
         return self._by_layout[at]
 
