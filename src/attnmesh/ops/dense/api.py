@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core import ranges
+from attnmesh.core.mask import sequence_groups
 from attnmesh.core.masks import Full, Mask, check_mask
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_tensor
@@ -27,7 +28,7 @@ from attnmesh.ops.dense.call import (
 )
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of, unseen_of
+from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of, stacked_bounds, unseen_of
 
 BACKENDS = ("auto", "aten", "triton", "reference")
 
@@ -243,14 +244,24 @@ class _Irregular:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        rows, keys = self.q.numel(), self.k.numel()
-        return (Block(range(rows), range(keys), Kind.PARTIAL),) if rows and keys else ()
+        rows, keys = range(self.q.numel()), range(self.k.numel())
+        return tuple(
+            Block(rows, keys, Kind.PARTIAL, part, sequences)
+            for sequences, mask in sequence_groups(self.mask)
+            for part in range(len(mask.intervals) if rows and keys else 0)
+        )
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return bounds_of(self.mask, self.q.to(device), self.k.to(device))
+        q, k = self.q.to(device), self.k.to(device)
+        groups = sequence_groups(self.mask)
+        first, end = stacked_bounds([(s, [bounds_of(i, q, k) for i in mask.intervals]) for s, mask in groups], len(q))
+        return first, end
 
     def unseen(self, device: torch.device) -> tuple[Tensor, Tensor]:
         return unseen_of(*self.bounds(device), self.k.numel())
+
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.q.to(device, torch.int32), self.k.to(device, torch.int32)
 
 
 def _runs(name: str, positions: Tensor | None, x: Tensor) -> ranges.Ranges | None:

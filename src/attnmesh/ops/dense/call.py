@@ -73,8 +73,8 @@ class Call:
         Both may hold NaN, and a weight of 0 times NaN is NaN. Only PARTIAL blocks contain any.
         """
         rows, keys = self.visibility.unseen(self.q.device)
-        q = self.q if rows is None or not zero_rows else self.q.masked_fill(rows[:, None], 0.0)
-        k, v = (x if keys is None else x.masked_fill(keys[:, None], 0.0) for x in (self.k, self.v))
+        q = self.q if rows is None or not zero_rows else self.q.masked_fill(rows[:, None, :, None], 0.0)
+        k, v = (x if keys is None else x.masked_fill(keys[:, None, :, None], 0.0) for x in (self.k, self.v))
         return replace(self, q=q, k=k, v=v)
 
 

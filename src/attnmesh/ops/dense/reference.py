@@ -30,7 +30,7 @@ def attention(
     def rounded(x: Tensor) -> Tensor:
         return x.to(q.dtype).to(dtype) if plain else x
 
-    allowed = mask.allows(q_positions[:, None], k_positions[None, :])
+    allowed = mask.visible(q_positions[:, None], k_positions[None, :])
     # where, not a product with a weight of 0: rows and keys without a visible pair may hold NaN.
     q = torch.where(allowed.any(1)[:, None], q, 0.0)
     k, v = (torch.where(allowed.any(0)[:, None], x, 0.0) for x in (k, v))
