@@ -74,7 +74,6 @@ class Intervals(ABC):
         starts = [int(begin[0]), *begin[gaps + 1].tolist()]
         return [range(a, b) for a, b in zip(starts, [*stop[gaps].tolist(), int(stop[-1])], strict=True)]
 
-
     def pairs(self, q: range, k: range) -> int:
         """The number of pairs of the queries `q` and the keys `k` that are allowed."""
         begin, stop = self._rows(q, k)
