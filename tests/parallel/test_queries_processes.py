@@ -51,7 +51,7 @@ def three_processes(comm: Comm) -> tuple[tuple[list[list[float]], int], list[str
 
 def test_processes_match_virtual_ranks_and_the_reference_and_raise_together():
     messages = (
-        "same positions, got 11 and 12",
+        "11 for q_offset=0 and 11 queries, got 12",
         "ring_id must be that of the group",
         "Zigzag.pairs must",
         "local_out must have 4 rows",

@@ -217,6 +217,18 @@ def test_ranks_that_hold_nothing_take_part(schedule):
 
 
 @every_schedule
+@pytest.mark.parametrize("widths", [(24, 16), (16, 40)])
+def test_values_of_another_width_than_keys(schedule, widths):
+    draw = random.Random(f"{schedule} {widths}")
+    mask = make_mask(draw.choice(MASKS), 37)
+    head_dim, value_dim = widths
+    dtype, heads = draw.choice(DTYPES), draw.choice(HEADS)
+    inputs = random_inputs(37, head_dim=head_dim, value_dim=value_dim, dtype=dtype, heads=heads)
+    found = virtual_results(inputs=inputs, mask=mask, layout=Zigzag(), **way(schedule))
+    assert_attention_close(found, inputs, mask)
+
+
+@every_schedule
 @pytest.mark.parametrize("scale", [0.7, -0.3, 0])
 def test_a_scale_of_ones_own(schedule, scale):
     inputs = random_inputs(21, head_dim=8)
@@ -598,9 +610,9 @@ def planned(
     key_layout: Layout | None = None,
 ) -> list[list[tuple[int, int]]]:
     """The same by the plan."""
-    q, k = inputs[:2]
+    q, k, v = inputs[:3]
     sizes = q.dtype.itemsize, accumulation_dtype(q.dtype).itemsize
-    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], *sizes)
+    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], *sizes, v.shape[3])
     positions = shards(mask, layout, q.shape[2], mesh[0], key_layout, k.shape[2])
     workload = Workload(positions, shape, mesh[1] or mesh[0], lse)
     ways = [loads(schedule, workload, backward=backward) for backward in (False, True)]
@@ -615,7 +627,8 @@ def test_ranks_send_the_bytes_of_the_plan(schedule, mask_name):
     for key_length in draw.sample((37, 20), 1):
         mask, (layout, key_layout) = make_mask(mask_name, key_length), draw.choice(able)
         mesh = draw.choice([(5, None), (4, 2), (6, 3)] if schedule in FLAT else [(4, 2), (6, 2), (6, 3), (8, 4)])
-        inputs = random_inputs(37, key_length, heads=draw.choice(HEADS), dtype=draw.choice(DTYPES), head_dim=8)
+        widths = dict(zip(("head_dim", "value_dim"), draw.choice(((8, 8), (12, 8), (8, 20))), strict=True))
+        inputs = random_inputs(37, key_length, heads=draw.choice(HEADS), dtype=draw.choice(DTYPES), **widths)
         how = {"lse": key_length == 37, "key_layout": key_layout}
         sent = sent_by(schedule, mesh, inputs, mask, layout, **how)
         assert sent == planned(schedule, mesh, inputs, mask, layout, **how), (mesh, layout, key_layout)

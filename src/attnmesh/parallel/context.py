@@ -202,6 +202,7 @@ class ContextParallel(ExecutorFactory):
         q_heads: int,
         kv_heads: int,
         head_dim: int,
+        value_dim: int | None = None,
         batch: int = 1,
         mask: Mask = Causal(),  # noqa: B008  (immutable)
         dtype: torch.dtype = torch.bfloat16,
@@ -211,7 +212,8 @@ class ContextParallel(ExecutorFactory):
     ) -> Explanation:
         """The plan of such a call: the work, operations and bytes of each rank, and the reason for the schedule.
 
-        Nothing is computed or sent. Print the result. `device` is the type of device to choose the schedule for.
+        Nothing is computed or sent. Print the result. `value_dim` is the width of v if it differs from `head_dim`, that
+        of q and k. `device` is the type of device to choose the schedule for.
         """
         from attnmesh.planner.catalog import default_cluster
         from attnmesh.planner.explain import explain_schedule
@@ -220,8 +222,9 @@ class ContextParallel(ExecutorFactory):
         if key_layout is not None:
             check_layout("key_layout", key_layout)
         kind = check_device("device", device).type
-        _check_shape(batch, q_heads, kv_heads, head_dim, dtype)
-        shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
+        value_dim = head_dim if value_dim is None else value_dim
+        _check_shape(batch, q_heads, kv_heads, head_dim, value_dim, dtype)
+        shape = _shape(batch, q_heads, kv_heads, head_dim, value_dim, dtype)
         positions = self._shards(mask, length, key_length, key_layout)
         workload = Workload(positions, shape, self._groups.ranks_per_node, device=kind)
         choice = self._auto_choice(workload)
@@ -258,7 +261,7 @@ class ContextParallel(ExecutorFactory):
         self._check_shard(q.shape[2], length)
         key_length, key_layout = length if key_length is None else key_length, key_layout or self.layout
         self._check_shard(k.shape[2], key_length, key_layout, "keys")
-        shape = _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype)
+        shape = _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
         scale = resolve_scale(q, scale)
 
         positions = self._shards(mask, length, key_length, key_layout)
@@ -273,7 +276,8 @@ class ContextParallel(ExecutorFactory):
             executor,
             {
                 "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
-                "head_dim": shape.head_dim, f"length{inferred}": length, "key_length": key_length,
+                "head_dim": shape.head_dim, "head_dim of v": shape.value_dim,
+                f"length{inferred}": length, "key_length": key_length,
                 "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scale,
                 "layout": self.layout, "key_layout": key_layout, "schedule": self.schedule, "backend": self.backend,
                 "ranks_per_node": self._groups.ranks_per_node, "return_lse": return_lse,
@@ -312,8 +316,10 @@ def _check_lengths(mask: Mask, length: int, key_length: int | None) -> None:
     mask.check(length if key_length is None else key_length)
 
 
-def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    sizes = {
+        "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim
+    }  # fmt: skip
     for name, n in sizes.items():
         check_count(name, n, least=1)
     if q_heads % kv_heads:
@@ -321,5 +327,5 @@ def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: 
     check_dtype("dtype", dtype)
 
 
-def _shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Shape:
-    return Shape(batch, q_heads, kv_heads, head_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+def _shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Shape:
+    return Shape(batch, q_heads, kv_heads, head_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize, value_dim)

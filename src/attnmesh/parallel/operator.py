@@ -67,10 +67,10 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     *_, return_lse, needs_grad = call
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-    return q.new_empty(q.shape), lse if _needs_lse(return_lse, needs_grad) else _empty(lse)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse if _needs_lse(return_lse, needs_grad) else _empty(lse)
 
 
 def _needs_lse(return_lse: bool, needs_grad: Sequence[bool]) -> bool:

@@ -8,6 +8,14 @@
 
 The forward sends nothing: where K and V are on every device anyway, each device skips the queries of the others.
 
+A prompt may continue a prefix: the queries are then those of the positions from `q_offset` on, and K and V also hold
+the positions before it. Only the new positions are divided, in the same chunks. Every chunk reads the prefix, so the
+longer the prefix, the less the chunks differ.
+
+    S = 256 after a prefix of 1024    queries                         keys that a query sees on average
+    device 0                          [1024, 1056) and [1248, 1280)   1040.5 and 1264.5
+    device 3                          [1120, 1152) and [1152, 1184)   1136.5 and 1168.5: the same sum
+
 This differs from the ring-distributed text it is based on. There, the rule to skip a block is inverted: keys before all
 queries of a chunk are fully visible (computed without a mask), keys after them are hidden (skipped), the others cross
 the diagonal. A device computes 9 chunk pairs of 36, not 2 of 16. Only queries and outputs are local; K and V are whole.
@@ -28,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, comm_from
 from attnmesh.core.layouts import Zigzag
-from attnmesh.core.masks import Causal
+from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import (
@@ -66,14 +74,14 @@ def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[in
 @overload
 def ring_distributed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, ring_size: int | None = ..., ring_id: int | None = ...,
-    group: Comm | ProcessGroup | DeviceMesh | None = ..., scale: float | None = ..., return_lse: Literal[False] = ...,
-    pairs: int | tuple[int, ...] = ..., backend: str = ...,
+    group: Comm | ProcessGroup | DeviceMesh | None = ..., q_offset: int = ..., mask: Mask = ...,
+    scale: float | None = ..., return_lse: Literal[False] = ..., pairs: int | tuple[int, ...] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ring_distributed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, ring_size: int | None = ..., ring_id: int | None = ...,
-    group: Comm | ProcessGroup | DeviceMesh | None = ..., scale: float | None = ..., return_lse: Literal[True],
-    pairs: int | tuple[int, ...] = ..., backend: str = ...,
+    group: Comm | ProcessGroup | DeviceMesh | None = ..., q_offset: int = ..., mask: Mask = ...,
+    scale: float | None = ..., return_lse: Literal[True], pairs: int | tuple[int, ...] = ..., backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def ring_distributed_attention(
     q: Tensor,
@@ -83,6 +91,8 @@ def ring_distributed_attention(
     ring_size: int | None = None,
     ring_id: int | None = None,
     group: Comm | ProcessGroup | DeviceMesh | None = None,
+    q_offset: int = 0,
+    mask: Mask = Causal(),  # noqa: B008  (immutable)
     scale: float | None = None,
     return_lse: bool = False,
     pairs: int | tuple[int, ...] = 1,
@@ -90,8 +100,15 @@ def ring_distributed_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of this device's queries; q [B,Hq,S,D], k and v [B,Hkv,S,D] are whole on every device.
 
-    Returns out [B,Hq,n,D] for the n positions of `ring_chunks`, in that order, and with `return_lse` the float32 lse
-    [B,Hq,n]; both are differentiable. `gather_ring_outputs` returns the whole output. The mask is always causal.
+    Returns out [B,Hq,n,D] for the n positions of `ring_chunks(S, ...)`, in that order, and with `return_lse` the
+    float32 lse [B,Hq,n]; both are differentiable. `gather_ring_outputs` returns the whole output.
+
+    A prompt that continues a prefix, or a chunk of a prompt, has `q_offset` positions before it: q are then the queries
+    of positions `q_offset` to `q_offset + S - 1`, and k and v those of positions 0 to `q_offset + S - 1`.
+
+    `mask` must be causal, and may hide more: `Causal() & SlidingWindow(1023)`, `Causal() & Documents(lengths)` with the
+    documents of all `q_offset + S` positions. The chunks are those of `ring_chunks` for every mask: they balance the
+    work of `Causal`.
 
     Pass `ring_size` and `ring_id`, or a `group` (a ProcessGroup, a one-dimensional DeviceMesh, a comm), which implies
     them. With a group, ranks first compare their arguments, and dk and dv are summed over the group (in float32,
@@ -105,23 +122,29 @@ def ring_distributed_attention(
     def check_arguments() -> tuple[_QueryShare, SharedValues]:
         check_inputs(q, k, v, scale)
         check_bool(return_lse=return_lse)
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(f"q and k must hold the same positions, got {q.shape[2]} and {k.shape[2]}")
+        queries = range(check_count("q_offset", q_offset), q_offset + q.shape[2])
+        if k.shape[2] != queries.stop:
+            raise ValueError(
+                f"k must hold the positions up to the last query, {queries.stop} for q_offset={q_offset} and "
+                f"{len(queries)} queries, got {k.shape[2]}"
+            )
+        _check_causal(mask, queries)
         size, index = (ring_size, ring_id) if group is None else _place_in_group(comm, ring_size, ring_id)
         if size is None or index is None:
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={index}")
         _check_ring(size, index)
         check_choice("backend", backend, BACKENDS)
         share = _QueryShare(
-            Zigzag(pairs).ranges(q.shape[2], size, index), Scores(resolve_scale(q, scale)), backend, comm
-        )
+            Zigzag(pairs).ranges(q.shape[2], size, index), q_offset, mask, Scores(resolve_scale(q, scale)), backend,
+            comm,
+        )  # fmt: skip
         for call in share.calls(q, k, v):
             choose_fused(call, backend)  # raises if no backend serves it
         grad = torch.is_grad_enabled()
         return share, {
             "batch": q.shape[0], "query heads": q.shape[1], "kv heads": k.shape[1], "head_dim": q.shape[3],
-            "length": q.shape[2], "dtype": q.dtype, "device": q.device.type, "scale": share.scores.scale,
-            "pairs": pairs, "backend": backend,
+            "length": q.shape[2], "q_offset": q_offset, "mask": mask, "dtype": q.dtype, "device": q.device.type,
+            "scale": share.scores.scale, "pairs": pairs, "backend": backend,
             "gradient of q": grad and q.requires_grad, "gradient of k": grad and k.requires_grad,
             "gradient of v": grad and v.requires_grad,
         }  # fmt: skip
@@ -173,20 +196,22 @@ def gather_ring_outputs(
 class _QueryShare(Executor):
     """The executor of one device's share of the queries. dk and dv are summed over the ranks of `comm`."""
 
-    chunks: Ranges
+    chunks: Ranges  # rows of q
+    q_offset: int
+    mask: Mask
     scores: Scores
     backend: str
     comm: Comm
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
         """One call per chunk, on views of its queries and of the keys up to its end."""
-        return [
-            Call(
-                contiguous_last_dim(q[:, :, chunk.start : chunk.stop]), contiguous_last_dim(k[:, :, : chunk.stop]),
-                contiguous_last_dim(v[:, :, : chunk.stop]), _patch(chunk), self.scores,
-            )
-            for chunk in self.chunks
-        ]  # fmt: skip
+        calls = []
+        for chunk in self.chunks:
+            patch = _patch(self.mask, range(self.q_offset + chunk.start, self.q_offset + chunk.stop))
+            queries = contiguous_last_dim(q[:, :, chunk.start : chunk.stop])
+            keys, values = (contiguous_last_dim(x[:, :, : self.q_offset + chunk.stop]) for x in (k, v))
+            calls.append(Call(queries, keys, values, patch, self.scores))
+        return calls
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
         """The state of this device's queries."""
@@ -223,9 +248,30 @@ class _QueryShare(Executor):
 
 
 @lru_cache(maxsize=128)
-def _patch(chunk: range) -> Patch:
+def _patch(mask: Mask, q: range) -> Patch:
     # Cached, because every layer of a model needs the same few patches, and a patch caches its blocks.
-    return Patch(Causal(), (chunk,), (range(chunk.stop),))
+    return Patch(mask, (q,), (range(q.stop),))
+
+
+def _check_causal(mask: Mask, queries: range) -> None:
+    """Raise ValueError unless `mask` fits the positions up to the last query and hides later keys from every query."""
+    check_mask("mask", mask)
+    mask.check(queries.stop)
+    position = _first_not_causal(mask, queries)
+    if position is not None:
+        raise ValueError(
+            f"mask must be causal, but {mask} lets the query at position {position} attend to later keys: intersect it "
+            "with Causal()"
+        )
+
+
+@lru_cache(maxsize=128)
+def _first_not_causal(mask: Mask, queries: range) -> int | None:
+    """The first query that attends to a later key."""
+    at = torch.arange(queries.start, queries.stop, device="cpu")
+    first, end = mask.key_ranges(at)
+    later = ((first < end) & (end > at + 1)).nonzero()
+    return queries[int(later[0])] if len(later) else None
 
 
 def _place_in_group(comm: Comm, ring_size: int | None, ring_id: int | None) -> tuple[int, int]:

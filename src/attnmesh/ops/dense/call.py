@@ -225,6 +225,26 @@ def resolve_scores(q: Tensor, scale: float | None, softcap: float | None, alibi_
     return Scores(resolve_scale(q, scale), None if softcap is None else float(softcap), alibi_slopes)
 
 
+def check_score_terms(
+    q: Tensor, softcap: float | None, sinks: Tensor | None, alibi_slopes: Tensor | None
+) -> None:  # fmt: skip
+    """Raise ValueError for an invalid softcap, sinks or slopes of queries that have been checked."""
+    if softcap is not None:
+        check_number("softcap", softcap, above=0)
+    for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if x is None:
+            continue
+        check_tensor(name, x, f"[{q.shape[1]}]")
+        if x.shape != q.shape[1:2] or not x.dtype.is_floating_point:
+            raise ValueError(
+                f"{name} must be floating point [{q.shape[1]}], one per query head, got {x.dtype} {tuple(x.shape)}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes must be constants without a gradient, got requires_grad=True")
+
+
 def resolve_scale(q: Tensor, scale: float | None) -> float:
     """The given scale, or 1 / sqrt(head_dim)."""
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
