@@ -107,12 +107,12 @@ class Result:
         """From the arguments of an autograd backward, where None means that an output is unused."""
         return cls(out, lse, torch.zeros_like(out) if grad_out is None else contiguous_last_dim(grad_out), grad_lse)
 
-    def with_layout_of(self, q: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+    def with_layout_of(self, q: Tensor, rows: range, sequences: range | None = None) -> tuple[Tensor, Tensor]:
         """The given rows of out and grad_out with the strides of `torch.empty_like(q)`; copied at most once."""
         strides = torch.empty_like(q, device="meta").stride()
-        at = rows, strides
+        at = rows, sequences, strides
         if at not in self._by_layout:
-            parts = [x[:, :, rows.start : rows.stop] for x in (self.out, self.grad_out)]
+            parts = [of_sequences(x, sequences)[:, :, rows.start : rows.stop] for x in (self.out, self.grad_out)]
             out, grad_out = (
                 x if _strided(x, strides) and _is_aligned(x) else torch.empty_like(q).copy_(x) for x in parts
             )
