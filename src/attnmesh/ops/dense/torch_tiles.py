@@ -61,7 +61,7 @@ class TorchTiles:
             for tile, q, k, v in _tiles(call):
                 grad_out, lse, delta = (tile.of_rows(x) for x in (result.grad_out, result.lse, result.delta))
                 scores, slope = tile.scores(q, k)
-                lse.masked_fill_(lse == -torch.inf, torch.inf)  # such a row has no weights
+                lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # such a row has no weights
                 weights = scores.sub_(lse.unsqueeze(-1)).exp_()
                 if dv is not None:
                     tile.view(dv, tile.keys).add_(weights.mT @ grad_out)
@@ -97,10 +97,8 @@ class _Tile:
         return of_sequences(x, self.sequences)[:, :, rows.start : rows.stop]
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """A copy of the rows of this tile of x [B, Hq, S, ...], stacked, in the accumulation dtype."""
-        x = self.view(x, self.rows)
-        copied = torch.empty(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device).copy_(x)
-        return copied.unflatten(1, (-1, self.group)).flatten(2, 3)
+        """The rows of this tile of x [B, Hq, S, ...], stacked, in the accumulation dtype."""
+        return self.view(x, self.rows).to(accumulation_dtype(x.dtype)).unflatten(1, (-1, self.group)).flatten(2, 3)
 
     def by_head(self, x: Tensor) -> Tensor:
         """Stacked rows as [b, Hq, rows, ...]."""
@@ -125,10 +123,10 @@ class _Tile:
 
 def _tiles(call: Call) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor]]:
     """The tiles with a visible pair, and q, k and v of each in the accumulation dtype."""
+    dtype = accumulation_dtype(call.q.dtype)
+    call = replace(call, q=call.q.to(dtype), k=call.k.to(dtype), v=call.v.to(dtype))
     if any(block.kind is Kind.PARTIAL for block in call.visibility.blocks):
         call = call.with_unseen_zeroed()
-    dtype = accumulation_dtype(call.q.dtype)
-    call = replace(call, k=call.k.to(dtype), v=call.v.to(dtype))
     for block in call.visibility.blocks:
         batch = call.q.shape[0] if block.sequences is None else len(block.sequences)
         row_scores = max(1, batch * call.q.shape[1])
