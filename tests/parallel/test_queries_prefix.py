@@ -46,6 +46,12 @@ def test_devices_that_do_not_talk_compute_parts_of_the_whole():
     assert_exact(3, 25, 18, WINDOW, run=by_value, pairs=(2, 0, 1))
 
 
+@pytest.mark.parametrize("value_dim", [8, 24])
+def test_values_of_another_width_than_keys(value_dim):
+    for ring_size, length, mask in ((3, 22, Causal()), (4, 3, WINDOW)):
+        assert_exact(ring_size, length, 11, mask, value_dim=value_dim)
+
+
 @pytest.mark.parametrize("mask", [Causal(), WINDOW], ids=str)
 def test_the_chunks_of_a_prompt_one_after_another_are_the_whole_prompt(mask):
     q, k, v, *_ = random_inputs(47, dtype=torch.float64)

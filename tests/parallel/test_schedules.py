@@ -55,7 +55,7 @@ FLAT = tuple(name for name in SCHEDULES if "+" not in name)
 LAYOUTS = ("contiguous", "zigzag", "zigzag of two pairs", "striped", "balanced", "joint")
 LENGTHS = (0, 1, 3, 7, 24, 37, 52)
 HEADS = ((1, 1), (2, 2), (4, 2), (3, 1), (5, 5), (6, 2))
-DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 Mesh = tuple[int, int | None]  # ranks, and ranks per node
 MESHES: dict[str, list[Mesh]] = {
@@ -307,13 +307,15 @@ def test_keys_that_only_some_ranks_hold(schedule):
 @every_schedule
 @pytest.mark.parametrize("mask", ["causal", "all three"])
 def test_two_runs_give_the_same_bits(schedule, mask):
-    inputs, mask = random_inputs(37, dtype=torch.bfloat16, heads=(3, 1)), make_mask(mask, 37)
+    dtype = {"causal": torch.bfloat16, "all three": torch.float16}[mask]
+    inputs, mask = random_inputs(37, dtype=dtype, heads=(3, 1)), make_mask(mask, 37)
     first, second = (virtual_results(inputs=inputs, mask=mask, layout=Zigzag(), **way(schedule)) for _ in range(2))
     assert_same_bits(first, second)
 
 
 def test_a_world_of_one_gives_the_bits_of_attention_around_a_ring_and_the_right_ones_otherwise():
-    for mask, dtype in product(MASKS, (torch.float32, torch.bfloat16)):
+    for at, (mask, half) in enumerate(product(MASKS, (False, True))):
+        dtype = (torch.bfloat16, torch.float16)[at // 2 % 2] if half else torch.float32
         mask, inputs = make_mask(mask, 37), random_inputs(37, dtype=dtype, heads=(10, 5), head_dim=8)
         alone = forward_backward(lambda *qkv, mask=mask: attention(*qkv, mask=mask, return_lse=True), inputs)
         for schedule in FLAT:
@@ -642,7 +644,7 @@ def test_ranks_send_the_bytes_of_the_plan_in_every_combination(schedule, mesh, l
     mask = make_mask(mask, 37)
     held = layout_named(layout, mask, 37)
     draw = random.Random(f"{schedule} {mesh} {layout} {mask}")
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, draw.choice((torch.bfloat16, torch.float16))):
         inputs = random_inputs(37, heads=draw.choice(HEADS), dtype=dtype, head_dim=8)
         assert sent_by(schedule, mesh, inputs, mask, held) == planned(schedule, mesh, inputs, mask, held)
 
