@@ -24,7 +24,9 @@ aten = torch.ops.aten
 _CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _Parts = tuple[range, range, tuple[Tensor, Tensor, Tensor]]  # rows, keys, and their dq, dk, dv
-_STRIP = 256  # rows of a PARTIAL block that share one mask on the CPU: memory is O(strip x visible keys)
+# Rows of a PARTIAL block that share one mask on the CPU: memory is O(rows x visible keys). More rows compute scores that
+# no row sees, fewer make more kernel calls. Measured on two cores: a call costs as much as so many scores.
+_STRIPS, _SCORES_PER_CALL = (256, 128, 64), 20_000
 
 
 class Aten:
@@ -178,9 +180,11 @@ def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | N
         yield block.q, block.k, None, None
         return
     first, end = call.bounds(block, call.q.device)
-    for start in range(0, len(block.q), _STRIP):
-        q = block.q[start : start + _STRIP]
-        lo, hi = first[start : start + _STRIP], end[start : start + _STRIP]
+    batch = call.q.shape[0] if block.sequences is None else len(block.sequences)
+    strip = min(_STRIPS, key=lambda rows: _strip_cost(first, end, rows, batch * call.q.shape[1]))
+    for start in range(0, len(block.q), strip):
+        q = block.q[start : start + strip]
+        lo, hi = first[start : start + strip], end[start : start + strip]
         k = range(int(lo[0]), int(hi[-1]))
         if not k:
             continue
@@ -188,6 +192,13 @@ def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | N
         allowed = (at >= lo[:, None]) & (at < hi[:, None])
         mask = torch.zeros_like(allowed, dtype=call.q.dtype).masked_fill_(~allowed, -torch.inf)
         yield q, k, mask, lo >= hi
+
+
+def _strip_cost(first: Tensor, end: Tensor, rows: int, heads: int) -> int:
+    """The scores that strips of so many rows compute, plus the cost of their kernel calls."""
+    last = torch.cat([end[rows - 1 :: rows], end[-1:]])[: -(-len(end) // rows)]
+    keys = (last - first[::rows]).clamp(min=0)
+    return int(keys.sum()) * rows * heads + int((keys > 0).sum()) * _SCORES_PER_CALL
 
 
 def _with_lse_column(call: Call, result: Result) -> tuple[Call, Result]:
