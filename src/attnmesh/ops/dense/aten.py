@@ -24,8 +24,8 @@ aten = torch.ops.aten
 _CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _Parts = tuple[range, range, tuple[Tensor, Tensor, Tensor]]  # rows, keys, and their dq, dk, dv
-# Rows of a PARTIAL block that share one mask on the CPU: memory is O(rows x visible keys). More rows compute scores that
-# no row sees, fewer make more kernel calls. Measured on two cores: a call costs as much as so many scores.
+# Rows of a PARTIAL block that share one mask on the CPU: memory is O(rows x visible keys). More rows compute scores
+# that no row sees, fewer make more kernel calls. Measured on two cores: a call costs as much as so many scores.
 _STRIPS, _SCORES_PER_CALL = (256, 128, 64), 20_000
 
 

@@ -98,11 +98,14 @@ class _Tile:
 
     def of_rows(self, x: Tensor) -> Tensor:
         """The rows of this tile of x [B, Hq, S, ...], stacked, in the accumulation dtype."""
-        return self.view(x, self.rows).to(accumulation_dtype(x.dtype)).unflatten(1, (-1, self.group)).flatten(2, 3)
+        x = self.view(x, self.rows).to(accumulation_dtype(x.dtype))
+        stacked: Tensor = x.unflatten(1, (-1, self.group)).flatten(2, 3)
+        return stacked
 
     def by_head(self, x: Tensor) -> Tensor:
         """Stacked rows as [b, Hq, rows, ...]."""
-        return x.unflatten(2, (self.group, -1)).flatten(1, 2)
+        apart: Tensor = x.unflatten(2, (self.group, -1)).flatten(1, 2)
+        return apart
 
     def scores(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """The scores, -inf where a row does not see a key, and the derivative of the softcap, if there is one."""
