@@ -284,7 +284,7 @@ def _layouts(x: Tensors, backend: str) -> Tensors:
 def _masks(x: Tensors, backend: str) -> Tensors:
     results = {}
     for mask in (am.Full(), am.Causal(), WINDOW, am.Documents([7, 9]), am.Causal() & am.Documents([7, 9])):
-        results[f"{mask}"] = mask.allows(x["q"][..., None], x["k"])
+        results[f"{mask}"] = mask.visible(x["q"][..., None], x["k"])
         results |= {f"{mask} {i}": bound for i, bound in enumerate(mask.key_ranges(x["q"]))}
     return results
 
@@ -376,7 +376,7 @@ def rank_operations() -> list[Operation]:
                   lambda random: {"x": random.normal(3, 16, 5)}, _layouts),
         Operation(
             "masks",
-            tuple(f"{x}.{way}" for x in MASKS for way in ("allows", "key_ranges")),
+            tuple(f"{x}.{way}" for x in MASKS for way in ("visible", "key_ranges")),
             lambda random: {"q": random.integers(0, 16, 6), "k": random.integers(0, 16, 6)}, _masks,
         ),
         Operation(

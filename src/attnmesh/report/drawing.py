@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-
 from attnmesh.core import ranges
 from attnmesh.core.mask import Coverage, Mask, coverage, sequence_groups
 from attnmesh.core.ranges import Ranges

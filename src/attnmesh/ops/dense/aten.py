@@ -159,7 +159,11 @@ def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | N
     if block.kind is not Kind.PARTIAL:
         yield block.q, block.k, None, None
         return
-    first, end = (bound.long().clamp(block.k.start, block.k.stop) for bound in call.visibility.bounds(call.q.device))
+    first, end = (
+        bound[block.part, 0 if block.sequences is None else block.sequences.start].long()
+        .clamp(block.k.start, block.k.stop)
+        for bound in call.visibility.bounds(call.q.device)
+    )  # fmt: skip
     for start in range(block.q.start, block.q.stop, _STRIP):
         q = range(start, min(start + _STRIP, block.q.stop))
         lo, hi = first[q.start : q.stop], end[q.start : q.stop]
