@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = {
-    "training": 4,
+    "training": 6,
     "masks-and-layouts": 4,
     "decode": 3,
     "sharded-generation": 3,

@@ -51,8 +51,8 @@ def test_auto_is_what_the_planner_chooses():
 def test_a_model_gives_the_heads():
     given = ("--q-heads", 64, "--kv-heads", 8, "--head-dim", 128)
     assert seconds("--model", "Llama-3.1-70B") == seconds(*given) > seconds()
-    latent = ("--q-heads", 128, "--kv-heads", 128, "--head-dim", 160)
-    assert seconds("--model", "deepseek-v3") == seconds(*latent)
+    heads = ("--q-heads", 128, "--kv-heads", 128, "--head-dim")
+    assert seconds(*heads, 128) < seconds("--model", "deepseek-v3") < seconds(*heads, 192)  # keys of 192, values of 128
 
 
 def test_links_nodes_masks_and_layouts_are_as_asked_for():

@@ -198,8 +198,15 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "State.identity": [lambda: {"shape": (2, 3), "dtype": torch.float32, "device": "cpu"}],
     "ring_chunks": [lambda: {"length": 64, "ring_size": 4, "ring_id": 1, "pairs": (1, 1, 1, 1)}],
     "ring_distributed_attention": [
-        lambda: {**_qkv(), "ring_size": 2, "ring_id": 0, "pairs": 1},
+        lambda: {
+            **_qkv(), "q": rows(1, 4, 4, 8), "ring_size": 2, "ring_id": 0, "pairs": 1, "q_offset": 2,
+            "mask": am.SlidingWindow(2),
+        },
         lambda: {**_qkv(), "group": SoloComm()},
+        lambda: {
+            "q": rows(2, 4, 5, 16), "k": rows(4, 4, 2, 16), "v": rows(4, 4, 2, 16), "q_offset": [3, 1],
+            "block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), "ring_size": 2, "ring_id": 1,
+        },
     ],
     "gather_ring_outputs": [lambda: {"local_out": rows(1, 4, 6, 8), "length": 6, "group": SoloComm()}],
     # Masks and layouts.

@@ -88,6 +88,16 @@ def _one_of_a_ring(x: Tensors, backend: str) -> Tensors:
     return {"out": out, "lse": lse}
 
 
+def _pools(random: Random) -> Tensors:
+    pools = {"k": random.normal(6, 4, 2, 16), "v": random.normal(6, 4, 2, 16)}
+    return {"q": random.normal(2, 4, ROWS, 16), **pools, "block_table": random.integers(0, 6, 2, 4)}
+
+
+def _over_a_cache(x: Tensors, backend: str) -> Tensors:
+    out, lse = am.ring_distributed_attention(**x, q_offset=[3, 7], ring_size=2, ring_id=0, return_lse=True)
+    return {"out": out, "lse": lse}
+
+
 def _sdpa(x: Tensors, backend: str) -> Tensors:
     def attend(comm: am.Comm) -> Tensors:
         own = _of_rank(x, comm.rank)
@@ -330,6 +340,7 @@ def rank_operations() -> list[Operation]:
         "ring distributed", ("ring_distributed_attention", "gather_ring_outputs"),
         _qkv, _query_distributed,
     )  # fmt: skip
+    cache = Operation("ring distributed cache", ("ring_distributed_attention",), _pools, _over_a_cache)
     block = ("AttentionBlock", "AttentionBlock.__call__", "AttentionWeights", "AttentionWeights.shard")
     return [
         *(
@@ -341,6 +352,7 @@ def rank_operations() -> list[Operation]:
         ),
         ring,
         replace(ring, name="ring distributed alone", run=_one_of_a_ring, grads=("q", "k", "v")),
+        cache,
         Operation(
             "sdpa", ("attention_context_parallel",),
             _per_rank(lambda random: _qkv(random) | {"buffer": random.normal(3, WORLD * ROWS)}), _sdpa,

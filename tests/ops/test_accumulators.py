@@ -13,9 +13,16 @@ from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 SHAPE = (2, 3, 10, 4)
 
 
-def state(rows: int = SHAPE[2], *, dtype: torch.dtype = torch.float32, blind: float = 0.0) -> State:
+def accumulator(dtype: torch.dtype = torch.float32) -> StateAccumulator:
+    """For queries that are wider than the values."""
+    return StateAccumulator(torch.empty(*SHAPE[:3], 7, dtype=dtype), SHAPE[3])
+
+
+def state(
+    rows: int = SHAPE[2], *, dtype: torch.dtype = torch.float32, blind: float = 0.0, batch: int = SHAPE[0]
+) -> State:
     """A random state over some rows; a share of them has seen nothing, and holds NaN."""
-    out, lse = torch.randn(*SHAPE[:2], rows, SHAPE[3]), 4 * torch.randn(*SHAPE[:2], rows)
+    out, lse = torch.randn(batch, SHAPE[1], rows, SHAPE[3]), 4 * torch.randn(batch, SHAPE[1], rows)
     nothing = torch.rand(lse.shape) < blind
     out[nothing], lse[nothing] = torch.nan, -torch.inf
     return State(out.to(dtype), lse.to(torch.float64 if dtype == torch.float64 else torch.float32))
@@ -26,19 +33,20 @@ def copied(part: State) -> State:
     return State(part.out.clone(), part.lse.clone())
 
 
-def spread(part: State, row: int) -> State:
+def spread(part: State, row: int, sequence: int = 0) -> State:
     """The part as a state of all rows: the others have seen nothing."""
     whole = State.identity(SHAPE, dtype=part.lse.dtype)
-    rows = slice(row, row + part.lse.shape[2])
-    whole.out[:, :, rows], whole.lse[:, :, rows] = part.out.to(part.lse.dtype), part.lse
+    place = slice(sequence, sequence + part.lse.shape[0]), slice(None), slice(row, row + part.lse.shape[2])
+    whole.out[place], whole.lse[place] = part.out.to(part.lse.dtype), part.lse
     return whole
 
 
-def summed(parts: list[tuple[State, int]], dtype: torch.dtype = torch.float32) -> State:
-    total = StateAccumulator(torch.empty(SHAPE, dtype=dtype))
-    for part, row in parts:
-        total.add(copied(part), row)
-    return total.finish(dtype)
+def summed(parts: list[tuple], dtype: torch.dtype = torch.float32, sinks: Tensor | None = None) -> State:
+    """The sum of parts (state, row) or (state, row, sequence)."""
+    total = accumulator(dtype)
+    for part, *at in parts:
+        total.add(copied(part), *at)
+    return total.finish(dtype, sinks)
 
 
 def assert_same(found: State, expected: State) -> None:
@@ -56,12 +64,12 @@ def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("memory", [(3, 0, 1, 2), (0, 2, 1, 3)], ids=["columns", "rows"])
 def test_kernels_finish_for_queries_of_any_strides(device, memory, monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr("attnmesh.ops.merge._use_triton", lambda parts: True)
+    monkeypatch.setattr("attnmesh.ops.merge._use_triton", lambda x: True)
     back = [memory.index(i) for i in range(4)]
     like = torch.empty(SHAPE, dtype=torch.float16, device=device).permute(memory).contiguous().permute(back)
     parts = [State(*(x.to(device) for x in state())) for _ in range(3)]
     expected = merge([copied(part) for part in parts])
-    total = StateAccumulator(like)
+    total = StateAccumulator(like, SHAPE[3])
     for part in parts:
         total.add(part)
     found = total.finish(torch.float16)
@@ -86,12 +94,13 @@ def test_a_state_sum_is_the_merge_of_all_parts(count, blind):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
-def test_parts_may_cover_any_rows_in_any_order(data):
+def test_parts_may_cover_any_rows_of_any_sequences_in_any_order(data):
     parts = []
     for _ in range(data.draw(st.integers(1, 9))):
-        row = data.draw(st.integers(0, SHAPE[2]))
-        parts.append((state(data.draw(st.integers(0, SHAPE[2] - row)), blind=0.3), row))
-    expected = merge(spread(part, row) for part, row in parts)
+        row, sequence = data.draw(st.integers(0, SHAPE[2])), data.draw(st.integers(0, SHAPE[0] - 1))
+        rows, batch = data.draw(st.integers(0, SHAPE[2] - row)), data.draw(st.integers(1, SHAPE[0] - sequence))
+        parts.append((state(rows, blind=0.3, batch=batch), row, sequence))
+    expected = merge(spread(*part) for part in parts)
     assert_same(summed(parts), expected)
     assert_same(summed(data.draw(st.permutations(parts))), expected)
 
@@ -107,7 +116,7 @@ def test_one_part_of_some_rows_leaves_the_others_unseen():
 
 
 def test_a_sum_of_nothing_is_the_identity():
-    found = StateAccumulator(torch.empty(SHAPE, dtype=torch.bfloat16)).finish(torch.bfloat16)
+    found = accumulator(torch.bfloat16).finish(torch.bfloat16)
     assert found.out.dtype == torch.bfloat16
     assert found.lse.dtype == torch.float32
     assert not found.out.any()
@@ -124,6 +133,25 @@ def test_out_is_finished_in_the_type_asked_for_and_lse_stays_wide(dtype, count):
     exact = merge(State(part.out.double(), part.lse.double()) for part in parts)
     assert_rounded_once(found.out, exact.out)
     torch.testing.assert_close(found.lse.double(), exact.lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_sinks_join_before_out_is_rounded(count, dtype):
+    sinks = torch.tensor([2.0, -torch.inf, -1.0], dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    parts = [state(dtype=dtype, blind=0.5) for _ in range(count)]
+    as_part = State(torch.zeros(SHAPE, dtype=torch.float64), sinks.double()[:, None].expand(SHAPE[:3]))
+    exact = merge([*(State(part.out.double(), part.lse.double()) for part in parts), as_part])
+    found = summed([(part, 0) for part in parts], dtype, sinks)
+    assert_rounded_once(found.out, exact.out)
+    torch.testing.assert_close(found.lse.double(), exact.lse, rtol=1e-6, atol=1e-6)
+    into = State(torch.empty(SHAPE, dtype=dtype), torch.empty_like(found.lse))
+    total = accumulator(dtype)
+    for part in parts:
+        total.add(copied(part))
+    total.finish_into(into, sinks)
+    assert torch.equal(into.out, found.out)
+    assert torch.equal(into.lse, found.lse)
 
 
 def test_many_bf16_parts_round_once():
@@ -144,7 +172,7 @@ def test_extreme_lse_neither_overflow_nor_vanish():
 @pytest.mark.parametrize("before", [0, 1, 3, 4, 6])
 def test_a_kernel_may_continue_the_total_in_place(before):
     parts = [state() for _ in range(before + 1)]
-    total = StateAccumulator(torch.empty(SHAPE))
+    total = accumulator()
     for part in parts[:-1]:
         total.add(copied(part))
     assert (total.flush() is None) == (before == 0)
@@ -159,7 +187,7 @@ def test_a_kernel_may_continue_the_total_in_place(before):
 
 def test_a_kernel_may_replace_the_total_and_more_may_come():
     parts = [state() for _ in range(6)]
-    total = StateAccumulator(torch.empty(SHAPE))
+    total = accumulator()
     assert total.flush() is None
     total.replace(copied(parts[0]))
     for part in parts[1:]:
@@ -170,27 +198,28 @@ def test_a_kernel_may_replace_the_total_and_more_may_come():
 # Gradients.
 
 
-def gradients(count: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, int]]:
-    """Random parts of random rows, the first of all rows."""
-    parts = [(torch.randn(SHAPE).to(dtype), 0)]
-    for _ in range(count - 1):
+def gradients(count: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, int, int]]:
+    """Random parts of random rows and sequences, the first of all."""
+    parts = [(torch.randn(SHAPE).to(dtype), 0, 0)]
+    for at in range(count - 1):
         row = int(torch.randint(SHAPE[2], ()))
         rows = int(torch.randint(SHAPE[2] - row + 1, ()))
-        parts.append((torch.randn(*SHAPE[:2], rows, SHAPE[3]).to(dtype), row))
+        sequence = at % SHAPE[0]
+        parts.append((torch.randn(SHAPE[0] - sequence, SHAPE[1], rows, SHAPE[3]).to(dtype), row, sequence))
     return parts
 
 
-def plain_sum(parts: list[tuple[Tensor, int]]) -> Tensor:
+def plain_sum(parts: list[tuple[Tensor, int, int]]) -> Tensor:
     total = torch.zeros(SHAPE, dtype=torch.float64)
-    for part, row in parts:
-        total[:, :, row : row + part.shape[2]] += part
+    for part, row, sequence in parts:
+        total[sequence : sequence + part.shape[0], :, row : row + part.shape[2]] += part
     return total
 
 
-def filled(parts: list[tuple[Tensor, int]], dtype: torch.dtype = torch.float32) -> GradAccumulator:
+def filled(parts: list[tuple[Tensor, int, int]], dtype: torch.dtype = torch.float32) -> GradAccumulator:
     grads = GradAccumulator(torch.empty(SHAPE, dtype=dtype))
-    for part, row in parts:
-        grads.add(part.clone(), row)
+    for part, *at in parts:
+        grads.add(part.clone(), *at)
     return grads
 
 
@@ -213,7 +242,7 @@ def test_a_kernel_may_add_to_the_total_and_more_may_come(count):
     assert_rounded_once(total, plain_sum(parts))
     total += by_kernel
     grads.add(late.clone())
-    assert_rounded_once(grads.finish(), plain_sum([*parts, (by_kernel, 0), (late, 0)]))
+    assert_rounded_once(grads.finish(), plain_sum([*parts, (by_kernel, 0, 0), (late, 0, 0)]))
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -61,7 +61,7 @@ WRONG_ALONE = {
     "a long shard": ({n: shape(1, 2, 5, 16) for n in "qkv"}, "holds 4 of 12 positions, but its shard has 5"),
     "short queries": ({"q": shape(1, 2, 3, 16)}, "of 3 holds 4 of 12 positions, but its shard has 3"),
     "long keys": ({n: shape(1, 2, 5, 16) for n in "kv"}, "of 3 holds 4 of 12 keys, but its shard has 5"),
-    "k and v of two shapes": ({"v": shape(1, 2, 3, 16)}, "k and v must have the same shape"),
+    "k and v of two shapes": ({"v": shape(1, 2, 3, 16)}, "k and v must have the same batch size, heads and length"),
     "k of another dtype": ({"k": shape(1, 2, 4, 16).half()}, "q, k and v must have the same dtype"),
     "k on another device": ({"k": shape(1, 2, 4, 16).to("meta")}, "q, k and v must be on the same device"),
     "three dimensions": ({"q": shape(2, 4, 16)}, r"q must be \[batch, heads, seq, head_dim\], got shape \(2, 4, 16\)"),

@@ -4,7 +4,6 @@ import gc
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from attnmesh import (
 from attnmesh.comm import SoloComm
 from attnmesh.core.layouts import Balanced, Joint
 from attnmesh.parallel import operator
-from attnmesh.parallel.mask_encoding import _FIELDS, decode, encode
+from attnmesh.parallel.mask_encoding import _KINDS, decode, encode
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
 from helpers.cases import MASKS, make_mask
@@ -212,9 +211,7 @@ def test_layouts_survive_encoding(layout):
 
 def test_every_mask_and_layout_can_be_encoded():
     known = {kind for kind in (*subclasses(Mask), *subclasses(Layout)) if kind.__module__.startswith("attnmesh")}
-    assert known == set(_FIELDS)
-    for kind in known:
-        assert _FIELDS[kind] == tuple(field.name for field in fields(kind))
+    assert known == set(_KINDS)
 
 
 def subclasses(kind: type) -> list[type]:
@@ -236,19 +233,20 @@ def test_a_custom_mask_is_rejected():
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_operators_pass_opcheck(dtype):
     cp, inputs = ContextParallel(), random_inputs(18, dtype=dtype)
-    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
-    call = (cp._handle, encode(Causal()), 0.3, 18, None, None, True)
+    q, k, v, sinks = (x.clone().requires_grad_() for x in (*inputs[:3], torch.randn(4)))
+    call = (cp._handle, encode(Causal()), 0.3, None, 18, None, None, True)
     # A kernel may add up in another order when it runs again.
     close = {"atol": 1e-5, "rtol": 1e-5 if dtype != torch.bfloat16 else 2e-2}
-    torch.library.opcheck(torch.ops.attnmesh.context_attention, (q, k, v, *call, [True] * 3), **close)
+    torch.library.opcheck(torch.ops.attnmesh.context_attention, (q, k, v, sinks, None, *call, [True] * 4), **close)
     utils = {"test_utils": ("test_schema", "test_faketensor"), **close}  # the rest does not depend on the arguments
     strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.attnmesh.context_attention, (*strided, *call, [False] * 3), **utils)
+    torch.library.opcheck(torch.ops.attnmesh.context_attention, (*strided, None, None, *call, [False] * 4), **utils)
 
-    out, lse = cp.attention(*strided, return_lse=True)
-    every, one = [True, True, True], [False, True, False]
-    torch.library.opcheck(torch.ops.attnmesh.context_attention, (*strided, *call[:-1], False, [False] * 3), **utils)
-    for *grads, needed in ((*inputs[3:], every), (inputs[3], None, one), (None, inputs[4], every)):
+    strided += [sinks.detach(), None]
+    out, lse = cp.attention(*strided[:3], sinks=strided[3], return_lse=True)
+    every, one, last = [True] * 4, [False, True, False, False], [False, False, False, True]
+    torch.library.opcheck(torch.ops.attnmesh.context_attention, (*strided, *call[:-1], False, [False] * 4), **utils)
+    for *grads, needed in ((*inputs[3:], every), (inputs[3], None, one), (None, inputs[4], every), (*inputs[3:], last)):
         arguments = (*strided, out, lse, *grads, *call, needed)
         torch.library.opcheck(torch.ops.attnmesh.context_attention_backward, arguments, **utils)
 

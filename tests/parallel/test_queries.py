@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from test_streams import device as replay  # noqa: F401  (a fixture)
 from torch import Tensor
 
-from attnmesh import Causal, Comm, Coverage, SlidingWindow, Zigzag, attention, run_virtual
+from attnmesh import Causal, Comm, Coverage, Documents, Full, SlidingWindow, Zigzag, attention, run_virtual
 from attnmesh.comm import SubComm
 from attnmesh.comm.base import Finished
 from attnmesh.ops.dense import blockwise
@@ -222,10 +222,15 @@ def test_a_scale_of_ones_own():
 
 
 def test_triton_kernels_serve_it_too(device):
-    inputs = random_inputs(19, batch=1, heads=(2, 1))
-    there = [x.to(device) for x in inputs]
-    for found in (with_a_group(there, 2, backend="triton"), by_value(there, 3, backend="triton", pairs=2)):
-        assert_attention_close([x.cpu() for x in found], inputs, Causal())
+    for run, ring_size, q_offset, mask, pairs in (
+        (with_a_group, 2, 0, Causal(), 1),
+        (by_value, 2, 7, Causal() & SlidingWindow(8), 2),
+    ):
+        inputs = random_inputs(12, 12 + q_offset, batch=1, heads=(2, 1))
+        there = [x.to(device) for x in inputs]
+        found = run(there, ring_size, backend="triton", q_offset=q_offset, mask=mask, pairs=pairs)
+        positions = torch.arange(q_offset, 12 + q_offset)
+        assert_attention_close([x.cpu() for x in found], inputs, mask, q_positions=positions)
 
 
 def test_strided_inputs_are_taken_as_they_are():
@@ -575,19 +580,16 @@ def test_a_length_that_cannot_be(length):
             ask()
 
 
-@pytest.mark.parametrize("name", ["mask", "window", "documents", "q_positions", "is_causal"])
-def test_it_is_causal_only(name):
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-        attend({"ring_size": 2, "ring_id": 0, name: SlidingWindow(3)})
-
-
 # What one rank gives, and what all must hear.
 BAD_INPUT = {
     "queries and keys of two lengths": (
         {"q": torch.ones(1, 2, 11, 16)},
-        "q and k must hold the same positions, got 11",
+        "k must hold the positions up to the last query, 11 for q_offset=0 and 11 queries, got 12",
     ),
-    "k and v of two shapes": ({"v": torch.ones(1, 2, 11, 16)}, "k and v must have the same shape"),
+    "k and v of two shapes": (
+        {"v": torch.ones(1, 2, 11, 16)},
+        "k and v must have the same batch size, heads and length",
+    ),
     "heads that do not divide": ({"q": torch.ones(1, 3, 12, 16)}, "got q_heads=3 and kv_heads=2"),
     "three dimensions": ({"q": torch.ones(2, 12, 16)}, r"q must be \[batch, heads, seq, head_dim\]"),
     "no tensor": ({"k": None}, "k must be a tensor, got NoneType"),
@@ -603,6 +605,21 @@ BAD_INPUT = {
     "a backend that cannot": (
         {"backend": "triton", **{n: torch.ones(1, 2, 12, 8) for n in "qkv"}},
         "backend='triton' cannot serve this call: its kernels take head_dim 16 to 256, not 8",
+    ),
+    "an offset beyond the keys": ({"q_offset": 1}, "k must hold .* 13 for q_offset=1 and 12 queries, got 12"),
+    "an offset of True": ({"q_offset": True}, "q_offset must be an integer >= 0, got True"),
+    "no mask": ({"mask": None}, r"mask must be an attnmesh mask .*got None"),
+    "a mask that is not causal": ({"mask": Full()}, r"mask must be causal, but Full\(\) .* position 0 attend to later"),
+    "documents without Causal": (
+        {"mask": Documents([4, 8])},
+        "position 0 attend to later keys: intersect it with Causal",
+    ),
+    "a window to the right": ({"mask": SlidingWindow(3, 1)}, "mask must be causal, but SlidingWindow"),
+    "documents of another length": ({"mask": Causal() & Documents([4, 7])}, "must add up to the sequence length 12"),
+    "another mask": ({"mask": SlidingWindow(3)}, r"mask is Causal\(\) on ranks 0, 2 but SlidingWindow"),
+    "another offset": (
+        {"q": torch.ones(1, 2, 11, 16), "q_offset": 1},
+        "length is 12 on ranks 0, 2 but 11 on rank 1; q_offset is 0 on ranks 0, 2 but 1 on rank 1",
     ),
     "other pairs": ({"pairs": 2}, "pairs is 1 on ranks 0, 2 but 2 on rank 1"),
     "another scale": ({"scale": 0.5}, "scale is 0.25 on ranks 0, 2 but 0.5 on rank 1"),

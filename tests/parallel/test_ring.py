@@ -42,7 +42,7 @@ from helpers.memory import peak_bytes
 
 WORLDS = (1, 2, 3, 4, 8)
 LENGTHS = (0, 1, 2, 7, 64, 67, 130)
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VARIANTS = list(itertools.product(LENGTHS, (HEADS["mha"], HEADS["gqa"]), DTYPES))
 
 pairwise = pytest.mark.parametrize(
@@ -116,9 +116,10 @@ def test_two_runs_give_the_same_bits(mask, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_world_of_one_gives_the_bits_of_attention(mask, layout):
+    half = random.Random(f"{layout} {mask}").choice(DTYPES[1:])
     mask = make_mask(mask, 67)
     cp = ContextParallel(layout=LAYOUTS[layout], schedule="ring")
-    for dtype in DTYPES:
+    for dtype in (torch.float32, half):
         inputs = random_inputs(67, dtype=dtype)
         alone = forward_backward(lambda q, k, v: attention(q, k, v, mask=mask, return_lse=True), inputs)
         solo = forward_backward(lambda q, k, v: cp.attention(q, k, v, mask=mask, return_lse=True), inputs)
@@ -184,7 +185,7 @@ def test_without_return_lse_only_out_comes_back():
 # Traffic.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):

@@ -55,7 +55,7 @@ FLAT = tuple(name for name in SCHEDULES if "+" not in name)
 LAYOUTS = ("contiguous", "zigzag", "zigzag of two pairs", "striped", "balanced", "joint")
 LENGTHS = (0, 1, 3, 7, 24, 37, 52)
 HEADS = ((1, 1), (2, 2), (4, 2), (3, 1), (5, 5), (6, 2))
-DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 Mesh = tuple[int, int | None]  # ranks, and ranks per node
 MESHES: dict[str, list[Mesh]] = {
@@ -217,6 +217,18 @@ def test_ranks_that_hold_nothing_take_part(schedule):
 
 
 @every_schedule
+@pytest.mark.parametrize("widths", [(24, 16), (16, 40)])
+def test_values_of_another_width_than_keys(schedule, widths):
+    draw = random.Random(f"{schedule} {widths}")
+    mask = make_mask(draw.choice(MASKS), 37)
+    head_dim, value_dim = widths
+    dtype, heads = draw.choice(DTYPES), draw.choice(HEADS)
+    inputs = random_inputs(37, head_dim=head_dim, value_dim=value_dim, dtype=dtype, heads=heads)
+    found = virtual_results(inputs=inputs, mask=mask, layout=Zigzag(), **way(schedule))
+    assert_attention_close(found, inputs, mask)
+
+
+@every_schedule
 @pytest.mark.parametrize("scale", [0.7, -0.3, 0])
 def test_a_scale_of_ones_own(schedule, scale):
     inputs = random_inputs(21, head_dim=8)
@@ -295,13 +307,15 @@ def test_keys_that_only_some_ranks_hold(schedule):
 @every_schedule
 @pytest.mark.parametrize("mask", ["causal", "all three"])
 def test_two_runs_give_the_same_bits(schedule, mask):
-    inputs, mask = random_inputs(37, dtype=torch.bfloat16, heads=(3, 1)), make_mask(mask, 37)
+    dtype = {"causal": torch.bfloat16, "all three": torch.float16}[mask]
+    inputs, mask = random_inputs(37, dtype=dtype, heads=(3, 1)), make_mask(mask, 37)
     first, second = (virtual_results(inputs=inputs, mask=mask, layout=Zigzag(), **way(schedule)) for _ in range(2))
     assert_same_bits(first, second)
 
 
 def test_a_world_of_one_gives_the_bits_of_attention_around_a_ring_and_the_right_ones_otherwise():
-    for mask, dtype in product(MASKS, (torch.float32, torch.bfloat16)):
+    for at, (mask, half) in enumerate(product(MASKS, (False, True))):
+        dtype = (torch.bfloat16, torch.float16)[at // 2 % 2] if half else torch.float32
         mask, inputs = make_mask(mask, 37), random_inputs(37, dtype=dtype, heads=(10, 5), head_dim=8)
         alone = forward_backward(lambda *qkv, mask=mask: attention(*qkv, mask=mask, return_lse=True), inputs)
         for schedule in FLAT:
@@ -598,9 +612,9 @@ def planned(
     key_layout: Layout | None = None,
 ) -> list[list[tuple[int, int]]]:
     """The same by the plan."""
-    q, k = inputs[:2]
+    q, k, v = inputs[:3]
     sizes = q.dtype.itemsize, accumulation_dtype(q.dtype).itemsize
-    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], *sizes)
+    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], *sizes, v.shape[3])
     positions = shards(mask, layout, q.shape[2], mesh[0], key_layout, k.shape[2])
     workload = Workload(positions, shape, mesh[1] or mesh[0], lse)
     ways = [loads(schedule, workload, backward=backward) for backward in (False, True)]
@@ -615,7 +629,8 @@ def test_ranks_send_the_bytes_of_the_plan(schedule, mask_name):
     for key_length in draw.sample((37, 20), 1):
         mask, (layout, key_layout) = make_mask(mask_name, key_length), draw.choice(able)
         mesh = draw.choice([(5, None), (4, 2), (6, 3)] if schedule in FLAT else [(4, 2), (6, 2), (6, 3), (8, 4)])
-        inputs = random_inputs(37, key_length, heads=draw.choice(HEADS), dtype=draw.choice(DTYPES), head_dim=8)
+        widths = dict(zip(("head_dim", "value_dim"), draw.choice(((8, 8), (12, 8), (8, 20))), strict=True))
+        inputs = random_inputs(37, key_length, heads=draw.choice(HEADS), dtype=draw.choice(DTYPES), **widths)
         how = {"lse": key_length == 37, "key_layout": key_layout}
         sent = sent_by(schedule, mesh, inputs, mask, layout, **how)
         assert sent == planned(schedule, mesh, inputs, mask, layout, **how), (mesh, layout, key_layout)
@@ -629,7 +644,7 @@ def test_ranks_send_the_bytes_of_the_plan_in_every_combination(schedule, mesh, l
     mask = make_mask(mask, 37)
     held = layout_named(layout, mask, 37)
     draw = random.Random(f"{schedule} {mesh} {layout} {mask}")
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, draw.choice((torch.bfloat16, torch.float16))):
         inputs = random_inputs(37, heads=draw.choice(HEADS), dtype=dtype, head_dim=8)
         assert sent_by(schedule, mesh, inputs, mask, held) == planned(schedule, mesh, inputs, mask, held)
 

@@ -24,7 +24,7 @@ CASES = [
     # mask, length, key length, heads, dtype
     (Causal(), 21, 21, (4, 2), torch.float32),
     (Full(), 13, 18, (3, 3), torch.bfloat16),
-    (Causal() & Documents([9, 2, 12]), 23, 23, (6, 1), torch.float32),
+    (Causal() & Documents([9, 2, 12]), 23, 23, (6, 1), torch.float16),
 ]
 
 

@@ -114,6 +114,18 @@ def test_autocast():
             assert torch.equal(F.scaled_dot_product_attention(q, k, v.bfloat16(), is_causal=True), expected)
 
 
+def test_values_of_another_width_than_keys():
+    q, k, v = (torch.randn(2, 4, LENGTH, width) for width in (8, 8, 20))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def rank(comm: Comm) -> None:
+        with attention_context_parallel(comm, length=LENGTH) as cp:
+            found = F.scaled_dot_product_attention(*(cp.shard(x, 2) for x in (q, k, v)), is_causal=True)
+        torch.testing.assert_close(found, cp.shard(expected, 2))
+
+    run_virtual(2, rank)
+
+
 def test_a_context_parallel_of_ones_own():
     x, angles, _ = drawn()
     cp = ContextParallel(layout=Striped())
@@ -151,7 +163,7 @@ def test_a_compiled_model():
             {"attn_mask": torch.ones(8, 8, dtype=torch.bool)},
             r"attn_mask must be None .*attention_context_parallel\(mask=",
         ),
-        ({"dropout_p": 0.1}, "dropout_p must be 0 over ranks, got 0.1"),
+        ({"dropout_p": 0.1}, "dropout_p must be 0: attention has no dropout over ranks, got 0.1"),
         (
             {"key": torch.zeros(1, 1, 8, 16), "value": torch.zeros(1, 1, 8, 16)},
             "enable_gqa must be True for 2 query and 1 key heads",

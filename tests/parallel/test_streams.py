@@ -132,15 +132,15 @@ def device(monkeypatch) -> Device:
         monkeypatch.setattr(Aten, name, compute)
     for kind in (accumulate.StateAccumulator, accumulate.GradAccumulator):
 
-        def add(self, part, row=0, original=kind.add):
+        def add(self, part, row=0, sequence=0, original=kind.add):
             device.made(part[0] if isinstance(part, tuple) else part)
-            original(self, part, row)
+            original(self, part, row, sequence)
 
         monkeypatch.setattr(kind, "add", add)
     for name, function in (("_merge_parts", accumulate._merge_parts), ("_sum_parts", accumulate._sum_parts)):
 
         def sum_up(total, parts, *rest, original=function):
-            device.summed([part[0] if isinstance(part, tuple) else part for part, _ in parts])
+            device.summed([part.value[0] if isinstance(part.value, tuple) else part.value for part in parts])
             return original(total, parts, *rest)
 
         monkeypatch.setattr(accumulate, name, sum_up)

@@ -145,7 +145,7 @@ def _shape(model: str | None, batch: int, q_heads: int | None, kv_heads: int | N
         raise ValueError("--q-heads, --kv-heads and --head-dim cannot be used with --model")
     of = known_model(model)
     heads = of.q_heads if of.latent else of.kv_heads
-    return Shape(batch, of.q_heads, heads, (of.head_dim + of.value_dim) // 2, itemsize=2, sum_itemsize=4)
+    return Shape(batch, of.q_heads, heads, of.head_dim, itemsize=2, sum_itemsize=4, value_dim=of.value_dim)
 
 
 def _schedule(schedule: str, workload: Workload, cluster: Cluster) -> str:

@@ -9,35 +9,46 @@ the same memory, which does not grow with the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.merge import discount_sinks_batch_invariant, merge_into, merge_sequential
+from attnmesh.core.merge import add_sinks, discount_sinks_batch_invariant, merge_into, merge_sequential
 from attnmesh.core.optional import require
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
 from attnmesh.plan.workload import PENDING_PARTS, PENDING_PARTS_WITH_TOTAL
 
+_T = TypeVar("_T", State, Tensor)
+
+
+class Part(NamedTuple, Generic[_T]):
+    """A partial state or gradient [b, H, s, D] of rows `row`, `row + 1`, ... of sequences `sequence`, ..."""
+
+    value: _T
+    row: int = 0
+    sequence: int = 0
+
 
 class StateAccumulator:
-    """Merges states over disjoint keys, each covering some of the rows of `like` [B, H, S, D].
+    """Merges states over disjoint keys, each covering some rows of some sequences of q [B, H, S, D].
 
-    Takes ownership of the tensors it is given. A part with an lse of -inf must have `out = 0`: a single part is
-    returned as it is. `parts` is the number of parts to come, if known: the last ones are then merged and rounded in
-    one pass.
+    `width` is that of `out`: the head dim of the values. Takes ownership of the tensors it is given. A part with an lse
+    of -inf must have `out = 0`: a single part is returned as it is. `parts` is the number of parts to come, if known:
+    the last ones are then merged and rounded in one pass.
     """
 
-    def __init__(self, like: Tensor, streams: StreamPair = SINGLE_STREAM, parts: int | None = None) -> None:
-        self._like, self._streams, self._parts_left = like, streams, parts
-        self._dtype = accumulation_dtype(like.dtype)
+    def __init__(self, q: Tensor, width: int, streams: StreamPair = SINGLE_STREAM, parts: int | None = None) -> None:
+        self._q, self._streams, self._parts_left = q, streams, parts
+        self._shape = torch.Size((*q.shape[:3], width))
+        self._dtype = accumulation_dtype(q.dtype)
         self._total: State | None = None
-        self._pending: list[tuple[State, int]] = []
+        self._pending: list[Part[State]] = []
 
-    def add(self, part: State, row: int = 0) -> None:
-        """Merges a partial state that covers rows `row`, `row + 1`, ..."""
-        self._pending.append((part, row))
+    def add(self, part: State, row: int = 0, sequence: int = 0) -> None:
+        """Merges a partial state of rows `row`, `row + 1`, ... of sequences `sequence`, `sequence + 1`, ..."""
+        self._pending.append(Part(part, row, sequence))
         self._parts_left = _decremented(self._parts_left)
         if self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
             self.flush()
@@ -45,58 +56,65 @@ class StateAccumulator:
     def flush(self) -> State | None:
         """Returns the float32 state so far, which a kernel may continue in place; None before the first part."""
         if self._pending:
-            self._total = self._merged(self._dtype)
+            with self._streams.exclusive():
+                self._total = _merge_parts(self._total, self._pending, self._dtype, self._shape)
+                self._pending = []
         return self._total
 
     def total(self) -> State:
         """Returns the float32 state so far, as `flush` does; the identity before the first part."""
         total = self.flush()
         if total is None:
-            total = self._total = State.identity(self._like.shape, dtype=self._dtype, device=self._like.device)
+            total = self._total = State.identity(self._shape, dtype=self._dtype, device=self._q.device)
         return total
 
     def replace(self, total: State) -> None:
         """Replaces the total with a state that a kernel has continued."""
         self._total = total
 
-    def finish(self, dtype: torch.dtype) -> State:
-        """Returns the merged state with `out` in `dtype` and `lse` in the accumulation dtype."""
-        if self._total is None and len(self._pending) == 1 and self._pending[0][0].out.shape == self._like.shape:
-            only = self._pending[0][0]
-            return State(only.out.to(dtype), only.lse)
-        if self._pending and _use_triton(self._pending):
-            lse = torch.empty(self._like.shape[:3], dtype=self._dtype, device=self._like.device)
-            rows = torch.empty_like(self._like, dtype=dtype)  # with the strides of q
-            if rows.stride(-1) != 1:  # the kernel writes contiguous rows
-                rows = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-            result = State(rows, lse)
-            self.finish_into(result)
+    def finish(self, dtype: torch.dtype, sinks: Tensor | None = None) -> State:
+        """Returns the merged state with `out` in `dtype` and `lse` in the accumulation dtype.
+
+        `sinks` [H] are scores of keys without a value: they are merged before `out` is rounded, and `lse` has them.
+        """
+        if sinks is None and self._total is None and len(self._pending) == 1:
+            only = self._pending[0].value
+            if only.out.shape == self._shape:
+                return State(only.out.to(dtype), only.lse)
+        if self._finishes_in_triton(sinks):
+            lse = torch.empty(self._shape[:3], dtype=self._dtype, device=self._q.device)
+            result = State(_empty_out(self._q, self._shape, dtype), lse)
+            self.finish_into(result, sinks)
             return result
-        if self._pending:
-            return self._merged(dtype)
         total = self.total()
+        if sinks is not None:
+            total = add_sinks(total, sinks[:, None])
         return State(total.out.to(dtype), total.lse)
 
-    def finish_into(self, result: State) -> None:
-        """Writes the merged state to `result`, which has the shape of `like` and may be strided."""
-        if self._pending and _use_triton(self._pending):
+    def finish_into(self, result: State, sinks: Tensor | None = None) -> None:
+        """Writes the merged state to `result`, which may be strided. `sinks` as in `finish`."""
+        if self._finishes_in_triton(sinks):
             with self._streams.exclusive():
-                _triton().accumulate(self._total, self._pending, result.out.dtype, self._like.shape, result)
+                total, parts = self._total, self._pending
+                if not parts:
+                    total, parts = None, [Part(self.total())]
+                _triton().accumulate(total, parts, result.out.dtype, self._shape, result, sinks)
                 self._pending = []
             return
-        state = self.finish(result.out.dtype)
+        state = self.finish(result.out.dtype, sinks)
         result.out.copy_(state.out)
         result.lse.copy_(state.lse)
 
-    def _merged(self, dtype: torch.dtype) -> State:
-        with self._streams.exclusive():
-            merged = _merge_parts(self._total, self._pending, dtype, self._like.shape)
-            self._pending = []
-        return merged
+    def _finishes_in_triton(self, sinks: Tensor | None) -> bool:
+        """Whether a kernel has something to merge, on a device that it runs on."""
+        return _use_triton(self._q) and (bool(self._pending) or sinks is not None)
 
 
 class GradAccumulator:
-    """Sums partial gradients, each covering some rows of `like` [B, H, S, D]. `parts` as in `StateAccumulator`."""
+    """Sums partial gradients, each covering some rows of some sequences of `like` [B, H, S, D].
+
+    `parts` is as in `StateAccumulator`.
+    """
 
     @classmethod
     def from_total(cls, total: Tensor, dtype: torch.dtype) -> GradAccumulator:
@@ -108,11 +126,11 @@ class GradAccumulator:
     def __init__(self, like: Tensor, streams: StreamPair = SINGLE_STREAM, parts: int | None = None) -> None:
         self._like, self._streams, self._parts_left = like, streams, parts
         self._total: Tensor | None = None
-        self._pending: list[tuple[Tensor, int]] = []
+        self._pending: list[Part[Tensor]] = []
 
-    def add(self, part: Tensor, row: int = 0) -> None:
-        """Adds a partial gradient that covers rows `row`, `row + 1`, ..."""
-        self._pending.append((part, row))
+    def add(self, part: Tensor, row: int = 0, sequence: int = 0) -> None:
+        """Adds a partial gradient of rows `row`, `row + 1`, ... of sequences `sequence`, `sequence + 1`, ..."""
+        self._pending.append(Part(part, row, sequence))
         self._parts_left = _decremented(self._parts_left)
         if self._parts_left != 0 and len(self._pending) >= _max_pending(self._total):
             self.total()
@@ -125,14 +143,14 @@ class GradAccumulator:
 
     def add_to(self, target: Tensor) -> None:
         """Adds the sum to `target` in place and resets this accumulator."""
-        for group in (self._pending, [] if self._total is None else [(self._total, 0)]):
+        for group in (self._pending, [] if self._total is None else [Part(self._total)]):
             _sum_parts(target, group, target.dtype, target)
         self._total, self._pending = None, []
 
     def finish(self) -> Tensor:
         """Returns the sum in the dtype of `like`."""
-        if self._total is None and len(self._pending) == 1 and self._pending[0][0].shape == self._like.shape:
-            return self._pending[0][0].to(self._like.dtype)
+        if self._total is None and len(self._pending) == 1 and self._pending[0].value.shape == self._like.shape:
+            return self._pending[0].value.to(self._like.dtype)
         return self._summed(self._like.dtype)
 
     def _summed(self, dtype: torch.dtype) -> Tensor:
@@ -164,7 +182,7 @@ def _max_pending(total: object | None) -> int:
     return PENDING_PARTS if total is None else PENDING_PARTS_WITH_TOTAL
 
 
-def _sum_parts(total: Tensor | None, parts: Sequence[tuple[Tensor, int]], dtype: torch.dtype, like: Tensor) -> Tensor:
+def _sum_parts(total: Tensor | None, parts: Sequence[Part[Tensor]], dtype: torch.dtype, like: Tensor) -> Tensor:
     """The sum in `dtype`; in place where the total has that dtype."""
     if not parts:
         return torch.zeros(like.shape, dtype=dtype, device=like.device) if total is None else total.to(dtype)
@@ -175,27 +193,39 @@ def _sum_parts(total: Tensor | None, parts: Sequence[tuple[Tensor, int]], dtype:
         return summed
     if total is None:
         total = torch.zeros(like.shape, dtype=accumulation_dtype(like.dtype), device=like.device)
-    for part, row in parts:
-        total[:, :, row : row + part.shape[2]] += part
+    for part in parts:
+        _covered(total, part.value.shape, part)[:] += part.value
     return total.to(dtype)
 
 
-def _merge_parts(
-    total: State | None, parts: Sequence[tuple[State, int]], dtype: torch.dtype, shape: torch.Size
-) -> State:
-    if _use_triton(parts):
+def _merge_parts(total: State | None, parts: Sequence[Part[State]], dtype: torch.dtype, shape: torch.Size) -> State:
+    if _use_triton(parts[0].value.lse):
         merged: State = _triton().accumulate(total, parts, dtype, shape)
         return merged
     if total is None:
-        out = parts[0][0].out
+        out = parts[0].value.out
         total = State.identity(shape, dtype=accumulation_dtype(out.dtype), device=out.device)
-    for part, row in parts:
-        merge_into(total, part, row)
+    for part in parts:
+        shape = part.value.lse.shape
+        merge_into(State(_covered(total.out, shape, part), _covered(total.lse, shape, part)), part.value)
     return State(total.out.to(dtype), total.lse)
 
 
-def _use_triton(parts: Sequence[tuple[State, int]]) -> bool:
-    return parts[0][0].lse.is_cuda and parts[0][0].lse.dtype == torch.float32
+def _covered(x: Tensor, shape: torch.Size, part: Part[Any]) -> Tensor:
+    """The view of `x` [B, H, S, ...] that a part of `shape` [b, H, s, ...] covers."""
+    return x[part.sequence : part.sequence + shape[0], :, part.row : part.row + shape[2]]
+
+
+def _empty_out(q: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """An `out` [B, H, S, D] with rows before heads where q has them so: what follows attention reads it row by row."""
+    batch, heads, rows, width = shape
+    if q.stride(1) < q.stride(2):
+        return torch.empty(batch, rows, heads, width, dtype=dtype, device=q.device).transpose(1, 2)
+    return torch.empty(shape, dtype=dtype, device=q.device)
+
+
+def _use_triton(x: Tensor) -> bool:
+    return x.is_cuda and accumulation_dtype(x.dtype) == torch.float32
 
 
 def _triton() -> Any:

@@ -24,85 +24,87 @@ _ELEMENTS = 2048  # of one tensor per program: four 16-byte accesses in flight f
 
 def accumulate(
     total: State | None,
-    parts: Sequence[tuple[State, int]],
+    parts: Sequence[tuple[State, int, int]],
     out_dtype: torch.dtype,
     shape: tuple[int, int, int, int],
     into: State | None = None,
+    sinks: Tensor | None = None,
 ) -> State:
     """The state over all keys of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
 
-    A part `(state, row_begin)` covers rows [row_begin, row_begin + n); it may be strided, with `out` in fp16, bf16 or
-    fp32. `total` is float32 and covers all rows. If `out_dtype` is float32, it is overwritten with the result, and rows
-    before and after all parts stay as they are; else the result is new, or written to `into`. A row with lse -inf
-    contributes nothing, whatever its `out` holds; a row that no state covers is (0, -inf). Infinite lses as in `merge`.
+    A part `(state, row, sequence)` covers rows `row`, `row + 1`, ... of sequences `sequence`, `sequence + 1`, ...; it
+    may be strided, with `out` in fp16, bf16 or fp32. `total` is float32 and covers all rows. If `out_dtype` is float32,
+    it is overwritten with the result, and rows and sequences before and after all parts stay as they are; else the
+    result is new, or written to `into`. A row with lse -inf contributes nothing, whatever its `out` holds; a row that
+    no state covers is (0, -inf). Infinite lses as in `merge`. `sinks` [H] are merged too, if the result is not `total`.
     """
     _check_count(parts)
     batch, heads, length, head_dim = shape
+    rows, sequences = range(length), range(batch)
     if into is not None:
         result = into
-        begin, stop = 0, length
     elif total is not None and out_dtype == torch.float32:
+        assert sinks is None, "rows outside the parts would get none"
         result = total
-        begin, stop = _covered_rows([(state.out, row_begin) for state, row_begin in parts])
+        rows, sequences = _covered([(state.lse.shape, row, first) for state, row, first in parts])
     else:
         device = parts[0][0].out.device
         result = State(
             torch.empty(shape, dtype=out_dtype, device=device),
             torch.empty(shape[:3], dtype=torch.float32, device=device),
         )
-        begin, stop = 0, length
-    rows = _rows_per_program(head_dim)
-    programs = triton.cdiv(stop - begin, rows) * batch * heads
+    tile = _rows_per_program(head_dim)
+    programs = triton.cdiv(len(rows), tile) * len(sequences) * heads
     if programs == 0 or head_dim == 0:
         return result
 
     # The total is one more part.
-    states = [*([] if total is None else [(total, 0)]), *parts]
-    out_strides = row_strides(**{f"parts[{i}].out": state.out for i, (state, _) in enumerate(states)})
+    states = [*([] if total is None else [(total, 0, 0)]), *parts]
+    out_strides = row_strides(**{f"parts[{i}].out": state.out for i, (state, *_) in enumerate(states)})
     (result_strides,) = row_strides(out=result.out)
     with torch.cuda.device_of(result.out):
         _accumulate_kernel[(programs,)](
-            tuple(state.out for state, _ in states), tuple(out_strides),
-            tuple(state.lse for state, _ in states), tuple(state.lse.stride() for state, _ in states),
-            tuple(row_begin for _, row_begin in states), tuple(state.out.shape[2] for state, _ in states),
-            result.out, result_strides, result.lse, result.lse.stride(), begin, stop, heads,
-            PARTS=len(states), D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
+            tuple(state.out for state, *_ in states), tuple(out_strides),
+            tuple(state.lse for state, *_ in states), tuple(state.lse.stride() for state, *_ in states),
+            *_ranges([(state.lse.shape, row, first) for state, row, first in states]), sinks,
+            result.out, result_strides, result.lse, result.lse.stride(), rows.start, rows.stop, sequences.start, heads,
+            PARTS=len(states), D=head_dim, BLOCK_D=padded(head_dim), ROWS=tile, num_warps=4,
         )  # fmt: skip
     return result
 
 
 def add(
     total: Tensor | None,
-    parts: Sequence[tuple[Tensor, int]],
+    parts: Sequence[tuple[Tensor, int, int]],
     out_dtype: torch.dtype,
     shape: tuple[int, int, int, int],
 ) -> Tensor:
     """The sum of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
 
-    A part `(x, row_begin)` covers rows [row_begin, row_begin + n). `total` is float32 and covers all rows; if
+    A part `(x, row, sequence)` covers what it does in `accumulate`. `total` is float32 and covers all rows; if
     `out_dtype` is float32, it is overwritten with the sum, else the sum is new. Rows that nothing covers are 0.
     """
     _check_count(parts)
     batch, heads, length, head_dim = shape
+    rows, sequences = range(length), range(batch)
     if total is not None and out_dtype == torch.float32:
         result = total
-        begin, stop = _covered_rows(parts)
+        rows, sequences = _covered([(x.shape, row, first) for x, row, first in parts])
     else:
         result = torch.empty(shape, dtype=out_dtype, device=parts[0][0].device)
-        begin, stop = 0, length
-    rows = _rows_per_program(head_dim)
-    programs = triton.cdiv(stop - begin, rows) * batch * heads
+    tile = _rows_per_program(head_dim)
+    programs = triton.cdiv(len(rows), tile) * len(sequences) * heads
     if programs == 0 or head_dim == 0:
         return result
-    addends = [*([] if total is None else [(total, 0)]), *parts]  # the total is one more part
-    strides = row_strides(**{f"parts[{i}]": x for i, (x, _) in enumerate(addends)})
+    addends = [*([] if total is None else [(total, 0, 0)]), *parts]  # the total is one more part
+    strides = row_strides(**{f"parts[{i}]": x for i, (x, *_) in enumerate(addends)})
     (result_strides,) = row_strides(result=result)
     with torch.cuda.device_of(result):
         _add_kernel[(programs,)](
-            tuple(x for x, _ in addends), tuple(strides),
-            tuple(row_begin for _, row_begin in addends), tuple(x.shape[2] for x, _ in addends),
-            result, result_strides, begin, stop, heads,
-            PARTS=len(addends), D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
+            tuple(x for x, *_ in addends), tuple(strides),
+            *_ranges([(x.shape, row, first) for x, row, first in addends]),
+            result, result_strides, rows.start, rows.stop, sequences.start, heads,
+            PARTS=len(addends), D=head_dim, BLOCK_D=padded(head_dim), ROWS=tile, num_warps=4,
         )  # fmt: skip
     return result
 
@@ -112,9 +114,21 @@ def _check_count(parts: Sequence[object]) -> None:
         raise ValueError(f"parts must have 1 to {MAX_PARTS} elements, got {len(parts)}")
 
 
-def _covered_rows(parts: Sequence[tuple[Tensor, int]]) -> tuple[int, int]:
-    """The rows from the first to the last that any part covers; in place, only these change."""
-    return min(begin for _, begin in parts), max(begin + x.shape[2] for x, begin in parts)
+_Place = tuple[torch.Size, int, int]  # the shape of a part [b, H, s, ...], its first row and its first sequence
+
+
+def _covered(parts: Sequence[_Place]) -> tuple[range, range]:
+    """The rows and the sequences from the first to the last that any part covers; in place, only these change."""
+    rows = range(min(row for _, row, _ in parts), max(row + shape[2] for shape, row, _ in parts))
+    return rows, range(min(first for *_, first in parts), max(first + shape[0] for shape, _, first in parts))
+
+
+def _ranges(parts: Sequence[_Place]) -> tuple[tuple[int, ...], ...]:
+    """The first row, the number of rows, the first sequence and the number of sequences of every part."""
+    return (
+        tuple(row for _, row, _ in parts), tuple(shape[2] for shape, *_ in parts),
+        tuple(first for *_, first in parts), tuple(shape[0] for shape, *_ in parts),
+    )  # fmt: skip
 
 
 def _rows_per_program(head_dim: int) -> int:
@@ -123,30 +137,38 @@ def _rows_per_program(head_dim: int) -> int:
 
 @triton.jit
 def _accumulate_kernel(
-    outs, out_strides, lses, lse_strides, row_begins, row_counts,
-    result_out, result_out_strides, result_lse, result_lse_strides, begin, stop, heads,
+    outs, out_strides, lses, lse_strides, row_begins, row_counts, first_sequences, sequence_counts, sinks,
+    result_out, result_out_strides, result_lse, result_lse_strides, begin, stop, first_sequence, heads,
     PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, head, batch = locate(tl.cdiv(stop - begin, ROWS), heads)
+    batch += first_sequence
     row_begin = begin + tile * ROWS
 
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    sink = float("-inf")
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+    peak = tl.full((ROWS,), 0.0, tl.float32) + sink
     for i in tl.static_range(PARTS):
-        lse = _load_lse(lses[i], lse_strides[i], batch, head, row_begin - row_begins[i], row_counts[i], ROWS)
-        peak = tl.maximum(peak, lse)
+        near, own = row_begin - row_begins[i], batch - first_sequences[i]
+        count = _rows_of(own, sequence_counts[i], row_counts[i])
+        peak = tl.maximum(peak, _load_lse(lses[i], lse_strides[i], own, head, near, count, ROWS))
     # No keys in any part: subtract 0, since -inf - -inf would be NaN.
     shift = tl.where(peak == float("-inf"), 0.0, peak)
 
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
+    if sinks is not None:  # a key without a value
+        weight = _exp_difference(weight + sink, shift)
     for i in tl.static_range(PARTS):
-        near = row_begin - row_begins[i]
+        near, own = row_begin - row_begins[i], batch - first_sequences[i]
+        count = _rows_of(own, sequence_counts[i], row_counts[i])
         # Reloaded rather than kept: it is in the cache, and the loop needs no list of tensors.
-        lse = _load_lse(lses[i], lse_strides[i], batch, head, near, row_counts[i], ROWS)
-        pointers = tile_pointers(at_head(outs[i], out_strides[i], batch, head), out_strides[i][2], near, ROWS, BLOCK_D)
+        lse = _load_lse(lses[i], lse_strides[i], own, head, near, count, ROWS)
+        pointers = tile_pointers(at_head(outs[i], out_strides[i], own, head), out_strides[i][2], near, ROWS, BLOCK_D)
         # An `out` of weight 0 is not read: 0 * NaN would be NaN.
         covered = (near + tl.arange(0, ROWS) >= 0) & (lse != float("-inf"))
-        mask = tile_mask(near, row_counts[i], ROWS, D, BLOCK_D) & covered[:, None]
+        mask = tile_mask(near, count, ROWS, D, BLOCK_D) & covered[:, None]
         out = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         part_weight = _exp_difference(lse, shift)
         acc += out * part_weight[:, None]
@@ -168,6 +190,12 @@ def _exp_difference(lse, top):
 
 
 @triton.jit
+def _rows_of(sequence, sequences, rows):
+    """The rows that a part of so many sequences has of one of them: none outside."""
+    return tl.where((sequence >= 0) & (sequence < sequences), rows, 0)
+
+
+@triton.jit
 def _load_lse(lse, strides, batch, head, begin, count, ROWS: tl.constexpr):
     """The lse of a part over its rows [begin, begin + ROWS); -inf for rows that it does not cover."""
     near = begin + tl.arange(0, ROWS)
@@ -177,18 +205,19 @@ def _load_lse(lse, strides, batch, head, begin, count, ROWS: tl.constexpr):
 
 @triton.jit
 def _add_kernel(
-    parts, part_strides, row_begins, row_counts, result, result_strides, begin, stop, heads,
+    parts, part_strides, row_begins, row_counts, first_sequences, sequence_counts,
+    result, result_strides, begin, stop, first_sequence, heads,
     PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, head, batch = locate(tl.cdiv(stop - begin, ROWS), heads)
+    batch += first_sequence
     row_begin = begin + tile * ROWS
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for i in tl.static_range(PARTS):
-        near = row_begin - row_begins[i]
-        pointers = tile_pointers(
-            at_head(parts[i], part_strides[i], batch, head), part_strides[i][2], near, ROWS, BLOCK_D
-        )
-        mask = tile_mask(near, row_counts[i], ROWS, D, BLOCK_D) & (near + tl.arange(0, ROWS) >= 0)[:, None]
+        near, own = row_begin - row_begins[i], batch - first_sequences[i]
+        count = _rows_of(own, sequence_counts[i], row_counts[i])
+        pointers = tile_pointers(at_head(parts[i], part_strides[i], own, head), part_strides[i][2], near, ROWS, BLOCK_D)
+        mask = tile_mask(near, count, ROWS, D, BLOCK_D) & (near + tl.arange(0, ROWS) >= 0)[:, None]
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     pointers = tile_pointers(at_head(result, result_strides, batch, head), result_strides[2], row_begin, ROWS, BLOCK_D)
     tl.store(pointers, acc.to(result.dtype.element_ty), mask=tile_mask(row_begin, stop, ROWS, D, BLOCK_D))

@@ -29,38 +29,42 @@ class AllGather(Executor):
     """The executor of "allgather"."""
 
     plan: GatherPlan
-    scores: Scores
     backend: str
     comm: Comm
 
     @classmethod
     def build(cls, config: ExecutorConfig) -> AllGather:
         """The executor over all ranks."""
-        return cls(gather_plan(config.shards), config.scores, config.backend, config.groups.all_ranks)
+        return cls(gather_plan(config.shards), config.backend, config.groups.all_ranks)
 
-    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
+    def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Call]:
         """The call for one group of heads."""
         patch = self.plan.patch(self.comm.rank)
-        return [Call(q, k, v, patch, self.scores)] if patch.blocks else []
+        return [Call(q, k, v, patch, scores)] if patch.blocks else []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+    ) -> tuple[State, tuple[Tensor, ...]]:
         """Gather and attend, one group of heads after another."""
         states = [
             blockwise.forward(
-                [call], self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder
+                [call], self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder,
+                sinks=None if sinks is None else sinks[heads],
             )
-            for call, _, _ in self._groups(q, k, v)
-        ]
+            for call, heads, _ in self._groups(q, k, v, scores)
+        ]  # fmt: skip
         if len(states) == 1:
             return states[0], (q, k, v)
         return State(*(torch.cat(parts, 1) for parts in zip(*states, strict=True))), (q, k, v)
 
-    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+    def backward(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
+    ) -> Grads:  # fmt: skip
         """Gather again; gradients of K and V return in float32 while the next group is computed."""
         q, k, v = saved
         q_grads = []
         grad_return = _GradReturn(k, v, self.plan, self.comm) if needs_grad[1] or needs_grad[2] else None
-        for call, q_heads, kv_heads in self._groups(q, k, v):
+        for call, q_heads, kv_heads in self._groups(q, k, v, scores):
             part = Result(
                 result.out[:, q_heads], result.lse[:, q_heads], result.grad_out[:, q_heads],
                 None if result.grad_lse is None else result.grad_lse[:, q_heads],
@@ -82,7 +86,7 @@ class AllGather(Executor):
             dk, dv = (total if need else None for total, need in zip(totals, needs_grad[1:], strict=True))
         return Grads(dq, dk, dv)
 
-    def _groups(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Call, slice, slice]]:
+    def _groups(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Iterator[tuple[Call, slice, slice]]:
         """The call of every group of heads, once its K and V have arrived, with its query and kv heads."""
         q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
         q_per_kv = q.shape[1] // k.shape[1]
@@ -93,11 +97,12 @@ class AllGather(Executor):
         gather = _KVGather(k, v, max(map(len, groups)), self.plan, self.comm)
         pending = gather.start(0, groups[0])
         for at, heads in enumerate(groups):
-            kv = pending.wait()
+            gathered_k, gathered_v = pending.wait()
             if at + 1 < len(groups):
                 pending = gather.start(at + 1, groups[at + 1])
             q_heads = slice(heads.start * q_per_kv, heads.stop * q_per_kv)
-            yield Call(q[:, q_heads], *kv, patch, self.scores), q_heads, slice(heads.start, heads.stop)
+            call = Call(q[:, q_heads], gathered_k, gathered_v, patch, scores.of_heads(q_heads))
+            yield call, q_heads, slice(heads.start, heads.stop)
 
 
 class _KVGather:

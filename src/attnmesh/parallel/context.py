@@ -18,7 +18,7 @@ from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_device, check_dtype
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import Scores, check_inputs, resolve_scale
+from attnmesh.ops.dense.call import check_inputs, check_score_terms
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.executor import (
     BACKENDS,
@@ -26,6 +26,7 @@ from attnmesh.parallel.executor import (
     Executor,
     ExecutorConfig,
     ExecutorFactory,
+    Inputs,
     attend,
     unshard,
 )
@@ -140,12 +141,14 @@ class ContextParallel(ExecutorFactory):
     @overload
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ...,
+        softcap: float | None = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
         length: int | None = ..., key_length: int | None = ..., key_layout: Layout | None = ...,
         return_lse: Literal[False] = ...,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ...,
+        softcap: float | None = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
         length: int | None = ..., key_length: int | None = ..., key_layout: Layout | None = ...,
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -157,6 +160,9 @@ class ContextParallel(ExecutorFactory):
         *,
         mask: Mask = Causal(),  # noqa: B008  (immutable)
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         length: int | None = None,
         key_length: int | None = None,
         key_layout: Layout | None = None,
@@ -164,36 +170,40 @@ class ContextParallel(ExecutorFactory):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over the keys of all ranks.
 
-        q [B,Hq,n,D], k and v [B,Hkv,m,D] are this rank's shards, with kv heads unexpanded. `length` is the length of
-        the whole sequence; without it, every rank must hold equally many positions. Keys of another sequence (cross
-        attention) have their own `key_length`, and `key_layout` if it differs; positions start at 0 in both. Returns
-        out [B,Hq,n,D], and with `return_lse` the float32 lse [B,Hq,n]; both are differentiable.
+        q [B,Hq,n,D], k [B,Hkv,m,D] and v [B,Hkv,m,Dv] are this rank's shards, with kv heads unexpanded. `length` is the
+        length of the whole sequence; without it, every rank must hold equally many positions. Keys of another sequence
+        (cross attention) have their own `key_length`, and `key_layout` if it differs; positions start at 0 in both.
+        Returns out [B,Hq,n,Dv], and with `return_lse` the float32 lse [B,Hq,n]; both are differentiable.
+
+        `softcap`, `sinks` [Hq] and `alibi_slopes` [Hq] are as in `attention`. They are replicated: every rank passes
+        the same values, which ranks do not compare. The gradient of `sinks` on a rank is the contribution of its
+        queries, as for any replicated weight: the sum over ranks is the whole gradient.
         """
+        inputs = Inputs(q, k, v, sinks, alibi_slopes)
         # Inputs that are not tensors are reported later, on all ranks together.
-        needs_grad = tuple(torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
-        options = AttentionOptions(mask, scale, length, key_length, key_layout, return_lse, needs_grad)
+        needs_grad = tuple(torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs[:4])
+        options = AttentionOptions(mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
         if torch.compiler.is_compiling():
-            out, lse = compiled_attention(q, k, v, self._handle, options)
+            out, lse = compiled_attention(inputs, self._handle, options)
         else:
-            out, lse = attend(q, k, v, self.agreed_executor(q, k, v, options))
+            executor = self.agreed_executor(inputs, options)
+            out, lse = attend(q, k, v, executor, options.scores(inputs), sinks)
         return (out, lse) if return_lse else out
 
-    def agreed_executor(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, compiled: bool = False
-    ) -> Executor:
+    def agreed_executor(self, inputs: Inputs, options: AttentionOptions, *, compiled: bool = False) -> Executor:
         """The executor of a call, after all ranks have agreed on its arguments."""
 
         def check_arguments() -> tuple[Executor, SharedValues]:
-            call = self._checked_call(q, k, v, options)
+            call = self._checked_call(inputs, options)
             return call.executor, call.values
 
         # A compiled backward sends other messages than an eager one.
         name = "ContextParallel.attention in a compiled graph" if compiled else "ContextParallel.attention"
         return check_on_all_ranks(self._groups, name, check_arguments)
 
-    def executor(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Executor:
+    def executor(self, inputs: Inputs, options: AttentionOptions) -> Executor:
         """The executor of a call whose arguments the ranks have agreed on before."""
-        return self._checked_call(q, k, v, options).executor
+        return self._checked_call(inputs, options).executor
 
     def explain(
         self,
@@ -202,6 +212,7 @@ class ContextParallel(ExecutorFactory):
         q_heads: int,
         kv_heads: int,
         head_dim: int,
+        value_dim: int | None = None,
         batch: int = 1,
         mask: Mask = Causal(),  # noqa: B008  (immutable)
         dtype: torch.dtype = torch.bfloat16,
@@ -211,7 +222,8 @@ class ContextParallel(ExecutorFactory):
     ) -> Explanation:
         """The plan of such a call: the work, operations and bytes of each rank, and the reason for the schedule.
 
-        Nothing is computed or sent. Print the result. `device` is the type of device to choose the schedule for.
+        Nothing is computed or sent. Print the result. `value_dim` is the width of v if it differs from `head_dim`, that
+        of q and k. `device` is the type of device to choose the schedule for.
         """
         from attnmesh.planner.catalog import default_cluster
         from attnmesh.planner.explain import explain_schedule
@@ -220,8 +232,9 @@ class ContextParallel(ExecutorFactory):
         if key_layout is not None:
             check_layout("key_layout", key_layout)
         kind = check_device("device", device).type
-        _check_shape(batch, q_heads, kv_heads, head_dim, dtype)
-        shape = _shape(batch, q_heads, kv_heads, head_dim, dtype)
+        value_dim = head_dim if value_dim is None else value_dim
+        _check_shape(batch, q_heads, kv_heads, head_dim, value_dim, dtype)
+        shape = _shape(batch, q_heads, kv_heads, head_dim, value_dim, dtype)
         positions = self._shards(mask, length, key_length, key_layout)
         workload = Workload(positions, shape, self._groups.ranks_per_node, device=kind)
         choice = self._auto_choice(workload)
@@ -229,26 +242,29 @@ class ContextParallel(ExecutorFactory):
         check_schedule(schedule, workload.shards, workload.ranks_per_node)
         return explain_schedule(schedule, workload, default_cluster(kind), choice)
 
-    def _checked_call(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _CachedCall:
+    def _checked_call(self, inputs: Inputs, options: AttentionOptions) -> _CachedCall:
         """The cached call; ValueError for arguments that this rank can see to be wrong."""
-        if not all(isinstance(x, Tensor) for x in (q, k, v)):
-            return self._new_call(q, k, v, options)  # raises
+        tensors = [isinstance(x, Tensor) or (x is None and at >= 3) for at, x in enumerate(inputs)]
+        if not all(tensors) or getattr(inputs.alibi_slopes, "requires_grad", False):
+            return self._new_call(inputs, options)  # raises
         # With the types, since True == 1 == 1.0: what is valid as an integer must not make another type valid.
-        key = tuple((x.shape, x.dtype, x.device) for x in (q, k, v)), options, *map(type, options)
+        key = *map(_described, inputs), options, *map(type, options)
         try:
             call = self._calls.get(key)
         except TypeError:  # an option is not hashable, and so not of its type
             call = None
         if call is None:
-            call = self._new_call(q, k, v, options)
+            call = self._new_call(inputs, options)
             if len(self._calls) >= _MAX_CACHED_CALLS:
                 self._calls.clear()
             self._calls[key] = call
         return call
 
-    def _new_call(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _CachedCall:
-        mask, scale, length, key_length, key_layout, return_lse, needs_grad = options
+    def _new_call(self, inputs: Inputs, options: AttentionOptions) -> _CachedCall:
+        q, k, v, sinks, alibi_slopes = inputs
+        mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad = options
         check_inputs(q, k, v, scale)
+        check_score_terms(q, softcap, sinks, alibi_slopes)
         check_bool(return_lse=return_lse)
         if key_layout is not None:
             check_layout("key_layout", key_layout)
@@ -258,26 +274,30 @@ class ContextParallel(ExecutorFactory):
         self._check_shard(q.shape[2], length)
         key_length, key_layout = length if key_length is None else key_length, key_layout or self.layout
         self._check_shard(k.shape[2], key_length, key_layout, "keys")
-        shape = _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype)
-        scale = resolve_scale(q, scale)
+        shape = _shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
+        scores = options.scores(inputs)
+        with_lse = return_lse or needs_grad[3]  # the gradient of sinks needs it where the queries are
 
         positions = self._shards(mask, length, key_length, key_layout)
-        workload = Workload(positions, shape, self._groups.ranks_per_node, return_lse, q.device.type)
+        workload = Workload(positions, shape, self._groups.ranks_per_node, with_lse, q.device.type)
         choice = self._auto_choice(workload)
         schedule = self.schedule if choice is None else choice.schedule
         check_schedule(schedule, positions, self._groups.ranks_per_node)
-        executor = EXECUTORS[schedule](ExecutorConfig(positions, Scores(scale), self.backend, self._groups, return_lse))
-        for kernel_call in executor.calls(q, k, v):
+        executor = EXECUTORS[schedule](ExecutorConfig(positions, self.backend, self._groups, with_lse))
+        for kernel_call in executor.calls(q, k, v, scores):
             choose_fused(kernel_call, self.backend)  # raises if no backend serves it
         return _CachedCall(
             executor,
             {
                 "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
-                "head_dim": shape.head_dim, f"length{inferred}": length, "key_length": key_length,
-                "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scale,
+                "head_dim": shape.head_dim, "head_dim of v": shape.value_dim,
+                f"length{inferred}": length, "key_length": key_length,
+                "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scores.scale, "softcap": softcap,
+                "sinks": None if sinks is None else sinks.dtype, "alibi_slopes": alibi_slopes is not None,
                 "layout": self.layout, "key_layout": key_layout, "schedule": self.schedule, "backend": self.backend,
                 "ranks_per_node": self._groups.ranks_per_node, "return_lse": return_lse,
                 "gradient of q": needs_grad[0], "gradient of k": needs_grad[1], "gradient of v": needs_grad[2],
+                "gradient of sinks": needs_grad[3],
             },
         )  # fmt: skip
 
@@ -305,6 +325,10 @@ class ContextParallel(ExecutorFactory):
             )
 
 
+def _described(x: Tensor | None) -> tuple[object, ...] | None:
+    return None if x is None else (x.shape, x.dtype, x.device)
+
+
 def _check_lengths(mask: Mask, length: int, key_length: int | None) -> None:
     check_mask("mask", mask)
     check_count("length", length)
@@ -312,8 +336,10 @@ def _check_lengths(mask: Mask, length: int, key_length: int | None) -> None:
     mask.check(length if key_length is None else key_length)
 
 
-def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    sizes = {
+        "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim
+    }  # fmt: skip
     for name, n in sizes.items():
         check_count(name, n, least=1)
     if q_heads % kv_heads:
@@ -321,5 +347,5 @@ def _check_shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: 
     check_dtype("dtype", dtype)
 
 
-def _shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Shape:
-    return Shape(batch, q_heads, kv_heads, head_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+def _shape(batch: int, q_heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Shape:
+    return Shape(batch, q_heads, kv_heads, head_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize, value_dim)

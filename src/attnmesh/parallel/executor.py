@@ -20,11 +20,21 @@ from attnmesh.comm import Comm, RankGroups, propagate_failure
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
 from attnmesh.core.state import State
-from attnmesh.ops.dense.call import Call, Grads, Result, Scores
+from attnmesh.ops.dense.call import Call, Grads, Result, Scores, resolve_scale
 from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.plan.shards import Shards
 
 BACKENDS = ("auto", "aten", "triton")  # not "reference", which would hold every score in memory
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
 
 class AttentionOptions(NamedTuple):
@@ -32,11 +42,17 @@ class AttentionOptions(NamedTuple):
 
     mask: Mask
     scale: float | None
+    softcap: float | None
     length: int | None
     key_length: int | None
     key_layout: Layout | None
     return_lse: bool
-    needs_grad: tuple[bool, ...]  # of q, k, v
+    needs_grad: tuple[bool, ...]  # of q, k, v and sinks
+
+    def scores(self, inputs: Inputs) -> Scores:
+        """The score function of a call."""
+        slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes.float()
+        return Scores(resolve_scale(inputs.q, self.scale), self.softcap, slopes)
 
 
 @dataclass(frozen=True)
@@ -44,27 +60,33 @@ class ExecutorConfig:
     """What an executor is built from."""
 
     shards: Shards
-    scores: Scores
     backend: str
     groups: NodeGroups
     return_lse: bool
 
 
 class Executor(ABC):
-    """Attention of this rank's queries over the keys of all ranks. q, k and v are this rank's shards."""
+    """Attention of this rank's queries over the keys of all ranks. q, k and v are this rank's shards.
+
+    Sinks are merged once, into the state over all keys.
+    """
 
     comm: Comm | RankGroups
 
     @abstractmethod
-    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Call]:
+    def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Sequence[Call]:
         """This rank's kernel calls, to check that a backend serves them; the tensors only give dtype and device."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+    ) -> tuple[State, tuple[Tensor, ...]]:
         """The state of this rank's queries, and the tensors to save for the backward."""
 
     @abstractmethod
-    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+    def backward(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
+    ) -> Grads:  # fmt: skip
         """The gradients of q, k and v, not rounded yet; None for those that are not needed."""
 
     def recompute_saved(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, ...]:
@@ -76,29 +98,34 @@ class ExecutorFactory(ABC):
     """Builds the executor of a call: a `ContextParallel`, as a compiled operator knows it."""
 
     @abstractmethod
-    def agreed_executor(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, compiled: bool = False
-    ) -> Executor:
+    def agreed_executor(self, inputs: Inputs, options: AttentionOptions, *, compiled: bool = False) -> Executor:
         """The executor of a call, after all ranks agreed on its arguments; ValueError on every rank otherwise."""
 
     @abstractmethod
-    def executor(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Executor:
+    def executor(self, inputs: Inputs, options: AttentionOptions) -> Executor:
         """The executor of a call that ranks agreed on before."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, executor: Executor) -> State:
-    """The state of this rank's queries over the keys of all ranks. Differentiable."""
-    out, lse = _Attention.apply(q, k, v, executor)  # type: ignore[no-untyped-call]
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, executor: Executor, scores: Scores, sinks: Tensor | None = None
+) -> State:  # fmt: skip
+    """The state of this rank's queries over the keys of all ranks. Differentiable.
+
+    The gradient of the sinks is what this rank's queries contribute to it.
+    """
+    out, lse = _Attention.apply(q, k, v, sinks, executor, scores)  # type: ignore[no-untyped-call]
     return State(out, lse)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, executor: Executor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executor: Executor, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
         with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
-            state, saved = executor.forward(q, k, v)
-        ctx.save_for_backward(*state, *saved)
-        ctx.executor = executor
+            state, saved = executor.forward(q, k, v, scores, sinks)
+        ctx.save_for_backward(*state, sinks, *saved)
+        ctx.executor, ctx.scores = executor, scores
         ctx.call = executor.comm.calls
         ctx.set_materialize_grads(False)
         return state.out, state.lse
@@ -106,12 +133,26 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        out, lse, *saved = ctx.saved_tensors
+        out, lse, sinks, *saved = ctx.saved_tensors
+        needs_grad = ctx.needs_input_grad[:4]
         ctx.executor.comm.note("backward of attention", f"call {ctx.call}")
-        with propagate_failure(ctx.executor.comm), torch.autocast(out.device.type, enabled=False):
-            result = Result.of(out, lse, grad_out, grad_lse)
-            grads = ctx.executor.backward(tuple(saved), result, ctx.needs_input_grad[:3])
-        return *(None if grad is None else grad.finish() for grad in (grads.q, grads.k, grads.v)), None
+        grads = backward(ctx.executor, saved, Result.of(out, lse, grad_out, grad_lse), ctx.scores, sinks, needs_grad)
+        return *grads, None, None
+
+
+def backward(
+    executor: Executor, saved: Sequence[Tensor], result: Result, scores: Scores, sinks: Tensor | None,
+    needs_grad: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of q, k, v and sinks; None for those that are not needed."""
+    grads: list[Tensor | None] = [None] * 4
+    with propagate_failure(executor.comm), torch.autocast(result.out.device.type, enabled=False):
+        if any(needs_grad[:3]):
+            sums = executor.backward(tuple(saved), result, scores, needs_grad[:3])
+            grads[:3] = [None if grad is None else grad.finish() for grad in (sums.q, sums.k, sums.v)]
+        if needs_grad[3] and sinks is not None:
+            grads[3] = result.sink_gradient(sinks).to(sinks.dtype)
+    return grads
 
 
 def unshard(x: Tensor, dim: int, length: int, layout: Layout, comm: Comm) -> Tensor:

@@ -7,25 +7,36 @@ turn these into inputs of the graph. So another mask leads to another graph or o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import And, Causal, Documents, Full, Mask, SlidingWindow
 
-_FIELDS: dict[type, tuple[str, ...]] = {
-    Full: (), Causal: (), SlidingWindow: ("left", "right"), Documents: ("lengths",), And: ("parts",),
-    Contiguous: (), Striped: (), Zigzag: ("pairs",), Balanced: ("mask",), Joint: ("parts",),
-}  # fmt: skip
-_KINDS = list(_FIELDS)
-_INTEGER, _TUPLE, _FIRST_KIND = range(3)  # the tags with which values start
+_KINDS: tuple[type, ...] = (
+    Full, Causal, SlidingWindow, Documents, And,
+    Contiguous, Striped, Zigzag, Balanced, Joint,
+)  # fmt: skip
+"""What can be encoded: dataclasses whose fields are integers, flags, words, ranges, None, and tuples of such values."""
 
-_Value = int | tuple[Any, ...] | Mask | Layout
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _KINDS}
+_INTEGER, _FLAG, _WORD, _RANGE, _NONE, _TUPLE, _FIRST_KIND = range(7)  # the tags with which values start
+
+_Value = int | str | range | tuple[Any, ...] | Mask | Layout | None
 
 
 def encode(value: _Value) -> list[int]:
     """A mask or a layout as integers."""
+    if value is None:
+        return [_NONE]
+    if isinstance(value, bool):
+        return [_FLAG, 1 if value else 0]
     if isinstance(value, int):
         return [_INTEGER, value]
+    if isinstance(value, str):
+        return [_WORD, len(value), *(ord(character) for character in value)]
+    if isinstance(value, range):
+        return [_RANGE, value.start, value.stop, value.step]
     if isinstance(value, tuple):
         return [_TUPLE, len(value), *(code for item in value for code in encode(item))]
     kind = type(value)  # the exact type: a subclass may have another meaning
@@ -44,8 +55,16 @@ def decode(codes: Sequence[int]) -> Any:
 
 def _decode_next(codes: Iterator[int]) -> _Value:
     tag = next(codes)
+    if tag == _NONE:
+        return None
+    if tag == _FLAG:
+        return next(codes) == 1
     if tag == _INTEGER:
         return next(codes)
+    if tag == _WORD:
+        return "".join(chr(next(codes)) for _ in range(next(codes)))
+    if tag == _RANGE:
+        return range(next(codes), next(codes), next(codes))
     if tag == _TUPLE:
         return tuple(_decode_next(codes) for _ in range(next(codes)))
     kind = _KINDS[tag - _FIRST_KIND]

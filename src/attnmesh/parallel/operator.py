@@ -18,7 +18,7 @@ from torch import Tensor
 from attnmesh.comm import propagate_failure
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Result
-from attnmesh.parallel.executor import AttentionOptions, ExecutorFactory
+from attnmesh.parallel.executor import AttentionOptions, ExecutorFactory, Inputs, backward
 from attnmesh.parallel.mask_encoding import decode, encode
 
 _contexts: WeakValueDictionary[int, ExecutorFactory] = WeakValueDictionary()
@@ -35,14 +35,12 @@ def context_handle(context: ExecutorFactory) -> Tensor:
     return handle
 
 
-def compiled_attention(
-    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
+def compiled_attention(inputs: Inputs, handle: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """out and lse by the context of this handle, as one operator of the graph that is being traced."""
-    mask, scale, length, key_length, key_layout, return_lse, needs_grad = options
+    mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad = options
     layout = None if key_layout is None else encode(key_layout)
     results: tuple[Tensor, Tensor] = _forward(
-        q, k, v, handle, encode(mask), scale, length, key_length, layout, return_lse, list(needs_grad)
+        *inputs, handle, encode(mask), scale, softcap, length, key_length, layout, return_lse, list(needs_grad)
     )
     return results
 
@@ -53,24 +51,25 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 @torch.library.custom_op("attnmesh::context_attention", mutates_args=(), tags=_TAGS)
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, mask: Sequence[int], scale: float | None, length: int | None,
-    key_length: int | None, key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, handle: Tensor,
+    mask: Sequence[int], scale: float | None, softcap: float | None, length: int | None, key_length: int | None,
+    key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    context = _context(handle)
-    options = _options(mask, scale, length, key_length, key_layout, return_lse, needs_grad)
-    executor = context.agreed_executor(q, k, v, options, compiled=True)
+    context, inputs = _context(handle), Inputs(q, k, v, sinks, alibi_slopes)
+    options = _options(mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
+    executor = context.agreed_executor(inputs, options, compiled=True)
     if _needs_lse(return_lse, needs_grad) and not return_lse:
-        executor = context.executor(q, k, v, options._replace(return_lse=True))
+        executor = context.executor(inputs, options._replace(return_lse=True))
     with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
-        state, _ = executor.forward(q, k, v)
+        state, _ = executor.forward(q, k, v, options.scores(inputs), sinks)
     return state.out.contiguous(), state.lse.contiguous() if _needs_lse(return_lse, needs_grad) else _empty(state.lse)
 
 
 @_forward.register_fake
-def _(q: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     *_, return_lse, needs_grad = call
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-    return q.new_empty(q.shape), lse if _needs_lse(return_lse, needs_grad) else _empty(lse)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse if _needs_lse(return_lse, needs_grad) else _empty(lse)
 
 
 def _needs_lse(return_lse: bool, needs_grad: Sequence[bool]) -> bool:
@@ -80,32 +79,37 @@ def _needs_lse(return_lse: bool, needs_grad: Sequence[bool]) -> bool:
 
 @torch.library.custom_op("attnmesh::context_attention_backward", mutates_args=(), tags=_TAGS)
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None,
-    handle: Tensor, mask: Sequence[int], scale: float | None, length: int | None, key_length: int | None,
-    key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    options = _options(mask, scale, length, key_length, key_layout, return_lse, needs_grad)
-    executor = _context(handle).executor(q, k, v, options)
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, out: Tensor, lse: Tensor,
+    grad_out: Tensor | None, grad_lse: Tensor | None, handle: Tensor, mask: Sequence[int], scale: float | None,
+    softcap: float | None, length: int | None, key_length: int | None, key_layout: Sequence[int] | None,
+    return_lse: bool, needs_grad: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs = Inputs(q, k, v, sinks, alibi_slopes)
+    options = _options(mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
+    executor = _context(handle).executor(inputs, options)
     executor.comm.note("backward of attention in a compiled graph")
-    with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
-        # Recomputed, because a graph would have to know the shapes of what the forward saved.
-        saved = executor.recompute_saved(q, k, v, State(out, lse))
-        sums = executor.backward(saved, Result.of(out, lse, grad_out, grad_lse), needs_grad)
-        grads = [None if grad is None else grad.finish() for grad in (sums.q, sums.k, sums.v)]
-    dq, dk, dv = (_empty(q) if grad is None else grad.contiguous() for grad in grads)
-    return dq, dk, dv
+    saved: tuple[Tensor, ...] = ()
+    if any(needs_grad[:3]):
+        with propagate_failure(executor.comm), torch.autocast(q.device.type, enabled=False):
+            # Recomputed, because a graph would have to know the shapes of what the forward saved.
+            saved = executor.recompute_saved(q, k, v, State(out, lse))
+    result = Result.of(out, lse, grad_out, grad_lse)
+    grads = backward(executor, saved, result, options.scores(inputs), sinks, needs_grad)
+    dq, dk, dv, d_sinks = (_empty(q) if grad is None else grad.contiguous() for grad in grads)
+    return dq, dk, dv, d_sinks
 
 
 @_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     needs_grad = call[-1]
-    dq, dk, dv = (x.new_empty(x.shape) if need else _empty(x) for x, need in zip((q, k, v), needs_grad, strict=True))
-    return dq, dk, dv
+    inputs = zip((q, k, v, sinks), needs_grad, strict=True)
+    dq, dk, dv, d_sinks = (_empty(q) if x is None or not need else x.new_empty(x.shape) for x, need in inputs)
+    return dq, dk, dv, d_sinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, handle, *call = inputs
-    ctx.save_for_backward(q, k, v, *output, handle)
+    q, k, v, sinks, alibi_slopes, handle, *call = inputs
+    ctx.save_for_backward(q, k, v, sinks, alibi_slopes, *output, handle)
     ctx.call = call
     ctx.set_materialize_grads(False)
 
@@ -115,11 +119,12 @@ def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | Non
     needs_grad = ctx.call[-1]
     if any(due and not agreed for due, agreed in zip(ctx.needs_input_grad, needs_grad, strict=False)):
         raise RuntimeError(
-            f"the backward needs gradients of q, k, v {ctx.needs_input_grad[:3]}, but ranks agreed on {needs_grad}"
+            f"the backward needs gradients of q, k, v, sinks {ctx.needs_input_grad[:4]}, but ranks agreed on "
+            f"{needs_grad}"
         )
     grads = _backward(*saved, grad_out, grad_lse, handle, *ctx.call)
-    qkv = (grad if need else None for grad, need in zip(grads, needs_grad, strict=True))
-    return *qkv, None, *(None for _ in ctx.call)
+    needed = (grad if need else None for grad, need in zip(grads, needs_grad, strict=True))
+    return *needed, None, None, *(None for _ in ctx.call)
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -135,11 +140,11 @@ def _context(handle: Tensor) -> ExecutorFactory:
 
 
 def _options(
-    mask: Sequence[int], scale: float | None, length: int | None, key_length: int | None,
+    mask: Sequence[int], scale: float | None, softcap: float | None, length: int | None, key_length: int | None,
     key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
 ) -> AttentionOptions:  # fmt: skip
     layout = None if key_layout is None else decode(key_layout)
-    return AttentionOptions(decode(mask), scale, length, key_length, layout, return_lse, tuple(needs_grad))
+    return AttentionOptions(decode(mask), scale, softcap, length, key_length, layout, return_lse, tuple(needs_grad))
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -8,6 +8,14 @@
 
 The forward sends nothing: where K and V are on every device anyway, each device skips the queries of the others.
 
+A prompt may continue a prefix: the queries are then those of the positions from `q_offset` on, and K and V also hold
+the positions before it. Only the new positions are divided, in the same chunks. Every chunk reads the prefix, so the
+longer the prefix, the less the chunks differ.
+
+    S = 256 after a prefix of 1024    queries                         keys that a query sees on average
+    device 0                          [1024, 1056) and [1248, 1280)   1040.5 and 1264.5
+    device 3                          [1120, 1152) and [1152, 1184)   1136.5 and 1168.5: the same sum
+
 This differs from the ring-distributed text it is based on. There, the rule to skip a block is inverted: keys before all
 queries of a chunk are fully visible (computed without a mask), keys after them are hidden (skipped), the others cross
 the diagonal. A device computes 9 chunk pairs of 36, not 2 of 16. Only queries and outputs are local; K and V are whole.
@@ -16,9 +24,9 @@ Its limits on ring size and length are those of one chip: here any ring size >= 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, overload
 
 import torch
@@ -26,9 +34,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, comm_from
+from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, comm_from, propagate_failure
+from attnmesh.core import ranges
 from attnmesh.core.layouts import Zigzag
-from attnmesh.core.masks import Causal
+from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import (
@@ -42,8 +51,19 @@ from attnmesh.core.validation import (
 )
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import Call, Grads, Result, Scores, check_inputs, contiguous_last_dim, resolve_scale
+from attnmesh.ops.dense.call import (
+    Call,
+    Grads,
+    Result,
+    Scores,
+    check_inputs,
+    check_score_terms,
+    contiguous_last_dim,
+    resolve_scale,
+)
 from attnmesh.ops.merge import GradAccumulator
+from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attention
+from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
 from attnmesh.parallel.executor import BACKENDS, Executor, attend, unshard
 from attnmesh.plan.blocks import Patch
 
@@ -65,69 +85,109 @@ def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[in
 
 @overload
 def ring_distributed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, ring_size: int | None = ..., ring_id: int | None = ...,
-    group: Comm | ProcessGroup | DeviceMesh | None = ..., scale: float | None = ..., return_lse: Literal[False] = ...,
+    q: Tensor, k: Stored, v: Stored, *, ring_size: int | None = ..., ring_id: int | None = ...,
+    group: Comm | ProcessGroup | DeviceMesh | None = ..., q_offset: int | Sequence[int] = ...,
+    block_table: Tensor | None = ..., mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., return_lse: Literal[False] = ...,
     pairs: int | tuple[int, ...] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ring_distributed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, ring_size: int | None = ..., ring_id: int | None = ...,
-    group: Comm | ProcessGroup | DeviceMesh | None = ..., scale: float | None = ..., return_lse: Literal[True],
+    q: Tensor, k: Stored, v: Stored, *, ring_size: int | None = ..., ring_id: int | None = ...,
+    group: Comm | ProcessGroup | DeviceMesh | None = ..., q_offset: int | Sequence[int] = ...,
+    block_table: Tensor | None = ..., mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., return_lse: Literal[True],
     pairs: int | tuple[int, ...] = ..., backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def ring_distributed_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Stored,
+    v: Stored,
     *,
     ring_size: int | None = None,
     ring_id: int | None = None,
     group: Comm | ProcessGroup | DeviceMesh | None = None,
+    q_offset: int | Sequence[int] = 0,
+    block_table: Tensor | None = None,
+    mask: Mask = Causal(),  # noqa: B008  (immutable)
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     pairs: int | tuple[int, ...] = 1,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of this device's queries; q [B,Hq,S,D], k and v [B,Hkv,S,D] are whole on every device.
+    """Causal attention of this device's queries; q [B,Hq,S,D], k [B,Hkv,S,D], v [B,Hkv,S,Dv] are whole on every device.
 
-    Returns out [B,Hq,n,D] for the n positions of `ring_chunks`, in that order, and with `return_lse` the float32 lse
-    [B,Hq,n]; both are differentiable. `gather_ring_outputs` returns the whole output. The mask is always causal.
+    Returns out [B,Hq,n,Dv] for the n positions of `ring_chunks(S, ...)`, in that order, and with `return_lse` the
+    float32 lse [B,Hq,n]; both are differentiable. `gather_ring_outputs` returns the whole output.
+
+    A prompt that continues a prefix, or a chunk of a prompt, has `q_offset` positions before it: q are then the queries
+    of positions `q_offset` to `q_offset + S - 1`, and k and v those of positions 0 to `q_offset + S - 1`.
+
+    With a `block_table` k and v are those of a paged cache, as in `paged_decode_attention`: pools k [num_blocks,
+    block_size, Hkv, D] and v [..., Dv], `Quantized` or in the dtype of q, with a table int32 [B, slots]. They already
+    contain the S new positions. `q_offset` may then be a list of one number per sequence. The cache is read a part at a
+    time; blocks that no query attends to are not read. There is no backward: tensors that require gradients raise
+    ValueError. A block outside the pool raises ValueError on the CPU; on a GPU out and lse of the sequence are NaN.
+
+    `mask` must be causal, and may hide more: `Causal() & SlidingWindow(1023)`, `Causal() & Documents(lengths)` with the
+    documents of all `q_offset + S` positions. The chunks are those of `ring_chunks` for every mask: they balance the
+    work of `Causal`.
 
     Pass `ring_size` and `ring_id`, or a `group` (a ProcessGroup, a one-dimensional DeviceMesh, a comm), which implies
     them. With a group, ranks first compare their arguments, and dk and dv are summed over the group (in float32,
     rounded once), so all ranks must run the backward. Without one nothing is communicated, and dk and dv are this
     device's part of the sum. In both cases dq is zero except for this device's queries.
 
+    `softcap`, `sinks` and `alibi_slopes` are as in `attention`. The gradient of `sinks` is the contribution of this
+    device's queries, with a group too: it is a part of the sum over devices.
+
     `pairs` is as in `ring_chunks`, `backend` as in `ContextParallel`.
     """
     comm = SoloComm() if group is None else comm_from(group)
 
-    def check_arguments() -> tuple[_QueryShare, SharedValues]:
-        check_inputs(q, k, v, scale)
+    def check_arguments() -> tuple[Callable[[], State], SharedValues]:
         check_bool(return_lse=return_lse)
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(f"q and k must hold the same positions, got {q.shape[2]} and {k.shape[2]}")
+        check_choice("backend", backend, BACKENDS)
+        kv = _checked_kv(q, k, v, block_table, scale, sinks)
+        check_score_terms(q, softcap, sinks, alibi_slopes)
+        offsets = _checked_offsets(q_offset, q, kv)
+        for offset in offsets:
+            _check_causal(mask, range(offset, offset + q.shape[2]))
         size, index = (ring_size, ring_id) if group is None else _place_in_group(comm, ring_size, ring_id)
         if size is None or index is None:
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={index}")
         _check_ring(size, index)
-        check_choice("backend", backend, BACKENDS)
-        share = _QueryShare(
-            Zigzag(pairs).ranges(q.shape[2], size, index), Scores(resolve_scale(q, scale)), backend, comm
-        )
-        for call in share.calls(q, k, v):
-            choose_fused(call, backend)  # raises if no backend serves it
+        chunks = Zigzag(pairs).ranges(q.shape[2], size, index)
+        scores = Scores(resolve_scale(q, scale), softcap, None if alibi_slopes is None else alibi_slopes.float())
+        run: Callable[[], State]
+        if isinstance(kv, PagedKV):
+            cached = _CacheShare(chunks, offsets, mask, scores, sinks, backend, comm, kv)
+            cached.check_calls(q)
+            run = partial(cached.attend, q)
+        else:
+            share = _TensorShare(chunks, offsets[0], mask, backend, comm)
+            for call in share.calls(q, *kv, scores):
+                choose_fused(call, backend)  # raises if no backend serves it
+            run = partial(attend, q, *kv, share, scores, sinks)
         grad = torch.is_grad_enabled()
-        return share, {
-            "batch": q.shape[0], "query heads": q.shape[1], "kv heads": k.shape[1], "head_dim": q.shape[3],
-            "length": q.shape[2], "dtype": q.dtype, "device": q.device.type, "scale": share.scores.scale,
-            "pairs": pairs, "backend": backend,
-            "gradient of q": grad and q.requires_grad, "gradient of k": grad and k.requires_grad,
-            "gradient of v": grad and v.requires_grad,
+        heads_dim = 2 if isinstance(kv, PagedKV) else 1
+        return run, {
+            "batch": q.shape[0], "query heads": q.shape[1], "kv heads": values_of(k).shape[heads_dim],
+            "head_dim": q.shape[3], "value head_dim": values_of(v).shape[3],
+            "length": q.shape[2], "q_offset": q_offset, "mask": mask, "dtype": q.dtype, "device": q.device.type,
+            "scale": scores.scale, "softcap": softcap, "sinks": None if sinks is None else sinks.dtype,
+            "alibi_slopes": alibi_slopes is not None, "pairs": pairs, "backend": backend,
+            "block_size": kv.block_size if isinstance(kv, PagedKV) else None, "storage": storage_of(k),
+            "gradient of q": grad and q.requires_grad, "gradient of k": grad and values_of(k).requires_grad,
+            "gradient of v": grad and values_of(v).requires_grad,
+            "gradient of sinks": grad and sinks is not None and sinks.requires_grad,
         }  # fmt: skip
 
-    share = check_on_all_ranks(comm, "ring_distributed_attention", check_arguments)
-    out, lse = attend(q, k, v, share)
+    run = check_on_all_ranks(comm, "ring_distributed_attention", check_arguments)
+    out, lse = run()
     return (out, lse) if return_lse else out
 
 
@@ -170,41 +230,47 @@ def gather_ring_outputs(
 
 
 @dataclass(frozen=True)
-class _QueryShare(Executor):
+class _TensorShare(Executor):
     """The executor of one device's share of the queries. dk and dv are summed over the ranks of `comm`."""
 
-    chunks: Ranges
-    scores: Scores
+    chunks: Ranges  # rows of q
+    q_offset: int
+    mask: Mask
     backend: str
     comm: Comm
 
-    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
+    def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Call]:
         """One call per chunk, on views of its queries and of the keys up to its end."""
-        return [
-            Call(
-                contiguous_last_dim(q[:, :, chunk.start : chunk.stop]), contiguous_last_dim(k[:, :, : chunk.stop]),
-                contiguous_last_dim(v[:, :, : chunk.stop]), _patch(chunk), self.scores,
-            )
-            for chunk in self.chunks
-        ]  # fmt: skip
+        calls = []
+        for chunk in self.chunks:
+            patch = _patch(self.mask, range(self.q_offset + chunk.start, self.q_offset + chunk.stop))
+            queries = contiguous_last_dim(q[:, :, chunk.start : chunk.stop])
+            keys, values = (contiguous_last_dim(x[:, :, : self.q_offset + chunk.stop]) for x in (k, v))
+            calls.append(Call(queries, keys, values, patch, scores))
+        return calls
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+    ) -> tuple[State, tuple[Tensor, ...]]:
         """The state of this device's queries."""
-        calls = self.calls(q, k, v)
+        calls = self.calls(q, k, v, scores)
         if not calls:
-            empty = torch.empty_like(q[:, :, :0])
-            return State(empty, empty[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
+            shape = *q.shape[:2], 0, v.shape[3]
+            out = torch.empty(shape, dtype=q.dtype, device=q.device)
+            return State(out, out[..., 0].to(accumulation_dtype(q.dtype))), (q, k, v)
         state = blockwise.forward(
-            calls, self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder
+            calls, self.backend, allow_two_streams=not self.comm.shares_stream, recorder=self.comm.recorder, sinks=sinks
         )
         return state, (q, k, v)
 
-    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+    def backward(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
+    ) -> Grads:  # fmt: skip
         """dq of this device's queries, zero elsewhere; dk and dv summed over the ranks of `comm`."""
         q, k, v = saved
         wanted = [x if need else None for x, need in zip(saved, needs_grad, strict=True)]
         q_grads, kv_grads = blockwise.backward(
-            self.calls(q, k, v), result, self.backend, wanted, allow_two_streams=not self.comm.shares_stream,
+            self.calls(q, k, v, scores), result, self.backend, wanted, allow_two_streams=not self.comm.shares_stream,
             recorder=self.comm.recorder,
         )  # fmt: skip
         dq = None
@@ -221,10 +287,112 @@ class _QueryShare(Executor):
         return GradAccumulator.from_total(self.comm.all_reduce(grad.total()), x.dtype)
 
 
+@dataclass(frozen=True)
+class _CacheShare:
+    """One device's share of the queries over a paged cache. Forward only."""
+
+    chunks: Ranges  # rows of q
+    q_offsets: tuple[int, ...]  # one for all sequences, or one per sequence
+    mask: Mask
+    scores: Scores
+    sinks: Tensor | None
+    backend: str
+    comm: Comm
+    kv: PagedKV
+
+    def attend(self, q: Tensor) -> State:
+        """The state of this device's queries."""
+        with propagate_failure(self.comm), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            states = [
+                paged_attention(
+                    own, positions, kv, mask=self.mask, scores=self.scores, sinks=self.sinks, backend=self.backend,
+                    recorder=self.comm.recorder,
+                )
+                for own, positions, kv in self._batches(self._own(q))
+            ]  # fmt: skip
+        return State(*(torch.cat(parts) for parts in zip(*states, strict=True))) if len(states) > 1 else states[0]
+
+    def check_calls(self, q: Tensor) -> None:
+        """Raise ValueError if no backend serves a call or, on the CPU, if a block is outside the pool."""
+        for own, positions, kv in self._batches(q[:, :, : ranges.size(self.chunks)]):
+            check_calls(own, positions, kv, self.mask, self.scores, self.backend)
+
+    def _own(self, q: Tensor) -> Tensor:
+        """The queries of this device, with a contiguous last dimension."""
+        parts = [q[:, :, chunk.start : chunk.stop] for chunk in self.chunks]
+        return contiguous_last_dim(parts[0] if len(parts) == 1 else torch.cat(parts, 2) if parts else q[:, :, :0])
+
+    def _batches(self, own: Tensor) -> Iterator[tuple[Tensor, Ranges, PagedKV]]:
+        """Queries, their positions and their cache: all sequences together, or one by one if their offsets differ."""
+        for i, offset in enumerate(self.q_offsets):
+            positions = tuple(range(offset + chunk.start, offset + chunk.stop) for chunk in self.chunks)
+            together = len(self.q_offsets) == 1
+            yield (own, positions, self.kv) if together else (own[i : i + 1], positions, self.kv.sequence(i))
+
+
 @lru_cache(maxsize=128)
-def _patch(chunk: range) -> Patch:
+def _patch(mask: Mask, q: range) -> Patch:
     # Cached, because every layer of a model needs the same few patches, and a patch caches its blocks.
-    return Patch(Causal(), (chunk,), (range(chunk.stop),))
+    return Patch(mask, (q,), (range(q.stop),))
+
+
+def _checked_kv(
+    q: Tensor, k: Stored, v: Stored, block_table: Tensor | None, scale: float | None, sinks: Tensor | None
+) -> PagedKV | tuple[Tensor, Tensor]:
+    """K and V: whole tensors, or a paged cache if there is a block table."""
+    if block_table is not None:
+        kv = PagedKV(k, v, block_table)
+        check_paged(q, kv, scale, sinks)
+        return kv
+    if isinstance(k, Quantized) or isinstance(v, Quantized):
+        raise ValueError(f"k and v must be tensors without a block_table, got {shown(k)} and {shown(v)}")
+    check_inputs(q, k, v, scale)
+    return k, v
+
+
+def _checked_offsets(q_offset: object, q: Tensor, kv: PagedKV | tuple[Tensor, Tensor]) -> tuple[int, ...]:
+    """The offset of all sequences, or one per sequence if they differ. There must be keys up to the last query."""
+    offsets = q_offset
+    if not isinstance(offsets, list | tuple):
+        offsets = [check_count("q_offset", q_offset)]
+    elif not isinstance(kv, PagedKV):
+        raise ValueError(f"q_offset must be an integer >= 0 without a block_table, got {shown(q_offset)}")
+    elif len(offsets) != q.shape[0]:
+        raise ValueError(f"q_offset must have one entry for each of {q.shape[0]} sequences, got {shown(q_offset)}")
+    for offset in offsets:
+        check_count("q_offset", offset)
+        end = offset + q.shape[2]
+        what = f"the positions up to the last query, {end} for q_offset={offset} and {q.shape[2]} queries"
+        if isinstance(kv, PagedKV):
+            if kv.capacity < end:
+                slots = list(kv.block_table.shape)
+                raise ValueError(
+                    f"block_table must have slots for {what}, got {slots} slots of {kv.block_size} positions"
+                )
+        elif kv[0].shape[2] != end:
+            raise ValueError(f"k must hold {what}, got {kv[0].shape[2]}")
+    return tuple(offsets[:1] if len(set(offsets)) == 1 else offsets) or (0,)  # of no sequences
+
+
+def _check_causal(mask: Mask, queries: range) -> None:
+    """Raise ValueError unless `mask` fits the positions up to the last query and hides later keys from every query."""
+    check_mask("mask", mask)
+    mask.check(queries.stop)
+    position = _first_not_causal(mask, queries)
+    if position is not None:
+        raise ValueError(
+            f"mask must be causal, but {mask} lets the query at position {position} attend to later keys: intersect it "
+            "with Causal()"
+        )
+
+
+@lru_cache(maxsize=128)
+def _first_not_causal(mask: Mask, queries: range) -> int | None:
+    """The first query that attends to a later key."""
+    at = torch.arange(queries.start, queries.stop, device="cpu")
+    first, end = mask.key_ranges(at)
+    later = ((first < end) & (end > at + 1)).nonzero()
+    return queries[int(later[0])] if len(later) else None
 
 
 def _place_in_group(comm: Comm, ring_size: int | None, ring_id: int | None) -> tuple[int, int]:

@@ -27,7 +27,6 @@ class Ring(Executor):
     """The executor of "ring". `plan` is the plan of the forward."""
 
     plan: RingPlan
-    scores: Scores
     backend: str
     comm: Comm
     _stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
@@ -41,29 +40,33 @@ class Ring(Executor):
     @classmethod
     def build(cls, config: ExecutorConfig) -> Ring:
         """The executor over all ranks."""
-        return cls(ring_plan(config.shards), config.scores, config.backend, config.groups.all_ranks)
+        return cls(ring_plan(config.shards), config.backend, config.groups.all_ranks)
 
     def backward_plan(self, dtype: torch.dtype) -> RingPlan:
         """The plan of the backward: the same blocks, in the direction that moves fewer bytes including gradients."""
         return ring_plan(self.plan.shards, grad_weight=accumulation_dtype(dtype).itemsize / dtype.itemsize)
 
-    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
+    def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Call]:
         """The call of every stage that computes."""
-        return [Call(q, k, v, stage.patch, self.scores) for stage in self._stages if stage.patch.blocks]
+        return [Call(q, k, v, stage.patch, scores) for stage in self._stages if stage.patch.blocks]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+    ) -> tuple[State, tuple[Tensor, ...]]:
         """Once around the ring."""
-        ring = _RingPass(self, self.plan, self._stages, q, k, v)
-        backends = self._backends(ring.calls, q, v)
+        ring = _RingPass(self, self.plan, self._stages, q, k, v, scores)
+        backends = self._backends(ring.calls, q, v, scores)
         streams, parts = _two_streams(ring.calls, backends, self.comm)
-        total = StateAccumulator(q, streams, parts)
+        total = StateAccumulator(q, v.shape[3], streams, parts)
         ring.forward(total, backends, streams)
-        return total.finish(q.dtype), (q, k, v)
+        return total.finish(q.dtype, sinks), (q, k, v)
 
-    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+    def backward(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
+    ) -> Grads:  # fmt: skip
         """Once around the ring with K and V again, and their gradients back to the owners."""
         q, k, v = saved
-        ring = self._backward_pass(q, k, v)
+        ring = self._backward_pass(q, k, v, scores)
         backends = self._backward_backends(ring.calls, result)
         streams, parts = _two_streams(ring.calls, backends, self.comm)
         dq = GradAccumulator(q, streams, parts) if needs_grad[0] else None
@@ -72,23 +75,25 @@ class Ring(Executor):
         ring.backward(result, grads, backends, streams)
         return grads
 
-    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, total: StateAccumulator) -> None:
+    def forward_into(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, total: StateAccumulator) -> None:
         """Once around the ring, merging into a state to which other rings contribute as well."""
-        ring = _RingPass(self, self.plan, self._stages, q, k, v)
-        ring.forward(total, self._backends(ring.calls, q, v), SINGLE_STREAM)
+        ring = _RingPass(self, self.plan, self._stages, q, k, v, scores)
+        ring.forward(total, self._backends(ring.calls, q, v, scores), SINGLE_STREAM)
 
-    def backward_into(self, q: Tensor, k: Tensor, v: Tensor, result: Result, grads: Grads) -> None:
+    def backward_into(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Result, grads: Grads) -> None:
         """The backward of `forward_into`: adds to gradients to which other rings contribute as well."""
-        ring = self._backward_pass(q, k, v)
+        ring = self._backward_pass(q, k, v, scores)
         ring.backward(result, grads, self._backward_backends(ring.calls, result), SINGLE_STREAM)
 
-    def _backward_pass(self, q: Tensor, k: Tensor, v: Tensor) -> _RingPass:
+    def _backward_pass(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> _RingPass:
         plan = self.backward_plan(q.dtype)
-        return _RingPass(self, plan, plan.stages(self.comm.rank), q, k, v)
+        return _RingPass(self, plan, plan.stages(self.comm.rank), q, k, v, scores)
 
-    def _backends(self, calls: Sequence[Call | None], q: Tensor, v: Tensor) -> list[Backend | None]:
+    def _backends(
+        self, calls: Sequence[Call | None], q: Tensor, v: Tensor, scores: Scores
+    ) -> list[Backend | None]:  # fmt: skip
         """The backend of every stage of the forward. It depends on the plan and on these properties only."""
-        key = q.dtype, q.device, q.shape[-1], v.shape[-1]
+        key = q.dtype, q.device, q.shape[-1], v.shape[-1], scores.plain
         if key not in self._forward_backends:
             self._forward_backends[key] = [choose_fused(call, self.backend) if call else None for call in calls]
         return self._forward_backends[key]
@@ -108,13 +113,13 @@ class _RingPass:
     """One pass around the ring."""
 
     def __init__(
-        self, ring: Ring, plan: RingPlan, stages: tuple[Stage, ...], q: Tensor, k: Tensor, v: Tensor
-    ) -> None:  # fmt: skip
+        self, ring: Ring, plan: RingPlan, stages: tuple[Stage, ...], q: Tensor, k: Tensor, v: Tensor, scores: Scores
+    ) -> None:
         q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
         self._ring, self._plan, self._own = ring, plan, (k, v)
         self._exchange = KVExchange(k, v, stages, ring.comm)
         self.calls = [
-            Call(q, *self._exchange.visible_kv(at), stage.patch, ring.scores) if stage.patch.blocks else None
+            Call(q, *self._exchange.visible_kv(at), stage.patch, scores) if stage.patch.blocks else None
             for at, stage in enumerate(stages)
         ]
 

@@ -96,7 +96,7 @@ class _ContextParallelMode(TorchFunctionMode):
                 "windows and packed documents as attention_context_parallel(mask=...)"
             )
         if dropout_p > 0:
-            raise ValueError(f"dropout_p must be 0 over ranks, got {dropout_p}")
+            raise ValueError(f"dropout_p must be 0: attention has no dropout over ranks, got {dropout_p}")
         if not enable_gqa and query.ndim == key.ndim == 4 and query.shape[1] != key.shape[1]:
             raise ValueError(
                 f"enable_gqa must be True for {query.shape[1]} query and {key.shape[1]} key heads, got False"

@@ -22,7 +22,6 @@ class TwoLevelRing(Executor):
     """The executor of "ring+ring". `plan` is the plan of the forward."""
 
     plan: TwoLevelPlan
-    scores: Scores
     backend: str
     comm: NodeGroups
 
@@ -30,23 +29,27 @@ class TwoLevelRing(Executor):
     def build(cls, config: ExecutorConfig) -> TwoLevelRing:
         """The executor over all nodes."""
         plan = two_level_plan(config.shards, config.groups.ranks_per_node)
-        return cls(plan, config.scores, config.backend, config.groups)
+        return cls(plan, config.backend, config.groups)
 
-    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
+    def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Call]:
         """The calls of the inner rings, one outer stage after another."""
-        return [call for ring in self._rings(self.plan) for call in ring.calls(q, k, v)]
+        return [call for ring in self._rings(self.plan) for call in ring.calls(q, k, v, scores)]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+    ) -> tuple[State, tuple[Tensor, ...]]:
         """One inner ring per outer stage, over the K and V that the node holds at that stage."""
         exchange = self._exchange(k, v, self.plan)
-        total = StateAccumulator(q)
+        total = StateAccumulator(q, v.shape[3])
         for at, ring in enumerate(self._rings(self.plan)):
             pending = exchange.start(at)  # the next node's K and V are in flight during the inner ring
-            ring.forward_into(q, *exchange.visible_kv(at), total)
+            ring.forward_into(q, *exchange.visible_kv(at), scores, total)
             pending.wait()
-        return total.finish(q.dtype), (q, k, v)
+        return total.finish(q.dtype, sinks), (q, k, v)
 
-    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+    def backward(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
+    ) -> Grads:  # fmt: skip
         """The same rings. Gradients of other nodes' K and V are sent on with them and return to the owners."""
         q, k, v = saved
         weight = accumulation_dtype(q.dtype).itemsize / q.dtype.itemsize
@@ -61,7 +64,7 @@ class TwoLevelRing(Executor):
             pending = exchange.start(at)
             kv = exchange.visible_kv(at)
             kv_grads = own if at == 0 else grads_like(own, kv)
-            ring.backward_into(q, *kv, result, Grads(grads.q, *kv_grads))
+            ring.backward_into(q, *kv, scores, result, Grads(grads.q, *kv_grads))
             pending.wait()
             if grad_return is not None and at > 0:
                 grad_return.add(at, kv_grads)
@@ -81,4 +84,4 @@ class TwoLevelRing(Executor):
     def _rings(self, plan: TwoLevelPlan) -> list[Ring]:
         """The inner ring of every outer stage."""
         rings = [plan.inner_ring(self.comm.inter_node.rank, stage) for stage in range(len(plan.outer_offsets))]
-        return [Ring(ring, self.scores, self.backend, self.comm.intra_node) for ring in rings]
+        return [Ring(ring, self.backend, self.comm.intra_node) for ring in rings]

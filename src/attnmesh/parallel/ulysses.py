@@ -18,7 +18,7 @@ from attnmesh.comm import Comm, SubComm
 from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.dense.call import Call, Grads, Result
+from attnmesh.ops.dense.call import Call, Grads, Result, Scores
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.parallel.allgather import AllGather, PendingRows, RowReceiver, other_ranks, source_of, target_of
 from attnmesh.parallel.executor import Executor, ExecutorConfig, pack, row_shape, unpack
@@ -65,13 +65,15 @@ class Ulysses(Executor):
 
     @classmethod
     def _inner(cls, shards: Shards, config: ExecutorConfig, comm: Comm) -> Executor:
-        return Ring(ring_plan(shards), config.scores, config.backend, comm)
+        return Ring(ring_plan(shards), config.backend, comm)
 
-    def calls(self, q: Tensor, k: Tensor, v: Tensor) -> list[Call]:
+    def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Call]:
         """The calls of the inner executor."""
-        return list(self.inner.calls(q, k, v))
+        return list(self.inner.calls(q, k, v, scores))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[State, tuple[Tensor, ...]]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
+    ) -> tuple[State, tuple[Tensor, ...]]:
         """All-to-all, attention, all-to-all. The exchanged tensors are saved, so that they are not exchanged again."""
         shares = _HeadShares.of(q, k, self.keys.comm)
         pending_q, pending_kv = self.queries.to_heads([q], shares.q), self.keys.to_heads([k, v], shares.kv)
@@ -80,7 +82,11 @@ class Ulysses(Executor):
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         for heads, kv in shares.segments:
-            state, more = self.inner.forward(_heads(q_all, heads), _heads(k_all, kv), _heads(v_all, kv))
+            mine = shares.head_slice(heads)
+            state, more = self.inner.forward(
+                _heads(q_all, heads), _heads(k_all, kv), _heads(v_all, kv), scores.of_heads(mine),
+                None if sinks is None else sinks[mine],
+            )  # fmt: skip
             outs.append(state.out)
             lses.append(state.lse)
             saved += (*state, *more)
@@ -106,7 +112,9 @@ class Ulysses(Executor):
             saved += (*part, *more)
         return tuple(saved)
 
-    def backward(self, saved: tuple[Tensor, ...], result: Result, needs_grad: Sequence[bool]) -> Grads:
+    def backward(
+        self, saved: tuple[Tensor, ...], result: Result, scores: Scores, needs_grad: Sequence[bool]
+    ) -> Grads:  # fmt: skip
         """The same two exchanges for the gradients."""
         q, k, v, *by_segment = saved
         shares = _HeadShares.of(q, k, self.keys.comm)
@@ -121,7 +129,8 @@ class Ulysses(Executor):
             size = len(by_segment) // len(shares.segments)
             out, lse, *more = by_segment[at * size : (at + 1) * size]
             part = Result.of(out, lse, _heads(grad_out, heads), None if grad_lse is None else _heads(grad_lse, heads))
-            grads.append(self.inner.backward(tuple(more), part, needs_grad))
+            of_heads = scores.of_heads(shares.head_slice(heads))
+            grads.append(self.inner.backward(tuple(more), part, of_heads, needs_grad))
         dq = dk = dv = None
         if needs_grad[0]:
             parts = [grad.q.finish() for grad in grads if grad.q is not None]
@@ -171,7 +180,7 @@ class UlyssesAllGather(Ulysses):
 
     @classmethod
     def _inner(cls, shards: Shards, config: ExecutorConfig, comm: Comm) -> Executor:
-        return AllGather(gather_plan(shards), config.scores, config.backend, comm)
+        return AllGather(gather_plan(shards), config.backend, comm)
 
 
 @dataclass(frozen=True)
@@ -248,17 +257,23 @@ class HeadExchange:
 class _HeadShares:
     """The heads of every rank after the all-to-all."""
 
+    rank: int
     q: list[range]
     kv: list[range]
     segments: tuple[Segment, ...]  # of this rank
     replicated: bool  # whether some kv head is on several ranks
+
+    def head_slice(self, heads: range) -> slice:
+        """These query heads of this rank among all query heads."""
+        first = self.q[self.rank].start
+        return slice(first + heads.start, first + heads.stop)
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, comm: Comm) -> _HeadShares:
         heads = q.shape[1], k.shape[1], comm.world
         shares = [head_share(*heads, rank) for rank in range(comm.world)]
         q_heads, kv_heads = [share.q for share in shares], [share.kv for share in shares]
-        return cls(q_heads, kv_heads, shares[comm.rank].segments, replicated(*heads))
+        return cls(comm.rank, q_heads, kv_heads, shares[comm.rank].segments, replicated(*heads))
 
 
 def _heads(x: Tensor, heads: range) -> Tensor:

@@ -144,7 +144,7 @@ def _forward(part: Gathered, heads: Sequence[int], sizes: RankSizes, name: str) 
         if at:
             work += _attention(part, sizes, heads[at - 1], sum(heads), backward=False)
         if not count and len(heads) > 1:
-            work.append(copy(sizes.rows * sizes.query_row * (part.pairs > 0)))  # the groups' outputs are concatenated
+            work.append(copy(sizes.rows * sizes.out_row * (part.pairs > 0)))  # the groups' outputs are concatenated
         yield Round(f"{name} {at}", posted, tuple(work), tuple(posted))
 
 
@@ -235,7 +235,7 @@ class AllGatherSpec(GroupSpec):
 
 def _forward_bytes(part: Gathered, share: Floats, sizes: RankSizes, *, cpu: bool) -> Floats:
     """Keys of two groups and own keys to be sent; results of earlier groups, which are concatenated at the end."""
-    results = sizes.rows * (sizes.query_row + sizes.lse_row)
+    results = sizes.rows * (sizes.out_row + sizes.lse_row)
     states = sizes.state_bytes(row_coverage(part.calls), cpu=cpu)
     computing = _key_bytes(part, share, sizes) + (1 - share) * results + share * states
     peak: Floats = np.maximum(computing, np.where(share < 1, 2 * results, 0))

@@ -112,21 +112,22 @@ class HeadAllToAll:
         rows, keys = query_rows(workload.shards), key_rows(workload.shards)
         query = np.array([shape.query_row for shape in shapes], dtype=np.int64)
         key = np.array([shape.key_row for shape in shapes], dtype=np.int64)
-        lse = np.array([shape.lse_row if workload.lse else 0 for shape in shapes], dtype=np.int64)
+        out = np.array([shape.out_row + (shape.lse_row if workload.lse else 0) for shape in shapes], dtype=np.int64)
         if not backward:
             inputs = self._exchange([(rows, query), (keys, key)], back=False)
-            return inputs, self._exchange([(rows, query + lse)], back=True)
+            return inputs, self._exchange([(rows, out)], back=True)
         if replicated(workload.shape.q_heads, workload.shape.kv_heads, self.ranks):
             key = np.array([shape.key_grad_row for shape in shapes], dtype=np.int64)
-        inputs = self._exchange([(rows, query + lse)], back=False)
+        inputs = self._exchange([(rows, out)], back=False)
         return inputs, self._exchange([(rows, query), (keys, key)], back=True)
 
     def copied_bytes(self, *, backward: bool) -> tuple[Ints, Ints]:
         """Bytes that every rank repacks, its own part included: before the first exchange, and around the second."""
         shape = self.workload.shape
-        queries = query_rows(self.workload.shards) * shape.query_row
-        keys = key_rows(self.workload.shards) * shape.key_row
-        return (queries, queries + keys) if backward else (queries + keys, queries)
+        rows = query_rows(self.workload.shards)
+        inputs, outputs = rows * shape.query_row, rows * shape.out_row
+        inputs += key_rows(self.workload.shards) * shape.key_row
+        return (outputs, inputs) if backward else (inputs, outputs)
 
     def _exchange(self, parts: list[tuple[Ints, Ints]], *, back: bool) -> Messages | MessageTotals:
         """Each part: the rows of one rank, and the bytes of a row of the other's heads."""
@@ -196,17 +197,17 @@ class UlyssesSpec(ScheduleSpec):
         grouped = exchange.grouped()
         sizes, own = grouped.sizes, RankSizes.of_workload(workload)
         lse = workload.lse * sizes.rows * sizes.lse_row
-        queries, mine = sizes.rows * sizes.query_row, own.rows * own.query_row
+        queries, outs = sizes.rows * sizes.query_row, sizes.rows * sizes.out_row
         keys = np.repeat(key_rows(grouped.shards), exchange.ranks)
         attention = self.between.group_memory(grouped, backward=backward)
         if not backward:
             # The exchange back: q and out, out contiguous, then rows first; of the own rows, parts and the result.
-            back: Floats = keys * sizes.key_row + 4 * queries + 2 * mine + 3 * lse
+            back: Floats = keys * sizes.key_row + queries + 3 * outs + 2 * own.rows * own.out_row + 3 * lse
             computing: Floats = queries + keys * sizes.key_row + attention
             return np.maximum(computing, back)
-        saved = 2 * queries + keys * sizes.key_row + sizes.rows * sizes.lse_row
-        computing = queries + lse + attention
-        back = 2 * queries + lse + mine + _key_grad_bytes(exchange, sizes, keys)
+        saved = queries + outs + keys * sizes.key_row + sizes.rows * sizes.lse_row
+        computing = outs + lse + attention
+        back = 2 * queries + lse + own.rows * own.query_row + _key_grad_bytes(exchange, sizes, keys)
         peak: Floats = saved + np.maximum(computing, back)
         return peak
 

@@ -19,8 +19,9 @@ STREAMS = 2
 PENDING_PARTS, PENDING_PARTS_WITH_TOTAL = 4, 2
 """Partial results that are collected before they are merged in one pass: before there is a total, and with one."""
 
-_FORWARD: tuple[int, KernelKind] = (2, "attention")  # matrix products per pair
-_BACKWARD: tuple[int, KernelKind] = (5, "attention backward")
+# Matrix products per pair of as wide rows as keys, and as values.
+_FORWARD: tuple[int, int, KernelKind] = (1, 1, "attention")
+_BACKWARD: tuple[int, int, KernelKind] = (3, 2, "attention backward")
 
 
 @dataclass(frozen=True)
@@ -33,25 +34,33 @@ class Shape:
     head_dim: int
     itemsize: int  # bytes per element
     sum_itemsize: int  # bytes per element of a sum: gradients that are sent before they are complete
+    value_dim: int = None  # type: ignore[assignment]  # head_dim of values and outputs; that of keys by default
 
     def __post_init__(self) -> None:
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim)
         for name, n in vars(self).items():
             check_count(name, n)
 
     @property
     def key_row(self) -> int:
         """Bytes of K and V of one position."""
-        return 2 * self.batch * self.kv_heads * self.head_dim * self.itemsize
+        return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
 
     @property
     def key_grad_row(self) -> int:
         """Bytes of dK and dV of one position while they are summed."""
-        return 2 * self.batch * self.kv_heads * self.head_dim * self.sum_itemsize
+        return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.sum_itemsize
 
     @property
     def query_row(self) -> int:
-        """Bytes of Q (or out, or their gradients) of one position."""
+        """Bytes of Q (or its gradient) of one position."""
         return self.batch * self.q_heads * self.head_dim * self.itemsize
+
+    @property
+    def out_row(self) -> int:
+        """Bytes of out (or its gradient) of one position."""
+        return self.batch * self.q_heads * self.value_dim * self.itemsize
 
     @property
     def lse_row(self) -> int:
@@ -101,11 +110,14 @@ class Workload:
 class RankSizes:
     """Bytes per row and operations per pair, and the rows of every rank: entry r is rank r's."""
 
-    pair_flops: Floats  # of one (query, key) pair in one matrix product
+    key_pair_flops: Floats  # of one (query, key) pair in a matrix product over the width of keys
+    value_pair_flops: Floats  # the same over the width of values
     key_row: Ints  # bytes of K and V of a position
     key_grad_row: Ints
-    query_row: Ints  # bytes of Q or out of a position
+    query_row: Ints  # bytes of Q of a position
     query_sum_row: Ints  # the same in the accumulation dtype
+    out_row: Ints  # bytes of out of a position
+    out_sum_row: Ints
     lse_row: Ints
     rows: Ints  # query rows
     segments: Ints  # kernel calls per block: heads that do not divide evenly need more than one
@@ -117,13 +129,17 @@ class RankSizes:
         def each(name: str) -> Ints:
             return np.array([getattr(shape, name) for shape in shapes], dtype=np.int64)
 
-        elements = each("batch") * each("q_heads") * each("head_dim")
+        heads = each("batch") * each("q_heads")
+        query, out = heads * each("head_dim"), heads * each("value_dim")
         return RankSizes(
-            pair_flops=2.0 * elements.astype(np.float64),
+            key_pair_flops=2.0 * query.astype(np.float64),
+            value_pair_flops=2.0 * out.astype(np.float64),
             key_row=each("key_row"),
             key_grad_row=each("key_grad_row"),
             query_row=each("query_row"),
-            query_sum_row=elements * each("sum_itemsize"),
+            query_sum_row=query * each("sum_itemsize"),
+            out_row=each("out_row"),
+            out_sum_row=out * each("sum_itemsize"),
             lse_row=each("lse_row"),
             rows=np.array(rows, dtype=np.int64),
             segments=np.array(segments or [1] * len(shapes), dtype=np.int64),
@@ -148,15 +164,16 @@ class RankSizes:
     def attention(
         self, pairs: Ints, calls: Ints, *, backward: bool, causal: tuple[Ints, Ints], single: bool = False
     ) -> Kernels:
-        """The attention kernels over `pairs`: two matrix products forward, five backward.
+        """The attention kernels over `pairs`: two matrix products forward (QK, PV), five backward.
 
         `causal` are the pairs and calls of the causal squares among them. Calls alternate between two streams, unless
         the program has only a `single` block.
         """
-        products, kind = _BACKWARD if backward else _FORWARD
+        over_keys, over_values, kind = _BACKWARD if backward else _FORWARD
+        pair = over_keys * self.key_pair_flops + over_values * self.value_pair_flops
 
         def sized(pairs: Ints, calls: Ints) -> tuple[Floats, Floats]:
-            return products * self.pair_flops * pairs, (calls * self.segments).astype(np.float64)
+            return pair * pairs, (calls * self.segments).astype(np.float64)
 
         return Kernels(kind, *sized(pairs, calls), causal=sized(*causal), streams=1 if single else STREAMS)
 
@@ -167,11 +184,11 @@ class RankSizes:
         """
         parts = after - before
         passes = _merge_passes(after) - _merge_passes(before)
-        moved = parts * self.query_row + 2 * passes * self.query_sum_row
+        moved = parts * self.out_row + 2 * passes * self.out_sum_row
         if last:
             several = after > 1
             passes = passes + several
-            moved = moved + several * (self.query_sum_row + self.query_row)
+            moved = moved + several * (self.out_sum_row + self.out_row)
         size = (self.rows * moved * (after > 1)).astype(np.float64)
         # Nothing is left to overlap the last pass with.
         return Kernels("relayout", size, passes.astype(np.float64), overlapped=not last)
@@ -180,8 +197,8 @@ class RankSizes:
 
     def state_bytes(self, parts: Floats, *, cpu: bool) -> Floats:
         """Partial results that cover all rows `parts` times, their total while it is merged, and the output."""
-        part, total = self.rows * (self.query_row + self.lse_row), self.rows * (self.query_sum_row + self.lse_row)
-        temporaries = 2 * self.rows * self.query_sum_row if cpu else 0  # of torch operations
+        part, total = self.rows * (self.out_row + self.lse_row), self.rows * (self.out_sum_row + self.lse_row)
+        temporaries = 2 * self.rows * self.out_sum_row if cpu else 0  # of torch operations
         several = np.minimum(parts, PENDING_PARTS) * part + total + temporaries
         most: Floats = np.where(parts > 1, np.maximum(several, 2 * part + total + part), part)
         return np.where(parts > 0, most, total + part)

@@ -192,7 +192,8 @@ def _shape(request: PrefillRequest, parallelism: Parallelism) -> Shape:
         batch=-(-request.batch // parallelism.dp),
         q_heads=model.q_heads // parallelism.tp,
         kv_heads=max(1, kv_heads // parallelism.tp),
-        head_dim=(model.head_dim + model.value_dim) // 2,
+        head_dim=model.head_dim,
+        value_dim=model.value_dim,
         itemsize=_ACTIVATION,
         sum_itemsize=_SUM,
     )

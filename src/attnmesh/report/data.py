@@ -185,7 +185,7 @@ def schedule_report(
         facts={
             "ranks": _ranks(world, workload.ranks_per_node), "sequence length": _count(length, "token"),
             "layout": in_words(layout), "mask": in_words(mask),
-            "heads": f"{shape.q_heads} query, {shape.kv_heads} KV, head dimension {shape.head_dim}",
+            "heads": f"{shape.q_heads} query, {shape.kv_heads} KV, head dimension {_head_dims(shape)}",
             "batch": shape.batch, "selected schedule": f"{choice.schedule}, the fastest by estimate",
             "estimates are for": hardware, **(facts or {}),
         },
@@ -344,11 +344,17 @@ def _check_tables(**tables: object) -> None:
             check_type(name, table, Mapping, "a mapping by name")
 
 
+def _head_dims(shape: Shape) -> str:
+    widths = dict.fromkeys((shape.head_dim, shape.value_dim))
+    return "/".join(map(str, widths))  # of keys and of values
+
+
 def _check(length: int, world: int, shape: Shape) -> None:
     check_type("shape", shape, Shape)
     if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MOST_RANKS:
         raise ValueError(f"world must be 1 to {MOST_RANKS} ranks for a report, got {shown(world)}")
-    heads = {name: getattr(shape, name) for name in ("batch", "q_heads", "kv_heads", "head_dim")}
-    check_sizes(length=length, **heads)
+    heads = {name: getattr(shape, name) for name in ("batch", "q_heads", "kv_heads")}
+    for width in (shape.head_dim, shape.value_dim):
+        check_sizes(length=length, head_dim=width, **heads)
     if shape.q_heads % shape.kv_heads:
         raise ValueError(f"kv_heads must divide the {shape.q_heads} query heads, got {shape.kv_heads}")

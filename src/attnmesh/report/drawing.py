@@ -33,7 +33,8 @@ def drawing_data(report: ScheduleReport) -> Json:
         "group_noun": report.groups.noun,
         "length": report.length,
         "heads": shape.q_heads,
-        "flops_per_pair": 4 * shape.batch * shape.head_dim,  # per head: two matmuls, two operations per element
+        # per head: two matmuls, two operations per element
+        "flops_per_pair": 2 * shape.batch * (shape.head_dim + shape.value_dim),
         "shards": [
             {"count": ranges.size(held), "runs": [[run.start, run.stop, run.step] for run in held]}
             for held in shards.queries

@@ -28,18 +28,20 @@ def random_inputs(
     dtype: torch.dtype = torch.float32,
     batch: int = 2,
     head_dim: int = 16,
+    value_dim: int | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> list[Tensor]:
     """Return q, k, v and the gradients of out and lse. `heads` are the query heads and the KV heads."""
     generator = torch.Generator().manual_seed(seed)
     k_len = q_len if k_len is None else k_len
+    value_dim = head_dim if value_dim is None else value_dim
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
-    q, grad_out = (normal(batch, heads[0], q_len, head_dim) for _ in range(2))
-    k, v = (normal(batch, heads[1], k_len, head_dim) for _ in range(2))
+    q, grad_out = (normal(batch, heads[0], q_len, width) for width in (head_dim, value_dim))
+    k, v = (normal(batch, heads[1], k_len, width) for width in (head_dim, value_dim))
     grad_lse = normal(batch, heads[0], q_len).to(torch.float64 if dtype == torch.float64 else torch.float32)
     return [q, k, v, grad_out, grad_lse]
 

@@ -147,7 +147,7 @@ def build_call(
     """Validates the arguments of a decode call; raises ValueError. Does not read tensors on a device."""
     caches = ("k_cache", "v_cache") if table is None else ("k_pool", "v_pool")
     _check_tensors(q, k, v, table, caches)
-    _check_storages(q, k, v, caches, axis=1 if table is None else 2)
+    check_storages(q, k, v, caches, axis=1 if table is None else 2)
     if share_cache is not False and share_cache is not True:
         check_bool(share_cache=share_cache)  # raises
     _check_batch(
@@ -251,7 +251,8 @@ def _check_tensors(q: Tensor, k: Stored, v: Stored, table: Tensor | None, caches
             raise ValueError(f"block_size must be 1 to 256, got {values_of(k).shape[1]} in {caches[0]}")
 
 
-def _check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axis: int) -> None:
+def check_storages(q: Tensor, k: Stored, v: Stored, caches: tuple[str, str], axis: int) -> None:
+    """Raise ValueError unless caches named `caches` fit q and each other; `axis` is their dimension of kv heads."""
     k_values, v_values = values_of(k), values_of(v)
     if k_values.shape[:3] != v_values.shape[:3]:
         raise ValueError(

@@ -104,7 +104,7 @@ def attention_state(
 ) -> State:  # fmt: skip
     """`attention` as an unrounded float32 state, to be merged with others. Positions must ascend. No autograd."""
     call = _prepared(q, k, v, mask, scale, q_positions, k_positions).call
-    total = StateAccumulator(call.q)
+    total = StateAccumulator(call.q, v.shape[3])
     choose_fused(call, backend).forward(call, total)
     return total.finish(accumulation_dtype(q.dtype))
 
@@ -180,7 +180,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scores: Scores, backend: str
     ) -> tuple[Tensor, Tensor]:
         call = Call(q.detach(), k.detach(), v.detach(), visibility, scores)
-        total = StateAccumulator(call.q)
+        total = StateAccumulator(call.q, v.shape[3])
         choose_fused(call, backend).forward(call, total)
         state = total.finish(q.dtype)
         ctx.save_for_backward(q, k, v, *state)

@@ -35,6 +35,8 @@ class Aten:
     def refusal(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
         q = call.q
+        if not call.scores.plain:
+            return "torch's fused kernels take no softcap and no ALiBi slopes"
         if q.device.type == "cpu":
             return None if q.dtype in _CPU_DTYPES else f"the CPU flash kernel does not take {q.dtype}"
         if q.device.type != "cuda":
@@ -43,6 +45,8 @@ class Aten:
             return "cuDNN's and FlashAttention-2's kernels need compute capability 8.0"
         if q.dtype not in _CUDA_DTYPES:
             return f"cuDNN and FlashAttention-2 take fp16 and bf16, not {q.dtype}"
+        if call.v.shape[3] != q.shape[3]:
+            return f"cuDNN and FlashAttention-2 take values as wide as keys, not {call.v.shape[3]} and {q.shape[3]}"
         if q.shape[-1] % 8 or q.shape[-1] > 256:
             return f"cuDNN and FlashAttention-2 take head_dim in multiples of 8 up to 256, not {q.shape[-1]}"
         if any(block.kind is Kind.PARTIAL for block in call.visibility.blocks):
@@ -59,14 +63,14 @@ class Aten:
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
-        kernel = _cuda_forward
+        kernel, width = _cuda_forward, call.v.shape[3]
         if call.q.device.type == "cpu":
             kernel = _cpu_forward
             call = _cpu_call(call)
         call, _ = _with_positive_scale(call)
         for block in call.visibility.blocks:
             for rows, part in kernel(call, block):
-                total.add(part, rows.start)
+                total.add(State(part.out[..., :width], part.lse), rows.start)
 
     def prepare(self, call: Call, result: Result) -> None:
         """Copies out and grad_out to the strides that cuDNN's backward requires."""
@@ -78,21 +82,22 @@ class Aten:
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
-        head_dim = call.q.shape[-1]
+        widths = [x.shape[3] for x in (call.q, call.k, call.v)]
         kernel = _cuda_backward
         if call.q.device.type == "cpu":
             kernel = _cpu_backward
             call = _cpu_call(call)
-            result = replace(result, out=_widened(result.out), grad_out=_widened(result.grad_out))
+            out, grad_out = (_padded(_widened(x), call.v.shape[3]) for x in (result.out, result.grad_out))
+            result = replace(result, out=out, grad_out=grad_out)
             if result.grad_lse is not None:
                 call, result = _with_lse_column(call, result)
         call, sign = _with_positive_scale(call)
         for block in call.visibility.blocks:
             for q, k, (dq, dk, dv) in kernel(call, result, block):
                 parts = (dq if sign == 1 else dq * sign, dk, dv)
-                for grad, part, row in zip((grads.q, grads.k, grads.v), parts, (q, k, k), strict=True):
+                for grad, part, row, width in zip((grads.q, grads.k, grads.v), parts, (q, k, k), widths, strict=True):
                     if grad is not None:
-                        grad.add(part[..., :head_dim], row.start)
+                        grad.add(part[..., :width], row.start)
 
 
 def _with_positive_scale(call: Call) -> tuple[Call, int]:
@@ -112,10 +117,17 @@ def _rows(x: Tensor, rows: range) -> Tensor:
 
 
 def _cpu_call(call: Call) -> Call:
-    """The call in the dtype of the kernel, and without the NaN that masked rows and keys may hold."""
+    """The call in the dtype of the kernel, of one width, and without the NaN that masked rows and keys may hold."""
     if any(block.kind is Kind.PARTIAL for block in call.visibility.blocks):
         call = call.with_unseen_zeroed()
-    return replace(call, q=_widened(call.q), k=_widened(call.k), v=_widened(call.v))
+    width = max(call.q.shape[3], call.v.shape[3])
+    q, k, v = (_padded(_widened(x), width) for x in (call.q, call.k, call.v))
+    return replace(call, q=q, k=k, v=v)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """The tensor with columns of 0 up to a width: they change no score, and nothing in the other columns."""
+    return x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3]))
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -27,31 +27,42 @@ from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
 from attnmesh.trace.recorder import Recorder
 
 
-def forward(calls: Sequence[Call], backend: str, *, allow_two_streams: bool, recorder: Recorder | None = None) -> State:
-    """The states of the rows of all calls, concatenated. Allow two streams only if no other rank uses this one."""
+def forward(
+    calls: Sequence[Call],
+    backend: str,
+    *,
+    allow_two_streams: bool,
+    recorder: Recorder | None = None,
+    sinks: Tensor | None = None,
+) -> State:
+    """The states of the rows of all calls, concatenated. Allow two streams only if no other rank uses this one.
+
+    `sinks` [Hq] are merged into every row.
+    """
     assigned = [(call, choose_fused(call, backend)) for call in calls]
     on_two_streams = allow_two_streams and _use_two_streams(assigned)
     if on_two_streams:
         assigned = [(run, chosen) for call, chosen in assigned for run in _by_run(call, alone=len(calls) == 1)]
     if not assigned:  # no queries
-        return State.identity(calls[0].q.shape, dtype=accumulation_dtype(calls[0].q.dtype), device=calls[0].q.device)
+        return _empty_state_for(calls)
     if len(assigned) == 1:
         call, chosen = assigned[0]
-        total = StateAccumulator(call.q)
+        total = StateAccumulator(call.q, call.v.shape[3])
         with kernel_span(recorder, "attention", chosen, call):
             chosen.forward(call, total)
-        return total.finish(call.q.dtype)
+        return total.finish(call.q.dtype, sinks)
     streams = StreamPair(enabled=True) if on_two_streams else SINGLE_STREAM
-    whole = _empty_state_for([call.q for call, _ in assigned])
+    whole = _empty_state_for([call for call, _ in assigned])
     ends = accumulate(call.q.shape[2] for call, _ in assigned)
     work = zip(assigned, ends, strict=True)
     for (call, chosen), end in sorted(work, key=lambda item: _work(item[0][0]), reverse=True):
         rows = slice(end - call.q.shape[2], end)
         with streams.next_stream():
-            total = StateAccumulator(call.q, parts=len(call.visibility.blocks) if on_two_streams else None)
+            parts = len(call.visibility.blocks) if on_two_streams else None
+            total = StateAccumulator(call.q, call.v.shape[3], parts=parts)
             with kernel_span(recorder, "attention", chosen, call):
                 chosen.forward(call, total)
-            total.finish_into(State(whole.out[:, :, rows], whole.lse[:, :, rows]))
+            total.finish_into(State(whole.out[:, :, rows], whole.lse[:, :, rows]), sinks)
     streams.join()
     return whole
 
@@ -142,13 +153,13 @@ def _split_rows(result: Result, calls: Sequence[Call]) -> Iterator[Result]:
         row = rows.stop
 
 
-def _empty_state_for(queries: Sequence[Tensor]) -> State:
-    batch, heads, _, head_dim = queries[0].shape
-    rows = sum(q.shape[2] for q in queries)
-    dtype = queries[0].dtype
+def _empty_state_for(calls: Sequence[Call]) -> State:
+    """Memory for the rows of all calls."""
+    q, v = calls[0].q, calls[0].v
+    rows = sum(call.q.shape[2] for call in calls)
     return State(
-        torch.empty(batch, heads, rows, head_dim, dtype=dtype, device=queries[0].device),
-        torch.empty(batch, heads, rows, dtype=accumulation_dtype(dtype), device=queries[0].device),
+        torch.empty(*q.shape[:2], rows, v.shape[3], dtype=q.dtype, device=q.device),
+        torch.empty(*q.shape[:2], rows, dtype=accumulation_dtype(q.dtype), device=q.device),
     )
 
 

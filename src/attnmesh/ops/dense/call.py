@@ -11,7 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnmesh.core.optional import require
+from attnmesh.core.merge import sink_gradient
+from attnmesh.core.optional import installed, require
+from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_number, check_tensor
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Visibility
@@ -49,6 +51,10 @@ class Scores:
     def plain(self) -> bool:
         """Whether a score is the scaled product alone, as torch's fused kernels compute it."""
         return self.softcap is None and self.alibi_slopes is None
+
+    def of_heads(self, heads: slice) -> Scores:
+        """The scores of some of the query heads."""
+        return self if self.alibi_slopes is None else replace(self, alibi_slopes=self.alibi_slopes[heads])
 
 
 @dataclass(frozen=True)
@@ -101,11 +107,26 @@ class Result:
 
     @cached_property
     def delta(self) -> Tensor:
-        """rowsum(out * grad_out) - grad_lse, float32: the row term of the softmax gradient, computed once."""
-        delta: Tensor = require("attnmesh.ops.dense.triton_backward", extra="triton").delta(
-            self.out, self.grad_out, self.grad_lse
-        )
-        return delta
+        """rowsum(out * grad_out) - grad_lse: the row term of the softmax gradient, computed once.
+
+        In the accumulation dtype.
+        """
+        dtype = accumulation_dtype(self.out.dtype)
+        if self.out.is_cuda and dtype == torch.float32 and installed("triton"):
+            delta: Tensor = require("attnmesh.ops.dense.triton_backward", extra="triton").delta(
+                self.out, self.grad_out, self.grad_lse
+            )
+            return delta
+        products = (self.out.to(dtype) * self.grad_out.to(dtype)).sum(-1)
+        return products if self.grad_lse is None else products - self.grad_lse
+
+    def sink_gradient(self, sinks: Tensor) -> Tensor:
+        """The gradient of `sinks` [H], whose rows are those of this result, in the accumulation dtype.
+
+        `out` and `lse` include the sinks. Over ranks that hold different rows, the gradient is the sum.
+        """
+        lse, delta = (x.movedim(1, -1).flatten(0, -2) for x in (self.lse, self.delta))
+        return sink_gradient(sinks.detach(), lse, delta)
 
 
 def _strided(x: Tensor, strides: tuple[int, ...]) -> bool:
@@ -144,7 +165,7 @@ class Backend(Protocol):
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-    """Raise ValueError for invalid inputs of attention."""
+    """Raise ValueError for invalid inputs of attention. The width of v may differ from that of q and k."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         if x.ndim != 4:
@@ -155,18 +176,41 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         raise ValueError(f"q, k and v must have the same dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on the same device, got {q.device}, {k.device} and {v.device}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k and v must have the same batch size, heads and length, got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q and k must have the same batch size and head_dim, got {tuple(q.shape)} and {tuple(k.shape)}"
         )
     if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q_heads must be a multiple of kv_heads, got q_heads={q.shape[1]} and kv_heads={k.shape[1]}")
-    if not q.shape[3]:
-        raise ValueError(f"head_dim must be at least 1, got 0 in q {list(q.shape)}")
+    for name, x in (("q", q), ("v", v)):
+        if not x.shape[3]:
+            raise ValueError(f"head_dim must be at least 1, got 0 in {name} {list(x.shape)}")
     if scale is not None:
         check_number("scale", scale)
+
+
+def check_score_terms(
+    q: Tensor, softcap: float | None, sinks: Tensor | None, alibi_slopes: Tensor | None
+) -> None:  # fmt: skip
+    """Raise ValueError for an invalid softcap, sinks or slopes of queries that have been checked."""
+    if softcap is not None:
+        check_number("softcap", softcap, above=0)
+    for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if x is None:
+            continue
+        check_tensor(name, x, f"[{q.shape[1]}]")
+        if x.shape != q.shape[1:2] or not x.dtype.is_floating_point:
+            raise ValueError(
+                f"{name} must be floating point [{q.shape[1]}], one per query head, got {x.dtype} {tuple(x.shape)}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes must be constants without a gradient, got requires_grad=True")
 
 
 def resolve_scale(q: Tensor, scale: float | None) -> float:

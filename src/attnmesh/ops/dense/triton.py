@@ -27,6 +27,8 @@ class Triton:
             return "its kernels take one mask for all sequences of the batch"
         if q.dtype not in _DTYPES:
             return f"its kernels take fp16, bf16 and fp32, not {q.dtype}"
+        if call.v.shape[3] != q.shape[3] or not call.scores.plain:
+            return "its kernels take values as wide as keys, no softcap and no ALiBi slopes"
         if not 16 <= q.shape[-1] <= 256:
             return f"its kernels take head_dim 16 to 256, not {q.shape[-1]}"
         if not installed("triton"):

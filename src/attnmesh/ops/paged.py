@@ -1,0 +1,188 @@
+"""Attention of many queries over a paged KV cache on one device, as in the prefill of a prompt that continues a prefix.
+
+Attention over a disjoint union of keys is the merge of the states over its parts. So K and V are gathered from the
+pools, and dequantized, for a part of the positions at a time, and a prefix of any length needs the memory of one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.masks import Mask
+from attnmesh.core.ranges import Ranges
+from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.validation import check_number, check_tensor, check_type, shown
+from attnmesh.ops.decode.call import check_storages
+from attnmesh.ops.dense.api import choose_fused
+from attnmesh.ops.dense.call import Call, Scores, kernel_span
+from attnmesh.ops.merge import StateAccumulator
+from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
+from attnmesh.plan.blocks import Patch
+from attnmesh.trace.recorder import Recorder
+
+_PART_BYTES = 64 << 20  # of gathered K and V: long enough that merging a state costs little beside computing it
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """Pools k [num_blocks, block_size, Hkv, D] and v [..., Dv], and a block table int32 [B, slots].
+
+    Position p of sequence b is in block `block_table[b, p // block_size]` at offset `p % block_size`.
+    """
+
+    k: Stored
+    v: Stored
+    block_table: Tensor
+    first: int = 0  # the number of the first sequence, for messages
+
+    @property
+    def block_size(self) -> int:
+        """Positions per block."""
+        return values_of(self.k).shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of positions per sequence."""
+        return self.block_table.shape[1] * self.block_size
+
+    def sequence(self, i: int) -> PagedKV:
+        """The cache of sequence i alone."""
+        return PagedKV(self.k, self.v, self.block_table[i : i + 1], self.first + i)
+
+    def blocks(self, keys: range) -> Tensor:
+        """The entries of the block table for some positions, [B, n]."""
+        return self.block_table[:, keys.start // self.block_size : -(-keys.stop // self.block_size)]
+
+    def invalid(self, keys: range) -> Tensor:
+        """Which entries of the block table for some positions are outside the pool, [B, n]."""
+        blocks = self.blocks(keys)
+        return (blocks < 0) | (blocks >= values_of(self.k).shape[0])
+
+    def read(self, keys: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V of some positions in `dtype`, [B, Hkv, len(keys), D]; arbitrary where a block is outside the pool."""
+        blocks = self.blocks(keys).clamp(0, values_of(self.k).shape[0] - 1)
+        begin = keys.start % self.block_size
+        k, v = (
+            _gathered(pool, blocks, dtype)[:, begin : begin + len(keys)].transpose(1, 2) for pool in (self.k, self.v)
+        )
+        return k, v
+
+    def positions_per_part(self, dtype: torch.dtype) -> int:
+        """The number of positions to read at a time: whole blocks."""
+        k, v = values_of(self.k), values_of(self.v)
+        wide = dtype.itemsize if isinstance(self.k, Tensor) else accumulation_dtype(dtype).itemsize
+        block = max(1, self.block_table.shape[0]) * self.block_size * k.shape[2] * (k.shape[3] + v.shape[3]) * wide
+        return max(1, _PART_BYTES // block) * self.block_size
+
+
+def paged_attention(
+    q: Tensor, positions: Ranges, kv: PagedKV, *, mask: Mask, scores: Scores, sinks: Tensor | None = None,
+    backend: str = "auto", recorder: Recorder | None = None,
+) -> State:  # fmt: skip
+    """The state of q [B,Hq,n,D], the queries at `positions`, over the keys that they attend to. No autograd.
+
+    A block outside the pool is never read. On the CPU `check_blocks` raises ValueError; on a GPU out and lse of the
+    sequence are NaN.
+    """
+    total = StateAccumulator(q, values_of(kv.v).shape[3])
+    invalid = torch.zeros(q.shape[0], dtype=torch.bool, device=q.device)
+    for keys, patch in _parts(mask, positions, kv.positions_per_part(q.dtype)):
+        call = Call(q, *kv.read(keys, q.dtype), patch, scores)
+        chosen = choose_fused(call, backend)
+        with kernel_span(recorder, "attention", chosen, call):
+            chosen.forward(call, total)
+        if q.is_cuda:
+            invalid |= kv.invalid(keys).any(1)
+    out, lse = total.finish(q.dtype, sinks)
+    if q.is_cuda:
+        out.masked_fill_(invalid[:, None, None, None], torch.nan)
+        lse.masked_fill_(invalid[:, None, None], torch.nan)
+    return State(out, lse)
+
+
+def check_paged(q: Tensor, kv: PagedKV, scale: float | None, sinks: Tensor | None = None) -> None:
+    """Raise ValueError for invalid inputs of attention over a paged cache. Does not read tensors on a device."""
+    check_tensor("q", q)
+    if q.ndim != 4 or not q.dtype.is_floating_point or not q.shape[3]:
+        raise ValueError(f"q must be floating point [batch, heads, seq, head_dim], got {shown(q)}")
+    _refuse_gradient("q", q)
+    if isinstance(sinks, Tensor):
+        _refuse_gradient("sinks", sinks)
+    table = check_tensor("block_table", kv.block_table, "int32 [batch, slots]")
+    if table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != q.shape[0] or table.device != q.device:
+        raise ValueError(
+            f"block_table must be int32 [{q.shape[0]}, slots] on {q.device}, one row per sequence, got {shown(table)}"
+        )
+    for name, stored in (("k", kv.k), ("v", kv.v)):
+        check_type(name, stored, (Tensor, Quantized), "a pool of blocks, a tensor or Quantized, with block_table")
+        values = check_tensor(name, values_of(stored))
+        if values.ndim != 4 or not values.shape[0] or not values.shape[1]:
+            raise ValueError(
+                f"{name} must be a pool [num_blocks, block_size, kv heads, head_dim] with block_table, got "
+                f"{list(values.shape)}"
+            )
+        if values.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {values.device}")
+        _refuse_gradient(name, values)
+        if isinstance(stored, Quantized):
+            _refuse_gradient(f"the scales of {name}", stored.scales)
+    check_storages(q, kv.k, kv.v, ("k", "v"), axis=2)
+    if scale is not None:
+        check_number("scale", scale)
+
+
+def _refuse_gradient(name: str, x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(
+            f"{name} must not require a gradient with block_table (a cache has no backward): use no_grad()"
+        )
+
+
+def check_calls(q: Tensor, positions: Ranges, kv: PagedKV, mask: Mask, scores: Scores, backend: str) -> None:
+    """Raise ValueError if no backend serves this `paged_attention` or, on the CPU, if a block is outside the pool."""
+    batch, heads = q.shape[0], values_of(kv.k).shape[2]
+    for keys, patch in _parts(mask, positions, kv.positions_per_part(q.dtype)):
+        k, v = (q.new_empty(()).expand(batch, heads, len(keys), values_of(x).shape[3]) for x in (kv.k, kv.v))
+        choose_fused(Call(q, k, v, patch, scores), backend)
+        if q.device.type != "cpu":  # free to read
+            continue
+        for sequence, slot in kv.invalid(keys).nonzero():
+            at = int(slot) + keys.start // kv.block_size
+            name, value = f"block_table[{kv.first + int(sequence)}, {at}]", int(kv.block_table[sequence, at])
+            raise ValueError(f"{name} is {value}, but the pool has blocks 0 to {values_of(kv.k).shape[0] - 1}")
+
+
+@lru_cache(maxsize=128)
+def _parts(mask: Mask, q: Ranges, size: int) -> tuple[tuple[range, Patch], ...]:
+    """The keys that some query attends to, cut at multiples of `size`, each with its patch."""
+    # Cached: every layer of a model uses the same parts, and a patch caches its blocks.
+    return tuple(_cut(mask, q, size))
+
+
+def _cut(mask: Mask, q: Ranges, size: int) -> Iterator[tuple[range, Patch]]:
+    seen = Patch(mask, q, (range(q[-1].stop),)).seen if q else range(0)
+    for start in range(seen.start // size * size, seen.stop, size):
+        keys = range(max(start, seen.start), min(start + size, seen.stop))
+        patch = Patch(mask, q, (keys,))
+        if patch.blocks:
+            yield keys, patch
+
+
+def _gathered(pool: Stored, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """The positions in the given blocks [B, n] of a pool, in `dtype`: [B, n * block_size, Hkv, D]."""
+    values = _selected(values_of(pool), blocks)
+    if isinstance(pool, Quantized):
+        scales = pool.scales if pool.storage == "fp8" else _selected(pool.scales, blocks)
+        values = dequantize(Quantized(values, scales), dtype, head_axis=2)
+    return values.view(blocks.shape[0], blocks.shape[1] * values.shape[1], *values.shape[2:])
+
+
+def _selected(pool: Tensor, blocks: Tensor) -> Tensor:
+    if pool.dtype.itemsize == 1:  # index_select does not take float8
+        return pool.view(torch.int8).index_select(0, blocks.flatten()).view(pool.dtype)
+    return pool.index_select(0, blocks.flatten())
