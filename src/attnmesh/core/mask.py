@@ -168,7 +168,8 @@ class And(_Combined):
     @cached_property
     def intervals(self) -> tuple[Intervals, ...]:
         of_parts = [part.intervals for part in self.parts]
-        _check_intervals(self, math.prod(map(len, of_parts)))
+        if math.prod(map(len, of_parts)) > MAX_INTERVALS:
+            raise _too_many_intervals(self)
         combined = (Intersection(choice) for choice in itertools.product(*of_parts))  # intersection distributes
         return tuple(part for part in combined if not part.is_never)
 
@@ -184,8 +185,9 @@ class Or(_Combined):
 
     @cached_property
     def intervals(self) -> tuple[Intervals, ...]:
-        found = disjoint(interval for part in self.parts for interval in part.intervals)
-        _check_intervals(self, len(found))
+        found = disjoint((interval for part in self.parts for interval in part.intervals), MAX_INTERVALS)
+        if found is None:
+            raise _too_many_intervals(self)
         return found
 
 
@@ -197,9 +199,8 @@ def _combined(kind: type[And | Or], a: Mask, b: Mask) -> Mask:
     return distinct[0] if len(distinct) == 1 else kind(distinct)
 
 
-def _check_intervals(mask: Mask, count: int) -> None:
-    if count > MAX_INTERVALS:
-        raise ValueError(f"a mask must have at most {MAX_INTERVALS} intervals per query, got {count} of {shown(mask)}")
+def _too_many_intervals(mask: Mask) -> ValueError:
+    return ValueError(f"a mask must have at most {MAX_INTERVALS} intervals per query, and this one has more: {mask}")
 
 
 def coverage(part: Intervals, q: range, k: range) -> Coverage:

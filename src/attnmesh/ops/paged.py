@@ -81,8 +81,8 @@ class PagedKV:
 
 
 def paged_attention(
-    q: Tensor, positions: Ranges, kv: PagedKV, *, mask: Mask, scores: Scores, backend: str = "auto",
-    recorder: Recorder | None = None,
+    q: Tensor, positions: Ranges, kv: PagedKV, *, mask: Mask, scores: Scores, sinks: Tensor | None = None,
+    backend: str = "auto", recorder: Recorder | None = None,
 ) -> State:  # fmt: skip
     """The state of q [B,Hq,n,D], the queries at `positions`, over the keys that they attend to. No autograd.
 
@@ -98,19 +98,21 @@ def paged_attention(
             chosen.forward(call, total)
         if q.is_cuda:
             invalid |= kv.invalid(keys).any(1)
-    out, lse = total.finish(q.dtype)
+    out, lse = total.finish(q.dtype, sinks)
     if q.is_cuda:
         out.masked_fill_(invalid[:, None, None, None], torch.nan)
         lse.masked_fill_(invalid[:, None, None], torch.nan)
     return State(out, lse)
 
 
-def check_paged(q: Tensor, kv: PagedKV, scale: float | None) -> None:
+def check_paged(q: Tensor, kv: PagedKV, scale: float | None, sinks: Tensor | None = None) -> None:
     """Raise ValueError for invalid inputs of attention over a paged cache. Does not read tensors on a device."""
     check_tensor("q", q)
     if q.ndim != 4 or not q.dtype.is_floating_point or not q.shape[3]:
         raise ValueError(f"q must be floating point [batch, heads, seq, head_dim], got {shown(q)}")
     _refuse_gradient("q", q)
+    if isinstance(sinks, Tensor):
+        _refuse_gradient("sinks", sinks)
     table = check_tensor("block_table", kv.block_table, "int32 [batch, slots]")
     if table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != q.shape[0] or table.device != q.device:
         raise ValueError(

@@ -51,7 +51,16 @@ from attnmesh.core.validation import (
 )
 from attnmesh.ops.dense import blockwise
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import Call, Grads, Result, Scores, check_inputs, contiguous_last_dim, resolve_scale
+from attnmesh.ops.dense.call import (
+    Call,
+    Grads,
+    Result,
+    Scores,
+    check_inputs,
+    check_score_terms,
+    contiguous_last_dim,
+    resolve_scale,
+)
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attention
 from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
@@ -78,14 +87,16 @@ def ring_chunks(length: int, ring_size: int, ring_id: int, pairs: int | tuple[in
 def ring_distributed_attention(
     q: Tensor, k: Stored, v: Stored, *, ring_size: int | None = ..., ring_id: int | None = ...,
     group: Comm | ProcessGroup | DeviceMesh | None = ..., q_offset: int | Sequence[int] = ...,
-    block_table: Tensor | None = ..., mask: Mask = ..., scale: float | None = ..., return_lse: Literal[False] = ...,
+    block_table: Tensor | None = ..., mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., return_lse: Literal[False] = ...,
     pairs: int | tuple[int, ...] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ring_distributed_attention(
     q: Tensor, k: Stored, v: Stored, *, ring_size: int | None = ..., ring_id: int | None = ...,
     group: Comm | ProcessGroup | DeviceMesh | None = ..., q_offset: int | Sequence[int] = ...,
-    block_table: Tensor | None = ..., mask: Mask = ..., scale: float | None = ..., return_lse: Literal[True],
+    block_table: Tensor | None = ..., mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., return_lse: Literal[True],
     pairs: int | tuple[int, ...] = ..., backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def ring_distributed_attention(
@@ -100,13 +111,16 @@ def ring_distributed_attention(
     block_table: Tensor | None = None,
     mask: Mask = Causal(),  # noqa: B008  (immutable)
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     pairs: int | tuple[int, ...] = 1,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of this device's queries; q [B,Hq,S,D], k and v [B,Hkv,S,D] are whole on every device.
+    """Causal attention of this device's queries; q [B,Hq,S,D], k [B,Hkv,S,D], v [B,Hkv,S,Dv] are whole on every device.
 
-    Returns out [B,Hq,n,D] for the n positions of `ring_chunks(S, ...)`, in that order, and with `return_lse` the
+    Returns out [B,Hq,n,Dv] for the n positions of `ring_chunks(S, ...)`, in that order, and with `return_lse` the
     float32 lse [B,Hq,n]; both are differentiable. `gather_ring_outputs` returns the whole output.
 
     A prompt that continues a prefix, or a chunk of a prompt, has `q_offset` positions before it: q are then the queries
@@ -127,6 +141,9 @@ def ring_distributed_attention(
     rounded once), so all ranks must run the backward. Without one nothing is communicated, and dk and dv are this
     device's part of the sum. In both cases dq is zero except for this device's queries.
 
+    `softcap`, `sinks` and `alibi_slopes` are as in `attention`. The gradient of `sinks` is the contribution of this
+    device's queries, with a group too: it is a part of the sum over devices.
+
     `pairs` is as in `ring_chunks`, `backend` as in `ContextParallel`.
     """
     comm = SoloComm() if group is None else comm_from(group)
@@ -134,7 +151,8 @@ def ring_distributed_attention(
     def check_arguments() -> tuple[Callable[[], State], SharedValues]:
         check_bool(return_lse=return_lse)
         check_choice("backend", backend, BACKENDS)
-        kv = _checked_kv(q, k, v, block_table, scale)
+        kv = _checked_kv(q, k, v, block_table, scale, sinks)
+        check_score_terms(q, softcap, sinks, alibi_slopes)
         offsets = _checked_offsets(q_offset, q, kv)
         for offset in offsets:
             _check_causal(mask, range(offset, offset + q.shape[2]))
@@ -142,27 +160,30 @@ def ring_distributed_attention(
         if size is None or index is None:
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={index}")
         _check_ring(size, index)
-        chunks, scores = Zigzag(pairs).ranges(q.shape[2], size, index), Scores(resolve_scale(q, scale))
+        chunks = Zigzag(pairs).ranges(q.shape[2], size, index)
+        scores = Scores(resolve_scale(q, scale), softcap, None if alibi_slopes is None else alibi_slopes.float())
         run: Callable[[], State]
         if isinstance(kv, PagedKV):
-            cached = _CacheShare(chunks, offsets, mask, scores, backend, comm, kv)
+            cached = _CacheShare(chunks, offsets, mask, scores, sinks, backend, comm, kv)
             cached.check_calls(q)
             run = partial(cached.attend, q)
         else:
             share = _TensorShare(chunks, offsets[0], mask, backend, comm)
             for call in share.calls(q, *kv, scores):
                 choose_fused(call, backend)  # raises if no backend serves it
-            run = partial(attend, q, *kv, share, scores)
+            run = partial(attend, q, *kv, share, scores, sinks)
         grad = torch.is_grad_enabled()
         heads_dim = 2 if isinstance(kv, PagedKV) else 1
         return run, {
             "batch": q.shape[0], "query heads": q.shape[1], "kv heads": values_of(k).shape[heads_dim],
             "head_dim": q.shape[3], "value head_dim": values_of(v).shape[3],
             "length": q.shape[2], "q_offset": q_offset, "mask": mask, "dtype": q.dtype, "device": q.device.type,
-            "scale": scores.scale, "pairs": pairs, "backend": backend,
+            "scale": scores.scale, "softcap": softcap, "sinks": None if sinks is None else sinks.dtype,
+            "alibi_slopes": alibi_slopes is not None, "pairs": pairs, "backend": backend,
             "block_size": kv.block_size if isinstance(kv, PagedKV) else None, "storage": storage_of(k),
             "gradient of q": grad and q.requires_grad, "gradient of k": grad and values_of(k).requires_grad,
             "gradient of v": grad and values_of(v).requires_grad,
+            "gradient of sinks": grad and sinks is not None and sinks.requires_grad,
         }  # fmt: skip
 
     run = check_on_all_ranks(comm, "ring_distributed_attention", check_arguments)
@@ -274,6 +295,7 @@ class _CacheShare:
     q_offsets: tuple[int, ...]  # one for all sequences, or one per sequence
     mask: Mask
     scores: Scores
+    sinks: Tensor | None
     backend: str
     comm: Comm
     kv: PagedKV
@@ -283,7 +305,7 @@ class _CacheShare:
         with propagate_failure(self.comm), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             states = [
                 paged_attention(
-                    own, positions, kv, mask=self.mask, scores=self.scores, backend=self.backend,
+                    own, positions, kv, mask=self.mask, scores=self.scores, sinks=self.sinks, backend=self.backend,
                     recorder=self.comm.recorder,
                 )
                 for own, positions, kv in self._batches(self._own(q))
@@ -315,12 +337,12 @@ def _patch(mask: Mask, q: range) -> Patch:
 
 
 def _checked_kv(
-    q: Tensor, k: Stored, v: Stored, block_table: Tensor | None, scale: float | None
+    q: Tensor, k: Stored, v: Stored, block_table: Tensor | None, scale: float | None, sinks: Tensor | None
 ) -> PagedKV | tuple[Tensor, Tensor]:
     """K and V: whole tensors, or a paged cache if there is a block table."""
     if block_table is not None:
         kv = PagedKV(k, v, block_table)
-        check_paged(q, kv, scale)
+        check_paged(q, kv, scale, sinks)
         return kv
     if isinstance(k, Quantized) or isinstance(v, Quantized):
         raise ValueError(f"k and v must be tensors without a block_table, got {shown(k)} and {shown(v)}")

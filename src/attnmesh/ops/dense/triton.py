@@ -23,6 +23,8 @@ class Triton:
     def refusal(self, call: Call) -> str | None:
         """The reason why this backend cannot serve the forward; None if it can."""
         q = call.q
+        if any(block.sequences is not None for block in call.visibility.blocks):
+            return "its kernels take one mask for all sequences of the batch"
         if q.dtype not in _DTYPES:
             return f"its kernels take fp16, bf16 and fp32, not {q.dtype}"
         if call.v.shape[3] != q.shape[3] or not call.scores.plain:
@@ -81,7 +83,8 @@ def _launches(call: Call, *, zero_rows: bool) -> tuple[Call, tuple[Block, ...]]:
     """
     blocks = call.visibility.blocks
     if len(blocks) > 1:
-        blocks = (Block(range(call.q.shape[2]), key_hull(blocks), Kind.PARTIAL),)
+        by_part = [[block for block in blocks if block.part == part] for part in sorted({b.part for b in blocks})]
+        blocks = tuple(Block(range(call.q.shape[2]), key_hull(same), Kind.PARTIAL, same[0].part) for same in by_part)
     partial = any(block.kind is Kind.PARTIAL for block in blocks)
     return (call.with_unseen_zeroed(zero_rows=zero_rows) if partial else call), blocks
 
@@ -94,7 +97,7 @@ def _sliced(call: Call, block: Block) -> Any:
 def _bounds(call: Call, block: Block) -> dict[str, Any]:
     if block.kind is not Kind.PARTIAL:
         return {"causal": block.kind is Kind.CAUSAL, "bounds": None}
-    first, end = call.visibility.bounds(call.q.device)
+    first, end = (bound[block.part, 0] for bound in call.visibility.bounds(call.q.device))
     rows = slice(block.q.start, block.q.stop)
     if block.k.start:
         first, end = first - block.k.start, end - block.k.start
