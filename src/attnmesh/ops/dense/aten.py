@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result, aligned, of_sequences
+from attnmesh.ops.dense.cost import strip_rows
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.plan.blocks import Block, Kind
 
@@ -24,9 +25,7 @@ aten = torch.ops.aten
 _CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _Parts = tuple[range, range, tuple[Tensor, Tensor, Tensor]]  # rows, keys, and their dq, dk, dv
-# Rows of a PARTIAL block that share one mask on the CPU: memory is O(rows x visible keys). More rows compute scores
-# that no row sees, fewer make more kernel calls. Measured on two cores: a call costs as much as so many scores.
-_STRIPS, _SCORES_PER_CALL = (256, 128, 64), 20_000
+_SCORES_PER_CALL = 20_000  # a call of the CPU kernel costs as much as so many scores: measured on two cores
 
 
 class Aten:
@@ -181,7 +180,7 @@ def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | N
         return
     first, end = call.bounds(block, call.q.device)
     batch = call.q.shape[0] if block.sequences is None else len(block.sequences)
-    strip = min(_STRIPS, key=lambda rows: _strip_cost(first, end, rows, batch * call.q.shape[1]))
+    strip = strip_rows(first, end, batch * call.q.shape[1], _SCORES_PER_CALL)
     for start in range(0, len(block.q), strip):
         q = block.q[start : start + strip]
         lo, hi = first[start : start + strip], end[start : start + strip]
@@ -192,13 +191,6 @@ def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | N
         allowed = (at >= lo[:, None]) & (at < hi[:, None])
         mask = torch.zeros_like(allowed, dtype=call.q.dtype).masked_fill_(~allowed, -torch.inf)
         yield q, k, mask, lo >= hi
-
-
-def _strip_cost(first: Tensor, end: Tensor, rows: int, heads: int) -> int:
-    """The scores that strips of so many rows compute, plus the cost of their kernel calls."""
-    last = torch.cat([end[rows - 1 :: rows], end[-1:]])[: -(-len(end) // rows)]
-    keys = (last - first[::rows]).clamp(min=0)
-    return int(keys.sum()) * rows * heads + int((keys > 0).sum()) * _SCORES_PER_CALL
 
 
 def _with_lse_column(call: Call, result: Result) -> tuple[Call, Result]:

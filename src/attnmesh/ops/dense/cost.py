@@ -1,7 +1,8 @@
-"""Estimates of the forward of a call, for the choice between torch's fused kernels and one Triton launch on CUDA.
+"""Estimates by which backends are chosen, and the rows that share a mask.
 
-torch's kernels are the fastest per visible pair, but they take one launch per block, and each block returns a partial
-result that is merged: many small blocks leave the device idle. One Triton launch serves all blocks of a part.
+On CUDA, torch's kernels are the fastest per visible pair, but they take one launch per block, and each block returns a
+partial result that is merged: many small blocks leave the device idle. One Triton launch serves all blocks of a part.
+On the CPU, torch's flash kernel was faster than matrix products under every mask.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from attnmesh.ops.dense.call import Call
 from attnmesh.plan.blocks import Block, Kind, Patch
@@ -63,6 +65,21 @@ def described(call: Call) -> str:
         return blocks
     pairs = visibility.pairs * (call.q.shape[0] if visibility.mask.sequences is None else 1)
     return f"{pairs:,} visible pairs in {blocks}"
+
+
+def strip_rows(first: Tensor, end: Tensor, heads: int, call: int) -> int:
+    """How many rows of a block should share one mask: 256, 128 or 64.
+
+    Row i sees keys first[i] <= j < end[i]. More rows compute more scores that no row sees, fewer make more calls. A
+    call costs as much as `call` scores; `heads` counts all sequences.
+    """
+
+    def cost(rows: int) -> int:
+        last = torch.cat([end[rows - 1 :: rows], end[-1:]])[: -(-len(end) // rows)]
+        keys = (last - first[::rows]).clamp(min=0)
+        return int(keys.sum()) * rows * heads + int((keys > 0).sum()) * call
+
+    return min((256, 128, 64), key=cost)
 
 
 @lru_cache
