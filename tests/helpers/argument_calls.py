@@ -223,7 +223,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "Padding": [lambda: {"lengths": [4, 2], "side": "left", "length": 5}],
     "PerSequence": [lambda: {"masks": [am.Causal(), am.Full()]}],
     "Slices": [lambda: {"slices": [((0, 2), (1, 3), "causal")]}],
-    "Mask.draw": [lambda mask: {"length": 4, "size": 3}],
+    "Mask.draw": [lambda mask: {"length": mask.length, "size": 3}],
     "Mask.of_sequence": [lambda mask: {"index": 0}],
     "Balanced": [lambda: {"mask": am.Causal()}],
     "Joint": [lambda: {"parts": ((4, am.Zigzag()), (2, am.Striped()))}],

@@ -24,6 +24,7 @@ SCHEDULES = ("ring", "allgather", "ulysses", "ring+ring", "ulysses+ring", "ulyss
 MASKS = (
     am.Full(),
     am.Causal(),
+    am.SlidingWindow(3, 1),
     WINDOW,
     am.Documents([7, 9]),
     am.Causal() & am.Documents([7, 9]),

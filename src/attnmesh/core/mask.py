@@ -138,7 +138,7 @@ class _Combined(Mask):
             raise ValueError(f"masks for different numbers of sequences cannot be combined, got {shown(self.parts)}")
 
     @cached_property
-    def sequences(self) -> int | None:  # type: ignore[override]
+    def sequences(self) -> int | None:
         return next((part.sequences for part in self.parts if part.sequences is not None), None)
 
     def of_sequence(self, index: int) -> Mask:
@@ -191,8 +191,9 @@ class Or(_Combined):
         return found
 
 
-def _combined(kind: type[And | Or], a: Mask, b: Mask) -> Mask:
-    parts = [part for mask in (a, b) for part in (mask.parts if isinstance(mask, kind) else (mask,))]
+def _combined(kind: type[_Combined], a: Mask, b: Mask) -> Mask:
+    sides = ((mask.parts if isinstance(mask, _Combined) and type(mask) is kind else (mask,)) for mask in (a, b))
+    parts = itertools.chain(*sides)
     distinct = tuple(dict.fromkeys(parts))
     if kind is And:  # a mask that allows everything changes nothing
         distinct = tuple(part for part in distinct if not part.allows_everything) or distinct[:1]
