@@ -22,7 +22,7 @@ MASKS = [SlidingWindow(2), Causal() & SlidingWindow(4), SlidingWindow(1, 2), Cau
 def assert_poison_stays(backend: str, mask: Mask, positions: str, poison: float, **inputs) -> None:
     q_at, k_at = POSITIONS[positions]
     clean = random_inputs(len(q_at), len(k_at), **inputs)
-    visible = mask.allows(q_at[:, None], k_at)
+    visible = mask.visible(q_at[:, None], k_at)
     unseen = [~visible.any(1), ~visible.any(0), ~visible.any(0)]
     for x, rows in zip(clean, unseen, strict=False):
         x[:, :, rows] = 0.0
@@ -44,7 +44,7 @@ def assert_poison_stays(backend: str, mask: Mask, positions: str, poison: float,
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("backend", ["aten", "reference"])
+@pytest.mark.parametrize("backend", ["aten", "torch", "reference"])
 def test_poison_reaches_nothing(backend, positions, mask, poison):
     assert_poison_stays(backend, mask, positions, poison)
 
