@@ -1,4 +1,4 @@
-"""Backend on the library's Triton kernels: any mask by row bounds, float32 states continued in place, no atomics."""
+"""Backend on the library's Triton kernels: any mask by row bounds, float32 states continued in place, deterministic."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ class Triton:
         for head_dim in (q.shape[3], call.v.shape[3]):
             if not 16 <= head_dim <= 576:
                 return f"its kernels take head_dim 16 to 576, not {head_dim}"
-        if call.scores.alibi_slopes is not None and not hasattr(call.visibility, "positions"):
-            return "its kernels take no ALiBi slopes without positions"
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not q.is_cuda and not _interpreted():
@@ -81,7 +79,7 @@ def _launches(call: Call, *, zero_rows: bool) -> tuple[Call, tuple[Block, ...]]:
     A call that needs a mask is returned without the NaN that unseen keys (and rows without keys) may hold.
     """
     blocks = call.visibility.blocks
-    masked = [block for block in blocks if block.kind is Kind.PARTIAL or getattr(block, "sequences", None) is not None]
+    masked = [block for block in blocks if block.kind is Kind.PARTIAL or block.sequences is not None]
     if len(blocks) <= 1 and not masked:
         return call, blocks
     whole = Block(range(call.q.shape[2]), key_hull(blocks), Kind.PARTIAL)

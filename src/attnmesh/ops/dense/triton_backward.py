@@ -131,13 +131,21 @@ def backward(
             tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v)
             programs = triton.cdiv(kv_len, tiles.keys) * batch * kv_heads
             splits = _MAX_SPLITS if visible.parts > 1 else 1
-            turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
-            _grad_key_kernel[(programs * splits,)](
-                *inputs, _rows_per_key_tile(visible, q_len, kv_len, tiles.keys), turns,
-                grad_k, grad_k_strides, grad_v, grad_v_strides, *sizes,
-                **options, SPLITS=splits, STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys,
-                num_warps=tiles.warps, num_stages=tiles.stages,
-            )  # fmt: skip
+            rows_per_tile = _rows_per_key_tile(visible, q_len, kv_len, tiles.keys)
+            for keys, values in _key_targets(grad_k, grad_v):
+                turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
+                _grad_key_kernel[(programs * splits,)](
+                    *inputs, rows_per_tile, turns, keys, grad_k_strides, values, grad_v_strides, *sizes,
+                    **options, SPLITS=splits, STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys,
+                    num_warps=tiles.warps, num_stages=tiles.stages,
+                )  # fmt: skip
+
+
+def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
+    """What each launch computes: both gradients, or one after the other where the tile of both would not fit."""
+    if grad_k is None or grad_v is None or {grad_k.shape[-1], grad_v.shape[-1]} != {256}:
+        return [(grad_k, grad_v)]
+    return [(grad_k, None), (None, grad_v)]
 
 
 def _rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Tensor | None:

@@ -51,7 +51,7 @@ FORWARD_TILES = {
     (64, 2): DenseTiles(128, 64, 4, 3),
     (128, 2): DenseTiles(128, 64, 8, 3),
     (192, 2): DenseTiles(128, 64, 8, 3),
-    (256, 2): DenseTiles(64, 64, 8, 2),
+    (256, 2): DenseTiles(128, 64, 8, 2),
     (576, 2): DenseTiles(64, 32, 8, 2),
     (64, 4): DenseTiles(64, 32, 8, 2),
     (128, 4): DenseTiles(16, 32, 8, 2),
@@ -65,7 +65,7 @@ GRAD_QUERY_TILES = {
     (64, 2): DenseTiles(128, 64, 4, 3),
     (128, 2): DenseTiles(128, 64, 8, 3),
     (192, 2): DenseTiles(128, 64, 8, 2),
-    (256, 2): DenseTiles(64, 32, 8, 2),
+    (256, 2): DenseTiles(128, 32, 8, 2),
     (576, 2): DenseTiles(32, 32, 8, 1),
     (64, 4): DenseTiles(32, 32, 8, 1),
     (128, 4): DenseTiles(32, 32, 8, 2),
@@ -73,11 +73,12 @@ GRAD_QUERY_TILES = {
     (256, 4): DenseTiles(32, 16, 8, 2),
     (576, 4): DenseTiles(16, 16, 8, 1),
 }
+# At width 256 the gradients of keys and of values take a launch each: one tile of both would not fit in registers.
 GRAD_KEY_TILES = {
     (64, 2): DenseTiles(64, 128, 8, 3),
     (128, 2): DenseTiles(64, 128, 8, 3),
-    (192, 2): DenseTiles(32, 64, 8, 2),
-    (256, 2): DenseTiles(32, 32, 8, 1),
+    (192, 2): DenseTiles(32, 128, 8, 2),
+    (256, 2): DenseTiles(32, 128, 8, 2),
     (576, 2): DenseTiles(32, 16, 8, 1),
     (64, 4): DenseTiles(32, 32, 8, 1),
     (128, 4): DenseTiles(16, 32, 8, 2),
@@ -126,7 +127,7 @@ class Bounds(NamedTuple):
         """From `first` and `end`, int32 [parts, B or 1, rows]; None is a mask that is not described by bounds."""
         if bounds is None:
             return cls(None, None, (0, 0), 1)
-        first, end = (x[None, None] if x.ndim == 1 else x for x in bounds)
+        first, end = bounds
         if first.stride(-1) != 1 or first.stride() != end.stride():
             first, end = first.contiguous(), end.contiguous()
         return cls(first, end, (first.stride(0), 0 if first.shape[1] == 1 else first.stride(1)), first.shape[0])
