@@ -22,7 +22,7 @@ MASKS = [SlidingWindow(2), Causal() & SlidingWindow(4), SlidingWindow(1, 2), Cau
 def assert_poison_stays(backend: str, mask: Mask, positions: str, poison: float, **inputs) -> None:
     q_at, k_at = POSITIONS[positions]
     clean = random_inputs(len(q_at), len(k_at), **inputs)
-    visible = mask.allows(q_at[:, None], k_at)
+    visible = mask.visible(q_at[:, None], k_at)
     unseen = [~visible.any(1), ~visible.any(0), ~visible.any(0)]
     for x, rows in zip(clean, unseen, strict=False):
         x[:, :, rows] = 0.0

@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attnmesh.core.masks import Mask, check_mask
+from attnmesh.core.mask import Mask, check_mask, sequence_groups
 from attnmesh.core.ranges import Ranges, as_tensor, narrow
 from attnmesh.core.validation import MAX_COUNT, MAX_RANKS, check_count, check_index, check_tensor, check_type, shown
 
@@ -217,11 +217,27 @@ class Balanced(Layout):
 def _balanced_shards(mask: Mask, length: int, world: int) -> tuple[Ranges, ...]:
     """The positions of every rank."""
     mask.check(length)
-    visible = torch.stack(mask.key_ranges(torch.arange(length, device="cpu"))).clamp(0, length)
-    whole = _Positions((range(length),) if length else (), visible[1] - visible[0], visible)
+    work, visible = _work(mask, length)
+    whole = _Positions((range(length),) if length else (), work, visible)
     shards = _divide(whole, world, int(whole.work.sum()) / world)
     # In this order keys travel least far around a ring: shards that end near one another have the same documents.
     return tuple(sorted(shards, key=lambda ranges: ranges[-1][-1] if ranges else length))
+
+
+def _work(mask: Mask, length: int) -> tuple[Tensor, Tensor]:
+    """The number of keys visible to each position in all sequences, and the first and the end of all of them."""
+    positions = torch.arange(length, device="cpu")
+    work = torch.zeros(length, dtype=torch.int64, device="cpu")
+    low, high = torch.full_like(work, length), torch.zeros_like(work)
+    for sequences, same in sequence_groups(mask):
+        for part in same.intervals:
+            first, end = (bound.clamp(0, length) for bound in part.key_ranges(positions))
+            some = first < end
+            work += (end - first).clamp(min=0) * (1 if sequences is None else len(sequences))
+            low, high = (
+                torch.where(some, torch.minimum(low, first), low), torch.where(some, torch.maximum(high, end), high)
+            )  # fmt: skip
+    return work, torch.stack([torch.minimum(low, high), high])
 
 
 @dataclass(frozen=True)

@@ -1,116 +1,83 @@
-"""Masks: which keys a query attends to, as pure functions of position.
+"""The masks that models use, as pure functions of position.
 
-Every mask lets a query attend to one interval of positions, `first <= k < end`, that contains the query itself and
-whose two ends are non-decreasing in the query position. Intervals intersect to intervals, so any conjunction (`Causal()
-& Documents(...)`) is again such a mask. Everything follows from one function (`key_ranges`): whether a pair is allowed
-(`allows`), what a range of queries needs of a range of keys (`coverage`), and the arguments of kernels (two integers
-per row).
+Combine them with `&` (both allow it) and `|` (either allows it):
+
+    Causal() & Documents([3, 5])                           packed documents
+    Causal() & (Global(4) | SlidingWindow(1023))           a window, and four tokens that every query attends to
+    PerSequence([Causal(), Causal() & Documents([3, 5])])  a mask for every sequence of the batch
 """
 
 from __future__ import annotations
 
 import bisect
-import enum
 import itertools
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_count, check_tensor, check_type, shown
+from attnmesh.core.intervals import FAR, Chain, Intervals, Line, Trapezoid, add_trapezoids, chains, trapezoids
+from attnmesh.core.mask import And, Coverage, IntervalMask, Mask, Or, check_mask
+from attnmesh.core.validation import MAX_COUNT, check_bool, check_choice, check_count, shown
 
-# A bound that no position reaches, on either side; far inside int64, so that arithmetic does not overflow.
-_FAR = 1 << 60
-
-
-class Coverage(enum.Enum):
-    """How much of a range of keys a range of queries attends to."""
-
-    EMPTY = "nothing: skip it"
-    FULL = "everything: compute it without a mask"
-    PARTIAL = "some of it: compute it with the mask"
-
-
-class Mask(ABC):
-    """Which keys a query attends to. Immutable and hashable; combine masks with `&`."""
-
-    @abstractmethod
-    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The half-open interval of key positions visible to each query position; both ends non-decreasing in `q`."""
-
-    @abstractmethod
-    def key_range(self, q: int) -> tuple[int, int]:
-        """`key_ranges` for one position, in plain integers, for planning without tensors."""
-
-    def check(self, length: int) -> None:
-        """Raises ValueError if this mask does not fit a sequence of `length` positions."""
-        check_count("length", length)
-
-    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """Whether the query at `q_pos` attends to the key at `k_pos`, elementwise with broadcasting."""
-        _check_positions(q_pos, k_pos)
-        first, end = self.key_ranges(q_pos.long())
-        return (k_pos >= first) & (k_pos < end)
-
-    def coverage(self, q: range, k: range) -> Coverage:
-        """How much of the keys at positions `k` the queries at positions `q` attend to (ascending ranges, any step).
-
-        Exact: EMPTY if and only if no pair is allowed, FULL if and only if all are.
-        """
-        if not q or not k:
-            return Coverage.EMPTY
-        first, end = self.key_range(q[-1])[0], self.key_range(q[0])[1]
-        if first <= k[0] and k[-1] < end:  # the latest start and the earliest end hold for every query between
-            return Coverage.FULL
-        first, end = self.key_range(q[0])[0], self.key_range(q[-1])[1]
-        if end <= k[0] or k[-1] < first:
-            return Coverage.EMPTY
-        if q.step == 1:  # intervals of adjacent queries leave no gap, since each contains its own query
-            return Coverage.PARTIAL if _intersects(k, first, end) else Coverage.EMPTY
-        return Coverage.PARTIAL if any(_intersects(k, *self.key_range(p)) for p in q) else Coverage.EMPTY
-
-    def boundaries(self, q: range) -> list[int]:
-        """Document boundaries inside `q`: good positions to split a block."""
-        return []
-
-    def __and__(self, other: Mask) -> Mask:
-        if not isinstance(other, Mask):
-            return NotImplemented
-        parts = [part for mask in (self, other) for part in (mask.parts if isinstance(mask, And) else (mask,))]
-        distinct = tuple(dict.fromkeys(part for part in parts if part != Full()))
-        if not distinct:
-            return Full()
-        return distinct[0] if len(distinct) == 1 else And(distinct)
+__all__ = [
+    "SLICE_KINDS",
+    "And",
+    "BlockCausal",
+    "Causal",
+    "Chunked",
+    "Coverage",
+    "Documents",
+    "Full",
+    "Global",
+    "Mask",
+    "Or",
+    "Padding",
+    "PerSequence",
+    "Prefix",
+    "Slice",
+    "Slices",
+    "SlidingWindow",
+    "check_mask",
+    "parse_mask",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Full(Mask):
+class Full(IntervalMask):
     """Every query attends to every key."""
 
+    allows_everything = True
+
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        return torch.ones(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=q.device)
+
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return _filled(q, -_FAR), _filled(q, _FAR)
+        return _filled(q, -FAR), _filled(q, FAR)
 
     def key_range(self, q: int) -> tuple[int, int]:
-        return -_FAR, _FAR
+        return -FAR, FAR
 
 
 @dataclass(frozen=True)
-class Causal(Mask):
+class Causal(IntervalMask):
     """A query attends to itself and earlier positions: keys `k <= q`."""
 
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        return k <= q
+
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return _filled(q, -_FAR), q + 1
+        return _filled(q, -FAR), q + 1
 
     def key_range(self, q: int) -> tuple[int, int]:
-        return -_FAR, q + 1
+        return -FAR, q + 1
 
 
 @dataclass(frozen=True)
-class SlidingWindow(Mask):
+class SlidingWindow(IntervalMask):
     """A query attends to `left` keys before itself, itself, and `right` keys after: `q - left <= k <= q + right`."""
 
     left: int
@@ -120,6 +87,9 @@ class SlidingWindow(Mask):
         for name, width in (("left", self.left), ("right", self.right)):
             check_count(f"SlidingWindow.{name}", width)
 
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q - self.left <= k) & (k <= q + self.right)
+
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
         return q - self.left, q + (self.right + 1)
 
@@ -127,44 +97,153 @@ class SlidingWindow(Mask):
         return q - self.left, q + self.right + 1
 
 
+@dataclass(frozen=True)
+class Prefix(IntervalMask):
+    """The first `n` positions attend to one another in both directions, the others causally: `k < n` or `k <= q`.
+
+    Prefix language models, and images before text. For a prefix per document, see `Documents`.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_count("Prefix.n", self.n)
+
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        return (k < self.n) | (k <= q)
+
+    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return _filled(q, -FAR), (q + 1).clamp(min=self.n)
+
+    def key_range(self, q: int) -> tuple[int, int]:
+        return -FAR, max(self.n, q + 1)
+
+    def boundaries(self, q: range) -> list[int]:
+        return [self.n] if q and q[0] < self.n <= q[-1] else []
+
+
+@dataclass(frozen=True)
+class Chunked(IntervalMask):
+    """Chunks of `size` positions: a query attends to itself and earlier positions of its own chunk (Llama 4)."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check_count("Chunked.size", self.size, least=1)
+
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (_floor(q, self.size) == _floor(k, self.size))
+
+    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return _floor(q, self.size) * self.size, q + 1
+
+    def key_range(self, q: int) -> tuple[int, int]:
+        return q // self.size * self.size, q + 1
+
+    def boundaries(self, q: range) -> list[int]:
+        return _multiples(self.size, q)
+
+
+@dataclass(frozen=True)
+class BlockCausal(IntervalMask):
+    """Blocks of `size` positions: a query attends to its own block and all blocks before it.
+
+    Block diffusion, and video models that generate frame after frame.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check_count("BlockCausal.size", self.size, least=1)
+
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        return _floor(k, self.size) <= _floor(q, self.size)
+
+    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return _filled(q, -FAR), (_floor(q, self.size) + 1) * self.size
+
+    def key_range(self, q: int) -> tuple[int, int]:
+        return -FAR, (q // self.size + 1) * self.size
+
+    def boundaries(self, q: range) -> list[int]:
+        return _multiples(self.size, q)
+
+
 @dataclass(frozen=True, init=False)
-class Documents(Mask):
+class Documents(IntervalMask):
     """Several documents packed into one sequence: a query attends to the keys of its own document.
 
-    `lengths` are the lengths of the documents in order; they must add up to the length of the sequence.
+    `lengths` are the lengths of the documents in order; they must add up to the length of the sequence. With
+    `prefixes`, one length per document, a document attends causally except for its first positions: so many of them
+    attend to one another in both directions.
     """
 
     lengths: tuple[int, ...]
+    prefixes: tuple[int, ...] | None
 
-    def __init__(self, lengths: Iterable[int]) -> None:
-        try:
-            if isinstance(lengths, str | Set | Mapping):
-                raise TypeError("not a list")
-            given = tuple(lengths)
-            counts = tuple(operator.index(n) for n in given)
-        except (TypeError, RuntimeError):  # of a tensor without data
-            raise ValueError(f"Documents.lengths must all be integers >= 0, got {shown(lengths)}") from None
-        if any(n < 0 for n in counts) or any(isinstance(n, bool) for n in given):
-            raise ValueError(f"Documents.lengths must all be integers >= 0, got {_brief(given)}")
+    def __init__(self, lengths: Iterable[int], prefixes: Iterable[int] | None = None) -> None:
+        counts = _checked_counts("Documents.lengths", lengths)
         check_count("the sum of Documents.lengths", sum(counts))
         object.__setattr__(self, "lengths", counts)
+        if prefixes is not None:
+            prefixes = _checked_counts("Documents.prefixes", prefixes)
+            if len(prefixes) != len(counts) or any(n > m for n, m in zip(prefixes, counts, strict=True)):
+                raise ValueError(
+                    f"Documents.prefixes must be one length per document, none longer than the document, got "
+                    f"{_brief(prefixes)} for lengths {_brief(counts)}"
+                )
+        object.__setattr__(self, "prefixes", prefixes)
+
+    def __repr__(self) -> str:
+        more = "" if self.prefixes is None else f", prefixes={self.prefixes}"
+        return f"Documents(lengths={self.lengths}{more})"
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
         """The boundaries of the documents: 0, the running sums, the total. Empty documents have none."""
         return tuple(dict.fromkeys(itertools.accumulate(self.lengths, initial=0)))
 
+    @cached_property
+    def _prefix_ends(self) -> tuple[int, ...]:
+        """The end of the prefix of every document that is not empty."""
+        assert self.prefixes is not None
+        begins = itertools.accumulate(self.lengths, initial=0)
+        return tuple(begin + prefix for begin, prefix, n in zip(begins, self.prefixes, self.lengths, strict=False) if n)
+
+    @property
+    def length(self) -> int:
+        """The sum of the lengths."""
+        return self.bounds[-1]
+
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        ends = torch.tensor(self.bounds[1:], dtype=torch.int64, device=q.device)
+        q_document, k_document = (torch.bucketize(x.contiguous(), ends, right=True) for x in (q, k))
+        inside = (q >= 0) & (q < self.bounds[-1]) & (k >= 0)
+        allowed = (q_document == k_document) & inside
+        if self.prefixes is None:
+            return allowed
+        none = torch.tensor([*self._prefix_ends, 0], dtype=torch.int64, device=q.device)  # of positions after all
+        return allowed & ((k <= q) | (k < none[k_document]))
+
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        bounds = torch.tensor(self.bounds, device=q.device)
+        bounds = torch.tensor(self.bounds, dtype=torch.int64, device=q.device)
         after = torch.bucketize(q.contiguous(), bounds, right=True)  # index of the first boundary after the query
         # Positions outside all documents attend to nothing.
         last = bounds.numel() - 1
-        return bounds[(after - 1).clamp(0, last)], bounds[after.clamp(0, last)]
+        first, end = bounds[(after - 1).clamp(0, last)], bounds[after.clamp(0, last)]
+        if self.prefixes is None or not last:
+            return first, end
+        ends = torch.tensor(self._prefix_ends, dtype=torch.int64, device=q.device)
+        causal = torch.maximum(q + 1, ends[(after - 1).clamp(0, last - 1)])
+        return first, torch.where((after > 0) & (after <= last), torch.minimum(causal, end), end)
 
     def key_range(self, q: int) -> tuple[int, int]:
         after = bisect.bisect_right(self.bounds, q)
         last = len(self.bounds) - 1
-        return self.bounds[min(max(after - 1, 0), last)], self.bounds[min(after, last)]
+        first, end = self.bounds[min(max(after - 1, 0), last)], self.bounds[min(after, last)]
+        if self.prefixes is None or not 0 < after <= last:
+            return first, end
+        return first, max(q + 1, self._prefix_ends[after - 1])
 
     def check(self, length: int) -> None:
         check_count("length", length)
@@ -175,58 +254,224 @@ class Documents(Mask):
             )
 
     def boundaries(self, q: range) -> list[int]:
-        return [b for b in self.bounds if q and q[0] < b <= q[-1]]
+        found = self.bounds if self.prefixes is None else sorted({*self.bounds, *self._prefix_ends})
+        return [b for b in found if q and q[0] < b <= q[-1]]
 
 
 @dataclass(frozen=True)
-class And(Mask):
-    """The intersection of `parts`. Created by `&`."""
+class Global(Mask):
+    """Every query attends to the first `n` positions; with `both`, these also attend to every position (Longformer).
 
-    parts: tuple[Mask, ...]
+    It allows nothing else: combine it with another mask by `|`, such as `Causal() & (Global(4) | SlidingWindow(1023))`.
+    """
 
-    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        first, end = self.parts[0].key_ranges(q)
-        for part in self.parts[1:]:
-            other_first, other_end = part.key_ranges(q)
-            first, end = torch.maximum(first, other_first), torch.minimum(end, other_end)
-        return first, end
+    n: int
+    both: bool = False
 
-    def key_range(self, q: int) -> tuple[int, int]:
-        intervals = [part.key_range(q) for part in self.parts]
-        return max(first for first, _ in intervals), min(end for _, end in intervals)
+    def __post_init__(self) -> None:
+        check_count("Global.n", self.n)
+        check_bool(**{"Global.both": self.both})
+
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        return (k < self.n) | (q < self.n) if self.both else (k < self.n) & (q == q)
+
+    @cached_property
+    def intervals(self) -> tuple[Intervals, ...]:
+        low, n, high = Line(-FAR, 0), Line(self.n, 0), Line(FAR, 0)
+        everyone = Chain((Trapezoid(-FAR, FAR, low, n),))
+        return (everyone, Chain((Trapezoid(-FAR, self.n, n, high),))) if self.both else (everyone,)
+
+
+Slice = tuple[range, range, str]
+"""Queries, keys, and how they are connected: see `Slices`."""
+
+SLICE_KINDS = ("full", "causal", "inverse_causal", "bidirectional_causal")
+
+
+@dataclass(frozen=True, init=False)
+class Slices(Mask):
+    """Rectangles of queries and keys, each full or cut by diagonals: `(query range, key range, kind)`.
+
+    Ranges are `range(start, stop)` or pairs `(start, stop)`. Kinds, of the i-th query and the j-th key of a rectangle
+    with m queries and n keys:
+
+        "full"                  all pairs
+        "causal"                j - n <= i - m: the diagonal ends in the last query and the last key
+        "inverse_causal"        j >= i: the diagonal begins in the first query and the first key
+        "bidirectional_causal"  both
+
+    A pair that several slices allow counts once. This is MagiAttention's description of masks.
+    """
+
+    slices: tuple[Slice, ...]
+
+    def __init__(self, slices: Iterable[tuple[range | tuple[int, int], range | tuple[int, int], str]]) -> None:
+        try:
+            given = list(slices)
+        except TypeError:
+            raise ValueError(f"Slices.slices must be a list of slices, got {shown(slices)}") from None
+        object.__setattr__(self, "slices", tuple(_checked_slice(i, item) for i, item in enumerate(given)))
+
+    @property
+    def length(self) -> int:
+        """The end of the last query or key."""
+        return max((stop for q, k, _ in self.slices for stop in (q.stop, k.stop)), default=0)
 
     def check(self, length: int) -> None:
-        for part in self.parts:
-            part.check(length)
+        check_count("length", length)
+        for i, (_, k, _) in enumerate(self.slices):
+            if k.stop > length:
+                raise ValueError(f"Slices.slices[{i}] must have keys in [0, {length}), got {k}")
 
-    def boundaries(self, q: range) -> list[int]:
-        return sorted({boundary for part in self.parts for boundary in part.boundaries(q)})
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        allowed = torch.zeros(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=q.device)
+        for queries, keys, kind in self.slices:
+            inside = (q >= queries.start) & (q < queries.stop) & (k >= keys.start) & (k < keys.stop)
+            if kind in ("causal", "bidirectional_causal"):
+                inside = inside & (k - keys.stop <= q - queries.stop)
+            if kind in ("inverse_causal", "bidirectional_causal"):
+                inside = inside & (k - keys.start >= q - queries.start)
+            allowed = allowed | inside
+        return allowed
+
+    @cached_property
+    def intervals(self) -> tuple[Intervals, ...]:
+        found: list[Trapezoid] = []
+        for queries, keys, kind in self.slices:
+            first, end = Line(keys.start, 0), Line(keys.stop, 0)
+            if kind in ("causal", "bidirectional_causal"):
+                end = Line(keys.stop - queries.stop + 1, 1)
+            if kind in ("inverse_causal", "bidirectional_causal"):
+                first = Line(keys.start - queries.start, 1)
+            add_trapezoids(found, trapezoids(queries.start, queries.stop, first, end))
+        return chains(found)
 
 
-def check_mask(name: str, mask: object) -> None:
-    """Raise ValueError unless `mask` is a mask."""
-    check_type(name, mask, Mask, "an attnmesh mask (Full(), Causal(), ...)")
+@dataclass(frozen=True, init=False)
+class PerSequence(Mask):
+    """A mask for every sequence of the batch, in order."""
+
+    masks: tuple[Mask, ...]
+
+    def __init__(self, masks: Iterable[Mask]) -> None:
+        if isinstance(masks, str | Mapping | Set) or not isinstance(masks, Iterable):
+            raise ValueError(f"PerSequence.masks must be a list of masks, got {shown(masks)}")
+        given = tuple(masks)
+        for i, mask in enumerate(given):
+            check_mask(f"PerSequence.masks[{i}]", mask)
+            if mask.sequences is not None:
+                raise ValueError(f"PerSequence.masks[{i}] must be the mask of one sequence, got {shown(mask)}")
+        object.__setattr__(self, "masks", given)
+
+    @property
+    def sequences(self) -> int:
+        """The number of masks."""
+        return len(self.masks)
+
+    def of_sequence(self, index: int) -> Mask:
+        """The mask of one sequence of the batch."""
+        check_count("index", index, most=len(self.masks) - 1)
+        return self.masks[index]
+
+    @property
+    def length(self) -> int | None:
+        """The largest length of the masks."""
+        return max((mask.length for mask in self.masks if mask.length is not None), default=None)
+
+    def check(self, length: int) -> None:
+        check_count("length", length)
+        for mask in self.masks:
+            mask.check(length)
+
+    @property
+    def intervals(self) -> tuple[Intervals, ...]:
+        raise ValueError(f"{shown(self)} has a mask for every sequence: take of_sequence(i).intervals")
+
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        raise NotImplementedError("see `visible`")
 
 
-def _check_positions(q_pos: object, k_pos: object) -> None:
-    q, k = check_tensor("q_pos", q_pos), check_tensor("k_pos", k_pos)
-    for name, x in (("q_pos", q), ("k_pos", k)):
-        if x.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
-    if q.device != k.device:
-        raise ValueError(f"q_pos and k_pos must be on the same device, got {q.device} and {k.device}")
-    if any(a != b and 1 not in (a, b) for a, b in zip(reversed(q.shape), reversed(k.shape), strict=False)):
-        raise ValueError(f"q_pos and k_pos must broadcast, got {list(q.shape)} and {list(k.shape)}")
+@dataclass(frozen=True, init=False)
+class Padding(PerSequence):
+    """A batch of padded sequences: row i of the batch has `lengths[i]` positions, the others are padding.
+
+    Nobody attends to padding, and padding attends to nothing. With `side="left"` the padding comes first, and `length`,
+    the padded length, is required. Combine it by `&`: `Causal() & Padding([5, 8])`.
+    """
+
+    lengths: tuple[int, ...]
+    side: str
+    padded_length: int | None
+
+    def __init__(self, lengths: Iterable[int], side: str = "right", length: int | None = None) -> None:
+        counts = _checked_counts("Padding.lengths", lengths)
+        check_choice("Padding.side", side, ("left", "right"))
+        if length is not None:
+            check_count("Padding.length", length, least=max(counts, default=0))
+        elif side == "left":
+            raise ValueError('Padding with side="left" requires length, the padded length, got None')
+        shifts = [length - n if side == "left" and length is not None else 0 for n in counts]
+        spans = [range(shift, shift + n) for n, shift in zip(counts, shifts, strict=True)]
+        super().__init__([Slices([(span, span, "full")] if span else []) for span in spans])
+        for name, value in (("lengths", counts), ("side", side), ("padded_length", length)):
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        length = "" if self.padded_length is None else f", length={self.padded_length}"
+        return f"Padding(lengths={self.lengths}, side={self.side!r}{length})"
+
+    @property
+    def length(self) -> int | None:
+        """The padded length, or the longest sequence."""
+        return self.padded_length if self.padded_length is not None else max(self.lengths, default=0)
+
+    def check(self, length: int) -> None:
+        check_count("length", length)
+        if max(self.lengths, default=0) > length or self.padded_length not in (None, length):
+            raise ValueError(f"{self} does not fit sequences of {length} positions")
+
+
+def _checked_counts(name: str, counts: Iterable[int]) -> tuple[int, ...]:
+    try:
+        if isinstance(counts, str | Set | Mapping):
+            raise TypeError("not a list")
+        given = tuple(counts)
+        numbers = tuple(operator.index(n) for n in given)
+    except (TypeError, RuntimeError):  # of a tensor without data
+        raise ValueError(f"{name} must all be integers >= 0, got {shown(counts)}") from None
+    if any(n < 0 for n in numbers) or any(isinstance(n, bool) for n in given):
+        raise ValueError(f"{name} must all be integers >= 0, got {_brief(given)}")
+    return numbers
+
+
+def _checked_slice(index: int, item: object) -> Slice:
+    name = f"Slices.slices[{index}]"
+    if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 3:
+        raise ValueError(f"{name} must be (query range, key range, kind), got {shown(item)}")
+    check_choice(f"the kind of {name}", item[2], SLICE_KINDS)
+    ends = []
+    for given in item[:2]:
+        pair = (given.start, given.stop) if isinstance(given, range) and given.step == 1 else given
+        match pair:
+            case (int(start), int(stop)) if 0 <= start < stop <= MAX_COUNT and not isinstance(start, bool):
+                ends.append(range(start, stop))
+            case _:
+                raise ValueError(
+                    f"{name} must have ranges (start, stop) with 0 <= start < stop <= {MAX_COUNT}, got {shown(given)}"
+                )
+    return ends[0], ends[1], str(item[2])
 
 
 def _filled(q: Tensor, bound: int) -> Tensor:
     return torch.full_like(q, bound, dtype=torch.int64)  # positions may be narrower integers
 
 
-def _intersects(k: range, first: int, end: int) -> bool:
-    """Whether some key of the ascending range `k` lies in `[first, end)`."""
-    at = max(0, -(-(first - k.start) // k.step))  # index of the first key >= first
-    return at < len(k) and k[at] < end
+def _floor(x: Tensor, size: int) -> Tensor:
+    return torch.div(x, size, rounding_mode="floor")
+
+
+def _multiples(size: int, q: range) -> list[int]:
+    return list(range((q[0] // size + 1) * size, q[-1] + 1, size)) if q else []
 
 
 def _brief(lengths: tuple[object, ...]) -> str:

@@ -95,6 +95,22 @@ def union(shards: Iterable[Ranges]) -> Ranges | None:
     return tuple(joined)
 
 
+def merged(ranges: Iterable[range]) -> Ranges:
+    """Ranges of step 1 as disjoint ascending ranges that do not touch."""
+    joined: list[range] = []
+    for run in sorted((run for run in ranges if run), key=lambda run: run.start):
+        if joined and run.start <= joined[-1].stop:
+            run = range(joined[-1].start, max(joined.pop().stop, run.stop))
+        joined.append(run)
+    return tuple(joined)
+
+
+def hull(ranges: Iterable[range]) -> range:
+    """The range from the first to the last position of some ranges of step 1."""
+    some = [run for run in ranges if run]
+    return range(min((run.start for run in some), default=0), max((run.stop for run in some), default=0))
+
+
 N = TypeVar("N", int, Tensor)
 
 

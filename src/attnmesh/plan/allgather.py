@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from attnmesh.core import ranges
+from attnmesh.core.mask import sequence_groups
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.blocks import Patch
 from attnmesh.plan.program import Floats, Kernels, Messages, MessageTotals, Round, RowTraffic, concurrent_rounds
@@ -79,20 +80,16 @@ def gather_plan(shards: Shards) -> GatherPlan:
 def _seen(shards: Shards, rank: int, end: int) -> Ranges:
     """The key positions below `end` that some query of the rank sees.
 
-    The ranges that consecutive queries see are adjacent, so a run of queries sees one run of keys. Runs with a step are
-    treated as runs without: the keys in between are gathered too.
+    Where every query attends to itself, a run of queries sees one run of keys. Runs with a step are then treated as
+    runs without: the keys in between are gathered too.
     """
-    views = []
-    for run in shards.queries[rank]:
-        first, stop = max(0, shards.mask.key_range(run[0])[0]), min(end, shards.mask.key_range(run[-1])[1])
-        if first < stop:
-            views.append(range(first, stop))
-    joined: list[range] = []
-    for view in sorted(views, key=lambda view: view.start):
-        if joined and view.start <= joined[-1].stop:
-            view = range(joined[-1].start, max(joined.pop().stop, view.stop))
-        joined.append(view)
-    return tuple(joined)
+    views: list[range] = []
+    for _, mask in sequence_groups(shards.mask):
+        for part in mask.intervals:
+            for run in shards.queries[rank]:
+                whole = range(run[0], run[-1] + 1) if part.contains_query else run
+                views += part.rows_seen(whole, range(end))
+    return ranges.merged(views)
 
 
 _MAX_HEAD_GROUPS = 4  # nothing overlaps the first group's keys; more groups leave kernels too small

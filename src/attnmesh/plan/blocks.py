@@ -9,9 +9,9 @@ CAUSAL squares. `Patch.blocks` cuts a patch so that as much of it as possible is
     a shifted diagonal                 full | causal square | full
     documents                          a causal (or full) square for each document
 
-What is left is PARTIAL: windows, strides that do not match, many tiny documents. Any patch, PARTIAL or not, is
-also described exactly by two integers per row (`Patch.bounds`): row i sees the keys `first[i] <= j < end[i]`, because
-keys are in ascending order.
+What is left is PARTIAL: windows, strides that do not match, many tiny documents. A patch has as many parts as its mask
+has disjoint intervals per query with a visible pair. Any part, PARTIAL or not, is also described exactly by two
+integers per row (`Patch.bounds`): row i sees the keys `first[i] <= j < end[i]`, because keys are in ascending order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
-from attnmesh.core.masks import Coverage, Mask
+from attnmesh.core.intervals import Intervals
+from attnmesh.core.mask import Coverage, Mask, coverage, sequence_groups
 from attnmesh.core.ranges import Ranges, rows_between
 
 # More segments than this, of fewer rows each on average, cost less as one masked block than as one call each.
@@ -40,16 +41,18 @@ class Kind(enum.Enum):
 
     FULL = "full"  # every row sees every key
     CAUSAL = "causal"  # square; row i sees keys 0..i of the block
-    PARTIAL = "partial"  # given by the bounds
+    PARTIAL = "partial"  # given by the bounds of its part
 
 
 @dataclass(frozen=True)
 class Block:
-    """Local rows `q` against local keys `k` (both contiguous index ranges)."""
+    """Local rows `q` against local keys `k` (both contiguous index ranges) in one part of the mask."""
 
     q: range
     k: range
     kind: Kind
+    part: int = 0
+    sequences: range | None = None  # of the batch; None: all of it
 
 
 class Visibility(Protocol):
@@ -57,13 +60,22 @@ class Visibility(Protocol):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Rectangles that together contain every visible pair exactly once."""
+        """Rectangles that together contain every visible pair of every sequence exactly once."""
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`first` and `end`, int32, one entry per row, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
+        """`first` and `end`, int32 [parts, sequences or 1, rows], non-decreasing along rows.
+
+        In each part, row i sees the keys `first[i] <= j < end[i]`; no key twice.
+        """
 
     def unseen(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Rows that see no key, and keys of the blocks that no row sees, as boolean masks; None if there are none."""
+        """Rows that see no key, and keys of the blocks that no row sees; None if there are none.
+
+        Both are boolean, [sequences or 1, rows] and [sequences or 1, keys].
+        """
+
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The positions of the queries and of the keys, int32."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,64 @@ class Patch:
     """The queries at positions `q` against the keys at positions `k` under `mask`."""
 
     mask: Mask
+    q: Ranges
+    k: Ranges
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Rectangles that contain every visible pair exactly once; FULL and CAUSAL wherever possible."""
+        return tuple(
+            replace(block, part=index, sequences=sequences)
+            for sequences, parts in self.parts
+            for index, part in enumerate(parts)
+            for block in part.blocks
+        )
+
+    @cached_property
+    def parts(self) -> tuple[tuple[range | None, tuple[Part, ...]], ...]:
+        """For each group of sequences with the same mask, its intervals that contain a visible pair of this patch."""
+        return tuple(
+            (sequences, tuple(part for part in (Part(i, self.q, self.k) for i in mask.intervals) if part.seen))
+            for sequences, mask in sequence_groups(self.mask)
+        )
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`first` and `end`, int32 [parts, sequences or 1, rows]: see `Visibility`."""
+        return _patch_bounds(self, device)
+
+    def unseen(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Rows that see no key, and keys of the blocks that no row sees: see `Visibility`."""
+        return _patch_unseen(self, device)
+
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The positions of the queries and of the keys, int32."""
+        return _patch_positions(self, device)
+
+    @cached_property
+    def seen(self) -> Ranges:
+        """The key rows that some query sees, as disjoint ascending ranges; between them, rows that nobody needs."""
+        return ranges.merged(rows for _, parts in self.parts for part in parts for rows in part.seen)
+
+    @cached_property
+    def pairs(self) -> int:
+        """The number of visible (query, key) pairs: the work of this patch, in all `mask.sequences` or in one."""
+        return sum(
+            part.pairs * (1 if sequences is None else len(sequences))
+            for sequences, parts in self.parts
+            for part in parts
+        )
+
+    @cached_property
+    def segments(self) -> int:
+        """The number of query segments that the mask and the runs make: about the number of blocks."""
+        return sum(part.segments for _, parts in self.parts for part in parts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One interval of keys per query: the queries at positions `q` against the keys at positions `k`."""
+
+    intervals: Intervals
     q: Ranges
     k: Ranges
 
@@ -85,43 +155,43 @@ class Patch:
         for q in self.q:
             k_at = 0
             for k in self.k:
-                cut += [_moved(block, q_at, k_at) for block in _cut(self.mask, q, k)]
+                cut += [_moved(block, q_at, k_at) for block in _cut(self.intervals, q, k)]
                 k_at += len(k)
             q_at += len(q)
         return tuple(_coalesced(cut))
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`first` and `end`, int32, one entry per row, non-decreasing: row i sees keys `first[i] <= j < end[i]`."""
-        return _patch_bounds(self, device)
-
-    def unseen(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Rows that see no key, and keys of the blocks that no row sees, as boolean masks; None if there are none."""
-        return _patch_unseen(self, device)
+        """`first` and `end`, int32, one entry per row, non-decreasing."""
+        return _part_bounds(self, device)
 
     @cached_property
-    def seen(self) -> range:
-        """The key rows from the first to the last that some query sees; empty if none does."""
-        at, first, last = 0, None, -1
+    def seen(self) -> Ranges:
+        """The key rows that some query sees, as disjoint ascending ranges.
+
+        Of intervals that contain their query, from the first to the last row of each run of keys.
+        """
+        at, found = 0, []
         for k in self.k:
-            rows = [row for q in self.q for row in _outermost(self.mask, q, k)]
-            if rows:
-                first, last = at + min(rows) if first is None else first, at + max(rows)
+            rows = [row for q in self.q for row in _rows_seen(self.intervals, q, k)]
+            if rows and self.intervals.contains_query:
+                rows = [range(min(row.start for row in rows), max(row.stop for row in rows))]
+            found += [range(at + row.start, at + row.stop) for row in rows]
             at += len(k)
-        return range(0) if first is None else range(first, last + 1)
+        return ranges.merged(found)
 
     @cached_property
     def pairs(self) -> int:
-        """The number of visible (query, key) pairs: the work of this patch."""
+        """The number of visible (query, key) pairs."""
         if self.segments <= _MANY or "blocks" in self.__dict__:
             return sum(self._pairs(block) for block in self.blocks)
         # For many documents it is faster to count row by row than to cut blocks.
-        first, end = bounds_of(self.mask, ranges.as_tensor(self.q), ranges.as_tensor(self.k))
+        first, end = self.bounds(torch.device("cpu"))
         return int((end - first).sum())
 
     @cached_property
     def segments(self) -> int:
-        """The number of query segments that the mask and the runs make: about the number of blocks."""
-        return sum(1 + len(self.mask.boundaries(run)) for run in self.q)
+        """The number of query segments."""
+        return sum(1 + len(self.intervals.boundaries(run)) for run in self.q)
 
     def _pairs(self, block: Block) -> int:
         if block.kind is Kind.FULL:
@@ -135,25 +205,63 @@ class Patch:
         return int((end - first).sum())
 
     def _is_one_causal_square(self) -> bool:
-        if not self.q or self.q != self.k:
+        if not self.q or self.q != self.k or not self.intervals.contains_query:
             return False
         start, last = self.q[0][0], self.q[-1][-1]
-        # The last row sees the first key, so every row sees all keys before it; and a row's view ends at itself.
-        return self.mask.key_range(last)[0] <= start and self.mask.key_range(start)[1] == start + 1 and start < last
+        sees = self.intervals.key_range
+        # The last row sees the first key, so every row sees all keys before it; and every row's view ends at itself.
+        ends_at_itself = all(sees(p)[1] == p + 1 for run in self.q for p in (run[0], run[-1]))
+        ends_at_itself = ends_at_itself and not any(
+            sees(boundary)[1] != boundary + 1 for run in self.q for boundary in self.intervals.boundaries(run)
+        )
+        return sees(last)[0] <= start and ends_at_itself and start < last
+
+
+def bounds_of(intervals: Intervals, q_positions: Tensor, k_positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The key indices each query sees, as `[first, end)`, int32; both position tensors ascending."""
+    first, end = intervals.key_ranges(q_positions)
+    found = torch.searchsorted(k_positions, first.contiguous(), out_int32=True)
+    return found, torch.maximum(found, torch.searchsorted(k_positions, end.contiguous(), out_int32=True))
+
+
+def stacked_bounds(parts: Sequence[tuple[range | None, Sequence[tuple[Tensor, Tensor]]]], rows: int) -> Tensor:
+    """`first` and `end`, int32 [2, parts, sequences or 1, rows], from the bounds of every group of sequences."""
+    most = max([1, *(len(bounds) for _, bounds in parts)])
+    groups = []
+    for sequences, bounds in parts:
+        device = bounds[0][0].device if bounds else None
+        found = [torch.stack(pair) for pair in bounds]
+        empty = torch.zeros(2, rows, dtype=torch.int32, device=device)
+        group = torch.stack([*found, *[empty] * (most - len(found))], 1)[:, :, None]
+        groups.append(group if sequences is None else group.expand(-1, -1, len(sequences), -1))
+    device = next((bounds[0][0].device for _, bounds in parts if bounds), None)
+    return torch.cat([group.to(device) for group in groups], 2)
+
+
+@lru_cache(maxsize=128)
+def _part_bounds(part: Part, device: torch.device) -> tuple[Tensor, Tensor]:
+    # Cached: every layer of a model uses the same few patches.
+    return bounds_of(part.intervals, ranges.as_tensor(part.q, device), ranges.as_tensor(part.k, device))
 
 
 @lru_cache(maxsize=128)
 def _patch_bounds(patch: Patch, device: torch.device) -> tuple[Tensor, Tensor]:
-    # Cached: every layer of a model uses the same few patches.
-    return bounds_of(patch.mask, ranges.as_tensor(patch.q, device), ranges.as_tensor(patch.k, device))
+    groups = [(sequences, [part.bounds(device) for part in parts]) for sequences, parts in patch.parts]
+    first, end = stacked_bounds(groups, ranges.size(patch.q)).to(device)
+    return first, end
+
+
+@lru_cache(maxsize=128)
+def _patch_positions(patch: Patch, device: torch.device) -> tuple[Tensor, Tensor]:
+    q, k = (ranges.as_tensor(side, device).to(torch.int32) for side in (patch.q, patch.k))
+    return q, k
 
 
 @lru_cache(maxsize=128)
 def _patch_unseen(patch: Patch, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    cpu = torch.device("cpu")
-    rows, keys = unseen_of(*patch.bounds(cpu), ranges.size(patch.k))
+    rows, keys = unseen_of(*patch.bounds(torch.device("cpu")), ranges.size(patch.k))
     reached = key_hull(patch.blocks)
-    keys[: reached.start] = keys[reached.stop :] = False
+    keys[:, : reached.start] = keys[:, reached.stop :] = False
     rows_or_none, keys_or_none = (x.to(device) if x.any() else None for x in (rows, keys))
     return rows_or_none, keys_or_none
 
@@ -166,81 +274,84 @@ def key_hull(blocks: Sequence[Block]) -> range:
 
 
 def unseen_of(first: Tensor, end: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Whether each row sees no key, and whether each of so many keys is seen by no row. The host does not wait."""
+    """Whether each row sees no key, and whether each of so many keys is seen by no row, for every sequence.
+
+    `first` and `end` are [parts, sequences, rows]. The host does not wait.
+    """
     some = (first < end).int()
-    edges = torch.zeros(keys + 1, dtype=torch.int32, device=first.device)
-    edges.index_add_(0, first, some).index_add_(0, end, -some)
-    return some == 0, edges[:-1].cumsum(0) == 0
+    edges = torch.zeros(first.shape[1], keys + 1, dtype=torch.int32, device=first.device)
+    for part in range(first.shape[0]):
+        edges.scatter_add_(1, first[part].long(), some[part]).scatter_add_(1, end[part].long(), -some[part])
+    return some.sum(0) == 0, edges[:, :-1].cumsum(1) == 0
 
 
-def bounds_of(mask: Mask, q_positions: Tensor, k_positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The key indices each query sees, as `[first, end)`; both position tensors ascending."""
-    first, end = mask.key_ranges(q_positions)
-    return (
-        torch.searchsorted(k_positions, first.contiguous(), out_int32=True),
-        torch.searchsorted(k_positions, end.contiguous(), out_int32=True),
-    )
-
-
-def _outermost(mask: Mask, q: range, k: range) -> list[int]:
-    """The first and the last row of `k` that some query of `q` sees, if any does."""
-    if mask.coverage(q, k) is Coverage.EMPTY:
-        return []
+def _rows_seen(intervals: Intervals, q: range, k: range) -> list[range]:
+    """The rows of `k` that some query of `q` sees; of intervals that contain their query, the first to the last."""
+    if not intervals.contains_query or q.step == 1:
+        return intervals.rows_seen(q, k)
     # Visible ranges are non-decreasing: the first query that sees anything sees the first row, the last one the last.
     # Queries before the first see only positions before the keys, those after the last only positions after them.
-    early = bisect_left(q, True, key=lambda p: mask.key_range(p)[1] > k[0])
-    late = bisect_left(q, True, key=lambda p: mask.key_range(p)[0] > k[-1]) - 1
-    early_rows = next(rows for rows in (rows_between(k, *mask.key_range(p)) for p in q[early:]) if rows)
-    late_rows = next(rows for rows in (rows_between(k, *mask.key_range(p)) for p in reversed(q[: late + 1])) if rows)
-    return [early_rows[0], late_rows[-1]]
+    early = bisect_left(q, True, key=lambda p: intervals.key_range(p)[1] > k[0])
+    late = bisect_left(q, True, key=lambda p: intervals.key_range(p)[0] > k[-1]) - 1
+    early_rows = next((rows for rows in (rows_between(k, *intervals.key_range(p)) for p in q[early:]) if rows), None)
+    if early_rows is None:
+        return []
+    late_rows = next(rows for rows in (rows_between(k, *intervals.key_range(p)) for p in q[late::-1]) if rows)
+    return [range(early_rows.start, late_rows.stop)]
 
 
-def _cut(mask: Mask, q: range, k: range) -> Iterator[Block]:
+def _cut(intervals: Intervals, q: range, k: range) -> Iterator[Block]:
     """The blocks of one query run against one key run."""
-    segments = list(_segments(mask, q))
+    segments = list(_segments(intervals, q))
     if len(segments) > _MANY and len(q) < _FEW_ROWS * len(segments):
-        keys = rows_between(k, mask.key_range(q[0])[0], mask.key_range(q[-1])[1])
-        if keys:
+        keys = rows_between(k, intervals.key_range(q[0])[0], intervals.key_range(q[-1])[1])
+        if coverage(intervals, q, k) is not Coverage.EMPTY:
             yield Block(range(len(q)), keys, Kind.PARTIAL)
         return
     for rows in segments:
         part = q[rows.start : rows.stop]
-        keys = rows_between(k, mask.key_range(part[0])[0], mask.key_range(part[-1])[1])
+        keys = rows_between(k, intervals.key_range(part[0])[0], intervals.key_range(part[-1])[1])
         seen = k[keys.start : keys.stop]
-        verdict = mask.coverage(part, seen)
+        verdict = coverage(intervals, part, seen)
         if verdict is Coverage.EMPTY:
             continue
         if verdict is Coverage.FULL:
             blocks = iter([Block(range(len(part)), range(len(seen)), Kind.FULL)])
-        elif _is_diagonal(mask, part, seen):
-            blocks = _along_diagonal(part, seen)
+        elif (ahead := _diagonal(intervals, part, seen)) is not None:
+            blocks = _along_diagonal(part, seen, ahead)
         else:
             blocks = iter([Block(range(len(part)), range(len(seen)), Kind.PARTIAL)])
         for block in blocks:
             yield _moved(block, rows.start, keys.start)
 
 
-def _segments(mask: Mask, q: range) -> Iterator[range]:
+def _segments(intervals: Intervals, q: range) -> Iterator[range]:
     """The rows of `q` between the cuts of the mask (one segment per document)."""
-    edges = [q.start, *mask.boundaries(q), q[-1] + 1]
+    edges = [q.start, *intervals.boundaries(q), q[-1] + 1]
     for begin, stop in pairwise(edges):
         rows = rows_between(q, begin, stop)
         if rows:
             yield rows
 
 
-def _is_diagonal(mask: Mask, q: range, k: range) -> bool:
-    """Whether, inside one segment, only the causal edge cuts: row views start at or before `k` and end at the row."""
-    same_step = q.step == k.step or len(q) == 1 or len(k) == 1
-    starts_before = mask.key_range(q[-1])[0] <= k[0]
-    ends_at_itself = all(mask.key_range(p)[1] == p + 1 for p in (q[0], q[-1]))
-    return same_step and starts_before and ends_at_itself
+def _diagonal(intervals: Intervals, q: range, k: range) -> int | None:
+    """How far ahead of its row every row's view ends, if only that diagonal cuts this segment; else None.
+
+    Inside a segment an end moves by at most one per position, so the same distance at both ends holds between them.
+    """
+    if q.step != k.step and len(q) > 1 and len(k) > 1:
+        return None
+    ahead = intervals.key_range(q[0])[1] - q[0] - 1
+    step = q.step if len(q) > 1 else k.step
+    if intervals.key_range(q[-1])[1] - q[-1] - 1 != ahead or intervals.key_range(q[-1])[0] > k[0]:
+        return None
+    return ahead if ahead == 0 or step == 1 else None
 
 
-def _along_diagonal(q: range, k: range) -> Iterator[Block]:
+def _along_diagonal(q: range, k: range, ahead: int) -> Iterator[Block]:
     """Full, causal square, full: row a sees the first `a + shift` keys."""
     step = q.step if len(q) > 1 else k.step
-    shift = (q[0] - k[0]) // step + 1
+    shift = (q[0] + ahead - k[0]) // step + 1
     top = max(0, 1 - shift)  # the first row that sees a key
     left = top + shift - 1  # it sees these and one more
     side = min(len(q) - top, len(k) - left)

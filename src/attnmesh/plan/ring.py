@@ -25,6 +25,7 @@ from itertools import zip_longest
 import numpy as np
 
 from attnmesh.core import ranges
+from attnmesh.core.ranges import hull
 from attnmesh.plan.blocks import Kind, Patch
 from attnmesh.plan.program import Floats, Ints, Kernels, Messages, Round
 from attnmesh.plan.schedule import GroupSpec, GroupStep, GroupTile, single
@@ -100,7 +101,7 @@ class RingPlan:
             rows = [NOTHING] * len(self.offsets)
             needed = NOTHING
             for stage in reversed(range(1, len(self.offsets))):
-                needed = _hull(needed, self.shards.patch(self._holder(block, stage), block).seen)
+                needed = _hull(needed, hull(self.shards.patch(self._holder(block, stage), block).seen))
                 rows[stage] = needed
             rows[0] = range(ranges.size(self.shards.keys[block]))
             carried.append(rows)
@@ -113,7 +114,7 @@ class RingPlan:
         for block in range(self.world):
             rows, seen = [NOTHING], NOTHING
             for stage in range(1, len(self.offsets)):
-                seen = _hull(seen, self.shards.patch(self._holder(block, stage), block).seen)
+                seen = _hull(seen, hull(self.shards.patch(self._holder(block, stage), block).seen))
                 rows.append(seen if self._carried[block][stage] else NOTHING)
             known.append(rows)
         return known
@@ -132,7 +133,7 @@ class RingPlan:
         keys = self._carried[block][stage]
         goes_on = stage < self._last[block]
         # A rank's own keys are all local, seen or not; of visiting keys only the rows that are seen are used.
-        seen = keys if stage == 0 else self.shards.patch(rank, block).seen if keys else NOTHING
+        seen = keys if stage == 0 else hull(self.shards.patch(rank, block).seen) if keys else NOTHING
         return Stage(
             block=block,
             keys=keys,

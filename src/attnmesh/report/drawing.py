@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-
 from attnmesh.core import ranges
-from attnmesh.core.masks import Coverage, Mask
+from attnmesh.core.mask import Coverage, Mask, coverage, sequence_groups
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import printable
 from attnmesh.plan.program import Load
@@ -81,17 +79,12 @@ def pair_counts(shards: Shards, queries: list[Band], keys: list[Band]) -> list[l
 
 def visible_pairs(mask: Mask, q: range, k: range) -> int:
     """Return the number of visible pairs between the queries `q` and the keys `k`."""
-    coverage = mask.coverage(q, k)
-    if coverage is Coverage.EMPTY:
-        return 0
-    if coverage is Coverage.FULL:
-        return len(q) * len(k)
-    first, end = mask.key_ranges(torch.arange(q.start, q.stop, q.step, device="cpu"))
-    return int((_rows_before(k, end) - _rows_before(k, first)).sum())
-
-
-def _rows_before(k: range, position: torch.Tensor) -> torch.Tensor:
-    return (-((k.start - position) // k.step)).clamp(0, len(k))
+    return sum(
+        part.pairs(q, k) * (1 if sequences is None else len(sequences))
+        for sequences, same in sequence_groups(mask)
+        for part in same.intervals
+        if coverage(part, q, k) is not Coverage.EMPTY
+    )
 
 
 def _cut(run: range, parts: int) -> list[range]:

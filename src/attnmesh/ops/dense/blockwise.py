@@ -124,7 +124,7 @@ def _runs(visibility: Patch, alone: bool) -> tuple[tuple[slice, slice, Patch], .
         runs = (runs[0][:half], runs[0][half:])
     parts, row = [], 0
     for run in runs:
-        seen = Patch(visibility.mask, (run,), visibility.k).seen
+        seen = ranges.hull(Patch(visibility.mask, (run,), visibility.k).seen)
         patch = Patch(visibility.mask, (run,), ranges.narrow(visibility.k, seen))
         parts.append((slice(row, row + len(run)), slice(seen.start, seen.stop), patch))
         row += len(run)
@@ -186,3 +186,6 @@ class _SingleBlock:
 
     def unseen(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         return self.whole.unseen(device)
+
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.whole.positions(device)

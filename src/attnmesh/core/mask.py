@@ -1,0 +1,240 @@
+"""`Mask`: which keys a query attends to, and how masks combine.
+
+`visible` defines a mask; plans and kernels use `intervals`, which is the same mask as a few disjoint intervals of key
+positions per query (see `attnmesh.core.intervals`). `a & b` allows what both allow, `a | b` what either allows.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+import operator
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.intervals import Intersection, Intervals, disjoint
+from attnmesh.core.validation import MAX_COUNT, check_count, check_tensor, check_type, shown
+
+MAX_INTERVALS = 64
+"""The most intervals per query: every one is another pass of a kernel over its keys."""
+
+
+class Coverage(enum.Enum):
+    """How much of a range of keys a range of queries attends to."""
+
+    EMPTY = "nothing: skip it"
+    FULL = "everything: compute it without a mask"
+    PARTIAL = "some of it: compute it with the mask"
+
+
+class Mask(ABC):
+    """Which keys a query attends to. Immutable and hashable; combine masks with `&` and `|`."""
+
+    allows_everything = False
+
+    @abstractmethod
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        """The definition of a mask of one sequence, elementwise with broadcasting; int64 positions."""
+
+    @property
+    @abstractmethod
+    def intervals(self) -> tuple[Intervals, ...]:
+        """The same mask as disjoint intervals: a query attends to the keys in its interval of any of them."""
+
+    @property
+    def sequences(self) -> int | None:
+        """The batch size that this mask is made for; None if it is the same for all sequences of any batch."""
+        return None
+
+    def of_sequence(self, index: int) -> Mask:
+        """The mask of one sequence of the batch."""
+        check_count("index", index, most=MAX_COUNT if self.sequences is None else self.sequences - 1)
+        return self
+
+    @property
+    def length(self) -> int | None:
+        """The length of sequence that this mask is made for; None if it fits any."""
+        return None
+
+    def check(self, length: int) -> None:
+        """Raises ValueError if this mask does not fit a sequence of `length` positions."""
+        check_count("length", length)
+
+    def visible(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """Whether the query at `q_pos` attends to the key at `k_pos`, elementwise with broadcasting.
+
+        The result of a mask with `sequences` has a leading dimension of that size.
+        """
+        _check_positions(q_pos, k_pos)
+        q, k = q_pos.long(), k_pos.long()
+        if self.sequences is None:
+            return self._visible(q, k)
+        return torch.stack([self.of_sequence(i)._visible(q, k) for i in range(self.sequences)])
+
+    def coverage(self, q: range, k: range) -> Coverage:
+        """How much of the keys at positions `k` the queries at positions `q` attend to (ascending ranges, any step).
+
+        Exact: EMPTY if and only if no pair is allowed, FULL if and only if all are; of all sequences together.
+        """
+        if self.sequences is not None:
+            found = {self.of_sequence(i).coverage(q, k) for i in range(self.sequences)}
+            return found.pop() if len(found) == 1 else Coverage.EMPTY if not found else Coverage.PARTIAL
+        parts = [coverage(part, q, k) for part in self.intervals]
+        if Coverage.FULL in parts:
+            return Coverage.FULL
+        some = [part for part, found in zip(self.intervals, parts, strict=True) if found is Coverage.PARTIAL]
+        if len(some) > 1 and sum(part.pairs(q, k) for part in some) == len(q) * len(k):
+            return Coverage.FULL
+        return Coverage.PARTIAL if some else Coverage.EMPTY
+
+    def draw(self, length: int | None = None, size: int = 24) -> str:
+        """A small drawing in text, queries from top to bottom: `#` all keys of a cell, `+` some, `.` none.
+
+        `length` is the length of the sequence: that of the mask, or `size` if it fits any. Longer sequences are drawn
+        in `size` x `size` cells. A mask with `sequences` is drawn once for each.
+        """
+        check_count("size", size, least=1, most=1000)
+        length = (size if self.length is None else self.length) if length is None else check_count("length", length)
+        self.check(length)
+        if self.sequences is not None:
+            drawings = [self.of_sequence(i).draw(length, size) for i in range(self.sequences)]
+            return "\n".join(f"sequence {i}\n{drawing}" for i, drawing in enumerate(drawings))
+        edges = [length * i // size for i in range(size + 1)] if length > size else list(range(length + 1))
+        cells = [range(a, b) for a, b in itertools.pairwise(edges)]
+        marks = {Coverage.FULL: "#", Coverage.PARTIAL: "+", Coverage.EMPTY: "."}
+        return "\n".join(" ".join(marks[self.coverage(q, k)] for k in cells) for q in cells)
+
+    def __and__(self, other: Mask) -> Mask:
+        return _combined(And, self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return _combined(Or, self, other) if isinstance(other, Mask) else NotImplemented
+
+
+class IntervalMask(Mask, Intervals):
+    """A mask of one interval per query."""
+
+    contains_query = True
+
+    @property
+    def intervals(self) -> tuple[Intervals, ...]:
+        return (self,)
+
+
+@dataclass(frozen=True)
+class _Combined(Mask):
+    """Masks combined by `&` or `|`."""
+
+    parts: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {part.sequences for part in self.parts} - {None}
+        if len(sizes) > 1:
+            raise ValueError(f"masks for different numbers of sequences cannot be combined, got {shown(self.parts)}")
+
+    @cached_property
+    def sequences(self) -> int | None:  # type: ignore[override]
+        return next((part.sequences for part in self.parts if part.sequences is not None), None)
+
+    def of_sequence(self, index: int) -> Mask:
+        """The mask of one sequence of the batch."""
+        super().of_sequence(index)
+        return self if self.sequences is None else type(self)(tuple(part.of_sequence(index) for part in self.parts))
+
+    @property
+    def length(self) -> int | None:
+        """The largest length of the parts."""
+        return max((part.length for part in self.parts if part.length is not None), default=None)
+
+    def check(self, length: int) -> None:
+        for part in self.parts:
+            part.check(length)
+
+
+class And(_Combined):
+    """The pairs that all `parts` allow. Created by `&`."""
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in self.parts)
+
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        return reduce(operator.and_, (part._visible(q, k) for part in self.parts))
+
+    @cached_property
+    def intervals(self) -> tuple[Intervals, ...]:
+        of_parts = [part.intervals for part in self.parts]
+        _check_intervals(self, math.prod(map(len, of_parts)))
+        combined = (Intersection(choice) for choice in itertools.product(*of_parts))  # intersection distributes
+        return tuple(part for part in combined if not part.is_never)
+
+
+class Or(_Combined):
+    """The pairs that any of `parts` allows. Created by `|`."""
+
+    def __repr__(self) -> str:
+        return " | ".join(f"({part})" if isinstance(part, And) else str(part) for part in self.parts)
+
+    def _visible(self, q: Tensor, k: Tensor) -> Tensor:
+        return reduce(operator.or_, (part._visible(q, k) for part in self.parts))
+
+    @cached_property
+    def intervals(self) -> tuple[Intervals, ...]:
+        found = disjoint(interval for part in self.parts for interval in part.intervals)
+        _check_intervals(self, len(found))
+        return found
+
+
+def _combined(kind: type[And | Or], a: Mask, b: Mask) -> Mask:
+    parts = [part for mask in (a, b) for part in (mask.parts if isinstance(mask, kind) else (mask,))]
+    distinct = tuple(dict.fromkeys(parts))
+    if kind is And:  # a mask that allows everything changes nothing
+        distinct = tuple(part for part in distinct if not part.allows_everything) or distinct[:1]
+    return distinct[0] if len(distinct) == 1 else kind(distinct)
+
+
+def _check_intervals(mask: Mask, count: int) -> None:
+    if count > MAX_INTERVALS:
+        raise ValueError(f"a mask must have at most {MAX_INTERVALS} intervals per query, got {count} of {shown(mask)}")
+
+
+def coverage(part: Intervals, q: range, k: range) -> Coverage:
+    """`Mask.coverage` of one interval per query."""
+    if not q or not k:
+        return Coverage.EMPTY
+    first, end = part.key_range(q[-1])[0], part.key_range(q[0])[1]
+    if first <= k[0] and k[-1] < end:  # the latest start and the earliest end hold for every query between
+        return Coverage.FULL
+    return Coverage.PARTIAL if part.rows_seen(q, k) else Coverage.EMPTY
+
+
+@lru_cache(maxsize=256)
+def sequence_groups(mask: Mask) -> tuple[tuple[range | None, Mask], ...]:
+    """The masks of consecutive sequences that have the same one, with these sequences; None is any batch."""
+    if mask.sequences is None:
+        return ((None, mask),)
+    groups: list[tuple[range | None, Mask]] = []
+    for same, members in itertools.groupby(range(mask.sequences), key=mask.of_sequence):
+        found = list(members)
+        groups.append((range(found[0], found[-1] + 1), same))
+    return tuple(groups)
+
+
+def check_mask(name: str, mask: object) -> None:
+    """Raise ValueError unless `mask` is a mask."""
+    check_type(name, mask, Mask, "an attnmesh mask (Full(), Causal(), ...)")
+
+
+def _check_positions(q_pos: object, k_pos: object) -> None:
+    q, k = check_tensor("q_pos", q_pos), check_tensor("k_pos", k_pos)
+    for name, x in (("q_pos", q), ("k_pos", k)):
+        if x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
+    if q.device != k.device:
+        raise ValueError(f"q_pos and k_pos must be on the same device, got {q.device} and {k.device}")
+    if any(a != b and 1 not in (a, b) for a, b in zip(reversed(q.shape), reversed(k.shape), strict=False)):
+        raise ValueError(f"q_pos and k_pos must broadcast, got {list(q.shape)} and {list(k.shape)}")
