@@ -1,5 +1,7 @@
 """Query-distributed attention over a paged cache: exact, in bounded memory, and only what is seen is read."""
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -82,6 +84,25 @@ def test_a_ring_over_a_cache_is_exact(case):
     )  # fmt: skip
     mask = Causal() if window is None else Causal() & SlidingWindow(window - 1)
     assert_exact(ring_of(problem, ring_size, mask=mask, pairs=pairs), problem, mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_random_rings_over_random_caches_are_exact(seed, monkeypatch):
+    draw = random.Random(seed)
+    monkeypatch.setattr(paged, "_PART_BYTES", draw.choice([1, 1 << 12, 1 << 14, 1 << 30]))
+    tokens, window = draw.choice([1, 2, 9, 30]), draw.choice([None, None, 1, 5, 40])
+    positions = [tokens - 1 + draw.choice([0, 1, 13, 40]) for _ in range(draw.choice([1, 1, 2, 3]))]
+    storage = draw.choice(["plain", "fp8", "fp8 heads", "int8", "bfp8"])
+    dims = draw.choice([(16, 16), (32, 16), (16, 48)] if storage == "bfp8" else [(5, 5), (16, 7), (8, 24)])
+    problem = random_decode(
+        positions, tokens=tokens, window=window, storage=storage, dims=dims, seed=seed,
+        block_size=draw.choice([1, 3, 8, 16, 64]), group=draw.choice([1, 3]), kv_heads=draw.choice([1, 2]),
+        dtype=draw.choice([torch.float32, torch.float16, torch.bfloat16]), memory=draw.choice(["own", "layer"]),
+    )  # fmt: skip
+    mask = Causal() if window is None else Causal() & SlidingWindow(window - 1)
+    pairs = draw.choice([1, 2])
+    assert_exact(ring_of(problem, draw.choice([1, 2, 5]), mask=mask, pairs=pairs), problem, mask)
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -4,6 +4,8 @@ Every call is drawn from a seed, which a failure names.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -19,6 +21,15 @@ from helpers.decode import assert_decode_close
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NEAR = {torch.float16: 0.01, torch.bfloat16: 0.05}
 SCALES = (None, 0.0, 1e-30, -0.7, 40.0, 1e4)
+
+
+@contextmanager
+def naming(said: str) -> Iterator[None]:
+    """Name the call in failures of the body."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{said}: {error}") from error
 
 
 # Dense attention.
@@ -78,17 +89,22 @@ def odd_attention(seed: int) -> str:
     results = forward_backward(attend, inputs)
     if scale is not None and abs(scale) > 1:  # rounding decides which of two nearly equal keys wins
         assert_finite(results, reference_results(clean, mask, scale=scale, **at), said)
-    elif dtype in NEAR:  # of a few numbers, the errors of two computations may differ by more than a factor of two
-        for result, exact in zip(results, reference_results(clean, mask, scale=scale, **at), strict=True):
-            assert_finite([result], [exact], said)
-            error = (result.double() - exact).nan_to_num(0.0).norm()
-            assert error <= NEAR[dtype] * (exact.nan_to_num(0.0, 0.0, 0.0).norm() + 0.1), f"{said}: error {error}"
     else:
-        try:
-            assert_attention_close(results, clean, mask, scale=scale, **at)
-        except AssertionError as error:
-            raise AssertionError(f"{said}: {error}") from error
+        assert_near(said, results, clean, mask, scale=scale, **at)
     return said
+
+
+def assert_near(said: str, results: list[Tensor], inputs: list[Tensor], mask: am.Mask, **how: object) -> None:
+    """The error rule; of a few numbers in half precision, two computations may differ by more than a factor of two."""
+    near = NEAR.get(inputs[0].dtype)
+    if near is None:
+        with naming(said):
+            assert_attention_close(results, inputs, mask, **how)
+        return
+    for result, exact in zip(results, reference_results(inputs, mask, **how), strict=True):
+        assert_finite([result], [exact], said)
+        error = (result.double() - exact).nan_to_num(0.0).norm()
+        assert error <= near * (exact.nan_to_num(0.0, 0.0, 0.0).norm() + 0.1), f"{said}: error {error}"
 
 
 def assert_finite(results: list[Tensor], exact: list[Tensor], said: str) -> None:
@@ -121,10 +137,34 @@ def odd_context(seed: int) -> str:
         return [cp.unshard(x, 2, n) for x, n in zip(parts, (length, length, length, keys, keys), strict=True)]
 
     for results in am.run_virtual(world, attend):
-        try:
-            assert_attention_close(results, inputs, mask, scale=scale)
-        except AssertionError as error:
-            raise AssertionError(f"{said}: {error}") from error
+        assert_near(said, results, inputs, mask, scale=scale)
+    return said
+
+
+def odd_queries(seed: int) -> str:
+    """Query-distributed attention of a prompt after a prefix, under a causal mask."""
+    random = Random(seed)
+    world, rows, offset = random.choice([1, 2, 3, 5]), random.choice([0, 1, 2, 9, 30]), random.choice([0, 0, 1, 8, 33])
+    mask = am.Causal() & draw_mask(random, offset + rows)
+    pairs = random.choice([1, 1, 2, (2, *[0] * (world - 1)), tuple(range(1, world + 1))])
+    sizes = {"heads": random.choice([(1, 1), (3, 1), (4, 2)]), "batch": random.choice([0, 1, 2])}
+    widths = {"head_dim": random.choice([1, 7, 16]), "value_dim": random.choice([None, 3, 8])}
+    scale, dtype = random.choice([None, 0.0, -0.7]), random.choice(DTYPES)
+    inputs = random_inputs(rows, offset + rows, **sizes, **widths, dtype=dtype, seed=seed)
+    said = f"queries {seed}: {rows} after {offset} of {world} {pairs} {sizes} {widths} {mask} {scale} {dtype}"
+    layout, how = am.Zigzag(pairs), {"q_offset": offset, "mask": mask, "scale": scale, "pairs": pairs}
+
+    def attend(comm: am.Comm) -> list[Tensor]:
+        own = [x if i < 3 else layout.shard(x, 2, world, comm.rank) for i, x in enumerate(inputs)]
+        out, lse, dq, dk, dv = forward_backward(
+            lambda q, k, v: am.ring_distributed_attention(q, k, v, group=comm, return_lse=True, **how), own
+        )
+        whole = [am.gather_ring_outputs(x, length=rows, group=comm, pairs=pairs) for x in (out, lse)]
+        return [*whole, comm.all_reduce(dq), dk, dv]
+
+    for results in am.run_virtual(world, attend):
+        positions = torch.arange(offset, offset + rows)
+        assert_near(said, results, inputs, mask, scale=scale, q_positions=positions)
     return said
 
 
@@ -152,10 +192,8 @@ def odd_decode(seed: int) -> str:
         how["split_size"] = random.choice([1, 3, 16, 100])
     said = f"decode {seed}: {positions} of {capacity} {how}"
     problem = random_decode(positions, capacity=capacity, **how)
-    try:
+    with naming(said):
         assert_decode_close(problem.run(random.choice(["cpu", "reference"])), problem)
-    except AssertionError as error:
-        raise AssertionError(f"{said}: {error}") from error
     return said
 
 
@@ -230,11 +268,12 @@ def odd_merge(seed: int) -> str:
 FAMILIES = {
     "attention": odd_attention,
     "context": odd_context,
+    "queries": odd_queries,
     "decode": odd_decode,
     "sparse": odd_sparse,
     "merge": odd_merge,
 }
-QUICK = {"attention": 25, "context": 5, "decode": 25, "sparse": 10, "merge": 10}
+QUICK = {"attention": 25, "context": 5, "queries": 5, "decode": 25, "sparse": 10, "merge": 10}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,12 +32,8 @@ class CallLog:
     def add(self, operation: str, digest: int, detail: object = None) -> None:
         """Log a call whose arguments have this digest (`text_digest`, or `hash` of integers)."""
         self.count += 1
-        self.digest = self.digest_after(digest)
+        self.digest = (self.digest * _MULTIPLIER + digest) & _BITS
         self._calls.append((self.count, self.digest, operation, detail))
-
-    def digest_after(self, digest: int) -> int:
-        """The digest that the log would have after one more call."""
-        return (self.digest * _MULTIPLIER + digest) & _BITS
 
     def latest(self, calls: int) -> list[LoggedCall]:
         """The latest calls, oldest first. May be called on another thread."""
