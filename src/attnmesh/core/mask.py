@@ -137,8 +137,8 @@ class _Combined(Mask):
         if len(sizes) > 1:
             raise ValueError(f"masks for different numbers of sequences cannot be combined, got {shown(self.parts)}")
 
-    @cached_property
-    def sequences(self) -> int | None:  # type: ignore[override]
+    @property
+    def sequences(self) -> int | None:  # not cached: a cached property cannot be compiled
         return next((part.sequences for part in self.parts if part.sequences is not None), None)
 
     def of_sequence(self, index: int) -> Mask:

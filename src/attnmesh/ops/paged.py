@@ -165,12 +165,12 @@ def _parts(mask: Mask, q: Ranges, size: int) -> tuple[tuple[range, Patch], ...]:
 
 
 def _cut(mask: Mask, q: Ranges, size: int) -> Iterator[tuple[range, Patch]]:
-    seen = Patch(mask, q, (range(q[-1].stop),)).seen if q else range(0)
-    for start in range(seen.start // size * size, seen.stop, size):
-        keys = range(max(start, seen.start), min(start + size, seen.stop))
-        patch = Patch(mask, q, (keys,))
-        if patch.blocks:
-            yield keys, patch
+    for seen in Patch(mask, q, (range(q[-1].stop),)).seen if q else ():
+        for start in range(seen.start // size * size, seen.stop, size):
+            keys = range(max(start, seen.start), min(start + size, seen.stop))
+            patch = Patch(mask, q, (keys,))
+            if patch.blocks:
+                yield keys, patch
 
 
 def _gathered(pool: Stored, blocks: Tensor, dtype: torch.dtype) -> Tensor:
