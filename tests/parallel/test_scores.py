@@ -15,6 +15,7 @@ from attnmesh import (
     ContextParallel,
     Contiguous,
     Documents,
+    Full,
     SlidingWindow,
     Striped,
     Zigzag,
@@ -24,7 +25,9 @@ from attnmesh import (
 )
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.masks import Global, Padding, PerSequence, Prefix
-from attnmesh.plan.schedules import SCHEDULES
+from attnmesh.plan.schedules import SCHEDULES, loads
+from attnmesh.plan.shards import shards
+from attnmesh.plan.workload import Shape, Workload
 from attnmesh.testing.attention import (
     assert_attention_close,
     forward_backward,
@@ -209,3 +212,35 @@ def test_a_cache_with_an_offset_and_a_mask_per_sequence():
             q[i : i + 1], k[i : i + 1], v[i : i + 1], mask=mask.masks[i], q_positions=torch.arange(offset, offset + 3)
         )
         torch.testing.assert_close(found[i : i + 1], expected)
+
+
+# What the plan counts.
+
+
+@every_schedule
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_plan_counts_the_pairs_of_every_sequence_once(schedule, backward):
+    shape = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, itemsize=2, sum_itemsize=4, value_dim=12)
+    masks = Causal(), PerSequence([Causal(), Causal()])
+    one, two = (Workload(shards(mask, Zigzag(), 64, 4), shape, 2) for mask in masks)
+    assert loads(schedule, one, backward=backward) == loads(schedule, two, backward=backward)
+
+
+def test_the_plan_counts_products_over_the_width_of_keys_and_of_values():
+    shape = Shape(1, 1, 1, head_dim=192, itemsize=2, sum_itemsize=4, value_dim=128)
+    workload = Workload(shards(Full(), Zigzag(), 8, 1), shape, 1)
+    forward, backward = (loads("ring", workload, backward=way)[0].flops for way in (False, True))
+    assert forward == 2 * 64 * (192 + 128)
+    assert backward == 2 * 64 * (3 * 192 + 2 * 128)
+
+
+def test_explain_takes_the_width_of_values_and_the_sequences_of_a_mask():
+    call = {"length": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 24, "device": "cpu"}
+    cp = ContextParallel()
+    assert str(cp.explain(**call)) == str(cp.explain(**call, value_dim=24)) != str(cp.explain(**call, value_dim=16))
+    with pytest.raises(ValueError, match="value_dim must be an integer >= 1, got 0"):
+        cp.explain(**call, value_dim=0)
+    mask = Causal() & Padding([50, 64])
+    cp.explain(**call, mask=mask, batch=2)
+    with pytest.raises(ValueError, match="batch must be 2, the sequences of the mask, got 1"):
+        cp.explain(**call, mask=mask)
