@@ -4,7 +4,21 @@ from typing import TYPE_CHECKING, Any
 
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
-from attnmesh.core.masks import Causal, Coverage, Documents, Full, Mask, SlidingWindow
+from attnmesh.core.masks import (
+    BlockCausal,
+    Causal,
+    Chunked,
+    Coverage,
+    Documents,
+    Full,
+    Global,
+    Mask,
+    Padding,
+    PerSequence,
+    Prefix,
+    Slices,
+    SlidingWindow,
+)
 from attnmesh.core.merge import merge
 from attnmesh.core.state import State
 from attnmesh.generation.generator import GenerationStats, Generator, Token, generate
@@ -46,8 +60,10 @@ __all__ = [
     "AttentionWeights",
     "Balanced",
     "BlockCache",
+    "BlockCausal",
     "CacheFull",
     "Causal",
+    "Chunked",
     "Comm",
     "CommError",
     "ContextParallel",
@@ -59,15 +75,20 @@ __all__ = [
     "Full",
     "GenerationStats",
     "Generator",
+    "Global",
     "Joint",
     "Layout",
     "Mask",
     "ModelError",
     "Norm",
+    "Padding",
+    "PerSequence",
+    "Prefix",
     "Quantized",
     "Rope",
     "Sampling",
     "ShardedCache",
+    "Slices",
     "SlidingWindow",
     "SparseMask",
     "SparseParallel",

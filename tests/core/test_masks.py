@@ -5,8 +5,28 @@ from itertools import accumulate
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from attnmesh.core.masks import And, Causal, Coverage, Documents, Full, Mask, SlidingWindow
+from attnmesh.core.intervals import Intervals
+from attnmesh.core.masks import (
+    And,
+    BlockCausal,
+    Causal,
+    Chunked,
+    Coverage,
+    Documents,
+    Full,
+    Global,
+    Mask,
+    Or,
+    Padding,
+    PerSequence,
+    Prefix,
+    Slices,
+    SlidingWindow,
+)
+from helpers.masks import batch_masks, masks
 
 S = 9  # every mask of the list below is meant for this length
 Sees = Callable[[int, int], bool]
@@ -47,6 +67,18 @@ SIMPLE: list[tuple[Mask, Sees]] = [
     (Documents([3, 2, 4]), documents(3, 2, 4)),
     (Documents([0, 1, 0, 0, 5, 3, 0]), documents(0, 1, 0, 0, 5, 3, 0)),
     (Documents([1] * S), documents(*[1] * S)),
+    (
+        Documents([3, 2, 4], prefixes=[2, 0, 3]),
+        lambda q, k: documents(3, 2, 4)(q, k) and (k <= q or k in (0, 1, 5, 6, 7)),
+    ),
+    (Documents([4, 0, 5], prefixes=[4, 0, 0]), lambda q, k: documents(4, 5)(q, k) and (k <= q or k < 4)),
+    (Prefix(0), causal),
+    (Prefix(4), lambda q, k: k < 4 or k <= q),
+    (Prefix(20), full),
+    (Chunked(1), lambda q, k: k == q),
+    (Chunked(4), lambda q, k: k <= q and k // 4 == q // 4),
+    (BlockCausal(1), causal),
+    (BlockCausal(4), lambda q, k: k // 4 <= q // 4),
 ]
 PAIRS = [
     (a & b, both(sees_a, sees_b))
@@ -65,25 +97,28 @@ every_mask = pytest.mark.parametrize(("mask", "sees"), MASKS, ids=[str(mask) for
 
 
 @every_mask
-def test_allows_is_the_truth(mask, sees):
+def test_visible_is_the_definition(mask, sees):
     positions = torch.arange(S)
     truth = torch.tensor([[sees(q, k) for k in range(S)] for q in range(S)])
-    assert torch.equal(mask.allows(positions[:, None], positions), truth)
+    assert torch.equal(mask.visible(positions[:, None], positions), truth)
     pairs = torch.tensor([[8, 0], [3, 3], [2, 3], [0, 8]])
-    assert mask.allows(*pairs.T).tolist() == [sees(q, k) for q, k in pairs.tolist()]
+    assert mask.visible(*pairs.T).tolist() == [sees(q, k) for q, k in pairs.tolist()]
+
+
+def only_interval(mask: Mask) -> Intervals:
+    (interval,) = mask.intervals
+    return interval
 
 
 @every_mask
-def test_visible_equals_sees_and_its_ends_never_move_back(mask, sees):
-    first, end = mask.key_ranges(torch.arange(S))
-    assert list(zip(first.tolist(), end.tolist(), strict=True)) == [mask.key_range(q) for q in range(S)]
+def test_an_interval_has_ends_that_never_move_back_and_contains_its_query(mask, sees):
+    interval = only_interval(mask)
+    first, end = interval.key_ranges(torch.arange(S))
+    assert list(zip(first.tolist(), end.tolist(), strict=True)) == [interval.key_range(q) for q in range(S)]
     assert (first.diff() >= 0).all()
     assert (end.diff() >= 0).all()
-
-
-@every_mask
-def test_every_query_sees_itself(mask, sees):
-    assert all(mask.key_range(q)[0] <= q < mask.key_range(q)[1] for q in range(S))
+    assert interval.contains_query
+    assert all(interval.key_range(q)[0] <= q < interval.key_range(q)[1] for q in range(S))
 
 
 def ranges(least: int, most: int, steps: tuple[int, ...] = (1, 2, 3)) -> list[range]:
@@ -129,23 +164,25 @@ def test_zigzag_devices_compute_nine_of_36_chunk_pairs():
 
 
 @every_mask
-def test_cuts_are_the_places_where_a_document_begins(mask, sees):
+def test_boundaries_include_the_places_where_a_document_begins(mask, sees):
     parts = mask.parts if isinstance(mask, And) else (mask,)
     begins = {b for part in parts if isinstance(part, Documents) for b in accumulate(part.lengths)}
     for q_range in ranges(0, S):
         inside = sorted(b for b in begins if q_range and q_range[0] < b <= q_range[-1])
-        assert mask.boundaries(q_range) == inside
+        found = only_interval(mask).boundaries(q_range)
+        assert set(inside) <= set(found)
+        assert found == sorted(set(found))
 
 
 def test_positions_past_the_last_document_see_nothing():
     mask = Documents([2, 3])
     positions = torch.arange(-2, 9)
-    seen = mask.allows(positions[:, None], positions).any(1)
+    seen = mask.visible(positions[:, None], positions).any(1)
     assert positions[seen].tolist() == [0, 1, 2, 3, 4]
     assert [mask.key_range(p) for p in positions.tolist()] == list(
         zip(*(x.tolist() for x in mask.key_ranges(positions)), strict=True)
     )
-    assert not Documents([]).allows(torch.arange(3), torch.arange(3)).any()
+    assert not Documents([]).visible(torch.arange(3), torch.arange(3)).any()
 
 
 def test_and_flattens_whichever_way_it_is_bracketed():
@@ -244,3 +281,156 @@ def test_masks_without_a_length_of_their_own_fit_any():
     for mask in (Full(), Causal(), SlidingWindow(5), Causal() & SlidingWindow(5, 5)):
         mask.check(0)
         mask.check(12345)
+
+
+# Unions, and masks that are several intervals.
+
+SEVERAL: list[tuple[Mask, Sees]] = [
+    (Global(3), lambda q, k: k < 3),
+    (Global(3, both=True), lambda q, k: k < 3 or q < 3),
+    (Causal() & (Global(2) | SlidingWindow(2)), lambda q, k: k <= q and (k < 2 or q - k <= 2)),
+    (Global(2, both=True) | SlidingWindow(1, 1), lambda q, k: min(q, k) < 2 or abs(q - k) <= 1),
+    (Documents([4, 5]) | Chunked(3), lambda q, k: documents(4, 5)(q, k) or (k <= q and k // 3 == q // 3)),
+    (Slices([]), lambda q, k: False),
+    (Slices([((1, 4), (2, 9), "full")]), lambda q, k: q in range(1, 4) and k in range(2, 9)),
+    (Slices([((0, 9), (0, 9), "causal")]), causal),
+    (Slices([((2, 8), (5, 9), "causal")]), lambda q, k: 2 <= q < 8 and 5 <= k < 9 and k - 9 <= q - 8),
+    (Slices([((2, 8), (5, 9), "inverse_causal")]), lambda q, k: 2 <= q < 8 and 5 <= k < 9 and k - 5 >= q - 2),
+    (
+        Slices([(range(1, 4), range(3, 9), "bidirectional_causal")]),
+        lambda q, k: 1 <= q < 4 and 3 <= k < 9 and q - 1 <= k - 3 and k - 9 <= q - 4,
+    ),
+    (  # two slices that overlap, and one far behind
+        Slices([((0, 6), (0, 6), "causal"), ((3, 9), (2, 8), "full"), ((7, 9), (0, 1), "full")]),
+        lambda q, k: (k <= q < 6) or (q >= 3 and 2 <= k < 8) or (q >= 7 and k == 0),
+    ),
+]
+several = pytest.mark.parametrize(("mask", "sees"), SEVERAL, ids=[str(mask) for mask, _ in SEVERAL])
+
+
+@several
+def test_masks_of_several_intervals_are_their_definition(mask, sees):
+    truth = torch.tensor([[sees(q, k) for k in range(S)] for q in range(S)])
+    positions = torch.arange(S)
+    assert torch.equal(mask.visible(positions[:, None], positions), truth)
+    check_intervals(mask, S)
+
+
+def check_intervals(mask: Mask, length: int) -> None:
+    """Intervals are disjoint, allow what the mask allows, and never move back; integers and tensors agree."""
+    positions = torch.arange(-2, length + 2)
+    count = torch.zeros(len(positions), length, dtype=torch.long)
+    for part in mask.intervals:
+        first, end = part.key_ranges(positions)
+        assert list(zip(first.tolist(), end.tolist(), strict=True)) == [part.key_range(q) for q in positions.tolist()]
+        assert (first.diff() >= 0).all(), (mask, part)
+        assert (end.diff() >= 0).all(), (mask, part)
+        seen = (first[:, None] <= torch.arange(length)) & (torch.arange(length) < end[:, None])
+        count += seen
+        if part.contains_query:
+            inside = slice(2, len(positions) - 2)
+            assert seen.any(1)[inside].equal(seen[inside].diagonal()), (mask, part)
+        # Between boundaries an end moves by at most one per position, as the cut into squares requires.
+        moves = {
+            q for q in range(length) for side in (0, 1) if part.key_range(q)[side] - part.key_range(q - 1)[side] > 1
+        }
+        assert moves <= {0, *part.boundaries(range(-1, length))}, (mask, part)
+    assert torch.equal(count, mask.visible(positions[:, None], torch.arange(length)).long()), mask
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_intervals_of_any_mask_are_disjoint_and_equal_its_definition(data):
+    length = data.draw(st.integers(1, 30))
+    check_intervals(data.draw(masks(length)), length)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_coverage_of_any_mask_is_exact(data):
+    length = data.draw(st.integers(1, 14))
+    mask = data.draw(batch_masks(length, 2))
+    visible = mask.visible(torch.arange(length)[:, None], torch.arange(length))
+    for q in ranges(0, length, (1, 3)):
+        k = data.draw(st.sampled_from(ranges(0, length, (1, 2))))
+        pairs = visible[..., q.start : q.stop : q.step, k.start : k.stop : k.step]
+        some = Coverage.FULL if pairs.all() else Coverage.PARTIAL if pairs.any() else Coverage.EMPTY
+        assert mask.coverage(q, k) is (some if q and k else Coverage.EMPTY), (mask, q, k)
+
+
+def test_a_window_with_global_tokens_is_two_intervals():
+    assert len((Causal() & (Global(4) | SlidingWindow(1023))).intervals) == 2
+    assert len((Global(4, both=True) | SlidingWindow(3, 3)).intervals) <= 3
+    shared = [((4 * i, 4 * i + 4), k, "full") for i in range(1, 50) for k in ((0, 4), (4 * i, 4 * i + 4))]
+    assert len(Slices(shared).intervals) == 2  # a question that all answers attend to, and each answer
+
+
+def test_or_flattens_and_prints():
+    a, b, c = Causal(), SlidingWindow(2, 1), Global(3)
+    assert (a | b) | c == a | (b | c) == Or((a, b, c))
+    assert a | a == a
+    assert str(a & (b | c)) == "Causal() & (SlidingWindow(left=2, right=1) | Global(n=3, both=False))"
+    assert eval(str((a & b) | c)) == (a & b) | c
+
+
+def test_a_mask_per_sequence():
+    mask = Causal() & PerSequence([Documents([3, 6]), Full()])
+    assert mask.sequences == 2
+    assert mask.of_sequence(0) == Causal() & Documents([3, 6])
+    assert mask.of_sequence(1).visible(torch.tensor([8]), torch.tensor([0])).all()
+    assert mask.visible(torch.tensor([8]), torch.tensor([0])).tolist() == [[False], [True]]
+    with pytest.raises(ValueError, match="different numbers of sequences"):
+        mask & Padding([1, 2, 3])
+    with pytest.raises(ValueError, match=r"PerSequence\.masks\[0\] must be the mask of one sequence"):
+        PerSequence([Padding([3])])
+    with pytest.raises(ValueError, match="of_sequence"):
+        _ = mask.intervals
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_attends_to_nothing_and_nobody_attends_to_it(side):
+    mask = Padding([0, 2, 5], side, length=5)
+    visible = mask.visible(torch.arange(5)[:, None], torch.arange(5))
+    for n, found in zip((0, 2, 5), visible, strict=True):
+        real = torch.arange(5) >= 5 - n if side == "left" else torch.arange(5) < n
+        assert torch.equal(found, real[:, None] & real)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Prefix(-1), r"Prefix\.n must be an integer >= 0, got -1"),
+        (lambda: Chunked(0), r"Chunked\.size must be an integer >= 1, got 0"),
+        (lambda: BlockCausal(True), r"BlockCausal\.size must be an integer >= 1, got True"),
+        (lambda: Global(2, both=1), r"Global\.both must be .*, got 1"),
+        (lambda: Documents([3], prefixes=[4]), r"Documents\.prefixes .* got \(4\) for lengths \(3\)"),
+        (lambda: Padding([3], side="up"), r"Padding\.side must be .*'up'"),
+        (lambda: Padding([3], side="left"), "requires length"),
+        (lambda: Padding([3], length=2), r"Padding\.length must be .* >= 3, got 2"),
+        (lambda: Slices([((0, 3), (0, 3))]), r"Slices\.slices\[0\] must be \(query range, key range, kind\)"),
+        (lambda: Slices([((0, 3), (0, 3), "bicausal")]), r"kind of Slices\.slices\[0\].*bicausal"),
+        (lambda: Slices([((3, 3), (0, 3), "full")]), r"0 <= start < stop"),
+        (lambda: Slices([((0, 3), range(0, 4, 2), "full")]), r"0 <= start < stop"),
+        (lambda: Slices([((0, 3), (0, 9), "full")]).check(8), r"keys in \[0, 8\), got range\(0, 9\)"),
+        (lambda: Padding([3]).check(2), "does not fit sequences of 2 positions"),
+    ],
+)
+def test_bad_arguments_of_masks_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_too_many_intervals_are_refused():
+    falling: Mask = Slices([((i, i + 1), (100 - 2 * i, 101 - 2 * i), "full") for i in range(40)])
+    assert len(falling.intervals) == 40
+    for mask in (falling | SlidingWindow(3) | Chunked(5), falling & (Global(1) | SlidingWindow(3))):
+        with pytest.raises(ValueError, match="at most 64 intervals per query"):
+            _ = mask.intervals
+
+
+def test_draw():
+    mask = Causal() & (Global(1) | SlidingWindow(1))
+    assert mask.draw(4) == "# . . .\n# # . .\n# # # .\n# . # #"
+    assert mask.draw(8, size=4).splitlines()[2] == "+ + + ."
+    assert Documents([1, 2]).draw() == "# . .\n. # #\n. # #"
+    assert Padding([1, 2]).draw() == "sequence 0\n# .\n. .\nsequence 1\n# #\n# #"

@@ -21,7 +21,23 @@ from helpers.operations import WINDOW, Operation, Random, Tensors, over_ranks
 
 WORLD, ROWS = 2, 8  # ranks, and rows of each
 SCHEDULES = ("ring", "allgather", "ulysses", "ring+ring", "ulysses+ring", "ulysses+allgather")
-MASKS = ("Full", "Causal", "SlidingWindow", "Documents")
+MASKS = (
+    am.Full(),
+    am.Causal(),
+    am.SlidingWindow(3, 1),
+    WINDOW,
+    am.Documents([7, 9]),
+    am.Causal() & am.Documents([7, 9]),
+    am.Documents([7, 9], prefixes=[3, 9]),
+    am.Prefix(3),
+    am.Chunked(5),
+    am.BlockCausal(5),
+    am.Global(2, both=True) | WINDOW,
+    am.Global(3),
+    am.Slices([((0, 9), (2, 12), "causal"), ((9, 16), (0, 16), "bidirectional_causal")]),
+    am.PerSequence([am.Causal(), am.Prefix(3)]),
+    am.Padding([5, 16]),
+)
 LAYOUTS = (
     am.Contiguous(),
     am.Striped(),
@@ -297,9 +313,10 @@ def _layouts(x: Tensors, backend: str) -> Tensors:
 
 def _masks(x: Tensors, backend: str) -> Tensors:
     results = {}
-    for mask in (am.Full(), am.Causal(), WINDOW, am.Documents([7, 9]), am.Causal() & am.Documents([7, 9])):
-        results[f"{mask}"] = mask.allows(x["q"][..., None], x["k"])
-        results |= {f"{mask} {i}": bound for i, bound in enumerate(mask.key_ranges(x["q"]))}
+    for mask in MASKS:
+        results[f"{mask}"] = mask.visible(x["q"][..., None], x["k"])
+        parts = mask.intervals if mask.sequences is None else ()
+        results |= {f"{mask} {i}": bound for i, part in enumerate(parts) for bound in part.key_ranges(x["q"])}
     return results
 
 
@@ -392,7 +409,7 @@ def rank_operations() -> list[Operation]:
                   lambda random: {"x": random.normal(3, 16, 5)}, _layouts),
         Operation(
             "masks",
-            tuple(f"{x}.{way}" for x in MASKS for way in ("allows", "key_ranges")),
+            tuple(f"{type(x).__name__}.{way}" for x in MASKS for way in ("visible", "key_ranges")),
             lambda random: {"q": random.integers(0, 16, 6), "k": random.integers(0, 16, 6)}, _masks,
         ),
         Operation(

@@ -426,10 +426,10 @@ def test_the_choice_can_be_asked_why():
     choice = explain_attention(q, k, v, mask=Causal())
     assert choice.backend == "aten"
     assert "CPU" in choice.reason
-    assert dict(choice.refusals)["triton"] == "its kernels take head_dim 16 to 256, not 8"
+    assert dict(choice.refusals)["triton"] == "its kernels take head_dim 16 to 576, not 8"
     assert str(choice).splitlines() == [
         f"aten: {choice.reason}",
-        "  triton cannot: its kernels take head_dim 16 to 256, not 8",
+        "  triton cannot: its kernels take head_dim 16 to 576, not 8",
     ]
     assert explain_attention(q, k, v, backend="reference").backend == "reference"
 
@@ -446,8 +446,8 @@ def test_auto_serves_what_no_fused_kernel_does():
     ("backend", "dtype", "head_dim", "why"),
     [
         ("triton", torch.float64, 16, "not torch.float64"),
-        ("triton", torch.float32, 8, "head_dim 16 to 256, not 8"),
-        ("triton", torch.float32, 257, "head_dim 16 to 256, not 257"),
+        ("triton", torch.float32, 8, "head_dim 16 to 576, not 8"),
+        ("triton", torch.float32, 577, "head_dim 16 to 576, not 577"),
         ("aten", torch.float8_e4m3fn, 16, "does not take torch.float8_e4m3fn"),
     ],
 )

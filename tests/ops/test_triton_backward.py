@@ -6,58 +6,32 @@ from torch import Tensor
 
 from attnmesh.ops.dense.triton_backward import backward, delta
 from attnmesh.ops.dense.triton_tiles import DenseTiles
+from helpers.dense_kernels import CUDA, DTYPES, HEADS, MASKS, dense, mask_case, score_terms
 
-CUDA = torch.cuda.is_available()
-# The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small tiles, small shapes.
-DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA
 TILES = {"query_tiles": DenseTiles(16, 16, 4, 1), "key_tiles": DenseTiles(16, 16, 4, 1)}
-HEADS = {"mha": (2, 2), "gqa": (8, 2), "mqa": (3, 1)}
 SCALE = 0.2
-
-
-def make_bounds(q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Monotone intervals, with rows that see nothing at both ends."""
-    first = torch.randint(0, kv_len // 2, (q_len,)).sort().values
-    end = torch.maximum(first, torch.randint(kv_len // 3, kv_len, (q_len,)).sort().values)
-    first[:3], end[:3], first[-2:], end[-2:] = 0, 0, kv_len, kv_len
-    return first.int().to(device), end.int().to(device)
-
-
-def visible(visibility: str, q_len: int, kv_len: int, device: torch.device) -> dict:
-    """What to tell the kernel, and the same as intervals for the definition."""
-    rows = torch.arange(q_len, device=device)
-    if visibility == "full":
-        return {"told": {"causal": False, "bounds": None}, "bounds": (0 * rows, 0 * rows + kv_len)}
-    if visibility == "causal":
-        return {"told": {"causal": True, "bounds": None}, "bounds": (0 * rows, rows + 1)}
-    bounds = make_bounds(q_len, kv_len, device)
-    return {"told": {"causal": False, "bounds": bounds}, "bounds": bounds}
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The definition, differentiable: rows that see nothing give 0 and -inf, and no gradient."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    keys = torch.arange(k.shape[2], device=k.device)
-    seen = (keys >= bounds[0][:, None]) & (keys < bounds[1][:, None])
-    some = seen.any(-1)
-    # Rows that see nothing get finite scores here and are cut off after, which keeps NaN out of autograd.
-    scores = (q @ k.transpose(-1, -2) * SCALE).masked_fill(~seen & some[:, None], -torch.inf)
-    out = torch.where(some[:, None], scores.softmax(-1) @ v, 0.0)
-    return out, torch.where(some, scores.logsumexp(-1), -torch.inf)
 
 
 class Case:
     """Inputs, upstream gradients of both outputs, and the gradients that autograd gives in some dtype."""
 
-    def __init__(self, device, dtype, visibility, heads=(2, 2), q_len=45, kv_len=45, head_dim=32):
-        sizes = [(q_len, heads[0]), (kv_len, heads[1]), (kv_len, heads[1]), (q_len, heads[0])]
-        tensors = [torch.randn(1, s, h, head_dim, device=device).to(dtype).transpose(1, 2) for s, h in sizes]
+    def __init__(
+        self, device, dtype, mask, heads=(2, 2), q_len=45, kv_len=45, head_dim=32, value_dim=None,
+        batch=1, softcap=False, alibi=False, scale=SCALE,
+    ):  # fmt: skip
+        value_dim = value_dim or head_dim
+        sizes = [
+            (q_len, heads[0], head_dim), (kv_len, heads[1], head_dim), (kv_len, heads[1], value_dim),
+            (q_len, heads[0], value_dim),
+        ]  # fmt: skip
+        tensors = [torch.randn(batch, s, h, d, device=device).to(dtype).transpose(1, 2) for s, h, d in sizes]
         self.q, self.k, self.v, self.grad_out = tensors
-        self.grad_lse = torch.randn(1, heads[0], q_len, device=device)
-        self.told, self.bounds = visible(visibility, q_len, kv_len, device).values()
+        self.scale = scale
+        self.grad_lse = torch.randn(batch, heads[0], q_len, device=device)
+        self.terms = score_terms(softcap, alibi, heads[0], q_len, kv_len, device)
+        self.seen, self.visible = mask_case(mask, q_len, kv_len, batch, device)
         with torch.no_grad():
-            self.out, lse = dense(*(x.double() for x in (self.q, self.k, self.v)), self.bounds)
+            self.out, lse = dense(self.q, self.k, self.v, scale, self.visible, torch.float64, self.terms)
         self.lse = lse.float()
         # A loss over lse = -inf may well send NaN back; such rows have no gradient all the same.
         self.grad_lse[self.lse.isneginf()] = torch.nan
@@ -65,7 +39,7 @@ class Case:
 
     def autograd(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaves = [x.to(dtype).requires_grad_() for x in (self.q, self.k, self.v)]
-        out, lse = dense(*leaves, self.bounds)
+        out, lse = dense(*leaves, self.scale, self.visible, dtype, self.terms)
         upstream = (self.grad_out.to(dtype), self.grad_lse.to(dtype).nan_to_num(0.0))
         return torch.autograd.grad((out, lse), leaves, upstream)
 
@@ -80,7 +54,7 @@ class Case:
         grad_q, grad_k, grad_v = grads
         backward(
             self.q, self.k, self.v, self.grad_out, self.lse, self.delta,
-            scale=SCALE, **self.told, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, **tiles,
+            scale=self.scale, **self.seen, terms=self.terms, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, **tiles,
         )  # fmt: skip
 
 
@@ -96,30 +70,58 @@ def check(case: Case, grads: list[Tensor], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("visibility", ["full", "causal", "bounds"])
-def test_adds_all_gradients(device, visibility, heads, dtype):
+@pytest.mark.parametrize("mask", MASKS)
+def test_adds_all_gradients(device, mask, heads, dtype):
     length = 20 if heads == "gqa" else 33
-    case = Case(device, dtype, visibility, HEADS[heads], length, length)
+    case = Case(device, dtype, mask, HEADS[heads], length, length, batch=2 if mask == "sequences" else 1)
     grads = case.buffers()
     case.run(grads, **TILES)
     check(case, grads, dtype)
 
 
+@pytest.mark.parametrize("mask", ["random", "union", "slices"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(70, 33), (16, 80), (9, 64)])
-def test_any_lengths(device, q_len, kv_len):
-    case = Case(device, torch.float32, "bounds", (1, 1), q_len, kv_len, head_dim=24)
+def test_any_lengths(device, mask, q_len, kv_len):
+    case = Case(device, torch.float32, mask, (1, 1), q_len, kv_len, head_dim=24)
     grads = case.buffers()
     case.run(grads, query_tiles=DenseTiles(16, 32, 4, 1), key_tiles=DenseTiles(32, 16, 4, 1))
     check(case, grads, torch.float32)
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 8), (48, 80), (80, 20), (192, 128)])
+def test_widths(device, head_dim, value_dim):
+    """Keys and values of any widths, in one block of columns or in two."""
+    case = Case(device, torch.float32, "causal", (2, 1), 20, 20, head_dim, value_dim, scale=0.05)
+    grads = case.buffers()
+    case.run(grads, **TILES)
+    check(case, grads, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", ["causal", "union"])
+@pytest.mark.parametrize(("softcap", "alibi"), [(True, False), (False, True), (True, True)])
+def test_softcap_and_alibi(device, softcap, alibi, mask, dtype):
+    case = Case(device, dtype, mask, (4, 2), 33, 33, softcap=softcap, alibi=alibi)
+    grads = case.buffers()
+    case.run(grads, **TILES)
+    check(case, grads, dtype)
+
+
+@pytest.mark.parametrize("mask", ["union", "slices"])
+def test_key_tiles_of_many_rows_are_split(device, mask):
+    case = Case(device, torch.float32, mask, (4, 2), 45, 30)
+    grads = case.buffers()
+    case.run(grads, **TILES, steps_per_split=2)
+    check(case, grads, torch.float32)
+
+
 def test_keys_in_parts_add_up(device):
     """With the lse and delta of the whole softmax, parts of the keys give the same as all of them."""
-    case = Case(device, torch.float32, "bounds", (2, 1), 33, 48)
+    case = Case(device, torch.float32, "union", (2, 1), 33, 48)
     grads = case.buffers()
     for begin, stop in [(20, 48), (0, 20)]:
         rows = slice(begin, stop)
-        bounds = tuple((bound.clamp(begin, stop) - begin).int() for bound in case.bounds)
+        bounds = tuple((bound.clamp(begin, stop) - begin).int() for bound in case.seen["bounds"])
         backward(
             case.q, case.k[:, :, rows], case.v[:, :, rows], case.grad_out, case.lse, case.delta,
             scale=SCALE, causal=False, bounds=bounds,
@@ -163,13 +165,24 @@ def test_delta(device, with_lse):
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("visibility", ["full", "causal", "bounds"])
-def test_default_tiles(device, visibility, head_dim, dtype):
-    case = Case(device, dtype, visibility, (8, 2), 1000, 1000, head_dim)
+@pytest.mark.parametrize("widths", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)])
+@pytest.mark.parametrize("mask", ["full", "causal", "random", "union", "sequences"])
+def test_default_tiles(device, mask, widths, dtype):
+    case = Case(device, dtype, mask, (8, 2), 1000, 1000, *widths, batch=2, scale=widths[0] ** -0.5)
     grads = case.buffers()
     case.run(grads)
     check(case, grads, dtype)
     again = case.buffers()
     case.run(again)
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))  # deterministic
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("softcap", "alibi"), [(True, False), (False, True), (True, True)])
+def test_default_tiles_with_softcap_and_alibi(device, softcap, alibi, dtype):
+    case = Case(device, dtype, "union", (8, 2), 1000, 1000, 128, softcap=softcap, alibi=alibi, scale=0.1)
+    grads = case.buffers()
+    case.run(grads)
+    check(case, grads, dtype)

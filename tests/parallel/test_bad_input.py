@@ -258,7 +258,7 @@ def test_a_backend_that_cannot_serve_is_refused_on_every_rank():
         rows = Zigzag().local_length(2, WORLD, comm.rank)
         attend(comm, {n: torch.ones(1, 2, rows, 8) for n in "qkv"} | {"length": 2}, backend="triton")
 
-    assert_all_say("backend='triton' cannot serve this call: its kernels take head_dim 16 to 256, not 8", program)
+    assert_all_say("backend='triton' cannot serve this call: its kernels take head_dim 16 to 576, not 8", program)
 
 
 def test_a_dtype_that_the_kernel_does_not_take_is_refused_on_every_rank():

@@ -604,7 +604,7 @@ BAD_INPUT = {
     "a backend that holds every score": ({"backend": "reference"}, "backend must be one of .*got 'reference'"),
     "a backend that cannot": (
         {"backend": "triton", **{n: torch.ones(1, 2, 12, 8) for n in "qkv"}},
-        "backend='triton' cannot serve this call: its kernels take head_dim 16 to 256, not 8",
+        "backend='triton' cannot serve this call: its kernels take head_dim 16 to 576, not 8",
     ),
     "an offset beyond the keys": ({"q_offset": 1}, "k must hold .* 13 for q_offset=1 and 12 queries, got 12"),
     "an offset of True": ({"q_offset": True}, "q_offset must be an integer >= 0, got True"),

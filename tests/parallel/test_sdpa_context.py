@@ -102,7 +102,7 @@ def test_documents_and_windows(mask):
     for is_causal, both in ((True, Causal() & mask), (False, mask)):
         with attention_context_parallel(mask=mask):
             found = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-        seen = both.allows(at[:, None], at)
+        seen = both.visible(at[:, None], at)
         torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
 
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from test_ring_plan import EVEN, LONG, WIDE, covered, every_mask, split
+from test_ring_plan import EVEN, LONG, WIDE, every_mask, split
 from torch import Tensor
 
 from attnmesh.core import ranges
@@ -14,6 +14,7 @@ from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, head_groups
 from attnmesh.plan.shards import shards
 from helpers.cases import allowed_pairs
+from helpers.masks import covered
 
 # Queries and keys: layout and length of either. Some keys are more than the queries, some fewer, some none at all.
 SIDES = [(length, None) for length in (0, 1, 13, 30)] + [(13, 30), (30, 13), (30, 2), (9, 0), (0, 9)]
@@ -69,7 +70,7 @@ def test_ranks_compute_every_visible_pair_exactly_once_with_keys_they_gathered(l
             patch = workload.plan.patch(rank)
             assert torch.equal(ranges.as_tensor(patch.q), workload.queries[rank])
             assert torch.equal(ranges.as_tensor(patch.k), workload.needed(rank))
-            count[workload.queries[rank][:, None], workload.needed(rank)] += covered(patch)
+            count[workload.queries[rank][:, None], workload.needed(rank)] += covered(patch)[0]
             assert workload.plan.pairs(rank) == int(workload.allowed[workload.queries[rank]].sum())
         assert torch.equal(count, workload.allowed.to(torch.int8)), workload.plan
 

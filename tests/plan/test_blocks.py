@@ -6,13 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
-from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of
-from helpers.cases import allowed_pairs
+from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of, key_hull
+from helpers.masks import batch_masks, covered, visible_pairs
 
 CPU = torch.device("cpu")
 LAYOUTS = [Contiguous(), Zigzag(), Striped()]
@@ -20,41 +19,32 @@ LAYOUTS = [Contiguous(), Zigzag(), Striped()]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 
-def covered(patch: Patch) -> Tensor:
-    """How often the blocks of a patch hold each pair, [q, k]."""
-    count = torch.zeros(ranges.size(patch.q), ranges.size(patch.k), dtype=torch.int8)
-    first, end = (x[:, None] for x in patch.bounds(CPU))
-    for block in patch.blocks:
-        assert block.q.step == block.k.step == 1
-        assert block.q
-        assert block.k
-        assert block.q.stop <= count.shape[0]
-        assert block.k.stop <= count.shape[1]
-        q, k = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
-        if block.kind is Kind.FULL:
-            count[q, k] += 1
-        elif block.kind is Kind.CAUSAL:
-            assert len(block.q) == len(block.k)
-            count[q, k] += torch.ones_like(count[q, k]).tril()
-        else:
-            keys = torch.arange(block.k.start, block.k.stop)
-            count[q, k] += (first[q] <= keys) & (keys < end[q])
-    return count
-
-
 def check(patch: Patch) -> None:
-    """All that is promised of a patch, against the truth."""
-    allowed = allowed_pairs(patch.mask, ranges.as_tensor(patch.q), ranges.as_tensor(patch.k))
-    assert torch.equal(covered(patch), allowed.to(torch.int8)), patch
-    assert patch.pairs == int(allowed.sum()), patch
+    """All that is promised of a patch, against the definition of its mask."""
+    visible = visible_pairs(patch.mask, patch.q, patch.k)
+    assert torch.equal(covered(patch), visible.to(torch.int8)), patch
+    assert patch.pairs == int(visible.sum()), patch
 
     first, end = patch.bounds(CPU)
     assert first.dtype == end.dtype == torch.int32
-    assert first.shape == end.shape == (ranges.size(patch.q),)
-    assert (first.diff() >= 0).all()
-    assert (end.diff() >= 0).all()
+    assert first.shape == end.shape == (first.shape[0], visible.shape[0], ranges.size(patch.q))
+    assert (first.diff() >= 0).all(), patch
+    assert (end.diff() >= 0).all(), patch
     keys = torch.arange(ranges.size(patch.k))
-    assert torch.equal((first[:, None] <= keys) & (keys < end[:, None]), allowed), patch
+    count = ((first[..., None] <= keys) & (keys < end[..., None])).sum(0)
+    assert torch.equal(count, visible.long()), patch
+
+    rows, unseen = patch.unseen(CPU)
+    nobody = ~visible.any(2) if rows is None else rows
+    assert torch.equal(nobody, ~visible.any(2)), patch
+    reached = key_hull(patch.blocks)
+    inside = (keys >= reached.start) & (keys < reached.stop)
+    expected = ~visible.any(1) & inside
+    assert torch.equal(torch.zeros_like(expected) if unseen is None else unseen, expected), patch
+
+    needed = [row for rows in patch.seen for row in rows]
+    assert needed == sorted(set(needed))
+    assert {*keys[visible.any(1).any(0)].tolist()} <= {*needed}, patch
 
 
 def split(length: int, *shares: int) -> Documents:
@@ -109,28 +99,12 @@ def some_spans(draw, length: int) -> ranges.Ranges:
     return tuple(made)
 
 
-@st.composite
-def some_masks(draw, length: int) -> Mask:
-    widths = st.integers(0, 12)
-    cuts = draw(st.lists(st.integers(0, length), max_size=5))
-    edges = sorted([0, *cuts, length])
-    parts = [
-        Causal(),
-        SlidingWindow(draw(widths), draw(widths)),
-        Documents(b - a for a, b in pairwise(edges)),
-    ]
-    mask: Mask = Full()
-    for part in draw(st.lists(st.sampled_from(parts), max_size=3)):
-        mask = mask & part
-    return mask
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_blocks_of_any_mask_over_any_spans_are_right(data):
     length = data.draw(st.integers(1, 40))
     q, k = data.draw(some_spans(length)), data.draw(some_spans(length))
-    check(Patch(data.draw(some_masks(length)), q, data.draw(st.sampled_from([q, k]))))
+    check(Patch(data.draw(batch_masks(length, 3)), q, data.draw(st.sampled_from([q, k]))))
 
 
 def test_a_patch_without_queries_or_without_keys_has_no_blocks():
@@ -138,7 +112,7 @@ def test_a_patch_without_queries_or_without_keys_has_no_blocks():
         patch = Patch(Causal(), q, k)
         assert patch.blocks == ()
         assert patch.pairs == 0
-        assert [x.tolist() for x in patch.bounds(CPU)] == [[0] * ranges.size(q)] * 2
+        assert [x.tolist() for x in patch.bounds(CPU)] == [[[[0] * ranges.size(q)]]] * 2
 
 
 def test_bounds_take_positions_that_are_no_spans():

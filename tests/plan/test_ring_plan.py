@@ -7,15 +7,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
-from attnmesh.plan.blocks import Kind, Patch
 from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.shards import shards
 from helpers.cases import allowed_pairs
+from helpers.masks import covered
 
 CPU = torch.device("cpu")
 SIZES = [(1, 13), (2, 0), (2, 30), (3, 1), (3, 13), (5, 30), (8, 13)]  # (ranks, length)
@@ -44,22 +43,6 @@ MASKS = {
 
 every_mask = pytest.mark.parametrize("mask_for", MASKS.values(), ids=MASKS.keys())
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-
-
-def covered(patch: Patch) -> Tensor:
-    """How often the blocks of a patch hold each pair, [q, k]."""
-    count = torch.zeros(ranges.size(patch.q), ranges.size(patch.k), dtype=torch.int8)
-    for block in patch.blocks:
-        q, k = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
-        held = torch.ones_like(count[q, k])
-        if block.kind is Kind.CAUSAL:
-            held = held.tril()
-        elif block.kind is Kind.PARTIAL:
-            first, end = (x[q, None] for x in patch.bounds(CPU))
-            keys = torch.arange(block.k.start, block.k.stop)
-            held = ((first <= keys) & (keys < end)).to(torch.int8)
-        count[q, k] += held
-    return count
 
 
 class Walk:
@@ -123,7 +106,7 @@ def test_ranks_compute_every_visible_pair_exactly_once_with_keys_they_hold(layou
                 held = walk.positions[stage.block][stage.seen.start : stage.seen.stop]
                 assert torch.equal(ranges.as_tensor(stage.patch.q), walk.positions[rank])
                 assert torch.equal(ranges.as_tensor(stage.patch.k), held)
-                count[walk.positions[rank][:, None], held] += covered(stage.patch)
+                count[walk.positions[rank][:, None], held] += covered(stage.patch)[0]
         assert torch.equal(count, walk.allowed.to(torch.int8)), plan
 
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from test_ring_plan import covered, every_mask, hull
+from test_ring_plan import every_mask, hull
 
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
@@ -14,6 +14,7 @@ from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.shards import Shards, node_shards, shards
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
 from helpers.cases import allowed_pairs
+from helpers.masks import covered
 
 MESHES = [(3, 2), (2, 3)]  # (nodes, ranks a node)
 SIDES = [(13, None), (13, 24), (24, 7), (9, 0)]  # lengths of queries and of keys
@@ -80,7 +81,7 @@ def test_ranks_compute_every_visible_pair_exactly_once_with_keys_they_hold(layou
                     assert set(outer.seen) <= set(outer.keys)
                     assert torch.equal(ranges.as_tensor(stage.patch.q), walk.queries[rank])
                     assert torch.equal(ranges.as_tensor(stage.patch.k), held)
-                    count[walk.queries[rank][:, None], held] += covered(stage.patch)
+                    count[walk.queries[rank][:, None], held] += covered(stage.patch)[0]
             assert plan.pairs(rank) == int(walk.allowed[walk.queries[rank]].sum())
         assert torch.equal(count, walk.allowed.to(torch.int8)), plan
 
@@ -211,7 +212,7 @@ def test_a_ring_of_cross_attention_computes_every_visible_pair_exactly_once(layo
                         held = walk.keys[stage.block][stage.seen.start : stage.seen.stop]
                         assert set(stage.seen) <= set(stage.keys)
                         assert at == 0 or stage.seen == hull(walk.seen(range(rank, rank + 1), stage.block))
-                        count[walk.queries[rank][:, None], held] += covered(stage.patch)
+                        count[walk.queries[rank][:, None], held] += covered(stage.patch)[0]
                 assert torch.equal(count, walk.allowed.to(torch.int8)), plan
 
 

@@ -73,7 +73,7 @@ def odd_attention(seed: int) -> str:
         "q_positions": torch.arange(rows) if q_at is None else q_at.long(),
         "k_positions": torch.arange(keys) if k_at is None else k_at.long(),
     }
-    visible = mask.allows(at["q_positions"][:, None], at["k_positions"])
+    visible = mask.visible(at["q_positions"][:, None], at["k_positions"])
     poison = random.choice([0.0, math.nan, math.inf])
     clean = [x.clone() for x in inputs]
     for x, spoiled, unseen in zip(clean, inputs, (~visible.any(1), ~visible.any(0), ~visible.any(0)), strict=False):

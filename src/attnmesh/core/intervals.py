@@ -153,14 +153,16 @@ def _joined_boundaries(parts: Iterable[Intervals], q: range) -> list[int]:
     return sorted({boundary for part in parts for boundary in part.boundaries(q)})
 
 
-def disjoint(parts: Iterable[Intervals]) -> tuple[Intervals, ...]:
-    """Disjoint intervals that together allow what any of `parts` allows."""
+def disjoint(parts: Iterable[Intervals], most: int) -> tuple[Intervals, ...] | None:
+    """Disjoint intervals that together allow what any of `parts` allows; None if there are more than `most`."""
     found: list[Intervals] = []
     for part in parts:
         pieces = [part]
         for other in found:
             cut: list[Intervals] = [side for piece in pieces for side in (Before(piece, other), After(piece, other))]
             pieces = [piece for piece in cut if not piece.is_never]
+            if len(found) + len(pieces) > most:
+                return None
         found += pieces
     return tuple(found)
 

@@ -168,7 +168,8 @@ class And(_Combined):
     @cached_property
     def intervals(self) -> tuple[Intervals, ...]:
         of_parts = [part.intervals for part in self.parts]
-        _check_intervals(self, math.prod(map(len, of_parts)))
+        if math.prod(map(len, of_parts)) > MAX_INTERVALS:
+            raise _too_many_intervals(self)
         combined = (Intersection(choice) for choice in itertools.product(*of_parts))  # intersection distributes
         return tuple(part for part in combined if not part.is_never)
 
@@ -184,22 +185,23 @@ class Or(_Combined):
 
     @cached_property
     def intervals(self) -> tuple[Intervals, ...]:
-        found = disjoint(interval for part in self.parts for interval in part.intervals)
-        _check_intervals(self, len(found))
+        found = disjoint((interval for part in self.parts for interval in part.intervals), MAX_INTERVALS)
+        if found is None:
+            raise _too_many_intervals(self)
         return found
 
 
-def _combined(kind: type[And | Or], a: Mask, b: Mask) -> Mask:
-    parts = [part for mask in (a, b) for part in (mask.parts if isinstance(mask, kind) else (mask,))]
+def _combined(kind: type[_Combined], a: Mask, b: Mask) -> Mask:
+    sides = ((mask.parts if isinstance(mask, _Combined) and type(mask) is kind else (mask,)) for mask in (a, b))
+    parts = itertools.chain(*sides)
     distinct = tuple(dict.fromkeys(parts))
     if kind is And:  # a mask that allows everything changes nothing
         distinct = tuple(part for part in distinct if not part.allows_everything) or distinct[:1]
     return distinct[0] if len(distinct) == 1 else kind(distinct)
 
 
-def _check_intervals(mask: Mask, count: int) -> None:
-    if count > MAX_INTERVALS:
-        raise ValueError(f"a mask must have at most {MAX_INTERVALS} intervals per query, got {count} of {shown(mask)}")
+def _too_many_intervals(mask: Mask) -> ValueError:
+    return ValueError(f"a mask must have at most {MAX_INTERVALS} intervals per query, and this one has more: {mask}")
 
 
 def coverage(part: Intervals, q: range, k: range) -> Coverage:

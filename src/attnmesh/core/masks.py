@@ -451,7 +451,9 @@ def _checked_slice(index: int, item: object) -> Slice:
     check_choice(f"the kind of {name}", item[2], SLICE_KINDS)
     ends = []
     for given in item[:2]:
-        pair = (given.start, given.stop) if isinstance(given, range) and given.step == 1 else given
+        pair = given
+        if isinstance(given, range):
+            pair = (given.start, given.stop) if given.step == 1 else None
         match pair:
             case (int(start), int(stop)) if 0 <= start < stop <= MAX_COUNT and not isinstance(start, bool):
                 ends.append(range(start, stop))

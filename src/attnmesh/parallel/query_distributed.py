@@ -404,9 +404,9 @@ def _first_not_causal(mask: Mask, queries: range) -> int | None:
     """The first query that attends to a later key."""
     at = torch.arange(queries.start, queries.stop, device="cpu")
     later = torch.zeros_like(at, dtype=torch.bool)
-    for _, one in sequence_groups(mask):
-        for interval in one.intervals:
-            first, end = interval.key_ranges(at)
+    for _, same in sequence_groups(mask):
+        for part in same.intervals:
+            first, end = part.key_ranges(at)
             later |= (first < end) & (end > at + 1)
     return queries[int(later.nonzero()[0])] if later.any() else None
 

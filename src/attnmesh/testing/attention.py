@@ -96,9 +96,11 @@ def assert_attention_close(actual: Sequence[Tensor], inputs: Sequence[Tensor], m
     """Assert that out, lse, dq, dk, dv, dsinks obey the error rule. `options` are those of `reference_results`."""
     for name, result, exact, plain in compare(actual, inputs, mask, **options):
         assert plain is not None
-        if name == "dsinks":  # [H]: the rule is for results by position
+        rounding = ROUNDING[inputs[0].dtype]
+        if name == "dsinks":  # [H]: the rule is for results by position; a sum over rows of terms with a rounded out
             result, exact, plain = (x[None, None] for x in (result, exact, plain))
-        assert_close(name, result, plain, exact, rounding=ROUNDING[inputs[0].dtype])
+            rounding *= 4
+        assert_close(name, result, plain, exact, rounding=rounding)
 
 
 def shard_inputs(

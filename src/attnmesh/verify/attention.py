@@ -8,6 +8,7 @@ from itertools import cycle, product
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
@@ -18,12 +19,21 @@ from attnmesh.ops.dense.api import attention
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
-from attnmesh.testing.attention import compare, forward_backward, gather_results, random_inputs, shard_results
+from attnmesh.testing.attention import (
+    NAMES,
+    compare,
+    forward_backward,
+    gather_results,
+    random_inputs,
+    reference_results,
+    shard_results,
+)
 from attnmesh.testing.errors import Comparison
 from attnmesh.verify.mode import DTYPES, Mode
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 LENGTH = 263
+PREFIX, BLOCK_SIZE = 150, 16  # of prompts that continue a prefix
 
 Compute = Callable[[list[Tensor]], list[Tensor]]
 
@@ -54,9 +64,12 @@ def schedule_modes(comm: Comm, layout: Layout, mask: Mask, ranks_per_node: int, 
 
 def _mode(
     name: str, compute: Compute, mask: Mask, dtype: str, length: int, key_length: int | None = None,
-    comm: Comm | None = None,
+    comm: Comm | None = None, q_offset: int = 0,
 ) -> Mode:  # fmt: skip
-    """Return a mode. `compute` maps the inputs to the whole out, lse, dq, dk, dv on every rank of `comm`."""
+    """Return a mode. `compute` maps the inputs to the whole out, lse, dq, dk, dv on every rank of `comm`.
+
+    Without a backward it returns out and lse. `q_offset` is the position of the first query.
+    """
 
     def run(seed: int, device: str) -> list[Comparison]:
         inputs = random_inputs(
@@ -64,7 +77,13 @@ def _mode(
             seed=seed, device=device,
         )  # fmt: skip
         actual = compute(inputs)
-        return compare(actual, inputs, mask) if comm is None or comm.rank == 0 else []
+        if comm is not None and comm.rank > 0:
+            return []
+        positions = torch.arange(q_offset, q_offset + length, device=device)
+        if len(actual) == len(NAMES):
+            return compare(actual, inputs, mask, q_positions=positions)
+        exact, plain = (reference_results(inputs, mask, q_positions=positions, plain=plain) for plain in (False, True))
+        return [Comparison(*each) for each in zip(NAMES, actual, exact, plain, strict=False)]
 
     lengths = f"{length}" if key_length is None else f"{length}:{key_length}"
     shape = f"{BATCH}x{Q_HEADS}/{KV_HEADS}x{lengths}x{HEAD_DIM} {dtype}"
@@ -138,16 +157,38 @@ def _cross_attention_modes(comm: Comm) -> Iterator[Mode]:
 def _query_distributed_modes(comm: Comm) -> Iterator[Mode]:
     """Yield query-distributed attention, with keys and values on every rank."""
 
-    def compute(pairs: int, inputs: list[Tensor]) -> list[Tensor]:
+    def compute(pairs: int, mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
         own = [x if i < 3 else Zigzag(pairs).shard(x, 2, comm.world, comm.rank) for i, x in enumerate(inputs)]
-        attend = partial(ring_distributed_attention, group=comm, pairs=pairs, return_lse=True)
+        q_offset = inputs[1].shape[2] - inputs[0].shape[2]
+        attend = partial(
+            ring_distributed_attention, group=comm, pairs=pairs, mask=mask, q_offset=q_offset, return_lse=True
+        )
         out, lse, dq, dk, dv = forward_backward(attend, own)
         whole = [gather_ring_outputs(x, length=inputs[0].shape[2], group=comm, pairs=pairs) for x in (out, lse)]
         return [*whole, comm.all_reduce(dq), dk, dv]
 
+    def compute_cached(mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
+        """Out and lse over K and V in blocks, the last first."""
+        q, k, v = inputs[:3]
+        blocks = -(-k.shape[2] // BLOCK_SIZE)
+        pools = [
+            pad(x, (0, 0, 0, blocks * BLOCK_SIZE - x.shape[2])).unflatten(2, (blocks, BLOCK_SIZE)).flip(2)
+            .permute(0, 2, 3, 1, 4).flatten(0, 1)
+            for x in (k, v)
+        ]  # fmt: skip
+        table = torch.arange(BATCH * blocks, dtype=torch.int32, device=q.device).view(BATCH, blocks).flip(1)
+        local = ring_distributed_attention(
+            q, *pools, block_table=table, group=comm, mask=mask, q_offset=k.shape[2] - q.shape[2], return_lse=True
+        )
+        return [gather_ring_outputs(x, length=q.shape[2], group=comm) for x in local]
+
     for dtype, pairs in product(DTYPES, (1, 3)):
         name = f"query-distributed pairs={pairs}"
-        yield _mode(name, partial(compute, pairs), Causal(), dtype, LENGTH, comm=comm)
+        yield _mode(name, partial(compute, pairs, Causal()), Causal(), dtype, LENGTH, comm=comm)
+    for dtype, mask in product(DTYPES, (Causal(), Causal() & SlidingWindow(31))):
+        name = f"query-distributed prefix {_mask_name(mask)}"
+        for kind, run in (("", partial(compute, 1, mask)), (" paged", partial(compute_cached, mask))):
+            yield _mode(name + kind, run, mask, dtype, LENGTH, LENGTH + PREFIX, comm, q_offset=PREFIX)
 
 
 def _schedules(world: int, names: Iterable[str]) -> list[tuple[str, int | None]]:

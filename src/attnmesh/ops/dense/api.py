@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -14,7 +14,7 @@ from attnmesh.core.mask import sequence_groups
 from attnmesh.core.masks import Full, Mask, check_mask
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_tensor
-from attnmesh.ops.dense import reference
+from attnmesh.ops.dense import cost, reference
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import (
     Backend,
@@ -38,8 +38,6 @@ BACKENDS = ("auto", "aten", "triton", "torch", "reference")
 _TRITON, _TORCH = Triton(), TorchTiles()
 _FUSED: dict[str, Backend] = {"aten": Aten(), "triton": _TRITON, "torch": _TORCH}
 
-# Each block is a kernel launch and a partial result to merge; one Triton launch serves any number of them.
-_MAX_ATEN_BLOCKS_ON_CUDA = 8
 # Every pair of runs is planned; beyond this many, row bounds alone are cheaper than a plan.
 _MAX_RUN_PAIRS = 256
 
@@ -128,9 +126,13 @@ def explain_attention(
     softcap: float | None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
     q_positions: Tensor | None = None, k_positions: Tensor | None = None, backend: str = "auto",
 ) -> Choice:  # fmt: skip
-    """The backend that `attention` would use for this call, the reason, and why others cannot. Computes nothing."""
-    work = _prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions)
-    return choose(work.call, backend)
+    """The backend that `attention` would use for this call, the reason, and why others cannot. Computes nothing.
+
+    The reason has the number of visible pairs and of blocks, if the host knows the positions.
+    """
+    call = _prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions).call
+    choice = choose(call, backend)
+    return replace(choice, reason=f"{choice.reason} ({cost.described(call)})")
 
 
 @dataclass(frozen=True)
@@ -160,12 +162,16 @@ def choose(call: Call, backend: str) -> Choice:
     if refusals["aten"] is None:
         if not call.q.is_cuda:
             return Choice("aten", "torch's flash kernel is the fastest on the CPU", unsupported)
-        if len(call.visibility.blocks) <= _MAX_ATEN_BLOCKS_ON_CUDA or refusals["triton"] is not None:
+        if len(call.visibility.blocks) <= 1 or refusals["triton"] is not None:
             return Choice(
-                "aten", "every block is full or square causal: torch's fused kernels are fastest", unsupported
+                "aten", "torch's fused kernels are the fastest for a full or square causal block", unsupported
             )
+        costs = cost.estimate(call)
+        if costs.aten <= costs.triton:
+            return Choice("aten", f"a launch per block costs less: {costs}", unsupported)
+        return Choice("triton", f"one launch per part of the mask costs less: {costs}", unsupported)
     if refusals["triton"] is None and call.q.is_cuda:
-        return Choice("triton", "one launch serves this mask by row bounds", unsupported)
+        return Choice("triton", "one launch per part of the mask serves it by row bounds", unsupported)
     return Choice("torch", "no fused kernel serves this call", unsupported)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result, aligned, of_sequences
+from attnmesh.ops.dense.cost import strip_rows
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.plan.blocks import Block, Kind
 
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 _CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _Parts = tuple[range, range, tuple[Tensor, Tensor, Tensor]]  # rows, keys, and their dq, dk, dv
-_STRIP = 256  # rows of a PARTIAL block that share one mask on the CPU: memory is O(strip x visible keys)
+_SCORES_PER_CALL = 20_000  # a call of the CPU kernel costs as much as so many scores: measured on two cores
 
 
 class Aten:
@@ -178,9 +179,11 @@ def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | N
         yield block.q, block.k, None, None
         return
     first, end = call.bounds(block, call.q.device)
-    for start in range(0, len(block.q), _STRIP):
-        q = block.q[start : start + _STRIP]
-        lo, hi = first[start : start + _STRIP], end[start : start + _STRIP]
+    batch = call.q.shape[0] if block.sequences is None else len(block.sequences)
+    strip = strip_rows(first, end, batch * call.q.shape[1], _SCORES_PER_CALL)
+    for start in range(0, len(block.q), strip):
+        q = block.q[start : start + strip]
+        lo, hi = first[start : start + strip], end[start : start + strip]
         k = range(int(lo[0]), int(hi[-1]))
         if not k:
             continue

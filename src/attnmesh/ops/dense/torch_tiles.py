@@ -7,7 +7,7 @@ for the keys that all its rows see, only for those before and after them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,11 +15,14 @@ from torch import Tensor
 
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores, of_sequences
+from attnmesh.ops.dense.cost import strip_rows
 from attnmesh.ops.merge import StateAccumulator
-from attnmesh.plan.blocks import Block, Kind
+from attnmesh.plan.blocks import Block, Kind, key_hull
 
 _CPU = torch.device("cpu")
-_ROWS = 256  # of a tile: more rows make longer products, fewer compute less of what a window hides
+_ROWS = 256  # of a tile
+_FEW_ROWS = 128  # smaller blocks of a part are computed together
+_SCORES_PER_TILE = 100_000  # a tile costs as much as so many scores
 _MIN_ROWS, _MIN_KEYS = 16, 128
 _SCORES = {"cpu": 1 << 21}  # of a tile, over all its sequences and heads
 _SCORES_ON_A_DEVICE = 1 << 25
@@ -98,11 +101,14 @@ class _Tile:
 
     def of_rows(self, x: Tensor) -> Tensor:
         """The rows of this tile of x [B, Hq, S, ...], stacked, in the accumulation dtype."""
-        return self.view(x, self.rows).to(accumulation_dtype(x.dtype)).unflatten(1, (-1, self.group)).flatten(2, 3)
+        x = self.view(x, self.rows).to(accumulation_dtype(x.dtype))
+        stacked: Tensor = x.unflatten(1, (-1, self.group)).flatten(2, 3)
+        return stacked
 
     def by_head(self, x: Tensor) -> Tensor:
         """Stacked rows as [b, Hq, rows, ...]."""
-        return x.unflatten(2, (self.group, -1)).flatten(1, 2)
+        apart: Tensor = x.unflatten(2, (self.group, -1)).flatten(1, 2)
+        return apart
 
     def scores(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """The scores, -inf where a row does not see a key, and the derivative of the softcap, if there is one."""
@@ -125,23 +131,37 @@ def _tiles(call: Call) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor]]:
     """The tiles with a visible pair, and q, k and v of each in the accumulation dtype."""
     dtype = accumulation_dtype(call.q.dtype)
     call = replace(call, q=call.q.to(dtype), k=call.k.to(dtype), v=call.v.to(dtype))
-    if any(block.kind is Kind.PARTIAL for block in call.visibility.blocks):
+    blocks = tuple(_joined(call.visibility.blocks))
+    if any(block.kind is Kind.PARTIAL for block in blocks):
         call = call.with_unseen_zeroed()
-    for block in call.visibility.blocks:
+    for block in blocks:
         batch = call.q.shape[0] if block.sequences is None else len(block.sequences)
-        row_scores = max(1, batch * call.q.shape[1])
+        heads = max(1, batch * call.q.shape[1])
         most = _SCORES.get(call.q.device.type, _SCORES_ON_A_DEVICE)
-        row_step = min(_ROWS, max(_MIN_ROWS, most // (row_scores * _MIN_KEYS)))
         bounds = _Bounds.of(call, block)
+        row_step = min(bounds.rows(heads), max(_MIN_ROWS, most // (heads * _MIN_KEYS)))
         for rows in _chunks(block.q, row_step):
             q = None
-            for keys in _chunks(bounds.keys(rows), max(_MIN_KEYS, most // (row_scores * len(rows)))):
+            for keys in _chunks(bounds.keys(rows), max(_MIN_KEYS, most // (heads * len(rows)))):
                 tile = _Tile(
                     rows, keys, block.sequences, call.q.shape[1] // call.k.shape[1], call.scores,
                     tuple(bounds.hidden(rows, keys)), _distance(call, rows, keys, dtype),
                 )  # fmt: skip
                 q = tile.of_rows(call.q) if q is None else q
                 yield tile, q, tile.view(call.k, keys), tile.view(call.v, keys)
+
+
+def _joined(blocks: Sequence[Block]) -> Iterator[Block]:
+    """The blocks; many small ones of a part as one PARTIAL block, whose tiles hold several of them."""
+    groups: dict[tuple[int, range | None], list[Block]] = {}
+    for block in blocks:
+        groups.setdefault((block.part, block.sequences), []).append(block)
+    for (part, sequences), group in groups.items():
+        rows = range(min(block.q.start for block in group), max(block.q.stop for block in group))
+        if len(group) > 1 and len(rows) < _FEW_ROWS * len(group):
+            yield Block(rows, key_hull(group), Kind.PARTIAL, part, sequences)
+        else:
+            yield from group
 
 
 def _chunks(whole: range, step: int) -> Iterator[range]:
@@ -169,6 +189,10 @@ class _Bounds:
         if block.kind is Kind.FULL:
             return _Bounds(block, None, None)
         return _Bounds(block, *(call.bounds(block, device) for device in (_CPU, call.q.device)))
+
+    def rows(self, heads: int) -> int:
+        """The rows of a tile."""
+        return _ROWS if self.host is None else strip_rows(*self.host, heads, _SCORES_PER_TILE)
 
     def keys(self, rows: range) -> range:
         """The keys from the first to the last that some row sees."""

@@ -25,10 +25,11 @@ class Triton:
         q = call.q
         if q.dtype not in _DTYPES:
             return f"its kernels take fp16, bf16 and fp32, not {q.dtype}"
-        if call.v.shape[3] != q.shape[3] or not call.scores.plain:
-            return "its kernels take values as wide as keys, no softcap and no ALiBi slopes"
-        if not 16 <= q.shape[-1] <= 256:
-            return f"its kernels take head_dim 16 to 256, not {q.shape[-1]}"
+        for head_dim in (q.shape[3], call.v.shape[3]):
+            if not 16 <= head_dim <= 576:
+                return f"its kernels take head_dim 16 to 576, not {head_dim}"
+        if call.scores.alibi_slopes is not None and not hasattr(call.visibility, "positions"):
+            return "its kernels take no ALiBi slopes without positions"
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not q.is_cuda and not _interpreted():
@@ -51,7 +52,7 @@ class Triton:
             if state is not None:
                 rows = slice(block.q.start, block.q.stop)
                 state = State(state.out[:, :, rows], state.lse[:, :, rows])
-            new = kernel(q, k, v, scale=call.scores.scale, state=state, out_dtype=torch.float32, **_bounds(call, block))
+            new = kernel(q, k, v, **_arguments(call, block), state=state, out_dtype=torch.float32)
             if state is None:
                 total.replace(new)
 
@@ -67,7 +68,7 @@ class Triton:
             rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
             kernel(
                 q, k, v, result.grad_out[:, :, rows], result.lse[:, :, rows], result.delta[:, :, rows],
-                scale=call.scores.scale, **_bounds(call, block),
+                **_arguments(call, block),
                 grad_q=None if grads.q is None else grads.q.total()[:, :, rows],
                 grad_k=None if grads.k is None else grads.k.total()[:, :, keys],
                 grad_v=None if grads.v is None else grads.v.total()[:, :, keys],
@@ -75,15 +76,16 @@ class Triton:
 
 
 def _launches(call: Call, *, zero_rows: bool) -> tuple[Call, tuple[Block, ...]]:
-    """A single block as it is; several blocks as one launch over all rows and the keys that blocks include.
+    """A block without a mask as it is; any others as one launch over all rows and the keys that blocks include.
 
     A call that needs a mask is returned without the NaN that unseen keys (and rows without keys) may hold.
     """
     blocks = call.visibility.blocks
-    if len(blocks) > 1:
-        blocks = (Block(range(call.q.shape[2]), key_hull(blocks), Kind.PARTIAL),)
-    partial = any(block.kind is Kind.PARTIAL for block in blocks)
-    return (call.with_unseen_zeroed(zero_rows=zero_rows) if partial else call), blocks
+    masked = [block for block in blocks if block.kind is Kind.PARTIAL or getattr(block, "sequences", None) is not None]
+    if len(blocks) <= 1 and not masked:
+        return call, blocks
+    whole = Block(range(call.q.shape[2]), key_hull(blocks), Kind.PARTIAL)
+    return call.with_unseen_zeroed(zero_rows=zero_rows), (whole,)
 
 
 def _sliced(call: Call, block: Block) -> Any:
@@ -91,15 +93,23 @@ def _sliced(call: Call, block: Block) -> Any:
     return call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
 
 
-def _bounds(call: Call, block: Block) -> dict[str, Any]:
-    if block.kind is not Kind.PARTIAL:
-        return {"causal": block.kind is Kind.CAUSAL, "bounds": None}
-    first, end = call.visibility.bounds(call.q.device)
-    rows = slice(block.q.start, block.q.stop)
-    if block.k.start:
-        first, end = first - block.k.start, end - block.k.start
-    width = len(block.k)
-    return {"causal": False, "bounds": (first[rows].clamp(0, width), end[rows].clamp(0, width))}
+def _arguments(call: Call, block: Block) -> dict[str, Any]:
+    """The visible keys and the scores of a block, as both kernels take them."""
+    rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
+    bounds = None
+    if block.kind is Kind.PARTIAL:
+        first, end = call.visibility.bounds(call.q.device)
+        if len(block.q) < call.q.shape[2] or len(block.k) < call.k.shape[2]:
+            first, end = ((x[..., rows] - block.k.start).clamp_(0, len(block.k)) for x in (first, end))
+        bounds = first, end
+    tiles = require("attnmesh.ops.dense.triton_tiles", extra="triton")
+    scores = call.scores
+    positions: tuple[Any, Any] = (None, None)
+    if scores.alibi_slopes is not None:
+        q_positions, k_positions = call.visibility.positions(call.q.device)
+        positions = q_positions[rows], k_positions[keys]
+    terms = tiles.ScoreTerms(scores.softcap, scores.alibi_slopes, *positions)
+    return {"scale": scores.scale, "causal": block.kind is Kind.CAUSAL, "bounds": bounds, "terms": terms}
 
 
 def _interpreted() -> bool:

@@ -1,4 +1,4 @@
-"""Attention backward in Triton: deterministic, without atomics, adding into float32 gradients.
+"""Attention backward in Triton: deterministic, adding into float32 gradients.
 
 Two kernels recompute the weights p from the log-sum-exp of the whole softmax. One loops over the keys for each tile of
 queries (grad_q), one over the queries for each tile of keys (grad_k, grad_v)::
@@ -6,7 +6,8 @@ queries (grad_q), one over the queries for each tile of keys (grad_k, grad_v)::
     grad_v += p^T @ grad_out          ds = p * (grad_out @ v^T - delta)
     grad_q += scale * ds @ k          grad_k += scale * ds^T @ q
 
-`lse` and `delta` are those of the whole softmax, so the keys may be processed in any number of parts, in any order.
+With a softcap ds is also multiplied with the derivative of its tanh. `lse` and `delta` are those of the whole softmax,
+so the keys may be processed in any number of parts, in any order.
 """
 
 # Kernels are Triton's language, not Python's: its names have no Python types.
@@ -22,24 +23,41 @@ from attnmesh.ops.dense.triton_tiles import (
     GRAD_QUERY_TILES,
     LENGTHS,
     LOG2_E,
+    PLAIN,
+    Bounds,
     DenseTiles,
+    ScoreTerms,
+    add_product,
+    add_to_tile,
     at_head,
+    at_part,
+    base2_scores,
+    blocks_of,
+    dot_rows,
+    edge_count,
+    edge_tile,
+    from_origin,
     key_phases,
+    load_positions,
     load_rows,
     load_tile,
     locate,
     padded,
     pick_tiles,
     row_strides,
+    scale_tile,
     split_phases,
     store_rows,
-    tile_mask,
-    tile_pointers,
     visible_keys,
+    zero_tile,
 )
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
+# A mask of several parts may have keys that all rows attend to beside keys that few do. With one program for each key
+# tile, those of the former would run on long after the others.
+_MAX_SPLITS = 8
+_SCANNED_ROWS = 1024  # at a time, by the kernel that finds the rows of each key tile
 
 
 def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
@@ -55,7 +73,7 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
             out, out_strides, grad_out, grad_out_strides,
             grad_lse, (0, 0, 0) if grad_lse is None else grad_lse.stride(),
             result, result.stride(), length, heads,
-            D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
+            D=head_dim, BLOCKS=(padded(head_dim), 0), ROWS=rows, num_warps=4,
         )  # fmt: skip
     return result
 
@@ -74,70 +92,108 @@ def backward(
     grad_q: Tensor | None,
     grad_k: Tensor | None,
     grad_v: Tensor | None,
+    terms: ScoreTerms = PLAIN,
     query_tiles: DenseTiles | None = None,
     key_tiles: DenseTiles | None = None,
+    steps_per_split: int = 256,
 ) -> None:
     """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed.
 
     Shapes and visibility are those of `forward`. `lse` and `delta` [B, Hq, Sq] are of the whole softmax over all keys
-    on all ranks. A row whose lse is -inf contributes nothing.
+    on all ranks. A row whose lse is -inf contributes nothing. With several parts, a key tile that more than
+    `steps_per_split` row tiles attend to is split among programs, which add to its gradients in a fixed order.
     """
     if q.numel() == 0 or k.numel() == 0:
         return
-    batch, q_heads, q_len, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    first, end = bounds or (None, None)
+    batch, q_heads, q_len, key_dim = q.shape
+    kv_heads, kv_len, value_dim = v.shape[1:]
+    visible = Bounds.of(bounds)
     q_strides, k_strides, v_strides, grad_out_strides, grad_q_strides, grad_k_strides, grad_v_strides = row_strides(
         q=q, k=k, v=v, grad_out=grad_out, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
     )
     inputs = (
         q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-        lse, lse.stride(), delta, delta.stride(), first, end,
+        lse, lse.stride(), delta, delta.stride(), visible.first, visible.end, visible.strides,
     )  # fmt: skip
-    sizes = (q_len, kv_len, q_heads, q_heads // kv_heads, scale)
-    head = {"CAUSAL": causal, "D": head_dim, "BLOCK_D": padded(head_dim)}
+    sizes = (q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms)
+    options = {
+        "CAUSAL": causal, "PARTS": visible.parts, "D": key_dim, "K_BLOCKS": blocks_of(key_dim), "DV": value_dim,
+        "V_BLOCKS": blocks_of(value_dim),
+    }  # fmt: skip
     with torch.cuda.device_of(q):
         if grad_q is not None:
-            tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q)
+            tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q, v)
             _grad_query_kernel[(triton.cdiv(q_len, tiles.rows) * batch * q_heads,)](
                 *inputs, grad_q, grad_q_strides, *sizes,
-                **head, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+                **options, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
         if grad_k is not None or grad_v is not None:
-            tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q)
-            _grad_key_kernel[(triton.cdiv(kv_len, tiles.keys) * batch * kv_heads,)](
-                *inputs, None if bounds is None else _rows_per_key_tile(*bounds, kv_len, tiles.keys),
+            tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v)
+            programs = triton.cdiv(kv_len, tiles.keys) * batch * kv_heads
+            splits = _MAX_SPLITS if visible.parts > 1 else 1
+            turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
+            _grad_key_kernel[(programs * splits,)](
+                *inputs, _rows_per_key_tile(visible, q_len, kv_len, tiles.keys), turns,
                 grad_k, grad_k_strides, grad_v, grad_v_strides, *sizes,
-                **head, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+                **options, SPLITS=splits, STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys,
+                num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
 
 
-def _rows_per_key_tile(first: Tensor, end: Tensor, kv_len: int, block: int) -> Tensor:
-    """The rows that attend to each key tile: int32 [tiles, 4] of begin, full_begin, full_end, stop.
+def _rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Tensor | None:
+    """The rows that attend to each key tile: int32 [parts, B or 1, tiles, 4] of begin, full_begin, full_end, stop.
 
-    `first` and `end` ascend, so these rows are contiguous: rows in [begin, stop) attend to some key of the tile, rows
-    in [full_begin, full_end) to every key. Computed on the device of the bounds; the host does not wait.
+    Rows in [begin, stop) attend to some key of the tile, rows in [full_begin, full_end) to every key. Computed on the
+    device of the bounds; the host does not wait.
     """
-    tile_begin = torch.arange(0, kv_len, block, dtype=torch.int32, device=first.device)
-    tile_end = (tile_begin + block).clamp_(max=kv_len)
-    begin = torch.searchsorted(end, tile_begin, right=True)  # the first row with end > tile_begin
-    full_begin = torch.searchsorted(end, tile_end)  # end >= tile_end
-    full_end = torch.searchsorted(first, tile_begin, right=True)  # first > tile_begin
-    stop = torch.searchsorted(first, tile_end)  # first >= tile_end
-    return torch.stack((begin, full_begin, full_end, stop), dim=1).to(torch.int32)
+    if visible.first is None:
+        return None
+    tile_count = triton.cdiv(kv_len, keys)
+    result = torch.empty((*visible.first.shape[:2], tile_count, 4), dtype=torch.int32, device=visible.first.device)
+    _rows_per_key_tile_kernel[(tile_count, result.shape[1], result.shape[0])](
+        visible.first, visible.end, visible.strides, result, q_len, kv_len, KEYS=keys, ROWS=_SCANNED_ROWS, num_warps=4
+    )
+    return result
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _rows_per_key_tile_kernel(
+    first, end, strides, result, q_len, kv_len, KEYS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    tile, batch, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile_begin = tile * KEYS
+    tile_end = tl.minimum(tile_begin + KEYS, kv_len)
+    begin, stop = q_len, 0
+    full_begin, full_end = q_len, 0
+    for row_begin in range(0, q_len, ROWS):
+        rows = row_begin + tl.arange(0, ROWS)
+        row_first, row_end = visible_keys(
+            at_part(first, strides, part, batch), at_part(end, strides, part, batch), rows, q_len, kv_len, False
+        )
+        some = (tl.maximum(row_first, tile_begin) < tl.minimum(row_end, tile_end)) & (rows < q_len)
+        every = some & (row_first <= tile_begin) & (row_end >= tile_end)
+        begin = tl.minimum(begin, tl.min(tl.where(some, rows, q_len), 0))
+        stop = tl.maximum(stop, tl.max(tl.where(some, rows + 1, 0), 0))
+        full_begin = tl.minimum(full_begin, tl.min(tl.where(every, rows, q_len), 0))
+        full_end = tl.maximum(full_end, tl.max(tl.where(every, rows + 1, 0), 0))
+    at = result + ((tl.cast(part, tl.int64) * tl.num_programs(1) + batch) * tl.num_programs(0) + tile) * 4
+    tl.store(at, tl.minimum(begin, stop))
+    tl.store(at + 1, full_begin)
+    tl.store(at + 2, full_end)
+    tl.store(at + 3, stop)
 
 
 @triton.jit
 def _delta_kernel(
     out, out_strides, grad_out, grad_out_strides, grad_lse, grad_lse_strides, delta, delta_strides,
-    length, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    length, heads, D: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, head, batch = locate(tl.cdiv(length, ROWS), heads)
     begin = tile * ROWS
     out_head = at_head(out, out_strides, batch, head)
     grad_out_head = at_head(grad_out, grad_out_strides, batch, head)
-    out_tile = load_tile(out_head, out_strides[2], begin, length, True, ROWS, D, BLOCK_D)
-    grad_out_tile = load_tile(grad_out_head, grad_out_strides[2], begin, length, True, ROWS, D, BLOCK_D)
+    out_tile = load_tile(out_head, out_strides[2], begin, length, True, ROWS, D, BLOCKS)[0]
+    grad_out_tile = load_tile(grad_out_head, grad_out_strides[2], begin, length, True, ROWS, D, BLOCKS)[0]
     result = tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
     if grad_lse is not None:
         grad_lse_head = at_head(grad_lse, grad_lse_strides, batch, head)
@@ -155,20 +211,13 @@ def _load_row_terms(lse, lse_stride, delta, delta_stride, begin, q_len, EDGE: tl
     return tl.where(empty, float("inf"), row_lse * _LOG2_E), tl.where(empty, 0.0, row_delta)
 
 
-@triton.jit
-def _add_to_tile(base, stride, begin, limit, value, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Adds `value` to rows [begin, begin + ROWS) of one head. No other program writes them."""
-    pointers = tile_pointers(base, stride, begin, ROWS, BLOCK_D)
-    mask = tile_mask(begin, limit, ROWS, D, BLOCK_D)
-    tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + value, mask=mask)
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def _grad_query_kernel(
     q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-    lse, lse_strides, delta, delta_strides, first, end,
-    grad_q, grad_q_strides, q_len, kv_len, q_heads, group, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    lse, lse_strides, delta, delta_strides, first, end, bounds_strides,
+    grad_q, grad_q_strides, q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
+    CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
+    V_BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     tile_count = tl.cdiv(q_len, ROWS)
     tile, head, batch = locate(tile_count, q_heads)
@@ -179,159 +228,212 @@ def _grad_query_kernel(
     q_head = at_head(q, q_strides, batch, head)
     grad_out_head = at_head(grad_out, grad_out_strides, batch, head)
 
-    q_tile = load_tile(q_head, q_strides[2], row_begin, q_len, True, ROWS, D, BLOCK_D)
-    grad_out_tile = load_tile(grad_out_head, grad_out_strides[2], row_begin, q_len, True, ROWS, D, BLOCK_D)
+    q_tile = load_tile(q_head, q_strides[2], row_begin, q_len, True, ROWS, D, K_BLOCKS)
+    grad_out_tile = load_tile(grad_out_head, grad_out_strides[2], row_begin, q_len, True, ROWS, DV, V_BLOCKS)
     row_lse, row_delta = _load_row_terms(
         at_head(lse, lse_strides, batch, head), lse_strides[2],
         at_head(delta, delta_strides, batch, head), delta_strides[2], row_begin, q_len, True, ROWS,
     )  # fmt: skip
+    slope = None if slopes is None else tl.load(slopes + head)
+    row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
 
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    begin, inner, edge, stop = key_phases(
-        first, end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, KEYS
-    )
-    if first is not None:  # without bounds key 0 is visible to every row, and there is no left edge
-        acc = _sum_over_keys(
-            acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
-            begin, inner, first, end, rows, q_len, kv_len, scale, True, CAUSAL, KEYS, D, BLOCK_D,
-        )  # fmt: skip
-    acc = _sum_over_keys(
-        acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
-        inner, edge, first, end, rows, q_len, kv_len, scale, False, CAUSAL, KEYS, D, BLOCK_D,
-    )  # fmt: skip
-    acc = _sum_over_keys(
-        acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
-        edge, stop, first, end, rows, q_len, kv_len, scale, True, CAUSAL, KEYS, D, BLOCK_D,
-    )  # fmt: skip
+    acc = zero_tile(ROWS, K_BLOCKS)
+    for part in range(PARTS):
+        part_first = None if first is None else at_part(first, bounds_strides, part, batch)
+        part_end = None if first is None else at_part(end, bounds_strides, part, batch)
+        begin, inner, edge, stop = key_phases(
+            part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
+        )
+        for key_begin in range(inner, edge, KEYS):
+            acc = _add_key_tile(
+                acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
+                key_begin, kv_len, None, None, scale, softcap, slope, row_positions, k_positions,
+                KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+            )  # fmt: skip
+        row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
+        for index in range(edge_count(begin, inner, edge, stop, KEYS)):
+            acc = _add_key_tile(
+                acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
+                edge_tile(index, begin, inner, edge, KEYS), kv_len, row_first, row_end,
+                scale, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+            )  # fmt: skip
     grad_q_head = at_head(grad_q, grad_q_strides, batch, head)
-    _add_to_tile(grad_q_head, grad_q_strides[2], row_begin, q_len, acc * scale, ROWS, D, BLOCK_D)
+    add_to_tile(grad_q_head, grad_q_strides[2], row_begin, q_len, scale_tile(acc, scale, K_BLOCKS), ROWS, D, K_BLOCKS)
 
 
 @triton.jit
-def _sum_over_keys(
+def _add_key_tile(
     acc, q_tile, grad_out_tile, row_lse, row_delta, k, k_stride, v, v_stride,
-    begin, stop, first, end, rows, q_len, kv_len, scale,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    key_begin, kv_len, row_first, row_end, scale, softcap, slope, row_positions, k_positions,
+    KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Adds ds @ k over the key tiles of [begin, stop) to the gradient of one query tile."""
-    for key_begin in range(begin, stop, KEYS):
-        k_tile = load_tile(k, k_stride, key_begin, kv_len, MASKED, KEYS, D, BLOCK_D)
-        v_tile = load_tile(v, v_stride, key_begin, kv_len, MASKED, KEYS, D, BLOCK_D)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        weights = tl.exp2(scores * (scale * _LOG2_E) - row_lse[:, None])
-        if MASKED:
-            row_first, row_end = visible_keys(first, end, rows, q_len, kv_len, CAUSAL)
-            keys = key_begin + tl.arange(0, KEYS)[None, :]
-            weights = tl.where((keys >= row_first[:, None]) & (keys < row_end[:, None]), weights, 0.0)
-        grad_weights = tl.dot(grad_out_tile, tl.trans(v_tile), input_precision="ieee")
-        grad_scores = weights * (grad_weights - row_delta[:, None])
-        acc = tl.dot(grad_scores.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
-    return acc
+    """Adds ds @ k of the key tile at `key_begin`; without `row_first` every row sees all of it."""
+    MASKED: tl.constexpr = row_first is not None
+    k_tile = load_tile(k, k_stride, key_begin, kv_len, MASKED, KEYS, D, K_BLOCKS)
+    v_tile = load_tile(v, v_stride, key_begin, kv_len, MASKED, KEYS, DV, V_BLOCKS)
+    left, right = None, None
+    if slope is not None:
+        origin = tl.load(k_positions + key_begin)
+        left = from_origin(row_positions, origin)
+        right = from_origin(load_positions(k_positions, key_begin, kv_len, KEYS), origin)
+    products = dot_rows(q_tile, k_tile, K_BLOCKS)
+    scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
+    weights = tl.exp2(scores - row_lse[:, None])
+    if MASKED:
+        keys = key_begin + tl.arange(0, KEYS)[None, :]
+        weights = tl.where((keys >= row_first[:, None]) & (keys < row_end[:, None]), weights, 0.0)
+    grad_weights = dot_rows(grad_out_tile, v_tile, V_BLOCKS)
+    grad_scores = weights * (grad_weights - row_delta[:, None])
+    if softcap is not None:
+        grad_scores *= 1.0 - capped * capped
+    return add_product(acc, grad_scores, k_tile, K_BLOCKS)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _grad_key_kernel(
     q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-    lse, lse_strides, delta, delta_strides, first, end, rows_per_tile,
-    grad_k, grad_k_strides, grad_v, grad_v_strides, q_len, kv_len, q_heads, group, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    lse, lse_strides, delta, delta_strides, first, end, bounds_strides, rows_per_tile, turns,
+    grad_k, grad_k_strides, grad_v, grad_v_strides,
+    q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
+    CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
+    V_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     # The first keys are visible to the most rows: in this order the longest tiles already run first.
-    tile, kv_head, batch = locate(tl.cdiv(kv_len, KEYS), q_heads // group)
+    tile_count = tl.cdiv(kv_len, KEYS)
+    program = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    kv_heads = q_heads // group
+    tile, kv_head, batch = program % tile_count, program // tile_count % kv_heads, program // (tile_count * kv_heads)
     key_begin = tile * KEYS
+    if first is not None:
+        sequences = tl.num_programs(0) // (SPLITS * tile_count * kv_heads) if bounds_strides[1] != 0 else 1
+        of_tile = rows_per_tile + ((batch if bounds_strides[1] != 0 else 0) * tile_count + tile) * 4
+        part_stride = sequences * tile_count * 4
+    split_count = 1
+    if SPLITS > 1:
+        steps = 0
+        for part in range(PARTS):
+            begin, inner, edge, stop = _row_phases(of_tile + part * part_stride, ROWS)
+            steps += (edge_count(begin, inner, edge, stop, ROWS) + (edge - inner) // ROWS) * group
+        split_count = tl.minimum(tl.cdiv(steps, STEPS), SPLITS)
+        if split >= split_count:
+            return
     k_head = at_head(k, k_strides, batch, kv_head)
     v_head = at_head(v, v_strides, batch, kv_head)
-    k_tile = load_tile(k_head, k_strides[2], key_begin, kv_len, True, KEYS, D, BLOCK_D)
-    v_tile = load_tile(v_head, v_strides[2], key_begin, kv_len, True, KEYS, D, BLOCK_D)
+    k_tile = load_tile(k_head, k_strides[2], key_begin, kv_len, True, KEYS, D, K_BLOCKS)
+    v_tile = load_tile(v_head, v_strides[2], key_begin, kv_len, True, KEYS, DV, V_BLOCKS)
+    key_positions = None if slopes is None else load_positions(k_positions, key_begin, kv_len, KEYS)
 
-    # Keys beyond the last need no mask here: each has its own row of the gradients, which is not stored.
-    if first is not None:
-        of_tile = rows_per_tile + tile * 4
-        begin, inner, edge, stop = split_phases(
-            tl.load(of_tile), tl.load(of_tile + 1), tl.load(of_tile + 2), tl.load(of_tile + 3), ROWS
-        )
-    elif CAUSAL:
-        last_key = tl.minimum(key_begin + KEYS, kv_len) - 1
-        begin, inner, edge, stop = split_phases(key_begin, last_key, q_len, q_len, ROWS)
-    else:
-        begin, inner, edge, stop = split_phases(0, 0, q_len, q_len, ROWS)
-
-    acc_k = tl.zeros((KEYS, BLOCK_D), tl.float32)
-    acc_v = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    acc_k = zero_tile(KEYS, K_BLOCKS)
+    acc_v = zero_tile(KEYS, V_BLOCKS)
     head = kv_head * group  # the first of the query heads that share these keys
     q_head = at_head(q, q_strides, batch, head)
     grad_out_head = at_head(grad_out, grad_out_strides, batch, head)
     lse_head = at_head(lse, lse_strides, batch, head)
     delta_head = at_head(delta, delta_strides, batch, head)
-    if CAUSAL or first is not None:  # without a mask every key is visible to row 0, and there is no upper edge
+    head_slopes = None if slopes is None else slopes + head
+    for part in range(PARTS):
+        part_first = None if first is None else at_part(first, bounds_strides, part, batch)
+        part_end = None if first is None else at_part(end, bounds_strides, part, batch)
+        # Keys beyond the last need no mask here: each has its own row of the gradients, which is not stored.
+        if first is not None:
+            begin, inner, edge, stop = _row_phases(of_tile + part * part_stride, ROWS)
+        elif CAUSAL:
+            last_key = tl.minimum(key_begin + KEYS, kv_len) - 1
+            begin, inner, edge, stop = split_phases(key_begin, last_key, q_len, q_len, ROWS)
+        else:
+            begin, inner, edge, stop = split_phases(0, 0, q_len, q_len, ROWS)
         acc_k, acc_v = _sum_over_rows(
             acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
-            lse_head, lse_strides, delta_head, delta_strides, begin, inner, first, end,
-            key_begin, q_len, kv_len, group, scale,
-            grad_k is not None, grad_v is not None, True, CAUSAL, ROWS, KEYS, D, BLOCK_D,
+            lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
+            key_begin, q_len, kv_len, group, split, split_count, scale, softcap,
+            head_slopes, q_positions, key_positions, grad_k is not None, grad_v is not None, False, CAUSAL,
+            ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
         )  # fmt: skip
-    acc_k, acc_v = _sum_over_rows(
-        acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
-        lse_head, lse_strides, delta_head, delta_strides, inner, edge, first, end,
-        key_begin, q_len, kv_len, group, scale,
-        grad_k is not None, grad_v is not None, False, CAUSAL, ROWS, KEYS, D, BLOCK_D,
-    )  # fmt: skip
-    acc_k, acc_v = _sum_over_rows(
-        acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
-        lse_head, lse_strides, delta_head, delta_strides, edge, stop, first, end,
-        key_begin, q_len, kv_len, group, scale,
-        grad_k is not None, grad_v is not None, True, CAUSAL, ROWS, KEYS, D, BLOCK_D,
-    )  # fmt: skip
+        acc_k, acc_v = _sum_over_rows(
+            acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
+            lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
+            key_begin, q_len, kv_len, group, split, split_count, scale, softcap,
+            head_slopes, q_positions, key_positions, grad_k is not None, grad_v is not None, True, CAUSAL,
+            ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+        )  # fmt: skip
+    if SPLITS > 1:
+        # The order of the additions is that of the splits. A program waits only for programs that started before it.
+        while tl.atomic_cas(turns + program, split, split, sem="acquire") != split:
+            pass
     if grad_k is not None:
         grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
-        _add_to_tile(grad_k_head, grad_k_strides[2], key_begin, kv_len, acc_k * scale, KEYS, D, BLOCK_D)
+        acc_k = scale_tile(acc_k, scale, K_BLOCKS)
+        add_to_tile(grad_k_head, grad_k_strides[2], key_begin, kv_len, acc_k, KEYS, D, K_BLOCKS)
     if grad_v is not None:
         grad_v_head = at_head(grad_v, grad_v_strides, batch, kv_head)
-        _add_to_tile(grad_v_head, grad_v_strides[2], key_begin, kv_len, acc_v, KEYS, D, BLOCK_D)
+        add_to_tile(grad_v_head, grad_v_strides[2], key_begin, kv_len, acc_v, KEYS, DV, V_BLOCKS)
+    if SPLITS > 1:
+        tl.debug_barrier()
+        tl.atomic_xchg(turns + program, split + 1, sem="release")
+
+
+@triton.jit
+def _row_phases(of_tile, ROWS: tl.constexpr):
+    """The (begin, inner, edge, stop) of the rows that attend to a key tile, from its entry in `rows_per_tile`."""
+    return split_phases(tl.load(of_tile), tl.load(of_tile + 1), tl.load(of_tile + 2), tl.load(of_tile + 3), ROWS)
 
 
 @triton.jit
 def _sum_over_rows(
     acc_k, acc_v, k_tile, v_tile, q, q_strides, grad_out, grad_out_strides,
-    lse, lse_strides, delta, delta_strides, begin, stop, first, end,
-    key_begin, q_len, kv_len, group, scale,
+    lse, lse_strides, delta, delta_strides, begin, inner, edge, stop, first, end,
+    key_begin, q_len, kv_len, group, split, split_count, scale, softcap, slopes, q_positions, key_positions,
     NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
+    V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Adds ds^T @ q and p^T @ grad_out over the row tiles of [begin, stop), in every query head of the group.
+    """Adds ds^T @ q and p^T @ grad_out, in every query head of the group.
 
-    Heads and tiles are one loop: the pipeline does not drain at each head, the addresses of a second loop need no
-    registers, and the sum over the group stays in registers. Scores are computed transposed, [keys, rows], which makes
-    them the left operand of both products without a transposition.
+    The sums are over the row tiles that need a mask if MASKED, else over those of [inner, edge). Heads and tiles are
+    one loop: the pipeline does not drain at each head, the addresses of a second loop need no registers, and the sum
+    over the group stays in registers. Scores are computed transposed, [keys, rows], which makes them the left operand
+    of both products without a transposition.
     """
-    tile_count = tl.cdiv(stop - begin, ROWS)
-    for step in range(tile_count * group):
+    tile_count = edge_count(begin, inner, edge, stop, ROWS) if MASKED else tl.cdiv(edge - inner, ROWS)
+    steps = tile_count * group
+    for step in range(steps * split // split_count, steps * (split + 1) // split_count):
         member = step // tile_count
-        row_begin = begin + step % tile_count * ROWS
+        index = step % tile_count
+        row_begin = edge_tile(index, begin, inner, edge, ROWS) if MASKED else inner + index * ROWS
         q_tile = load_tile(
             q + tl.cast(member, tl.int64) * q_strides[1], q_strides[2],
-            row_begin, q_len, MASKED, ROWS, D, BLOCK_D,
+            row_begin, q_len, MASKED, ROWS, D, K_BLOCKS,
         )  # fmt: skip
         grad_out_tile = load_tile(
             grad_out + tl.cast(member, tl.int64) * grad_out_strides[1], grad_out_strides[2],
-            row_begin, q_len, MASKED, ROWS, D, BLOCK_D,
+            row_begin, q_len, MASKED, ROWS, DV, V_BLOCKS,
         )  # fmt: skip
         row_lse, row_delta = _load_row_terms(
             lse + tl.cast(member, tl.int64) * lse_strides[1], lse_strides[2],
             delta + tl.cast(member, tl.int64) * delta_strides[1], delta_strides[2],
             row_begin, q_len, MASKED, ROWS,
         )  # fmt: skip
-        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-        weights = tl.exp2(scores * (scale * _LOG2_E) - row_lse[None, :])
+        slope, left, right = None, None, None
+        if slopes is not None:
+            slope = tl.load(slopes + member)
+            origin = tl.load(q_positions + row_begin)
+            left = from_origin(key_positions, origin)
+            right = from_origin(load_positions(q_positions, row_begin, q_len, ROWS), origin)
+        products = dot_rows(k_tile, q_tile, K_BLOCKS)
+        scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
+        weights = tl.exp2(scores - row_lse[None, :])
         if MASKED:
             rows = row_begin + tl.arange(0, ROWS)
             row_first, row_end = visible_keys(first, end, rows, q_len, kv_len, CAUSAL)
             keys = key_begin + tl.arange(0, KEYS)[:, None]
             weights = tl.where((keys >= row_first[None, :]) & (keys < row_end[None, :]), weights, 0.0)
         if NEEDS_V:
-            acc_v = tl.dot(weights.to(grad_out_tile.dtype), grad_out_tile, acc_v, input_precision="ieee")
+            acc_v = add_product(acc_v, weights, grad_out_tile, V_BLOCKS)
         if NEEDS_K:
-            grad_weights = tl.dot(v_tile, tl.trans(grad_out_tile), input_precision="ieee")
+            grad_weights = dot_rows(v_tile, grad_out_tile, V_BLOCKS)
             grad_scores = weights * (grad_weights - row_delta[None, :])
-            acc_k = tl.dot(grad_scores.to(q_tile.dtype), q_tile, acc_k, input_precision="ieee")
+            if softcap is not None:
+                grad_scores *= 1.0 - capped * capped
+            acc_k = add_product(acc_k, grad_scores, q_tile, K_BLOCKS)
     return acc_k, acc_v

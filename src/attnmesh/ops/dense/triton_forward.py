@@ -17,19 +17,32 @@ from attnmesh.ops.dense.triton_tiles import (
     FORWARD_TILES,
     LENGTHS,
     LOG2_E,
+    PLAIN,
+    Bounds,
     DenseTiles,
+    ScoreTerms,
+    add_product,
     at_head,
+    at_part,
+    base2_scores,
+    blocks_of,
+    dot_rows,
+    edge_count,
+    edge_tile,
+    from_origin,
     key_phases,
+    load_positions,
     load_rows,
     load_tile,
     locate,
-    padded,
     pick_tiles,
     row_strides,
+    scale_tile,
+    select_rows,
     store_rows,
-    tile_mask,
-    tile_pointers,
+    store_tile,
     visible_keys,
+    zero_tile,
 )
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -45,42 +58,45 @@ def forward(
     bounds: tuple[Tensor, Tensor] | None,
     state: State | None,
     out_dtype: torch.dtype,
+    terms: ScoreTerms = PLAIN,
     tiles: DenseTiles | None = None,
 ) -> State:
-    """Attention of q [B, Hq, Sq, D] over k and v [B, Hkv, Sk, D], merged with `state`.
+    """Attention of q [B, Hq, Sq, D] over k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv], merged with `state`.
 
-    Row i attends to all keys, or to keys j <= i if `causal` (Sq == Sk), or to keys first[i] <= j < end[i] if
-    `bounds = (first, end)`: int32 [Sq], both non-decreasing. `state` is float32; it is overwritten with the result if
-    `out_dtype` is float32, else the result is new. A row that attends to no key has out 0 and lse -inf.
+    Row i attends to all keys, or to keys j <= i if `causal` (Sq == Sk), or, with `bounds = (first, end)`, to the keys
+    first[p, b, i] <= j < end[p, b, i] of every part p: int32 [parts, B or 1, Sq], both non-decreasing along the rows,
+    the parts of a row disjoint. `state` is float32; it is overwritten with the result if `out_dtype` is float32, else
+    the result is new. A row that attends to no key has out 0 and lse -inf.
     """
-    batch, q_heads, q_len, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
+    batch, q_heads, q_len, key_dim = q.shape
+    kv_heads, kv_len, value_dim = v.shape[1:]
     if state is not None and out_dtype == torch.float32:
         result = state
     else:
         result = State(
-            torch.empty(q.shape, dtype=out_dtype, device=q.device),
+            torch.empty((*q.shape[:3], value_dim), dtype=out_dtype, device=q.device),
             torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
         )
-    if q.numel() == 0:
+    if result.out.numel() == 0:
         return result
     if scale < 0:  # the kernel takes the maximum before it scales
         q, scale = -q, -scale
 
-    first, end = bounds or (None, None)
+    visible = Bounds.of(bounds)
     state_out, state_lse = state or (None, None)
-    tiles = tiles or pick_tiles(FORWARD_TILES, q)
+    tiles = tiles or pick_tiles(FORWARD_TILES, q, v)
     q_strides, k_strides, v_strides, state_strides, out_strides = row_strides(
         q=q, k=k, v=v, state_out=state_out, out=result.out
     )
     # Without keys the loops are empty and the state passes through.
     with torch.cuda.device_of(q):
         _forward_kernel[(triton.cdiv(q_len, tiles.rows) * batch * q_heads,)](
-            q, q_strides, k, k_strides, v, v_strides, first, end,
+            q, q_strides, k, k_strides, v, v_strides, visible.first, visible.end, visible.strides,
             state_out, state_strides, state_lse, (0, 0, 0) if state_lse is None else state_lse.stride(),
             result.out, out_strides, result.lse, result.lse.stride(),
-            q_len, kv_len, q_heads, q_heads // kv_heads, scale * LOG2_E,
-            CAUSAL=causal, D=head_dim, BLOCK_D=padded(head_dim), ROWS=tiles.rows, KEYS=tiles.keys,
+            q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms,
+            CAUSAL=causal, PARTS=visible.parts, D=key_dim, K_BLOCKS=blocks_of(key_dim), DV=value_dim,
+            V_BLOCKS=blocks_of(value_dim), ROWS=tiles.rows, KEYS=tiles.keys,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return result
@@ -88,11 +104,12 @@ def forward(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _forward_kernel(
-    q, q_strides, k, k_strides, v, v_strides, first, end,
+    q, q_strides, k, k_strides, v, v_strides, first, end, bounds_strides,
     state_out, state_out_strides, state_lse, state_lse_strides,
     out, out_strides, lse, lse_strides,
-    q_len, kv_len, q_heads, group, scale_log2,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
+    CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
+    V_BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     tile_count = tl.cdiv(q_len, ROWS)
     tile, head, batch = locate(tile_count, q_heads)
@@ -100,12 +117,14 @@ def _forward_kernel(
     row_begin = (tile_count - 1 - tile) * ROWS
     rows = row_begin + tl.arange(0, ROWS)
 
-    q_tile = load_tile(at_head(q, q_strides, batch, head), q_strides[2], row_begin, q_len, True, ROWS, D, BLOCK_D)
+    q_tile = load_tile(at_head(q, q_strides, batch, head), q_strides[2], row_begin, q_len, True, ROWS, D, K_BLOCKS)
     k_head = at_head(k, k_strides, batch, head // group)
     v_head = at_head(v, v_strides, batch, head // group)
+    slope = None if slopes is None else tl.load(slopes + head)
+    row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
 
     # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    acc = zero_tile(ROWS, V_BLOCKS)
     total = tl.zeros((ROWS,), tl.float32)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     if state_out is not None:
@@ -113,66 +132,74 @@ def _forward_kernel(
         peak = load_rows(state_lse_head, state_lse_strides[2], row_begin, q_len, float("-inf"), True, ROWS) * _LOG2_E
         some = peak != float("-inf")
         total = some.to(tl.float32)
-        pointers = tile_pointers(
-            at_head(state_out, state_out_strides, batch, head), state_out_strides[2], row_begin, ROWS, BLOCK_D
-        )
-        # The `out` of an empty state is not read: it may hold anything.
-        mask = tile_mask(row_begin, q_len, ROWS, D, BLOCK_D) & some[:, None]
-        acc = tl.load(pointers, mask=mask, other=0.0)
-
-    begin, inner, edge, stop = key_phases(
-        first, end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, KEYS
-    )
-    if first is not None:  # without bounds key 0 is visible to every row, and there is no left edge
-        acc, total, peak = _attend(
-            acc, total, peak, q_tile, k_head, k_strides[2], v_head, v_strides[2], begin, inner,
-            first, end, rows, q_len, kv_len, scale_log2, True, CAUSAL, KEYS, D, BLOCK_D,
+        # The `out` of an empty state does not count: it may hold anything.
+        acc = load_tile(
+            at_head(state_out, state_out_strides, batch, head), state_out_strides[2], row_begin, q_len, True,
+            ROWS, DV, V_BLOCKS,
         )  # fmt: skip
-    acc, total, peak = _attend(
-        acc, total, peak, q_tile, k_head, k_strides[2], v_head, v_strides[2], inner, edge,
-        first, end, rows, q_len, kv_len, scale_log2, False, CAUSAL, KEYS, D, BLOCK_D,
-    )  # fmt: skip
-    acc, total, peak = _attend(
-        acc, total, peak, q_tile, k_head, k_strides[2], v_head, v_strides[2], edge, stop,
-        first, end, rows, q_len, kv_len, scale_log2, True, CAUSAL, KEYS, D, BLOCK_D,
-    )  # fmt: skip
+        acc = select_rows(acc, some, V_BLOCKS)
+
+    for part in range(PARTS):
+        part_first = None if first is None else at_part(first, bounds_strides, part, batch)
+        part_end = None if first is None else at_part(end, bounds_strides, part, batch)
+        begin, inner, edge, stop = key_phases(
+            part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
+        )
+        for key_begin in range(inner, edge, KEYS):
+            acc, total, peak = _attend(
+                acc, total, peak, q_tile, k_head, k_strides[2], v_head, v_strides[2], key_begin, kv_len, None, None,
+                scale, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+            )  # fmt: skip
+        row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
+        for index in range(edge_count(begin, inner, edge, stop, KEYS)):
+            acc, total, peak = _attend(
+                acc, total, peak, q_tile, k_head, k_strides[2], v_head, v_strides[2],
+                edge_tile(index, begin, inner, edge, KEYS), kv_len, row_first, row_end,
+                scale, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
+            )  # fmt: skip
 
     # A row without keys has total 0 and peak -inf: out 0 / 1, lse -inf + -inf.
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    pointers = tile_pointers(at_head(out, out_strides, batch, head), out_strides[2], row_begin, ROWS, BLOCK_D)
-    tl.store(pointers, result.to(out.dtype.element_ty), mask=tile_mask(row_begin, q_len, ROWS, D, BLOCK_D))
+    result = scale_tile(acc, 1.0 / tl.where(total == 0.0, 1.0, total)[:, None], V_BLOCKS)
+    store_tile(at_head(out, out_strides, batch, head), out_strides[2], row_begin, q_len, result, ROWS, DV, V_BLOCKS)
     lse_head = at_head(lse, lse_strides, batch, head)
     store_rows(lse_head, lse_strides[2], row_begin, q_len, (peak + tl.log2(total)) / _LOG2_E, ROWS)
 
 
 @triton.jit
 def _attend(
-    acc, total, peak, q_tile, k, k_stride, v, v_stride, begin, stop,
-    first, end, rows, q_len, kv_len, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    acc, total, peak, q_tile, k, k_stride, v, v_stride, key_begin, kv_len, row_first, row_end,
+    scale, softcap, slope, row_positions, k_positions,
+    KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Continues the online softmax over the key tiles of [begin, stop)."""
-    for key_begin in range(begin, stop, KEYS):
-        k_tile = load_tile(k, k_stride, key_begin, kv_len, MASKED, KEYS, D, BLOCK_D)
-        v_tile = load_tile(v, v_stride, key_begin, kv_len, MASKED, KEYS, D, BLOCK_D)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        if MASKED:
-            # Reloaded in each edge tile: two vectors fewer in registers through the hot loop.
-            row_first, row_end = visible_keys(first, end, rows, q_len, kv_len, CAUSAL)
-            keys = key_begin + tl.arange(0, KEYS)[None, :]
-            visible = (keys >= row_first[:, None]) & (keys < row_end[:, None])
-            scores = tl.where(visible, scores * scale_log2, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # No key so far: subtract 0, since -inf - -inf would be NaN.
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weights = tl.exp2(scores - shift[:, None])
-        else:
-            # The scale is part of the multiply-add in the exponent instead of a separate pass.
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-            shift = new_peak
-            weights = tl.exp2(scores * scale_log2 - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
-        peak = new_peak
-    return acc, total, peak
+    """One step of the online softmax, over the key tile at `key_begin`; without `row_first` rows see all of it."""
+    MASKED: tl.constexpr = row_first is not None
+    k_tile = load_tile(k, k_stride, key_begin, kv_len, MASKED, KEYS, D, K_BLOCKS)
+    v_tile = load_tile(v, v_stride, key_begin, kv_len, MASKED, KEYS, DV, V_BLOCKS)
+    scores = dot_rows(q_tile, k_tile, K_BLOCKS)
+    if softcap is None and slope is None:
+        factor = scale * _LOG2_E
+    else:
+        left, right = None, None
+        if slope is not None:
+            origin = tl.load(k_positions + key_begin)
+            left = from_origin(row_positions, origin)
+            right = from_origin(load_positions(k_positions, key_begin, kv_len, KEYS), origin)
+        scores, _ = base2_scores(scores, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
+        factor = 1.0
+    if MASKED:
+        keys = key_begin + tl.arange(0, KEYS)[None, :]
+        visible = (keys >= row_first[:, None]) & (keys < row_end[:, None])
+        scores = tl.where(visible, scores * factor, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # No key so far: subtract 0, since -inf - -inf would be NaN.
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - shift[:, None])
+    else:
+        # The scale is part of the multiply-add in the exponent instead of a separate pass.
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+        shift = new_peak
+        weights = tl.exp2(scores * factor - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 1)
+    acc = add_product(scale_tile(acc, decay[:, None], V_BLOCKS), weights, v_tile, V_BLOCKS)
+    return acc, total, new_peak

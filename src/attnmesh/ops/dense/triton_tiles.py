@@ -1,7 +1,8 @@
-"""Helpers of the dense Triton kernels: tile sizes, strides, and the three phases of a loop over tiles.
+"""Helpers of the dense Triton kernels: tile sizes, widths, score functions, and the phases of a loop over tiles.
 
-Kernels receive every mask as an interval of keys per row, `first[i] <= j < end[i]`, both ends non-decreasing. A tile of
-rows therefore reads one contiguous run of key tiles, and only the ends of that run need a mask::
+Kernels receive every mask as disjoint parts. In each part row i attends to the keys `first[i] <= j < end[i]`, both ends
+non-decreasing. A tile of rows therefore reads one contiguous run of key tiles per part, and only the ends of that run
+need a mask::
 
           begin   inner            edge    stop
             |       |               |       |
@@ -10,12 +11,17 @@ rows therefore reads one contiguous run of key tiles, and only the ends of that 
     row 2   |      x|xxxxxxxxxxxxxxx|xxxxxxx|
              masked      unmasked     masked
 
-Read by columns, this is the loop of a key tile over the rows that attend to it.
+One loop runs over the tiles of [inner, edge), a second over those of both ends: a loop has to fill its pipeline of
+loads first, so that a third would cost more than its tiles. Read by columns, the picture is the loop of a key tile over
+the rows that attend to it.
+
+A width that is not a power of two is held as two blocks, the largest power of two and the rest, where that is less than
+the next power of two: 192 = 128 + 64, 576 = 512 + 64. Tiles are tuples of one or two blocks.
 """
 
 # Kernels are Triton's language, not Python's: its names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
 from typing import NamedTuple
 
 import triton
@@ -24,6 +30,7 @@ from torch import Tensor
 
 LENGTHS = ["q_len", "kv_len"]  # not specialized: the blocks of a ring have many lengths, and each would recompile
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, which the hardware supports natively
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 class DenseTiles(NamedTuple):
@@ -35,33 +42,46 @@ class DenseTiles(NamedTuple):
     stages: int
 
 
-# (padded head_dim, bytes per element) -> tiles. Fixed rather than autotuned: the order of the sums, and so
-# the result, must not depend on a timing. tests/ops/test_triton_compiles.py checks that none spills on sm_90.
-# float32 runs without tensor cores (tf32 would not be float32): a thread then keeps whole rows of both
-# operands of a product in registers, which requires small tiles.
+# (width, bytes per element) -> tiles, where the width is that of keys or values, whichever is wider, rounded up to one
+# of WIDTHS. Fixed rather than autotuned: the order of the sums, and so the result, must not depend on a timing.
+# tests/ops/test_triton_compiles.py checks that none spills on sm_90. float32 runs without tensor cores (tf32 would not
+# be float32): a thread then keeps whole rows of both operands of a product in registers, which requires small tiles.
+WIDTHS = (64, 128, 192, 256, 576)
 FORWARD_TILES = {
-    (64, 2): DenseTiles(128, 128, 8, 3),
+    (64, 2): DenseTiles(128, 64, 4, 3),
     (128, 2): DenseTiles(128, 64, 8, 3),
+    (192, 2): DenseTiles(128, 64, 8, 3),
     (256, 2): DenseTiles(64, 64, 8, 2),
+    (576, 2): DenseTiles(64, 32, 8, 2),
     (64, 4): DenseTiles(64, 32, 8, 2),
     (128, 4): DenseTiles(16, 32, 8, 2),
+    (192, 4): DenseTiles(16, 16, 8, 2),
     (256, 4): DenseTiles(16, 16, 8, 2),
+    (576, 4): DenseTiles(16, 16, 8, 1),
 }
 GRAD_QUERY_TILES = {
     (64, 2): DenseTiles(128, 128, 8, 2),
-    (128, 2): DenseTiles(128, 64, 8, 2),
+    (128, 2): DenseTiles(128, 64, 8, 3),
+    (192, 2): DenseTiles(128, 64, 8, 2),
     (256, 2): DenseTiles(64, 32, 8, 2),
+    (576, 2): DenseTiles(32, 32, 8, 1),
     (64, 4): DenseTiles(32, 32, 8, 1),
     (128, 4): DenseTiles(32, 32, 8, 2),
+    (192, 4): DenseTiles(32, 16, 8, 1),
     (256, 4): DenseTiles(32, 16, 8, 2),
+    (576, 4): DenseTiles(16, 16, 8, 1),
 }
 GRAD_KEY_TILES = {
     (64, 2): DenseTiles(64, 128, 8, 2),
-    (128, 2): DenseTiles(64, 64, 8, 2),
+    (128, 2): DenseTiles(64, 128, 8, 3),
+    (192, 2): DenseTiles(32, 64, 8, 2),
     (256, 2): DenseTiles(32, 32, 8, 1),
+    (576, 2): DenseTiles(32, 16, 8, 1),
     (64, 4): DenseTiles(32, 32, 8, 1),
     (128, 4): DenseTiles(16, 32, 8, 2),
+    (192, 4): DenseTiles(16, 16, 8, 1),
     (256, 4): DenseTiles(16, 16, 8, 1),
+    (576, 4): DenseTiles(16, 16, 8, 1),
 }
 
 
@@ -70,12 +90,60 @@ def padded(head_dim: int) -> int:
     return int(triton.next_power_of_2(head_dim))
 
 
-def pick_tiles(table: dict[tuple[int, int], DenseTiles], x: Tensor) -> DenseTiles:
-    """The entry of `table` for the head dim and dtype of `x`."""
-    head_dim = x.shape[-1]
-    if not 16 <= head_dim <= 256:
-        raise ValueError(f"head_dim must be 16 to 256 for the Triton kernels, got {head_dim}")
-    return table[max(64, padded(head_dim)), x.element_size()]
+def blocks_of(width: int) -> tuple[int, int]:
+    """The blocks of a tile that holds `width` columns: a power of two and the rest, or the next power of two and 0."""
+    whole = padded(width)
+    if whole == width or width < 32:
+        return max(16, whole), 0
+    main = whole // 2
+    rest = max(16, padded(width - main))
+    return (main, rest) if main + rest < whole else (whole, 0)
+
+
+def pick_tiles(table: dict[tuple[int, int], DenseTiles], q: Tensor, v: Tensor) -> DenseTiles:
+    """The entry of `table` for the widths of keys and values and for the dtype."""
+    width = max(q.shape[-1], v.shape[-1])
+    if width > WIDTHS[-1]:
+        raise ValueError(
+            f"head_dim must be at most {WIDTHS[-1]} for the Triton kernels, got {q.shape[-1]} (keys) and "
+            f"{v.shape[-1]} (values)"
+        )
+    return table[next(at for at in WIDTHS if at >= width), q.element_size()]
+
+
+class Bounds(NamedTuple):
+    """The bounds of a mask as kernel arguments: pointers, strides over parts and sequences, and the number of parts."""
+
+    first: Tensor | None
+    end: Tensor | None
+    strides: tuple[int, int]
+    parts: int
+
+    @classmethod
+    def of(cls, bounds: tuple[Tensor, Tensor] | None) -> "Bounds":
+        """From `first` and `end`, int32 [parts, B or 1, rows]; None is a mask that is not described by bounds."""
+        if bounds is None:
+            return cls(None, None, (0, 0), 1)
+        first, end = (x[None, None] if x.ndim == 1 else x for x in bounds)
+        if first.stride(-1) != 1 or first.stride() != end.stride():
+            first, end = first.contiguous(), end.contiguous()
+        return cls(first, end, (first.stride(0), 0 if first.shape[1] == 1 else first.stride(1)), first.shape[0])
+
+
+class ScoreTerms(NamedTuple):
+    """What a score has beside the scaled product, as kernel arguments; None is not computed.
+
+    `score = softcap * tanh(scale * q.k / softcap) - slopes[head] * |q_positions[row] - k_positions[key]|`, where slopes
+    are float32 [Hq] and positions int32 [Sq] and [Sk].
+    """
+
+    softcap: float | None = None
+    slopes: Tensor | None = None
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+
+
+PLAIN = ScoreTerms()
 
 
 def row_strides(**tensors: Tensor | None) -> list[tuple[int, int, int]]:
@@ -102,9 +170,8 @@ def at_head(base, strides, batch, head):
 @triton.jit
 def tile_pointers(base, stride, begin, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers to rows [begin, begin + ROWS) of one head. Offsets within the tile fit int32."""
-    return (
-        base + tl.cast(begin, tl.int64) * stride + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
-    )
+    within = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+    return base + tl.cast(begin, tl.int64) * stride + within
 
 
 @triton.jit
@@ -115,17 +182,105 @@ def tile_mask(begin, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit
 def load_tile(
+    base, stride, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Rows [begin, begin + ROWS) of one head, as blocks of columns. If EDGE, those from `limit` on read as zero."""
+    main = _load_block(base, stride, begin, limit, EDGE, ROWS, D, BLOCKS[0])
+    if BLOCKS[1] > 0:
+        rest = _load_block(base + BLOCKS[0], stride, begin, limit, EDGE, ROWS, D - BLOCKS[0], BLOCKS[1])
+        result = main, rest
+    else:
+        result = (main,)
+    return result
+
+
+@triton.jit
+def _load_block(
     base, stride, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Rows [begin, begin + ROWS) of one head. If EDGE, those from `limit` on read as zero."""
     pointers = tile_pointers(base, stride, begin, ROWS, BLOCK_D)
     if EDGE:
-        tile = tl.load(pointers, mask=tile_mask(begin, limit, ROWS, D, BLOCK_D), other=0.0)
-    elif D != BLOCK_D:
-        tile = tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
+        block = tl.load(pointers, mask=tile_mask(begin, limit, ROWS, D, BLOCK_D), other=0.0)
+    elif D < BLOCK_D:
+        block = tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
     else:
-        tile = tl.load(pointers)
-    return tile
+        block = tl.load(pointers)
+    return block
+
+
+@triton.jit
+def store_tile(base, stride, begin, limit, tile, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr):
+    """The inverse of `load_tile`, in the dtype of `base`."""
+    mask = tile_mask(begin, limit, ROWS, D, BLOCKS[0])
+    tl.store(tile_pointers(base, stride, begin, ROWS, BLOCKS[0]), tile[0].to(base.dtype.element_ty), mask=mask)
+    if BLOCKS[1] > 0:
+        mask = tile_mask(begin, limit, ROWS, D - BLOCKS[0], BLOCKS[1])
+        pointers = tile_pointers(base + BLOCKS[0], stride, begin, ROWS, BLOCKS[1])
+        tl.store(pointers, tile[1].to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_to_tile(base, stride, begin, limit, tile, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr):
+    """Adds a tile to rows [begin, begin + ROWS) of one head. No other program writes them."""
+    old = load_tile(base, stride, begin, limit, True, ROWS, D, BLOCKS)
+    if BLOCKS[1] > 0:
+        store_tile(base, stride, begin, limit, (old[0] + tile[0], old[1] + tile[1]), ROWS, D, BLOCKS)
+    else:
+        store_tile(base, stride, begin, limit, (old[0] + tile[0],), ROWS, D, BLOCKS)
+
+
+@triton.jit
+def zero_tile(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """A float32 tile of zeros."""
+    MAIN: tl.constexpr = BLOCKS[0]
+    REST: tl.constexpr = BLOCKS[1]
+    if REST > 0:
+        result = tl.zeros((ROWS, MAIN), tl.float32), tl.zeros((ROWS, REST), tl.float32)
+    else:
+        result = (tl.zeros((ROWS, MAIN), tl.float32),)
+    return result
+
+
+@triton.jit
+def dot_rows(a, b, BLOCKS: tl.constexpr):
+    """The products of the rows of two tiles, a @ b^T."""
+    result = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
+    if BLOCKS[1] > 0:
+        result = tl.dot(a[1], tl.trans(b[1]), result, input_precision="ieee")
+    return result
+
+
+@triton.jit
+def add_product(acc, weights, tile, BLOCKS: tl.constexpr):
+    """acc + weights @ tile."""
+    weights = weights.to(tile[0].dtype)
+    main = tl.dot(weights, tile[0], acc[0], input_precision="ieee")
+    if BLOCKS[1] > 0:
+        result = main, tl.dot(weights, tile[1], acc[1], input_precision="ieee")
+    else:
+        result = (main,)
+    return result
+
+
+@triton.jit
+def select_rows(tile, condition, BLOCKS: tl.constexpr):
+    """The rows of the tile where the condition holds, zeros elsewhere."""
+    main = tl.where(condition[:, None], tile[0], 0.0)
+    if BLOCKS[1] > 0:
+        result = main, tl.where(condition[:, None], tile[1], 0.0)
+    else:
+        result = (main,)
+    return result
+
+
+@triton.jit
+def scale_tile(tile, factor, BLOCKS: tl.constexpr):
+    """The tile times a factor, which may be a column."""
+    if BLOCKS[1] > 0:
+        result = tile[0] * factor, tile[1] * factor
+    else:
+        result = (tile[0] * factor,)
+    return result
 
 
 @triton.jit
@@ -148,6 +303,53 @@ def store_rows(base, stride, begin, limit, value, ROWS: tl.constexpr):
 
 
 @triton.jit
+def base2_scores(products, scale, softcap, slope, left_positions, right_positions, EXACT: tl.constexpr):
+    """The scores of the products q.k in base 2, and tanh(scale * q.k / softcap), for the gradient.
+
+    Positions are those of the two dimensions of the products, in float32. EXACT is for float32 inputs.
+    """
+    if softcap is not None:
+        capped = _tanh(products * (scale / softcap), EXACT)
+        scores = capped * (softcap * _LOG2_E)
+    else:
+        capped = products
+        scores = products * (scale * _LOG2_E)
+    if slope is not None:
+        scores -= (slope * _LOG2_E) * tl.abs(left_positions[:, None] - right_positions[None, :])
+    return scores, capped
+
+
+@triton.jit
+def _tanh(x, EXACT: tl.constexpr):
+    """tanh, with an error of about 1e-7; relative to the result if EXACT, where a series serves small x."""
+    result = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * _LOG2_E)))
+    if EXACT:
+        near = x * x
+        series = x * (1.0 + near * (-1 / 3 + near * (2 / 15 + near * (-17 / 315 + near * (62 / 2835)))))
+        result = tl.where(near < 0.1, series, result)
+    return result
+
+
+@triton.jit
+def from_origin(positions, origin):
+    """Positions as float32 distances from a position of the same tile: exact even where a position is not."""
+    return (positions - origin).to(tl.float32)
+
+
+@triton.jit
+def load_positions(positions, begin, limit, COUNT: tl.constexpr):
+    """The positions of rows or keys [begin, begin + COUNT)."""
+    near = begin + tl.arange(0, COUNT)
+    return tl.load(positions + near, mask=near < limit, other=0)
+
+
+@triton.jit
+def at_part(bounds, strides, part, batch):
+    """The bounds of one part of the mask of one sequence."""
+    return bounds + tl.cast(part, tl.int64) * strides[0] + batch.to(tl.int64) * strides[1]
+
+
+@triton.jit
 def visible_keys(first, end, rows, row_count, key_count, CAUSAL: tl.constexpr):
     """The interval of keys visible to each of `rows`; empty for rows beyond the last."""
     real = rows < row_count
@@ -164,11 +366,19 @@ def visible_keys(first, end, rows, row_count, key_count, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def key_phases(first, end, row_begin, row_stop, key_count, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+def key_phases(
+    first, end, row_begin, row_stop, key_count, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """The (begin, inner, edge, stop) of the keys visible to the rows [row_begin, row_stop)."""
     if first is not None:
         begin, full_begin = tl.load(first + row_begin), tl.load(first + row_stop - 1)
         full_end, stop = tl.load(end + row_begin), tl.load(end + row_stop - 1)
+        if (begin == full_end) | (full_begin == stop):
+            # The first or the last row is empty. Its bounds may be far from those of the other rows.
+            row_first, row_end = visible_keys(first, end, row_begin + tl.arange(0, ROWS), row_stop, key_count, CAUSAL)
+            some = row_first < row_end
+            begin = tl.min(tl.where(some, row_first, key_count), 0)
+            stop = tl.max(tl.where(some, row_end, 0), 0)
     elif CAUSAL:
         begin, full_begin = 0, 0
         full_end, stop = row_begin + 1, row_stop
@@ -181,6 +391,20 @@ def key_phases(first, end, row_begin, row_stop, key_count, CAUSAL: tl.constexpr,
 @triton.jit
 def split_phases(begin, full_begin, full_end, stop, BLOCK: tl.constexpr):
     """Splits [begin, stop), fully visible in [full_begin, full_end), at tile boundaries: (begin, inner, edge, stop)."""
-    inner = tl.minimum(tl.cdiv(full_begin, BLOCK) * BLOCK, stop)
-    edge = tl.maximum(full_end // BLOCK * BLOCK, inner)
-    return begin // BLOCK * BLOCK, inner, edge, stop
+    begin = begin // BLOCK * BLOCK
+    inner = tl.maximum(tl.minimum(tl.cdiv(full_begin, BLOCK) * BLOCK, stop), begin)
+    edge = tl.maximum(tl.minimum(full_end, stop) // BLOCK * BLOCK, inner)
+    return begin, inner, edge, stop
+
+
+@triton.jit
+def edge_count(begin, inner, edge, stop, BLOCK: tl.constexpr):
+    """The number of tiles that need a mask: those of [begin, inner) and of [edge, stop)."""
+    return tl.cdiv(inner - begin, BLOCK) + tl.maximum(tl.cdiv(stop - edge, BLOCK), 0)
+
+
+@triton.jit
+def edge_tile(index, begin, inner, edge, BLOCK: tl.constexpr):
+    """Where one of the tiles that need a mask begins."""
+    left = tl.cdiv(inner - begin, BLOCK)
+    return tl.where(index < left, begin + index * BLOCK, edge + (index - left) * BLOCK)

@@ -1,0 +1,104 @@
+"""What the tests of the dense Triton kernels share: masks as bounds, and the definition of attention over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.state import State
+from attnmesh.ops.dense.triton_tiles import PLAIN, ScoreTerms
+
+CUDA = torch.cuda.is_available()
+# The interpreter's bf16 dot is wrong, and each of its tiles takes milliseconds: small tiles, small shapes.
+DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * CUDA
+HEADS = {"mha": (2, 2), "gqa": (8, 2), "mqa": (3, 1)}
+MASKS = ["full", "causal", "window", "documents", "random", "union", "slices", "sequences"]
+
+
+def make_bounds(kind: str, q_len: int, kv_len: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Bounds [parts, B or 1, rows] of a mask; those called random, slices and sequences have rows that see nothing."""
+    rows = torch.arange(q_len)
+    if kind == "window":
+        parts = [(rows - 20, rows + 3)]
+    elif kind == "documents":
+        parts = [(rows // 13 * 13, rows // 13 * 13 + 13)]
+    elif kind == "union":  # a window, the first four keys, and a few late keys for late rows
+        first, end = (rows - 9).clamp(min=0), (rows + 2).clamp(max=kv_len)
+        late = end.clamp(min=kv_len - 7)
+        parts = [(first, end), (0 * rows, first.clamp(max=4)), (late, torch.where(rows < 20, late, kv_len))]
+    elif kind == "slices":  # rows outside of each slice are empty, with bounds far from those inside
+        a, b, c = q_len // 4, q_len // 2, q_len - q_len // 5
+        parts = [_slice(rows, a, c, kv_len // 2, kv_len, 0), _slice(rows, 0, b, 1, kv_len // 3, kv_len)]
+    elif kind == "sequences":
+        each = [make_bounds(name, q_len, kv_len, 1, device) for name in ("random", "documents", "random")[:batch]]
+        first, end = (torch.cat(bound, 1) for bound in zip(*each, strict=True))
+        return first, end
+    else:
+        first = torch.randint(0, kv_len // 2, (q_len,)).sort().values
+        end = torch.maximum(first, torch.randint(kv_len // 3, kv_len, (q_len,)).sort().values)
+        first[:3], end[:3], first[-2:], end[-2:] = 0, 0, kv_len, kv_len
+        parts = [(first, end)]
+    ends = [end.clamp(0, kv_len) for _, end in parts]
+    firsts = [torch.minimum(first.clamp(0, kv_len), end) for (first, _), end in zip(parts, ends, strict=True)]
+    first, end = (torch.stack(bound)[:, None].int().to(device) for bound in (firsts, ends))
+    assert (first.diff() >= 0).all()
+    assert (end.diff() >= 0).all()
+    return first, end
+
+
+def _slice(rows: Tensor, begin: int, stop: int, first: int, end: int, before: int) -> tuple[Tensor, Tensor]:
+    """Keys [first, end) for rows [begin, stop); rows before and after see nothing."""
+    before = min(before, first)
+    inside, after = (rows >= begin) & (rows < stop), rows >= stop
+    low = torch.where(inside, first, torch.where(after, end, before))
+    return low, torch.where(inside | after, end, low)
+
+
+def mask_case(kind: str, q_len: int, kv_len: int, batch: int, device: torch.device) -> tuple[dict[str, Any], Tensor]:
+    """The arguments of a kernel, and who sees whom: bool [B or 1, 1, Sq, Sk]."""
+    rows, keys = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)
+    if kind in ("full", "causal"):
+        causal = kind == "causal"
+        return {"causal": causal, "bounds": None}, (keys <= rows if causal else keys >= 0 * rows)[None, None]
+    first, end = make_bounds(kind, q_len, kv_len, batch, device)
+    seen = (keys >= first[..., None]) & (keys < end[..., None])
+    assert (seen.sum(0) <= 1).all()
+    return {"causal": False, "bounds": (first, end)}, seen.any(0)[:, None]
+
+
+def score_terms(softcap: bool, alibi: bool, heads: int, q_len: int, kv_len: int, device: torch.device) -> ScoreTerms:
+    """Terms of the scores; positions with gaps, in an order of their own."""
+    slopes = positions = None
+    if alibi:
+        slopes = torch.rand(heads, device=device)
+        positions = [torch.randperm(2 * n)[:n].int().to(device) for n in (q_len, kv_len)]
+    return ScoreTerms(2.0 if softcap else None, slopes, *(positions or (None, None)))
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, dtype: torch.dtype, terms: ScoreTerms = PLAIN
+) -> State:
+    """The definition, differentiable: rows that see nothing give 0 and -inf, and no gradient."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * scale
+    if terms.softcap is not None:
+        scores = (scores / terms.softcap).tanh() * terms.softcap
+    if terms.slopes is not None:
+        distance = (terms.q_positions[:, None] - terms.k_positions).abs()
+        scores = scores - terms.slopes.to(dtype)[:, None, None] * distance.to(dtype)
+    some = seen.any(-1)
+    # Rows that see nothing get finite scores here and are cut off after, which keeps NaN out of autograd.
+    scores = scores.masked_fill(~seen & some[..., None], -torch.inf)
+    out = torch.where(some[..., None], scores.softmax(-1) @ v, 0.0)
+    return State(out, torch.where(some, scores.logsumexp(-1), -torch.inf))
+
+
+def relative(x: Tensor, truth: Tensor) -> float:
+    """Norm-wise error; both must be -inf in the same places, and finite elsewhere."""
+    assert torch.equal(x.isneginf(), truth.isneginf())
+    finite = truth.isfinite()
+    x, truth = x.double()[finite], truth[finite]
+    return float((x - truth).norm() / truth.norm())
