@@ -250,7 +250,9 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         lambda cp: {**_qkv(), "mask": am.Causal(), "length": 6, "key_length": 6, "key_layout": am.Zigzag()},
     ],
     "ContextParallel.explain": [
-        lambda cp: {"length": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 12, "key_length": 64, "device": "cpu"},
+        lambda cp: {
+            "length": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 12, "key_length": 64, "device": "cpu"
+        },
     ],
     "ContextParallel.positions": [lambda cp: {"length": 6}],
     "ContextParallel.shard": [lambda cp: {"x": rows(2, 6), "dim": 1}],
