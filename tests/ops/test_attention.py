@@ -434,12 +434,11 @@ def test_the_choice_can_be_asked_why():
     assert explain_attention(q, k, v, backend="reference").backend == "reference"
 
 
-def test_auto_serves_what_no_fused_kernel_does():
+def test_auto_never_keeps_every_score():
     q, k, v = (x.to(torch.float8_e4m3fn) for x in random_inputs(5)[:3])
-    choice = explain_attention(q, k, v)
-    assert choice.backend == "torch"
-    assert "no fused kernel" in choice.reason
-    assert {name for name, _ in choice.refusals} == {"aten", "triton"}
+    for ask in (attention, explain_attention):
+        with pytest.raises(ValueError, match=r"no backend serves .* aten: .*; triton: .*; torch: .*float8_e4m3fn"):
+            ask(q, k, v)
 
 
 @pytest.mark.parametrize(
