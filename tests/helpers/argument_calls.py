@@ -186,8 +186,12 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "attention": [
         lambda: {**_qkv(), "mask": am.Causal(), "q_positions": torch.arange(6), "k_positions": torch.arange(6)},
         lambda: {**_qkv(), "backend": "reference"},
+        lambda: {**_qkv(), "softcap": 2.0, "sinks": rows(4), "alibi_slopes": rows(4), "backend": "torch"},
     ],
-    "explain_attention": [lambda: {**_qkv(), "mask": am.Causal(), "q_positions": torch.arange(6)}],
+    "explain_attention": [
+        lambda: {**_qkv(), "mask": am.Causal(), "q_positions": torch.arange(6)},
+        lambda: {**_qkv(), "softcap": 2.0, "sinks": rows(4), "alibi_slopes": rows(4)},
+    ],
     "attention_context_parallel": [
         lambda: {
             "group": SoloComm(), "length": 6, "mask": am.Full(), "buffers": [rows(2, 6)], "buffer_seq_dims": [1],
