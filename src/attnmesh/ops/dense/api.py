@@ -149,7 +149,7 @@ class Choice:
 
 
 def choose(call: Call, backend: str) -> Choice:
-    """The backend for a call. A backend requested by name that cannot serve it raises ValueError."""
+    """The backend for a call. One requested by name that cannot serve it, or none that can, raises ValueError."""
     check_choice("backend", backend, BACKENDS)
     if backend == "reference":
         return Choice("reference", "requested by name", ())
@@ -172,14 +172,16 @@ def choose(call: Call, backend: str) -> Choice:
         return Choice("triton", f"one launch per part of the mask costs less: {costs}", unsupported)
     if refusals["triton"] is None and call.q.is_cuda:
         return Choice("triton", "one launch per part of the mask serves it by row bounds", unsupported)
-    return Choice("torch", "no fused kernel serves this call", unsupported)
+    if refusals["torch"] is None:
+        return Choice("torch", "no fused kernel serves this call", unsupported)
+    raise ValueError("no backend serves this call: " + "; ".join(f"{name}: {why}" for name, why in unsupported))
 
 
 def choose_fused(call: Call, backend: str) -> Backend:
     """The backend for a forward that must be fused (it merges into an accumulator)."""
     choice = choose(call, backend)
-    if choice.backend not in _FUSED:
-        raise ValueError(f"no fused kernel serves this call: {choice}")
+    if choice.backend == "reference":
+        raise ValueError('backend="reference" keeps every score, and has no state to merge')
     return _FUSED[choice.backend]
 
 
