@@ -1,8 +1,8 @@
 """Masks compared with torch's FlexAttention on one device: forward, and forward with backward.
 
-Each mask is one of the library's and, for FlexAttention, a `mask_mod` as its users write it, compiled, with a block mask
-that is made beforehand. Both results and all gradients must be equal to rounding. FLOPs count visible pairs only: 4 per
-pair, head and column forward, 14 with the backward.
+Each mask is one of the library's and, for FlexAttention, a `mask_mod` as its users write it, compiled, with a block
+mask that is made beforehand. Both results and all gradients must be equal to rounding. FLOPs count visible pairs only:
+4 per pair, head and column forward, 14 with the backward.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def _run(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad:
 
 
 def _assert_equal(
-    name: str, flex: Callable[..., Tensor], own: Callable[..., Tensor], *inputs: Tensor | None
+    name: str, flex: Callable[..., Tensor], own: Callable[..., Tensor],
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None,
 ) -> None:  # fmt: skip
     """Raise AssertionError if out or a gradient differs by more than the rounding of both."""
-    q, k, v, grad = inputs
     found = []
     for function in (flex, own):
         out = function(q, k, v)

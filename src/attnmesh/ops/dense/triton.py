@@ -45,6 +45,9 @@ class Triton:
         for block in blocks:
             q, k, v = _sliced(call, block)
             whole = len(block.q) == call.q.shape[2]
+            if whole and total.one_call:
+                total.add(kernel(q, k, v, **_arguments(call, block), state=None, out_dtype=q.dtype))
+                continue
             # The kernel continues the state it is given, so that partial results never round to bf16.
             state = total.flush() if whole else total.total()
             if state is not None:
@@ -61,16 +64,26 @@ class Triton:
         """Adds the gradients of this call to `grads`."""
         kernel = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
         call, blocks = _launches(call, zero_rows=True)
+        every = (grads.q, call.q, "q"), (grads.k, call.k, "k"), (grads.v, call.v, "v")
+        wanted = {name: (grad, x) for grad, x, name in every if grad is not None}
+        # The only call writes its gradients in their dtype; others add to float32.
+        overwrite = all(grad.one_call for grad, _ in wanted.values())
         for block in blocks:
             q, k, v = _sliced(call, block)
             rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
+            whole = len(block.q) == call.q.shape[2] and len(block.k) == call.k.shape[2]
+            sums = {
+                name: grad.total() if not overwrite else torch.empty_like(x) if whole else torch.zeros_like(x)
+                for name, (grad, x) in wanted.items()
+            }
+            parts = {f"grad_{name}": x[:, :, rows if name == "q" else keys] for name, x in sums.items()}
             kernel(
                 q, k, v, result.grad_out[:, :, rows], result.lse[:, :, rows], result.delta[:, :, rows],
-                **_arguments(call, block),
-                grad_q=None if grads.q is None else grads.q.total()[:, :, rows],
-                grad_k=None if grads.k is None else grads.k.total()[:, :, keys],
-                grad_v=None if grads.v is None else grads.v.total()[:, :, keys],
+                **_arguments(call, block), **parts, overwrite=overwrite,
             )  # fmt: skip
+            if overwrite:
+                for name, (grad, _) in wanted.items():
+                    grad.add(sums[name])
 
 
 def _launches(call: Call, *, zero_rows: bool) -> tuple[Call, tuple[Block, ...]]:

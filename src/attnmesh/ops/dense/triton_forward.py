@@ -45,6 +45,7 @@ from attnmesh.ops.dense.triton_tiles import (
     visible_keys,
     zero_tile,
 )
+from attnmesh.ops.merge import empty_out
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -75,7 +76,7 @@ def forward(
         result = state
     else:
         result = State(
-            torch.empty((*q.shape[:3], value_dim), dtype=out_dtype, device=q.device),
+            empty_out(q, torch.Size((*q.shape[:3], value_dim)), out_dtype),
             torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
         )
     if result.out.numel() == 0:

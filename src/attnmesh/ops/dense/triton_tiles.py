@@ -223,13 +223,15 @@ def store_tile(base, stride, begin, limit, tile, ROWS: tl.constexpr, D: tl.const
 
 
 @triton.jit
-def add_to_tile(base, stride, begin, limit, tile, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr):
-    """Adds a tile to rows [begin, begin + ROWS) of one head. No other program writes them."""
-    old = load_tile(base, stride, begin, limit, True, ROWS, D, BLOCKS)
-    if BLOCKS[1] > 0:
-        store_tile(base, stride, begin, limit, (old[0] + tile[0], old[1] + tile[1]), ROWS, D, BLOCKS)
-    else:
-        store_tile(base, stride, begin, limit, (old[0] + tile[0],), ROWS, D, BLOCKS)
+def add_to_tile(
+    base, stride, begin, limit, tile, OVERWRITE: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile to rows [begin, begin + ROWS) of one head, or overwrites them. No other program writes them."""
+    if not OVERWRITE:
+        old = load_tile(base, stride, begin, limit, True, ROWS, D, BLOCKS)
+        tile = (old[0] + tile[0], old[1] + tile[1]) if BLOCKS[1] > 0 else (old[0] + tile[0],)
+    store_tile(base, stride, begin, limit, tile, ROWS, D, BLOCKS)
 
 
 @triton.jit
