@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, comm_from, propagate_failure
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Zigzag
-from attnmesh.core.mask import sequence_groups
+from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
@@ -392,8 +392,8 @@ def _first_not_causal(mask: Mask, queries: range) -> int | None:
     """The first query that attends to a later key."""
     at = torch.arange(queries.start, queries.stop, device="cpu")
     later = torch.zeros_like(at, dtype=torch.bool)
-    for _, same in sequence_groups(mask):
-        for part in same.intervals:
+    for _, intervals in sequence_intervals(mask, queries.stop):
+        for part in intervals:
             first, end = part.key_ranges(at)
             later |= (first < end) & (end > at + 1)
     return queries[int(later.nonzero()[0])] if later.any() else None
