@@ -137,7 +137,12 @@ def _states(random: Random) -> Tensors:
 
 
 WINDOW = am.Causal() & am.SlidingWindow(2)
+PER_HEAD = ("sinks", "alibi_slopes")
 POSITIONS = {"q_positions": lambda random: random.order(9) * 2, "k_positions": lambda random: random.order(9) * 2}
+
+
+def _per_head(random: Random) -> Tensor:
+    return random.normal(4)
 
 
 def dense_operations(backend: str, exact: str = "reference") -> list[Operation]:
@@ -148,10 +153,17 @@ def dense_operations(backend: str, exact: str = "reference") -> list[Operation]:
         "window": _attention(WINDOW),
         "irregular": _attention(WINDOW, **POSITIONS),
     }
-    return [
+    operations = [
         Operation(f"attention {backend} {name}", ("attention",), *case, ("q", "k", "v"), backend, exact)
         for name, case in cases.items()
     ]
+    if backend in ("torch", "auto"):  # values of another width, and a term of the scores for every head
+        terms = {"v": lambda random: random.normal(2, 2, 9, 24), **dict.fromkeys(PER_HEAD, _per_head)}
+        case = _attention(am.Causal(), **terms)
+        operations.append(
+            Operation(f"attention {backend} terms", ("attention",), *case, ("q", "k", "v", "sinks"), backend, exact)
+        )
+    return operations
 
 
 # Decode.
@@ -363,7 +375,7 @@ def public_operations(device: str = "cpu") -> list[Operation]:
     """Return every public operation, with the backends that serve it on this device."""
     from helpers.rank_operations import rank_operations  # it imports this module
 
-    names = ("aten", "reference") if device == "cpu" else ("auto", "reference")
+    names = ("aten", "torch", "reference") if device == "cpu" else ("auto", "reference")
     decode = ("cpu", "reference") if device == "cpu" else ("auto",)
     return [
         *(operation for name in names for operation in dense_operations(name)),

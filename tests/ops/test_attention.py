@@ -73,12 +73,12 @@ def test_aten_is_exact_for_every_mask_head_count_and_length(name, dtype):
         check(inputs, make_mask(name, k_len), backend="aten")
 
 
-@pytest.mark.parametrize("dtype", FUSED_DTYPES)
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("name", MASKS)
-def test_the_reference_backend_serves_everything(name, dtype):
-    for seed, (q_len, k_len) in enumerate(LENGTHS):
+def test_the_torch_and_reference_backends_serve_everything(name, backend):
+    for seed, ((q_len, k_len), dtype) in enumerate(zip(LENGTHS, itertools.cycle(FUSED_DTYPES), strict=False)):
         inputs = random_inputs(q_len, k_len, dtype=dtype, seed=seed)
-        check(inputs, make_mask(name, k_len), backend="reference")
+        check(inputs, make_mask(name, k_len), backend=backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -103,7 +103,7 @@ def test_rows_that_see_nothing_of_a_whole_tile_of_the_kernel(mask, dtype):
     check(random_inputs(1300, heads=(2, 1), batch=1, dtype=dtype), mask, backend="aten")
 
 
-@pytest.mark.parametrize("backend", ["aten", "triton", "reference"])
+@pytest.mark.parametrize("backend", ["aten", "triton", "torch", "reference"])
 def test_large_scores_do_not_overflow(backend):
     inputs = random_inputs(17, batch=1, heads=(2, 1))
     check([60 * inputs[0], 60 * inputs[1], *inputs[2:]], Causal(), backend=backend)
@@ -115,7 +115,7 @@ def test_empty_batch():
 
 
 @pytest.mark.parametrize("scale", [0.0, 1, 1.7, -0.3])
-@pytest.mark.parametrize("backend", ["aten", "triton", "reference"])
+@pytest.mark.parametrize("backend", ["aten", "triton", "torch", "reference"])
 def test_scale(backend, scale):
     for mask in (Full(), Causal(), SlidingWindow(3)):
         check(random_inputs(17, batch=1, heads=(2, 1)), mask, backend=backend, scale=scale)
@@ -149,7 +149,7 @@ def test_positions_in_any_order(places, name):
     mask = make_mask(name, 60)
     check(random_inputs(37, 26), mask, backend="aten", q_positions=q_positions, k_positions=k_positions)
     check(random_inputs(37, 60, dtype=torch.bfloat16), mask, backend="aten", q_positions=q_positions)
-    check(random_inputs(60, 26), mask, backend="aten", k_positions=k_positions)
+    check(random_inputs(60, 26), mask, backend="torch", k_positions=k_positions)
     check(random_inputs(37, 26), mask, backend="reference", q_positions=q_positions, k_positions=k_positions)
 
 
@@ -231,7 +231,7 @@ def test_sorted_positions_with_gaps_cost_no_more_than_shuffled_ones():
 # Rows that see nothing.
 
 
-@pytest.mark.parametrize("backend", ["aten", "triton", "reference"])
+@pytest.mark.parametrize("backend", ["aten", "triton", "torch", "reference"])
 @pytest.mark.parametrize(
     ("mask", "q_positions", "k_positions", "blind"),
     [
@@ -271,7 +271,7 @@ def view_named(name: str, x: Tensor) -> Tensor:
     return torch.stack([x, torch.full_like(x, torch.nan)], 2).flatten(1, 2)[:, ::2]  # every other head
 
 
-@pytest.mark.parametrize("backend", ["aten", "reference"])
+@pytest.mark.parametrize("backend", ["aten", "torch", "reference"])
 @pytest.mark.parametrize("name", ["sequence before heads", "every other element", "head_dim first", "every other head"])
 def test_views_are_as_good_as_contiguous_tensors(name, backend):
     inputs = random_inputs(17, batch=2, heads=(2, 2))
@@ -311,7 +311,7 @@ def test_a_head_dim_of_one_may_have_any_stride():
 @pytest.mark.parametrize(
     ("backend", "wanted"),
     [
-        *itertools.product(("aten", "reference"), itertools.product([False, True], repeat=3)),
+        *itertools.product(("aten", "torch", "reference"), itertools.product([False, True], repeat=3)),
         *itertools.product(["triton"], [(True, False, False), (False, True, False), (False, False, True)]),
     ],
 )
@@ -331,7 +331,7 @@ def test_gradients_go_to_those_who_want_them(wanted, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["aten", "reference"])
+@pytest.mark.parametrize("backend", ["aten", "torch", "reference"])
 def test_a_loss_of_lse_alone_or_of_out_alone(backend, dtype):
     inputs = random_inputs(33, dtype=dtype)
     for silent in (3, 4):
@@ -372,7 +372,7 @@ def test_the_loss_may_be_a_plain_sum():
     assert_attention_close([out.detach(), lse.detach(), *(x.grad for x in leaves)], inputs, Causal())
 
 
-@pytest.mark.parametrize("backend", ["auto", "aten", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "aten", "torch", "reference"])
 def test_what_comes_back(backend):
     for dtype in FUSED_DTYPES:
         q, k, v = random_inputs(5, 7, dtype=dtype)[:3]
@@ -396,16 +396,18 @@ def test_inputs_are_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("mask", "shuffled"), [(SlidingWindow(300, 40), False), (Causal() & SlidingWindow(2000), True)]
-)
-def test_long_masked_attention_on_the_cpu_never_holds_s_by_s(mask, shuffled):
+    ("mask", "shuffled", "backend"),
+    [(SlidingWindow(300, 40), False, "aten"), (Causal() & SlidingWindow(2000), True, "aten"),
+     (SlidingWindow(300, 40), False, "torch")],
+)  # fmt: skip
+def test_long_masked_attention_on_the_cpu_never_holds_s_by_s(mask, shuffled, backend):
     length = 16384
     generator = torch.Generator().manual_seed(1)
     at = torch.randperm(length, generator=generator) if shuffled else torch.arange(length)
     inputs = random_inputs(length, heads=(1, 1), batch=1)
     where = {"q_positions": at, "k_positions": at} if shuffled else {}
     found = []
-    peak = peak_bytes(lambda: found.extend(attended(inputs, mask, **where)))
+    peak = peak_bytes(lambda: found.extend(attended(inputs, mask, backend=backend, **where)))
     assert peak > found[0].nbytes  # it does watch
     assert peak < length * length // 8  # a bit for each score would be as much
 
@@ -432,12 +434,11 @@ def test_the_choice_can_be_asked_why():
     assert explain_attention(q, k, v, backend="reference").backend == "reference"
 
 
-def test_auto_says_when_nothing_fused_serves():
+def test_auto_never_keeps_every_score():
     q, k, v = (x.to(torch.float8_e4m3fn) for x in random_inputs(5)[:3])
-    choice = explain_attention(q, k, v)
-    assert choice.backend == "reference"
-    assert "in memory" in choice.reason
-    assert {name for name, _ in choice.refusals} == {"aten", "triton"}
+    for ask in (attention, explain_attention):
+        with pytest.raises(ValueError, match=r"no backend serves .* aten: .*; triton: .*; torch: .*float8_e4m3fn"):
+            ask(q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -477,7 +478,11 @@ BAD = {
     "scale inf": ({"scale": float("inf")}, "scale must be a finite number, got inf"),
     "scale no number": ({"scale": "a"}, "scale .*'a'"),
     "no mask": ({"mask": None}, "mask must be an attnmesh mask .* got None"),
-    "a tensor for a mask": ({"mask": torch.ones(6, 6)}, "mask must be an attnmesh mask"),
+    "a tensor for a mask": (
+        {"mask": torch.ones(6, 6)},
+        r"mask must be .* got float32 tensor .* positions as .*Slices\(",
+    ),
+    "a function for a mask": ({"mask": lambda b, h, q, k: q >= k}, r"mask must be .* got <function .* PerSequence\("),
     "a class for a mask": ({"mask": Causal}, "mask must be an attnmesh mask .* got <class"),
     "too few documents": ({"mask": Documents([2, 3])}, r"length 6, but \(2, 3\) add up to 5"),
     "documents in company": ({"mask": Causal() & Documents([9])}, r"length 6, but \(9\) add up to 9"),
@@ -489,7 +494,7 @@ BAD = {
     "yes and no": ({"k_positions": torch.ones(6).bool()}, "k_positions must be integers, got torch.bool"),
     "a list of positions": ({"q_positions": [0, 1, 2, 3, 4, 5]}, "q_positions must be .*list"),
     "positions elsewhere": ({"q_positions": torch.arange(6, device="meta")}, "q_positions .* cpu, got meta"),
-    "an unknown backend": ({"backend": "cuda"}, "auto, aten, triton, reference, got 'cuda'"),
+    "an unknown backend": ({"backend": "cuda"}, "auto, aten, triton, torch, reference, got 'cuda'"),
 }
 
 

@@ -44,7 +44,7 @@ def assert_poison_stays(backend: str, mask: Mask, positions: str, poison: float,
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("backend", ["aten", "reference"])
+@pytest.mark.parametrize("backend", ["aten", "torch", "reference"])
 def test_poison_reaches_nothing(backend, positions, mask, poison):
     assert_poison_stays(backend, mask, positions, poison)
 

@@ -26,7 +26,7 @@ from attnmesh.core.intervals import (
     straight_pieces,
     union,
 )
-from attnmesh.core.validation import MAX_COUNT, check_count, check_tensor, check_type, shown
+from attnmesh.core.validation import MAX_COUNT, check_count, check_tensor, shown
 
 MAX_INTERVALS = 64
 """The most intervals per query: every one is another pass of a kernel over its keys."""
@@ -166,8 +166,8 @@ class _Combined(Mask):
         if len(sizes) > 1:
             raise ValueError(f"masks for different numbers of sequences cannot be combined, got {shown(self.parts)}")
 
-    @cached_property
-    def sequences(self) -> int | None:
+    @property
+    def sequences(self) -> int | None:  # not cached: a cached property cannot be compiled
         return next((part.sequences for part in self.parts if part.sequences is not None), None)
 
     def of_sequence(self, index: int) -> Mask:
@@ -276,7 +276,15 @@ def sequence_groups(mask: Mask) -> tuple[tuple[range | None, Mask], ...]:
 
 def check_mask(name: str, mask: object) -> None:
     """Raise ValueError unless `mask` is a mask."""
-    check_type(name, mask, Mask, "an attnmesh mask (Full(), Causal(), ...)")
+    if isinstance(mask, Mask):
+        return
+    hint = ""
+    if isinstance(mask, Tensor) or (callable(mask) and not isinstance(mask, type)):  # as FlexAttention and SDPA take
+        hint = (
+            ". A mask depends on positions only: write any mask of positions as rectangles, Slices([(queries, keys, "
+            "kind), ...]), and one per sequence of the batch as PerSequence([mask, ...])"
+        )
+    raise ValueError(f"{name} must be an attnmesh mask (Full(), Causal(), ...), got {shown(mask)}{hint}")
 
 
 def _check_positions(q_pos: object, k_pos: object) -> None:

@@ -42,7 +42,6 @@ __all__ = [
     "Slices",
     "SlidingWindow",
     "check_mask",
-    "parse_mask",
 ]  # fmt: skip
 
 
@@ -491,13 +490,3 @@ def _multiples(size: int, q: range) -> list[int]:
 def _brief(lengths: tuple[object, ...]) -> str:
     first = ", ".join(map(shown, lengths[:8]))
     return f"({first}, ... {len(lengths)} in all)" if len(lengths) > 8 else f"({first})"
-
-
-def parse_mask(name: str) -> Mask:
-    """The mask for the option `causal`, `full` or `window:N`."""
-    kind, _, width = name.partition(":")
-    if kind == "window" and width.isascii() and width.isdigit() and int(width):
-        return Causal() & SlidingWindow(int(width) - 1)
-    if name not in ("causal", "full"):
-        raise ValueError(f"mask must be causal, full or window:N (the last N keys, N at least 1), got {name!r}")
-    return Causal() if name == "causal" else Full()

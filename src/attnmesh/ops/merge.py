@@ -98,7 +98,8 @@ class StateAccumulator:
                 total, parts = self._total, self._pending
                 if not parts:
                     total, parts = None, [Part(self.total())]
-                _triton().accumulate(total, parts, result.out.dtype, self._shape, result, sinks)
+                scores = None if sinks is None else sinks.contiguous()
+                _triton().accumulate(total, parts, result.out.dtype, self._shape, result, scores)
                 self._pending = []
             return
         state = self.finish(result.out.dtype, sinks)

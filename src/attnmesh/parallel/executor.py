@@ -20,11 +20,11 @@ from attnmesh.comm import Comm, RankGroups, propagate_failure
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
 from attnmesh.core.state import State
-from attnmesh.ops.dense.call import Call, Grads, Result, Scores, resolve_scale
+from attnmesh.ops.dense.call import Call, Grads, Result, Scores, resolve_scores
 from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.plan.shards import Shards
 
-BACKENDS = ("auto", "aten", "triton")  # not "reference", which would hold every score in memory
+BACKENDS = ("auto", "aten", "triton", "torch")  # not "reference", which would hold every score in memory
 
 
 class Inputs(NamedTuple):
@@ -51,8 +51,7 @@ class AttentionOptions(NamedTuple):
 
     def scores(self, inputs: Inputs) -> Scores:
         """The score function of a call."""
-        slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes.float()
-        return Scores(resolve_scale(inputs.q, self.scale), self.softcap, slopes)
+        return resolve_scores(inputs.q, self.scale, self.softcap, inputs.alibi_slopes)
 
 
 @dataclass(frozen=True)

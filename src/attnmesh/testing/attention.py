@@ -17,7 +17,7 @@ from attnmesh.testing.errors import ROUNDING, Comparison, assert_close
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-Attend = Callable[[Tensor, Tensor, Tensor], Any]  # returns out and lse
+Attend = Callable[..., Any]  # of q, k, v, and sinks if there are any; returns out and lse
 
 
 def random_inputs(
@@ -46,9 +46,9 @@ def random_inputs(
     return [q, k, v, grad_out, grad_lse]
 
 
-def forward_backward(attend: Attend, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return out, lse, dq, dk, dv. Gradients flow through out and through lse."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+def forward_backward(attend: Attend, inputs: Sequence[Tensor], sinks: Tensor | None = None) -> list[Tensor]:
+    """Return out, lse, dq, dk, dv, and dsinks if there are sinks. Gradients flow through out and through lse."""
+    leaves = [x.detach().requires_grad_() for x in (*inputs[:3], sinks) if x is not None]
     out, lse = attend(*leaves)
     grads = torch.autograd.grad([out, lse], leaves, [inputs[3].to(out.dtype), inputs[4].to(lse.dtype)])
     return [out.detach(), lse.detach(), *grads]
@@ -61,32 +61,46 @@ def reference_results(
     scale: float | None = None,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     plain: bool = False,
 ) -> list[Tensor]:
-    """Return out, lse, dq, dk, dv in float64, or with `plain` by the plain computation in the inputs' precision."""
+    """Return out, lse, dq, dk, dv in float64, or with `plain` by the plain computation in the inputs' precision.
+
+    With sinks, their gradient is the last.
+    """
     q, k = inputs[:2]
     rows = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions.long()
     columns = torch.arange(k.shape[2], device=q.device) if k_positions is None else k_positions.long()
     scale = q.shape[3] ** -0.5 if scale is None else scale
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.attention(q, k, v, mask, scale, rows, columns, plain=plain)
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return reference.attention(
+            q, k, v, mask, scale, rows, columns, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, plain=plain
+        )
 
-    return forward_backward(attend, inputs if plain else [x.double() for x in inputs])
+    if plain:
+        return forward_backward(attend, inputs, sinks)
+    return forward_backward(attend, [x.double() for x in inputs], None if sinks is None else sinks.double())
 
 
 def compare(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **options: Any) -> list[Comparison]:
-    """Return a comparison for each of out, lse, dq, dk, dv. `options` are those of `reference_results`."""
+    """Return a comparison for each of out, lse, dq, dk, dv, dsinks. `options` are those of `reference_results`."""
     exact = reference_results(inputs, mask, **options)
     plain = reference_results(inputs, mask, **options, plain=True)
-    return [Comparison(*each) for each in zip(NAMES, actual, exact, plain, strict=True)]
+    return [Comparison(*each) for each in zip((*NAMES, "dsinks")[: len(exact)], actual, exact, plain, strict=True)]
 
 
 def assert_attention_close(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **options: Any) -> None:
-    """Assert that out, lse, dq, dk, dv obey the error rule. `options` are those of `reference_results`."""
+    """Assert that out, lse, dq, dk, dv, dsinks obey the error rule. `options` are those of `reference_results`."""
     for name, result, exact, plain in compare(actual, inputs, mask, **options):
         assert plain is not None
-        assert_close(name, result, plain, exact, rounding=ROUNDING[inputs[0].dtype])
+        rounding = ROUNDING[inputs[0].dtype]
+        if name == "dsinks":  # [H]: the rule is for results by position; a sum over rows of terms with a rounded out
+            result, exact, plain = (x[None, None] for x in (result, exact, plain))
+            rounding *= 4
+        assert_close(name, result, plain, exact, rounding=rounding)
 
 
 def shard_inputs(
@@ -103,23 +117,27 @@ def shard_results(
     mask: Mask,
     layout: Layout,
     *,
-    scale: float | None = None,
     backend: str = "auto",
     schedule: str = "ring",
     ranks_per_node: int | None = None,
     key_layout: Layout | None = None,
+    sinks: Tensor | None = None,
+    **scores: Any,
 ) -> list[Tensor]:
-    """Return one rank's shards of out, lse, dq, dk, dv. Keys may have a length and a layout of their own."""
+    """Return one rank's shards of out, lse, dq, dk, dv, and its part of dsinks if there are sinks.
+
+    Keys may have a length and a layout of their own. `scores` are scale, softcap and alibi_slopes.
+    """
     cp = ContextParallel(comm, layout=layout, schedule=schedule, backend=backend, ranks_per_node=ranks_per_node)
     length, key_length = inputs[0].shape[2], inputs[1].shape[2]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return cp.attention(
-            q, k, v, mask=mask, scale=scale, length=length, key_length=None if key_length == length else key_length,
-            key_layout=key_layout, return_lse=True,
+            q, k, v, mask=mask, length=length, key_length=None if key_length == length else key_length,
+            key_layout=key_layout, sinks=sinks, return_lse=True, **scores,
         )  # fmt: skip
 
-    return forward_backward(attend, shard_inputs(inputs, comm, layout, key_layout))
+    return forward_backward(attend, shard_inputs(inputs, comm, layout, key_layout), sinks)
 
 
 def gather_results(
@@ -135,7 +153,9 @@ def gather_results(
 def virtual_results(
     world: int, inputs: Sequence[Tensor], mask: Mask, layout: Layout, *, key_layout: Layout | None = None, **how: Any
 ) -> list[Tensor]:
-    """Return the whole out, lse, dq, dk, dv of `world` virtual ranks. `how` is as in `shard_results`."""
+    """Return the whole out, lse, dq, dk, dv, dsinks of `world` virtual ranks. `how` is as in `shard_results`."""
     shards = run_virtual(world, lambda comm: shard_results(comm, inputs, mask, layout, key_layout=key_layout, **how))
-    layouts = [layout] * 3 + [key_layout or layout] * 2
-    return [side.unshard(list(parts), 2) for side, parts in zip(layouts, zip(*shards, strict=True), strict=True)]
+    sides = [layout] * 3 + [key_layout or layout] * 2
+    out, lse, dq, dk, dv, *d_sinks = (list(parts) for parts in zip(*shards, strict=True))
+    whole = [side.unshard(parts, 2) for side, parts in zip(sides, (out, lse, dq, dk, dv), strict=True)]
+    return [*whole, *(torch.stack(parts).sum(0) for parts in d_sinks)]

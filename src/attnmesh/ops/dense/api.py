@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, overload
 
@@ -16,7 +16,7 @@ from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Full, Mask, check_mask
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_tensor
-from attnmesh.ops.dense import reference
+from attnmesh.ops.dense import cost, reference
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import (
     Backend,
@@ -24,33 +24,36 @@ from attnmesh.ops.dense.call import (
     Grads,
     Result,
     Scores,
+    check_batch,
     check_inputs,
+    check_score_terms,
     contiguous_last_dim,
-    resolve_scale,
+    resolve_scores,
 )
+from attnmesh.ops.dense.torch_tiles import TorchTiles
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility, bounds_of, stacked_bounds, unseen_of
 
-BACKENDS = ("auto", "aten", "triton", "reference")
+BACKENDS = ("auto", "aten", "triton", "torch", "reference")
 
-_ATEN, _TRITON = Aten(), Triton()
-_FUSED: dict[str, Backend] = {"aten": _ATEN, "triton": _TRITON}
+_TRITON, _TORCH = Triton(), TorchTiles()
+_FUSED: dict[str, Backend] = {"aten": Aten(), "triton": _TRITON, "torch": _TORCH}
 
-# Each block is a kernel launch and a partial result to merge; one Triton launch serves any number of them.
-_MAX_ATEN_BLOCKS_ON_CUDA = 8
 # Every pair of runs is planned; beyond this many, row bounds alone are cheaper than a plan.
 _MAX_RUN_PAIRS = 256
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ..., q_positions: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., q_positions: Tensor | None = ...,
     k_positions: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ..., q_positions: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = ..., scale: float | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., q_positions: Tensor | None = ...,
     k_positions: Tensor | None = ..., return_lse: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
@@ -60,27 +63,35 @@ def attention(
     *,
     mask: Mask = Full(),  # noqa: B008  (immutable)
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention on one device: q [B,Hq,Sq,D] against k, v [B,Hkv,Sk,D] to out [B,Hq,Sq,D] in the dtype of q.
+    """Softmax attention on one device: q [B,Hq,Sq,D], k [B,Hkv,Sk,D] and v [B,Hkv,Sk,Dv] to out [B,Hq,Sq,Dv].
 
-    Query head h reads kv head `h // (Hq // Hkv)`. A row that attends to no key has out 0 and lse -inf.
+    Query head h reads kv head `h // (Hq // Hkv)`. `out` has the dtype of q. A row that attends to no key has out 0 and
+    lse -inf (with sinks, the sink). There is no dropout.
 
     Args:
-        mask: which keys a query attends to.
+        mask: which keys a query attends to. A mask with `sequences` has one mask per sequence of the batch.
         scale: multiplies the scores; 1 / sqrt(D) by default.
+        softcap: bounds the scores to `softcap * tanh(score / softcap)`, as Gemma 2 and Grok do.
+        sinks: [Hq], a score per query head that joins every softmax with a value of zero, as in GPT-OSS. It is
+            differentiable, and part of the lse.
+        alibi_slopes: [Hq], adds `-slope * |q_position - k_position|` to the scores, after the softcap. Constants.
         q_positions, k_positions: integer positions of the rows, in any order; 0, 1, 2, ... by default. A chunk of a
             longer prompt is `q_positions=torch.arange(start, start + Sq)`. On CUDA, pass CPU tensors (or None) to allow
             the fastest kernels: reading positions back from the device would stall it.
         return_lse: also return the float32 lse [B,Hq,Sq], natural log. It is differentiable.
-        backend: "auto", "aten", "triton" or "reference". A backend that cannot serve the call raises ValueError.
-            `explain_attention` returns what "auto" chooses and why.
+        backend: "auto", "aten", "triton", "torch" or "reference". A backend that cannot serve the call raises
+            ValueError. `explain_attention` returns what "auto" chooses and why.
     """
     check_bool(return_lse=return_lse)
-    work = _prepared(q, k, v, mask, scale, q_positions, k_positions)
+    work = _prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions)
     choice = choose(work.call, backend)
     if choice.backend == "reference":
         at = [
@@ -88,11 +99,12 @@ def attention(
         ]
         with torch.autocast(q.device.type, enabled=False):  # the reference computes in the given dtype
             state = reference.attention(
-                q, k, v, mask, work.call.scores.scale, *(p.to(q.device, torch.long) for p in at)
-            )
+                q, k, v, mask, work.call.scores.scale, *(p.to(q.device, torch.long) for p in at),
+                softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+            )  # fmt: skip
         return (state.out, state.lse) if return_lse else state.out
     call = work.call
-    out, lse = _Attention.apply(call.q, call.k, call.v, call.visibility, call.scores, backend)  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(call.q, call.k, call.v, sinks, call.visibility, call.scores, backend)  # type: ignore[no-untyped-call]
     if work.order is not None:
         back = work.order.argsort()
         out, lse = out[:, :, back], lse[:, :, back]
@@ -105,7 +117,7 @@ def attention_state(
     backend: str = "auto",
 ) -> State:  # fmt: skip
     """`attention` as an unrounded float32 state, to be merged with others. Positions must ascend. No autograd."""
-    call = _prepared(q, k, v, mask, scale, q_positions, k_positions).call
+    call = _prepared(q, k, v, mask, scale, None, None, None, q_positions, k_positions).call
     total = StateAccumulator(call.q, v.shape[3])
     choose_fused(call, backend).forward(call, total)
     return total.finish(accumulation_dtype(q.dtype))
@@ -113,10 +125,16 @@ def attention_state(
 
 def explain_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = Full(), scale: float | None = None,  # noqa: B008
+    softcap: float | None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
     q_positions: Tensor | None = None, k_positions: Tensor | None = None, backend: str = "auto",
 ) -> Choice:  # fmt: skip
-    """The backend that `attention` would use for this call, the reason, and why others cannot. Computes nothing."""
-    return choose(_prepared(q, k, v, mask, scale, q_positions, k_positions).call, backend)
+    """The backend that `attention` would use for this call, the reason, and why others cannot. Computes nothing.
+
+    The reason has the number of visible pairs and of blocks, if the host knows the positions.
+    """
+    call = _prepared(q, k, v, mask, scale, softcap, sinks, alibi_slopes, q_positions, k_positions).call
+    choice = choose(call, backend)
+    return replace(choice, reason=f"{choice.reason} ({cost.described(call)})")
 
 
 @dataclass(frozen=True)
@@ -133,7 +151,7 @@ class Choice:
 
 
 def choose(call: Call, backend: str) -> Choice:
-    """The backend for a call. A backend requested by name that cannot serve it raises ValueError."""
+    """The backend for a call. One requested by name that cannot serve it, or none that can, raises ValueError."""
     check_choice("backend", backend, BACKENDS)
     if backend == "reference":
         return Choice("reference", "requested by name", ())
@@ -146,20 +164,26 @@ def choose(call: Call, backend: str) -> Choice:
     if refusals["aten"] is None:
         if not call.q.is_cuda:
             return Choice("aten", "torch's flash kernel is the fastest on the CPU", unsupported)
-        if len(call.visibility.blocks) <= _MAX_ATEN_BLOCKS_ON_CUDA or refusals["triton"] is not None:
+        if len(call.visibility.blocks) <= 1 or refusals["triton"] is not None:
             return Choice(
-                "aten", "every block is full or square causal: torch's fused kernels are fastest", unsupported
+                "aten", "torch's fused kernels are the fastest for a full or square causal block", unsupported
             )
-    if refusals["triton"] is None:
-        return Choice("triton", "one launch serves this mask by row bounds", unsupported)
-    return Choice("reference", "no fused kernel serves this call; all scores are kept in memory", unsupported)
+        costs = cost.estimate(call)
+        if costs.aten <= costs.triton:
+            return Choice("aten", f"a launch per block costs less: {costs}", unsupported)
+        return Choice("triton", f"one launch per part of the mask costs less: {costs}", unsupported)
+    if refusals["triton"] is None and call.q.is_cuda:
+        return Choice("triton", "one launch per part of the mask serves it by row bounds", unsupported)
+    if refusals["torch"] is None:
+        return Choice("torch", "no fused kernel serves this call", unsupported)
+    raise ValueError("no backend serves this call: " + "; ".join(f"{name}: {why}" for name, why in unsupported))
 
 
 def choose_fused(call: Call, backend: str) -> Backend:
     """The backend for a forward that must be fused (it merges into an accumulator)."""
     choice = choose(call, backend)
-    if choice.backend not in _FUSED:
-        raise ValueError(f"no fused kernel serves this call: {choice}")
+    if choice.backend == "reference":
+        raise ValueError('backend="reference" keeps every score, and has no state to merge')
     return _FUSED[choice.backend]
 
 
@@ -169,8 +193,8 @@ def choose_fused_backward(call: Call, result: Result, backend: str) -> Backend:
     why = forward.backward_refusal(call, result)
     if why is None:
         return forward
-    if backend == "auto" and _TRITON.backward_refusal(call, result) is None:
-        return _TRITON
+    if backend == "auto":
+        return _TRITON if call.q.is_cuda and _TRITON.backward_refusal(call, result) is None else _TORCH
     raise ValueError(f"backend={forward.name!r} cannot serve this backward: {why}")
 
 
@@ -179,13 +203,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scores: Scores, backend: str
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, visibility: Visibility, scores: Scores,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         call = Call(q.detach(), k.detach(), v.detach(), visibility, scores)
         total = StateAccumulator(call.q, v.shape[3])
         choose_fused(call, backend).forward(call, total)
-        state = total.finish(q.dtype)
-        ctx.save_for_backward(q, k, v, *state)
+        state = total.finish(q.dtype, sinks)
+        ctx.save_for_backward(q, k, v, sinks, *state)
         ctx.visibility, ctx.scores, ctx.backend = visibility, scores, backend
         ctx.set_materialize_grads(False)
         return state.out, state.lse
@@ -193,14 +218,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         call = Call(q, k, v, ctx.visibility, ctx.scores)
         result = Result.of(out, lse, grad_out, grad_lse)
         sums = [
             GradAccumulator(x) if needed else None for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
         ]
-        choose_fused_backward(call, result, ctx.backend).backward(call, result, Grads(*sums))
-        return *(None if grad is None else grad.finish() for grad in sums), None, None, None
+        if any(ctx.needs_input_grad[:3]):
+            choose_fused_backward(call, result, ctx.backend).backward(call, result, Grads(*sums))
+        grad_sinks = result.sink_gradient(sinks).to(sinks.dtype) if ctx.needs_input_grad[3] else None
+        return *(None if grad is None else grad.finish() for grad in sums), grad_sinks, None, None, None
 
 
 @dataclass(frozen=True)
@@ -212,14 +239,17 @@ class _Prepared:
 
 
 def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, q_at: Tensor | None, k_at: Tensor | None
-) -> _Prepared:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None,
+    alibi_slopes: Tensor | None, q_at: Tensor | None, k_at: Tensor | None,
+) -> _Prepared:  # fmt: skip
     check_inputs(q, k, v, scale)
+    check_score_terms(q, softcap, sinks, alibi_slopes)
     check_mask("mask", mask)
+    check_batch(mask, q)
     if k_at is None:
         mask.check(k.shape[2])
     q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
-    scores = Scores(resolve_scale(q, scale))
+    scores = resolve_scores(q, scale, softcap, alibi_slopes)
     q_runs = _runs("q_positions", q_at, q)
     k_runs = _runs("k_positions", k_at, k)
     if q_runs is not None and k_runs is not None and len(q_runs) * len(k_runs) <= _MAX_RUN_PAIRS:

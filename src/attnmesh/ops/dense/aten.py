@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmesh.core.state import State
-from attnmesh.ops.dense.call import Call, Grads, Result, aligned
+from attnmesh.ops.dense.call import Call, Grads, Result, aligned, of_sequences
+from attnmesh.ops.dense.cost import strip_rows
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.plan.blocks import Block, Kind
 
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 _CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _Parts = tuple[range, range, tuple[Tensor, Tensor, Tensor]]  # rows, keys, and their dq, dk, dv
-_STRIP = 256  # rows of a PARTIAL block that share one mask on the CPU: memory is O(strip x visible keys)
+_SCORES_PER_CALL = 20_000  # a call of the CPU kernel costs as much as so many scores: measured on two cores
 
 
 class Aten:
@@ -70,15 +71,15 @@ class Aten:
         call, _ = _with_positive_scale(call)
         for block in call.visibility.blocks:
             for rows, part in kernel(call, block):
-                total.add(State(part.out[..., :width], part.lse), rows.start)
+                total.add(State(part.out[..., :width], part.lse), rows.start, _first_sequence(block))
 
     def prepare(self, call: Call, result: Result) -> None:
         """Copies out and grad_out to the strides that cuDNN's backward requires."""
         if call.q.is_cuda:
             for block in call.visibility.blocks:
-                q, k = aligned(_rows(call.q, block.q)), _rows(call.k, block.k)
+                q, k, _ = _block_inputs(call, block)
                 if _cudnn_takes(q, k):
-                    result.with_layout_of(q, block.q)
+                    result.with_layout_of(q, block.q, block.sequences)
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
@@ -97,7 +98,7 @@ class Aten:
                 parts = (dq if sign == 1 else dq * sign, dk, dv)
                 for grad, part, row, width in zip((grads.q, grads.k, grads.v), parts, (q, k, k), widths, strict=True):
                     if grad is not None:
-                        grad.add(part[..., :width], row.start)
+                        grad.add(part[..., :width], row.start, _first_sequence(block))
 
 
 def _with_positive_scale(call: Call) -> tuple[Call, int]:
@@ -109,8 +110,13 @@ def _with_positive_scale(call: Call) -> tuple[Call, int]:
     return replace(call, q=call.q * sign, scores=replace(call.scores, scale=-scale if sign else 1.0)), sign
 
 
-def _rows(x: Tensor, rows: range) -> Tensor:
-    return x[:, :, rows.start : rows.stop]
+def _rows(x: Tensor, rows: range, block: Block) -> Tensor:
+    """Some rows of the sequences of a block."""
+    return of_sequences(x, block.sequences)[:, :, rows.start : rows.stop]
+
+
+def _first_sequence(block: Block) -> int:
+    return 0 if block.sequences is None else block.sequences.start
 
 
 # ---- CPU ------------------------------------------------------------------------------------------------------------
@@ -147,7 +153,7 @@ def _has_bf16() -> bool:
 def _cpu_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
     for q, k, mask, empty in _strips(call, block):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            _rows(call.q, q), _rows(call.k, k), _rows(call.v, k), 0.0, block.kind is Kind.CAUSAL,
+            _rows(call.q, q, block), _rows(call.k, k, block), _rows(call.v, k, block), 0.0, block.kind is Kind.CAUSAL,
             attn_mask=mask, scale=call.scores.scale,
         )  # fmt: skip
         if empty is not None:  # the kernel gives a row without keys an lse of 0
@@ -157,12 +163,13 @@ def _cpu_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
 
 def _cpu_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
     for q, k, mask, _ in _strips(call, block):
-        lse = _rows(result.lse, q)
+        lse = _rows(result.lse, q, block)
         # The kernel computes exp(score - lse) of masked scores too, and -inf - -inf is NaN. Such rows have no keys.
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         yield q, k, aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _rows(result.grad_out, q), _rows(call.q, q), _rows(call.k, k), _rows(call.v, k), _rows(result.out, q),
-            lse, 0.0, block.kind is Kind.CAUSAL, attn_mask=mask, scale=call.scores.scale,
+            _rows(result.grad_out, q, block), _rows(call.q, q, block), _rows(call.k, k, block),
+            _rows(call.v, k, block), _rows(result.out, q, block), lse, 0.0, block.kind is Kind.CAUSAL, attn_mask=mask,
+            scale=call.scores.scale,
         )  # fmt: skip
 
 
@@ -171,14 +178,12 @@ def _strips(call: Call, block: Block) -> Iterator[tuple[range, range, Tensor | N
     if block.kind is not Kind.PARTIAL:
         yield block.q, block.k, None, None
         return
-    first, end = (
-        bound[block.part, 0 if block.sequences is None else block.sequences.start].long()
-        .clamp(block.k.start, block.k.stop)
-        for bound in call.visibility.bounds(call.q.device)
-    )  # fmt: skip
-    for start in range(block.q.start, block.q.stop, _STRIP):
-        q = range(start, min(start + _STRIP, block.q.stop))
-        lo, hi = first[q.start : q.stop], end[q.start : q.stop]
+    first, end = call.bounds(block, call.q.device)
+    batch = call.q.shape[0] if block.sequences is None else len(block.sequences)
+    strip = strip_rows(first, end, batch * call.q.shape[1], _SCORES_PER_CALL)
+    for start in range(0, len(block.q), strip):
+        q = block.q[start : start + strip]
+        lo, hi = first[start : start + strip], end[start : start + strip]
         k = range(int(lo[0]), int(hi[-1]))
         if not k:
             continue
@@ -225,19 +230,19 @@ def _cuda_forward(call: Call, block: Block) -> Iterator[tuple[range, State]]:
 def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]:
     assert block.kind is not Kind.PARTIAL, "see refusal"
     q, k, v = _block_inputs(call, block)
-    lse = _rows(result.lse, block.q)
+    lse = _rows(result.lse, block.q, block)
     causal = block.kind is Kind.CAUSAL
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # dropout state, unused
     if _cudnn_takes(q, k):
         # torch caches a plan per shape and strides of q, k and v, whatever the strides of out are. So out must have the
         # strides that the forward would give it for this q, or the plan of another call reads wrong memory.
-        out, grad_out = result.with_layout_of(q, block.q)
+        out, grad_out = result.with_layout_of(q, block.q, block.sequences)
         parts = aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused[0], unused[1], None, None, None,
             q.shape[2], k.shape[2], 0.0, causal, scale=call.scores.scale,
         )  # fmt: skip
     else:
-        out, grad_out = (aligned(_rows(x, block.q)) for x in (result.out, result.grad_out))
+        out, grad_out = (aligned(_rows(x, block.q, block)) for x in (result.out, result.grad_out))
         parts = aten._flash_attention_backward(
             *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.contiguous(), None, None,
             q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=call.scores.scale,
@@ -247,7 +252,7 @@ def _cuda_backward(call: Call, result: Result, block: Block) -> Iterator[_Parts]
 
 
 def _block_inputs(call: Call, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (aligned(_rows(x, at)) for x, at in ((call.q, block.q), (call.k, block.k), (call.v, block.k)))
+    q, k, v = (aligned(_rows(x, at, block)) for x, at in ((call.q, block.q), (call.k, block.k), (call.v, block.k)))
     return q, k, v
 
 

@@ -11,12 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attnmesh.core.mask import Mask
 from attnmesh.core.merge import sink_gradient
 from attnmesh.core.optional import installed, require
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_number, check_tensor
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
-from attnmesh.plan.blocks import Visibility
+from attnmesh.plan.blocks import Block, Kind, Visibility
 from attnmesh.trace.recorder import Recorder
 
 
@@ -45,7 +46,7 @@ class Scores:
 
     scale: float
     softcap: float | None = None
-    alibi_slopes: Tensor | None = None  # float32 [Hq]
+    alibi_slopes: Tensor | None = None  # [Hq] in the accumulation dtype
 
     @property
     def plain(self) -> bool:
@@ -66,6 +67,19 @@ class Call:
     v: Tensor
     visibility: Visibility
     scores: Scores
+
+    def bounds(self, block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The keys first[i] <= j < end[i] of the block that its row i sees, int32 [rows of the block]."""
+        if block.kind is not Kind.PARTIAL:
+            first = torch.full((len(block.q),), block.k.start, dtype=torch.int32, device=device)
+            rows = torch.arange(len(block.q), dtype=torch.int32, device=device)
+            return first, first + (rows + 1 if block.kind is Kind.CAUSAL else len(block.k))
+        sequence = 0 if block.sequences is None else block.sequences.start  # the others of a block have the same bounds
+        first, end = (
+            bound[block.part, sequence, block.q.start : block.q.stop].clamp(block.k.start, block.k.stop)
+            for bound in self.visibility.bounds(device)
+        )
+        return first, end
 
     def with_unseen_zeroed(self, *, zero_rows: bool = True) -> Call:
         """The same call with 0 in keys that no row sees and, with `zero_rows`, in rows that see no key.
@@ -93,12 +107,12 @@ class Result:
         """From the arguments of an autograd backward, where None means that an output is unused."""
         return cls(out, lse, torch.zeros_like(out) if grad_out is None else contiguous_last_dim(grad_out), grad_lse)
 
-    def with_layout_of(self, q: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+    def with_layout_of(self, q: Tensor, rows: range, sequences: range | None = None) -> tuple[Tensor, Tensor]:
         """The given rows of out and grad_out with the strides of `torch.empty_like(q)`; copied at most once."""
         strides = torch.empty_like(q, device="meta").stride()
-        at = rows, strides
+        at = rows, sequences, strides
         if at not in self._by_layout:
-            parts = [x[:, :, rows.start : rows.stop] for x in (self.out, self.grad_out)]
+            parts = [of_sequences(x, sequences)[:, :, rows.start : rows.stop] for x in (self.out, self.grad_out)]
             out, grad_out = (
                 x if _strided(x, strides) and _is_aligned(x) else torch.empty_like(q).copy_(x) for x in parts
             )
@@ -164,6 +178,11 @@ class Backend(Protocol):
         """Adds the gradients of this call to `grads`."""
 
 
+def of_sequences(x: Tensor, sequences: range | None) -> Tensor:
+    """Some sequences of a tensor [B, ...]; None is all of them."""
+    return x if sequences is None else x[sequences.start : sequences.stop]
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
     """Raise ValueError for invalid inputs of attention. The width of v may differ from that of q and k."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -191,6 +210,19 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
             raise ValueError(f"head_dim must be at least 1, got 0 in {name} {list(x.shape)}")
     if scale is not None:
         check_number("scale", scale)
+
+
+def check_batch(mask: Mask, q: Tensor) -> None:
+    """Raise ValueError for a mask of another number of sequences than q [B, Hq, S, D] has."""
+    if mask.sequences is not None and mask.sequences != q.shape[0]:
+        raise ValueError(f"mask must have one mask per sequence of the batch of {q.shape[0]}, got {mask.sequences}")
+
+
+def resolve_scores(q: Tensor, scale: float | None, softcap: float | None, alibi_slopes: Tensor | None) -> Scores:
+    """The score function of checked arguments."""
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.to(accumulation_dtype(q.dtype)).contiguous()
+    return Scores(resolve_scale(q, scale), None if softcap is None else float(softcap), alibi_slopes)
 
 
 def check_score_terms(

@@ -1,0 +1,50 @@
+"""attention() equals torch's FlexAttention with the same mask and scores, written as mask_mod and score_mod."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from attnmesh import attention
+from attnmesh.core.masks import BlockCausal, Causal, Documents, Full, Global, Mask, Padding, Prefix, SlidingWindow
+from attnmesh.testing.attention import random_inputs
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+LENGTH = 70
+
+
+def by_flex(inputs: list[Tensor], mask: Mask, softcap: float | None, slopes: Tensor | None) -> list[Tensor]:
+    """out and lse of FlexAttention, which has no gradients on the CPU."""
+    at = torch.arange(LENGTH)
+    visible = mask.visible(at[:, None], at).expand(2, -1, -1)
+
+    def mask_mod(b, h, q, k):
+        return visible[b, q, k]
+
+    def score_mod(score, b, h, q, k):
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        return score if slopes is None else score - slopes[h] * (q - k).abs()
+
+    blocks = create_block_mask(mask_mod, 2, None, LENGTH, LENGTH, device="cpu")
+    return flex_attention(
+        *inputs[:3], score_mod=score_mod, block_mask=blocks, enable_gqa=True, return_lse=True
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("mask", "softcap", "slopes"),
+    [
+        (Full(), 2.0, None), (Prefix(20), None, SLOPES), (Causal() & Documents([30, 40]), 2.0, SLOPES),
+        (Causal() & (Global(4) | SlidingWindow(11)), None, None), (BlockCausal(16), 1.0, SLOPES),
+        (Causal() & Padding([70, 33]), None, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_same_as_flex_attention(mask, softcap, slopes):
+    inputs = random_inputs(LENGTH, dtype=torch.float64)
+    expected = by_flex(inputs, mask, softcap, slopes)
+    found = attention(*inputs[:3], mask=mask, softcap=softcap, alibi_slopes=slopes, return_lse=True)
+    for result, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(result, exact.double(), rtol=1e-6, atol=1e-6)  # its softmax is float32
