@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, comm_from, propagate_failure
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Zigzag
-from attnmesh.core.mask import sequence_groups
+from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
@@ -134,9 +134,9 @@ def ring_distributed_attention(
     time; blocks that no query attends to are not read. There is no backward: tensors that require gradients raise
     ValueError. A block outside the pool raises ValueError on the CPU; on a GPU out and lse of the sequence are NaN.
 
-    `mask` must be causal, and may hide more: `Chunked(8192)`, `Causal() & (Global(4) | SlidingWindow(1023))`, `Causal() &
-    Documents(lengths)` with the documents of all `q_offset + S` positions, one mask per sequence. The chunks are those
-    of `ring_chunks` for every mask: they balance the work of `Causal`.
+    `mask` must be causal, and may hide more: `Chunked(8192)`, `Causal() & (Global(4) | SlidingWindow(1023))`,
+    `Causal() & Documents(lengths)` with the documents of all `q_offset + S` positions, one mask per sequence. The chunks
+    are those of `ring_chunks` for every mask: they balance the work of `Causal`.
 
     Pass `ring_size` and `ring_id`, or a `group` (a ProcessGroup, a one-dimensional DeviceMesh, a comm), which implies
     them. With a group, ranks first compare their arguments, and dk and dv are summed over the group (in float32,
@@ -401,9 +401,9 @@ def _first_not_causal(mask: Mask, queries: range) -> int | None:
     """The first query that attends to a later key, in any sequence."""
     at = torch.arange(queries.start, queries.stop, device="cpu")
     later = torch.zeros_like(at, dtype=torch.bool)
-    for _, own in sequence_groups(mask):
-        for interval in own.intervals:
-            first, end = interval.key_ranges(at)
+    for _, intervals in sequence_intervals(mask, queries.stop):
+        for part in intervals:
+            first, end = part.key_ranges(at)
             later |= (first < end) & (end > at + 1)
     return queries[int(later.nonzero()[0])] if later.any() else None
 
