@@ -168,7 +168,7 @@ def test_the_plan_counts_the_same_pairs(world):
 
 def foreign_keys(shares: list[tuple[range, ...]], mask: Mask) -> int:
     """How many keys ranks see that other ranks hold: what must travel."""
-    first, end = (seen.clamp(0, S).tolist() for seen in mask.key_ranges(torch.arange(S)))
+    first, end = (seen.clamp(0, S).tolist() for seen in mask.intervals(range(S))[0].key_ranges(torch.arange(S)))
     foreign = 0
     for ranges in shares:
         reached = 0
