@@ -96,7 +96,7 @@ def test_what_a_device_does_not_see_may_be_anything(mask):
         foreign = torch.ones(31, dtype=torch.bool)
         foreign[own] = False
         q[:, :, foreign] = torch.nan
-        unseen = ~mask.allows(positions[own, None], torch.arange(51)).any(0)
+        unseen = ~mask.visible(positions[own, None], torch.arange(51)).any(0)
         k[:, :, unseen] = v[:, :, unseen] = torch.nan
         poisoned = local_results([q, k, v, *inputs[3:]], 3, ring_id, **how)
         for name, a, b in zip(NAMES, clean, poisoned, strict=True):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.masks import Mask
-from attnmesh.core.ranges import Ranges, hull
+from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_number, check_tensor, check_type, shown
 from attnmesh.ops.decode.call import check_storages
@@ -165,12 +165,12 @@ def _parts(mask: Mask, q: Ranges, size: int) -> tuple[tuple[range, Patch], ...]:
 
 
 def _cut(mask: Mask, q: Ranges, size: int) -> Iterator[tuple[range, Patch]]:
-    seen = hull(Patch(mask, q, (range(q[-1].stop),)).seen if q else ())
-    for start in range(seen.start // size * size, seen.stop, size):
-        keys = range(max(start, seen.start), min(start + size, seen.stop))
-        patch = Patch(mask, q, (keys,))
-        if patch.blocks:
-            yield keys, patch
+    for seen in Patch(mask, q, (range(q[-1].stop),)).seen if q else ():
+        for start in range(seen.start // size * size, seen.stop, size):
+            keys = range(max(start, seen.start), min(start + size, seen.stop))
+            patch = Patch(mask, q, (keys,))
+            if patch.blocks:
+                yield keys, patch
 
 
 def _gathered(pool: Stored, blocks: Tensor, dtype: torch.dtype) -> Tensor:

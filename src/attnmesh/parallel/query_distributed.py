@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, comm_from, propagate_failure
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Zigzag
-from attnmesh.core.mask import sequence_groups
+from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
@@ -57,10 +57,11 @@ from attnmesh.ops.dense.call import (
     Grads,
     Result,
     Scores,
+    check_batch,
     check_inputs,
     check_score_terms,
     contiguous_last_dim,
-    resolve_scale,
+    resolve_scores,
 )
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attention
@@ -155,14 +156,16 @@ def ring_distributed_attention(
         kv = _checked_kv(q, k, v, block_table, scale, sinks)
         check_score_terms(q, softcap, sinks, alibi_slopes)
         offsets = _checked_offsets(q_offset, q, kv)
-        for offset in offsets:
-            _check_causal(mask, range(offset, offset + q.shape[2]))
+        check_mask("mask", mask)
+        check_batch(mask, q)
+        for own, offset in zip(_masks(mask, offsets), offsets, strict=True):
+            _check_causal(own, range(offset, offset + q.shape[2]))
         size, index = (ring_size, ring_id) if group is None else _place_in_group(comm, ring_size, ring_id)
         if size is None or index is None:
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={index}")
         _check_ring(size, index)
         chunks = Zigzag(pairs).ranges(q.shape[2], size, index)
-        scores = Scores(resolve_scale(q, scale), softcap, None if alibi_slopes is None else alibi_slopes.float())
+        scores = resolve_scores(q, scale, softcap, alibi_slopes)
         run: Callable[[], State]
         if isinstance(kv, PagedKV):
             cached = _CacheShare(chunks, offsets, mask, scores, sinks, backend, comm, kv)
@@ -306,29 +309,39 @@ class _CacheShare:
         with propagate_failure(self.comm), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             states = [
                 paged_attention(
-                    own, positions, kv, mask=self.mask, scores=self.scores, sinks=self.sinks, backend=self.backend,
+                    own, positions, kv, mask=mask, scores=self.scores, sinks=self.sinks, backend=self.backend,
                     recorder=self.comm.recorder,
                 )
-                for own, positions, kv in self._batches(self._own(q))
+                for own, positions, kv, mask in self._batches(self._own(q))
             ]  # fmt: skip
         return State(*(torch.cat(parts) for parts in zip(*states, strict=True))) if len(states) > 1 else states[0]
 
     def check_calls(self, q: Tensor) -> None:
         """Raise ValueError if no backend serves a call or, on the CPU, if a block is outside the pool."""
-        for own, positions, kv in self._batches(q[:, :, : ranges.size(self.chunks)]):
-            check_calls(own, positions, kv, self.mask, self.scores, self.backend)
+        for own, positions, kv, mask in self._batches(q[:, :, : ranges.size(self.chunks)]):
+            check_calls(own, positions, kv, mask, self.scores, self.backend)
 
     def _own(self, q: Tensor) -> Tensor:
         """The queries of this device, with a contiguous last dimension."""
         parts = [q[:, :, chunk.start : chunk.stop] for chunk in self.chunks]
         return contiguous_last_dim(parts[0] if len(parts) == 1 else torch.cat(parts, 2) if parts else q[:, :, :0])
 
-    def _batches(self, own: Tensor) -> Iterator[tuple[Tensor, Ranges, PagedKV]]:
-        """Queries, their positions and their cache: all sequences together, or one by one if their offsets differ."""
-        for i, offset in enumerate(self.q_offsets):
+    def _batches(self, own: Tensor) -> Iterator[tuple[Tensor, Ranges, PagedKV, Mask]]:
+        """Queries, their positions, cache and mask: all sequences together, or one by one if their offsets differ."""
+        masks = _masks(self.mask, self.q_offsets)
+        for i, (offset, mask) in enumerate(zip(self.q_offsets, masks, strict=True)):
             positions = tuple(range(offset + chunk.start, offset + chunk.stop) for chunk in self.chunks)
-            together = len(self.q_offsets) == 1
-            yield (own, positions, self.kv) if together else (own[i : i + 1], positions, self.kv.sequence(i))
+            if len(masks) == 1:
+                yield own, positions, self.kv, mask
+            else:
+                yield own[i : i + 1], positions, self.kv.sequence(i), mask
+
+
+def _masks(mask: Mask, q_offsets: Sequence[int]) -> list[Mask]:
+    """The mask for every offset: of all sequences together, or of one sequence each."""
+    if len(q_offsets) == 1 or mask.sequences is None:
+        return [mask] * len(q_offsets)
+    return [mask.of_sequence(i) for i in range(len(q_offsets))]
 
 
 @lru_cache(maxsize=128)
@@ -377,7 +390,6 @@ def _checked_offsets(q_offset: object, q: Tensor, kv: PagedKV | tuple[Tensor, Te
 
 def _check_causal(mask: Mask, queries: range) -> None:
     """Raise ValueError unless `mask` fits the positions up to the last query and hides later keys from every query."""
-    check_mask("mask", mask)
     mask.check(queries.stop)
     position = _first_not_causal(mask, queries)
     if position is not None:
@@ -392,8 +404,8 @@ def _first_not_causal(mask: Mask, queries: range) -> int | None:
     """The first query that attends to a later key."""
     at = torch.arange(queries.start, queries.stop, device="cpu")
     later = torch.zeros_like(at, dtype=torch.bool)
-    for _, same in sequence_groups(mask):
-        for part in same.intervals:
+    for _, intervals in sequence_intervals(mask, queries.stop):
+        for part in intervals:
             first, end = part.key_ranges(at)
             later |= (first < end) & (end > at + 1)
     return queries[int(later.nonzero()[0])] if later.any() else None
