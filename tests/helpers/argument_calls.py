@@ -536,6 +536,8 @@ NOT_FUZZED = {
         )
     },
     "Intervals.boundaries": "called by plans for every block",
+    "Mask.intervals": "called by plans for every block",
+    "Mask.trapezoids": "called by plans with positions that were checked",
     "Intervals.pairs": "called by plans for every block",
     "Intervals.rows_seen": "called by plans for every block",
     "Mask.coverage": "called by plans for every block",

@@ -315,7 +315,7 @@ def _masks(x: Tensors, backend: str) -> Tensors:
     results = {}
     for mask in MASKS:
         results[f"{mask}"] = mask.visible(x["q"][..., None], x["k"])
-        parts = mask.intervals if mask.sequences is None else ()
+        parts = mask.intervals(range(16)) if mask.sequences is None else ()
         results |= {f"{mask} {i}": bound for i, part in enumerate(parts) for bound in part.key_ranges(x["q"])}
     return results
 
