@@ -134,9 +134,9 @@ def ring_distributed_attention(
     time; blocks that no query attends to are not read. There is no backward: tensors that require gradients raise
     ValueError. A block outside the pool raises ValueError on the CPU; on a GPU out and lse of the sequence are NaN.
 
-    `mask` must be causal, and may hide more: `Causal() & SlidingWindow(1023)`, `Causal() & Documents(lengths)` with the
-    documents of all `q_offset + S` positions. The chunks are those of `ring_chunks` for every mask: they balance the
-    work of `Causal`.
+    `mask` must be causal, and may hide more: `Chunked(8192)`, `Causal() & (Global(4) | SlidingWindow(1023))`,
+    `Causal() & Documents(lengths)` with the documents of all `q_offset + S` positions, one mask per sequence. The chunks
+    are those of `ring_chunks` for every mask: they balance the work of `Causal`.
 
     Pass `ring_size` and `ring_id`, or a `group` (a ProcessGroup, a one-dimensional DeviceMesh, a comm), which implies
     them. With a group, ranks first compare their arguments, and dk and dv are summed over the group (in float32,
@@ -156,10 +156,7 @@ def ring_distributed_attention(
         kv = _checked_kv(q, k, v, block_table, scale, sinks)
         check_score_terms(q, softcap, sinks, alibi_slopes)
         offsets = _checked_offsets(q_offset, q, kv)
-        check_mask("mask", mask)
-        check_batch(mask, q)
-        for own, offset in zip(_masks(mask, offsets), offsets, strict=True):
-            _check_causal(own, range(offset, offset + q.shape[2]))
+        _check_causal(mask, q, offsets)
         size, index = (ring_size, ring_id) if group is None else _place_in_group(comm, ring_size, ring_id)
         if size is None or index is None:
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={index}")
@@ -327,21 +324,16 @@ class _CacheShare:
         return contiguous_last_dim(parts[0] if len(parts) == 1 else torch.cat(parts, 2) if parts else q[:, :, :0])
 
     def _batches(self, own: Tensor) -> Iterator[tuple[Tensor, Ranges, PagedKV, Mask]]:
-        """Queries, their positions, cache and mask: all sequences together, or one by one if their offsets differ."""
-        masks = _masks(self.mask, self.q_offsets)
-        for i, (offset, mask) in enumerate(zip(self.q_offsets, masks, strict=True)):
-            positions = tuple(range(offset + chunk.start, offset + chunk.stop) for chunk in self.chunks)
-            if len(masks) == 1:
-                yield own, positions, self.kv, mask
-            else:
-                yield own[i : i + 1], positions, self.kv.sequence(i), mask
+        """Queries, positions, cache and mask: of all sequences together, or one by one if offsets or masks differ."""
+        if len(self.q_offsets) == 1 and self.mask.sequences is None:
+            yield own, self._positions(self.q_offsets[0]), self.kv, self.mask
+            return
+        for i in range(own.shape[0]):
+            positions = self._positions(self.q_offsets[i % len(self.q_offsets)])
+            yield own[i : i + 1], positions, self.kv.sequence(i), self.mask.of_sequence(i)
 
-
-def _masks(mask: Mask, q_offsets: Sequence[int]) -> list[Mask]:
-    """The mask for every offset: of all sequences together, or of one sequence each."""
-    if len(q_offsets) == 1 or mask.sequences is None:
-        return [mask] * len(q_offsets)
-    return [mask.of_sequence(i) for i in range(len(q_offsets))]
+    def _positions(self, q_offset: int) -> Ranges:
+        return tuple(range(q_offset + chunk.start, q_offset + chunk.stop) for chunk in self.chunks)
 
 
 @lru_cache(maxsize=128)
@@ -388,20 +380,25 @@ def _checked_offsets(q_offset: object, q: Tensor, kv: PagedKV | tuple[Tensor, Te
     return tuple(offsets[:1] if len(set(offsets)) == 1 else offsets) or (0,)  # of no sequences
 
 
-def _check_causal(mask: Mask, queries: range) -> None:
+def _check_causal(mask: Mask, q: Tensor, q_offsets: tuple[int, ...]) -> None:
     """Raise ValueError unless `mask` fits the positions up to the last query and hides later keys from every query."""
-    mask.check(queries.stop)
-    position = _first_not_causal(mask, queries)
-    if position is not None:
-        raise ValueError(
-            f"mask must be causal, but {mask} lets the query at position {position} attend to later keys: intersect it "
-            "with Causal()"
-        )
+    check_mask("mask", mask)
+    check_batch(mask, q)
+    for i, offset in enumerate(q_offsets):
+        queries = range(offset, offset + q.shape[2])
+        own = mask if len(q_offsets) == 1 else mask.of_sequence(i)
+        own.check(queries.stop)
+        position = _first_not_causal(own, queries)
+        if position is not None:
+            raise ValueError(
+                f"mask must be causal, but {mask} lets the query at position {position} attend to later keys: "
+                "intersect it with Causal()"
+            )
 
 
 @lru_cache(maxsize=128)
 def _first_not_causal(mask: Mask, queries: range) -> int | None:
-    """The first query that attends to a later key."""
+    """The first query that attends to a later key, in any sequence."""
     at = torch.arange(queries.start, queries.stop, device="cpu")
     later = torch.zeros_like(at, dtype=torch.bool)
     for _, intervals in sequence_intervals(mask, queries.stop):
