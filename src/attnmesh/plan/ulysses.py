@@ -104,7 +104,8 @@ class HeadAllToAll:
             if share.q:
                 shape = self.workload.shape.with_heads(len(share.q), len(share.kv))
                 groups.setdefault(shape, []).append(list(range(i, self.workload.world, self.ranks)))
-        return GroupedWorkload(self.workload, shards, groups, RankSizes.of(self.shapes(), rows, segments))
+        sizes = RankSizes.of(self.workload, self.shapes(), rows, segments)
+        return GroupedWorkload(self.workload, shards, groups, sizes)
 
     def exchanges(self, *, backward: bool) -> tuple[Messages | MessageTotals, Messages | MessageTotals]:
         """The two exchanges. Forward: q, k, v, then out (and lse). Backward: dout, then dq, dk, dv."""

@@ -94,6 +94,14 @@ class Workload:
         check_bool(lse=self.lse)
         check_type("device", self.device, str, "the name of a device type")
         check_device("device", self.device)
+        of_mask = self.shards.mask.sequences
+        if of_mask not in (None, self.shape.batch):
+            raise ValueError(f"mask must have one mask per sequence of the batch of {self.shape.batch}, got {of_mask}")
+
+    @property
+    def sequences_per_pair(self) -> int:
+        """How many sequences each visible pair of a patch is computed for: a mask per sequence counts them all."""
+        return self.shape.batch if self.shards.mask.sequences is None else 1
 
     @property
     def world(self) -> int:
@@ -123,17 +131,19 @@ class RankSizes:
     segments: Ints  # kernel calls per block: heads that do not divide evenly need more than one
 
     @staticmethod
-    def of(shapes: Sequence[Shape], rows: Sequence[int], segments: Sequence[int] | None = None) -> RankSizes:
+    def of(
+        workload: Workload, shapes: Sequence[Shape], rows: Sequence[int], segments: Sequence[int] | None = None
+    ) -> RankSizes:
         """From the shape of the tensors that each rank computes with, and its query rows."""
 
         def each(name: str) -> Ints:
             return np.array([getattr(shape, name) for shape in shapes], dtype=np.int64)
 
-        heads = each("batch") * each("q_heads")
+        heads, per_pair = each("batch") * each("q_heads"), workload.sequences_per_pair * each("q_heads")
         query, out = heads * each("head_dim"), heads * each("value_dim")
         return RankSizes(
-            key_pair_flops=2.0 * query.astype(np.float64),
-            value_pair_flops=2.0 * out.astype(np.float64),
+            key_pair_flops=2.0 * per_pair * each("head_dim"),
+            value_pair_flops=2.0 * per_pair * each("value_dim"),
             key_row=each("key_row"),
             key_grad_row=each("key_grad_row"),
             query_row=each("query_row"),
@@ -148,7 +158,8 @@ class RankSizes:
     @staticmethod
     def of_workload(workload: Workload) -> RankSizes:
         """The sizes of all ranks' own rows and heads."""
-        return RankSizes.of([workload.shape] * workload.world, list(map(ranges.size, workload.shards.queries)))
+        rows = list(map(ranges.size, workload.shards.queries))
+        return RankSizes.of(workload, [workload.shape] * workload.world, rows)
 
     @property
     def world(self) -> int:
