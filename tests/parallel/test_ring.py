@@ -206,7 +206,7 @@ def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):
     sent = run_virtual(world, rank)
     row = 2 * batch * heads[1] * head_dim  # K and V, kv heads as they are
     forward = ring_plan(shards(mask, layout, length, world))
-    backward = Ring(forward, 1.0, "auto", SoloComm()).backward_plan(dtype)
+    backward = Ring(forward, "auto", SoloComm()).backward_plan(dtype)
     for r in range(world):
         hops = sum(bool(stage.next_keys) for stage in forward.stages(r))
         assert sent[r][0] == (hops, forward.rows_sent(r) * row * dtype.itemsize)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from attnmesh.core import ranges
+from attnmesh.core.masks import Mask
 from attnmesh.core.validation import MAX_RANKS, check_bool, check_count, check_device, check_type
 from attnmesh.plan.program import Floats, Ints, KernelKind, Kernels
 from attnmesh.plan.shards import Shards
@@ -94,14 +95,9 @@ class Workload:
         check_bool(lse=self.lse)
         check_type("device", self.device, str, "the name of a device type")
         check_device("device", self.device)
-        of_mask = self.shards.mask.sequences
-        if of_mask not in (None, self.shape.batch):
-            raise ValueError(f"mask must have one mask per sequence of the batch of {self.shape.batch}, got {of_mask}")
-
-    @property
-    def sequences_per_pair(self) -> int:
-        """How many sequences each visible pair of a patch is computed for: a mask per sequence counts them all."""
-        return self.shape.batch if self.shards.mask.sequences is None else 1
+        sequences = self.shards.mask.sequences
+        if sequences not in (None, self.shape.batch):
+            raise ValueError(f"batch must be {sequences}, the sequences of the mask, got {self.shape.batch}")
 
     @property
     def world(self) -> int:
@@ -118,7 +114,7 @@ class Workload:
 class RankSizes:
     """Bytes per row and operations per pair, and the rows of every rank: entry r is rank r's."""
 
-    key_pair_flops: Floats  # of one (query, key) pair in a matrix product over the width of keys
+    key_pair_flops: Floats  # of one (query, key) pair of a plan, in a matrix product over the width of keys
     value_pair_flops: Floats  # the same over the width of values
     key_row: Ints  # bytes of K and V of a position
     key_grad_row: Ints
@@ -132,18 +128,20 @@ class RankSizes:
 
     @staticmethod
     def of(
-        workload: Workload, shapes: Sequence[Shape], rows: Sequence[int], segments: Sequence[int] | None = None
+        shapes: Sequence[Shape], rows: Sequence[int], segments: Sequence[int] | None = None, *, mask: Mask
     ) -> RankSizes:
         """From the shape of the tensors that each rank computes with, and its query rows."""
 
         def each(name: str) -> Ints:
             return np.array([getattr(shape, name) for shape in shapes], dtype=np.int64)
 
-        heads, per_pair = each("batch") * each("q_heads"), workload.sequences_per_pair * each("q_heads")
+        heads = each("batch") * each("q_heads")
         query, out = heads * each("head_dim"), heads * each("value_dim")
+        # A plan counts the pairs of one sequence, or of all sequences if they have masks of their own.
+        sequences = 1 if mask.sequences is None else np.maximum(each("batch"), 1)
         return RankSizes(
-            key_pair_flops=2.0 * per_pair * each("head_dim"),
-            value_pair_flops=2.0 * per_pair * each("value_dim"),
+            key_pair_flops=2.0 * query / sequences,
+            value_pair_flops=2.0 * out / sequences,
             key_row=each("key_row"),
             key_grad_row=each("key_grad_row"),
             query_row=each("query_row"),
@@ -159,7 +157,7 @@ class RankSizes:
     def of_workload(workload: Workload) -> RankSizes:
         """The sizes of all ranks' own rows and heads."""
         rows = list(map(ranges.size, workload.shards.queries))
-        return RankSizes.of(workload, [workload.shape] * workload.world, rows)
+        return RankSizes.of([workload.shape] * workload.world, rows, mask=workload.shards.mask)
 
     @property
     def world(self) -> int:

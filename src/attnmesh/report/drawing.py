@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from attnmesh.core import ranges
-from attnmesh.core.mask import Coverage, Mask, coverage, sequence_groups
+from attnmesh.core.mask import Coverage, Mask, coverage, sequence_intervals
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import printable
 from attnmesh.plan.program import Load
@@ -35,7 +35,7 @@ def drawing_data(report: ScheduleReport) -> Json:
         "heads": shape.q_heads,
         "masks": shards.mask.sequences or 1,  # whose pairs are counted together
         # per head: two matmuls, two operations per element
-        "flops_per_pair": 2 * report.workload.sequences_per_pair * (shape.head_dim + shape.value_dim),
+        "flops_per_pair": 2 * (1 if shards.mask.sequences else shape.batch) * (shape.head_dim + shape.value_dim),
         "shards": [
             {"count": ranges.size(held), "runs": [[run.start, run.stop, run.step] for run in held]}
             for held in shards.queries
@@ -84,8 +84,8 @@ def pair_counts(shards: Shards, queries: list[Band], keys: list[Band]) -> list[l
 def visible_pairs(mask: Mask, q: range, k: range) -> int:
     """Return the number of visible pairs of the queries `q` and the keys `k`, in all `mask.sequences` or in one."""
     count = 0
-    for sequences, same in sequence_groups(mask):
-        for part in same.intervals:
+    for sequences, intervals in sequence_intervals(mask, max(q.stop, k.stop)):
+        for part in intervals:
             found = coverage(part, q, k)
             if found is not Coverage.EMPTY:
                 pairs = len(q) * len(k) if found is Coverage.FULL else part.pairs(q, k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core import ranges
-from attnmesh.core.mask import sequence_groups
+from attnmesh.core.intervals import Intervals
+from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Full, Mask, check_mask
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_tensor
@@ -205,7 +207,7 @@ class _Attention(torch.autograd.Function):
         backend: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         call = Call(q.detach(), k.detach(), v.detach(), visibility, scores)
-        total = StateAccumulator(call.q, v.shape[3])
+        total = StateAccumulator(call.q, v.shape[3], one_call=sinks is None)
         choose_fused(call, backend).forward(call, total)
         state = total.finish(q.dtype, sinks)
         ctx.save_for_backward(q, k, v, sinks, *state)
@@ -220,7 +222,8 @@ class _Attention(torch.autograd.Function):
         call = Call(q, k, v, ctx.visibility, ctx.scores)
         result = Result.of(out, lse, grad_out, grad_lse)
         sums = [
-            GradAccumulator(x) if needed else None for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
+            GradAccumulator(x, one_call=True) if needed else None
+            for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
         ]
         if any(ctx.needs_input_grad[:3]):
             choose_fused_backward(call, result, ctx.backend).backward(call, result, Grads(*sums))
@@ -277,14 +280,24 @@ class _Irregular:
         rows, keys = range(self.q.numel()), range(self.k.numel())
         return tuple(
             Block(rows, keys, Kind.PARTIAL, part, sequences)
-            for sequences, mask in sequence_groups(self.mask)
-            for part in range(len(mask.intervals) if rows and keys else 0)
+            for sequences, intervals in self._intervals
+            for part in range(len(intervals) if rows and keys else 0)
         )
+
+    @cached_property
+    def _intervals(self) -> tuple[tuple[range | None, tuple[Intervals, ...]], ...]:
+        start, stop = 0, 1
+        if not self.mask.is_interval and self.q.numel() and self.k.numel():  # a union: reading this stalls a device
+            ends = torch.stack([self.q[0], self.k[0], self.q[-1], self.k[-1]]).tolist()
+            start, stop = min(0, *ends[:2]), max(ends[2:]) + 1
+        return sequence_intervals(self.mask, stop, start)
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         q, k = self.q.to(device), self.k.to(device)
-        groups = sequence_groups(self.mask)
-        first, end = stacked_bounds([(s, [bounds_of(i, q, k) for i in mask.intervals]) for s, mask in groups], len(q))
+        groups = [
+            (sequences, [bounds_of(each, q, k) for each in intervals]) for sequences, intervals in self._intervals
+        ]
+        first, end = stacked_bounds(groups, len(q)).to(device)
         return first, end
 
     def unseen(self, device: torch.device) -> tuple[Tensor, Tensor]:
