@@ -207,7 +207,7 @@ class _Attention(torch.autograd.Function):
         backend: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         call = Call(q.detach(), k.detach(), v.detach(), visibility, scores)
-        total = StateAccumulator(call.q, v.shape[3])
+        total = StateAccumulator(call.q, v.shape[3], one_call=sinks is None)
         choose_fused(call, backend).forward(call, total)
         state = total.finish(q.dtype, sinks)
         ctx.save_for_backward(q, k, v, sinks, *state)
@@ -222,7 +222,8 @@ class _Attention(torch.autograd.Function):
         call = Call(q, k, v, ctx.visibility, ctx.scores)
         result = Result.of(out, lse, grad_out, grad_lse)
         sums = [
-            GradAccumulator(x) if needed else None for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
+            GradAccumulator(x, one_call=True) if needed else None
+            for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
         ]
         if any(ctx.needs_input_grad[:3]):
             choose_fused_backward(call, result, ctx.backend).backward(call, result, Grads(*sums))
