@@ -269,7 +269,7 @@ def _prepared(
 
 @lru_cache(maxsize=128)
 def _patch(mask: Mask, q: ranges.Ranges, k: ranges.Ranges) -> Patch:
-    # Cached, because every layer of a model needs the same patch, and a patch caches its blocks.
+    # Cached, because every layer of a model needs the same few patches, and a patch caches its blocks.
     return Patch(mask, q, k)
 
 
