@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = {
-    "training": 6,
+    "training": 7,
     "masks-and-layouts": 4,
     "decode": 3,
     "sharded-generation": 3,

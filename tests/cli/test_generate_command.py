@@ -69,7 +69,13 @@ def answers(output: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "how",
-    [(), ("--speculative", "--layout", "striped"), ("--layout", "contiguous", "--prefill-chunk", "7")],
+    [
+        ("--speculative", "--layout", "striped", "--prefill-chunk", "7"),
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in ((), ("--layout", "contiguous", "--prefill-chunk", "7"))
+        ),
+    ],
     ids=str,
 )
 def test_every_token_is_the_one_of_a_single_process(model, how):

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from attnmesh.core.masks import Causal, Full, SlidingWindow, parse_mask
+from attnmesh.cli.options import parse_mask
+from attnmesh.core.masks import BlockCausal, Causal, Chunked, Documents, Full, Global, Prefix, SlidingWindow
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.report.data import read_figures
 from attnmesh.trace.timeline import Span, write_trace
@@ -46,7 +47,7 @@ def test_a_report_of_files_is_written(tmp_path):
         (["--ranks", 0], "Invalid value"),
         (["--ranks", 65], "65 is not in the range 1<=x<=64"),
         (["--length", "long"], "got 'long'"),
-        (["--mask", "window:0"], "mask must be causal, full or window:N"),
+        (["--mask", "window:0"], "mask window:N must have a number N of at least 1"),
         (["--mask", "diagonal"], "got 'diagonal'"),
         (["--layout", "heap"], "Invalid value"),
         (["--kv-heads", 5], "kv_heads must divide the 32 query heads, got 5"),
@@ -69,10 +70,41 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, said):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_names_of_masks():
-    assert parse_mask("causal") == Causal()
-    assert parse_mask("full") == Full()
-    assert parse_mask("window:5") == Causal() & SlidingWindow(4)
+@pytest.mark.parametrize(
+    ("text", "mask"),
+    [
+        ("causal", Causal()),
+        ("full", Full()),
+        ("window:5", Causal() & SlidingWindow(4)),
+        ("window:4k+global:4", (Causal() & SlidingWindow(4095)) | (Causal() & Global(4))),
+        ("prefix:7", Prefix(7)),
+        ("chunked:8", Chunked(8)),
+        ("block-causal:8", BlockCausal(8)),
+        ("documents:8", Documents([8, 8, 4])),
+        ("documents:10", Documents([10, 10])),
+        ("documents:30", Documents([20])),
+    ],
+)
+def test_names_of_masks(text, mask):
+    assert parse_mask(text, 20) == mask
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("window", "mask window:N must have a number N of at least 1"),
+        ("window:5+", "such as window:4k+global:4; got ''"),
+        ("window:5+diagonal", "got 'diagonal'"),
+        ("prefix:0", "mask prefix:N must have a number N of at least 1, such as 4096 or 4k, got 'prefix:0'"),
+        ("prefix:1.3", "got 'prefix:1.3'"),
+        ("chunked:-1", "got 'chunked:-1'"),
+        ("causal:4", "block-causal:N, documents:N"),
+        ("documents:1", "mask documents:1 must give at most 65,536 documents, got 1,048,576"),
+    ],
+)
+def test_other_masks_are_refused(text, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_mask(text, 2**20)
 
 
 def test_figures_are_all_tables_that_a_file_holds(tmp_path):

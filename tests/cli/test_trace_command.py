@@ -5,7 +5,8 @@ from itertools import pairwise, product
 
 import pytest
 
-from attnmesh import Causal, Comm, run_virtual
+from attnmesh import Comm, run_virtual
+from attnmesh.cli.options import parse_mask
 from attnmesh.cli.trace import LAYOUTS, TraceCase, record_attention
 from attnmesh.plan.allgather import head_groups
 from attnmesh.plan.ring import RingPlan, ring_plan
@@ -28,6 +29,7 @@ def traced_case(schedule, **changed):
         "schedule": schedule,
         "length": LENGTH,
         "layout": "contiguous",
+        "mask": "causal",
         "q_heads": HEADS,
         "kv_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
@@ -40,8 +42,8 @@ def traced_case(schedule, **changed):
 
 
 def workload(case: TraceCase, world: int) -> Workload:
-    shape = Shape(1, case.q_heads, case.kv_heads, case.head_dim, 2, 4)
-    return Workload(shards(Causal(), LAYOUTS[case.layout], case.length, world), shape, case.ranks_per_node or world)
+    mask, shape = parse_mask(case.mask, case.length), Shape(1, case.q_heads, case.kv_heads, case.head_dim, 2, 4)
+    return Workload(shards(mask, LAYOUTS[case.layout], case.length, world), shape, case.ranks_per_node or world)
 
 
 def working(plan: RingPlan, rank: int) -> int:
@@ -86,12 +88,14 @@ def check_spans(spans: list[Span], workload: Workload, schedule: str) -> None:
     assert sent == received > 0
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    ("layout", "mask"), [("contiguous", "causal"), ("zigzag", "causal"), ("zigzag", "window:9+global:2")]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_virtual_ranks_do_what_their_plan_says(schedule, layout):
-    ask = traced_case(schedule, layout=layout)
+def test_virtual_ranks_do_what_their_plan_says(schedule, layout, mask):
+    ask = traced_case(schedule, layout=layout, mask=mask)
     if layout == "zigzag" and schedule.startswith("ulysses+"):
-        ask = traced_case(schedule, layout="contiguous", length=40)
+        ask = traced_case(schedule, layout="contiguous", length=40, mask=mask)
     on_rank_0, *others = run_virtual(WORLD, partial(record_attention, case=ask))
     check_spans(on_rank_0, workload(ask, WORLD), schedule)
     assert others == [on_rank_0] * (WORLD - 1)
@@ -157,6 +161,7 @@ def test_the_command_writes_a_file_and_says_what_ranks_did(tmp_path, schedule):
         (("--ranks-per-node", 3), "ranks_per_node must divide the 4 ranks, got 3"),
         (("--kv-heads", 3), "kv_heads must divide the 8 query heads, got 3"),
         (("--layout", "diagonal"), "diagonal"),
+        (("--mask", "diagonal"), "got 'diagonal'"),
         (("--out", "no/such/folder/trace.json"), "--out must be in an existing folder"),
         (("--out", "."), "--out must be a file, got the folder"),
     ],

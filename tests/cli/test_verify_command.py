@@ -114,7 +114,10 @@ def nan_in_one_place(attend):
     return attention
 
 
-@pytest.mark.parametrize("fault", [slightly_louder, off_in_lse, nan_in_one_place])
+@pytest.mark.parametrize(
+    "fault",
+    [off_in_lse, *(pytest.param(fault, marks=pytest.mark.slow) for fault in (slightly_louder, nan_in_one_place))],
+)
 def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
     monkeypatch.setattr(ContextParallel, "attention", fault(ContextParallel.attention))
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
@@ -159,9 +162,9 @@ def by_the_batch(run):
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [
-        (Cpu, "run", louder, r"(decode|cache).*fp32"),
+        pytest.param(Cpu, "run", louder, r"(decode|cache).*fp32", marks=pytest.mark.slow),
         (Cpu, "run", by_the_batch, r"decode.*split_size same bits"),
-        (Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork"),
+        pytest.param(Pools, "copy_blocks", lambda copy: lambda *args: None, r"cache.*fork", marks=pytest.mark.slow),
         (BlockManager, "cache_full_blocks", lambda register: lambda *args: None, r"│ cache "),
     ],
 )
@@ -201,8 +204,14 @@ def louder_from_one_rank(scatter_heads):
 @pytest.mark.parametrize(
     ("place", "name", "fault", "wrong"),
     [
-        (InterleavedShard, "length", as_the_first_rank, r" CP2 "),
-        (StepTensors, "key_range", without_a_window, r" CP2 (all_reduce|replicate_q|split_size)"),
+        pytest.param(InterleavedShard, "length", as_the_first_rank, r" CP2 ", marks=pytest.mark.slow),
+        pytest.param(
+            StepTensors,
+            "key_range",
+            without_a_window,
+            r" CP2 (all_reduce|replicate_q|split_size)",
+            marks=pytest.mark.slow,
+        ),
         (HeadExchange, "scatter_heads", louder_from_one_rank, r" KVDP2 .*fp32 "),
     ],
 )
@@ -242,8 +251,17 @@ def without_received_grads(collect):
     ("place", "name", "fault", "modes", "wrong"),
     [
         (RowBounds, "valid", without_counting_slots, ".*(no mask|strided)", r"sparse (?!top-k|dense).*strided"),
-        (RunningTopK, "update", the_last_of_equals, "(top-k|loss)", r"sparse top-k"),
-        (RowSharding, "reduce_heads", of_own_heads, ".* [TC]P2", r"(attention|distribution|loss) TP2"),
+        pytest.param(
+            RunningTopK, "update", the_last_of_equals, "(top-k|loss)", r"sparse top-k", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            RowSharding,
+            "reduce_heads",
+            of_own_heads,
+            ".* [TC]P2",
+            r"(attention|distribution|loss) TP2",
+            marks=pytest.mark.slow,
+        ),
         (_RingGradReturn, "collect", without_received_grads, ".* CP2", r"(attention|loss) .*ring"),
         (SequenceSharding, "local_mask", lambda _: lambda self, mask: mask, ".* CP2", r"CP2.*( causal +│|same bits)"),
     ],

@@ -60,7 +60,7 @@ def problems(draw: st.DrawFn) -> tuple[Mask, int, int]:
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_shares_ascend_partition_the_sequence_and_differ_by_one_position_at_most(problem):
     mask, length, world = problem
     shares = shares_of(Balanced(mask), length, world)
@@ -71,7 +71,7 @@ def test_shares_ascend_partition_the_sequence_and_differ_by_one_position_at_most
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_runs_are_few_and_do_not_touch(problem):
     mask, length, world = problem
     shares = shares_of(Balanced(mask), length, world)
@@ -80,7 +80,7 @@ def test_runs_are_few_and_do_not_touch(problem):
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_work_is_off_the_mean_by_no_more_than_the_heaviest_position_and_the_slack(problem):
     mask, length, world = problem
     everything = torch.arange(length)
@@ -142,7 +142,7 @@ def check_mix(seed: int, world: int) -> None:
     assert {sum(map(len, ranges)) for ranges in shares} == {S // world}, (seed, world)
 
 
-@pytest.mark.parametrize("mixes", [range(200), pytest.param(range(200, 1000), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("mixes", [range(80), pytest.param(range(80, 1000), marks=pytest.mark.slow)], ids=str)
 def test_mixes_are_even(mixes):
     for seed in mixes:
         check_mix(seed, WORLDS[seed % len(WORLDS)])
@@ -168,7 +168,7 @@ def test_the_plan_counts_the_same_pairs(world):
 
 def foreign_keys(shares: list[tuple[range, ...]], mask: Mask) -> int:
     """How many keys ranks see that other ranks hold: what must travel."""
-    first, end = (seen.clamp(0, S).tolist() for seen in mask.key_ranges(torch.arange(S)))
+    first, end = (seen.clamp(0, S).tolist() for seen in mask.intervals(range(S))[0].key_ranges(torch.arange(S)))
     foreign = 0
     for ranges in shares:
         reached = 0

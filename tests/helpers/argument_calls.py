@@ -97,6 +97,10 @@ def _make_cache() -> Arguments:
     return {"batch": 2, "num_blocks": 8, "block_size": 4, "max_length": 16, "storage": "fp32"}
 
 
+def _score_terms() -> Arguments:
+    return {"softcap": 2.0, "sinks": rows(4), "alibi_slopes": rows(4)}
+
+
 def _block_call(block: am.AttentionBlock) -> Arguments:
     cache = block.make_cache(**_make_cache())
     step = cache.append([cache.allocate(4)], 2)
@@ -142,7 +146,7 @@ def _generate() -> Arguments:
 
 
 def _shape() -> Shape:
-    return Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=2, sum_itemsize=4)
+    return Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, itemsize=2, sum_itemsize=4, value_dim=12)
 
 
 def _workload() -> Workload:
@@ -204,7 +208,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "ring_distributed_attention": [
         lambda: {
             **_qkv(), "q": rows(1, 4, 4, 8), "ring_size": 2, "ring_id": 0, "pairs": 1, "q_offset": 2,
-            "mask": am.SlidingWindow(2),
+            "mask": am.SlidingWindow(2), **_score_terms(),
         },
         lambda: {**_qkv(), "group": SoloComm()},
         lambda: {
@@ -246,7 +250,9 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         lambda cp: {**_qkv(), "mask": am.Causal(), "length": 6, "key_length": 6, "key_layout": am.Zigzag()},
     ],
     "ContextParallel.explain": [
-        lambda cp: {"length": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "key_length": 64, "device": "cpu"},
+        lambda cp: {
+            "length": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 12, "key_length": 64, "device": "cpu"
+        },
     ],
     "ContextParallel.positions": [lambda cp: {"length": 6}],
     "ContextParallel.shard": [lambda cp: {"x": rows(2, 6), "dim": 1}],
@@ -495,7 +501,7 @@ def _sparse_on_ranks(arguments: Callable[[], Arguments]) -> Callable[[am.Comm], 
 
 COLLECTIVE: dict[str, Callable[[am.Comm], tuple[Any, Arguments]]] = {
     "ContextParallel.attention": lambda comm: (
-        am.ContextParallel(comm, schedule="ring"), {**_qkv(3), "length": 6, "mask": am.Causal()},
+        am.ContextParallel(comm, schedule="ring"), {**_qkv(3), "length": 6, "mask": am.Causal(), **_score_terms()},
     ),
     "ContextParallel.unshard": lambda comm: (am.ContextParallel(comm), {"x": rows(2, 3), "dim": 1, "length": 6}),
     "ring_distributed_attention": lambda comm: (None, {**_qkv(), "group": comm}),
@@ -529,6 +535,8 @@ NOT_FUZZED = {
         )
     },
     "Intervals.boundaries": "called by plans for every block",
+    "Mask.intervals": "called by plans for every block",
+    "Mask.trapezoids": "called by plans with positions that were checked",
     "Intervals.pairs": "called by plans for every block",
     "Intervals.rows_seen": "called by plans for every block",
     "Mask.coverage": "called by plans for every block",

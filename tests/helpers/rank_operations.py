@@ -63,6 +63,10 @@ def _qkv(random: Random) -> Tensors:
     return {"q": random.normal(1, 4, ROWS, 16), "k": random.normal(1, 2, ROWS, 16), "v": random.normal(1, 2, ROWS, 16)}
 
 
+def _qkv_and_sinks(random: Random) -> Tensors:
+    return _qkv(random) | {"v": random.normal(1, 2, ROWS, 24), "sinks": random.normal(4)}
+
+
 def _world_of(schedule: str) -> int:
     return 4 if "+" in schedule else 2
 
@@ -83,7 +87,7 @@ def _context_parallel(schedule: str) -> Callable[[Tensors, str], Tensors]:
             found = torch.autograd.grad([whole.square().sum(), lse.sum()], list(grads.values()))
             shard = cp.shard(whole.detach(), 2)
             return {"out": out.detach(), "lse": lse.detach(), "shard": shard} | dict(
-                zip(("dq", "dk", "dv"), found, strict=True)
+                zip(("dq", "dk", "dv", "dsinks"), found, strict=True)
             )
 
         return over_ranks(world, attend)
@@ -311,7 +315,7 @@ def _masks(x: Tensors, backend: str) -> Tensors:
     results = {}
     for mask in MASKS:
         results[f"{mask}"] = mask.visible(x["q"][..., None], x["k"])
-        parts = mask.intervals if mask.sequences is None else ()
+        parts = mask.intervals(range(16)) if mask.sequences is None else ()
         results |= {f"{mask} {i}": bound for i, part in enumerate(parts) for bound in part.key_ranges(x["q"])}
     return results
 
@@ -362,7 +366,7 @@ def rank_operations() -> list[Operation]:
     return [
         *(
             Operation(
-                f"context parallel {schedule}", context, _per_rank(_qkv, _world_of(schedule)),
+                f"context parallel {schedule}", context, _per_rank(_qkv_and_sinks, _world_of(schedule)),
                 _context_parallel(schedule),
             )
             for schedule in SCHEDULES

@@ -166,7 +166,9 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.slow] * (fault is register_before_written)) for fault in FAULTS]
+)
 def test_a_planted_fault_is_found(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError, ValueError)):

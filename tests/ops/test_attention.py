@@ -434,12 +434,11 @@ def test_the_choice_can_be_asked_why():
     assert explain_attention(q, k, v, backend="reference").backend == "reference"
 
 
-def test_auto_serves_what_no_fused_kernel_does():
+def test_auto_never_keeps_every_score():
     q, k, v = (x.to(torch.float8_e4m3fn) for x in random_inputs(5)[:3])
-    choice = explain_attention(q, k, v)
-    assert choice.backend == "torch"
-    assert "no fused kernel" in choice.reason
-    assert {name for name, _ in choice.refusals} == {"aten", "triton"}
+    for ask in (attention, explain_attention):
+        with pytest.raises(ValueError, match=r"no backend serves .* aten: .*; triton: .*; torch: .*float8_e4m3fn"):
+            ask(q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -479,7 +478,11 @@ BAD = {
     "scale inf": ({"scale": float("inf")}, "scale must be a finite number, got inf"),
     "scale no number": ({"scale": "a"}, "scale .*'a'"),
     "no mask": ({"mask": None}, "mask must be an attnmesh mask .* got None"),
-    "a tensor for a mask": ({"mask": torch.ones(6, 6)}, "mask must be an attnmesh mask"),
+    "a tensor for a mask": (
+        {"mask": torch.ones(6, 6)},
+        r"mask must be .* got float32 tensor .* positions as .*Slices\(",
+    ),
+    "a function for a mask": ({"mask": lambda b, h, q, k: q >= k}, r"mask must be .* got <function .* PerSequence\("),
     "a class for a mask": ({"mask": Causal}, "mask must be an attnmesh mask .* got <class"),
     "too few documents": ({"mask": Documents([2, 3])}, r"length 6, but \(2, 3\) add up to 5"),
     "documents in company": ({"mask": Causal() & Documents([9])}, r"length 6, but \(9\) add up to 9"),

@@ -19,6 +19,7 @@ from attnmesh import (
     attention,
     run_virtual,
 )
+from attnmesh.core.masks import Padding
 from attnmesh.testing.attention import forward_backward, random_inputs
 from helpers.processes import run_processes
 
@@ -71,6 +72,23 @@ WRONG_ALONE = {
     "no mask": ({"mask": None}, "mask must be an attnmesh mask .* got None"),
     "scale NaN": ({"scale": float("nan")}, "scale must be a finite number, got nan"),
     "scale no number": ({"scale": "a"}, "scale must be .*'a'"),
+    "softcap 0": ({"softcap": 0}, "softcap must be a positive number, got 0"),
+    "sinks of other heads": (
+        {"sinks": shape(3)},
+        r"sinks must be floating point \[2\], one per query head, got torch.float32 \(3,\)",
+    ),
+    "sinks of integers": ({"sinks": shape(2).long()}, r"sinks must be floating point \[2\], .* got torch.int64"),
+    "sinks in a list": ({"sinks": [0.0, 0.0]}, r"sinks must be a tensor \[2\], got list"),
+    "sinks on another device": ({"sinks": shape(2).to("meta")}, "sinks must be on the device of q, cpu, got meta"),
+    "slopes of other heads": ({"alibi_slopes": shape(2, 1)}, r"alibi_slopes must be floating point \[2\]"),
+    "slopes with a gradient": (
+        {"alibi_slopes": shape(2).requires_grad_()},
+        "alibi_slopes must be constants without a gradient, got requires_grad=True",
+    ),
+    "a mask for two sequences": (
+        {"mask": Causal() & Padding([12, 12])},
+        "mask must have one mask per sequence of the batch of 1, got 2",
+    ),
     "a negative length": ({"length": -1}, "length must be an integer >= 0, got -1"),
     "half a length": ({"length": 12.5}, "length must be .*12.5"),
     "a negative key_length": ({"key_length": -3}, "key_length must be an integer >= 0, got -3"),
@@ -104,6 +122,10 @@ WRONG_ALONE = {
     ),
     "another return_lse": ({"return_lse": True}, "return_lse is False on ranks 0, 2 but True on rank 1"),
     "another scale": ({"scale": 0.5}, "scale is 0.25 on ranks 0, 2 but 0.5 on rank 1"),
+    "another softcap": ({"softcap": 0.5}, "softcap is None on ranks 0, 2 but 0.5 on rank 1"),
+    "sinks alone": ({"sinks": shape(2)}, "sinks is None on ranks 0, 2 but torch.float32 on rank 1"),
+    "slopes alone": ({"alibi_slopes": shape(2)}, "alibi_slopes is False on ranks 0, 2 but True on rank 1"),
+    "values of another width": ({"v": shape(1, 2, 4, 8)}, "head_dim of v is 16 on ranks 0, 2 but 8 on rank 1"),
     "another key_length": (
         {n: shape(1, 2, 2, 16) for n in "kv"} | {"key_length": 6},
         "key_length is 12 on ranks 0, 2 but 6 on rank 1",
@@ -239,9 +261,9 @@ def test_a_backend_that_cannot_serve_is_refused_on_every_rank():
     assert_all_say("backend='triton' cannot serve this call: its kernels take head_dim 16 to 576, not 8", program)
 
 
-def test_a_dtype_that_no_kernel_takes_is_refused_on_every_rank():
+def test_a_dtype_that_the_kernel_does_not_take_is_refused_on_every_rank():
     eighth = torch.ones(1, 2, 4, 16).to(torch.float8_e4m3fn)
-    assert_all_say("float8_e4m3fn", lambda comm: attend(comm, dict.fromkeys("qkv", eighth)))
+    assert_all_say("float8_e4m3fn", lambda comm: attend(comm, dict.fromkeys("qkv", eighth), backend="aten"))
 
 
 @pytest.mark.parametrize(
@@ -253,8 +275,8 @@ def test_a_dtype_that_no_kernel_takes_is_refused_on_every_rank():
             "got 'tree'",
         ),
         ({"schedule": None}, "schedule must be one of auto, .*, got None"),
-        ({"backend": "cuda"}, "backend must be one of auto, aten, triton, got 'cuda'"),
-        ({"backend": "reference"}, "backend must be one of auto, aten, triton, got 'reference'"),
+        ({"backend": "cuda"}, "backend must be one of auto, aten, triton, torch, got 'cuda'"),
+        ({"backend": "reference"}, "backend must be one of auto, aten, triton, torch, got 'reference'"),
         ({"layout": "zigzag"}, r"layout must be a layout \(Contiguous\(\), Zigzag\(\), \.\.\.\), got 'zigzag'"),
         ({"layout": Zigzag}, r"layout must be a layout .* got <class"),
         ({"group": 3}, "group must be a Comm, ProcessGroup, DeviceMesh or None, got int"),

@@ -26,7 +26,9 @@ from attnmesh import (
     run_virtual,
 )
 from attnmesh.comm import SoloComm
+from attnmesh.core import masks
 from attnmesh.core.layouts import Balanced, Joint
+from attnmesh.core.masks import BlockCausal, Chunked, Global, Padding, PerSequence, Prefix, Slices
 from attnmesh.parallel import operator
 from attnmesh.parallel.mask_encoding import _KINDS, decode, encode
 from attnmesh.plan.schedules import SCHEDULES
@@ -112,12 +114,35 @@ def test_masks_may_be_made_and_joined_inside_the_graph():
     cp = ContextParallel()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        mask = Causal() & SlidingWindow(4) & Documents([q.shape[2] - 3, 3])
+        mask = Causal() & (Global(2) | SlidingWindow(4)) & Documents([q.shape[2] - 3, 3])
         return cp.attention(q, k, v, mask=mask, return_lse=True)
 
     inputs = random_inputs(19)
     found = forward_backward(torch.compile(attend, backend="aot_eager", fullgraph=True), inputs)
-    assert_attention_close(found, inputs, Causal() & SlidingWindow(4) & Documents([16, 3]))
+    assert_attention_close(found, inputs, Causal() & (Global(2) | SlidingWindow(4)) & Documents([16, 3]))
+
+
+NEW_MASKS = [
+    Causal() & (Global(3) | SlidingWindow(5)),
+    PerSequence([Causal(), Causal() & Documents([9, 10])]),
+    Slices([((0, 10), (0, 10), "causal"), (range(10, 19), (0, 19), "full")]),
+    Global(2, both=True) | SlidingWindow(3, 3),
+    Prefix(9), Chunked(4), BlockCausal(5), Documents([10, 9], prefixes=[3, 2]),
+    Causal() & Padding([15, 19]), Causal() & Padding([15, 19], side="left", length=19),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", [*NEW_MASKS[:1], *(pytest.param(m, marks=pytest.mark.slow) for m in NEW_MASKS[1:])])
+def test_score_terms_and_every_kind_of_mask_are_one_graph(mask):
+    cp = ContextParallel()
+    inputs, sinks = random_inputs(19, value_dim=24), torch.linspace(-1, 1, 4)
+    more = {"softcap": 2.0, "alibi_slopes": torch.linspace(0.1, 0.5, 4)}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        return cp.attention(q, k, v, mask=mask, sinks=sinks, return_lse=True, **more)
+
+    found = forward_backward(torch.compile(attend, backend="aot_eager", fullgraph=True), inputs, sinks)
+    assert_attention_close(found, inputs, mask, sinks=sinks, **more)
 
 
 def test_an_equal_mask_or_another_context_does_not_recompile():
@@ -193,9 +218,12 @@ def test_cross_attention():
 # Encoding of masks and layouts.
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_survive_encoding(name):
-    assert decode(encode(make_mask(name, 40))) == make_mask(name, 40)
+@pytest.mark.parametrize("mask", [*(make_mask(name, 40) for name in MASKS), *NEW_MASKS], ids=str)
+def test_masks_survive_encoding(mask):
+    found = decode(encode(mask))
+    assert found == mask
+    assert str(found) == str(mask)  # ranks compare it
+    assert hash(found) == hash(mask)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +239,7 @@ def test_layouts_survive_encoding(layout):
 
 def test_every_mask_and_layout_can_be_encoded():
     known = {kind for kind in (*subclasses(Mask), *subclasses(Layout)) if kind.__module__.startswith("attnmesh")}
-    assert known == set(_KINDS)
+    assert {kind for kind in known if kind.__name__ in masks.__all__ or issubclass(kind, Layout)} == set(_KINDS)
 
 
 def subclasses(kind: type) -> list[type]:

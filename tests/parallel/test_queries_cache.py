@@ -6,7 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnmesh import BlockCache, Causal, Comm, Mask, Quantized, SlidingWindow, Zigzag, attention, run_virtual
+from attnmesh import (
+    BlockCache,
+    Causal,
+    Chunked,
+    Comm,
+    Global,
+    Mask,
+    Padding,
+    PerSequence,
+    Quantized,
+    SlidingWindow,
+    Zigzag,
+    attention,
+    run_virtual,
+)
 from attnmesh.core.state import State
 from attnmesh.ops import paged
 from attnmesh.ops.dense import reference
@@ -42,7 +56,7 @@ def offsets_of(problem: DecodeProblem) -> list[int]:
     return [last + 1 - problem.q.shape[2] for last in problem.options["cur_pos"]]
 
 
-def expected(problem: DecodeProblem, mask: Mask, *, plain: bool) -> State:
+def expected(problem: DecodeProblem, mask: Mask, *, plain: bool, **terms: object) -> State:
     """The same in float64, or by the plain computation in the dtype of q, sequence by sequence."""
     states = []
     for i, offset in enumerate(offsets_of(problem)):
@@ -50,12 +64,14 @@ def expected(problem: DecodeProblem, mask: Mask, *, plain: bool) -> State:
         q = problem.q[i : i + 1].to(problem.q.dtype if plain else torch.float64)
         k, v = (x[i : i + 1, :, :end].to(q.dtype) for x in problem.valid)
         positions = torch.arange(offset, end), torch.arange(end)
-        states.append(reference.attention(q, k, v, mask, q.shape[3] ** -0.5, *positions, plain=plain))
+        states.append(
+            reference.attention(q, k, v, mask.of_sequence(i), q.shape[3] ** -0.5, *positions, plain=plain, **terms)
+        )
     return State(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
 
-def assert_exact(found: State, problem: DecodeProblem, mask: Mask) -> None:
-    exact, plain = (expected(problem, mask, plain=plain) for plain in (False, True))
+def assert_exact(found: State, problem: DecodeProblem, mask: Mask, **terms: object) -> None:
+    exact, plain = (expected(problem, mask, plain=plain, **terms) for plain in (False, True))
     for name, *each in zip(("out", "lse"), found, plain, exact, strict=True):
         assert_close(name, *each, rounding=ROUNDING[problem.q.dtype])
     assert found.out.dtype == problem.q.dtype
@@ -84,6 +100,34 @@ def test_a_ring_over_a_cache_is_exact(case):
     )  # fmt: skip
     mask = Causal() if window is None else Causal() & SlidingWindow(window - 1)
     assert_exact(ring_of(problem, ring_size, mask=mask, pairs=pairs), problem, mask)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_softcap_sinks_and_alibi_slopes():
+    problem = random_decode([40, 29], tokens=11, block_size=8)
+    terms = {"softcap": 2.0, "sinks": torch.randn(4), "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])}
+    assert_exact(ring_of(problem, 2, **terms), problem, Causal(), **terms)
+
+
+MASKS = [
+    Chunked(7),
+    Causal() & (Global(5) | SlidingWindow(6)),
+    Causal() & PerSequence([SlidingWindow(5), Chunked(16) | Global(2)]),
+    Causal() & Padding([41, 25]),
+]
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("positions", [[40, 40], [40, 29]], ids=str)
+def test_masks_of_several_intervals_and_sequences(positions, mask):
+    """The blocks that no query attends to are gone."""
+    problem = random_decode(positions, tokens=11, block_size=4)
+    for i, offset in enumerate(offsets_of(problem)):
+        queries, keys = torch.arange(offset, offset + 11), torch.arange(4 * problem.table.shape[1])
+        seen = mask.of_sequence(i).visible(queries[:, None], keys).any(0).unflatten(0, (-1, 4)).any(1)
+        problem.table[i, ~seen] = -1
+    assert_exact(ring_of(problem, 1, mask=mask), problem, mask)
 
 
 @pytest.mark.slow

@@ -5,11 +5,27 @@ from itertools import pairwise
 import pytest
 import torch
 from test_queries import by_value, local_results, with_a_group
+from torch import Tensor
 
-from attnmesh import Causal, Documents, Mask, SlidingWindow, Zigzag, ring_chunks
+from attnmesh import (
+    Causal,
+    Chunked,
+    Comm,
+    Documents,
+    Global,
+    Mask,
+    Padding,
+    PerSequence,
+    Prefix,
+    SlidingWindow,
+    Zigzag,
+    gather_ring_outputs,
+    ring_chunks,
+    run_virtual,
+)
 from attnmesh.parallel.query_distributed import ring_distributed_attention
 from attnmesh.plan.blocks import Patch
-from attnmesh.testing.attention import NAMES, assert_attention_close, random_inputs
+from attnmesh.testing.attention import NAMES, assert_attention_close, forward_backward, random_inputs
 
 WINDOW = Causal() & SlidingWindow(9)
 
@@ -32,6 +48,12 @@ CASES = [  # ring, length, prefix, mask, dtype
     (2, 20, 17, SlidingWindow(0), torch.float32),
     (3, 31, 9, Causal() & Documents([5, 0, 12, 23]), torch.float32),
     (2, 26, 38, WINDOW & Documents([7, 40, 17]), torch.float64),
+    (3, 25, 16, Chunked(12), torch.float16),
+    (2, 28, 19, Causal() & (Global(4) | SlidingWindow(6)), torch.float32),
+    (3, 22, 14, Causal() & Prefix(30), torch.float32),
+    (2, 19, 12, Causal() & PerSequence([SlidingWindow(5), Chunked(7) | Global(2)]), torch.float64),
+    (2, 19, 12, Causal() & Padding([31, 20]), torch.float32),
+    (3, 19, 12, Causal() & Padding([31, 20], side="left", length=31), torch.bfloat16),
 ]
 
 
@@ -50,6 +72,24 @@ def test_devices_that_do_not_talk_compute_parts_of_the_whole():
 def test_values_of_another_width_than_keys(value_dim):
     for ring_size, length, mask in ((3, 22, Causal()), (4, 3, WINDOW)):
         assert_exact(ring_size, length, 11, mask, value_dim=value_dim)
+
+
+@pytest.mark.parametrize("mask", [Causal(), WINDOW], ids=str)
+def test_softcap_sinks_and_alibi_slopes(mask):
+    inputs, sinks = random_inputs(22, 33), torch.randn(4)
+    terms = {"softcap": 1.5, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])}
+
+    def rank(comm: Comm) -> list[Tensor]:
+        own = [x if i < 3 else Zigzag().shard(x, 2, 3, comm.rank) for i, x in enumerate(inputs)]
+        how = {"q_offset": 11, "mask": mask, "group": comm, "return_lse": True, **terms}
+        out, lse, dq, dk, dv, dsinks = forward_backward(
+            lambda q, k, v, sinks: ring_distributed_attention(q, k, v, sinks=sinks, **how), own, sinks
+        )
+        whole = [gather_ring_outputs(x, length=22, group=comm) for x in (out, lse)]
+        return [*whole, comm.all_reduce(dq), dk, dv, comm.all_reduce(dsinks)]  # dsinks is a part of the sum
+
+    for found in run_virtual(3, rank):
+        assert_attention_close(found, inputs, mask, q_positions=torch.arange(11, 33), sinks=sinks, **terms)
 
 
 @pytest.mark.parametrize("mask", [Causal(), WINDOW], ids=str)
@@ -96,7 +136,7 @@ def test_what_a_device_does_not_see_may_be_anything(mask):
         foreign = torch.ones(31, dtype=torch.bool)
         foreign[own] = False
         q[:, :, foreign] = torch.nan
-        unseen = ~mask.allows(positions[own, None], torch.arange(51)).any(0)
+        unseen = ~mask.visible(positions[own, None], torch.arange(51)).any(0)
         k[:, :, unseen] = v[:, :, unseen] = torch.nan
         poisoned = local_results([q, k, v, *inputs[3:]], 3, ring_id, **how)
         for name, a, b in zip(NAMES, clean, poisoned, strict=True):

@@ -150,6 +150,7 @@ def test_the_example_under_torchrun():
     assert sorted(tuple(map(int, row)) for row in found) == [(i, i // 2, shares[i % 2]) for i in range(4)]
 
 
+@pytest.mark.slow
 def test_the_example_alone_says_how_to_start_it():
     ran = run_example()
     assert ran.returncode == 2

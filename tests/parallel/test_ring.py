@@ -19,12 +19,10 @@ from attnmesh import (
     attention,
     run_virtual,
 )
-from attnmesh.comm import SoloComm
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.api import choose_fused, choose_fused_backward
 from attnmesh.parallel import ring
-from attnmesh.parallel.ring import Ring
 from attnmesh.plan.ring import ring_plan
 from attnmesh.plan.shards import shards
 from attnmesh.testing.attention import (

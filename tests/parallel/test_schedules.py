@@ -579,6 +579,7 @@ def sent_by(
     *,
     wanted: str = "qkv",
     lse: bool = False,
+    sinks: Tensor | None = None,
     key_layout: Layout | None = None,
 ) -> list[list[tuple[int, int]]]:
     """For every rank, bytes (within the node, to others) of a forward and of a backward."""
@@ -592,7 +593,7 @@ def sent_by(
             x.requires_grad_(name in wanted)
         results = cp.attention(
             q, k, v, mask=mask, length=inputs[0].shape[2], key_length=inputs[1].shape[2], key_layout=key_layout,
-            return_lse=lse,
+            return_lse=lse, sinks=None if sinks is None else sinks.clone().requires_grad_(),
         )  # fmt: skip
         forward = ledger.to_nodes(ranks_per_node or world)
         torch.autograd.backward(results, grads if lse else grads[:1])
@@ -650,9 +651,10 @@ def test_ranks_send_the_bytes_of_the_plan_in_every_combination(schedule, mesh, l
 
 
 @every_schedule
-def test_ulysses_sends_the_lse_and_its_gradient_only_if_returned(schedule):
+def test_ulysses_sends_the_lse_and_its_gradient_only_if_returned_or_if_sinks_need_it(schedule):
     inputs, mesh = random_inputs(24, heads=(4, 4), dtype=torch.bfloat16), (4, None if schedule in FLAT else 2)
     without, with_it = (sent_by(schedule, mesh, inputs, Causal(), Zigzag(), lse=lse) for lse in (False, True))
+    assert sent_by(schedule, mesh, inputs, Causal(), Zigzag(), sinks=torch.zeros(4)) == with_it
     members = mesh[1] or mesh[0] if schedule in ULYSSES else 1
     more = 6 * 2 * 4 * 4 * (members - 1) // members  # rows, batch, heads and bytes, but for the heads that stay
     assert [[sum(way) + more for way in rank] for rank in without] == [[sum(way) for way in rank] for rank in with_it]

@@ -21,24 +21,29 @@ from attnmesh.testing.attention import (
 from helpers.processes import Died, run_processes
 
 CASES = [
-    # mask, length, key length, heads, dtype
-    (Causal(), 21, 21, (4, 2), torch.float32),
-    (Full(), 13, 18, (3, 3), torch.bfloat16),
-    (Causal() & Documents([9, 2, 12]), 23, 23, (6, 1), torch.float16),
+    # mask, length, key length, heads, dtype, width of values, softcap
+    (Causal(), 21, 21, (4, 2), torch.float32, 8, None),
+    (Full(), 13, 18, (3, 3), torch.bfloat16, 12, 3.0),
+    (Causal() & Documents([9, 2, 12]), 23, 23, (6, 1), torch.float16, 8, None),
 ]
 
 
 def assert_exact(cp: ContextParallel, workload: tuple, seed: int = 0) -> None:
     """out, lse, dq, dk and dv of the whole sequence are right on every rank."""
-    mask, length, key_length, heads, dtype = workload
-    inputs = random_inputs(length, key_length, heads=heads, dtype=dtype, head_dim=8, seed=seed)
+    mask, length, key_length, heads, dtype, value_dim, softcap = workload
+    inputs = random_inputs(
+        length, key_length, heads=heads, dtype=dtype, head_dim=8, value_dim=value_dim, seed=seed
+    )  # fmt: skip
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return cp.attention(q, k, v, mask=mask, length=length, key_length=key_length, return_lse=True)
+        return cp.attention(
+            q, k, v, mask=mask, softcap=softcap, length=length, key_length=key_length, return_lse=True
+        )  # fmt: skip
 
     found = forward_backward(attend, shard_inputs(inputs, cp.comm, cp.layout))
     lengths = [length] * 3 + [key_length] * 2
-    assert_attention_close([cp.unshard(x, 2, n) for x, n in zip(found, lengths, strict=True)], inputs, mask)
+    whole = [cp.unshard(x, 2, n) for x, n in zip(found, lengths, strict=True)]
+    assert_attention_close(whole, inputs, mask, softcap=softcap)
 
 
 def every_schedule(comm: Comm, kind: str, *, full: bool = True) -> tuple[int, int]:
@@ -65,9 +70,10 @@ def shards_and_traffic(comm: Comm) -> list[tuple[list[list[float]], int, int]]:
     done = []
     for schedule in SCHEDULES:
         comm.traffic.reset()
+        inputs, sinks = random_inputs(21, head_dim=8, value_dim=12), torch.linspace(-1, 1, 4)
         shards = shard_results(
-            comm, random_inputs(21, head_dim=8), Causal(), Zigzag(), schedule=schedule, ranks_per_node=2
-        )
+            comm, inputs, Causal(), Zigzag(), schedule=schedule, ranks_per_node=2, sinks=sinks
+        )  # fmt: skip
         done.append(([x.flatten().tolist() for x in shards], comm.traffic.messages, comm.traffic.bytes))
     return done
 

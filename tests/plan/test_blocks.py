@@ -99,9 +99,20 @@ def some_spans(draw, length: int) -> ranges.Ranges:
     return tuple(made)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_blocks_of_any_mask_over_any_spans_are_right(data):
+    check_any_patch(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None)
+@given(st.data())
+def test_blocks_of_many_masks(data):
+    check_any_patch(data)
+
+
+def check_any_patch(data):
     length = data.draw(st.integers(1, 40))
     q, k = data.draw(some_spans(length)), data.draw(some_spans(length))
     check(Patch(data.draw(batch_masks(length, 3)), q, data.draw(st.sampled_from([q, k]))))

@@ -44,9 +44,8 @@ def test_places_and_ranks_are_the_same_thing():
 
 def test_peers_differ_in_one_coordinate_only():
     for sharding in MESHES:
-        for rank in range(sharding.ranks):
-            place = sharding.place(rank)
-            there = {r: sharding.place(r) for r in range(sharding.ranks)}
+        there = {r: sharding.place(r) for r in range(sharding.ranks)}
+        for rank, place in there.items():
             assert sharding.kvdp_peers(rank) == [r for r, p in there.items() if (p.tp, p.cp) == (place.tp, place.cp)]
             assert sharding.cp_peers(rank) == [r for r, p in there.items() if (p.tp, p.kvdp) == (place.tp, place.kvdp)]
 

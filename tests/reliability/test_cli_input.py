@@ -88,7 +88,7 @@ def test_counts_have_limits_that_are_stated(command, option):
 @pytest.mark.parametrize(
     ("command", "option", "values"),
     [
-        (SIMULATE, "--mask", ["window:" + "9" * 5000, "window:0", "window:-1", EVIL, LONG]),
+        (SIMULATE, "--mask", ["window:" + "9" * 5000, "window:0", "window:-1", "prefix", "+" * 5000, EVIL, LONG]),
         (SIMULATE, "--hardware", [EVIL, LONG, "", "[red]"]),
         (SIMULATE, "--links", [EVIL, LONG, "a,b,c", ",", "[red],x"]),
         (SIMULATE, "--schedule", [EVIL, LONG, ""]),

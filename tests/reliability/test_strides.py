@@ -29,8 +29,6 @@ LIMITS = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}  # of t
 # Public callables that take tensors and are not computed here, and why.
 NOT_COMPUTED = {
     "AttentionBlock.make_cache": "scales as in BlockCache",
-    "ContextParallel.agreed_executor": "part of ContextParallel.attention",
-    "ContextParallel.executor": "part of ContextParallel.attention",
     "Generator": "a callback that takes tensors",
     "explain_attention": "computes nothing",
 }

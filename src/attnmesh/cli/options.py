@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +15,7 @@ import torch
 import typer
 
 from attnmesh.comm import launch
+from attnmesh.core.masks import BlockCausal, Causal, Chunked, Documents, Full, Global, Mask, Prefix, SlidingWindow
 from attnmesh.core.validation import check_count, parse_length, shown
 from attnmesh.planner.catalog import cluster
 from attnmesh.planner.counts import MAX_BATCH, MAX_HEAD_DIM, MAX_HEADS, MAX_LENGTH, MAX_RANKS
@@ -58,6 +62,12 @@ def length_argument(text: str | int) -> int:
 
 LENGTH_HELP = "Tokens in the whole sequence, such as 100000, 128k or 1M."
 
+MASK_HELP = (
+    "causal, full, window:N (causal, the last N keys), global:N (causal, the first N keys), prefix:N, chunked:N, "
+    "block-causal:N, documents:N (bidirectional, N tokens each, the last may be shorter), or several joined by +, "
+    "which allows what any of them allows, such as window:4k+global:4"
+)
+
 RanksOption = Annotated[
     int | None,
     typer.Option(
@@ -81,9 +91,7 @@ QHeadsOption = Annotated[int, typer.Option("--q-heads", min=1, max=MAX_HEADS, he
 KvHeadsOption = Annotated[int, typer.Option("--kv-heads", min=1, max=MAX_HEADS, help="Number of key and value heads.")]
 HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, max=MAX_HEAD_DIM, help="Head dimension.")]
 LayoutOption = Annotated[LayoutName, typer.Option("--layout", help="How token positions are assigned to ranks.")]
-MaskOption = Annotated[
-    str, typer.Option("--mask", help="causal, full, or window:N (causal, limited to the last N keys).")
-]
+MaskOption = Annotated[str, typer.Option("--mask", help=f"{MASK_HELP}.")]
 RanksPerNodeOption = Annotated[
     int | None, typer.Option("--ranks-per-node", min=1, max=MAX_RANKS, help="Number of ranks per node.")
 ]
@@ -129,6 +137,45 @@ RailsOption = Annotated[
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+MASKS: dict[str, Callable[[int, int], Mask]] = {  # by name, of N and the length of the sequence
+    "window": lambda n, length: Causal() & SlidingWindow(n - 1),
+    "global": lambda n, length: Causal() & Global(n),
+    "prefix": lambda n, length: Prefix(n),
+    "chunked": lambda n, length: Chunked(n),
+    "block-causal": lambda n, length: BlockCausal(n),
+    "documents": lambda n, length: _equal_documents(n, length),
+}
+MAX_DOCUMENTS = 2**16
+"""The most documents of a `documents:N` mask: plans have an entry for each."""
+
+
+def parse_mask(text: str, length: int) -> Mask:
+    """The mask that a `--mask` option describes, for a sequence of `length` tokens."""
+    return functools.reduce(operator.or_, (_parse_mask(name, length) for name in text.split("+")))
+
+
+def _parse_mask(text: str, length: int) -> Mask:
+    if text in ("causal", "full"):
+        return Causal() if text == "causal" else Full()
+    kind, _, size = text.partition(":")
+    if kind not in MASKS:
+        raise ValueError(f"mask must be {MASK_HELP}; got {shown(text)}")
+    try:
+        n = check_count("N", parse_length(size), least=1)
+    except ValueError:
+        raise ValueError(
+            f"mask {kind}:N must have a number N of at least 1, such as 4096 or 4k, got {shown(text)}"
+        ) from None
+    return MASKS[kind](n, length)
+
+
+def _equal_documents(size: int, length: int) -> Documents:
+    whole, rest = divmod(length, size)
+    if whole > MAX_DOCUMENTS:
+        raise ValueError(f"mask documents:{size} must give at most {MAX_DOCUMENTS:,} documents, got {whole:,}")
+    return Documents([size] * whole + [rest] * (rest > 0))
 
 
 def check_device(device: str) -> None:

@@ -22,16 +22,17 @@ from attnmesh.cli.options import (
     MaskOption,
     QHeadsOption,
     check_output_file,
+    parse_mask,
 )
 from attnmesh.comm import Comm, run_virtual
 from attnmesh.core.layouts import LAYOUTS, Layout
-from attnmesh.core.masks import Mask, parse_mask
+from attnmesh.core.masks import Mask
 from attnmesh.plan.workload import Shape
 from attnmesh.report.data import MOST_RANKS, default_ranks_per_node, read_figures, schedule_report
 from attnmesh.report.page import write_report
 from attnmesh.trace.timeline import read_trace
 from attnmesh.verify import run as verify
-from attnmesh.verify.attention import schedule_modes
+from attnmesh.verify.attention import LENGTH, schedule_modes
 from attnmesh.verify.mode import Outcome
 
 
@@ -63,7 +64,7 @@ def report_command(
     """Write an HTML report: what each rank holds, computes and sends, and which schedule is the fastest."""
     shape = Shape(batch, q_heads, kv_heads, head_dim, itemsize=2, sum_itemsize=4)  # bf16, accumulated in float32
     check_output_file("--out", out)
-    chosen_mask, chosen_layout = parse_mask(mask), LAYOUTS[layout.value]
+    chosen_mask, chosen_layout = parse_mask(mask, length), LAYOUTS[layout.value]
     timelines = {path.stem: read_trace(path) for path in traces or ()}
     tables = read_figures(figures) if figures else {}
     with output.status("planning and simulating every schedule"):
@@ -81,7 +82,7 @@ def report_command(
         )
     if check:
         with output.status("comparing every schedule with float64"):
-            outcomes = compare_schedules(ranks, chosen_layout, chosen_mask, ranks_per_node)
+            outcomes = compare_schedules(ranks, chosen_layout, parse_mask(mask, LENGTH), ranks_per_node)
         made = replace(made, outcomes=outcomes)
     write_report(out, made)
     output.console().print(f"Report: {out}", soft_wrap=True)
@@ -101,7 +102,7 @@ def run_facts() -> dict[str, object]:
 def compare_schedules(
     ranks: int, layout: Layout, mask: Mask, ranks_per_node: int | None = None, seed: int = 0
 ) -> list[Outcome]:
-    """Every schedule on virtual ranks, a small random case, compared with float64."""
+    """Every schedule on virtual ranks, a small random case of `LENGTH` tokens, compared with float64."""
     per_node = ranks_per_node or default_ranks_per_node(ranks)
 
     def run(comm: Comm) -> list[Outcome]:

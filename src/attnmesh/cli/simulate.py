@@ -27,10 +27,10 @@ from attnmesh.cli.options import (
     RailsOption,
     check_output_file,
     describe_cluster,
+    parse_mask,
     resolve_cluster,
 )
 from attnmesh.core.layouts import LAYOUTS
-from attnmesh.core.masks import parse_mask
 from attnmesh.plan.program import Load, LoadCounter
 from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
 from attnmesh.plan.shards import shards
@@ -105,7 +105,7 @@ def simulate_command(
     cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
     if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
         raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
-    held = shards(parse_mask(mask), LAYOUTS[layout.value], length, ranks)
+    held = shards(parse_mask(mask, length), LAYOUTS[layout.value], length, ranks)
     workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
     slow = Slowdown(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
     keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()

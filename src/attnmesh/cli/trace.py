@@ -24,6 +24,7 @@ from attnmesh.cli.options import (
     LayoutName,
     LayoutOption,
     LengthOption,
+    MaskOption,
     Precision,
     QHeadsOption,
     RanksOption,
@@ -31,10 +32,10 @@ from attnmesh.cli.options import (
     VirtualOption,
     check_device,
     check_output_file,
+    parse_mask,
 )
 from attnmesh.comm import Comm, VirtualComm, launch, recording
 from attnmesh.core.layouts import LAYOUTS
-from attnmesh.core.masks import Causal
 from attnmesh.integrations.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
@@ -52,6 +53,7 @@ def trace_command(
     schedule: Annotated[str, typer.Option(help=f"auto, {', '.join(SCHEDULES)}.")] = "ring",
     length: LengthOption = 8192,
     layout: LayoutOption = LayoutName.ZIGZAG,
+    mask: MaskOption = "causal",
     q_heads: QHeadsOption = 8,
     kv_heads: KvHeadsOption = 2,
     head_dim: HeadDimOption = 64,
@@ -68,6 +70,7 @@ def trace_command(
         schedule=schedule,
         length=length,
         layout=layout.value,
+        mask=mask,
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -84,11 +87,12 @@ def trace_command(
 
 @dataclass(frozen=True)
 class TraceCase:
-    """Causal attention over `length` positions, to be run on ranks."""
+    """Attention over `length` positions, to be run on ranks."""
 
     schedule: str
     length: int
     layout: str
+    mask: str  # as `parse_mask` takes it
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -101,6 +105,7 @@ class TraceCase:
         """Raise ValueError if the case cannot run on this number of ranks, `local` of them on this machine."""
         if self.schedule not in ("auto", *SCHEDULES):
             raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        mask = parse_mask(self.mask, self.length)
         if self.q_heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide the {self.q_heads} query heads, got {self.kv_heads}")
         if self.ranks_per_node is not None and ranks % self.ranks_per_node:
@@ -114,7 +119,7 @@ class TraceCase:
                 f"{readable_gib(needed)} on {self.device}, which has {readable_gib(free)} free"
             )
         if self.schedule != "auto":
-            places = shards(Causal(), LAYOUTS[self.layout], self.length, ranks)
+            places = shards(mask, LAYOUTS[self.layout], self.length, ranks)
             check_schedule(self.schedule, places, ranks if self.ranks_per_node is None else self.ranks_per_node)
 
     @property
@@ -141,9 +146,11 @@ def record_attention(comm: Comm, case: TraceCase) -> list[Span]:
     cp = ContextParallel(comm, layout=LAYOUTS[case.layout], schedule=case.schedule, ranks_per_node=case.ranks_per_node)
     q, k, v, grad = (_random(case, cp, heads) for heads in (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads))
 
+    mask = parse_mask(case.mask, case.length)
+
     def attend() -> None:
         inputs = [x.detach().requires_grad_(case.backward) for x in (q, k, v)]
-        out = cp.attention(*inputs, length=case.length)
+        out = cp.attention(*inputs, mask=mask, length=case.length)
         if case.backward:
             out.backward(grad)
 
@@ -190,12 +197,13 @@ def _title(comm: Comm, case: TraceCase, schedule: str) -> str:
     direction = "forward+backward" if case.backward else "forward"
     ranks = f"{comm.world} virtual ranks" if isinstance(comm, VirtualComm) else f"{comm.world} ranks"
     shape = f"{case.length} tokens, {case.q_heads}/{case.kv_heads} heads, head dim {case.head_dim}, {case.dtype}"
-    return f"{schedule}, {direction}, {ranks}, {case.device}, {shape}, {case.layout}"
+    return f"{schedule}, {direction}, {ranks}, {case.device}, {shape}, {case.layout}, {case.mask}"
 
 
 def _selected(comm: Comm, case: TraceCase) -> str:
     cp = ContextParallel(comm, layout=LAYOUTS[case.layout], ranks_per_node=case.ranks_per_node)
     return cp.explain(
+        mask=parse_mask(case.mask, case.length),
         length=case.length,
         q_heads=case.q_heads,
         kv_heads=case.kv_heads,

@@ -4,15 +4,10 @@
 query position grows. A tile of queries therefore reads one contiguous run of keys, and two integers per row describe
 the interval to a kernel.
 
-Such intervals are closed under three operations, which is all that `&` and `|` of masks need:
-
-    Intersection   [max of the firsts, min of the ends)
-    Before         the part of an interval before another one: [first, min(end, first of the other))
-    After          the part after it:                          [max(first, end of the other), end)
-
-`disjoint` resolves a union with the last two: what a later interval adds is what it has before and after the earlier
-ones. `Chain` is an arbitrary list of pieces with straight edges (trapezoids), as long as neither end moves back, and
-`chains` arranges any trapezoids into as few chains as a greedy choice finds.
+The intersection of such intervals is one again: from the largest first to the smallest end. A union is not one
+interval, but it is a few of them. Between the positions where an edge turns, both ends are straight lines of slope 0 or
+1, so that every mask is a list of trapezoids: `intersection` and `union` of such lists are exact, and no pair is
+contained twice. `chains` arranges the result into as few `Intervals` as a greedy choice finds.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -31,8 +27,6 @@ from attnmesh.core.ranges import rows_between
 
 FAR = 1 << 60
 """A bound that no position reaches, on either side; far inside int64, so that arithmetic does not overflow."""
-
-_MOST = 1 << 40  # no position is larger
 
 
 class Intervals(ABC):
@@ -52,11 +46,6 @@ class Intervals(ABC):
     def boundaries(self, q: range) -> list[int]:
         """The positions of `q` after its first at which an end may move by more than one: good places to split."""
         return []
-
-    @property
-    def is_never(self) -> bool:
-        """Whether the interval is certainly empty for every query."""
-        return self.key_range(_MOST)[1] <= self.key_range(-_MOST)[0]
 
     def rows_seen(self, q: range, k: range) -> list[range]:
         """The indices into the ascending range `k` that some query of `q` attends to, as disjoint ascending ranges."""
@@ -108,63 +97,7 @@ class Intersection(Intervals):
         return max(first for first, _ in intervals), min(end for _, end in intervals)
 
     def boundaries(self, q: range) -> list[int]:
-        return _joined_boundaries(self.parts, q)
-
-
-@dataclass(frozen=True)
-class Before(Intervals):
-    """What `part` allows before the interval of `other`."""
-
-    part: Intervals
-    other: Intervals
-
-    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        first, end = self.part.key_ranges(q)
-        return first, torch.minimum(end, self.other.key_ranges(q)[0])
-
-    def key_range(self, q: int) -> tuple[int, int]:
-        first, end = self.part.key_range(q)
-        return first, min(end, self.other.key_range(q)[0])
-
-    def boundaries(self, q: range) -> list[int]:
-        return _joined_boundaries((self.part, self.other), q)
-
-
-@dataclass(frozen=True)
-class After(Intervals):
-    """What `part` allows after the interval of `other`; if that is empty, after its first."""
-
-    part: Intervals
-    other: Intervals
-
-    def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        first, end = self.part.key_ranges(q)
-        return torch.maximum(first, torch.maximum(*self.other.key_ranges(q))), end
-
-    def key_range(self, q: int) -> tuple[int, int]:
-        first, end = self.part.key_range(q)
-        return max(first, *self.other.key_range(q)), end
-
-    def boundaries(self, q: range) -> list[int]:
-        return _joined_boundaries((self.part, self.other), q)
-
-
-def _joined_boundaries(parts: Iterable[Intervals], q: range) -> list[int]:
-    return sorted({boundary for part in parts for boundary in part.boundaries(q)})
-
-
-def disjoint(parts: Iterable[Intervals], most: int) -> tuple[Intervals, ...] | None:
-    """Disjoint intervals that together allow what any of `parts` allows; None if there are more than `most`."""
-    found: list[Intervals] = []
-    for part in parts:
-        pieces = [part]
-        for other in found:
-            cut: list[Intervals] = [side for piece in pieces for side in (Before(piece, other), After(piece, other))]
-            pieces = [piece for piece in cut if not piece.is_never]
-            if len(found) + len(pieces) > most:
-                return None
-        found += pieces
-    return tuple(found)
+        return sorted({boundary for part in self.parts for boundary in part.boundaries(q)})
 
 
 # Trapezoids and chains.
@@ -202,13 +135,60 @@ def trapezoids(start: int, stop: int, first: Line, end: Line) -> list[Trapezoid]
     return [Trapezoid(start, stop, first, end)] if start < stop else []
 
 
-def add_trapezoids(found: list[Trapezoid], new: Iterable[Trapezoid]) -> None:
-    """Adds what `new` trapezoids allow and those found so far do not: all of them stay disjoint."""
-    for trapezoid in new:
-        pieces = [trapezoid]
-        for other in found:
+def straight_pieces(intervals: Intervals, q: range) -> list[Trapezoid]:
+    """Intervals whose edges turn at their boundaries only, as trapezoids over the queries `q`."""
+    found = []
+    for start, stop in pairwise([q.start, *intervals.boundaries(q), q.stop] if q else []):
+        (first, end), (last_first, last_end) = intervals.key_range(start), intervals.key_range(stop - 1)
+        slopes = int(last_first > first), int(last_end > end)
+        lines = Line(first - slopes[0] * start, slopes[0]), Line(end - slopes[1] * start, slopes[1])
+        found += trapezoids(start, stop, *lines)
+    return found
+
+
+def intersection(a: Sequence[Trapezoid], b: Sequence[Trapezoid]) -> list[Trapezoid]:
+    """The pairs that some trapezoid of `a` and some trapezoid of `b` contain; each list is disjoint."""
+    others = _ByQuery(b)
+    return [piece for one in a for other in others.meeting(one) for piece in _both(one, other)]
+
+
+def union(lists: Sequence[Sequence[Trapezoid]]) -> list[Trapezoid]:
+    """The pairs that any of the lists contains, as disjoint trapezoids; each list is disjoint."""
+    if len(lists) < 2:
+        return [trapezoid for trapezoids in lists for trapezoid in trapezoids]
+    half = len(lists) // 2
+    found, more = union(lists[:half]), union(lists[half:])
+    others = _ByQuery(found)
+    for one in more:
+        pieces = [one]
+        for other in others.meeting(one):
             pieces = [rest for piece in pieces for rest in _without(piece, other)]
         found += pieces
+    return found
+
+
+class _ByQuery:
+    """Trapezoids by their queries."""
+
+    def __init__(self, trapezoids: Iterable[Trapezoid]) -> None:
+        self._sorted = sorted(trapezoids, key=lambda trapezoid: trapezoid.start)
+        self._starts = [trapezoid.start for trapezoid in self._sorted]
+        self._stops = list(accumulate((trapezoid.stop for trapezoid in self._sorted), max))
+
+    def meeting(self, one: Trapezoid) -> list[Trapezoid]:
+        """Those that have a query in common with `one`."""
+        begin, stop = bisect.bisect_right(self._stops, one.start), bisect.bisect_left(self._starts, one.stop)
+        return [other for other in self._sorted[begin:stop] if other.stop > one.start]
+
+
+def _both(a: Trapezoid, b: Trapezoid) -> list[Trapezoid]:
+    start, stop = max(a.start, b.start), min(a.stop, b.stop)
+    return [
+        trapezoid
+        for begin, middle, first in _pieces(start, stop, a.first, b.first, smaller=False)
+        for x, y, end in _pieces(begin, middle, a.end, b.end, smaller=True)
+        for trapezoid in trapezoids(x, y, first, end)
+    ]
 
 
 def _without(piece: Trapezoid, other: Trapezoid) -> list[Trapezoid]:
@@ -233,6 +213,8 @@ def _pieces(start: int, stop: int, a: Line, b: Line, *, smaller: bool) -> list[t
     if a.slope == b.slope:
         return [(start, stop, min(a, b) if smaller else max(a, b))]
     flat, steep = (a, b) if a.slope == 0 else (b, a)
+    if start >= stop:
+        return []
     cut = min(max(flat.at - steep.at, start), stop)  # they meet there; before it the steep line is smaller
     early, late = (steep, flat) if smaller else (flat, steep)
     return [(x, y, line) for x, y, line in ((start, cut, early), (cut, stop, late)) if x < y]
@@ -264,19 +246,26 @@ class Chain(Intervals):
     def _starts(self) -> tuple[int, ...]:
         return tuple(start for start, _, _ in self._pieces)
 
+    @cached_property
+    def _table(self) -> tuple[Tensor, Tensor]:
+        lines = [(*first, *end) for _, first, end in self._pieces]
+        return tuple(torch.tensor(x, dtype=torch.int64, device="cpu") for x in (self._starts, lines))  # type: ignore[return-value]
+
     def key_range(self, q: int) -> tuple[int, int]:
         _, first, end = self._pieces[bisect.bisect_right(self._starts, q) - 1]
         return first(q), end(q)
 
     def key_ranges(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        table = torch.tensor([(*first, *end) for _, first, end in self._pieces], dtype=torch.int64, device=q.device)
-        starts = torch.tensor(self._starts, dtype=torch.int64, device=q.device)
+        starts, table = (x.to(q.device) for x in self._table)
         q = q.long()
         first, first_slope, end, end_slope = table[torch.bucketize(q.contiguous(), starts, right=True) - 1].unbind(-1)
         return first + first_slope * q, end + end_slope * q
 
     def boundaries(self, q: range) -> list[int]:
-        return [start for start in self._starts if q and q[0] < start <= q[-1]]
+        if not q:
+            return []
+        begin, stop = (bisect.bisect_right(self._starts, p) for p in (q[0], q[-1]))
+        return list(self._starts[begin:stop])
 
 
 def chains(found: Sequence[Trapezoid]) -> tuple[Chain, ...]:
@@ -286,6 +275,8 @@ def chains(found: Sequence[Trapezoid]) -> tuple[Chain, ...]:
         chain = next((chain for chain in links if _continues(chain[-1], new)), None)
         if chain is None:
             links.append([new])
+        elif chain[-1] == (chain[-1].start, new.start, new.first, new.end):  # one straight piece
+            chain[-1] = chain[-1]._replace(stop=new.stop)
         else:
             chain.append(new)
     return tuple(Chain(tuple(chain)) for chain in links)

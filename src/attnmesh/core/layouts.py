@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attnmesh.core.mask import Mask, check_mask, sequence_groups
+from attnmesh.core.mask import Mask, check_mask, sequence_intervals
 from attnmesh.core.ranges import Ranges, as_tensor, narrow
 from attnmesh.core.validation import MAX_COUNT, MAX_RANKS, check_count, check_index, check_tensor, check_type, shown
 
@@ -229,8 +229,8 @@ def _work(mask: Mask, length: int) -> tuple[Tensor, Tensor]:
     positions = torch.arange(length, device="cpu")
     work = torch.zeros(length, dtype=torch.int64, device="cpu")
     low, high = torch.full_like(work, length), torch.zeros_like(work)
-    for sequences, same in sequence_groups(mask):
-        for part in same.intervals:
+    for sequences, intervals in sequence_intervals(mask, length):
+        for part in intervals:
             first, end = (bound.clamp(0, length) for bound in part.key_ranges(positions))
             some = first < end
             work += (end - first).clamp(min=0) * (1 if sequences is None else len(sequences))

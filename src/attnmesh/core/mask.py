@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
 import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,8 +16,17 @@ from functools import cached_property, lru_cache, reduce
 import torch
 from torch import Tensor
 
-from attnmesh.core.intervals import Intersection, Intervals, disjoint
-from attnmesh.core.validation import MAX_COUNT, check_count, check_tensor, check_type, shown
+from attnmesh.core.intervals import (
+    Intersection,
+    Intervals,
+    Line,
+    Trapezoid,
+    chains,
+    intersection,
+    straight_pieces,
+    union,
+)
+from attnmesh.core.validation import MAX_COUNT, check_count, check_tensor, shown
 
 MAX_INTERVALS = 64
 """The most intervals per query: every one is another pass of a kernel over its keys."""
@@ -37,14 +45,25 @@ class Mask(ABC):
 
     allows_everything = False
 
+    @property
+    def is_interval(self) -> bool:
+        """Whether the mask of every sequence is one interval per query, which contains the query, at any length."""
+        return False
+
     @abstractmethod
     def _visible(self, q: Tensor, k: Tensor) -> Tensor:
         """The definition of a mask of one sequence, elementwise with broadcasting; int64 positions."""
 
-    @property
     @abstractmethod
-    def intervals(self) -> tuple[Intervals, ...]:
-        """The same mask as disjoint intervals: a query attends to the keys in its interval of any of them."""
+    def trapezoids(self, positions: range) -> list[Trapezoid]:
+        """The mask of one sequence over queries at `positions`, as disjoint trapezoids."""
+
+    def intervals(self, positions: range) -> tuple[Intervals, ...]:
+        """The mask of one sequence as disjoint intervals: a query attends to the keys in its interval of any of them.
+
+        They hold for queries and keys at `positions`, an ascending range without gaps.
+        """
+        return _resolved(self, positions)
 
     @property
     def sequences(self) -> int | None:
@@ -82,12 +101,15 @@ class Mask(ABC):
         Exact: EMPTY if and only if no pair is allowed, FULL if and only if all are; of all sequences together.
         """
         if self.sequences is not None:
-            found = {self.of_sequence(i).coverage(q, k) for i in range(self.sequences)}
-            return found.pop() if len(found) == 1 else Coverage.EMPTY if not found else Coverage.PARTIAL
-        parts = [coverage(part, q, k) for part in self.intervals]
-        if Coverage.FULL in parts:
+            each = {same.coverage(q, k) for _, same in sequence_groups(self)} or {Coverage.EMPTY}
+            return each.pop() if len(each) == 1 else Coverage.PARTIAL
+        if not q or not k:
+            return Coverage.EMPTY
+        ((_, parts),) = sequence_intervals(self, max(q[-1], k[-1]) + 1, min(0, q[0], k[0]))
+        found = [coverage(part, q, k) for part in parts]
+        if Coverage.FULL in found:
             return Coverage.FULL
-        some = [part for part, found in zip(self.intervals, parts, strict=True) if found is Coverage.PARTIAL]
+        some = [part for part, its in zip(parts, found, strict=True) if its is Coverage.PARTIAL]
         if len(some) > 1 and sum(part.pairs(q, k) for part in some) == len(q) * len(k):
             return Coverage.FULL
         return Coverage.PARTIAL if some else Coverage.EMPTY
@@ -117,13 +139,20 @@ class Mask(ABC):
 
 
 class IntervalMask(Mask, Intervals):
-    """A mask of one interval per query."""
+    """A mask of one interval per query, which contains the query."""
 
     contains_query = True
 
     @property
-    def intervals(self) -> tuple[Intervals, ...]:
+    def is_interval(self) -> bool:
+        return True
+
+    def intervals(self, positions: range) -> tuple[Intervals, ...]:
         return (self,)
+
+    def trapezoids(self, positions: range) -> list[Trapezoid]:
+        """The mask over queries at `positions`, as disjoint trapezoids."""
+        return straight_pieces(self, positions)
 
 
 @dataclass(frozen=True)
@@ -137,8 +166,8 @@ class _Combined(Mask):
         if len(sizes) > 1:
             raise ValueError(f"masks for different numbers of sequences cannot be combined, got {shown(self.parts)}")
 
-    @cached_property
-    def sequences(self) -> int | None:
+    @property
+    def sequences(self) -> int | None:  # not cached: a cached property cannot be compiled
         return next((part.sequences for part in self.parts if part.sequences is not None), None)
 
     def of_sequence(self, index: int) -> Mask:
@@ -165,13 +194,18 @@ class And(_Combined):
     def _visible(self, q: Tensor, k: Tensor) -> Tensor:
         return reduce(operator.and_, (part._visible(q, k) for part in self.parts))
 
+    def intervals(self, positions: range) -> tuple[Intervals, ...]:
+        if self.is_interval and self.sequences is None:
+            return (Intersection(tuple(interval for part in self.parts for interval in part.intervals(positions))),)
+        return super().intervals(positions)
+
     @cached_property
-    def intervals(self) -> tuple[Intervals, ...]:
-        of_parts = [part.intervals for part in self.parts]
-        if math.prod(map(len, of_parts)) > MAX_INTERVALS:
-            raise _too_many_intervals(self)
-        combined = (Intersection(choice) for choice in itertools.product(*of_parts))  # intersection distributes
-        return tuple(part for part in combined if not part.is_never)
+    def is_interval(self) -> bool:
+        return all(part.is_interval for part in self.parts)
+
+    def trapezoids(self, positions: range) -> list[Trapezoid]:
+        """What all parts contain."""
+        return reduce(intersection, (part.trapezoids(positions) for part in self.parts))
 
 
 class Or(_Combined):
@@ -183,12 +217,20 @@ class Or(_Combined):
     def _visible(self, q: Tensor, k: Tensor) -> Tensor:
         return reduce(operator.or_, (part._visible(q, k) for part in self.parts))
 
-    @cached_property
-    def intervals(self) -> tuple[Intervals, ...]:
-        found = disjoint((interval for part in self.parts for interval in part.intervals), MAX_INTERVALS)
-        if found is None:
-            raise _too_many_intervals(self)
-        return found
+    def trapezoids(self, positions: range) -> list[Trapezoid]:
+        """What any part contains, once."""
+        return union([part.trapezoids(positions) for part in self.parts])
+
+
+@lru_cache(maxsize=256)
+def _resolved(mask: Mask, positions: range) -> tuple[Intervals, ...]:
+    keys = [Trapezoid(positions.start, positions.stop, Line(positions.start, 0), Line(positions.stop, 0))]
+    found = chains(intersection(mask.trapezoids(positions), keys))
+    if len(found) > MAX_INTERVALS:
+        raise ValueError(
+            f"a mask must have at most {MAX_INTERVALS} intervals per query, and {shown(mask)} has {len(found)}"
+        )
+    return found
 
 
 def _combined(kind: type[_Combined], a: Mask, b: Mask) -> Mask:
@@ -200,10 +242,6 @@ def _combined(kind: type[_Combined], a: Mask, b: Mask) -> Mask:
     return distinct[0] if len(distinct) == 1 else kind(distinct)
 
 
-def _too_many_intervals(mask: Mask) -> ValueError:
-    return ValueError(f"a mask must have at most {MAX_INTERVALS} intervals per query, and this one has more: {mask}")
-
-
 def coverage(part: Intervals, q: range, k: range) -> Coverage:
     """`Mask.coverage` of one interval per query."""
     if not q or not k:
@@ -212,6 +250,16 @@ def coverage(part: Intervals, q: range, k: range) -> Coverage:
     if first <= k[0] and k[-1] < end:  # the latest start and the earliest end hold for every query between
         return Coverage.FULL
     return Coverage.PARTIAL if part.rows_seen(q, k) else Coverage.EMPTY
+
+
+@lru_cache(maxsize=256)
+def sequence_intervals(mask: Mask, stop: int, start: int = 0) -> tuple[tuple[range | None, tuple[Intervals, ...]], ...]:
+    """The intervals of consecutive sequences that have the same mask, with these sequences; None is any batch.
+
+    They hold for queries and keys at positions from `start` to `stop` and possibly some more.
+    """
+    size = 1 << max(stop - start - 1, 0).bit_length()  # of a power of two, so that few lengths are resolved
+    return tuple((sequences, same.intervals(range(start, start + size))) for sequences, same in sequence_groups(mask))
 
 
 @lru_cache(maxsize=256)
@@ -228,7 +276,15 @@ def sequence_groups(mask: Mask) -> tuple[tuple[range | None, Mask], ...]:
 
 def check_mask(name: str, mask: object) -> None:
     """Raise ValueError unless `mask` is a mask."""
-    check_type(name, mask, Mask, "an attnmesh mask (Full(), Causal(), ...)")
+    if isinstance(mask, Mask):
+        return
+    hint = ""
+    if isinstance(mask, Tensor) or (callable(mask) and not isinstance(mask, type)):  # as FlexAttention and SDPA take
+        hint = (
+            ". A mask depends on positions only: write any mask of positions as rectangles, Slices([(queries, keys, "
+            "kind), ...]), and one per sequence of the batch as PerSequence([mask, ...])"
+        )
+    raise ValueError(f"{name} must be an attnmesh mask (Full(), Causal(), ...), got {shown(mask)}{hint}")
 
 
 def _check_positions(q_pos: object, k_pos: object) -> None:

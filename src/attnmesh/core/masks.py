@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attnmesh.core.intervals import FAR, Chain, Intervals, Line, Trapezoid, add_trapezoids, chains, trapezoids
+from attnmesh.core.intervals import FAR, Line, Trapezoid, trapezoids, union
 from attnmesh.core.mask import And, Coverage, IntervalMask, Mask, Or, check_mask
 from attnmesh.core.validation import MAX_COUNT, check_bool, check_choice, check_count, shown
 
@@ -42,7 +42,6 @@ __all__ = [
     "Slices",
     "SlidingWindow",
     "check_mask",
-    "parse_mask",
 ]  # fmt: skip
 
 
@@ -275,11 +274,11 @@ class Global(Mask):
     def _visible(self, q: Tensor, k: Tensor) -> Tensor:
         return (k < self.n) | (q < self.n) if self.both else (k < self.n) & (q == q)
 
-    @cached_property
-    def intervals(self) -> tuple[Intervals, ...]:
+    def trapezoids(self, positions: range) -> list[Trapezoid]:
+        """The first keys for every query; with `both`, the other keys for the first queries."""
         low, n, high = Line(-FAR, 0), Line(self.n, 0), Line(FAR, 0)
-        everyone = Chain((Trapezoid(-FAR, FAR, low, n),))
-        return (everyone, Chain((Trapezoid(-FAR, self.n, n, high),))) if self.both else (everyone,)
+        everyone = trapezoids(positions.start, positions.stop, low, n)
+        return everyone + (trapezoids(positions.start, min(self.n, positions.stop), n, high) if self.both else [])
 
 
 Slice = tuple[range, range, str]
@@ -334,17 +333,25 @@ class Slices(Mask):
             allowed = allowed | inside
         return allowed
 
+    def trapezoids(self, positions: range) -> list[Trapezoid]:
+        """All slices without what earlier ones contain."""
+        return [
+            each._replace(start=max(each.start, positions.start), stop=min(each.stop, positions.stop))
+            for each in self._disjoint
+            if each.start < positions.stop and each.stop > positions.start
+        ]
+
     @cached_property
-    def intervals(self) -> tuple[Intervals, ...]:
-        found: list[Trapezoid] = []
+    def _disjoint(self) -> list[Trapezoid]:
+        found = []
         for queries, keys, kind in self.slices:
             first, end = Line(keys.start, 0), Line(keys.stop, 0)
             if kind in ("causal", "bidirectional_causal"):
                 end = Line(keys.stop - queries.stop + 1, 1)
             if kind in ("inverse_causal", "bidirectional_causal"):
                 first = Line(keys.start - queries.start, 1)
-            add_trapezoids(found, trapezoids(queries.start, queries.stop, first, end))
-        return chains(found)
+            found.append(trapezoids(queries.start, queries.stop, first, end))
+        return union(found)
 
 
 @dataclass(frozen=True, init=False)
@@ -384,8 +391,12 @@ class PerSequence(Mask):
             mask.check(length)
 
     @property
-    def intervals(self) -> tuple[Intervals, ...]:
-        raise ValueError(f"{shown(self)} has a mask for every sequence: take of_sequence(i).intervals")
+    def is_interval(self) -> bool:
+        return all(mask.is_interval for mask in self.masks)
+
+    def trapezoids(self, positions: range) -> list[Trapezoid]:
+        """Not defined: take `of_sequence(i)`."""
+        raise ValueError(f"{shown(self)} has a mask for every sequence: take of_sequence(i)")
 
     def _visible(self, q: Tensor, k: Tensor) -> Tensor:
         raise NotImplementedError("see `visible`")
@@ -479,13 +490,3 @@ def _multiples(size: int, q: range) -> list[int]:
 def _brief(lengths: tuple[object, ...]) -> str:
     first = ", ".join(map(shown, lengths[:8]))
     return f"({first}, ... {len(lengths)} in all)" if len(lengths) > 8 else f"({first})"
-
-
-def parse_mask(name: str) -> Mask:
-    """The mask for the option `causal`, `full` or `window:N`."""
-    kind, _, width = name.partition(":")
-    if kind == "window" and width.isascii() and width.isdigit() and int(width):
-        return Causal() & SlidingWindow(int(width) - 1)
-    if name not in ("causal", "full"):
-        raise ValueError(f"mask must be causal, full or window:N (the last N keys, N at least 1), got {name!r}")
-    return Causal() if name == "causal" else Full()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.masks import Mask
-from attnmesh.core.ranges import Ranges, hull
+from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_number, check_tensor, check_type, shown
 from attnmesh.ops.decode.call import check_storages
@@ -86,7 +86,7 @@ def paged_attention(
 ) -> State:  # fmt: skip
     """The state of q [B,Hq,n,D], the queries at `positions`, over the keys that they attend to. No autograd.
 
-    A block outside the pool is never read. On the CPU `check_blocks` raises ValueError; on a GPU out and lse of the
+    A block outside the pool is never read. On the CPU `check_calls` raises ValueError; on a GPU out and lse of the
     sequence are NaN.
     """
     total = StateAccumulator(q, values_of(kv.v).shape[3])
@@ -165,12 +165,10 @@ def _parts(mask: Mask, q: Ranges, size: int) -> tuple[tuple[range, Patch], ...]:
 
 
 def _cut(mask: Mask, q: Ranges, size: int) -> Iterator[tuple[range, Patch]]:
-    seen = hull(Patch(mask, q, (range(q[-1].stop),)).seen if q else ())
-    for start in range(seen.start // size * size, seen.stop, size):
-        keys = range(max(start, seen.start), min(start + size, seen.stop))
-        patch = Patch(mask, q, (keys,))
-        if patch.blocks:
-            yield keys, patch
+    for seen in Patch(mask, q, (range(q[-1].stop),)).seen if q else ():
+        for start in range(seen.start // size * size, seen.stop, size):
+            keys = range(max(start, seen.start), min(start + size, seen.stop))
+            yield keys, Patch(mask, q, (keys,))
 
 
 def _gathered(pool: Stored, blocks: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_device, check_dtype
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import check_inputs, check_score_terms
+from attnmesh.ops.dense.call import check_batch, check_inputs, check_score_terms
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.executor import (
     BACKENDS,
@@ -271,6 +271,7 @@ class ContextParallel(ExecutorFactory):
         inferred = "" if length is not None else " (positions per rank x world; pass length= if they differ)"
         length = q.shape[2] * self.world if length is None else length
         _check_lengths(mask, length, key_length)
+        check_batch(mask, q)
         self._check_shard(q.shape[2], length)
         key_length, key_layout = length if key_length is None else key_length, key_layout or self.layout
         self._check_shard(k.shape[2], key_length, key_layout, "keys")

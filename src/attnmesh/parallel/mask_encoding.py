@@ -11,10 +11,25 @@ from dataclasses import fields
 from typing import Any
 
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
-from attnmesh.core.masks import And, Causal, Documents, Full, Mask, SlidingWindow
+from attnmesh.core.masks import (
+    And,
+    BlockCausal,
+    Causal,
+    Chunked,
+    Documents,
+    Full,
+    Global,
+    Mask,
+    Or,
+    Padding,
+    PerSequence,
+    Prefix,
+    Slices,
+    SlidingWindow,
+)
 
 _KINDS: tuple[type, ...] = (
-    Full, Causal, SlidingWindow, Documents, And,
+    Full, Causal, SlidingWindow, Documents, Prefix, Chunked, BlockCausal, Global, Slices, PerSequence, Padding, And, Or,
     Contiguous, Striped, Zigzag, Balanced, Joint,
 )  # fmt: skip
 """What can be encoded: dataclasses whose fields are integers, flags, words, ranges, None, and tuples of such values."""

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, comm_from, propagate_failure
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Zigzag
-from attnmesh.core.mask import sequence_groups
+from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
@@ -57,10 +57,11 @@ from attnmesh.ops.dense.call import (
     Grads,
     Result,
     Scores,
+    check_batch,
     check_inputs,
     check_score_terms,
     contiguous_last_dim,
-    resolve_scale,
+    resolve_scores,
 )
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attention
@@ -133,9 +134,9 @@ def ring_distributed_attention(
     time; blocks that no query attends to are not read. There is no backward: tensors that require gradients raise
     ValueError. A block outside the pool raises ValueError on the CPU; on a GPU out and lse of the sequence are NaN.
 
-    `mask` must be causal, and may hide more: `Causal() & SlidingWindow(1023)`, `Causal() & Documents(lengths)` with the
-    documents of all `q_offset + S` positions. The chunks are those of `ring_chunks` for every mask: they balance the
-    work of `Causal`.
+    `mask` must be causal, and may hide more: `Chunked(8192)`, `Causal() & (Global(4) | SlidingWindow(1023))`,
+    `Causal() & Documents(lengths)` with the documents of all `q_offset + S` positions, one mask per sequence. The chunks
+    are those of `ring_chunks` for every mask: they balance the work of `Causal`.
 
     Pass `ring_size` and `ring_id`, or a `group` (a ProcessGroup, a one-dimensional DeviceMesh, a comm), which implies
     them. With a group, ranks first compare their arguments, and dk and dv are summed over the group (in float32,
@@ -155,14 +156,13 @@ def ring_distributed_attention(
         kv = _checked_kv(q, k, v, block_table, scale, sinks)
         check_score_terms(q, softcap, sinks, alibi_slopes)
         offsets = _checked_offsets(q_offset, q, kv)
-        for offset in offsets:
-            _check_causal(mask, range(offset, offset + q.shape[2]))
+        _check_causal(mask, q, offsets)
         size, index = (ring_size, ring_id) if group is None else _place_in_group(comm, ring_size, ring_id)
         if size is None or index is None:
             raise ValueError(f"pass group, or both ring_size and ring_id, got ring_size={size} and ring_id={index}")
         _check_ring(size, index)
         chunks = Zigzag(pairs).ranges(q.shape[2], size, index)
-        scores = Scores(resolve_scale(q, scale), softcap, None if alibi_slopes is None else alibi_slopes.float())
+        scores = resolve_scores(q, scale, softcap, alibi_slopes)
         run: Callable[[], State]
         if isinstance(kv, PagedKV):
             cached = _CacheShare(chunks, offsets, mask, scores, sinks, backend, comm, kv)
@@ -306,29 +306,34 @@ class _CacheShare:
         with propagate_failure(self.comm), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             states = [
                 paged_attention(
-                    own, positions, kv, mask=self.mask, scores=self.scores, sinks=self.sinks, backend=self.backend,
+                    own, positions, kv, mask=mask, scores=self.scores, sinks=self.sinks, backend=self.backend,
                     recorder=self.comm.recorder,
                 )
-                for own, positions, kv in self._batches(self._own(q))
+                for own, positions, kv, mask in self._batches(self._own(q))
             ]  # fmt: skip
         return State(*(torch.cat(parts) for parts in zip(*states, strict=True))) if len(states) > 1 else states[0]
 
     def check_calls(self, q: Tensor) -> None:
         """Raise ValueError if no backend serves a call or, on the CPU, if a block is outside the pool."""
-        for own, positions, kv in self._batches(q[:, :, : ranges.size(self.chunks)]):
-            check_calls(own, positions, kv, self.mask, self.scores, self.backend)
+        for own, positions, kv, mask in self._batches(q[:, :, : ranges.size(self.chunks)]):
+            check_calls(own, positions, kv, mask, self.scores, self.backend)
 
     def _own(self, q: Tensor) -> Tensor:
         """The queries of this device, with a contiguous last dimension."""
         parts = [q[:, :, chunk.start : chunk.stop] for chunk in self.chunks]
         return contiguous_last_dim(parts[0] if len(parts) == 1 else torch.cat(parts, 2) if parts else q[:, :, :0])
 
-    def _batches(self, own: Tensor) -> Iterator[tuple[Tensor, Ranges, PagedKV]]:
-        """Queries, their positions and their cache: all sequences together, or one by one if their offsets differ."""
-        for i, offset in enumerate(self.q_offsets):
-            positions = tuple(range(offset + chunk.start, offset + chunk.stop) for chunk in self.chunks)
-            together = len(self.q_offsets) == 1
-            yield (own, positions, self.kv) if together else (own[i : i + 1], positions, self.kv.sequence(i))
+    def _batches(self, own: Tensor) -> Iterator[tuple[Tensor, Ranges, PagedKV, Mask]]:
+        """Queries, positions, cache and mask: of all sequences together, or one by one if offsets or masks differ."""
+        if len(self.q_offsets) == 1 and self.mask.sequences is None:
+            yield own, self._positions(self.q_offsets[0]), self.kv, self.mask
+            return
+        for i in range(own.shape[0]):
+            positions = self._positions(self.q_offsets[i % len(self.q_offsets)])
+            yield own[i : i + 1], positions, self.kv.sequence(i), self.mask.of_sequence(i)
+
+    def _positions(self, q_offset: int) -> Ranges:
+        return tuple(range(q_offset + chunk.start, q_offset + chunk.stop) for chunk in self.chunks)
 
 
 @lru_cache(maxsize=128)
@@ -375,25 +380,29 @@ def _checked_offsets(q_offset: object, q: Tensor, kv: PagedKV | tuple[Tensor, Te
     return tuple(offsets[:1] if len(set(offsets)) == 1 else offsets) or (0,)  # of no sequences
 
 
-def _check_causal(mask: Mask, queries: range) -> None:
+def _check_causal(mask: Mask, q: Tensor, q_offsets: tuple[int, ...]) -> None:
     """Raise ValueError unless `mask` fits the positions up to the last query and hides later keys from every query."""
     check_mask("mask", mask)
-    mask.check(queries.stop)
-    position = _first_not_causal(mask, queries)
-    if position is not None:
-        raise ValueError(
-            f"mask must be causal, but {mask} lets the query at position {position} attend to later keys: intersect it "
-            "with Causal()"
-        )
+    check_batch(mask, q)
+    for i, offset in enumerate(q_offsets):
+        queries = range(offset, offset + q.shape[2])
+        own = mask if len(q_offsets) == 1 else mask.of_sequence(i)
+        own.check(queries.stop)
+        position = _first_not_causal(own, queries)
+        if position is not None:
+            raise ValueError(
+                f"mask must be causal, but {mask} lets the query at position {position} attend to later keys: "
+                "intersect it with Causal()"
+            )
 
 
 @lru_cache(maxsize=128)
 def _first_not_causal(mask: Mask, queries: range) -> int | None:
-    """The first query that attends to a later key."""
+    """The first query that attends to a later key, in any sequence."""
     at = torch.arange(queries.start, queries.stop, device="cpu")
     later = torch.zeros_like(at, dtype=torch.bool)
-    for _, same in sequence_groups(mask):
-        for part in same.intervals:
+    for _, intervals in sequence_intervals(mask, queries.stop):
+        for part in intervals:
             first, end = part.key_ranges(at)
             later |= (first < end) & (end > at + 1)
     return queries[int(later.nonzero()[0])] if later.any() else None

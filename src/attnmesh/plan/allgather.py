@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from attnmesh.core import ranges
-from attnmesh.core.mask import sequence_groups
+from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.blocks import Patch
 from attnmesh.plan.program import Floats, Kernels, Messages, MessageTotals, Round, RowTraffic, concurrent_rounds
@@ -84,8 +84,9 @@ def _seen(shards: Shards, rank: int, end: int) -> Ranges:
     runs without: the keys in between are gathered too.
     """
     views: list[range] = []
-    for _, mask in sequence_groups(shards.mask):
-        for part in mask.intervals:
+    stop = max([end, *(run[-1] + 1 for run in shards.queries[rank])])
+    for _, intervals in sequence_intervals(shards.mask, stop):
+        for part in intervals:
             for run in shards.queries[rank]:
                 whole = range(run[0], run[-1] + 1) if part.contains_query else run
                 views += part.rows_seen(whole, range(end))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.intervals import Intervals
-from attnmesh.core.mask import Coverage, Mask, coverage, sequence_groups
+from attnmesh.core.mask import Coverage, Mask, coverage, sequence_groups, sequence_intervals
 from attnmesh.core.ranges import Ranges, rows_between
 
 # More segments than this, of fewer rows each on average, cost less as one masked block than as one call each.
@@ -99,9 +99,12 @@ class Patch:
     @cached_property
     def parts(self) -> tuple[tuple[range | None, tuple[Part, ...]], ...]:
         """For each group of sequences with the same mask, its intervals that contain a visible pair of this patch."""
+        if not self.q or not self.k:
+            return tuple((sequences, ()) for sequences, _ in sequence_groups(self.mask))
+        start, stop = min(0, self.q[0][0], self.k[0][0]), max(run[-1] for run in (*self.q, *self.k)) + 1
         return tuple(
-            (sequences, tuple(part for part in (Part(i, self.q, self.k) for i in mask.intervals) if part.seen))
-            for sequences, mask in sequence_groups(self.mask)
+            (sequences, tuple(part for part in (Part(each, self.q, self.k) for each in intervals) if part.seen))
+            for sequences, intervals in sequence_intervals(self.mask, stop, start)
         )
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:

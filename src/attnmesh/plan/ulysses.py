@@ -104,7 +104,9 @@ class HeadAllToAll:
             if share.q:
                 shape = self.workload.shape.with_heads(len(share.q), len(share.kv))
                 groups.setdefault(shape, []).append(list(range(i, self.workload.world, self.ranks)))
-        return GroupedWorkload(self.workload, shards, groups, RankSizes.of(self.shapes(), rows, segments))
+        return GroupedWorkload(
+            self.workload, shards, groups, RankSizes.of(self.shapes(), rows, segments, mask=shards.mask)
+        )
 
     def exchanges(self, *, backward: bool) -> tuple[Messages | MessageTotals, Messages | MessageTotals]:
         """The two exchanges. Forward: q, k, v, then out (and lse). Backward: dout, then dq, dk, dv."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from attnmesh.core import ranges
+from attnmesh.core.masks import Mask
 from attnmesh.core.validation import MAX_RANKS, check_bool, check_count, check_device, check_type
 from attnmesh.plan.program import Floats, Ints, KernelKind, Kernels
 from attnmesh.plan.shards import Shards
@@ -89,6 +90,9 @@ class Workload:
         check_bool(lse=self.lse)
         check_type("device", self.device, str, "the name of a device type")
         check_device("device", self.device)
+        sequences = self.shards.mask.sequences
+        if sequences not in (None, self.shape.batch):
+            raise ValueError(f"batch must be {sequences}, the sequences of the mask, got {self.shape.batch}")
 
     @property
     def world(self) -> int:
@@ -100,7 +104,7 @@ class Workload:
 class RankSizes:
     """Bytes per row and operations per pair, and the rows of every rank: entry r is rank r's."""
 
-    key_pair_flops: Floats  # of one (query, key) pair in a matrix product over the width of keys
+    key_pair_flops: Floats  # of one (query, key) pair of a plan, in a matrix product over the width of keys
     value_pair_flops: Floats  # the same over the width of values
     key_row: Ints  # bytes of K and V of a position
     key_grad_row: Ints
@@ -113,7 +117,9 @@ class RankSizes:
     segments: Ints  # kernel calls per block: heads that do not divide evenly need more than one
 
     @staticmethod
-    def of(shapes: Sequence[Shape], rows: Sequence[int], segments: Sequence[int] | None = None) -> RankSizes:
+    def of(
+        shapes: Sequence[Shape], rows: Sequence[int], segments: Sequence[int] | None = None, *, mask: Mask
+    ) -> RankSizes:
         """From the shape of the tensors that each rank computes with, and its query rows."""
 
         def each(name: str) -> Ints:
@@ -121,9 +127,11 @@ class RankSizes:
 
         heads = each("batch") * each("q_heads")
         query, out = heads * each("head_dim"), heads * each("value_dim")
+        # A plan counts the pairs of one sequence, or of all sequences if they have masks of their own.
+        sequences = 1 if mask.sequences is None else np.maximum(each("batch"), 1)
         return RankSizes(
-            key_pair_flops=2.0 * query.astype(np.float64),
-            value_pair_flops=2.0 * out.astype(np.float64),
+            key_pair_flops=2.0 * query / sequences,
+            value_pair_flops=2.0 * out / sequences,
             key_row=each("key_row"),
             key_grad_row=each("key_grad_row"),
             query_row=each("query_row"),
@@ -138,7 +146,8 @@ class RankSizes:
     @staticmethod
     def of_workload(workload: Workload) -> RankSizes:
         """The sizes of all ranks' own rows and heads."""
-        return RankSizes.of([workload.shape] * workload.world, list(map(ranges.size, workload.shards.queries)))
+        rows = list(map(ranges.size, workload.shards.queries))
+        return RankSizes.of([workload.shape] * workload.world, rows, mask=workload.shards.mask)
 
     @property
     def world(self) -> int:

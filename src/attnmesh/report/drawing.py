@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from attnmesh.core import ranges
-from attnmesh.core.mask import Coverage, Mask, coverage, sequence_groups
+from attnmesh.core.mask import Coverage, Mask, coverage, sequence_intervals
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import printable
 from attnmesh.plan.program import Load
@@ -81,8 +81,8 @@ def visible_pairs(mask: Mask, q: range, k: range) -> int:
     """Return the number of visible pairs between the queries `q` and the keys `k`."""
     return sum(
         part.pairs(q, k) * (1 if sequences is None else len(sequences))
-        for sequences, same in sequence_groups(mask)
-        for part in same.intervals
+        for sequences, intervals in sequence_intervals(mask, max(q.stop, k.stop))
+        for part in intervals
         if coverage(part, q, k) is not Coverage.EMPTY
     )
 

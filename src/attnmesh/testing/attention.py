@@ -117,23 +117,27 @@ def shard_results(
     mask: Mask,
     layout: Layout,
     *,
-    scale: float | None = None,
     backend: str = "auto",
     schedule: str = "ring",
     ranks_per_node: int | None = None,
     key_layout: Layout | None = None,
+    sinks: Tensor | None = None,
+    **scores: Any,
 ) -> list[Tensor]:
-    """Return one rank's shards of out, lse, dq, dk, dv. Keys may have a length and a layout of their own."""
+    """Return one rank's shards of out, lse, dq, dk, dv, and its part of dsinks if there are sinks.
+
+    Keys may have a length and a layout of their own. `scores` are scale, softcap and alibi_slopes.
+    """
     cp = ContextParallel(comm, layout=layout, schedule=schedule, backend=backend, ranks_per_node=ranks_per_node)
     length, key_length = inputs[0].shape[2], inputs[1].shape[2]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return cp.attention(
-            q, k, v, mask=mask, scale=scale, length=length, key_length=None if key_length == length else key_length,
-            key_layout=key_layout, return_lse=True,
+            q, k, v, mask=mask, length=length, key_length=None if key_length == length else key_length,
+            key_layout=key_layout, sinks=sinks, return_lse=True, **scores,
         )  # fmt: skip
 
-    return forward_backward(attend, shard_inputs(inputs, comm, layout, key_layout))
+    return forward_backward(attend, shard_inputs(inputs, comm, layout, key_layout), sinks)
 
 
 def gather_results(
@@ -149,7 +153,9 @@ def gather_results(
 def virtual_results(
     world: int, inputs: Sequence[Tensor], mask: Mask, layout: Layout, *, key_layout: Layout | None = None, **how: Any
 ) -> list[Tensor]:
-    """Return the whole out, lse, dq, dk, dv of `world` virtual ranks. `how` is as in `shard_results`."""
+    """Return the whole out, lse, dq, dk, dv, dsinks of `world` virtual ranks. `how` is as in `shard_results`."""
     shards = run_virtual(world, lambda comm: shard_results(comm, inputs, mask, layout, key_layout=key_layout, **how))
-    layouts = [layout] * 3 + [key_layout or layout] * 2
-    return [side.unshard(list(parts), 2) for side, parts in zip(layouts, zip(*shards, strict=True), strict=True)]
+    sides = [layout] * 3 + [key_layout or layout] * 2
+    out, lse, dq, dk, dv, *d_sinks = (list(parts) for parts in zip(*shards, strict=True))
+    whole = [side.unshard(parts, 2) for side, parts in zip(sides, (out, lse, dq, dk, dv), strict=True)]
+    return [*whole, *(torch.stack(parts).sum(0) for parts in d_sinks)]

@@ -129,7 +129,13 @@ def test_every_pair_is_right_at_other_positions(seed, backend):
         check_backend(problem_of(CASES[case], case + seed, backend=backend), backend)
 
 
-@pytest.mark.parametrize("seed", range(len(CASES)), ids=lambda seed: named(CASES[seed]))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.slow] * (seed % 3 > 0), id=named(CASES[seed]))
+        for seed in range(len(CASES))
+    ],
+)
 def test_the_reference_is_what_loops_over_the_keys_give(seed):
     case = CASES[seed] | {"group": min(CASES[seed]["group"], 3)}
     problem = problem_of(case, seed, dtype=torch.float64)

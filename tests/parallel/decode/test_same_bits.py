@@ -88,7 +88,9 @@ def test_ranks_do_not_show(kind, sharding):
     assert same(attended(am.DecodeSharding(*sharding), kind), unsharded(kind))
 
 
-@pytest.mark.parametrize("storage", ["int8", "fp8", "bfp8"])
+@pytest.mark.parametrize(
+    "storage", ["int8", *(pytest.param(storage, marks=pytest.mark.slow) for storage in ("fp8", "bfp8"))]
+)
 def test_ranks_do_not_show_with_fewer_bits(storage):
     how = {"storage": storage, "head_dim": 16}
     whole = unsharded("both", **how)

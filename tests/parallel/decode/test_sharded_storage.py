@@ -62,7 +62,9 @@ def stored(cache, sequence):
     return found
 
 
-@pytest.mark.parametrize("storage", ["fp32", "fp8", "int8", "bfp8"])
+@pytest.mark.parametrize(
+    "storage", ["fp8", "bfp8", *(pytest.param(storage, marks=pytest.mark.slow) for storage in ("fp32", "int8"))]
+)
 def test_many_ranks_store_and_answer_as_one_does(storage):
     (alone,), whole, truth = generated((1, 1, 1, 1), storage)
     off = (alone - truth).nan_to_num().abs().max() / truth.abs().max()

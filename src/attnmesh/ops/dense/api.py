@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core import ranges
-from attnmesh.core.mask import sequence_groups
+from attnmesh.core.intervals import Intervals
+from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Full, Mask, check_mask
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_tensor
@@ -149,7 +151,7 @@ class Choice:
 
 
 def choose(call: Call, backend: str) -> Choice:
-    """The backend for a call. A backend requested by name that cannot serve it raises ValueError."""
+    """The backend for a call. One requested by name that cannot serve it, or none that can, raises ValueError."""
     check_choice("backend", backend, BACKENDS)
     if backend == "reference":
         return Choice("reference", "requested by name", ())
@@ -172,14 +174,16 @@ def choose(call: Call, backend: str) -> Choice:
         return Choice("triton", f"one launch per part of the mask costs less: {costs}", unsupported)
     if refusals["triton"] is None and call.q.is_cuda:
         return Choice("triton", "one launch per part of the mask serves it by row bounds", unsupported)
-    return Choice("torch", "no fused kernel serves this call", unsupported)
+    if refusals["torch"] is None:
+        return Choice("torch", "no fused kernel serves this call", unsupported)
+    raise ValueError("no backend serves this call: " + "; ".join(f"{name}: {why}" for name, why in unsupported))
 
 
 def choose_fused(call: Call, backend: str) -> Backend:
     """The backend for a forward that must be fused (it merges into an accumulator)."""
     choice = choose(call, backend)
-    if choice.backend not in _FUSED:
-        raise ValueError(f"no fused kernel serves this call: {choice}")
+    if choice.backend == "reference":
+        raise ValueError('backend="reference" keeps every score, and has no state to merge')
     return _FUSED[choice.backend]
 
 
@@ -275,14 +279,24 @@ class _Irregular:
         rows, keys = range(self.q.numel()), range(self.k.numel())
         return tuple(
             Block(rows, keys, Kind.PARTIAL, part, sequences)
-            for sequences, mask in sequence_groups(self.mask)
-            for part in range(len(mask.intervals) if rows and keys else 0)
+            for sequences, intervals in self._intervals
+            for part in range(len(intervals) if rows and keys else 0)
         )
+
+    @cached_property
+    def _intervals(self) -> tuple[tuple[range | None, tuple[Intervals, ...]], ...]:
+        start, stop = 0, 1
+        if not self.mask.is_interval and self.q.numel() and self.k.numel():  # a union: reading this stalls a device
+            ends = torch.stack([self.q[0], self.k[0], self.q[-1], self.k[-1]]).tolist()
+            start, stop = min(0, *ends[:2]), max(ends[2:]) + 1
+        return sequence_intervals(self.mask, stop, start)
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         q, k = self.q.to(device), self.k.to(device)
-        groups = sequence_groups(self.mask)
-        first, end = stacked_bounds([(s, [bounds_of(i, q, k) for i in mask.intervals]) for s, mask in groups], len(q))
+        groups = [
+            (sequences, [bounds_of(each, q, k) for each in intervals]) for sequences, intervals in self._intervals
+        ]
+        first, end = stacked_bounds(groups, len(q)).to(device)
         return first, end
 
     def unseen(self, device: torch.device) -> tuple[Tensor, Tensor]:

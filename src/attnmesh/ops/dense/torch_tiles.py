@@ -1,4 +1,4 @@
-"""Backend in plain torch: any device, dtype, mask, width and score function, one tile of rows and keys at a time.
+"""Backend in plain torch: any device, mask, width and score function, one tile of rows and keys at a time.
 
 Only the scores of one tile are in memory. The forward merges the states of tiles, and the backward computes their
 scores again. A row sees one interval of the keys of a block, whose ends ascend from row to row: a tile needs no mask
@@ -20,6 +20,7 @@ from attnmesh.ops.merge import StateAccumulator
 from attnmesh.plan.blocks import Block, Kind, key_hull
 
 _CPU = torch.device("cpu")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ROWS = 256  # of a tile
 _FEW_ROWS = 128  # smaller blocks of a part are computed together
 _SCORES_PER_TILE = 100_000  # a tile costs as much as so many scores
@@ -34,12 +35,12 @@ class TorchTiles:
     name = "torch"
 
     def refusal(self, call: Call) -> str | None:
-        """None: it serves every call."""
-        return None
+        """The reason why this backend cannot serve the forward; None if it can."""
+        return None if call.q.dtype in _DTYPES else f"it takes fp16, bf16, fp32 and fp64, not {call.q.dtype}"
 
     def backward_refusal(self, call: Call, result: Result) -> str | None:
-        """None: it serves every call."""
-        return None
+        """The reason why this backend cannot serve the backward; None if it can."""
+        return self.refusal(call)
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
