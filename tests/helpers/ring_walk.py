@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core import ranges
-from attnmesh.core.mask import sequence_groups
+from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.ring import RingPlan, Transfers
 from attnmesh.plan.shards import Shards
@@ -45,8 +45,8 @@ class Truth:
     def needed(self, rank: int, block: int) -> set[int]:
         """The same; of intervals that contain their query, from the first to the last row of each run of keys."""
         q, found = self.queries[rank], set()
-        for _, mask in sequence_groups(self.problem.mask):
-            for part in mask.intervals:
+        for _, intervals in sequence_intervals(self.problem.mask, max(self.visible.shape[1:])):
+            for part in intervals:
                 first, end = (bound[:, None] for bound in part.key_ranges(q))
                 at = 0
                 for run in self.problem.keys[block]:
