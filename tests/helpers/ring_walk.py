@@ -37,6 +37,10 @@ class Truth:
         queries, keys = ((range(length),) for length in lengths)
         return visible_pairs(self.problem.mask, queries, keys)
 
+    @staticmethod
+    def _end(shards: list[Tensor]) -> int:
+        return max((int(held.max()) + 1 for held in shards if len(held)), default=0)
+
     def seen(self, rank: int, block: int) -> set[int]:
         """The rows of the keys of `block` that some query of `rank` sees in some sequence."""
         sees = self.visible[:, self.queries[rank]][:, :, self.keys[block]].any(1).any(0)
@@ -45,7 +49,7 @@ class Truth:
     def needed(self, rank: int, block: int) -> set[int]:
         """The same; of intervals that contain their query, from the first to the last row of each run of keys."""
         q, found = self.queries[rank], set()
-        for _, intervals in sequence_intervals(self.problem.mask, max(self.visible.shape[1:])):
+        for _, intervals in sequence_intervals(self.problem.mask, max(self._end(self.queries), self._end(self.keys))):
             for part in intervals:
                 first, end = (bound[:, None] for bound in part.key_ranges(q))
                 at = 0
@@ -57,6 +61,10 @@ class Truth:
                     found |= {at + row for row in rows}
                     at += len(run)
         return found
+
+    def all_needed(self) -> dict[tuple[int, int], set[int]]:
+        ranks = range(self.problem.world)
+        return {(rank, block): self.needed(rank, block) for rank in ranks for block in ranks}
 
 
 def check_route(plan: RingPlan, needed: dict[tuple[int, int], set[int]]) -> None:
@@ -125,6 +133,9 @@ def check_matched(sent: Transfers, received: Transfers) -> None:
     assert between[0] == between[1]
 
 
-def count_pairs(total: Tensor, queries: Tensor, keys: Tensor, patch) -> None:
-    """Adds the pairs that a patch computes to a count [sequences or 1, queries, keys] by position."""
-    total[:, queries[:, None], keys] += covered(patch)
+def check_pairs(plan: RingPlan, count: Tensor) -> None:
+    """Adds the pairs that all ranks compute to a count [sequences or 1, queries, keys] by position."""
+    for rank in range(plan.world):
+        for stage in plan.stages(rank):
+            queries, keys = ranges.as_tensor(stage.patch.q), ranges.as_tensor(stage.patch.k)
+            count[:, queries[:, None], keys] += covered(stage.patch)
