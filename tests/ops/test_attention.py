@@ -480,7 +480,7 @@ BAD = {
     "no mask": ({"mask": None}, "mask must be an attnmesh mask .* got None"),
     "a tensor for a mask": (
         {"mask": torch.ones(6, 6)},
-        r"mask must be .* got float32 tensor .* positions as .*Slices\(",
+        r"mask must .* got float32 tensor .* positions as .*Slices\(",
     ),
     "a function for a mask": ({"mask": lambda b, h, q, k: q >= k}, r"mask must be .* got <function .* PerSequence\("),
     "a class for a mask": ({"mask": Causal}, "mask must be an attnmesh mask .* got <class"),

@@ -75,6 +75,23 @@ def test_every_mask_with_some_terms(backend, mask):
             check(random_inputs(67, dtype=dtype, seed=at, **widths), mask, backend, **terms)
 
 
+def test_triton_serves_parts_sequences_and_all_terms():
+    widths, terms = terms_named("all")
+    mask = PerSequence([WINDOW_AND_SINK_TOKENS, SlidingWindow(5)])
+    check(random_inputs(17, dtype=torch.float16, **widths), mask, "triton", **terms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_triton_with_every_mask_and_term(mask, name):
+    widths, terms = terms_named(name)
+    if min(widths.values()) < 16:
+        widths = {each: 16 + width for each, width in widths.items()}
+    dtype = (torch.float32, torch.float16)[MASKS.index(mask) % 2]
+    check(random_inputs(67, dtype=dtype, **widths), mask, "triton", **terms)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS, ids=str)

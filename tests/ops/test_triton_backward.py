@@ -115,6 +115,15 @@ def test_key_tiles_of_many_rows_are_split(device, mask):
     check(case, grads, torch.float32)
 
 
+@pytest.mark.parametrize("mask", ["causal", "union"])
+def test_overwrites_gradients_in_any_dtype(device, mask):
+    case = Case(device, torch.float16, mask, (2, 1), 33, 33)
+    grads = [torch.full_like(x, torch.nan) for x in (case.q, case.k, case.v)]
+    case.run(grads, **TILES, overwrite=True)
+    for mine, exact, plain in zip(grads, case.autograd(torch.float64), case.autograd(torch.float16), strict=True):
+        assert relative(mine, exact) <= 2 * relative(plain, exact)
+
+
 def test_keys_in_parts_add_up(device):
     """With the lse and delta of the whole softmax, parts of the keys give the same as all of them."""
     case = Case(device, torch.float32, "union", (2, 1), 33, 48)

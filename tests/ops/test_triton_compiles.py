@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from helpers.triton_compile import assert_fit, compiled_for_hopper
+from helpers.triton_compile import assert_fit, compiled_for_hopper, tolerated_spills
 
 pytest.importorskip("triton")
 
@@ -19,33 +19,51 @@ from attnmesh.ops.decode.call import build_call
 from attnmesh.ops.decode.triton import Triton
 from attnmesh.ops.dense.triton_backward import backward, delta
 from attnmesh.ops.dense.triton_forward import forward
+from attnmesh.ops.dense.triton_tiles import ScoreTerms
 from attnmesh.ops.storage import quantize
 from attnmesh.ops.triton_merge import accumulate, add
 
 HEAD_DIMS = [64, 80, 128, 256]
+WIDTHS = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512)]
 DTYPES = ["bfloat16", "float32"]
-VISIBILITIES = ["full", "causal", "bounds"]
+VISIBILITIES = ["full", "causal", "bounds", "union"]
 
 
-def dense(head_dim, dtype, visibility, steps):
+def dense(key_dim, value_dim, dtype, visibility, steps, terms=()):
     dtype = getattr(torch, dtype)
-    q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
-    rows = torch.empty(1, 4, 256)
-    bounds = (torch.zeros(256, dtype=torch.int32),) * 2 if visibility == "bounds" else None
+    q, k = (torch.empty(1, heads, 256, key_dim, dtype=dtype) for heads in (4, 2))
+    v, grad_out = (torch.empty(1, heads, 256, value_dim, dtype=dtype) for heads in (2, 4))
+    rows, positions = torch.empty(1, 4, 256), torch.zeros(256, dtype=torch.int32)
+    parts = {"bounds": 1, "union": 2}.get(visibility)
+    bounds = None if parts is None else (torch.zeros(parts, 1, 256, dtype=torch.int32),) * 2
     seen = {"scale": 0.1, "causal": visibility == "causal", "bounds": bounds}
+    if terms:
+        alibi = (torch.empty(4), positions, positions) if "alibi" in terms else ()
+        seen["terms"] = ScoreTerms(30.0 if "softcap" in terms else None, *alibi)
     if "forward" in steps:
-        forward(q, k, k, **seen, state=None, out_dtype=dtype)
+        forward(q, k, v, **seen, state=None, out_dtype=dtype)
     if "continue" in steps:
-        state = State(torch.empty(q.shape), rows)
-        forward(q, k, k, **seen, state=state, out_dtype=torch.float32)
-        forward(q, k, k, **seen, state=state, out_dtype=dtype)
+        state = State(torch.empty(grad_out.shape), rows)
+        forward(q, k, v, **seen, state=state, out_dtype=torch.float32)
+        forward(q, k, v, **seen, state=state, out_dtype=dtype)
+    grad_q, grad_k, grad_v = (torch.empty(x.shape) for x in (q, k, v))
     if "backward" in steps:
-        grads = [torch.empty(x.shape) for x in (q, k, k)]
-        backward(q, k, k, q, rows, rows, **seen, grad_q=grads[0], grad_k=grads[1], grad_v=grads[2])
+        backward(q, k, v, grad_out, rows, rows, **seen, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)
     if "backward partly" in steps:
-        grads = [torch.empty(x.shape) for x in (k, k)]
-        backward(q, k, k, q, rows, rows, **seen, grad_q=None, grad_k=grads[0], grad_v=None)
-        backward(q, k, k, q, rows, rows, **seen, grad_q=None, grad_k=None, grad_v=grads[1])
+        backward(q, k, v, grad_out, rows, rows, **seen, grad_q=None, grad_k=grad_k, grad_v=None)
+        backward(q, k, v, grad_out, rows, rows, **seen, grad_q=None, grad_k=None, grad_v=grad_v)
+
+
+def tolerated_spills_of_dense(kernel: dict) -> int:
+    """Return the bytes that a dense kernel may spill.
+
+    The largest tiles keep a few dozen values in local memory, most of them addresses. On an H200 they still take half
+    of the time of tiles that fit: a warp group multiplies 64 rows at a time, and smaller tiles leave one without work.
+    """
+    wide = kernel["case"][2] >= 192 or len(kernel["case"]) > 6
+    if kernel["kernel"] == "_grad_key_kernel":
+        return 400 if wide else 160
+    return 240 if wide else 32
 
 
 def memory_bound(head_dim, dtype, parts):
@@ -142,25 +160,38 @@ def launch(what: str, *case) -> None:
 
 
 def assert_compiles_for_hopper(what: str, cases: list[tuple]) -> None:
-    assert_fit(compiled_for_hopper(__file__, [(what, *case) for case in cases]))
+    kernels = compiled_for_hopper(__file__, [(what, *case) for case in cases])
+    assert_fit(kernels, tolerated_spills_of_dense if what == "dense" else tolerated_spills)
 
 
 @pytest.mark.timeout(1200)
 def test_every_dense_kernel_compiles():
-    """Each tile once; each kernel without a mask, causal and with bounds."""
+    """Each kernel without a mask, causal and with bounds, in the dtypes and widths of most models."""
     assert_compiles_for_hopper("dense", [
-        (64, "bfloat16", "causal", ["forward", "backward"]), (128, "bfloat16", "bounds", ["continue", "backward"]),
-        (256, "bfloat16", "full", ["continue", "backward"]), (64, "float32", "bounds", ["forward"]),
-        (80, "float32", "full", ["backward"]), (256, "float32", "causal", ["continue"]),
+        (64, 64, "bfloat16", "causal", ["forward", "backward"]),
+        (128, 128, "bfloat16", "union", ["continue", "backward"]),
+        (192, 128, "bfloat16", "full", ["forward"]), (64, 64, "float32", "bounds", ["forward"]),
+        (80, 80, "float32", "full", ["backward"]), (256, 256, "float32", "causal", ["continue"]),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_dense_kernels_compile():
+    assert_compiles_for_hopper("dense", [
+        (*widths, dtype, visibility, ["forward", "continue", "backward"])
+        for widths, dtype, visibility in product(WIDTHS, DTYPES, VISIBILITIES)
     ])  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_dense_kernels_compile():
+def test_dense_kernels_with_softcap_and_alibi_compile():
     assert_compiles_for_hopper("dense", [
-        (head_dim, dtype, visibility, ["forward", "continue", "backward"])
-        for head_dim, dtype, visibility in product(HEAD_DIMS, DTYPES, VISIBILITIES)
+        (128, 128, dtype, visibility, ["forward", "backward"], terms)
+        for dtype, visibility, terms in product(
+            ["bfloat16", "float16", "float32"], ["causal", "union"], [["softcap"], ["alibi"], ["softcap", "alibi"]]
+        )
     ])  # fmt: skip
 
 
@@ -247,8 +278,8 @@ def test_all_decode_kernels_compile():
 @pytest.mark.timeout(1200)
 def test_backwards_for_k_or_v_alone_compile():
     assert_compiles_for_hopper("dense", [
-        (head_dim, dtype, visibility, ["backward partly"])
-        for head_dim, dtype, visibility in product(HEAD_DIMS, DTYPES, VISIBILITIES)
+        (*widths, dtype, visibility, ["backward partly"])
+        for widths, dtype, visibility in product(WIDTHS, DTYPES, VISIBILITIES)
     ])  # fmt: skip
 
 

@@ -40,13 +40,14 @@ WIDTH, HEADS, KV_HEADS = 32, 4, 2
 
 
 class Layer(nn.Module):
-    """A transformer layer, grouped-query heads and all; with `lse` it has a say in the output, and so a gradient."""
+    """A transformer layer, grouped-query heads, sinks and all; with `lse` it has a say in the output and a gradient."""
 
     def __init__(self, cp: ContextParallel) -> None:
         super().__init__()
         self.cp = cp
         self.norm = nn.RMSNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, WIDTH * (HEADS + 2 * KV_HEADS) // HEADS, bias=False)
+        self.sinks = nn.Parameter(torch.randn(HEADS))
         self.gather = nn.Linear(WIDTH, WIDTH, bias=False)
         self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
 
@@ -55,11 +56,12 @@ class Layer(nn.Module):
     ) -> Tensor:
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
         q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        call = {"mask": mask, "length": length, "scale": scale, "sinks": self.sinks}
         if lse:
-            out, weight = self.cp.attention(q, k, v, mask=mask, length=length, scale=scale, return_lse=True)
+            out, weight = self.cp.attention(q, k, v, **call, return_lse=True)
             out = out * weight.unsqueeze(-1).sigmoid()
         else:
-            out = self.cp.attention(q, k, v, mask=mask, length=length, scale=scale)
+            out = self.cp.attention(q, k, v, **call)
         x = x + self.gather(out.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 

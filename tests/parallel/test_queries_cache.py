@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from attnmesh import (
@@ -27,6 +29,7 @@ from attnmesh.ops.dense import reference
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_distributed_attention
 from attnmesh.testing.decode import DecodeProblem, random_decode
 from attnmesh.testing.errors import ROUNDING, assert_close
+from helpers.masks import batch_masks
 from helpers.memory import peak_bytes
 
 WINDOW = 9
@@ -121,13 +124,32 @@ MASKS = [
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("positions", [[40, 40], [40, 29]], ids=str)
 def test_masks_of_several_intervals_and_sequences(positions, mask):
-    """The blocks that no query attends to are gone."""
-    problem = random_decode(positions, tokens=11, block_size=4)
+    check_with_only_the_blocks_that_are_seen(random_decode(positions, tokens=11, block_size=4), 1, mask)
+
+
+def check_with_only_the_blocks_that_are_seen(problem: DecodeProblem, ring_size: int, mask: Mask) -> None:
+    """The blocks that no query attends to are not in the table."""
+    block_size, tokens = problem.k.shape[1], problem.q.shape[2]
     for i, offset in enumerate(offsets_of(problem)):
-        queries, keys = torch.arange(offset, offset + 11), torch.arange(4 * problem.table.shape[1])
-        seen = mask.of_sequence(i).visible(queries[:, None], keys).any(0).unflatten(0, (-1, 4)).any(1)
+        queries, keys = torch.arange(offset, offset + tokens), torch.arange(block_size * problem.table.shape[1])
+        seen = mask.of_sequence(i).visible(queries[:, None], keys).any(0).unflatten(0, (-1, block_size)).any(1)
         problem.table[i, ~seen] = -1
-    assert_exact(ring_of(problem, 1, mask=mask), problem, mask)
+    assert_exact(ring_of(problem, ring_size, mask=mask), problem, mask)
+
+
+@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("small_parts")
+def test_any_causal_mask_over_a_cache_is_exact(examples):
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        batch, tokens = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 20))
+        last = tokens - 1 + data.draw(st.integers(0, 20))
+        mask = Causal() & data.draw(batch_masks(last + 1, batch))
+        problem = random_decode([last] * batch, tokens=tokens, block_size=data.draw(st.integers(1, 6)), dims=(8, 8))
+        check_with_only_the_blocks_that_are_seen(problem, 1, mask)
+
+    check()
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_queries import by_value, local_results, with_a_group
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from attnmesh import (
 from attnmesh.parallel.query_distributed import ring_distributed_attention
 from attnmesh.plan.blocks import Patch
 from attnmesh.testing.attention import NAMES, assert_attention_close, forward_backward, random_inputs
+from helpers.masks import batch_masks
 
 WINDOW = Causal() & SlidingWindow(9)
 
@@ -61,6 +64,19 @@ CASES = [  # ring, length, prefix, mask, dtype
 def test_a_prompt_after_a_prefix_is_exact(case):
     *sizes, dtype = case
     assert_exact(*sizes, dtype=dtype)
+
+
+@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.slow)])
+def test_any_causal_mask_after_any_prefix_is_exact(examples):
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        length, q_offset = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 20))
+        batch, ring_size = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
+        mask = Causal() & data.draw(batch_masks(q_offset + length, batch))
+        assert_exact(ring_size, length, q_offset, mask, batch=batch, dtype=torch.float64, run=by_value)
+
+    check()
 
 
 def test_devices_that_do_not_talk_compute_parts_of_the_whole():

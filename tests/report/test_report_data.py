@@ -7,49 +7,89 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
-from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
+from attnmesh.core.layouts import Balanced, Contiguous, Layout, Striped, Zigzag
+from attnmesh.core.masks import (
+    BlockCausal,
+    Causal,
+    Chunked,
+    Documents,
+    Global,
+    Mask,
+    Padding,
+    PerSequence,
+    Prefix,
+    Slices,
+    SlidingWindow,
+)
 from attnmesh.plan.schedules import SCHEDULES, loads
 from attnmesh.plan.shards import shards
 from attnmesh.plan.workload import Shape
 from attnmesh.planner.catalog import default_cluster
 from attnmesh.report import schedule_report
 from attnmesh.report.data import RankGroups, default_ranks_per_node, hardware_name, in_words
-from attnmesh.report.drawing import bands, drawing_data, pair_counts, visible_pairs
+from attnmesh.report.drawing import bands, drawing_data, pair_counts
+from attnmesh.report.drawing import visible_pairs as visible_pair_count
 from attnmesh.trace.timeline import Span
-from helpers.cases import allowed_pairs
+from helpers.masks import batch_masks, visible_pairs
 
 SHAPE = Shape(batch=2, q_heads=6, kv_heads=3, head_dim=8, itemsize=2, sum_itemsize=4)
 LAYOUTS = [Contiguous(), Zigzag(), Striped()]
-MASKS = [Full(), Causal(), Causal() & SlidingWindow(5), SlidingWindow(3, 4), Documents([1, 20, 13])]
 
 
 def visible_mask(mask: Mask, length: int) -> torch.Tensor:
-    return allowed_pairs(mask, torch.arange(length), torch.arange(length))
+    """Which pairs are visible, [sequences or 1, length, length]."""
+    return visible_pairs(mask, (range(length),), (range(length),))
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    st.sampled_from(LAYOUTS),
-    st.sampled_from([Full(), Causal(), Causal() & SlidingWindow(7), SlidingWindow(2, 9)]),
-    st.integers(1, 70),
-    st.integers(1, 9),
-)
-def test_bands_hold_every_position_once_and_tiles_every_pair(layout: Layout, mask: Mask, length: int, world: int):
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(1, 50), st.integers(1, 9), st.data())
+def test_bands_hold_every_position_once_and_tiles_every_pair(layout: Layout, length: int, world: int, data):
+    mask = data.draw(batch_masks(length, 2))
     workload = shards(mask, layout, length, world)
     cut = bands(workload.queries)
     assert sorted(p for band in cut for p in band.positions) == list(range(length))
     assert all(p in {p for run in workload.queries[band.rank] for p in run} for band in cut for p in band.positions)
     visible = visible_mask(mask, length)
     rows = [torch.tensor(list(band.positions)) for band in cut]
-    counted = [[int(visible[q[:, None], k].sum()) for k in rows] for q in rows]
+    counted = [[int(visible[:, q[:, None], k].sum()) for k in rows] for q in rows]
     assert pair_counts(workload, cut, cut) == counted
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout"),
+    [
+        (Causal() & (Global(3) | SlidingWindow(6)), Zigzag()),
+        (Global(3, both=True) | SlidingWindow(4, 4), Contiguous()),
+        (Prefix(30), Zigzag()),
+        (BlockCausal(16), Zigzag()),
+        (Causal() & Padding([50, 97], side="left", length=97), Zigzag()),
+        (PerSequence([Prefix(20), Documents([40, 57]) & Causal()]), Striped()),
+    ],
+    ids=str,
+)
+def test_pairs_operations_and_bytes_are_those_of_brute_force(mask: Mask, layout: Layout):
+    length, world = 97, 4
+    report = schedule_report(mask, layout, length, world, SHAPE, ranks_per_node=2)
+    drawn, visible = drawing_data(report), visible_mask(mask, length)
+    pairs = int(visible.sum())
+    assert sum(map(sum, drawn["pairs"])) == pairs
+    flops = pairs * (1 if mask.sequences else SHAPE.batch) * SHAPE.q_heads * 2 * 2 * SHAPE.head_dim
+    for view in report.schedules:
+        assert sum(tile.pairs * len(tile.heads) for step in view.steps for tile in step.tiles) == pairs * SHAPE.q_heads
+        assert sum(load.flops for load in view.forward) == flops
+        assert 2 * sum(load.flops for load in view.backward) == 5 * flops
+    # Keys that a rank attends to and does not hold, of any sequence: a message has the rows of the whole batch.
+    at = [torch.tensor([p for run in layout.ranges(length, world, r) for p in run]) for r in range(world)]
+    seen = [visible[:, rows].any(1).any(0) for rows in at]
+    missing = sum(int(keys.sum() - keys[rows].sum()) for rows, keys in zip(at, seen, strict=True))
+    sent = {view.name: sum(load.sent for load in view.forward) for view in report.schedules}
+    assert sent["allgather"] == missing * SHAPE.key_row <= sent["ring"]
 
 
 def test_a_long_sequence_costs_no_more_than_a_short_one():
     n = 10**8
-    assert visible_pairs(Causal(), range(n // 2, n), range(n // 2)) == (n // 2) ** 2
-    assert visible_pairs(Causal(), range(n // 2), range(n // 2, n)) == 0
+    assert visible_pair_count(Causal(), range(n // 2, n), range(n // 2)) == (n // 2) ** 2
+    assert visible_pair_count(Causal(), range(n // 2), range(n // 2, n)) == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -130,6 +170,16 @@ def test_estimates_name_device_and_links():
 def test_masks_in_words():
     assert in_words(Causal() & SlidingWindow(4095)) == "causal and window of 4,095 before"
     assert in_words(Documents([3, 4])) == "2 documents"
+    assert in_words(Documents([3, 4], prefixes=[1, 0])) == "2 documents, causal after a prefix"
+    union = Causal() & (Global(4) | SlidingWindow(1023))
+    assert in_words(union) == "causal and (4 global tokens or window of 1,023 before)"
+    assert in_words(Global(4, both=True) | union) == f"4 global tokens in both directions or ({in_words(union)})"
+    assert in_words(Padding([3, 5], side="left", length=8)) == "2 sequences padded on the left"
+    assert in_words(PerSequence([Prefix(2), Causal()])) == "2 masks, one per sequence"
+    assert [in_words(mask) for mask in (Prefix(2000), Chunked(8192), BlockCausal(32), Slices([]))] == [
+        "causal after a prefix of 2,000", "causal in chunks of 8,192", "causal by blocks of 32", "0 slices"
+    ]  # fmt: skip
+    assert in_words(Balanced(union)) == "balanced for the mask"
     assert [in_words(layout) for layout in LAYOUTS] == ["contiguous", "zigzag", "striped"]
 
 

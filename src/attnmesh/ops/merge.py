@@ -36,11 +36,16 @@ class StateAccumulator:
 
     `width` is that of `out`: the head dim of the values. Takes ownership of the tensors it is given. A part with an lse
     of -inf must have `out = 0`: a single part is returned as it is. `parts` is the number of parts to come, if known:
-    the last ones are then merged and rounded in one pass.
+    the last ones are then merged and rounded in one pass. With `one_call` a single call of a backend makes the whole
+    result, which a kernel may round itself.
     """
 
-    def __init__(self, q: Tensor, width: int, streams: StreamPair = SINGLE_STREAM, parts: int | None = None) -> None:
+    def __init__(
+        self, q: Tensor, width: int, streams: StreamPair = SINGLE_STREAM, parts: int | None = None,
+        *, one_call: bool = False,
+    ) -> None:  # fmt: skip
         self._q, self._streams, self._parts_left = q, streams, parts
+        self.one_call = one_call
         self._shape = torch.Size((*q.shape[:3], width))
         self._dtype = accumulation_dtype(q.dtype)
         self._total: State | None = None
@@ -83,7 +88,7 @@ class StateAccumulator:
                 return State(only.out.to(dtype), only.lse)
         if self._finishes_in_triton(sinks):
             lse = torch.empty(self._shape[:3], dtype=self._dtype, device=self._q.device)
-            result = State(_empty_out(self._q, self._shape, dtype), lse)
+            result = State(empty_out(self._q, self._shape, dtype), lse)
             self.finish_into(result, sinks)
             return result
         total = self.total()
@@ -114,7 +119,7 @@ class StateAccumulator:
 class GradAccumulator:
     """Sums partial gradients, each covering some rows of some sequences of `like` [B, H, S, D].
 
-    `parts` is as in `StateAccumulator`.
+    `parts` and `one_call` are as in `StateAccumulator`.
     """
 
     @classmethod
@@ -124,8 +129,11 @@ class GradAccumulator:
         accumulator.add(total)
         return accumulator
 
-    def __init__(self, like: Tensor, streams: StreamPair = SINGLE_STREAM, parts: int | None = None) -> None:
+    def __init__(
+        self, like: Tensor, streams: StreamPair = SINGLE_STREAM, parts: int | None = None, *, one_call: bool = False
+    ) -> None:
         self._like, self._streams, self._parts_left = like, streams, parts
+        self.one_call = one_call
         self._total: Tensor | None = None
         self._pending: list[Part[Tensor]] = []
 
@@ -217,7 +225,7 @@ def _covered(x: Tensor, shape: torch.Size, part: Part[Any]) -> Tensor:
     return x[part.sequence : part.sequence + shape[0], :, part.row : part.row + shape[2]]
 
 
-def _empty_out(q: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def empty_out(q: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """An `out` [B, H, S, D] with rows before heads where q has them so: what follows attention reads it row by row."""
     batch, heads, rows, width = shape
     if q.stride(1) < q.stride(2):

@@ -268,8 +268,12 @@ def causal_squares(patch: Patch) -> tuple[int, int]:
     """Pairs in the causal squares among a patch's blocks, and their number: kernels have another speed there."""
     if patch.segments > _MAX_CUT_SEGMENTS:
         return 0, 0
-    sides = [len(block.q) for block in patch.blocks if block.kind is Kind.CAUSAL]
-    return sum(side * (side + 1) // 2 for side in sides), len(sides)
+    squares = [block for block in patch.blocks if block.kind is Kind.CAUSAL]
+    pairs = (
+        len(block.q) * (len(block.q) + 1) // 2 * (1 if block.sequences is None else len(block.sequences))
+        for block in squares
+    )
+    return sum(pairs), len(squares)
 
 
 def _calls(patch: Patch) -> int:

@@ -10,8 +10,22 @@ from pathlib import Path
 import torch
 
 from attnmesh.core.files import read_json
-from attnmesh.core.layouts import Layout, check_layout
-from attnmesh.core.masks import And, Documents, Mask, SlidingWindow, check_mask
+from attnmesh.core.layouts import Balanced, Layout, check_layout
+from attnmesh.core.masks import (
+    And,
+    BlockCausal,
+    Chunked,
+    Documents,
+    Global,
+    Mask,
+    Or,
+    Padding,
+    PerSequence,
+    Prefix,
+    Slices,
+    SlidingWindow,
+    check_mask,
+)
 from attnmesh.core.validation import check_bool, check_count, check_device, check_list, check_type, shown
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.plan.program import Load, imbalance
@@ -253,11 +267,29 @@ def in_words(what: Layout | Mask) -> str:
     """Return a layout or a mask in words."""
     match what:
         case And(parts=parts):
-            return " and ".join(map(in_words, parts))
+            return " and ".join(f"({in_words(part)})" if isinstance(part, Or) else in_words(part) for part in parts)
+        case Or(parts=parts):
+            return " or ".join(f"({in_words(part)})" if isinstance(part, And) else in_words(part) for part in parts)
         case SlidingWindow(left=left, right=right):
             return f"window of {left:,} before" + (f" and {right:,} after" if right else "")
-        case Documents(lengths=lengths):
-            return f"{len(lengths):,} documents"
+        case Documents(lengths=lengths, prefixes=prefixes):
+            return f"{len(lengths):,} documents" + ("" if prefixes is None else ", causal after a prefix")
+        case Prefix(n=n):
+            return f"causal after a prefix of {n:,}"
+        case Chunked(size=size):
+            return f"causal in chunks of {size:,}"
+        case BlockCausal(size=size):
+            return f"causal by blocks of {size:,}"
+        case Global(n=n, both=both):
+            return f"{n:,} global tokens" + (" in both directions" if both else "")
+        case Slices(slices=slices):
+            return f"{len(slices):,} slices"
+        case Padding(lengths=lengths, side=side):
+            return f"{len(lengths):,} sequences padded on the {side}"
+        case PerSequence(masks=masks):
+            return f"{len(masks):,} masks, one per sequence"
+        case Balanced():
+            return "balanced for the mask"
     return repr(what).removesuffix("()").lower()
 
 

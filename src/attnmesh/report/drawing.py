@@ -33,8 +33,9 @@ def drawing_data(report: ScheduleReport) -> Json:
         "group_noun": report.groups.noun,
         "length": report.length,
         "heads": shape.q_heads,
+        "masks": shards.mask.sequences or 1,  # whose pairs are counted together
         # per head: two matmuls, two operations per element
-        "flops_per_pair": 2 * shape.batch * (shape.head_dim + shape.value_dim),
+        "flops_per_pair": 2 * (1 if shards.mask.sequences else shape.batch) * (shape.head_dim + shape.value_dim),
         "shards": [
             {"count": ranges.size(held), "runs": [[run.start, run.stop, run.step] for run in held]}
             for held in shards.queries
@@ -73,18 +74,23 @@ def bands(shards: tuple[Ranges, ...]) -> list[Band]:
 
 
 def pair_counts(shards: Shards, queries: list[Band], keys: list[Band]) -> list[list[int]]:
-    """Return the visible pairs of every tile: one row per band of queries, one column per band of keys."""
+    """Return the visible pairs of every tile: one row per band of queries, one column per band of keys.
+
+    Those of a mask per sequence are counted in all sequences together.
+    """
     return [[visible_pairs(shards.mask, q.positions, k.positions) for k in keys] for q in queries]
 
 
 def visible_pairs(mask: Mask, q: range, k: range) -> int:
-    """Return the number of visible pairs between the queries `q` and the keys `k`."""
-    return sum(
-        part.pairs(q, k) * (1 if sequences is None else len(sequences))
-        for sequences, intervals in sequence_intervals(mask, max(q.stop, k.stop))
-        for part in intervals
-        if coverage(part, q, k) is not Coverage.EMPTY
-    )
+    """Return the number of visible pairs of the queries `q` and the keys `k`, in all `mask.sequences` or in one."""
+    count = 0
+    for sequences, intervals in sequence_intervals(mask, max(q.stop, k.stop)):
+        for part in intervals:
+            found = coverage(part, q, k)
+            if found is not Coverage.EMPTY:
+                pairs = len(q) * len(k) if found is Coverage.FULL else part.pairs(q, k)
+                count += pairs * (1 if sequences is None else len(sequences))
+    return count
 
 
 def _cut(run: range, parts: int) -> list[range]:

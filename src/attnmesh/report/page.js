@@ -173,7 +173,7 @@
     const [q, k] = [order[row], order[column]];
     const [qBand, kBand] = [data.bands[q], data.bands[k]];
     const pairs = data.pairs[q][k];
-    return { qBand, kBand, pairs, full: pairs === qBand[3] * kBand[3], block: pairs ? lookup[qBand[0]][kBand[0]] : null };
+    return { qBand, kBand, pairs, most: data.masks * qBand[3] * kBand[3], block: pairs ? lookup[qBand[0]][kBand[0]] : null };
   };
 
   const drawTiles = () => {
@@ -194,7 +194,7 @@
     const steps = schedule().steps.length;
     for (let row = 0; row < n; row += 1) {
       for (let column = 0; column < n; column += 1) {
-        const { block, full } = tileAt(row, column);
+        const { block, pairs, most } = tileAt(row, column);
         if (!block) continue;
         let strength = 1;
         if (isDim(groupOf(block.rank))) strength = 0.1;
@@ -203,7 +203,7 @@
         const color = chosen.color === "rank" ? rankColor(block.rank) : stepColor(block.step, steps);
         const [x, y, side] = [margin + column * size, margin + row * size, size - gap];
         pen.fillStyle = color;
-        if (full) {
+        if (pairs === most) {
           pen.globalAlpha = strength;
           pen.fillRect(x, y, side, side);
         } else {
@@ -248,10 +248,10 @@
       put(`Rows are queries, columns are keys; the edges show which ${noun} holds them.${data.in_turn ? " Both are ordered by rank." : ""}`);
       return;
     }
-    const { qBand, kBand, pairs, full, block } = tileAt(...chosen.tile);
+    const { qBand, kBand, pairs, most, block } = tileAt(...chosen.tile);
     const where = `Queries ${positions(qBand)} (rank ${qBand[0]}), keys ${positions(kBand)} (rank ${kBand[0]})${data.in_turn ? `, every ${data.world}th` : ""}`;
     if (!block) { put(`${where}: masked, not computed.`); return; }
-    const share = full ? `all ${whole(pairs)} pairs visible` : `${whole(pairs)} of ${whole(qBand[3] * kBand[3])} pairs visible`;
+    const share = `${pairs === most ? `all ${whole(pairs)}` : `${whole(pairs)} of ${whole(most)}`} pairs visible${data.masks > 1 ? ` in ${data.masks} sequences` : ""}`;
     put(`${where}: ${share}. Computed by rank ${block.rank} in step ${block.step + 1}: ${schedule().steps[block.step]}.`);
   };
 

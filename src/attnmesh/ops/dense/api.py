@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, overload
 
 import torch
@@ -207,7 +207,7 @@ class _Attention(torch.autograd.Function):
         backend: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         call = Call(q.detach(), k.detach(), v.detach(), visibility, scores)
-        total = StateAccumulator(call.q, v.shape[3])
+        total = StateAccumulator(call.q, v.shape[3], one_call=sinks is None)
         choose_fused(call, backend).forward(call, total)
         state = total.finish(q.dtype, sinks)
         ctx.save_for_backward(q, k, v, sinks, *state)
@@ -222,7 +222,8 @@ class _Attention(torch.autograd.Function):
         call = Call(q, k, v, ctx.visibility, ctx.scores)
         result = Result.of(out, lse, grad_out, grad_lse)
         sums = [
-            GradAccumulator(x) if needed else None for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
+            GradAccumulator(x, one_call=True) if needed else None
+            for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
         ]
         if any(ctx.needs_input_grad[:3]):
             choose_fused_backward(call, result, ctx.backend).backward(call, result, Grads(*sums))
@@ -253,7 +254,7 @@ def _prepared(
     q_runs = _runs("q_positions", q_at, q)
     k_runs = _runs("k_positions", k_at, k)
     if q_runs is not None and k_runs is not None and len(q_runs) * len(k_runs) <= _MAX_RUN_PAIRS:
-        return _Prepared(Call(q, k, v, Patch(mask, q_runs, k_runs), scores), None)
+        return _Prepared(Call(q, k, v, _patch(mask, q_runs, k_runs), scores), None)
 
     # Irregular positions: sort both sides (attention is permutation-equivariant) and use row bounds.
     q_pos, k_pos = (
@@ -264,6 +265,12 @@ def _prepared(
     k_pos, k_order = k_pos.sort(stable=True)
     q, k, v = q[:, :, q_order], k[:, :, k_order], v[:, :, k_order]
     return _Prepared(Call(q, k, v, _Irregular(mask, q_pos, k_pos), scores), q_order)
+
+
+@lru_cache(maxsize=128)
+def _patch(mask: Mask, q: ranges.Ranges, k: ranges.Ranges) -> Patch:
+    # Cached, because every layer of a model needs the same few patches, and a patch caches its blocks.
+    return Patch(mask, q, k)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.ops.dense.call import Call
-from attnmesh.plan.blocks import Block, Kind, Patch
+from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
 
 # Measured on an H200 with bf16 and head_dim 128, forward. Only their ratios matter for the choice.
 _ATEN_FLOPS, _TRITON_FLOPS = 600e12, 350e12
-_LAUNCH = 10e-6  # seconds of a launch that does nothing, with the merge of its result
+_LAUNCH = 10e-6  # seconds of a launch that does nothing
+_BANDWIDTH, _MERGE_BYTES = 4e12, 10  # of the merge: a half-precision element is read, a float32 one read and written
 _TILE_ROWS = 128  # of one program: a block with few programs does not fill the device
 
 
@@ -37,17 +38,25 @@ class Estimate:
 
 def estimate(call: Call) -> Estimate:
     """The estimate for a call on CUDA whose blocks are all FULL or CAUSAL."""
-    blocks = call.visibility.blocks
-    batch, heads = call.q.shape[:2]
-    flops = 2 * (call.q.shape[3] + call.v.shape[3]) * heads  # per pair of one sequence
-    processors = _processors(call.q.device)
+    batch, heads, _, width = call.q.shape
+    return _estimate(call.visibility, batch, heads, width, call.v.shape[3], call.q.device)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=128)
+def _estimate(
+    visibility: Visibility, batch: int, heads: int, width: int, value_width: int, device: torch.device
+) -> Estimate:
+    blocks = visibility.blocks
+    flops = 2 * (width + value_width) * heads  # per pair of one sequence
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
     pairs, aten = 0, 0.0
     for block in blocks:
         sequences = batch if block.sequences is None else len(block.sequences)
         programs = sequences * heads * -(-len(block.q) // _TILE_ROWS)
         count = _pairs(block) * sequences
         pairs += count
-        aten += _LAUNCH + count * flops / (_ATEN_FLOPS * min(1.0, programs / processors))
+        merged = _MERGE_BYTES * sequences * heads * len(block.q) * value_width
+        aten += _LAUNCH + count * flops / (_ATEN_FLOPS * min(1.0, programs / processors)) + merged / _BANDWIDTH
     parts = len({block.part for block in blocks})
     return Estimate(len(blocks), aten, _LAUNCH * parts + pairs * flops / _TRITON_FLOPS)
 
@@ -80,8 +89,3 @@ def strip_rows(first: Tensor, end: Tensor, heads: int, call: int) -> int:
         return int(keys.sum()) * rows * heads + int((keys > 0).sum()) * call
 
     return min((256, 128, 64), key=cost)
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""Backend on the library's Triton kernels: any mask by row bounds, float32 states continued in place, no atomics."""
+"""Backend on the library's Triton kernels: any mask by row bounds, float32 states continued in place, deterministic."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ class Triton:
         for head_dim in (q.shape[3], call.v.shape[3]):
             if not 16 <= head_dim <= 576:
                 return f"its kernels take head_dim 16 to 576, not {head_dim}"
-        if call.scores.alibi_slopes is not None and not hasattr(call.visibility, "positions"):
-            return "its kernels take no ALiBi slopes without positions"
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"
         if not q.is_cuda and not _interpreted():
@@ -47,6 +45,9 @@ class Triton:
         for block in blocks:
             q, k, v = _sliced(call, block)
             whole = len(block.q) == call.q.shape[2]
+            if whole and total.one_call:
+                total.add(kernel(q, k, v, **_arguments(call, block), state=None, out_dtype=q.dtype))
+                continue
             # The kernel continues the state it is given, so that partial results never round to bf16.
             state = total.flush() if whole else total.total()
             if state is not None:
@@ -63,16 +64,26 @@ class Triton:
         """Adds the gradients of this call to `grads`."""
         kernel = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
         call, blocks = _launches(call, zero_rows=True)
+        every = (grads.q, call.q, "q"), (grads.k, call.k, "k"), (grads.v, call.v, "v")
+        wanted = {name: (grad, x) for grad, x, name in every if grad is not None}
+        # The only call writes its gradients in their dtype; others add to float32.
+        overwrite = all(grad.one_call for grad, _ in wanted.values())
         for block in blocks:
             q, k, v = _sliced(call, block)
             rows, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
+            whole = len(block.q) == call.q.shape[2] and len(block.k) == call.k.shape[2]
+            sums = {
+                name: grad.total() if not overwrite else torch.empty_like(x) if whole else torch.zeros_like(x)
+                for name, (grad, x) in wanted.items()
+            }
+            parts = {f"grad_{name}": x[:, :, rows if name == "q" else keys] for name, x in sums.items()}
             kernel(
                 q, k, v, result.grad_out[:, :, rows], result.lse[:, :, rows], result.delta[:, :, rows],
-                **_arguments(call, block),
-                grad_q=None if grads.q is None else grads.q.total()[:, :, rows],
-                grad_k=None if grads.k is None else grads.k.total()[:, :, keys],
-                grad_v=None if grads.v is None else grads.v.total()[:, :, keys],
+                **_arguments(call, block), **parts, overwrite=overwrite,
             )  # fmt: skip
+            if overwrite:
+                for name, (grad, _) in wanted.items():
+                    grad.add(sums[name])
 
 
 def _launches(call: Call, *, zero_rows: bool) -> tuple[Call, tuple[Block, ...]]:
@@ -81,7 +92,7 @@ def _launches(call: Call, *, zero_rows: bool) -> tuple[Call, tuple[Block, ...]]:
     A call that needs a mask is returned without the NaN that unseen keys (and rows without keys) may hold.
     """
     blocks = call.visibility.blocks
-    masked = [block for block in blocks if block.kind is Kind.PARTIAL or getattr(block, "sequences", None) is not None]
+    masked = [block for block in blocks if block.kind is Kind.PARTIAL or block.sequences is not None]
     if len(blocks) <= 1 and not masked:
         return call, blocks
     whole = Block(range(call.q.shape[2]), key_hull(blocks), Kind.PARTIAL)

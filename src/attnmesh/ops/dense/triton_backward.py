@@ -89,9 +89,10 @@ def backward(
     scale: float,
     causal: bool,
     bounds: tuple[Tensor, Tensor] | None,
-    grad_q: Tensor | None,
-    grad_k: Tensor | None,
-    grad_v: Tensor | None,
+    grad_q: Tensor | None = None,
+    grad_k: Tensor | None = None,
+    grad_v: Tensor | None = None,
+    overwrite: bool = False,
     terms: ScoreTerms = PLAIN,
     query_tiles: DenseTiles | None = None,
     key_tiles: DenseTiles | None = None,
@@ -99,11 +100,15 @@ def backward(
 ) -> None:
     """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed.
 
-    Shapes and visibility are those of `forward`. `lse` and `delta` [B, Hq, Sq] are of the whole softmax over all keys
-    on all ranks. A row whose lse is -inf contributes nothing. With several parts, a key tile that more than
-    `steps_per_split` row tiles attend to is split among programs, which add to its gradients in a fixed order.
+    With `overwrite` the gradients are written instead, to tensors of any dtype. Shapes and visibility are those of
+    `forward`. `lse` and `delta` [B, Hq, Sq] are of the whole softmax over all keys on all ranks. A row whose lse is
+    -inf contributes nothing. With several parts, a key tile that more than `steps_per_split` row tiles attend to is
+    split among programs, which add to its gradients in a fixed order.
     """
     if q.numel() == 0 or k.numel() == 0:
+        for grad in (grad_q, grad_k, grad_v) if overwrite else ():
+            if grad is not None:
+                grad.zero_()
         return
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
@@ -118,7 +123,7 @@ def backward(
     sizes = (q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms)
     options = {
         "CAUSAL": causal, "PARTS": visible.parts, "D": key_dim, "K_BLOCKS": blocks_of(key_dim), "DV": value_dim,
-        "V_BLOCKS": blocks_of(value_dim),
+        "V_BLOCKS": blocks_of(value_dim), "OVERWRITE": overwrite,
     }  # fmt: skip
     with torch.cuda.device_of(q):
         if grad_q is not None:
@@ -131,13 +136,30 @@ def backward(
             tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v)
             programs = triton.cdiv(kv_len, tiles.keys) * batch * kv_heads
             splits = _MAX_SPLITS if visible.parts > 1 else 1
-            turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
-            _grad_key_kernel[(programs * splits,)](
-                *inputs, _rows_per_key_tile(visible, q_len, kv_len, tiles.keys), turns,
-                grad_k, grad_k_strides, grad_v, grad_v_strides, *sizes,
-                **options, SPLITS=splits, STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys,
-                num_warps=tiles.warps, num_stages=tiles.stages,
-            )  # fmt: skip
+            if splits > 1 and overwrite:  # splits add to float32
+                sums = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (grad_k, grad_v)]
+                grad_k_strides, grad_v_strides = row_strides(grad_k=sums[0], grad_v=sums[1])
+                options["OVERWRITE"] = False
+            else:
+                sums = [grad_k, grad_v]
+            rows_per_tile = _rows_per_key_tile(visible, q_len, kv_len, tiles.keys)
+            for keys, values in _key_targets(*sums):
+                turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
+                _grad_key_kernel[(programs * splits,)](
+                    *inputs, rows_per_tile, turns, keys, grad_k_strides, values, grad_v_strides, *sizes,
+                    **options, SPLITS=splits, STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys,
+                    num_warps=tiles.warps, num_stages=tiles.stages,
+                )  # fmt: skip
+            for grad, total in zip((grad_k, grad_v), sums, strict=True):
+                if grad is not None and total is not None and grad is not total:
+                    grad.copy_(total)
+
+
+def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
+    """What each launch computes: both gradients, or one after the other where the tile of both would not fit."""
+    if grad_k is None or grad_v is None or {grad_k.shape[-1], grad_v.shape[-1]} != {256}:
+        return [(grad_k, grad_v)]
+    return [(grad_k, None), (None, grad_v)]
 
 
 def _rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Tensor | None:
@@ -217,7 +239,7 @@ def _grad_query_kernel(
     lse, lse_strides, delta, delta_strides, first, end, bounds_strides,
     grad_q, grad_q_strides, q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
     CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
-    V_BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     tile_count = tl.cdiv(q_len, ROWS)
     tile, head, batch = locate(tile_count, q_heads)
@@ -258,7 +280,8 @@ def _grad_query_kernel(
                 scale, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
             )  # fmt: skip
     grad_q_head = at_head(grad_q, grad_q_strides, batch, head)
-    add_to_tile(grad_q_head, grad_q_strides[2], row_begin, q_len, scale_tile(acc, scale, K_BLOCKS), ROWS, D, K_BLOCKS)
+    acc = scale_tile(acc, scale, K_BLOCKS)
+    add_to_tile(grad_q_head, grad_q_strides[2], row_begin, q_len, acc, OVERWRITE, ROWS, D, K_BLOCKS)
 
 
 @triton.jit
@@ -296,7 +319,8 @@ def _grad_key_kernel(
     grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
     CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
-    V_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     # The first keys are visible to the most rows: in this order the longest tiles already run first.
     tile_count = tl.cdiv(kv_len, KEYS)
@@ -364,10 +388,10 @@ def _grad_key_kernel(
     if grad_k is not None:
         grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
         acc_k = scale_tile(acc_k, scale, K_BLOCKS)
-        add_to_tile(grad_k_head, grad_k_strides[2], key_begin, kv_len, acc_k, KEYS, D, K_BLOCKS)
+        add_to_tile(grad_k_head, grad_k_strides[2], key_begin, kv_len, acc_k, OVERWRITE, KEYS, D, K_BLOCKS)
     if grad_v is not None:
         grad_v_head = at_head(grad_v, grad_v_strides, batch, kv_head)
-        add_to_tile(grad_v_head, grad_v_strides[2], key_begin, kv_len, acc_v, KEYS, DV, V_BLOCKS)
+        add_to_tile(grad_v_head, grad_v_strides[2], key_begin, kv_len, acc_v, OVERWRITE, KEYS, DV, V_BLOCKS)
     if SPLITS > 1:
         tl.debug_barrier()
         tl.atomic_xchg(turns + program, split + 1, sem="release")
@@ -423,11 +447,14 @@ def _sum_over_rows(
         products = dot_rows(k_tile, q_tile, K_BLOCKS)
         scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
         weights = tl.exp2(scores - row_lse[None, :])
-        if MASKED:
-            rows = row_begin + tl.arange(0, ROWS)
-            row_first, row_end = visible_keys(first, end, rows, q_len, kv_len, CAUSAL)
+        if MASKED and (CAUSAL or first is not None):  # rows and keys beyond the last need no mask: see above
+            rows = row_begin + tl.arange(0, ROWS)[None, :]
             keys = key_begin + tl.arange(0, KEYS)[:, None]
-            weights = tl.where((keys >= row_first[None, :]) & (keys < row_end[None, :]), weights, 0.0)
+            if CAUSAL:
+                weights = tl.where(keys <= rows, weights, 0.0)
+            else:
+                row_first, row_end = tl.load(first + rows, mask=rows < q_len), tl.load(end + rows, mask=rows < q_len)
+                weights = tl.where((keys >= row_first) & (keys < row_end), weights, 0.0)
         if NEEDS_V:
             acc_v = add_product(acc_v, weights, grad_out_tile, V_BLOCKS)
         if NEEDS_K:

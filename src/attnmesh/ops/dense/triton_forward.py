@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.triton_tiles import (
+    BOUNDED_FORWARD_TILES,
     FORWARD_TILES,
     LENGTHS,
     LOG2_E,
@@ -44,6 +45,7 @@ from attnmesh.ops.dense.triton_tiles import (
     visible_keys,
     zero_tile,
 )
+from attnmesh.ops.merge import empty_out
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -74,7 +76,7 @@ def forward(
         result = state
     else:
         result = State(
-            torch.empty((*q.shape[:3], value_dim), dtype=out_dtype, device=q.device),
+            empty_out(q, torch.Size((*q.shape[:3], value_dim)), out_dtype),
             torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
         )
     if result.out.numel() == 0:
@@ -84,7 +86,7 @@ def forward(
 
     visible = Bounds.of(bounds)
     state_out, state_lse = state or (None, None)
-    tiles = tiles or pick_tiles(FORWARD_TILES, q, v)
+    tiles = tiles or pick_tiles(FORWARD_TILES if bounds is None else BOUNDED_FORWARD_TILES, q, v)
     q_strides, k_strides, v_strides, state_strides, out_strides = row_strides(
         q=q, k=k, v=v, state_out=state_out, out=result.out
     )
@@ -175,15 +177,15 @@ def _attend(
     MASKED: tl.constexpr = row_first is not None
     k_tile = load_tile(k, k_stride, key_begin, kv_len, MASKED, KEYS, D, K_BLOCKS)
     v_tile = load_tile(v, v_stride, key_begin, kv_len, MASKED, KEYS, DV, V_BLOCKS)
+    left, right = None, None
+    if slope is not None:
+        origin = tl.load(k_positions + key_begin)
+        left = from_origin(row_positions, origin)
+        right = from_origin(load_positions(k_positions, key_begin, kv_len, KEYS), origin)
     scores = dot_rows(q_tile, k_tile, K_BLOCKS)
     if softcap is None and slope is None:
         factor = scale * _LOG2_E
     else:
-        left, right = None, None
-        if slope is not None:
-            origin = tl.load(k_positions + key_begin)
-            left = from_origin(row_positions, origin)
-            right = from_origin(load_positions(k_positions, key_begin, kv_len, KEYS), origin)
         scores, _ = base2_scores(scores, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
         factor = 1.0
     if MASKED:

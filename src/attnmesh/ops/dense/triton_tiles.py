@@ -51,7 +51,7 @@ FORWARD_TILES = {
     (64, 2): DenseTiles(128, 64, 4, 3),
     (128, 2): DenseTiles(128, 64, 8, 3),
     (192, 2): DenseTiles(128, 64, 8, 3),
-    (256, 2): DenseTiles(64, 64, 8, 2),
+    (256, 2): DenseTiles(128, 64, 8, 2),
     (576, 2): DenseTiles(64, 32, 8, 2),
     (64, 4): DenseTiles(64, 32, 8, 2),
     (128, 4): DenseTiles(16, 32, 8, 2),
@@ -59,11 +59,13 @@ FORWARD_TILES = {
     (256, 4): DenseTiles(16, 16, 8, 2),
     (576, 4): DenseTiles(16, 16, 8, 1),
 }
+# With bounds, fewer rows per program mask fewer pairs in vain, and a second program runs while one waits.
+BOUNDED_FORWARD_TILES = FORWARD_TILES | {(64, 2): DenseTiles(64, 64, 4, 3), (128, 2): DenseTiles(64, 64, 4, 3)}
 GRAD_QUERY_TILES = {
-    (64, 2): DenseTiles(128, 128, 8, 2),
+    (64, 2): DenseTiles(128, 64, 4, 3),
     (128, 2): DenseTiles(128, 64, 8, 3),
     (192, 2): DenseTiles(128, 64, 8, 2),
-    (256, 2): DenseTiles(64, 32, 8, 2),
+    (256, 2): DenseTiles(128, 32, 8, 2),
     (576, 2): DenseTiles(32, 32, 8, 1),
     (64, 4): DenseTiles(32, 32, 8, 1),
     (128, 4): DenseTiles(32, 32, 8, 2),
@@ -71,11 +73,12 @@ GRAD_QUERY_TILES = {
     (256, 4): DenseTiles(32, 16, 8, 2),
     (576, 4): DenseTiles(16, 16, 8, 1),
 }
+# At width 256 the gradients of keys and of values take a launch each: one tile of both would not fit in registers.
 GRAD_KEY_TILES = {
-    (64, 2): DenseTiles(64, 128, 8, 2),
+    (64, 2): DenseTiles(64, 128, 8, 3),
     (128, 2): DenseTiles(64, 128, 8, 3),
-    (192, 2): DenseTiles(32, 64, 8, 2),
-    (256, 2): DenseTiles(32, 32, 8, 1),
+    (192, 2): DenseTiles(32, 128, 8, 2),
+    (256, 2): DenseTiles(32, 128, 8, 2),
     (576, 2): DenseTiles(32, 16, 8, 1),
     (64, 4): DenseTiles(32, 32, 8, 1),
     (128, 4): DenseTiles(16, 32, 8, 2),
@@ -124,7 +127,7 @@ class Bounds(NamedTuple):
         """From `first` and `end`, int32 [parts, B or 1, rows]; None is a mask that is not described by bounds."""
         if bounds is None:
             return cls(None, None, (0, 0), 1)
-        first, end = (x[None, None] if x.ndim == 1 else x for x in bounds)
+        first, end = bounds
         if first.stride(-1) != 1 or first.stride() != end.stride():
             first, end = first.contiguous(), end.contiguous()
         return cls(first, end, (first.stride(0), 0 if first.shape[1] == 1 else first.stride(1)), first.shape[0])
@@ -220,13 +223,15 @@ def store_tile(base, stride, begin, limit, tile, ROWS: tl.constexpr, D: tl.const
 
 
 @triton.jit
-def add_to_tile(base, stride, begin, limit, tile, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr):
-    """Adds a tile to rows [begin, begin + ROWS) of one head. No other program writes them."""
-    old = load_tile(base, stride, begin, limit, True, ROWS, D, BLOCKS)
-    if BLOCKS[1] > 0:
-        store_tile(base, stride, begin, limit, (old[0] + tile[0], old[1] + tile[1]), ROWS, D, BLOCKS)
-    else:
-        store_tile(base, stride, begin, limit, (old[0] + tile[0],), ROWS, D, BLOCKS)
+def add_to_tile(
+    base, stride, begin, limit, tile, OVERWRITE: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile to rows [begin, begin + ROWS) of one head, or overwrites them. No other program writes them."""
+    if not OVERWRITE:
+        old = load_tile(base, stride, begin, limit, True, ROWS, D, BLOCKS)
+        tile = (old[0] + tile[0], old[1] + tile[1]) if BLOCKS[1] > 0 else (old[0] + tile[0],)
+    store_tile(base, stride, begin, limit, tile, ROWS, D, BLOCKS)
 
 
 @triton.jit
