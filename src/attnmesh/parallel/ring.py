@@ -66,7 +66,7 @@ class Ring(Executor):
         backends = self._backward_backends(ring.calls, result)
         streams, parts = _two_streams(ring.calls, backends, self.comm)
         dq = GradAccumulator(q, streams, parts) if needs_grad[0] else None
-        dk, dv = (GradAccumulator(x) if need else None for x, need in zip((k, v), needs_grad[1:], strict=True))
+        dk, dv = (GradAccumulator(x, streams) if need else None for x, need in zip((k, v), needs_grad[1:], strict=True))
         grads = Grads(dq, dk, dv)
         ring.backward(result, grads, backends, streams)
         return grads
