@@ -72,11 +72,12 @@ def measure_masks(length: int, *, rounds: int, only: Sequence[str] = ()) -> list
     """A line for every mask and direction: bf16, batch 1, 32/8 heads, D=128."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # slow to import
 
-    flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     lines = []
     for case in cases(length):
         if only and case.name not in only:
             continue
+        torch.compiler.reset()  # a graph for each mask; a function has eight at most
+        flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         blocks = torch.compile(create_block_mask)(case.mask_mod, None, None, length, length, device="cuda")
         run_flex = partial(flex, block_mask=blocks, enable_gqa=True)
         pairs = Patch(case.mask, (range(length),), (range(length),)).pairs

@@ -52,14 +52,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def terms(name: str, dtype: torch.dtype = torch.float32, heads: int = Q_HEADS) -> dict[str, Any]:
+def terms(name: str | None, dtype: torch.dtype = torch.float32, heads: int = Q_HEADS) -> dict[str, Any]:
     """The score terms of a name. The slopes are those of the ALiBi paper."""
     every = {
         "sinks": torch.linspace(-1, 2, heads).to(dtype),
         "softcap": 1.5,
         "slopes": 2.0 ** (-8 / heads * torch.arange(1, heads + 1, dtype=torch.float32)),
     }
-    chosen = every if name == "all" else {name: every[name]}
+    chosen = every if name == "all" else {key: x for key, x in every.items() if key == name}
     return {{"slopes": "alibi_slopes"}.get(key, key): value for key, value in chosen.items()}
 
 
@@ -67,8 +67,8 @@ def ranks_of(schedule: str, world: int = 4) -> dict[str, Any]:
     return {"world": world, "schedule": schedule, "ranks_per_node": 2 if "+" in schedule else None}
 
 
-def inputs_of(dtype: torch.dtype = torch.float32, **how: Any) -> list[Tensor]:
-    return random_inputs(LENGTH, dtype=dtype, **{"heads": (Q_HEADS, 3), "head_dim": 8, "value_dim": 12, **how})
+def inputs_of(dtype: torch.dtype = torch.float32, q_len: int = LENGTH, **how: Any) -> list[Tensor]:
+    return random_inputs(q_len, dtype=dtype, **{"heads": (Q_HEADS, 3), "head_dim": 8, "value_dim": 12, **how})
 
 
 @every_schedule
@@ -118,6 +118,19 @@ def test_score_terms_are_exact_in_pairs_of_everything(case):
     ranks = ranks_of(case["schedule"], case["world"])
     found = virtual_results(inputs=inputs, mask=mask, layout=LAYOUTS[case["layout"]](mask), **ranks, **how)
     assert_attention_close(found, inputs, mask, **how)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_schedule
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("name", [None, "sinks", "all"])
+def test_messages_and_score_terms_on_a_gpu(schedule, widths, name):
+    head_dim, value_dim = widths
+    inputs = inputs_of(torch.bfloat16, q_len=301, head_dim=head_dim, value_dim=value_dim, device="cuda")
+    how = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in terms(name, torch.bfloat16).items()}
+    found = virtual_results(inputs=inputs, mask=Causal(), layout=Zigzag(), **ranks_of(schedule), **how)
+    assert_attention_close(found, inputs, Causal(), **how)
 
 
 # Sinks.

@@ -151,7 +151,7 @@ def backward(
                     num_warps=tiles.warps, num_stages=tiles.stages,
                 )  # fmt: skip
             for grad, total in zip((grad_k, grad_v), sums, strict=True):
-                if grad is not None and grad is not total:
+                if grad is not None and total is not None and grad is not total:
                     grad.copy_(total)
 
 
