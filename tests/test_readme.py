@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = {
-    "training": 6,
+    "training": 7,
     "masks": 14,
     "layouts": 1,
     "decode": 3,
