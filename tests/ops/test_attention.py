@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnmesh import Causal, Documents, Full, Mask, SlidingWindow, Zigzag, attention, explain_attention
+from attnmesh.core.masks import BlockCausal, Chunked, Global, Prefix
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs, reference_results
 from helpers.cases import HEADS, MASKS, make_mask
 from helpers.memory import peak_bytes
@@ -166,17 +167,20 @@ def test_any_positions_under_any_mask(data):
     q_positions, k_positions = (
         torch.tensor(data.draw(st.lists(where, max_size=12)), dtype=torch.long) for _ in range(2)
     )
-    parts = {
-        "causal": Causal(),
-        "window": SlidingWindow(data.draw(where), data.draw(st.integers(0, 3))),
-        "documents": Documents(data.draw(st.lists(st.integers(0, 6), max_size=5))),
-    }
-    mask = Full()
-    for part in data.draw(st.sets(st.sampled_from(sorted(parts)))):
-        mask = mask & parts[part]
+    few = st.integers(1, 6)
+    leaves = [
+        Full(), Causal(), SlidingWindow(data.draw(where), data.draw(st.integers(0, 3))), Prefix(data.draw(where)),
+        Documents(data.draw(st.lists(st.integers(0, 6), max_size=5))), Chunked(data.draw(few)),
+        BlockCausal(data.draw(few)), Global(data.draw(few)), Global(data.draw(few), both=True),
+    ]  # fmt: skip
+    mask = data.draw(st.sampled_from(leaves))
+    for _ in range(data.draw(st.integers(0, 3))):
+        other = data.draw(st.sampled_from(leaves))
+        mask = mask & other if data.draw(st.booleans()) else mask | other
     check(
         random_inputs(len(q_positions), len(k_positions), batch=1),
         mask,
+        backend=data.draw(st.sampled_from(["aten", "torch"])),
         q_positions=q_positions,
         k_positions=k_positions,
     )

@@ -28,14 +28,14 @@ def processors(monkeypatch):
     cost._estimate.cache_clear()
 
 
-@pytest.mark.parametrize("mask", [Prefix(8192), BlockCausal(4096), Causal() & Documents([4096] * 8)], ids=str)
+@pytest.mark.parametrize("mask", [Prefix(8192), BlockCausal(1024), Causal() & Documents([16384] * 2)], ids=str)
 def test_a_launch_for_each_of_a_few_large_blocks(mask):
     found = estimate(mask)
     assert found.blocks > 1
     assert found.aten < found.triton
 
 
-@pytest.mark.parametrize("mask", [BlockCausal(128), Causal() & Documents([256] * 128)], ids=["blocks", "documents"])
+@pytest.mark.parametrize("mask", [BlockCausal(256), Causal() & Documents([256] * 128)], ids=["blocks", "documents"])
 def test_one_launch_for_many_small_blocks(mask):
     found = estimate(mask)
     assert found.blocks >= 128

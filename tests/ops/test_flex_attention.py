@@ -13,9 +13,10 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 LENGTH = 70
 
 
-def by_flex(inputs: list[Tensor], mask: Mask, softcap: float | None, slopes: Tensor | None) -> list[Tensor]:
-    """out and lse of FlexAttention, which has no gradients on the CPU."""
-    at = torch.arange(LENGTH)
+def by_flex(inputs: list[Tensor], mask: Mask, softcap: float | None, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and lse of FlexAttention."""
+    device = inputs[0].device
+    at = torch.arange(LENGTH, device=device)
     visible = mask.visible(at[:, None], at).expand(2, -1, -1)
 
     def mask_mod(b, h, q, k):
@@ -26,10 +27,8 @@ def by_flex(inputs: list[Tensor], mask: Mask, softcap: float | None, slopes: Ten
             score = softcap * torch.tanh(score / softcap)
         return score if slopes is None else score - slopes[h] * (q - k).abs()
 
-    blocks = create_block_mask(mask_mod, 2, None, LENGTH, LENGTH, device="cpu")
-    return flex_attention(
-        *inputs[:3], score_mod=score_mod, block_mask=blocks, enable_gqa=True, return_lse=True
-    )  # fmt: skip
+    blocks = create_block_mask(mask_mod, 2, None, LENGTH, LENGTH, device=device)
+    return flex_attention(*inputs[:3], score_mod=score_mod, block_mask=blocks, enable_gqa=True, return_lse=True)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -42,9 +41,18 @@ def by_flex(inputs: list[Tensor], mask: Mask, softcap: float | None, slopes: Ten
     ],
     ids=str,
 )  # fmt: skip
-def test_the_same_as_flex_attention(mask, softcap, slopes):
-    inputs = random_inputs(LENGTH, dtype=torch.float64)
-    expected = by_flex(inputs, mask, softcap, slopes)
-    found = attention(*inputs[:3], mask=mask, softcap=softcap, alibi_slopes=slopes, return_lse=True)
-    for result, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(result, exact.double(), rtol=1e-6, atol=1e-6)  # its softmax is float32
+def test_the_same_as_flex_attention(mask, softcap, slopes, device):
+    inputs = random_inputs(LENGTH, dtype=torch.float64, device=device)
+    slopes = None if slopes is None else slopes.to(device)
+    wants_grad = device.type == "cuda"  # FlexAttention has no gradients on the CPU
+    results = []
+    for attend in (
+        lambda *qkv: by_flex(qkv, mask, softcap, slopes),
+        lambda *qkv: attention(*qkv, mask=mask, softcap=softcap, alibi_slopes=slopes, return_lse=True),
+    ):
+        leaves = [x.clone().requires_grad_(wants_grad) for x in inputs[:3]]
+        out, lse = attend(*leaves)
+        grads = torch.autograd.grad(out, leaves, inputs[3]) if wants_grad else ()
+        results.append([out.detach(), lse.detach().double(), *grads])
+    for exact, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, exact, rtol=1e-6, atol=1e-6)  # FlexAttention's softmax is float32

@@ -53,15 +53,12 @@ def check(
     return found
 
 
-def terms_named(name: str) -> tuple[dict, dict]:
+def terms_named(name: str, device: str = "cpu") -> tuple[dict, dict]:
     """The widths, and the other terms of the scores."""
     head_dim, value_dim, softcap, sinks, slopes = SCORES[name]
-    generator = torch.Generator().manual_seed(5)
-    terms = {"softcap": softcap, "alibi_slopes": SLOPES if slopes else None}
-    return (
-        {"head_dim": head_dim, "value_dim": value_dim},
-        {**terms, "sinks": torch.randn(4, generator=generator) if sinks else None},
-    )
+    sink = torch.randn(4, generator=torch.Generator().manual_seed(5)).to(device) if sinks else None
+    terms = {"softcap": softcap, "alibi_slopes": SLOPES.to(device) if slopes else None, "sinks": sink}
+    return {"head_dim": head_dim, "value_dim": value_dim}, terms
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -102,6 +99,18 @@ def test_every_mask_term_and_dtype(backend, mask, dtype):
             continue
         widths, terms = terms_named(name)
         check(random_inputs(67, dtype=dtype, seed=at, **widths), mask, backend, **terms)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_every_mask_and_term_on_a_gpu(mask, dtype):
+    for name in SCORES:
+        widths, terms = terms_named(name, "cuda")
+        inputs = random_inputs(67, dtype=dtype, device="cuda", **widths)
+        for backend in ("auto", "torch"):
+            check(inputs, mask, backend, **terms)
 
 
 @pytest.mark.parametrize("widths", [(192, 128), (576, 512), (64, 32), (40, 72), (256, 256), (1, 3)])

@@ -60,10 +60,7 @@ def tolerated_spills_of_dense(kernel: dict) -> int:
     The largest tiles keep a few dozen values in local memory, most of them addresses. On an H200 they still take half
     of the time of tiles that fit: a warp group multiplies 64 rows at a time, and smaller tiles leave one without work.
     """
-    wide = kernel["case"][2] >= 192 or len(kernel["case"]) > 6
-    if kernel["kernel"] == "_grad_key_kernel":
-        return 400 if wide else 160
-    return 240 if wide else 32
+    return 400 if kernel["case"][3] != "float32" else tolerated_spills(kernel)
 
 
 def memory_bound(head_dim, dtype, parts):

@@ -213,8 +213,6 @@ def _pieces(start: int, stop: int, a: Line, b: Line, *, smaller: bool) -> list[t
     if a.slope == b.slope:
         return [(start, stop, min(a, b) if smaller else max(a, b))]
     flat, steep = (a, b) if a.slope == 0 else (b, a)
-    if start >= stop:
-        return []
     cut = min(max(flat.at - steep.at, start), stop)  # they meet there; before it the steep line is smaller
     early, late = (steep, flat) if smaller else (flat, steep)
     return [(x, y, line) for x, y, line in ((start, cut, early), (cut, stop, late)) if x < y]
@@ -248,8 +246,10 @@ class Chain(Intervals):
 
     @cached_property
     def _table(self) -> tuple[Tensor, Tensor]:
+        """The first query of every piece, and its lines."""
         lines = [(*first, *end) for _, first, end in self._pieces]
-        return tuple(torch.tensor(x, dtype=torch.int64, device="cpu") for x in (self._starts, lines))  # type: ignore[return-value]
+        starts, table = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (self._starts, lines))
+        return starts, table
 
     def key_range(self, q: int) -> tuple[int, int]:
         _, first, end = self._pieces[bisect.bisect_right(self._starts, q) - 1]

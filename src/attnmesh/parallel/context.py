@@ -291,7 +291,7 @@ class ContextParallel(ExecutorFactory):
             executor,
             {
                 "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
-                "head_dim": shape.head_dim, "head_dim of v": shape.value_dim,
+                "head_dim": shape.head_dim, "head_dim of v": shape.out_dim,
                 f"length{inferred}": length, "key_length": key_length,
                 "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scores.scale, "softcap": softcap,
                 "sinks": None if sinks is None else sinks.dtype, "alibi_slopes": alibi_slopes is not None,

@@ -35,23 +35,29 @@ class Shape:
     head_dim: int
     itemsize: int  # bytes per element
     sum_itemsize: int  # bytes per element of a sum: gradients that are sent before they are complete
-    value_dim: int = None  # type: ignore[assignment]  # head_dim of values and outputs; that of keys by default
+    value_dim: int | None = None  # head_dim of values and outputs, if it differs
 
     def __post_init__(self) -> None:
-        if self.value_dim is None:
-            object.__setattr__(self, "value_dim", self.head_dim)
         for name, n in vars(self).items():
-            check_count(name, n)
+            if n is not None or name != "value_dim":
+                check_count(name, n)
+        if self.value_dim == self.head_dim:  # equal shapes compare equal
+            object.__setattr__(self, "value_dim", None)
+
+    @property
+    def out_dim(self) -> int:
+        """The head_dim of values and outputs."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def key_row(self) -> int:
         """Bytes of K and V of one position."""
-        return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
+        return self.batch * self.kv_heads * (self.head_dim + self.out_dim) * self.itemsize
 
     @property
     def key_grad_row(self) -> int:
         """Bytes of dK and dV of one position while they are summed."""
-        return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.sum_itemsize
+        return self.batch * self.kv_heads * (self.head_dim + self.out_dim) * self.sum_itemsize
 
     @property
     def query_row(self) -> int:
@@ -61,17 +67,12 @@ class Shape:
     @property
     def out_row(self) -> int:
         """Bytes of out (or its gradient) of one position."""
-        return self.batch * self.q_heads * self.value_dim * self.itemsize
+        return self.batch * self.q_heads * self.out_dim * self.itemsize
 
     @property
     def lse_row(self) -> int:
         """Bytes of the lse of one position."""
         return self.batch * self.q_heads * self.sum_itemsize
-
-    @property
-    def grad_weight(self) -> float:
-        """Bytes of a row of key gradients over bytes of a row of keys."""
-        return self.sum_itemsize / self.itemsize
 
     def with_heads(self, q_heads: int, kv_heads: int) -> Shape:
         """The same shape with other heads."""
@@ -104,11 +105,6 @@ class Workload:
         """The number of ranks."""
         return self.shards.world
 
-    def grad_weight(self, backward: bool) -> float:
-        """The weight of gradients where a ring chooses its direction; 0 in a forward."""
-        check_bool(backward=backward)
-        return self.shape.grad_weight if backward else 0.0
-
 
 @dataclass(frozen=True)
 class RankSizes:
@@ -136,7 +132,7 @@ class RankSizes:
             return np.array([getattr(shape, name) for shape in shapes], dtype=np.int64)
 
         heads = each("batch") * each("q_heads")
-        query, out = heads * each("head_dim"), heads * each("value_dim")
+        query, out = heads * each("head_dim"), heads * each("out_dim")
         # A plan counts the pairs of one sequence, or of all sequences if they have masks of their own.
         sequences = 1 if mask.sequences is None else np.maximum(each("batch"), 1)
         return RankSizes(

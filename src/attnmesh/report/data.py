@@ -377,7 +377,7 @@ def _check_tables(**tables: object) -> None:
 
 
 def _head_dims(shape: Shape) -> str:
-    widths = dict.fromkeys((shape.head_dim, shape.value_dim))
+    widths = dict.fromkeys((shape.head_dim, shape.out_dim))
     return "/".join(map(str, widths))  # of keys and of values
 
 
@@ -386,7 +386,7 @@ def _check(length: int, world: int, shape: Shape) -> None:
     if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MOST_RANKS:
         raise ValueError(f"world must be 1 to {MOST_RANKS} ranks for a report, got {shown(world)}")
     heads = {name: getattr(shape, name) for name in ("batch", "q_heads", "kv_heads")}
-    for width in (shape.head_dim, shape.value_dim):
+    for width in (shape.head_dim, shape.out_dim):
         check_sizes(length=length, head_dim=width, **heads)
     if shape.q_heads % shape.kv_heads:
         raise ValueError(f"kv_heads must divide the {shape.q_heads} query heads, got {shape.kv_heads}")

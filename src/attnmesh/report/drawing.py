@@ -35,7 +35,7 @@ def drawing_data(report: ScheduleReport) -> Json:
         "heads": shape.q_heads,
         "masks": shards.mask.sequences or 1,  # whose pairs are counted together
         # per head: two matmuls, two operations per element
-        "flops_per_pair": 2 * (1 if shards.mask.sequences else shape.batch) * (shape.head_dim + shape.value_dim),
+        "flops_per_pair": 2 * (1 if shards.mask.sequences else shape.batch) * (shape.head_dim + shape.out_dim),
         "shards": [
             {"count": ranges.size(held), "runs": [[run.start, run.stop, run.step] for run in held]}
             for held in shards.queries

@@ -16,10 +16,11 @@ from torch import Tensor
 from attnmesh.ops.dense.call import Call
 from attnmesh.plan.blocks import Block, Kind, Patch, Visibility
 
-# Measured on an H200 with bf16 and head_dim 128, forward. Only their ratios matter for the choice.
-_ATEN_FLOPS, _TRITON_FLOPS = 600e12, 350e12
+# Of a forward on an H200 with bf16, 32 query heads and head_dim 128. Only their ratios matter for the choice.
+_ATEN_FLOPS, _TRITON_FLOPS = 600e12, 480e12
 _LAUNCH = 10e-6  # seconds of a launch that does nothing
-_BANDWIDTH, _MERGE_BYTES = 4e12, 10  # of the merge: a half-precision element is read, a float32 one read and written
+_BANDWIDTH = 4e12
+_MERGE_BYTES = 24  # per element of a partial out: what blocks of 1,024 to 8,192 rows cost beyond their FLOPs
 _TILE_ROWS = 128  # of one program: a block with few programs does not fill the device
 
 

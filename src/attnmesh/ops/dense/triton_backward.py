@@ -118,19 +118,20 @@ def backward(
     )
     inputs = (
         q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-        lse, lse.stride(), delta, delta.stride(), visible.first, visible.end, visible.strides,
+        lse, lse.stride(), delta, delta.stride(),
     )  # fmt: skip
     sizes = (q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms)
     options = {
-        "CAUSAL": causal, "PARTS": visible.parts, "D": key_dim, "K_BLOCKS": blocks_of(key_dim), "DV": value_dim,
+        "PARTS": visible.parts, "D": key_dim, "K_BLOCKS": blocks_of(key_dim), "DV": value_dim,
         "V_BLOCKS": blocks_of(value_dim), "OVERWRITE": overwrite,
     }  # fmt: skip
     with torch.cuda.device_of(q):
         if grad_q is not None:
             tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q, v)
             _grad_query_kernel[(triton.cdiv(q_len, tiles.rows) * batch * q_heads,)](
-                *inputs, grad_q, grad_q_strides, *sizes,
-                **options, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+                *inputs, visible.first, visible.end, visible.strides, grad_q, grad_q_strides, *sizes,
+                **options, CAUSAL=causal, ROWS=tiles.rows, KEYS=tiles.keys,
+                num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
         if grad_k is not None or grad_v is not None:
             tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v)
@@ -142,11 +143,15 @@ def backward(
                 options["OVERWRITE"] = False
             else:
                 sums = [grad_k, grad_v]
+            if bounds is None:
+                # The same kernel for every mask: without bounds the compiler recomputes more in each step.
+                visible = Bounds.of(_as_bounds(causal, q_len, kv_len, q.device))
             rows_per_tile = _rows_per_key_tile(visible, q_len, kv_len, tiles.keys)
             for keys, values in _key_targets(*sums):
                 turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
                 _grad_key_kernel[(programs * splits,)](
-                    *inputs, rows_per_tile, turns, keys, grad_k_strides, values, grad_v_strides, *sizes,
+                    *inputs, visible.first, visible.end, visible.strides, rows_per_tile, turns,
+                    keys, grad_k_strides, values, grad_v_strides, *sizes,
                     **options, SPLITS=splits, STEPS=steps_per_split, ROWS=tiles.rows, KEYS=tiles.keys,
                     num_warps=tiles.warps, num_stages=tiles.stages,
                 )  # fmt: skip
@@ -162,14 +167,22 @@ def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Ten
     return [(grad_k, None), (None, grad_v)]
 
 
-def _rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Tensor | None:
+def _as_bounds(causal: bool, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The bounds of rows that attend to all keys, or to keys j <= i if `causal`."""
+    if causal:
+        end = torch.arange(1, q_len + 1, dtype=torch.int32, device=device)
+    else:
+        end = torch.full((q_len,), kv_len, dtype=torch.int32, device=device)
+    return torch.zeros_like(end)[None, None], end[None, None]
+
+
+def _rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Tensor:
     """The rows that attend to each key tile: int32 [parts, B or 1, tiles, 4] of begin, full_begin, full_end, stop.
 
     Rows in [begin, stop) attend to some key of the tile, rows in [full_begin, full_end) to every key. Computed on the
     device of the bounds; the host does not wait.
     """
-    if visible.first is None:
-        return None
+    assert visible.first is not None
     tile_count = triton.cdiv(kv_len, keys)
     result = torch.empty((*visible.first.shape[:2], tile_count, 4), dtype=torch.int32, device=visible.first.device)
     _rows_per_key_tile_kernel[(tile_count, result.shape[1], result.shape[0])](
@@ -318,7 +331,7 @@ def _grad_key_kernel(
     lse, lse_strides, delta, delta_strides, first, end, bounds_strides, rows_per_tile, turns,
     grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
-    CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
     V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -329,10 +342,9 @@ def _grad_key_kernel(
     kv_heads = q_heads // group
     tile, kv_head, batch = program % tile_count, program // tile_count % kv_heads, program // (tile_count * kv_heads)
     key_begin = tile * KEYS
-    if first is not None:
-        sequences = tl.num_programs(0) // (SPLITS * tile_count * kv_heads) if bounds_strides[1] != 0 else 1
-        of_tile = rows_per_tile + ((batch if bounds_strides[1] != 0 else 0) * tile_count + tile) * 4
-        part_stride = sequences * tile_count * 4
+    per_sequence = bounds_strides[1] != 0
+    of_tile = rows_per_tile + ((batch if per_sequence else 0) * tile_count + tile) * 4
+    part_stride = (tl.num_programs(0) // (SPLITS * tile_count * kv_heads) if per_sequence else 1) * tile_count * 4
     split_count = 1
     if SPLITS > 1:
         steps = 0
@@ -357,28 +369,21 @@ def _grad_key_kernel(
     delta_head = at_head(delta, delta_strides, batch, head)
     head_slopes = None if slopes is None else slopes + head
     for part in range(PARTS):
-        part_first = None if first is None else at_part(first, bounds_strides, part, batch)
-        part_end = None if first is None else at_part(end, bounds_strides, part, batch)
-        # Keys beyond the last need no mask here: each has its own row of the gradients, which is not stored.
-        if first is not None:
-            begin, inner, edge, stop = _row_phases(of_tile + part * part_stride, ROWS)
-        elif CAUSAL:
-            last_key = tl.minimum(key_begin + KEYS, kv_len) - 1
-            begin, inner, edge, stop = split_phases(key_begin, last_key, q_len, q_len, ROWS)
-        else:
-            begin, inner, edge, stop = split_phases(0, 0, q_len, q_len, ROWS)
+        part_first, part_end = at_part(first, bounds_strides, part, batch), at_part(end, bounds_strides, part, batch)
+        # Keys beyond the last need no mask: each has its own row of the gradients, which is not stored.
+        begin, inner, edge, stop = _row_phases(of_tile + part * part_stride, ROWS)
         acc_k, acc_v = _sum_over_rows(
             acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
             lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
             key_begin, q_len, kv_len, group, split, split_count, scale, softcap,
-            head_slopes, q_positions, key_positions, grad_k is not None, grad_v is not None, False, CAUSAL,
+            head_slopes, q_positions, key_positions, grad_k is not None, grad_v is not None, False,
             ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
         )  # fmt: skip
         acc_k, acc_v = _sum_over_rows(
             acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
             lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
             key_begin, q_len, kv_len, group, split, split_count, scale, softcap,
-            head_slopes, q_positions, key_positions, grad_k is not None, grad_v is not None, True, CAUSAL,
+            head_slopes, q_positions, key_positions, grad_k is not None, grad_v is not None, True,
             ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
         )  # fmt: skip
     if SPLITS > 1:
@@ -408,7 +413,7 @@ def _sum_over_rows(
     acc_k, acc_v, k_tile, v_tile, q, q_strides, grad_out, grad_out_strides,
     lse, lse_strides, delta, delta_strides, begin, inner, edge, stop, first, end,
     key_begin, q_len, kv_len, group, split, split_count, scale, softcap, slopes, q_positions, key_positions,
-    NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
     V_BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -447,14 +452,12 @@ def _sum_over_rows(
         products = dot_rows(k_tile, q_tile, K_BLOCKS)
         scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
         weights = tl.exp2(scores - row_lse[None, :])
-        if MASKED and (CAUSAL or first is not None):  # rows and keys beyond the last need no mask: see above
-            rows = row_begin + tl.arange(0, ROWS)[None, :]
+        if MASKED:  # rows beyond the last have weights of 0
+            rows = row_begin + tl.arange(0, ROWS)
+            row_first = tl.load(first + rows, mask=rows < q_len, other=0)[None, :]
+            row_end = tl.load(end + rows, mask=rows < q_len, other=0)[None, :]
             keys = key_begin + tl.arange(0, KEYS)[:, None]
-            if CAUSAL:
-                weights = tl.where(keys <= rows, weights, 0.0)
-            else:
-                row_first, row_end = tl.load(first + rows, mask=rows < q_len), tl.load(end + rows, mask=rows < q_len)
-                weights = tl.where((keys >= row_first) & (keys < row_end), weights, 0.0)
+            weights = tl.where((keys >= row_first) & (keys < row_end), weights, 0.0)
         if NEEDS_V:
             acc_v = add_product(acc_v, weights, grad_out_tile, V_BLOCKS)
         if NEEDS_K:
