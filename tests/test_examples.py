@@ -43,6 +43,17 @@ def test_generation_from_a_block_cache(options, monkeypatch, capsys):
     assert "equal to those without a cache" in shown
 
 
+@needs_matplotlib
+def test_masks_are_drawn(tmp_path, monkeypatch, capsys):
+    path, picture = str(EXAMPLES / "draw_masks.py"), tmp_path / "masks.svg"
+    for options in ((), ("--out", str(picture))):
+        monkeypatch.setattr(sys, "argv", [path, *options])
+        runpy.run_path(path, run_name="__main__")
+    shown = capsys.readouterr().out
+    assert all(f"{name}: " in shown for name in ("full", "shared question", "causal block-wise"))
+    assert picture.read_text().count("<svg") == 1
+
+
 @pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """The Python blocks of README.md and docs/ run as they stand.
 
-A block of the README stands alone. The blocks of a page run from top to bottom in one namespace. A block that cannot
-run has an HTML comment above it, `<!-- not run: reason -->`.
+A block of the README stands alone. The blocks of a page run from top to bottom in one namespace. A text block after a
+Python block is what it prints. A block that cannot run has an HTML comment above it, `<!-- not run: reason -->`.
 """
 
 import re
+import runpy
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = {
     "training": 7,
-    "masks-and-layouts": 4,
+    "masks": 14,
+    "layouts": 1,
     "decode": 3,
     "sharded-generation": 3,
     "sparse-attention": 4,
@@ -21,17 +24,24 @@ PAGES = {
     "planning": 1,
 }  # page: number of blocks that run
 
-_BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n)?^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"(<!-- not run: [^\n]+ -->\n)?^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", flags=re.DOTALL | re.MULTILINE
+)
 
 
-def blocks_of(path: Path) -> list[str]:
-    return [code for not_run, code in _BLOCK.findall(path.read_text()) if not not_run]
+class Block(NamedTuple):
+    code: str
+    printed: str  # "" if the page does not say
 
 
-def run(code: str, path: Path) -> None:
+def blocks_of(path: Path) -> list[Block]:
+    return [Block(code, printed) for not_run, code, printed in _BLOCK.findall(path.read_text()) if not not_run]
+
+
+def run(code: str, path: Path, namespace: dict[str, object]) -> None:
     if "from transformers" in code:
         pytest.importorskip("transformers")
-    exec(compile(code, str(path), "exec"), {"__name__": "__main__"})
+    exec(compile(code, str(path), "exec"), namespace)
 
 
 BLOCKS = blocks_of(README)
@@ -43,7 +53,7 @@ def test_the_readme_has_three_examples():
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_readme_example_runs(block):
-    run(block, README)
+    run(block.code, README, {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -51,9 +61,17 @@ def test_page_runs_from_top_to_bottom(name, capsys):
     page = ROOT / "docs" / f"{name}.md"
     blocks = blocks_of(page)
     assert len(blocks) == PAGES[name]
-    run("\n".join(blocks), page)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    shown = ""
+    for block in blocks:
+        run(block.code, page, namespace)
+        shown = capsys.readouterr().out
+        if block.printed:
+            assert shown.strip("\n") == block.printed.strip("\n")
     if name == "planning":
-        assert "event by event" in capsys.readouterr().out
+        assert "event by event" in shown
+    if name == "masks":
+        assert namespace["magi"] == runpy.run_path(str(ROOT / "examples" / "draw_masks.py"))["MASKS"]
 
 
 def test_every_page_with_python_is_tested():

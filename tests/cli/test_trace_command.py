@@ -50,21 +50,21 @@ def working(plan: RingPlan, rank: int) -> int:
     return sum(bool(stage.patch.blocks) for stage in plan.stages(rank))
 
 
-def kernels(schedule: str, workload: Workload, rank: int, weight: float) -> int:
-    """How many kernels the plan asks of a rank in one direction."""
+def kernels(schedule: str, workload: Workload, rank: int) -> int:
+    """How many kernels the plan asks of a rank in a forward, and in a backward."""
     if schedule == "ring":
-        return working(ring_plan(workload.shards, grad_weight=weight), rank)
+        return working(ring_plan(workload.shards), rank)
     if schedule == "allgather":
         return len(head_groups(workload.shape.kv_heads))
     node, i = divmod(rank, workload.ranks_per_node)
     if schedule == "ring+ring":
-        plan = two_level_plan(workload.shards, workload.ranks_per_node, grad_weight=weight)
-        return sum(working(plan.inner_ring(node, stage, weight), i) for stage in range(len(plan.outer_offsets)))
+        plan = two_level_plan(workload.shards, workload.ranks_per_node)
+        return sum(working(plan.inner_ring(node, stage), i) for stage in range(len(plan.outer_offsets)))
     share = head_share(workload.shape.q_heads, workload.shape.kv_heads, workload.ranks_per_node, i)
     between = Workload(node_shards(workload.shards, workload.ranks_per_node), workload.shape, 1)
     if schedule == "ulysses+allgather":
         return sum(len(head_groups(len(kv))) for _, kv in share.segments)
-    return len(share.segments) * kernels("ring", between, node, weight)
+    return len(share.segments) * kernels("ring", between, node)
 
 
 def check_spans(spans: list[Span], workload: Workload, schedule: str) -> None:
@@ -75,8 +75,8 @@ def check_spans(spans: list[Span], workload: Workload, schedule: str) -> None:
             for track in ("compute", "send", "receive", "wait")
         }
         names = [span.name for span in mine["compute"]]
-        assert names.count("attention") == kernels(schedule, workload, rank, 0.0)
-        assert names.count("attention backward") == kernels(schedule, workload, rank, workload.shape.grad_weight)
+        assert names.count("attention") == kernels(schedule, workload, rank)
+        assert names.count("attention backward") == kernels(schedule, workload, rank)
         assert sum(span.args["bytes"] for span in mine["send"]) == sum(way[rank].sent for way in both)
         assert all(0 <= span.begin <= span.end for track in mine.values() for span in track)
         for track in ("compute", "wait"):  # a rank does one thing at a time; messages travel side by side

@@ -414,7 +414,6 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "Shape": [lambda: vars(_shape())],
     "Shape.with_heads": [lambda shape: {"q_heads": 8, "kv_heads": 2}],
     "Workload": [lambda: vars(_workload())],
-    "Workload.grad_weight": [lambda workload: {"backward": True}],
     "program": [lambda: {"schedule": "ring", "workload": _workload(), "backward": False}],
     "cluster": [
         lambda: {"device": "h200", "ranks_per_node": 4, "intra_node": "nvlink4", "inter_node": None, "rails": 4},

@@ -5,16 +5,18 @@ from functools import cache
 
 import pytest
 import torch
-from test_ring_plan import EVEN, LONG, WIDE, every_mask, split
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from test_ring_plan import EVEN, LONG, WIDE, every_mask, layouts, split
 from torch import Tensor
 
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Layout, Striped, Zigzag
+from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.masks import Causal, Documents, Full, SlidingWindow
 from attnmesh.plan.allgather import GatherPlan, gather_plan, groups_that_fill, head_groups
 from attnmesh.plan.shards import shards
-from helpers.cases import allowed_pairs
-from helpers.masks import covered
+from helpers.masks import batch_masks, covered, visible_pairs
 
 # Queries and keys: layout and length of either. Some keys are more than the queries, some fewer, some none at all.
 SIDES = [(length, None) for length in (0, 1, 13, 30)] + [(13, 30), (30, 13), (30, 2), (9, 0), (0, 9)]
@@ -31,21 +33,24 @@ def received(plan: GatherPlan) -> list[int]:
 
 
 class Workload:
-    """A plan, where queries and keys lie, and who sees whom, [q, k]."""
+    """A plan, where queries and keys lie, and who sees whom, [sequences or 1, q, k]."""
 
     def __init__(self, plan: GatherPlan, length: int, key_length: int) -> None:
         self.plan, self.ranks = plan, range(plan.world)
         self.queries = [ranges.as_tensor(held) for held in plan.shards.queries]
         self.keys = [ranges.as_tensor(held) for held in plan.shards.keys]
-        self.allowed = allowed_pairs(plan.shards.mask, torch.arange(length), torch.arange(key_length))
+        self.allowed = visible_pairs(plan.shards.mask, (range(length),), (range(key_length),))
 
     def needed(self, rank: int) -> Tensor:
         return ranges.as_tensor(self.plan.needed(rank))
 
     def seen(self, rank: int) -> set[int]:
-        """The keys that some query of the rank sees. A run with a step counts as one without: see the plan."""
-        rows = [row for run in self.plan.shards.queries[rank] for row in range(run[0], run[-1] + 1)]
-        return set(self.allowed[rows].any(0).nonzero().flatten().tolist())
+        """The keys that some query of the rank sees. Of plain masks, a run with a step counts as one without."""
+        runs = self.plan.shards.queries[rank]
+        if all(part.contains_query for _, parts in sequence_intervals(self.plan.shards.mask, 64) for part in parts):
+            runs = tuple(range(run[0], run[-1] + 1) for run in runs)
+        rows = [row for run in runs for row in run]
+        return set(self.allowed[:, rows].any(1).any(0).nonzero().flatten().tolist())
 
 
 @cache
@@ -70,8 +75,8 @@ def test_ranks_compute_every_visible_pair_exactly_once_with_keys_they_gathered(l
             patch = workload.plan.patch(rank)
             assert torch.equal(ranges.as_tensor(patch.q), workload.queries[rank])
             assert torch.equal(ranges.as_tensor(patch.k), workload.needed(rank))
-            count[workload.queries[rank][:, None], workload.needed(rank)] += covered(patch)[0]
-            assert workload.plan.pairs(rank) == int(workload.allowed[workload.queries[rank]].sum())
+            count[:, workload.queries[rank][:, None], workload.needed(rank)] += covered(patch)
+            assert workload.plan.pairs(rank) == int(workload.allowed[:, workload.queries[rank]].sum())
         assert torch.equal(count, workload.allowed.to(torch.int8)), workload.plan
 
 
@@ -109,6 +114,27 @@ def test_ranks_send_what_others_need_of_theirs(layout, mask_for):
             own = set(workload.keys[source].tolist())
             for target in workload.ranks:
                 assert workload.plan.rows_sent(source, target) == len(own & set(workload.needed(target).tolist()))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data(), st.integers(0, 32), st.integers(1, 8))
+def test_random_masks_compute_every_pair_once_and_a_union_moves_at_most_what_its_parts_move(data, length, world):
+    parts = [data.draw(batch_masks(length, 2)) for _ in range(2)]
+    layout = data.draw(layouts(parts[0], length))
+    try:
+        plans = [gather_plan(shards(mask, layout, length, world)) for mask in (parts[0] | parts[1], *parts)]
+        moved = [sum(received(plan)) for plan in plans]
+    except ValueError:  # too many intervals per query
+        reject()
+    assert moved[0] <= moved[1] + moved[2]
+    workload = Workload(plans[0], length, length)
+    count = torch.zeros(*workload.allowed.shape, dtype=torch.int8)
+    for rank in workload.ranks:
+        needed = workload.needed(rank)
+        count[:, workload.queries[rank][:, None], needed] += covered(workload.plan.patch(rank))
+        own = workload.allowed[:, workload.queries[rank]].any(1).any(0).nonzero().flatten()
+        assert set(own.tolist()) <= set(needed.tolist())
+    assert torch.equal(count, workload.allowed.to(torch.int8))
 
 
 # What masks make of it.

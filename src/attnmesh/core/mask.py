@@ -26,6 +26,7 @@ from attnmesh.core.intervals import (
     straight_pieces,
     union,
 )
+from attnmesh.core.ranges import rows_between
 from attnmesh.core.validation import MAX_COUNT, check_count, check_tensor, shown
 
 MAX_INTERVALS = 64
@@ -249,7 +250,8 @@ def coverage(part: Intervals, q: range, k: range) -> Coverage:
     first, end = part.key_range(q[-1])[0], part.key_range(q[0])[1]
     if first <= k[0] and k[-1] < end:  # the latest start and the earliest end hold for every query between
         return Coverage.FULL
-    return Coverage.PARTIAL if part.rows_seen(q, k) else Coverage.EMPTY
+    some = any(rows_between(k, *part.key_range(query)) for query in (q[-1], q[0])) or part.rows_seen(q, k)
+    return Coverage.PARTIAL if some else Coverage.EMPTY
 
 
 @lru_cache(maxsize=256)

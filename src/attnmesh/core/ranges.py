@@ -75,6 +75,11 @@ def narrow(ranges: Ranges, rows: range) -> Ranges:
     return tuple(kept)
 
 
+def select(ranges: Ranges, rows: Ranges) -> Ranges:
+    """The positions of several ranges of rows of a shard with the given ranges."""
+    return tuple(run for part in rows for run in narrow(ranges, part))
+
+
 def union(shards: Iterable[Ranges]) -> Ranges | None:
     """The ascending positions of several shards together; None if they interleave without a short description."""
     # A range of one position may have any step, and a stop that is not its end.
@@ -109,6 +114,45 @@ def hull(ranges: Iterable[range]) -> range:
     """The range from the first to the last position of some ranges of step 1."""
     some = [run for run in ranges if run]
     return range(min((run.start for run in some), default=0), max((run.stop for run in some), default=0))
+
+
+def rows_of(ranges: Ranges) -> Ranges:
+    """All rows of a shard with the given ranges."""
+    rows = size(ranges)
+    return (range(rows),) if rows else ()
+
+
+# Disjoint ascending ranges of step 1 that do not touch, as `merged` returns them.
+
+
+def intersection(a: Ranges, b: Ranges) -> Ranges:
+    """What is in both."""
+    if a == b:
+        return a
+    shared = (range(max(x.start, y.start), min(x.stop, y.stop)) for x in a for y in b)
+    return tuple(run for run in shared if run)
+
+
+def difference(a: Ranges, b: Ranges) -> Ranges:
+    """What is in `a` and not in `b`."""
+    left = a
+    for y in b:
+        sides = (
+            part for x in left for part in (range(x.start, min(x.stop, y.start)), range(max(x.start, y.stop), x.stop))
+        )
+        left = tuple(part for part in sides if part)
+    return left
+
+
+def at_most(count: int, ranges: Ranges) -> Ranges:
+    """The same ranges, or if there are more than `count`, with the smallest gaps between them closed."""
+    if len(ranges) <= count:
+        return ranges
+    gaps = sorted(range(1, len(ranges)), key=lambda i: (ranges[i - 1].stop - ranges[i].start, i))
+    starts = [0, *sorted(gaps[: count - 1])]  # the largest gaps stay
+    return tuple(
+        range(ranges[i].start, ranges[j - 1].stop) for i, j in zip(starts, [*starts[1:], len(ranges)], strict=True)
+    )
 
 
 N = TypeVar("N", int, Tensor)

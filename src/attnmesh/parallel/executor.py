@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from attnmesh.comm import Comm, RankGroups, propagate_failure
 from attnmesh.core.layouts import Layout
 from attnmesh.core.masks import Mask
+from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores, resolve_scores
 from attnmesh.parallel.node_groups import NodeGroups
@@ -208,6 +209,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return message
 
 
-def message_rows(message: Tensor, contains: range, rows: range) -> Tensor:
-    """The rows `rows` of a message that contains the rows `contains`."""
-    return message[rows.start - contains.start : rows.stop - contains.start]
+def message_rows(message: Tensor, rows: Ranges) -> Tensor:
+    """One range of rows of a message."""
+    (run,) = rows
+    return message[run.start : run.stop]

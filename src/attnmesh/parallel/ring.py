@@ -5,13 +5,13 @@ The algorithm is the two loops of `_RingPass`, forward and backward; `KVExchange
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
+from attnmesh.core.ranges import Ranges, difference, rows_of, size
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.api import choose_fused, choose_fused_backward
 from attnmesh.ops.dense.aten import Aten
@@ -19,42 +19,38 @@ from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contig
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
 from attnmesh.parallel.executor import Executor, ExecutorConfig, message_rows, row_shape, two_buffers, unpack
-from attnmesh.plan.ring import RingPlan, Stage, ring_plan
+from attnmesh.plan.ring import RingPlan, Stage, Transfer, Transfers, ring_plan
 
 
 @dataclass(frozen=True)
 class Ring(Executor):
-    """The executor of "ring". `plan` is the plan of the forward."""
+    """The executor of "ring"."""
 
     plan: RingPlan
     backend: str
     comm: Comm
-    _stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
+    stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
     _forward_backends: dict[object, list[Backend | None]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_stages", self.plan.stages(self.comm.rank))
+        object.__setattr__(self, "stages", self.plan.stages(self.comm.rank))
 
     @classmethod
     def build(cls, config: ExecutorConfig) -> Ring:
         """The executor over all ranks."""
         return cls(ring_plan(config.shards), config.backend, config.groups.all_ranks)
 
-    def backward_plan(self, dtype: torch.dtype) -> RingPlan:
-        """The plan of the backward: the same blocks, in the direction that moves fewer bytes including gradients."""
-        return ring_plan(self.plan.shards, grad_weight=accumulation_dtype(dtype).itemsize / dtype.itemsize)
-
     def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Call]:
         """The call of every stage that computes."""
-        return [Call(q, k, v, stage.patch, scores) for stage in self._stages if stage.patch.blocks]
+        return [Call(q, k, v, stage.patch, scores) for stage in self.stages if stage.patch.blocks]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
     ) -> tuple[State, tuple[Tensor, ...]]:
         """Once around the ring."""
-        ring = _RingPass(self, self.plan, self._stages, q, k, v, scores)
+        ring = _RingPass(self, q, k, v, scores)
         backends = self._backends(ring.calls, q, v, scores)
         streams, parts = _two_streams(ring.calls, backends, self.comm)
         total = StateAccumulator(q, v.shape[3], streams, parts)
@@ -66,28 +62,24 @@ class Ring(Executor):
     ) -> Grads:  # fmt: skip
         """Once around the ring with K and V again, and their gradients back to the owners."""
         q, k, v = saved
-        ring = self._backward_pass(q, k, v, scores)
+        ring = _RingPass(self, q, k, v, scores)
         backends = self._backward_backends(ring.calls, result)
         streams, parts = _two_streams(ring.calls, backends, self.comm)
         dq = GradAccumulator(q, streams, parts) if needs_grad[0] else None
-        dk, dv = (GradAccumulator(x) if need else None for x, need in zip((k, v), needs_grad[1:], strict=True))
+        dk, dv = (GradAccumulator(x, streams) if need else None for x, need in zip((k, v), needs_grad[1:], strict=True))
         grads = Grads(dq, dk, dv)
         ring.backward(result, grads, backends, streams)
         return grads
 
     def forward_into(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, total: StateAccumulator) -> None:
         """Once around the ring, merging into a state to which other rings contribute as well."""
-        ring = _RingPass(self, self.plan, self._stages, q, k, v, scores)
+        ring = _RingPass(self, q, k, v, scores)
         ring.forward(total, self._backends(ring.calls, q, v, scores), SINGLE_STREAM)
 
     def backward_into(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Result, grads: Grads) -> None:
         """The backward of `forward_into`: adds to gradients to which other rings contribute as well."""
-        ring = self._backward_pass(q, k, v, scores)
+        ring = _RingPass(self, q, k, v, scores)
         ring.backward(result, grads, self._backward_backends(ring.calls, result), SINGLE_STREAM)
-
-    def _backward_pass(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> _RingPass:
-        plan = self.backward_plan(q.dtype)
-        return _RingPass(self, plan, plan.stages(self.comm.rank), q, k, v, scores)
 
     def _backends(
         self, calls: Sequence[Call | None], q: Tensor, v: Tensor, scores: Scores
@@ -112,15 +104,13 @@ class Ring(Executor):
 class _RingPass:
     """One pass around the ring."""
 
-    def __init__(
-        self, ring: Ring, plan: RingPlan, stages: tuple[Stage, ...], q: Tensor, k: Tensor, v: Tensor, scores: Scores
-    ) -> None:
+    def __init__(self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
         q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
-        self._ring, self._plan, self._own = ring, plan, (k, v)
-        self._exchange = KVExchange(k, v, stages, ring.comm)
+        self._ring, self._stages, self._own = ring, ring.stages, (k, v)
+        self._exchange = KVExchange(k, v, self._stages, ring.comm)
         self.calls = [
             Call(q, *self._exchange.visible_kv(at), stage.patch, scores) if stage.patch.blocks else None
-            for at, stage in enumerate(stages)
+            for at, stage in enumerate(self._stages)
         ]
 
     def forward(self, total: StateAccumulator, backends: Sequence[Backend | None], streams: StreamPair) -> None:
@@ -139,7 +129,7 @@ class _RingPass:
         own, recorder = (grads.k, grads.v), self._ring.comm.recorder
         grad_return = None
         if any(grad is not None for grad in own):
-            grad_return = GradReturn(*self._own, self._plan, self._ring.comm)
+            grad_return = GradReturn(*self._own, self._stages, own, self._ring.comm)
         for at, (call, backend) in enumerate(zip(self.calls, backends, strict=True)):
             streams.wait_for_last_block()
             pending = self._exchange.start(at)
@@ -157,97 +147,121 @@ class _RingPass:
                 grad_return.send(at)
         streams.join()
         if grad_return is not None:
-            grad_return.finish(*own)
+            grad_return.finish()
 
 
 class KVExchange:
-    """K and V of each stage on this rank, received and sent on in exactly two buffers."""
+    """K and V of each stage on this rank, received and sent on in exactly two buffers.
+
+    Rows that this rank sends of its own K and V are packed into a third one, except at the first stage.
+    """
 
     def __init__(self, k: Tensor, v: Tensor, stages: tuple[Stage, ...], comm: Comm) -> None:
         self.stages = stages
         self._own, self._comm = (k, v), comm
-        rows = max([len(stages[0].next_keys), *(len(stage.keys) for stage in stages[1:])])
-        self._buffers = two_buffers(comm, rows, (k, v), k.dtype)
+        own = [sum(transfer.size for transfer in stage.own_sent) for stage in stages]
+        self._buffers = two_buffers(comm, max([own[0], *(size(s.keys) for s in stages[1:])]), (k, v), k.dtype)
+        self._packed = self._buffers[0]
+        if any(own[1:]):
+            self._packed = comm.buffer((max(own[1:]), *row_shape(self._own)), dtype=k.dtype, device=k.device)
 
     def start(self, at: int) -> Pending:
-        """Start to send the K and V of stage `at` to the next rank and to receive those of stage `at + 1`."""
+        """Start to send the K and V that the next stage needs, and to receive those of stage `at + 1`."""
         stage, following = self.stages[at], self.stages[at + 1 : at + 2]
-        sends = [(self._outgoing(at), stage.next_rank)] if stage.next_keys else []
-        recvs = [(self._buffers[(at + 1) % 2][: len(s.keys)], s.came_from) for s in following if s.keys]
+        here, there = self._buffers[at % 2], self._buffers[(at + 1) % 2]
+        sends = [(message_rows(here, transfer.rows), transfer.target) for transfer in stage.sent]
+        packed = self._packed if at else self._buffers[0]
+        for transfer, rows in packed_rows(stage.own_sent):
+            self._pack(packed[rows], transfer.rows)
+            sends.append((packed[rows], transfer.target))
+        recvs = [(message_rows(there, t.to), t.source) for s in following for t in (*s.received, *s.from_owner)]
         return self._comm.exchange(sends, recvs)
 
     def visible_kv(self, at: int) -> tuple[Tensor, Tensor]:
         """K and V of a stage, [B, Hkv, rows, width]: the rows that this rank's queries attend to."""
-        stage, (k, v) = self.stages[at], self._own
-        if at > 0 and not stage.seen:
-            return k[:, :, :0], v[:, :, :0]
-        if at > 0:
-            k, v = unpack(message_rows(self._buffers[at % 2], stage.keys, stage.seen), self._own)
+        if at == 0:
+            return self._own
+        k, v = unpack(self._buffers[at % 2][: size(self.stages[at].keys)], self._own)
         return k, v
 
-    def _outgoing(self, at: int) -> Tensor:
-        stage = self.stages[at]
-        if at > 0:
-            return message_rows(self._buffers[at % 2], stage.keys, stage.next_keys)
-        packed = self._buffers[0][: len(stage.next_keys)]
-        rows = slice(stage.next_keys.start, stage.next_keys.stop)
-        for target, x in zip(unpack(packed, self._own), self._own, strict=True):  # the only copy a ring makes
-            target.copy_(x[:, :, rows])
-        return packed
+    def _pack(self, packed: Tensor, rows: Ranges) -> None:
+        """Copies rows of this rank's own K and V: the only copy that a ring makes."""
+        for target, x in zip(unpack(packed, self._own), self._own, strict=True):
+            begin = 0
+            for run in rows:
+                target[:, :, begin : begin + len(run)].copy_(x[:, :, run.start : run.stop])
+                begin += len(run)
 
 
 class GradReturn:
-    """Gradients of K and V on their way back to the owners, float32, in two buffers: one to send, one to receive."""
+    """Gradients of K and V on their way back to the owners, float32, in two buffers: one to send, one to receive.
 
-    def __init__(self, k: Tensor, v: Tensor, plan: RingPlan, comm: Comm) -> None:
-        self._kv, self._stages, self._comm = (k, v), plan.stages(comm.rank), comm
-        self._last_stage, self._last_rank, self._own_rows = plan.returns(comm.rank)
+    A third one receives gradients of this rank's own K and V, which are added to `own`.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, stages: tuple[Stage, ...], own: Sequence[GradAccumulator | None], comm: Comm
+    ) -> None:
+        self._kv, self._stages, self._own, self._comm = (k, v), stages, own, comm
         dtype = accumulation_dtype(k.dtype)
-        rows = max(len(stage.grads_out) for stage in self._stages)
+        rows = max([0, *(size(stage.keys) for stage in stages[1:])])
         self._buffers = two_buffers(comm, rows, self._kv, dtype)
-        self._own = comm.buffer((len(self._own_rows), *row_shape(self._kv)), dtype=dtype, device=k.device)
-        self._pending: list[Pending] = []
+        rows = max(sum(transfer.size for transfer in stage.own_returned) for stage in stages)
+        self._returned = comm.buffer((rows, *row_shape(self._kv)), dtype=dtype, device=k.device)
+        self._pending: list[tuple[Pending, Transfers]] = []
 
-    def add(self, at: int, grads: tuple[GradAccumulator | None, ...]) -> None:
+    def add(self, at: int, grads: Sequence[GradAccumulator | None]) -> None:
         """Add this rank's gradients of stage `at` to those that arrived from earlier ranks."""
-        self._wait()
+        self._wait(last=False)
         stage = self._stages[at]
-        if not stage.grads_out:
+        if not stage.keys:
             return
-        buffer = self._buffers[at % 2][: len(stage.grads_out)]
-        received = stage.grads_in or range(stage.grads_out.start, stage.grads_out.start)
-        buffer[: received.start - stage.grads_out.start].zero_()
-        buffer[received.stop - stage.grads_out.start :].zero_()
-        if stage.seen:
-            rows = message_rows(buffer, stage.grads_out, stage.seen)
-            for target, grad in zip(unpack(rows, self._kv), grads, strict=True):
-                if grad is not None:
-                    grad.add_to(target)
+        buffer = self._buffers[at % 2][: size(stage.keys)]
+        for run in difference(rows_of(stage.keys), tuple(run for transfer in stage.received for run in transfer.to)):
+            buffer[run.start : run.stop].zero_()
+        for target, grad in zip(unpack(buffer, self._kv), grads, strict=True):
+            if grad is not None:
+                grad.add_to(target)
 
     def send(self, at: int) -> None:
         """Start to send the gradients of stage `at` to the next rank or the owner, and to receive those of the next."""
         stage, following = self._stages[at], self._stages[at + 1 : at + 2]
-        sends = [(self._buffers[at % 2][: len(stage.grads_out)], stage.next_rank)] if stage.grads_out else []
-        recvs = [
-            (message_rows(self._buffers[(at + 1) % 2], s.grads_out, s.grads_in), s.came_from)
-            for s in following
-            if s.grads_in
-        ]
-        if at == self._last_stage and self._own_rows:
-            recvs.append((self._own, self._last_rank))
-        self._pending.append(self._comm.exchange(sends, recvs))
+        here, there = self._buffers[at % 2], self._buffers[(at + 1) % 2]
+        sends = [(message_rows(here, t.rows), t.target) for t in (*stage.sent, *stage.returned)]
+        recvs = [(message_rows(there, t.to), t.source) for s in following for t in s.received]
+        recvs += [(self._returned[rows], t.source) for t, rows in packed_rows(stage.own_returned)]
+        self._pending.append((self._comm.exchange(sends, recvs), stage.own_returned))
 
-    def finish(self, dk: GradAccumulator | None, dv: GradAccumulator | None) -> None:
-        """Add the returned gradients to those that this rank computed for its own K and V."""
-        self._wait()
-        if self._own_rows:
-            for grad, part in zip((dk, dv), unpack(self._own, self._kv), strict=True):
-                if grad is not None:
-                    grad.add(part, self._own_rows.start)
+    def finish(self) -> None:
+        """Add the last returned gradients to those that this rank computed for its own K and V."""
+        self._wait(last=True)
 
-    def _wait(self) -> None:
+    def _wait(self, *, last: bool) -> None:
         while self._pending:
-            self._pending.pop().wait()
+            pending, returned = self._pending.pop()
+            pending.wait()
+            for transfer, rows in packed_rows(returned):
+                self._add_returned(self._returned[rows], transfer.to)
+            if returned and not last:  # the buffer is reused
+                for grad in self._own:
+                    if grad is not None:
+                        grad.total()
+
+    def _add_returned(self, message: Tensor, to: Ranges) -> None:
+        for grad, x in zip(self._own, unpack(message, self._kv), strict=True):
+            begin = 0
+            for run in to:
+                if grad is not None:
+                    grad.add(x[:, :, begin : begin + len(run)], run.start)
+                begin += len(run)
+
+
+def packed_rows(transfers: Transfers) -> Iterator[tuple[Transfer, slice]]:
+    """Transfers and the rows of a buffer in which they lie one after another."""
+    begin = 0
+    for transfer in transfers:
+        yield transfer, slice(begin, begin + transfer.size)
+        begin += transfer.size
 
 
 def grads_like(

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.core.state import State
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores, contiguous_last_dim
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.parallel.executor import Executor, ExecutorConfig
 from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.parallel.ring import GradReturn, KVExchange, Ring, grads_like
-from attnmesh.plan.ring import RingPlan
+from attnmesh.plan.ring import Stage
 from attnmesh.plan.two_level import TwoLevelPlan, two_level_plan
 
 
 @dataclass(frozen=True)
 class TwoLevelRing(Executor):
-    """The executor of "ring+ring". `plan` is the plan of the forward."""
+    """The executor of "ring+ring"."""
 
     plan: TwoLevelPlan
     backend: str
@@ -33,15 +33,15 @@ class TwoLevelRing(Executor):
 
     def calls(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> list[Call]:
         """The calls of the inner rings, one outer stage after another."""
-        return [call for ring in self._rings(self.plan) for call in ring.calls(q, k, v, scores)]
+        return [call for ring in self._rings() for call in ring.calls(q, k, v, scores)]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None
     ) -> tuple[State, tuple[Tensor, ...]]:
         """One inner ring per outer stage, over the K and V that the node holds at that stage."""
-        exchange = self._exchange(k, v, self.plan)
+        exchange = self._exchange(k, v)
         total = StateAccumulator(q, v.shape[3])
-        for at, ring in enumerate(self._rings(self.plan)):
+        for at, ring in enumerate(self._rings()):
             pending = exchange.start(at)  # the next node's K and V are in flight during the inner ring
             ring.forward_into(q, *exchange.visible_kv(at), scores, total)
             pending.wait()
@@ -52,15 +52,13 @@ class TwoLevelRing(Executor):
     ) -> Grads:  # fmt: skip
         """The same rings. Gradients of other nodes' K and V are sent on with them and return to the owners."""
         q, k, v = saved
-        weight = accumulation_dtype(q.dtype).itemsize / q.dtype.itemsize
-        plan = two_level_plan(self.plan.shards, self.plan.ranks_per_node, grad_weight=weight)
-        exchange = self._exchange(k, v, plan)
+        exchange = self._exchange(k, v)
         grads = Grads(*(GradAccumulator(x) if need else None for x, need in zip(saved, needs_grad, strict=True)))
         own = grads.k, grads.v
         grad_return = None
         if needs_grad[1] or needs_grad[2]:
-            grad_return = GradReturn(k, v, self._outer(plan), self.comm.inter_node)
-        for at, ring in enumerate(self._rings(plan)):
+            grad_return = GradReturn(k, v, self._outer_stages(), own, self.comm.inter_node)
+        for at, ring in enumerate(self._rings()):
             pending = exchange.start(at)
             kv = exchange.visible_kv(at)
             kv_grads = own if at == 0 else grads_like(own, kv)
@@ -70,18 +68,17 @@ class TwoLevelRing(Executor):
                 grad_return.add(at, kv_grads)
                 grad_return.send(at)
         if grad_return is not None:
-            grad_return.finish(*own)
+            grad_return.finish()
         return grads
 
-    def _exchange(self, k: Tensor, v: Tensor, plan: TwoLevelPlan) -> KVExchange:
+    def _exchange(self, k: Tensor, v: Tensor) -> KVExchange:
         """The exchange between nodes."""
-        comm = self.comm.inter_node
-        return KVExchange(contiguous_last_dim(k), contiguous_last_dim(v), self._outer(plan).stages(comm.rank), comm)
+        return KVExchange(contiguous_last_dim(k), contiguous_last_dim(v), self._outer_stages(), self.comm.inter_node)
 
-    def _outer(self, plan: TwoLevelPlan) -> RingPlan:
-        return plan.outer(self.comm.intra_node.rank)
+    def _outer_stages(self) -> tuple[Stage, ...]:
+        return self.plan.outer(self.comm.intra_node.rank).stages(self.comm.inter_node.rank)
 
-    def _rings(self, plan: TwoLevelPlan) -> list[Ring]:
+    def _rings(self) -> list[Ring]:
         """The inner ring of every outer stage."""
-        rings = [plan.inner_ring(self.comm.inter_node.rank, stage) for stage in range(len(plan.outer_offsets))]
-        return [Ring(ring, self.backend, self.comm.intra_node) for ring in rings]
+        node, stages = self.comm.inter_node.rank, range(len(self.plan.outer_offsets))
+        return [Ring(self.plan.inner_ring(node, stage), self.backend, self.comm.intra_node) for stage in stages]

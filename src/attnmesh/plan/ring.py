@@ -1,54 +1,74 @@
 """The ring schedule: every rank's keys are sent around the ring, stage by stage.
 
     stage 0      every rank has its own keys
-    stage s      rank r has the keys of rank r - offsets[s], received from the rank that had them a stage before
+    stage s      rank r has the keys of rank r - offsets[s] that its queries see
 
-Three rules reduce bytes and work:
+An offset at which no rank sees anything is skipped: a sliding window stops after its halo. A row of keys is sent to
+exactly the ranks that see it, and to nobody else. It comes from the rank that had the block a stage before if that rank
+saw it too, else from its owner. So the bytes of a union of masks are at most the sum of its parts'. Under a causal
+zigzag, sending towards lower ranks, every row comes from the rank before, and three quarters of the bytes of the usual
+ring are sent.
 
-- An offset at which no rank sees anything is skipped: a sliding window stops after its halo.
-- A block of keys stops at the last rank that sees it, and only the rows that some later rank sees are sent on. Under a
-  causal zigzag, sending towards lower ranks, the late chunks stop at rank 0: three quarters of the bytes of the usual
-  ring.
-- Gradients of keys follow the keys and return to the owner from the last rank. They start at the first rank that
-  computes on visiting keys, so they hold only the rows seen so far.
+Gradients of keys follow the keys: a rank adds what it computed to what it received, and sends the sum to the next rank
+that has the block for the rows that are sent there, else to the owner.
 
-The ring sends in whichever direction moves fewer bytes; that can differ between forward and backward.
+Both directions around the ring move the same rows. The one with fewer messages is chosen.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
 from attnmesh.core import ranges
-from attnmesh.core.ranges import hull
+from attnmesh.core.ranges import Ranges
 from attnmesh.plan.blocks import Kind, Patch
 from attnmesh.plan.program import Floats, Ints, Kernels, Messages, Round
 from attnmesh.plan.schedule import GroupSpec, GroupStep, GroupTile, single
-from attnmesh.plan.shards import Shards
+from attnmesh.plan.shards import Piece, Shards, pieces
 from attnmesh.plan.vectorized import RingStages, vectorized
 from attnmesh.plan.workload import PENDING_PARTS, GroupedWorkload, RankSizes, key_rows, relayout, row_coverage
 
-NOTHING = range(0)
+MAX_KEY_RANGES = 16
+"""The most ranges of rows of one block that are sent to a rank; the smallest gaps between more of them are sent too."""
+
+
+class Transfer(NamedTuple):
+    """Rows in one message. Each side counts them in the rows of the block that it has, in order."""
+
+    source: int
+    target: int
+    rows: Ranges  # of the sender; one range unless it is the owner, which packs them
+    to: Ranges  # of the receiver; one range unless it is the owner, which adds gradients to its own
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return ranges.size(self.rows)
+
+
+Transfers = tuple[Transfer, ...]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank does at one stage. All ranges are rows of the shard of the rank `block`."""
+    """What a rank does at one stage: it computes on some keys of the rank `block`, while the next ones are sent."""
 
     block: int  # the rank that owns these keys
-    keys: range  # the rows that were received; may be empty
-    came_from: int  # the rank that had them a stage before
-    seen: range  # the rows that this rank's queries see; empty: they are only forwarded
-    patch: Patch  # the queries against the rows `seen`
-    next_keys: range  # the rows that are sent on; empty: this is the last stop
-    next_rank: int  # to this rank; at the last stop, the owner
-    grads_in: range  # the rows whose gradients were received with them
-    grads_out: range  # the rows whose gradients are sent to next_rank: grads_in and what this stage has seen
+    keys: Ranges  # the rows of its shard that are here: those that this rank's queries see, or all if they are its own
+    patch: Patch  # the queries against these rows
+    received: Transfers  # what came from the rank that had the block a stage before, gradients likewise
+    from_owner: Transfers  # what came from the owner; it has no gradients yet
+    sent: Transfers  # what the rank that has the block next receives from this one, gradients likewise
+    own_sent: Transfers  # of this rank's own keys, what the rank that has them next receives from it
+    returned: Transfers  # the gradients that are sent to the owner
+    own_returned: Transfers  # the gradients of this rank's own keys that are sent to it
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,7 @@ class RingPlan:
 
     shards: Shards
     offsets: tuple[int, ...]  # 0 first; at stage s rank r holds keys of rank (r - offsets[s]) % world
+    _stages: dict[int, tuple[Stage, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def world(self) -> int:
@@ -65,92 +86,98 @@ class RingPlan:
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
         """The stages of `rank`, in order."""
+        if rank not in self._stages:
+            self._stages[rank] = tuple(self._stage(rank, at) for at in range(len(self.offsets)))
         return self._stages[rank]
-
-    def returns(self, rank: int) -> tuple[int, int, range]:
-        """The last stop of the rank's own keys: (stage, rank there, rows of gradients that return)."""
-        stage = self._last[rank]
-        return stage, self._holder(rank, stage), self._grads[rank][stage]
 
     def pairs(self, rank: int) -> int:
         """The (query, key) pairs the rank computes: its work."""
         return sum(stage.patch.pairs for stage in self.stages(rank))
 
     def rows_sent(self, rank: int) -> int:
-        """The rows of keys the rank sends in a forward; a row is 2 x kv_heads x head_dim x batch elements."""
-        return sum(len(stage.next_keys) for stage in self.stages(rank))
+        """The rows of keys the rank sends in a forward; a row is kv_heads x (head_dim + value_dim) x batch elements."""
+        return sum(_rows_in((*stage.sent, *stage.own_sent)) for stage in self.stages(rank))
 
     def grad_rows_sent(self, rank: int) -> int:
-        """The rows of key gradients the rank sends in a backward, in float32."""
-        return sum(len(stage.grads_out) for stage in self.stages(rank))
-
-    def moved(self, grad_weight: float) -> float:
-        """What all ranks send, in rows of keys; a row of gradients counts as `grad_weight` of them."""
-        ranks = range(self.world)
-        grads = grad_weight * sum(map(self.grad_rows_sent, ranks)) if grad_weight else 0.0
-        return sum(map(self.rows_sent, ranks)) + grads
-
-    def _holder(self, block: int, stage: int) -> int:
-        return (block + self.offsets[stage]) % self.world
+        """The rows of key gradients the rank sends in a backward, in float32: as many as it received keys."""
+        return sum(_rows_in((*stage.sent, *stage.returned)) for stage in self.stages(rank))
 
     @cached_property
-    def _carried(self) -> list[list[range]]:
-        """For every block and stage, the rows that are sent there: those seen there or later."""
-        carried = []
-        for block in range(self.world):
-            rows = [NOTHING] * len(self.offsets)
-            needed = NOTHING
-            for stage in reversed(range(1, len(self.offsets))):
-                needed = _hull(needed, hull(self.shards.patch(self._holder(block, stage), block).seen))
-                rows[stage] = needed
-            rows[0] = range(ranges.size(self.shards.keys[block]))
-            carried.append(rows)
-        return carried
+    def connections(self) -> int:
+        """How often a rank sends something to another in a forward (keys) and a backward (keys and gradients)."""
+        count = 0
+        for here in self._seen:
+            for at in range(1, len(self.offsets)):
+                rows, shared, before = (ranges.size(here[at]), *(self._shared(here, at + i) for i in (0, -1)))
+                count += 3 * (shared > 0) + 2 * (before < rows) + (shared < rows)
+        return count
+
+    def _shared(self, here: list[Ranges], at: int) -> int:
+        """The rows of a block that are here both at a stage and at the next one."""
+        if at == 0 or at + 1 == len(self.offsets):
+            return 0
+        return ranges.size(ranges.intersection(here[at], here[at + 1]))
+
+    def _holder(self, block: int, at: int) -> int:
+        return (block + self.offsets[at]) % self.world
 
     @cached_property
-    def _grads(self) -> list[list[range]]:
-        """For every block and stage, the rows of gradients that exist after the stage (those of stage 0 stay local)."""
-        known = []
-        for block in range(self.world):
-            rows, seen = [NOTHING], NOTHING
-            for stage in range(1, len(self.offsets)):
-                seen = _hull(seen, hull(self.shards.patch(self._holder(block, stage), block).seen))
-                rows.append(seen if self._carried[block][stage] else NOTHING)
-            known.append(rows)
-        return known
+    def _seen(self) -> list[list[Ranges]]:
+        """For every block and stage, the rows of the block that are there; all of them at its owner."""
+        return [
+            [
+                ranges.rows_of(self.shards.keys[block]),
+                *(
+                    ranges.at_most(MAX_KEY_RANGES, self.shards.patch(self._holder(block, at), block).seen)
+                    for at in range(1, len(self.offsets))
+                ),
+            ]
+            for block in range(self.world)
+        ]
 
-    @cached_property
-    def _last(self) -> list[int]:
-        """For every block, the last stage that it reaches."""
-        return [max(s for s, rows in enumerate(carried) if rows or s == 0) for carried in self._carried]
-
-    @cached_property
-    def _stages(self) -> list[tuple[Stage, ...]]:
-        return [tuple(self._stage(rank, s) for s in range(len(self.offsets))) for rank in range(self.world)]
-
-    def _stage(self, rank: int, stage: int) -> Stage:
-        block = (rank - self.offsets[stage]) % self.world
-        keys = self._carried[block][stage]
-        goes_on = stage < self._last[block]
-        # A rank's own keys are all local, seen or not; of visiting keys only the rows that are seen are used.
-        seen = keys if stage == 0 else hull(self.shards.patch(rank, block).seen) if keys else NOTHING
+    def _stage(self, rank: int, at: int) -> Stage:
+        block = (rank - self.offsets[at]) % self.world
+        keys = self._seen[block][at]
         return Stage(
             block=block,
             keys=keys,
-            came_from=self._holder(block, max(0, stage - 1)),
-            seen=seen,
-            patch=self.shards.patch(rank, block, seen),
-            next_keys=self._carried[block][stage + 1] if goes_on else NOTHING,
-            next_rank=self._holder(block, stage + 1) if goes_on else block,
-            grads_in=self._grads[block][stage - 1] if stage > 1 and keys else NOTHING,
-            grads_out=self._grads[block][stage],
+            patch=self.shards.patch(rank, block, keys if at else None),
+            received=self._passed_on(block, at - 1),
+            from_owner=self._sent_by_owner(block, at),
+            sent=self._passed_on(block, at),
+            own_sent=self._sent_by_owner(rank, at + 1),
+            returned=self._returned(block, at),
+            own_returned=self._returned(rank, at),
         )
+
+    def _passed_on(self, block: int, at: int) -> Transfers:
+        """What the rank that has a block at a stage sends to the next one."""
+        if at <= 0 or at + 1 == len(self.offsets):
+            return ()
+        shared = pieces(self._seen[block][at], self._seen[block][at + 1])
+        return _transfers(self._holder(block, at), self._holder(block, at + 1), shared)
+
+    def _sent_by_owner(self, block: int, at: int) -> Transfers:
+        """What the owner sends to the rank that has its block at a stage: rows that no rank had a stage before."""
+        if at == 0 or at == len(self.offsets):
+            return ()
+        here = self._seen[block][at]
+        new = ranges.difference(here, self._seen[block][at - 1] if at > 1 else ())
+        return _transfers(block, self._holder(block, at), map(Piece, new, _places(new, here)), packs=True)
+
+    def _returned(self, block: int, at: int) -> Transfers:
+        """The gradients that the owner of a block receives after a stage: of the rows that are not at the next one."""
+        if at == 0:
+            return ()
+        here = self._seen[block][at]
+        last = ranges.difference(here, self._seen[block][at + 1] if at + 1 < len(self.offsets) else ())
+        return _transfers(self._holder(block, at), block, map(Piece, _places(last, here), last), unpacks=True)
 
 
 @lru_cache(maxsize=256)
-def ring_plan(shards: Shards, *, grad_weight: float = 0.0) -> RingPlan:
-    """The ring that moves the fewest bytes; a row of gradients counts as `grad_weight` rows of keys."""
-    return min(both_directions(shards, needed_offsets(shards)), key=lambda plan: plan.moved(grad_weight))
+def ring_plan(shards: Shards) -> RingPlan:
+    """The ring with the fewest messages; both directions move the same rows."""
+    return min(both_directions(shards, needed_offsets(shards)), key=lambda plan: plan.connections)
 
 
 def needed_offsets(shards: Shards) -> list[int]:
@@ -164,10 +191,37 @@ def both_directions(shards: Shards, offsets: list[int]) -> tuple[RingPlan, RingP
     return RingPlan(shards, (0, *offsets)), RingPlan(shards, (0, *reversed(offsets)))
 
 
-def _hull(a: range, b: range) -> range:
-    if not a or not b:
-        return a or b
-    return range(min(a.start, b.start), max(a.stop, b.stop))
+def _places(rows: Ranges, among: Ranges) -> list[range]:
+    """The places of ranges of rows among the rows `among`, which contain them."""
+    begins = [0, *accumulate(map(len, among))]
+    found = []
+    for run in rows:
+        i = bisect_right(among, run.start, key=lambda part: part.start) - 1
+        start = begins[i] + run.start - among[i].start
+        found.append(range(start, start + len(run)))
+    return found
+
+
+def _transfers(
+    source: int, target: int, found: Iterable[Piece], *, packs: bool = False, unpacks: bool = False
+) -> Transfers:
+    """Pieces in as few messages as possible: contiguous on the side of the sender unless it `packs` them,
+    and on that of the receiver unless it `unpacks` them.
+    """
+    messages: list[tuple[list[range], list[range]]] = []
+    for rows, to in found:
+        if messages:
+            last_rows, last_to = messages[-1][0][-1], messages[-1][1][-1]
+            if (packs or last_rows.stop == rows.start) and (unpacks or last_to.stop == to.start):
+                messages[-1][0].append(rows)
+                messages[-1][1].append(to)
+                continue
+        messages.append(([rows], [to]))
+    return tuple(Transfer(source, target, ranges.merged(rows), ranges.merged(to)) for rows, to in messages)
+
+
+def _rows_in(transfers: Transfers) -> int:
+    return sum(transfer.size for transfer in transfers)
 
 
 # Stages as arrays over ranks.
@@ -175,28 +229,31 @@ def _hull(a: range, b: range) -> range:
 _MAX_CUT_SEGMENTS = 8  # segments of the mask up to which the blocks of a patch are counted exactly
 
 
-def ring_stages(shards: Shards, groups: Sequence[Sequence[int]], grad_weight: float) -> Iterator[RingStages]:
+def ring_stages(shards: Shards, groups: Sequence[Sequence[int]]) -> Iterator[RingStages]:
     """The stages of the rings of all rank groups; the i-th rank of each holds the i-th shard."""
     arrays = vectorized(shards)
     if arrays is not None:
-        return arrays.ring(groups, grad_weight)
-    plan = ring_plan(shards, grad_weight=grad_weight)
+        return arrays.ring(groups)
+    plan = ring_plan(shards)
     return concurrent_stages([plan_stages(plan, group) for group in groups])
 
 
 def plan_stages(plan: RingPlan, ranks: Sequence[int], *, computes: bool = True) -> Iterator[RingStages]:
     """The stages of a plan whose i-th rank is the rank `ranks[i]`. An outer ring only moves keys."""
-    stages = [plan.stages(i) for i in range(plan.world)]
     for at in range(len(plan.offsets)):
-        rows = [
-            (
-                ranks[i], mine[at].patch.pairs if computes else 0, _calls(mine[at].patch) if computes else 0,
-                len(mine[at].seen),
-                ranks[mine[at].next_rank], len(mine[at].next_keys), len(mine[at].grads_out),
-                *(causal_squares(mine[at].patch) if computes else (0, 0)),
-            )
-            for i, mine in enumerate(stages)
-        ]  # fmt: skip
+        step = plan.offsets[min(at + 1, len(plan.offsets) - 1)]
+        rows = []
+        for i, rank in enumerate(ranks):
+            stage = plan.stages(i)[at]
+            work = (stage.patch.pairs, _calls(stage.patch)) if computes else (0, 0)
+            causal = causal_squares(stage.patch) if computes else (0, 0)
+            next_rank, own_rank = (ranks[(owner + step) % plan.world] for owner in (stage.block, i))
+            rows.append(
+                (
+                    rank, *work, ranges.size(stage.keys), ranks[stage.block], next_rank, _rows_in(stage.sent), own_rank,
+                    _rows_in(stage.own_sent), *causal,
+                )
+            )  # fmt: skip
         yield RingStages(*np.array(rows, dtype=np.int64).reshape(-1, len(RingStages._fields)).T)
 
 
@@ -252,7 +309,7 @@ def ring_backward(
     for at, (stage, last) in enumerate(_with_last(stages)):
         work = _work(at, stage, sizes, count, last=last, finish=finish, backward=True)
         if at:  # gradients of visiting keys are added to those received with them
-            added = sizes.by_rank(stage.rank, stage.grad_rows) * sizes.key_grad_row
+            added = sizes.by_rank(stage.rank, stage.rows) * sizes.key_grad_row
             work = (*work, relayout(added, calls=2, overlapped=True))
         posted = {f"{name} {at + 1}": key_messages(stage, sizes)} | gradients
         yield Round(f"{name} {at}", posted, work, tuple(posted))
@@ -261,13 +318,19 @@ def ring_backward(
 
 
 def key_messages(stage: RingStages, sizes: RankSizes) -> Messages:
-    """The keys that are sent after a stage."""
-    return Messages.sized(stage.rank, stage.next_rank, stage.next_rows * sizes.key_row[stage.rank])
+    """The keys that are sent after a stage: from the ranks that have them, and from their owners."""
+    return _two_targets(stage, stage.next_rows, (stage.own_rank, stage.own_rows), sizes.key_row)
 
 
 def grad_messages(stage: RingStages, sizes: RankSizes) -> Messages:
-    """The gradients that are sent after a stage."""
-    return Messages.sized(stage.rank, stage.next_rank, stage.grad_rows * sizes.key_grad_row[stage.rank])
+    """The gradients that are sent after a stage but the first: to the ranks that have the keys next, and to owners."""
+    return _two_targets(stage, stage.next_rows, (stage.owner, stage.rows - stage.next_rows), sizes.key_grad_row)
+
+
+def _two_targets(stage: RingStages, rows: Ints, other: tuple[Ints, Ints], row_bytes: Ints) -> Messages:
+    targets, sent = np.concatenate([stage.next_rank, other[0]]), np.concatenate([rows, other[1]])
+    sources = np.concatenate([stage.rank, stage.rank])
+    return Messages.sized(sources, targets, sent * row_bytes[sources])
 
 
 def _work(
@@ -280,9 +343,10 @@ def _work(
     causal = sizes.by_rank(stage.rank, stage.causal_pairs), sizes.by_rank(stage.rank, stage.causal_calls)
     attention = sizes.attention(pairs, calls, backward=backward, causal=causal, single=last and not at)
     merge = sizes.merge(before, count.parts, last=finish and last)
-    if at:
+    packed = sizes.by_rank(stage.rank, stage.own_rows)
+    if not packed.any():
         return attention, merge
-    return relayout(sizes.by_rank(stage.rank, stage.next_rows) * sizes.key_row), attention, merge
+    return relayout(packed * sizes.key_row), attention, merge
 
 
 def _with_last(stages: Iterator[RingStages]) -> Iterator[tuple[RingStages, bool]]:
@@ -304,8 +368,8 @@ class RingBuffers:
     world: int
 
     def __post_init__(self) -> None:
-        zeros = np.zeros(self.world, dtype=np.int64)
-        self.keys, self.grads, self.returned = zeros.copy(), zeros.copy(), zeros.copy()  # rows in buffers
+        # Rows in buffers: keys, own keys that are sent while others are here, gradients, and own ones that return.
+        self.keys, self.own, self.grads, self.returned = np.zeros((4, self.world), dtype=np.int64)
         self.own_parts, self.parts, self.visiting = np.zeros((3, self.world))  # in whole rows of queries, and of keys
 
     def add_ring(self, stages: Iterator[RingStages], *, own_keys: bool = True) -> None:
@@ -317,20 +381,21 @@ class RingBuffers:
             if at == 0 and own_keys:
                 np.maximum.at(self.own_parts, stage.rank, covered)
             else:
-                np.maximum.at(self.visiting, stage.rank, covered * stage.seen)
+                np.maximum.at(self.visiting, stage.rank, covered * stage.rows)
 
     def add_stage(self, stage: RingStages, *, first: bool) -> None:
         """Count the buffers of one stage; gradients of the first stage stay on their rank."""
-        np.maximum.at(self.keys, stage.next_rank, stage.next_rows)
-        if first:
-            np.maximum.at(self.keys, stage.rank, stage.next_rows)
-        else:
-            np.maximum.at(self.grads, stage.rank, stage.grad_rows)
-            np.maximum.at(self.returned, stage.next_rank, stage.grad_rows)
+        if first:  # no keys of others are here: those that are sent take their place
+            np.maximum.at(self.keys, stage.rank, stage.own_rows)
+            return
+        np.maximum.at(self.own, stage.rank, stage.own_rows)
+        np.maximum.at(self.keys, stage.rank, stage.rows)
+        np.maximum.at(self.grads, stage.rank, stage.rows)
+        np.maximum.at(self.returned, stage.owner, stage.rows - stage.next_rows)
 
     def key_bytes(self, sizes: RankSizes) -> Ints:
-        """Two buffers of keys: one is computed on while the other is filled."""
-        return 2 * self.keys * sizes.key_row
+        """Two buffers of keys, one to compute on while the other is filled, and one of own keys that are sent."""
+        return (2 * self.keys + self.own) * sizes.key_row
 
     def grad_bytes(self, sizes: RankSizes) -> Ints:
         """Two buffers of gradients in flight, and one for the own gradients that return."""
@@ -356,14 +421,14 @@ class RingSpec(GroupSpec):
 
     def group_rounds(self, grouped: GroupedWorkload, *, backward: bool) -> Iterator[Round]:
         """One round per stage."""
-        stages = ring_stages(grouped.shards, grouped.all_groups, grouped.workload.grad_weight(backward))
+        stages = ring_stages(grouped.shards, grouped.all_groups)
         return (ring_backward if backward else ring_forward)(stages, grouped.sizes, PartsCount(grouped.sizes))
 
     def group_memory(self, grouped: GroupedWorkload, *, backward: bool) -> Floats:
         """Buffers and partial results do not grow with the number of ranks."""
         sizes, groups = grouped.sizes, grouped.all_groups
         buffers = RingBuffers(sizes.world)
-        buffers.add_ring(ring_stages(grouped.shards, groups, grouped.workload.grad_weight(backward)))
+        buffers.add_ring(ring_stages(grouped.shards, groups))
         if not backward:
             return buffers.forward_bytes(sizes, cpu=grouped.workload.device == "cpu")
         own = np.zeros(sizes.world, dtype=np.int64)

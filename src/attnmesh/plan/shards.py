@@ -28,12 +28,12 @@ class Shards:
         """The number of ranks."""
         return len(self.queries)
 
-    def patch(self, rank: int, block: int, rows: range | None = None) -> Patch:
+    def patch(self, rank: int, block: int, rows: Ranges | None = None) -> Patch:
         """The queries of `rank` against the keys of the rank `block`, or against those `rows` of them."""
         at = rank, block, rows
         if at not in self._patches:
             keys = self.keys[block]
-            kept = keys if rows is None else ranges.narrow(keys, rows)
+            kept = keys if rows is None else ranges.select(keys, rows)
             self._patches[at] = Patch(self.mask, self.queries[rank], kept)
         return self._patches[at]
 

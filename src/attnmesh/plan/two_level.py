@@ -4,8 +4,7 @@ Rank `node x ranks_per_node + i` is the i-th of its node. An outer ring connects
 crosses each slow link once, as a whole and in parallel with those of its neighbours, while the keys that the node has
 at that stage circulate on an inner ring. At outer stage t a node has the keys of exactly one node.
 
-Rows that no rank sees are left out as in a single ring: a block is sent to a node only if some rank of that node or of
-a later one sees it.
+A row is sent to exactly the nodes of which some rank sees it, and within a node to exactly the ranks that do.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from attnmesh.core.ranges import narrow
+from attnmesh.core import ranges
 from attnmesh.plan.program import Floats, Messages, Round
 from attnmesh.plan.ring import (
     PartsCount,
@@ -59,9 +58,9 @@ class TwoLevelPlan:
         """The ring of the i-th ranks of all nodes: it moves keys and computes nothing."""
         return self._outer[i]
 
-    def inner_ring(self, node: int, stage: int, grad_weight: float = 0.0) -> RingPlan:
+    def inner_ring(self, node: int, stage: int) -> RingPlan:
         """The ring within a node at an outer stage."""
-        return ring_plan(self._node_shards[node][stage], grad_weight=grad_weight)
+        return ring_plan(self._node_shards[node][stage])
 
     def pairs(self, rank: int) -> int:
         """The (query, key) pairs the rank computes: its work."""
@@ -85,17 +84,19 @@ class TwoLevelPlan:
         return Shards(
             self.shards.mask,
             tuple(self.shards.queries[rank] for rank in ranks),
-            tuple(narrow(self.shards.keys[s.block * self.ranks_per_node + i], s.seen) for i, s in enumerate(stages)),
+            tuple(
+                ranges.select(self.shards.keys[s.block * self.ranks_per_node + i], s.keys) for i, s in enumerate(stages)
+            ),
         )
 
 
 @lru_cache(maxsize=64)
-def two_level_plan(shards: Shards, ranks_per_node: int, *, grad_weight: float = 0.0) -> TwoLevelPlan:
-    """The two-level ring whose outer rings, all in the same direction, move the fewest bytes."""
+def two_level_plan(shards: Shards, ranks_per_node: int) -> TwoLevelPlan:
+    """The two-level ring whose outer rings, all in the same direction, have the fewest messages."""
     outer = _outer_shards(shards, ranks_per_node)
     needed = sorted({offset for ring in outer for offset in needed_offsets(ring)})
     directions = zip(*(both_directions(ring, needed) for ring in outer), strict=True)
-    best = min(directions, key=lambda plans: sum(plan.moved(grad_weight) for plan in plans))
+    best = min(directions, key=lambda plans: sum(plan.connections for plan in plans))
     return TwoLevelPlan(shards, ranks_per_node, best[0].offsets)
 
 
@@ -118,19 +119,19 @@ Inner = Callable[[int], Iterator[RingStages]]
 """From an outer stage to the stages of all inner rings."""
 
 
-def _stages(workload: Workload, grad_weight: float) -> tuple[Iterator[RingStages], Inner]:
+def _stages(workload: Workload) -> tuple[Iterator[RingStages], Inner]:
     """The stages of the outer rings, and of the inner rings."""
     ranks_per_node = workload.ranks_per_node
     arrays = vectorized(workload.shards)
     if arrays is not None:
-        return arrays.two_level(ranks_per_node, grad_weight)
-    plan = two_level_plan(workload.shards, ranks_per_node, grad_weight=grad_weight)
+        return arrays.two_level(ranks_per_node)
+    plan = two_level_plan(workload.shards, ranks_per_node)
     nodes = range(plan.nodes)
     groups = [[node * ranks_per_node + i for node in nodes] for i in range(ranks_per_node)]
     outer = concurrent_stages([plan_stages(plan.outer(i), group, computes=False) for i, group in enumerate(groups)])
 
     def inner(stage: int) -> Iterator[RingStages]:
-        rings = [plan.inner_ring(node, stage, grad_weight) for node in nodes]
+        rings = [plan.inner_ring(node, stage) for node in nodes]
         return concurrent_stages(
             [plan_stages(ring, range(n * ranks_per_node, (n + 1) * ranks_per_node)) for n, ring in enumerate(rings)]
         )
@@ -157,7 +158,7 @@ def _backward(outer: Iterator[RingStages], inner: Inner, sizes: RankSizes) -> It
         yield from _during(rounds, keys | gradients)
         gradients = {}
         if t:
-            rows = sizes.by_rank(stage.rank, stage.grad_rows)
+            rows = sizes.by_rank(stage.rank, stage.rows)
             yield Round(f"add gradients {t}", work=(relayout(rows * sizes.key_grad_row, calls=2),))
             gradients = {f"gradients between nodes {t}": grad_messages(stage, sizes)}
     yield Round("return", gradients, (sizes.merge(count.parts, count.parts, last=True),), tuple(gradients))
@@ -182,12 +183,12 @@ class TwoLevelRingSpec(ScheduleSpec):
 
     def rounds(self, workload: Workload, *, backward: bool) -> Iterator[Round]:
         """One round per stage of the inner rings, for every outer stage."""
-        outer, inner = _stages(workload, workload.grad_weight(backward))
+        outer, inner = _stages(workload)
         return (_backward if backward else _forward)(outer, inner, RankSizes.of_workload(workload))
 
     def memory(self, workload: Workload, *, backward: bool) -> Floats:
         """The buffers of both rings."""
-        outer, inner = _stages(workload, workload.grad_weight(backward))
+        outer, inner = _stages(workload)
         sizes = RankSizes.of_workload(workload)
         between, within = RingBuffers(sizes.world), RingBuffers(sizes.world)
         for at, stage in enumerate(outer):

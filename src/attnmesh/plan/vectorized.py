@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from attnmesh.core.masks import And, Causal, Full, Mask, SlidingWindow
 from attnmesh.core.ranges import Ranges
-from attnmesh.plan.program import MAX_LISTED_MESSAGES, Floats, Ints, RowTraffic, RowTrafficTotals
+from attnmesh.plan.program import MAX_LISTED_MESSAGES, Ints, RowTraffic, RowTrafficTotals
 from attnmesh.plan.shards import Shards
 
 MAX_PLANNED_RANKS = 16
@@ -30,10 +30,12 @@ class RingStages(NamedTuple):
     rank: Ints
     pairs: Ints  # that it computes
     calls: Ints  # kernel calls
-    seen: Ints  # rows of the visiting keys that its queries see
-    next_rank: Ints  # where keys and gradients are sent next
-    next_rows: Ints  # rows of keys that are sent
-    grad_rows: Ints  # rows of gradients that are sent
+    rows: Ints  # of the keys that are there
+    owner: Ints  # of these keys
+    next_rank: Ints  # the rank that has them next
+    next_rows: Ints  # rows that are sent to it, and their gradients; those of the others return to the owner
+    own_rank: Ints  # the rank that has this rank's own keys next
+    own_rows: Ints  # rows of own keys that are sent to it
     causal_pairs: Ints  # of the pairs, those in causal squares
     causal_calls: Ints
 
@@ -94,13 +96,6 @@ class Runs(NamedTuple):
         """Some of the shards."""
         return Runs(self.start[index], self.stop[index])
 
-    def rows(self, first: Ints, stop: Ints) -> Runs:
-        """The positions of the rows `first <= row < stop` of every shard."""
-        sizes = self.stop - self.start
-        begins = np.cumsum(sizes, -1) - sizes
-        lower, upper = (np.clip(at[..., None] - begins, 0, sizes) for at in (first, stop))
-        return Runs(self.start + lower, self.start + np.maximum(lower, upper))
-
 
 def runs_of(shards: Sequence[Ranges], most: int = 8) -> Runs | None:
     """The runs of shards as arrays; None if some have a step, or more than `most` runs."""
@@ -125,19 +120,23 @@ def pairs(band: Band, queries: Runs, keys: Runs) -> Ints:
     return visible
 
 
-def seen_rows(band: Band, queries: Runs, keys: Runs) -> tuple[Ints, Ints]:
-    """The key rows from the first to the last that some query sees; `stop <= start` if none does."""
-    sizes = (keys.stop - keys.start)[..., None, :]
-    begins = np.cumsum(sizes, -1) - sizes
+def seen_positions(band: Band, queries: Runs, keys: Runs) -> Runs:
+    """Of every run of keys, the positions from the first to the last that some query sees; `stop = start` if none."""
     # Consecutive queries see adjacent ranges, so a run of queries sees one run of positions.
     first, end = queries.start[..., :, None] + band.first, queries.stop[..., :, None] - 1 + band.end
     low = np.maximum(keys.start[..., None, :], first)
     high = np.minimum(keys.stop[..., None, :], end)
     there = (low < high) & (queries.start < queries.stop)[..., :, None]
-    shift = begins - keys.start[..., None, :]
-    start: Ints = np.where(there, low + shift, UNBOUNDED).min((-1, -2))
-    stop: Ints = np.where(there, high + shift, -UNBOUNDED).max((-1, -2))
-    return start, stop
+    start: Ints = np.where(there, low, UNBOUNDED).min(-2)
+    stop: Ints = np.where(there, high, -UNBOUNDED).max(-2)
+    none = start >= stop
+    return Runs(np.where(none, keys.start, start), np.where(none, keys.start, stop))
+
+
+def shared_rows(a: Runs, b: Runs) -> Ints:
+    """The number of positions that are in the same run of both."""
+    shared: Ints = np.maximum(np.minimum(a.stop, b.stop) - np.maximum(a.start, b.start), 0).sum(-1)
+    return shared
 
 
 def _clamped_sum(begin: Ints, end: Ints, low: Ints, high: Ints) -> Ints:
@@ -159,7 +158,6 @@ class VectorizedRings:
     queries: Runs
     keys: Runs
     ranks: Ints
-    grad_weight: float  # bytes of a gradient row over bytes of a key row; 0: no gradients are sent
     same_direction: bool = False  # whether all rings must have the same direction
     computes: bool = True  # the outer ring of a two-level ring only moves keys
     own_keys: bool = True  # whether every place starts with the keys of its own queries
@@ -173,142 +171,90 @@ class VectorizedRings:
         """The stages, in order."""
         return map(self._stage, range(self.stages))
 
-    def seen(self, stage: int) -> tuple[Ints, Ints, Ints]:
-        """For every place: whose keys are there, and the first and last row of them that is seen."""
-        offset = self._offsets[stage]
-        block = (np.arange(self._size) - offset[:, None]) % self._size
-        if stage == 0:
-            return block, np.zeros_like(block), self.keys.size
-        kept = np.take_along_axis(self._direction.carried[stage], block, 1) > 0
-        start, stop = (self._by_direction(side, stage) for side in (0, 1))
-        return block, np.where(kept, start, 0), np.where(kept, stop, 0)
+    def here(self, at: int) -> tuple[Ints, Runs]:
+        """For every place at a stage: whose keys are there, and their positions."""
+        block = self._block(at)
+        return block, _of_each(self._rows(at), block)
 
     @property
     def _size(self) -> int:
         return int(self.ranks.shape[1])
 
     @cached_property
-    def _needed(self) -> dict[int, tuple[Ints, Ints]]:
-        """The offsets at which some rank sees something, ascending, with the rows seen."""
-        seen = {offset: self._seen_at(offset) for offset in range(1, self._size)}
-        return {offset: (start, stop) for offset, (start, stop) in seen.items() if (start < stop).any()}
-
-    def _seen_at(self, offset: int) -> tuple[Ints, Ints]:
-        """For every place: the rows that it sees of the keys `offset` places before it."""
-        block = (np.arange(self._size) - offset) % self._size
-        return seen_rows(self.band, self.queries, self.keys.at((slice(None), block)))
-
-    @cached_property
-    def _seen(self) -> list[tuple[Ints, Ints]]:
-        """The rows seen at offset 0 and at every needed offset, ascending."""
-        size = self.keys.size
-        return [(np.zeros_like(size), size), *self._needed.values()]
-
-    @cached_property
-    def _up(self) -> _Direction:
-        return self._sent_in_order([0, *range(1, len(self._seen))])
-
-    @cached_property
-    def _down(self) -> _Direction:
-        return self._sent_in_order([0, *reversed(range(1, len(self._seen)))])
+    def _seen(self) -> dict[int, Runs]:
+        """For every needed offset, ascending, and every block: its positions that are at that offset."""
+        found = {0: self.keys}
+        for offset in range(1, self._size):
+            holder = (np.arange(self._size) + offset) % self._size
+            seen = seen_positions(self.band, self.queries.at((slice(None), holder)), self.keys)
+            if (seen.start < seen.stop).any():
+                found[offset] = seen
+        return found
 
     @cached_property
     def _downwards(self) -> NDArray[np.bool_]:
-        """For every ring: whether it sends towards lower ranks, because that moves fewer bytes."""
-        up, down = (direction.moved(self.grad_weight) for direction in (self._up, self._down))
+        """For every ring: whether it sends towards lower ranks, because that takes fewer messages."""
+        after_0 = list(self._seen.values())[1:]
+        up, down = (self._connections(order) for order in (after_0, after_0[::-1]))
         if self.same_direction:
             up, down = np.full_like(up, up.sum()), np.full_like(down, down.sum())
         return down < up
 
-    @cached_property
-    def _direction(self) -> _Direction:
-        down = self._downwards
-        if not down.any():
-            return self._up
-        if down.all():
-            return self._down
-        choose = down[None, :, None]
-        grads = None
-        if self._up.grads is not None and self._down.grads is not None:
-            grads = np.where(choose, self._down.grads, self._up.grads)
-        return _Direction(np.where(choose, self._down.carried, self._up.carried), grads)
+    def _connections(self, seen: list[Runs]) -> Ints:
+        """For every ring: how often a rank sends something to another, as `RingPlan.connections`."""
+        count, before = np.zeros(len(self.ranks), dtype=np.int64), np.zeros_like(self.ranks)
+        for at, here in enumerate(seen):
+            shared = shared_rows(here, seen[at + 1]) if at + 1 < len(seen) else np.zeros_like(before)
+            rows = here.size
+            count += (3 * (shared > 0) + 2 * (before < rows) + (shared < rows)).sum(1)
+            before = shared
+        return count
 
     @cached_property
     def _offsets(self) -> Ints:
         """[stage, ring]"""
-        needed = np.array(list(self._needed), dtype=np.int64)
+        needed = np.array(list(self._seen)[1:], dtype=np.int64)
         chosen = np.where(self._downwards[None, :], needed[::-1, None], needed[:, None])
         return np.concatenate([np.zeros((1, len(self.ranks)), dtype=np.int64), chosen])
 
-    def _by_direction(self, side: int, stage: int) -> Ints:
-        up, down = self._seen[stage][side], self._seen[len(self._seen) - stage][side]
-        return np.where(self._downwards[:, None], down, up)
+    def _block(self, at: int) -> Ints:
+        """For every place: whose keys are there at a stage."""
+        block: Ints = (np.arange(self._size) - self._offsets[at][:, None]) % self._size
+        return block
 
-    def _sent_in_order(self, order: list[int]) -> _Direction:
-        """The rows that are sent of every block, [stage, ring, block], if offsets are visited in this order."""
-        size = self.keys.size
-        carried = np.zeros((len(order), *size.shape), dtype=np.int64)
-        carried[0] = size
-        start, stop = np.full_like(size, UNBOUNDED), np.full_like(size, -UNBOUNDED)
-        for stage in reversed(range(1, len(order))):
-            first, last = self._of_blocks(order[stage])
-            start, stop = np.minimum(start, first), np.maximum(stop, last)
-            carried[stage] = np.maximum(stop - start, 0)
-        if not self.grad_weight:
-            return _Direction(carried, None)
-        grads = np.zeros_like(carried)
-        start, stop = np.full_like(size, UNBOUNDED), np.full_like(size, -UNBOUNDED)
-        for stage in range(1, len(order)):
-            first, last = self._of_blocks(order[stage])
-            start, stop = np.minimum(start, first), np.maximum(stop, last)
-            grads[stage] = np.where(carried[stage] > 0, np.maximum(stop - start, 0), 0)
-        return _Direction(carried, grads)
-
-    def _of_blocks(self, at: int) -> tuple[Ints, Ints]:
-        """For every block: the rows seen of it at the at-th offset."""
-        offset = self._up_offsets[at]
-        start, stop = (np.concatenate((side[:, offset:], side[:, :offset]), 1) for side in self._seen[at])
-        return start, stop
-
-    @cached_property
-    def _up_offsets(self) -> list[int]:
-        return [0, *self._needed]
+    def _rows(self, at: int) -> Runs:
+        """For every block: its positions that are at the rank that has it at a stage."""
+        seen = list(self._seen.values())
+        up, down = seen[at], seen[-at]
+        choose = self._downwards[:, None, None]
+        return Runs(np.where(choose, down.start, up.start), np.where(choose, down.stop, up.stop))
 
     def _stage(self, at: int) -> RingStages:
-        block, start, stop = self.seen(at)
-        found = np.zeros_like(block)
+        block, here = self.here(at)
+        found, rows = np.zeros_like(block), here.size
         if self.computes:
-            groups = np.arange(len(self.ranks))[:, None]
-            found = pairs(self.band, self.queries, self.keys.at((groups, block)))
-        direction, places = self._direction, self._size
-        goes_on = np.zeros(block.shape, dtype=bool)
-        rows, after = np.zeros_like(block), block
+            found = pairs(self.band, self.queries, here)
+        next_rows, own_rows, after, own_after = np.zeros_like(block), np.zeros_like(block), block, block
         if at + 1 < self.stages:
-            rows = np.take_along_axis(direction.carried[at + 1], block, 1)
-            goes_on = rows > 0
-            after = np.where(goes_on, (block + self._offsets[at + 1][:, None]) % places, block)
-        grads = np.zeros_like(block) if direction.grads is None else np.take_along_axis(direction.grads[at], block, 1)
-        next_rank = np.take_along_axis(self.ranks, after, 1)
+            of_blocks, next_of_blocks = self._rows(at), self._rows(at + 1)
+            shared = shared_rows(of_blocks, next_of_blocks) if at else np.zeros_like(block)
+            next_rows, own_rows = np.take_along_axis(shared, block, 1), next_of_blocks.size - shared
+            step = self._offsets[at + 1][:, None]
+            after, own_after = (block + step) % self._size, (np.arange(self._size) + step) % self._size
         calls = (found > 0).astype(np.int64)
         is_causal = at == 0 and self.own_keys and self.band == (-UNBOUNDED, 1)  # own keys make one causal square
-        columns = (
-            self.ranks, found, calls, np.maximum(stop - start, 0), next_rank, rows, grads, found * is_causal,
-            calls * is_causal,
+        owner, next_rank, own_rank = (np.take_along_axis(self.ranks, places, 1) for places in (block, after, own_after))
+        columns = RingStages(
+            rank=self.ranks, pairs=found, calls=calls, rows=rows, owner=owner, next_rank=next_rank, next_rows=next_rows,
+            own_rank=own_rank, own_rows=own_rows, causal_pairs=found * is_causal, causal_calls=calls * is_causal,
         )  # fmt: skip
         return RingStages(*(column.reshape(-1) for column in columns))
 
 
-@dataclass(frozen=True)
-class _Direction:
-    """One direction: rows of keys received at each stage, [stage, ring, block], and rows of gradients sent."""
-
-    carried: Ints
-    grads: Ints | None
-
-    def moved(self, grad_weight: float) -> Floats:
-        """For every ring: everything that is sent, in rows of keys."""
-        keys: Floats = self.carried[1:].sum((0, 2)).astype(np.float64)
-        return keys if self.grads is None else keys + grad_weight * self.grads.sum((0, 2))
+def _of_each(runs: Runs, block: Ints) -> Runs:
+    """The runs of the blocks that places have, [ring, place, run]."""
+    rings = np.arange(len(block))[:, None]
+    return runs.at((rings, block))
 
 
 def _gathered(band: Band, queries: Runs, keys: Runs, ranks: Ints, world: int, ranks_per_node: int) -> Gathered:
@@ -384,21 +330,18 @@ class VectorizedShards:
         band, queries, keys = band_of(shards.mask), runs_of(shards.queries), runs_of(shards.keys)
         return None if band is None or queries is None or keys is None else VectorizedShards(band, queries, keys)
 
-    def ring(self, groups: Sequence[Sequence[int]], grad_weight: float) -> Iterator[RingStages]:
+    def ring(self, groups: Sequence[Sequence[int]]) -> Iterator[RingStages]:
         """The stages of the rings of all rank groups."""
         places = np.arange(len(groups[0]), dtype=np.int64)
-        rings = VectorizedRings(
-            self.band, _with_ring_dim(self.queries), _with_ring_dim(self.keys), places[None], grad_weight
-        )
+        rings = VectorizedRings(self.band, _with_ring_dim(self.queries), _with_ring_dim(self.keys), places[None])
         ranks = np.array(groups, dtype=np.int64)
         for stage in rings.all_stages():
             tiled = {name: np.tile(column, len(groups)) for name, column in stage._asdict().items()}
-            tiled["rank"], tiled["next_rank"] = (ranks[:, at].reshape(-1) for at in (stage.rank, stage.next_rank))
+            for name in ("rank", "owner", "next_rank", "own_rank"):
+                tiled[name] = ranks[:, getattr(stage, name)].reshape(-1)
             yield RingStages(**tiled)
 
-    def two_level(
-        self, ranks_per_node: int, grad_weight: float
-    ) -> tuple[Iterator[RingStages], Callable[[int], Iterator[RingStages]]]:
+    def two_level(self, ranks_per_node: int) -> tuple[Iterator[RingStages], Callable[[int], Iterator[RingStages]]]:
         """The stages of the outer rings, and a function from an outer stage to the stages of all inner rings."""
         nodes = len(self.queries.start) // ranks_per_node
         ranks: Ints = np.arange(nodes * ranks_per_node, dtype=np.int64).reshape(nodes, ranks_per_node)
@@ -407,15 +350,11 @@ class VectorizedShards:
         )
         of_nodes = Runs(*(side.reshape(1, nodes, -1) for side in queries))
         by_place = Runs(*(side.swapaxes(0, 1) for side in keys))
-        outer = VectorizedRings(
-            self.band, of_nodes, by_place, ranks.T.copy(), grad_weight, same_direction=True, computes=False
-        )
+        outer = VectorizedRings(self.band, of_nodes, by_place, ranks.T.copy(), same_direction=True, computes=False)
 
         def inner(stage: int) -> Iterator[RingStages]:
-            block, start, stop = outer.seen(stage)
-            there = by_place.at((np.arange(ranks_per_node)[:, None], block)).rows(start, stop)
-            visiting = Runs(*(side.swapaxes(0, 1) for side in there))
-            return VectorizedRings(self.band, queries, visiting, ranks, grad_weight, own_keys=stage == 0).all_stages()
+            visiting = Runs(*(side.swapaxes(0, 1) for side in outer.here(stage)[1]))
+            return VectorizedRings(self.band, queries, visiting, ranks, own_keys=stage == 0).all_stages()
 
         return outer.all_stages(), inner
 

@@ -74,11 +74,6 @@ class Shape:
         """Bytes of the lse of one position."""
         return self.batch * self.q_heads * self.sum_itemsize
 
-    @property
-    def grad_weight(self) -> float:
-        """Bytes of a row of key gradients over bytes of a row of keys."""
-        return self.sum_itemsize / self.itemsize
-
     def with_heads(self, q_heads: int, kv_heads: int) -> Shape:
         """The same shape with other heads."""
         return replace(self, q_heads=q_heads, kv_heads=kv_heads)
@@ -109,11 +104,6 @@ class Workload:
     def world(self) -> int:
         """The number of ranks."""
         return self.shards.world
-
-    def grad_weight(self, backward: bool) -> float:
-        """The weight of gradients where a ring chooses its direction; 0 in a forward."""
-        check_bool(backward=backward)
-        return self.shape.grad_weight if backward else 0.0
 
 
 @dataclass(frozen=True)
