@@ -14,6 +14,7 @@ from attnmesh.kv_cache.block_manager import BlockManager
 from attnmesh.kv_cache.pools import Pools
 from attnmesh.kv_cache.sharded import StepTensors
 from attnmesh.ops.decode.cpu import Cpu
+from attnmesh.ops.dense.call import Result
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.sparse.arguments import RowBounds
 from attnmesh.ops.sparse.torch_backend import RunningTopK
@@ -63,6 +64,9 @@ def test_verify_on_virtual_ranks_finds_everything_right():
         "attention auto documents",
         "ring auto zigzag causal+documents",
         "ring aten striped window",
+        "attention auto window+global",
+        "attention auto per sequence",
+        "attention auto value_dim=24",
         "decode auto paged T=4",
         "decode cpu contiguous additive mask",
         "decode cpu paged split_size same bits",
@@ -125,6 +129,15 @@ def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
     assert len(re.findall(r"ring auto zigzag \w+ .* fp32 .*WRONG", ran.output)) == 2
     assert not re.search(r"attention .*WRONG", ran.output)
     assert counts(ran.stdout) == (ran.stdout.count(" ok "), ran.stdout.count("WRONG"))
+
+
+def test_verify_sees_a_wrong_gradient_of_sinks(monkeypatch):
+    leave_only(r"attention auto sinks|(ring|ulysses) zigzag softcap", monkeypatch)
+    monkeypatch.setattr(Result, "sink_gradient", lambda self, sinks: sinks.detach())
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
+    assert ran.exit_code == 1
+    assert len(re.findall(r"dsinks .*WRONG", ran.output)) == 3
+    assert counts(ran.stdout) == (0, 3)
 
 
 def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch):

@@ -92,10 +92,12 @@ def test_triton_is_exact_on_what_the_interpreter_can_do(name, q_len, k_len, head
     check(inputs, make_mask(name, k_len), backend="triton")
 
 
-@pytest.mark.parametrize("head_dim", [1, 3, 33, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [1, 3, 33, 80, 128, 256, 576])
 def test_any_head_dim(head_dim):
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        check(random_inputs(35, head_dim=head_dim, dtype=dtype, batch=1, heads=(2, 1)), Causal(), backend="aten")
+    for dtype, backend in (
+        (torch.float32, "aten"), (torch.bfloat16, "aten"), (torch.float16, "aten"), (torch.float16, "torch"),
+    ):  # fmt: skip
+        check(random_inputs(35, head_dim=head_dim, dtype=dtype, batch=1, heads=(2, 1)), Causal(), backend=backend)
 
 
 @pytest.mark.parametrize("dtype", FUSED_DTYPES)
@@ -401,9 +403,8 @@ def test_inputs_are_left_alone():
 
 @pytest.mark.parametrize(
     ("mask", "shuffled", "backend"),
-    [(SlidingWindow(300, 40), False, "aten"), (Causal() & SlidingWindow(2000), True, "aten"),
-     (SlidingWindow(300, 40), False, "torch")],
-)  # fmt: skip
+    [(SlidingWindow(300, 40), False, "torch"), (Causal() & SlidingWindow(2000), True, "aten")],
+)
 def test_long_masked_attention_on_the_cpu_never_holds_s_by_s(mask, shuffled, backend):
     length = 16384
     generator = torch.Generator().manual_seed(1)

@@ -9,7 +9,12 @@ from attnmesh.ops.dense.triton_tiles import DenseTiles
 from helpers.dense_kernels import CUDA, DTYPES, HEADS, MASKS, dense, mask_case, score_terms
 
 TILES = {"query_tiles": DenseTiles(16, 16, 4, 1), "key_tiles": DenseTiles(16, 16, 4, 1)}
+OTHER_MASKS = [name for name in MASKS if name not in ("full", "causal", "union", "sequences")]
 SCALE = 0.2
+
+
+def slow(*values):
+    return pytest.param(*values, marks=() if CUDA else pytest.mark.slow)
 
 
 class Case:
@@ -70,7 +75,7 @@ def check(case: Case, grads: list[Tensor], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", ["full", "causal", "union", "sequences", *(slow(name) for name in OTHER_MASKS)])
 def test_adds_all_gradients(device, mask, heads, dtype):
     length = 20 if heads == "gqa" else 26
     case = Case(device, dtype, mask, HEADS[heads], length, length, batch=2 if mask == "sequences" else 1)
@@ -99,7 +104,7 @@ def test_widths(device, head_dim, value_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", ["causal", "union"])
-@pytest.mark.parametrize(("softcap", "alibi"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("softcap", "alibi"), [slow(True, False), slow(False, True), (True, True)])
 def test_softcap_and_alibi(device, softcap, alibi, mask, dtype):
     case = Case(device, dtype, mask, (2, 1), 26, 26, softcap=softcap, alibi=alibi)
     grads = case.buffers()

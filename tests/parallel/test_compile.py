@@ -157,6 +157,7 @@ def test_an_equal_mask_or_another_context_does_not_recompile():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_the_graph_for_many_windows_and_lengths_is_the_same():
     counter = CompileCounterWithBackend("aot_eager")
     one = layer(ContextParallel())

@@ -496,7 +496,10 @@ def test_shards_may_be_views_and_stay_as_they_are(schedule):
     assert_attention_close(whole(run_virtual(world, rank), layout), inputs, Causal())
 
 
-@every_schedule
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("ring", "ulysses+allgather"))) for name in SCHEDULES],
+)
 def test_one_context_serves_calls_of_many_kinds_in_turn(schedule):
     world, how = comm_way(schedule)
     kinds = [

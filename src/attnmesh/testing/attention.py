@@ -89,12 +89,14 @@ def compare(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **op
     """Return a comparison for each of out, lse, dq, dk, dv, dsinks. `options` are those of `reference_results`."""
     exact = reference_results(inputs, mask, **options)
     plain = reference_results(inputs, mask, **options, plain=True)
-    return [Comparison(*each) for each in zip((*NAMES, "dsinks")[: len(exact)], actual, exact, plain, strict=True)]
+    found = [Comparison(*each) for each in zip((*NAMES, "dsinks")[: len(exact)], actual, exact, plain, strict=True)]
+    # A few numbers, each a sum over all rows that cancels: two roundings may differ by more than twice either.
+    return [each._replace(rounding=4 * each.rounding) if each.name == "dsinks" else each for each in found]
 
 
 def assert_attention_close(actual: Sequence[Tensor], inputs: Sequence[Tensor], mask: Mask, **options: Any) -> None:
     """Assert that out, lse, dq, dk, dv, dsinks obey the error rule. `options` are those of `reference_results`."""
-    for name, result, exact, plain in compare(actual, inputs, mask, **options):
+    for name, result, exact, plain, _ in compare(actual, inputs, mask, **options):
         assert plain is not None
         rounding = ROUNDING[inputs[0].dtype]
         if name == "dsinks":  # [H]: the rule is for results by position; a sum over rows of terms with a rounded out
@@ -143,11 +145,12 @@ def shard_results(
 def gather_results(
     comm: Comm, shards: Sequence[Tensor], inputs: Sequence[Tensor], layout: Layout, key_layout: Layout | None = None
 ) -> list[Tensor]:
-    """Return the whole out, lse, dq, dk, dv on every rank, from each rank's shards."""
+    """Return the whole out, lse, dq, dk, dv, dsinks on every rank, from each rank's shards and its part of dsinks."""
     queries, keys = (ContextParallel(comm, layout=side) for side in (layout, key_layout or layout))
     lengths = [inputs[0].shape[2]] * 3 + [inputs[1].shape[2]] * 2
     sides = [queries] * 3 + [keys] * 2
-    return [side.unshard(x, 2, length) for side, x, length in zip(sides, shards, lengths, strict=True)]
+    whole = [side.unshard(x, 2, length) for side, x, length in zip(sides, shards, lengths, strict=False)]
+    return [*whole, *(comm.all_reduce(x) for x in shards[len(NAMES) :])]
 
 
 def virtual_results(

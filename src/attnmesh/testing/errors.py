@@ -23,6 +23,7 @@ class Comparison(NamedTuple):
     actual: Tensor
     exact: Tensor
     plain: Tensor | None = None
+    rounding: float = ROUNDING[torch.float32]
 
     @property
     def error(self) -> float:
@@ -34,7 +35,7 @@ class Comparison(NamedTuple):
         """The largest error that passes."""
         if self.plain is None:
             return 0.0
-        return 2 * relative_error(self.plain, self.exact) + ROUNDING[torch.float32]
+        return 2 * relative_error(self.plain, self.exact) + self.rounding
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import cycle, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,22 @@ from torch.nn.functional import pad
 
 from attnmesh.comm import Comm
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
-from attnmesh.core.masks import Causal, Documents, Full, Mask, SlidingWindow
+from attnmesh.core.masks import (
+    And,
+    BlockCausal,
+    Causal,
+    Chunked,
+    Documents,
+    Full,
+    Global,
+    Mask,
+    Or,
+    Padding,
+    PerSequence,
+    Prefix,
+    Slices,
+    SlidingWindow,
+)
 from attnmesh.core.merge import merge
 from attnmesh.core.state import State
 from attnmesh.ops.dense.api import attention
@@ -35,7 +51,15 @@ BATCH, Q_HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 LENGTH = 263
 PREFIX, BLOCK_SIZE = 150, 16  # of prompts that continue a prefix
 
-Compute = Callable[[list[Tensor]], list[Tensor]]
+SCORES: dict[str, object] = {
+    "softcap": 2.0,
+    "alibi_slopes": [0.25, 0.125, 0.0625, 0.0],
+    "sinks": [0.5, -1.0, 2.0, 0.0],
+}
+"""Arguments that change scores; lists are tensors with one entry per query head."""
+VALUE_DIM = 24  # where it differs from HEAD_DIM
+
+Compute = Callable[..., list[Tensor]]  # of the inputs, and of the arguments that change scores
 
 
 def attention_modes(comm: Comm, device: str) -> Iterator[Mode]:
@@ -46,6 +70,8 @@ def attention_modes(comm: Comm, device: str) -> Iterator[Mode]:
     for backend in ("auto", fused):
         yield from _ring_modes(comm, backend)
     yield from _schedule_modes(comm)
+    yield from _mask_modes(comm)
+    yield from _score_modes(comm)
     yield from _cross_attention_modes(comm)
     yield from _query_distributed_modes(comm)
 
@@ -64,45 +90,51 @@ def schedule_modes(comm: Comm, layout: Layout, mask: Mask, ranks_per_node: int, 
 
 def _mode(
     name: str, compute: Compute, mask: Mask, dtype: str, length: int, key_length: int | None = None,
-    comm: Comm | None = None, q_offset: int = 0,
+    comm: Comm | None = None, q_offset: int = 0, value_dim: int = HEAD_DIM, scores: Mapping[str, object] | None = None,
 ) -> Mode:  # fmt: skip
-    """Return a mode. `compute` maps the inputs to the whole out, lse, dq, dk, dv on every rank of `comm`.
+    """Return a mode. `compute` maps the inputs to the whole out, lse, dq, dk, dv, dsinks on every rank of `comm`.
 
-    Without a backward it returns out and lse. `q_offset` is the position of the first query.
+    Without a backward it returns out and lse. `q_offset` is the position of the first query, `scores` are some of
+    SCORES.
     """
 
     def run(seed: int, device: str) -> list[Comparison]:
         inputs = random_inputs(
             length, key_length, heads=(Q_HEADS, KV_HEADS), dtype=DTYPES[dtype], batch=BATCH, head_dim=HEAD_DIM,
-            seed=seed, device=device,
+            value_dim=value_dim, seed=seed, device=device,
         )  # fmt: skip
-        actual = compute(inputs)
+        options: dict[str, Any] = {
+            name: torch.tensor(x, dtype=torch.float32, device=device) if isinstance(x, list) else x
+            for name, x in (scores or {}).items()
+        }
+        actual = compute(inputs, **options)
         if comm is not None and comm.rank > 0:
             return []
         positions = torch.arange(q_offset, q_offset + length, device=device)
-        if len(actual) == len(NAMES):
-            return compare(actual, inputs, mask, q_positions=positions)
+        if len(actual) >= len(NAMES):
+            return compare(actual, inputs, mask, q_positions=positions, **options)
         exact, plain = (reference_results(inputs, mask, q_positions=positions, plain=plain) for plain in (False, True))
         return [Comparison(*each) for each in zip(NAMES, actual, exact, plain, strict=False)]
 
     lengths = f"{length}" if key_length is None else f"{length}:{key_length}"
-    shape = f"{BATCH}x{Q_HEADS}/{KV_HEADS}x{lengths}x{HEAD_DIM} {dtype}"
+    widths = f"{HEAD_DIM}" if value_dim == HEAD_DIM else f"{HEAD_DIM}/{value_dim}"
+    shape = f"{BATCH}x{Q_HEADS}/{KV_HEADS}x{lengths}x{widths} {dtype}"
     return Mode(name, shape, run, collective=comm is not None)
 
 
 def _sharded(
     comm: Comm, name: str, mask: Mask, dtype: str, layout: Layout, *, length: int = LENGTH,
     key_length: int | None = None, key_layout: Layout | None = None, schedule: str, backend: str = "auto",
-    ranks_per_node: int | None = None,
+    ranks_per_node: int | None = None, value_dim: int = HEAD_DIM, scores: Mapping[str, object] | None = None,
 ) -> Mode:  # fmt: skip
-    def compute(inputs: list[Tensor]) -> list[Tensor]:
+    def compute(inputs: list[Tensor], **options: Any) -> list[Tensor]:
         own = shard_results(
             comm, inputs, mask, layout, backend=backend, schedule=schedule, ranks_per_node=ranks_per_node,
-            key_layout=key_layout,
+            key_layout=key_layout, **options,
         )  # fmt: skip
         return gather_results(comm, own, inputs, layout, key_layout)
 
-    return _mode(name, compute, mask, dtype, length, key_length, comm)
+    return _mode(name, compute, mask, dtype, length, key_length, comm, value_dim=value_dim, scores=scores)
 
 
 def _merge_modes() -> Iterator[Mode]:
@@ -143,6 +175,43 @@ def _schedule_modes(comm: Comm) -> Iterator[Mode]:
                 name = f"{schedule} {_layout_name(layout)} {_mask_name(mask)}"
                 dtype = next(dtypes)
                 yield _sharded(comm, name, mask, dtype, layout, schedule=schedule, ranks_per_node=ranks_per_node)
+
+
+def _mask_modes(comm: Comm) -> Iterator[Mode]:
+    """Yield the other masks on one device, and each under some schedules and layouts."""
+    dtypes, layouts = cycle(DTYPES), cycle((Zigzag(), Contiguous()))
+    schedules = cycle(_schedules(comm.world, SCHEDULES))
+    for name, mask in _more_masks(LENGTH).items():
+        dtype = next(dtypes)
+        attend = partial(attention, mask=mask, return_lse=True)
+        yield _mode(f"attention auto {name}", partial(forward_backward, attend), mask, dtype, LENGTH)
+        for layout in (next(layouts), Balanced(mask)):
+            schedule, ranks_per_node = next(schedules)
+            yield _sharded(
+                comm, f"{schedule} {_layout_name(layout)} {name}", mask, next(dtypes), layout, schedule=schedule,
+                ranks_per_node=ranks_per_node,
+            )  # fmt: skip
+
+
+def _score_modes(comm: Comm) -> Iterator[Mode]:
+    """Yield softcap, ALiBi, sinks and values of another width, one by one on one device and together over ranks."""
+    mask = Causal() & (Global(5) | SlidingWindow(31))
+
+    def compute(inputs: list[Tensor], sinks: Tensor | None = None, **options: Any) -> list[Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Any:
+            return attention(q, k, v, mask=mask, return_lse=True, sinks=sinks, **options)
+
+        return forward_backward(attend, inputs, sinks)
+
+    for name, value in SCORES.items():
+        yield _mode(f"attention auto {name}", compute, mask, "fp32", LENGTH, scores={name: value})
+    for dtype in DTYPES:
+        yield _mode(f"attention auto value_dim={VALUE_DIM}", compute, mask, dtype, LENGTH, value_dim=VALUE_DIM)
+    for schedule, ranks_per_node in _schedules(comm.world, SCHEDULES):
+        yield _sharded(
+            comm, f"{schedule} zigzag softcap alibi sinks value_dim={VALUE_DIM}", mask, "fp32", Zigzag(),
+            schedule=schedule, ranks_per_node=ranks_per_node, value_dim=VALUE_DIM, scores=SCORES,
+        )  # fmt: skip
 
 
 def _cross_attention_modes(comm: Comm) -> Iterator[Mode]:
@@ -202,9 +271,29 @@ def _masks(length: int) -> list[Mask]:
     return [Full(), Causal(), SlidingWindow(31, 5), documents, Causal() & documents, Causal() & SlidingWindow(31)]
 
 
+def _more_masks(length: int) -> dict[str, Mask]:
+    image = range(40, 90)
+    return {
+        "prefix": Prefix(length // 3),
+        "document prefixes": Documents([1, 100, length - 101], prefixes=[1, 30, 0]),
+        "chunked": Chunked(60),
+        "block-causal": BlockCausal(32),
+        "window+global": Causal() & (Global(5) | SlidingWindow(31)),
+        "longformer": Global(9, both=True) | SlidingWindow(12, 12),
+        "images": Causal() | Slices([(image, image, "full")]),
+        "slices": Slices([((0, 90), (3, 200), "inverse_causal"), ((50, length), (100, 180), "bidirectional_causal")]),
+        "padding": Causal() & Padding([length - 100, length], side="left", length=length),
+        "per sequence": PerSequence([Prefix(50), Causal() & Documents([100, length - 100])]),
+    }
+
+
 def _mask_name(mask: Mask) -> str:
-    parts = getattr(mask, "parts", (mask,))
-    return "+".join({"SlidingWindow": "window"}.get(n, n.lower()) for n in (type(p).__name__ for p in parts))
+    if isinstance(mask, Or):
+        return f"({'|'.join(map(_mask_name, mask.parts))})"
+    if isinstance(mask, And):
+        return "+".join(map(_mask_name, mask.parts))
+    name = type(mask).__name__
+    return {"SlidingWindow": "window"}.get(name, name.lower())
 
 
 def _layout_name(layout: Layout) -> str:

@@ -71,9 +71,9 @@ def same(one, other):
 
 SHARDINGS = [
     # tp, kvdp, cp, interleave
-    (1, 1, 2, SPLIT),
+    pytest.param((1, 1, 2, SPLIT), marks=pytest.mark.slow),
     (1, 1, 2, 2 * SPLIT),
-    (1, 1, 4, SPLIT),
+    pytest.param((1, 1, 4, SPLIT), marks=pytest.mark.slow),
     (1, 1, 4, 3 * SPLIT),
     (1, 1, 8, SPLIT),
     (1, 2, 2, SPLIT),
