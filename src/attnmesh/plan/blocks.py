@@ -34,6 +34,9 @@ from attnmesh.core.ranges import Ranges, rows_between
 
 # More segments than this, of fewer rows each on average, cost less as one masked block than as one call each.
 _MANY, _FEW_ROWS = 8, 32
+# The positions that a run of queries sees are compared with each run of keys if they are at most as many ranges.
+_FEW_RANGES = 256
+_FARTHEST = 1 << 40  # no position is larger
 
 
 class Kind(enum.Enum):
@@ -288,9 +291,14 @@ def unseen_of(first: Tensor, end: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     return some.sum(0) == 0, edges[:, :-1].cumsum(1) == 0
 
 
-def _rows_seen(intervals: Intervals, q: range, k: range) -> list[range]:
+def _rows_seen(intervals: Intervals, q: range, k: range) -> Sequence[range]:
     """The rows of `k` that some query of `q` sees; of intervals that contain their query, the first to the last."""
-    if not intervals.contains_query or q.step == 1:
+    if not intervals.contains_query:
+        seen = _positions_seen(intervals, q)
+        if len(seen) > _FEW_RANGES:
+            return intervals.rows_seen(q, k)
+        return ranges.merged(rows_between(k, run.start, run.stop) for run in seen)
+    if q.step == 1:
         return intervals.rows_seen(q, k)
     # Visible ranges are non-decreasing: the first query that sees anything sees the first row, the last one the last.
     # Queries before the first see only positions before the keys, those after the last only positions after them.
@@ -301,6 +309,13 @@ def _rows_seen(intervals: Intervals, q: range, k: range) -> list[range]:
         return []
     late_rows = next(rows for rows in (rows_between(k, *intervals.key_range(p)) for p in q[late::-1]) if rows)
     return [range(early_rows.start, late_rows.stop)]
+
+
+@lru_cache(maxsize=4096)
+def _positions_seen(intervals: Intervals, q: range) -> Ranges:
+    """The positions that some query of `q` sees: the same for the keys of all ranks."""
+    rows = intervals.rows_seen(q, range(-_FARTHEST, _FARTHEST))
+    return tuple(range(run.start - _FARTHEST, run.stop - _FARTHEST) for run in rows)
 
 
 def _cut(intervals: Intervals, q: range, k: range) -> Iterator[Block]:
