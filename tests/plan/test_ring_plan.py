@@ -97,7 +97,8 @@ def test_the_same_of_random_masks_and_layouts(problem):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None)
+@pytest.mark.timeout(900)
+@settings(max_examples=1000, deadline=None)
 @given(problems())
 def test_the_same_of_many_random_masks_and_layouts(problem):
     plan, truth = ring_plan(problem), Truth(problem)
