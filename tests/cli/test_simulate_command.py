@@ -130,6 +130,7 @@ def test_256_ranks_are_quick():
         (("--schedule", "ring+ring"), "schedule='ring+ring'"),
         (("--mask", "window:0"), "mask window:N must have a number N of at least 1"),
         (("--mask", "window:"), "got 'window:'"),
+        (("--mask", "prefix:9", "--ranks", 1024), "--mask prefix:9 can be simulated on at most 512 ranks (causal,"),
         (("--layout", "spiral"), "'spiral' is not one of"),
         (("--q-heads", 6, "--kv-heads", 4), "--kv-heads must divide the 6 query heads, got 4"),
         (("--model", "lama-3.1-8b"), "Did you mean llama-3.1-8b"),

@@ -34,6 +34,7 @@ from attnmesh.core.layouts import LAYOUTS
 from attnmesh.plan.program import Load, LoadCounter
 from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
 from attnmesh.plan.shards import shards
+from attnmesh.plan.vectorized import band_of
 from attnmesh.plan.workload import Shape, Workload
 from attnmesh.planner.auto import choose_schedule
 from attnmesh.planner.counts import MAX_HEAD_DIM, MAX_HEADS, MAX_RANKS, check_sizes
@@ -43,6 +44,9 @@ from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import Simulated, simulate
 from attnmesh.planner.units import readable_bytes, readable_seconds
 from attnmesh.trace.timeline import write_trace
+
+MAX_RANKS_OF_OTHER_MASKS = 512
+"""Masks that are no band along the diagonal are planned rank by rank: the time grows with the square of the ranks."""
 
 TRACED_RANKS = 16
 """How many ranks a trace has by default."""
@@ -105,7 +109,11 @@ def simulate_command(
     cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
     if cluster.ranks_per_node < ranks and ranks % cluster.ranks_per_node:
         raise ValueError(f"--ranks must be a multiple of the {cluster.ranks_per_node} ranks per node, got {ranks}")
-    held = shards(parse_mask(mask, length), LAYOUTS[layout.value], length, ranks)
+    chosen_mask = parse_mask(mask, length)
+    if ranks > MAX_RANKS_OF_OTHER_MASKS and band_of(chosen_mask) is None:
+        most = f"at most {MAX_RANKS_OF_OTHER_MASKS} ranks (causal, full and window:N on {MAX_RANKS:,})"
+        raise ValueError(f"--mask {mask} can be simulated on {most}, got {ranks:,}")
+    held = shards(chosen_mask, LAYOUTS[layout.value], length, ranks)
     workload = Workload(held, shape, min(cluster.ranks_per_node, ranks))
     slow = Slowdown(_factors(slow_ranks or (), "--slow-rank", ranks), _factors(slow_links or (), "--slow-link", ranks))
     keep = _traced_ranks(trace_ranks, ranks) if trace is not None else ()
