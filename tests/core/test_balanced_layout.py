@@ -113,7 +113,7 @@ def test_work_is_off_the_mean_by_no_more_than_the_heaviest_position_and_the_slac
 
 @pytest.mark.slow
 @given(problems(lengths=(2000, 6000)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_work_of_long_sequences_is_even_under_any_mask(problem):
     check_even(*problem)
 

@@ -174,3 +174,33 @@ def test_a_lone_position_with_a_step_is_just_that_position():
     """`range(1, 3, 4)` holds only 1, wherever it says that it stops."""
     shards = [(range(0, 3, 4), range(3, 6, 4)), (range(1, 3, 4), range(4, 6, 4))]
     assert listed(ranges.union(shards)) == [0, 1, 3, 4]
+
+
+# Ranges as sets of rows.
+
+
+some_rows = st.sets(st.integers(0, 30)).map(lambda kept: ranges.merged(range(row, row + 1) for row in kept))
+
+
+@given(some_rows, some_rows, st.integers(1, 6))
+def test_ranges_are_sets_of_rows(a, b, count):
+    for found, expected in (
+        (ranges.intersection(a, b), set(listed(a)) & set(listed(b))),
+        (ranges.difference(a, b), set(listed(a)) - set(listed(b))),
+    ):
+        assert listed(found) == sorted(expected)
+        assert found == ranges.merged(found)
+    few = ranges.at_most(count, a)
+    assert few == ranges.merged(few)
+    assert set(listed(a)) <= set(listed(few))
+    assert len(few) == min(count, len(a))
+    gaps = sorted((y.start - x.stop for x, y in itertools.pairwise(a)), reverse=True)
+    assert len(listed(few)) - len(listed(a)) == sum(gaps[count - 1 :])
+
+
+@given(some_rows)
+def test_selected_rows_are_those_of_the_positions(kept):
+    held = range(5, 29, 3), range(40, 63)
+    positions = listed(held)
+    assert listed(ranges.select(held, kept)) == [positions[row] for row in listed(kept)]
+    assert listed(ranges.rows_of(held)) == list(range(len(positions)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
-from attnmesh.core.masks import Causal, Documents, Full, Global, Mask, PerSequence, SlidingWindow
+from attnmesh.core.masks import Causal, Documents, Full, Global, Mask, Padding, PerSequence, SlidingWindow
 from attnmesh.plan.ring import RingPlan, ring_plan
 from attnmesh.plan.shards import Shards, shards
 from helpers.masks import batch_masks
@@ -97,7 +97,8 @@ def test_the_same_of_random_masks_and_layouts(problem):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None)
+@pytest.mark.timeout(900)
+@settings(max_examples=1000, deadline=None)
 @given(problems())
 def test_the_same_of_many_random_masks_and_layouts(problem):
     plan, truth = ring_plan(problem), Truth(problem)
@@ -242,6 +243,8 @@ EVEN = {n: Causal() & Documents([LONG // n] * n) for n in (32, 256, 1024)}
         (Contiguous(), EVEN[1024]),
         (Zigzag(), EVEN[1024]),
         (Striped(), EVEN[256]),
+        *((layout, Causal() & (Global(4) | SlidingWindow(4095))) for layout in LAYOUTS),
+        (Zigzag(), Causal() & Padding([LONG // 2, LONG, LONG // 3, 1000], "left", LONG)),
     ],
     ids=lambda x: str(x)[:40],
 )
