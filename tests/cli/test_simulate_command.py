@@ -60,6 +60,7 @@ def test_links_nodes_masks_and_layouts_are_as_asked_for():
     assert seconds("--ranks-per-node", 2, "--rails", 1) > seconds()
     assert seconds("--mask", "window:1024") < seconds() < seconds("--mask", "full")
     assert seconds("--mask", "window:1024") < seconds("--mask", "window:1024+global:4096") < seconds()
+    assert seconds("--mask", "documents:64") < seconds()  # many documents are one launch, not a merge each
     assert seconds("--layout", "contiguous", length="1M") > seconds(length="1M")
     assert seconds("--batch", 2) > seconds()
     assert seconds("--hardware", "A100") > seconds()

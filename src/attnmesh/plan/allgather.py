@@ -19,7 +19,7 @@ from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.ranges import Ranges
 from attnmesh.plan.blocks import Patch
 from attnmesh.plan.program import Floats, Kernels, Messages, MessageTotals, Round, RowTraffic, concurrent_rounds
-from attnmesh.plan.ring import causal_squares
+from attnmesh.plan.ring import causal_squares, kernel_calls
 from attnmesh.plan.schedule import GroupSpec, GroupStep, GroupTile, concurrent_steps
 from attnmesh.plan.shards import Piece, Shards, pieces
 from attnmesh.plan.vectorized import Gathered, vectorized
@@ -129,7 +129,8 @@ def gathered(shards: Shards, groups: Sequence[Sequence[int]], world: int, ranks_
     pairs, calls, rows, own, *causal = columns = np.zeros((6, world), dtype=np.int64)
     for i in range(plan.world):
         patch = plan.patch(i)
-        mine = plan.pairs(i), len(patch.blocks), plan.rows(i), ranges.size(plan.shards.keys[i]), *causal_squares(patch)
+        held = ranges.size(plan.shards.keys[i])
+        mine = plan.pairs(i), kernel_calls(patch), plan.rows(i), held, *causal_squares(patch)
         columns[:, [group[i] for group in groups]] = np.array(mine)[:, None]
     ends = [(s, t) for s in range(plan.world) for t in range(plan.world) if s != t]
     sent = [(group[s], group[t], plan.rows_sent(s, t)) for group in groups for s, t in ends]

@@ -245,7 +245,7 @@ def plan_stages(plan: RingPlan, ranks: Sequence[int], *, computes: bool = True) 
         rows = []
         for i, rank in enumerate(ranks):
             stage = plan.stages(i)[at]
-            work = (stage.patch.pairs, _calls(stage.patch)) if computes else (0, 0)
+            work = (stage.patch.pairs, kernel_calls(stage.patch)) if computes else (0, 0)
             causal = causal_squares(stage.patch) if computes else (0, 0)
             next_rank, own_rank = (ranks[(owner + step) % plan.world] for owner in (stage.block, i))
             rows.append(
@@ -276,9 +276,9 @@ def causal_squares(patch: Patch) -> tuple[int, int]:
     return sum(pairs), len(squares)
 
 
-def _calls(patch: Patch) -> int:
-    """Kernel calls of a patch; an estimate for many documents."""
-    return len(patch.blocks) if patch.segments <= _MAX_CUT_SEGMENTS else min(patch.segments, patch.pairs)
+def kernel_calls(patch: Patch) -> int:
+    """Kernel calls of a patch by estimate: one per block, or one for all of many, as the Triton kernels take them."""
+    return len(patch.blocks) if patch.segments <= _MAX_CUT_SEGMENTS else min(1, patch.pairs)
 
 
 # Rounds: the loops of parallel/ring.py, one round per stage.
