@@ -88,8 +88,11 @@ def test_other_architectures_are_refused_by_name(kind):
 
 def test_what_their_attention_asks_for_is_refused_even_where_nobody_checked():
     ids = torch.tensor([[1, 2, 3]])
-    with pytest.raises(ValueError, match="Gemma2Attention: unsupported attention arguments softcap"):
-        another("gemma2").eval()(input_ids=ids)
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="Linear: unsupported attention arguments position_bias"):
+        transformers_attention(torch.nn.Linear(1, 1), x, x, x, None, scaling=1.0, position_bias=x)
+    with pytest.raises(ValueError, match=r"softcap must be None over a sharded KV cache, got 50.0 \(Linear\)"):
+        transformers_attention(torch.nn.Linear(1, 1), x, x, x, None, scaling=1.0, softcap=50.0, mesh=object())
     with pytest.raises(ValueError, match="causal masks only"):
         another("bert").eval()(input_ids=ids)
 
@@ -149,3 +152,37 @@ def test_what_nobody_knows_is_refused():
         transformers_attention(module, q, q, q, None, 1.0, cap=3.0, bias=q, use_cache=True, other=None)
     with pytest.raises(ValueError, match="Module: is_causal must not be False"):
         transformers_attention(module, q, q, q, None, 1.0, is_causal=False)
+
+
+def test_gemma_2_has_a_softcap_on_one_device_and_over_ranks():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    import attnmesh as am
+
+    register_attention()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Gemma2Config(
+            vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, sliding_window=7, attn_logit_softcapping=1.5, initializer_range=0.5,
+        )  # fmt: skip
+        model = Gemma2ForCausalLM(config).eval()
+    ids = torch.tensor([IDS])
+
+    def computed(implementation, softcap=1.5):
+        same = copy.deepcopy(model)
+        for layer in same.model.layers:
+            layer.self_attn.attn_logit_softcapping = softcap
+        same.set_attn_implementation(implementation)
+        return same
+
+    wanted = computed("eager")(input_ids=ids).logits
+    torch.testing.assert_close(computed("attnmesh")(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert (computed("attnmesh", softcap=None)(input_ids=ids).logits - wanted).abs().max() > 1e-2
+
+    def rank(comm):
+        cp = am.ContextParallel(comm)
+        logits = computed("attnmesh")(**am.shard_inputs(cp, ids)).logits
+        return cp.unshard(logits, 1, ids.shape[1])
+
+    torch.testing.assert_close(am.run_virtual(2, rank)[0], wanted, rtol=1e-4, atol=1e-4)

@@ -9,6 +9,7 @@ made: positions determine which keys are visible.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -52,12 +53,14 @@ class ShardedPass:
     length: int
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
+        softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
         """Out of this rank's queries over the keys of all ranks."""
+        attend = partial(self.cp.attention, q, k, v, mask=mask, scale=scale, softcap=softcap, length=self.length)
         if sinks is None:
-            return self.cp.attention(q, k, v, mask=mask, scale=scale, length=self.length)
-        out, lse = self.cp.attention(q, k, v, mask=mask, scale=scale, length=self.length, return_lse=True)
+            return attend()
+        out, lse = attend(return_lse=True)
         return discount_sinks(out, lse, sinks[:, None])
 
 
@@ -145,6 +148,7 @@ def transformers_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     s_aux: Tensor | None = None,
     mesh: AttentionPass | None = None,
     **kwargs: Any,
@@ -153,17 +157,22 @@ def transformers_attention(
     _check_call(module, attention_mask, dropout, kwargs)
     mask = Causal() if sliding_window is None else SlidingWindow(sliding_window - 1)
     if mesh is None:
-        out = _attend_on_one_device(query, key, value, mask=mask, scale=scaling, sinks=s_aux)
+        out = _attend_on_one_device(query, key, value, mask=mask, scale=scaling, softcap=softcap, sinks=s_aux)
     else:
+        if softcap is not None and not isinstance(mesh, ShardedPass):
+            raise ValueError(f"softcap must be None over a sharded KV cache, got {softcap} ({type(module).__name__})")
         layer: Any = module.layer_idx
-        out = mesh.attend(layer, query, key, value, mask=mask, scale=scaling, sinks=s_aux)
+        more: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+        out = mesh.attend(layer, query, key, value, mask=mask, scale=scaling, sinks=s_aux, **more)
     return out.transpose(1, 2), None
 
 
-def _attend_on_one_device(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
+def _attend_on_one_device(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """The queries are the last positions of the keys."""
     positions = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device="cpu")
-    out, lse = attention(q, k, v, mask=mask, scale=scale, q_positions=positions, return_lse=True)
+    out, lse = attention(q, k, v, mask=mask, scale=scale, softcap=softcap, q_positions=positions, return_lse=True)
     return out if sinks is None else discount_sinks(out, lse, sinks[:, None])
 
 
