@@ -59,9 +59,13 @@ def device() -> torch.device:
 THINNED_MODULES = {
     "test_allgather_plan",
     "test_attention",
+    "test_attention_block",
+    "test_backend_choice",
     "test_balanced_layout",
     "test_block_layout",
+    "test_block_stages",
     "test_blocks",
+    "test_compile",
     "test_continuous_batching",
     "test_decode",
     "test_decode_bits",
@@ -71,38 +75,89 @@ THINNED_MODULES = {
     "test_decode_into",
     "test_decode_key_range",
     "test_decode_paged",
+    "test_decode_pairs",
+    "test_distribution_kernels",
+    "test_engine",
+    "test_generate_command",
+    "test_generator",
     "test_indexer_kernels",
     "test_indexer_loss",
     "test_layouts",
     "test_masks",
+    "test_merge",
+    "test_passes",
     "test_peak_memory",
     "test_prepare",
     "test_queries",
+    "test_queries_cache",
+    "test_queries_prefix",
+    "test_report_browser",
     "test_ring",
     "test_ring_plan",
+    "test_same_bits",
+    "test_sampling",
     "test_schedules",
+    "test_score_terms",
+    "test_scores",
+    "test_shard_inputs",
+    "test_sharded_cache",
+    "test_sparse_attention",
     "test_sparse_backward_kernels",
+    "test_sparse_forward_kernels",
     "test_sparse_parallel_attention",
     "test_sparse_parallel_indexer",
     "test_sparse_parallel_loss",
+    "test_sparse_parallel_processes",
     "test_tokens_per_step",
+    "test_topk_kernels",
     "test_triton_backward",
     "test_triton_forward",
     "test_triton_merge",
     "test_two_level_plan",
+    "test_unions",
     "test_vectorized",
+    "test_verify_command",
     "test_write_tokens",
+}
+
+
+# Functions with a long list of cases, of which one in so many stays.
+SAMPLED_FUNCTIONS = {
+    "test_adds_all_gradients": 2,
+    "test_blocks_of_any_two_runs_are_right": 3,
+    "test_gradients_are_those_of_autograd": 2,
+    "test_logits_are_those_of_one_process_at_every_step": 2,
+    "test_matches_the_module_in_every_factorisation": 3,
+    "test_ranks_agree_on_tokens_even_where_their_logits_differ": 3,
+    "test_ranks_in_lockstep_hold_whole_sequences": 3,
+    "test_sequences_are_dealt_to_groups": 2,
+    "test_the_kernels_look_at_no_other_entries_either": 2,
+    "test_tiles_of_any_size_serve_chunks_of_any_size": 2,
+    "test_tokens_are_those_of_one_process": 2,
+    "test_widths": 2,
 }
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark a part of long products of parameters as slow.
+    """Mark a part of long products and lists of parameters as slow.
 
-    Every value of every parameter of a test function occurs in at least one case that stays. On a GPU all cases stay.
+    Of the products, every value of every parameter occurs in at least one case that stays. On a GPU all cases stay.
     """
     if torch.cuda.is_available():
         return
+    _thin_products(items)
+    seen: dict[str, int] = {}
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        every = SAMPLED_FUNCTIONS.get(function.rpartition("::")[2])
+        if every and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            seen[function] = seen.get(function, 0) + 1
+            if (seen[function] - 1) % every:
+                item.add_marker(pytest.mark.slow)
+
+
+def _thin_products(items: list[pytest.Item]) -> None:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.path.stem in THINNED_MODULES and hasattr(item, "callspec") and not item.get_closest_marker("slow"):

@@ -110,6 +110,7 @@ def several(comm: Comm, asks: list[TraceCase]) -> list[tuple[list[Span], int]]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_do_what_their_plan_says():
     """The largest computes for much longer than its keys travel: some of that is seen to be hidden."""
     asks = [traced_case(schedule) for schedule in ("ring", "allgather", "ulysses")]

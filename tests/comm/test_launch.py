@@ -45,6 +45,7 @@ def test_virtual_ranks_return_their_results_in_order():
         launch.run(work, 2, virtual=True, add=0, fail="ValueError")
 
 
+@pytest.mark.slow
 def test_processes_return_their_results_in_order():
     assert launch.run(work, 2, threads=1, add=0.5) == [(0, 2, 1.5, 1), (1, 2, 1.5, 1)]
 

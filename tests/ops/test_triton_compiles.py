@@ -220,6 +220,7 @@ def test_all_cache_writes_compile():
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_kernel_between_projections_and_attention_compiles():
     assert_compiles_for_hopper("prepared", [

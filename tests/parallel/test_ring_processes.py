@@ -79,6 +79,7 @@ def on_a_mesh(comm: Comm) -> None:
         ContextParallel("cp")
 
 
+@pytest.mark.slow
 def test_the_context_dimension_of_a_device_mesh():
     run_processes(4, on_a_mesh)
 

@@ -45,6 +45,7 @@ def answering(command: Command) -> list[int]:
     return command.ranks()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [(INTERRUPT, 130, "interrupted"), pytest.param(TERMINATE, 143, "terminated", marks=pytest.mark.slow)],
