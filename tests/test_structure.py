@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -114,11 +115,15 @@ def module_name(path: Path) -> str:
 FILES = sorted(SOURCE.rglob("*.py"))
 SOURCES = {module_name(path): path.read_text() for path in FILES}
 INITS = frozenset(module_name(path) for path in FILES if path.name == "__init__.py")
-GRAPH = import_graph(SOURCES, INITS)
+
+
+@cache
+def graph() -> Graph:
+    return import_graph(SOURCES, INITS)
 
 
 def test_packages_import_only_earlier_packages():
-    assert wrong_imports(GRAPH) == []
+    assert wrong_imports(graph()) == []
 
 
 def test_every_package_has_its_place_in_the_order():
@@ -132,7 +137,7 @@ def test_the_package_root_holds_no_modules():
 
 
 def test_no_import_cycles_between_modules():
-    assert cycle(GRAPH) == []
+    assert cycle(graph()) == []
 
 
 def test_attnmesh_does_not_import_benchmarks():
