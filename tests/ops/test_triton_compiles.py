@@ -60,10 +60,11 @@ def tolerated_spills_of_dense(kernel: dict) -> int:
     The largest tiles keep a few dozen values in local memory, most of them addresses. On an H200 they still take half
     of the time of tiles that fit: a warp group multiplies 64 rows at a time, and smaller tiles leave one without work.
     """
+    wide = kernel["case"][1] > 256
     if kernel["case"][3] != "float32":
-        return 400
+        return 500 if wide else 400  # forward at 576/512: 440 (full) and 456 (causal)
     # In float32, without tensor cores, no tile of the widest rows fits: it is there for its results, not its speed.
-    return 2500 if kernel["case"][1] > 256 else tolerated_spills(kernel)
+    return 2500 if wide else tolerated_spills(kernel)
 
 
 def memory_bound(head_dim, dtype, parts):
