@@ -399,15 +399,15 @@ class PerSequence(Mask):
         raise ValueError(f"{shown(self)} has a mask for every sequence: take of_sequence(i)")
 
     def _visible(self, q: Tensor, k: Tensor) -> Tensor:
-        raise NotImplementedError("see `visible`")
+        raise ValueError(f"{shown(self)} has a mask for every sequence: take of_sequence(i)")
 
 
 @dataclass(frozen=True, init=False)
 class Padding(PerSequence):
-    """A batch of padded sequences: row i of the batch has `lengths[i]` positions, the others are padding.
+    """A batch of padded sequences: sequence i has `lengths[i]` positions, the others are padding.
 
-    Nobody attends to padding, and padding attends to nothing. With `side="left"` the padding comes first, and `length`,
-    the padded length, is required. Combine it by `&`: `Causal() & Padding([5, 8])`.
+    No query attends to padding, and padding attends to nothing. With `side="left"` the padding comes first, and
+    `length`, the padded length, is required. Combine it by `&`: `Causal() & Padding([5, 8])`.
     """
 
     lengths: tuple[int, ...]

@@ -124,7 +124,7 @@ class Patch:
 
     @cached_property
     def seen(self) -> Ranges:
-        """The key rows that some query sees, as disjoint ascending ranges; between them, rows that nobody needs."""
+        """The key rows that some query sees, as disjoint ascending ranges."""
         return ranges.merged(rows for _, parts in self.parts for part in parts for rows in part.seen)
 
     @cached_property

@@ -4,7 +4,7 @@
     stage s      rank r has the keys of rank r - offsets[s] that its queries see
 
 An offset at which no rank sees anything is skipped: a sliding window stops after its halo. A row of keys is sent to
-exactly the ranks that see it, and to nobody else. It comes from the rank that had the block a stage before if that rank
+exactly the ranks that see it. It comes from the rank that had the block a stage before if that rank
 saw it too, else from its owner. So the bytes of a union of masks are at most the sum of its parts'. Under a causal
 zigzag, sending towards lower ranks, every row comes from the rank before, and three quarters of the bytes of the usual
 ring are sent.

@@ -171,9 +171,9 @@ def choose(call: Call, backend: str) -> Choice:
         costs = cost.estimate(call)
         if costs.aten <= costs.triton:
             return Choice("aten", f"a launch per block costs less: {costs}", unsupported)
-        return Choice("triton", f"one launch per part of the mask costs less: {costs}", unsupported)
+        return Choice("triton", f"one launch of Triton's kernel costs less: {costs}", unsupported)
     if refusals["triton"] is None and call.q.is_cuda:
-        return Choice("triton", "one launch per part of the mask serves it by row bounds", unsupported)
+        return Choice("triton", "one launch serves this mask by row bounds", unsupported)
     if refusals["torch"] is None:
         return Choice("torch", "no fused kernel serves this call", unsupported)
     raise ValueError("no backend serves this call: " + "; ".join(f"{name}: {why}" for name, why in unsupported))

@@ -60,7 +60,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Call:
-    """Queries [B,Hq,Sq,D], keys [B,Hkv,Sk,D], values [B,Hkv,Sk,Dv] (kv heads not expanded), and who attends to whom."""
+    """Queries [B,Hq,Sq,D], keys [B,Hkv,Sk,D] and values [B,Hkv,Sk,Dv], kv heads not expanded.
+
+    `visibility` describes the keys that each row attends to.
+    """
 
     q: Tensor
     k: Tensor

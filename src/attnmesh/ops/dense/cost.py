@@ -1,7 +1,7 @@
 """Estimates by which backends are chosen, and the rows that share a mask.
 
 On CUDA, torch's kernels are the fastest per visible pair, but they take one launch per block, and each block returns a
-partial result that is merged: many small blocks leave the device idle. One Triton launch serves all blocks of a part.
+partial result that is merged: many small blocks leave the device idle. One Triton launch serves all blocks.
 On the CPU, torch's flash kernel was faster than matrix products under every mask.
 """
 
@@ -58,8 +58,7 @@ def _estimate(
         pairs += count
         merged = _MERGE_BYTES * sequences * heads * len(block.q) * value_width
         aten += _LAUNCH + count * flops / (_ATEN_FLOPS * min(1.0, programs / processors)) + merged / _BANDWIDTH
-    parts = len({block.part for block in blocks})
-    return Estimate(len(blocks), aten, _LAUNCH * parts + pairs * flops / _TRITON_FLOPS)
+    return Estimate(len(blocks), aten, _LAUNCH + pairs * flops / _TRITON_FLOPS)
 
 
 def _pairs(block: Block) -> int:
