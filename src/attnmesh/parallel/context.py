@@ -68,10 +68,13 @@ class ContextParallel(ExecutorFactory):
     """Attention over a sequence whose positions are distributed over ranks by a layout.
 
     `group` is a ProcessGroup, a DeviceMesh, a comm, or None for the default process group (a single rank without
-    torch.distributed). A mesh may have two dimensions (nodes, ranks per node); for other groups, pass `ranks_per_node`:
-    rank `node x ranks_per_node + i` is the i-th rank of its node. All ranks make the same calls in the same order with
-    the same arguments. Ranks compare their arguments before the first call of a kind; a difference raises ValueError on
-    every rank.
+    torch.distributed). All its ranks share a sequence: of a mesh with a data-parallel dimension, pass `mesh["cp"]`. A
+    mesh of two dimensions is (nodes, ranks per node), without names or with names that say so, such as ("node", "cp");
+    names of another parallelism (dp, fsdp, tp, pp, ep, ...) raise ValueError. For other groups, pass `ranks_per_node`:
+    rank `node x ranks_per_node + i` is the i-th rank of its node.
+
+    All ranks make the same calls in the same order with the same arguments. Ranks compare their arguments before the
+    first call of a kind; a difference raises ValueError on every rank.
 
     `schedule` is one of:
 
