@@ -1,0 +1,234 @@
+"""Training runs of tiny models in one process and over ranks, with what a trainer logs about them.
+
+Importing Transformers and TRL takes seconds. One process imports them, and the ranks are forks of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helpers.processes import _context, _rank_main, _result
+
+VOCABULARY = 64
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+# Processes.
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 280) -> list[Any]:
+    """Return `fn(comm, *args)` of every rank, as `run_processes`; Transformers, TRL and PEFT are imported once."""
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    ours, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=_fork_ranks, args=(theirs, world, store.port, fn, args, timeout))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout + 60):
+            raise TimeoutError(f"ranks had no result after {timeout + 60} s")
+        results = _result(ours, process)
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(results, str) or not isinstance(results, list):
+        raise AssertionError(f"the ranks failed: {results}")
+    return results
+
+
+def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, timeout: float) -> None:
+    import datasets
+    import peft  # noqa: F401
+    import transformers.trainer
+    import trl.trainer.sft_trainer  # noqa: F401
+
+    datasets.disable_progress_bars()
+    transformers.logging.set_verbosity_error()
+    context = mp.get_context("fork")
+    pipes, processes, results = [], [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(theirs, rank, world, port, fn, args, "gloo"), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        for rank, ours in enumerate(pipes):
+            if not ours.poll(timeout):
+                results = f"rank {rank} had no result after {timeout} s"
+                break
+            result = _result(ours, processes[rank])
+            if not isinstance(result, dict):
+                results = f"rank {rank}: {getattr(result, 'traceback', result)}"
+                break
+            results.append(result)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    pipe.send(results)
+
+
+def shared_result(factory: Any, name: str, compute: Callable[[], Any]) -> Any:
+    """Return the result of `compute`, which runs once for all workers of a test session."""
+    folder = factory.getbasetemp()
+    folder = folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
+    path = folder / f"{name}.pickle"
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_bytes(pickle.dumps(compute()))
+    return pickle.loads(path.read_bytes())
+
+
+@contextmanager
+def accelerate_ranks(world: int) -> Iterator[None]:
+    """Let accelerate see all ranks of the default process group, or with `world=1` a single process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def forget() -> None:
+        for name in list(os.environ):
+            if name in _ENVIRONMENT or name.startswith(("ACCELERATE_", "FSDP_")):
+                del os.environ[name]
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+    forget()
+    if world > 1:
+        rank = str(dist.get_rank())
+        os.environ.update(
+            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1"
+        )
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        forget()
+
+
+# Models and data.
+
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+}  # fmt: skip
+_OWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "llama4_text": {
+        "attention_chunk_size": 6, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [],
+        "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], "attn_temperature_tuning": False,
+    },
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "moe_intermediate_size": 16},
+}  # fmt: skip
+
+
+def training_model(kind: str = "llama", **changes: Any) -> Any:
+    """Return a random model; the same for the same arguments."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **{**_SIZES, **_OWN[kind], **changes})
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, 0.1)
+    return model
+
+
+def random_rows(count: int, seed: int = 0, low: int = 5, high: int = 24) -> list[dict[str, list[int]]]:
+    """Return rows of random lengths, most of which 2 does not divide evenly."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def padded_batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Pad the first row of a batch on the left and the others on the right."""
+    length = max(len(row["input_ids"]) for row in rows)
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        n = len(row["input_ids"])
+        begin = length - n if i == 0 else 0
+        ids[i, begin : begin + n] = torch.tensor(row["input_ids"])
+        mask[i, begin : begin + n] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def _logged(trainer: Any) -> list[dict[str, float]]:
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "total_flos")
+    return [
+        {name: value for name, value in entry.items() if name.removeprefix("eval_") in names}
+        for entry in trainer.state.log_history
+    ]
+
+
+def _arguments(folder: str, world: int, changes: dict[str, Any]) -> dict[str, Any]:
+    from accelerate import ParallelismConfig
+
+    cp = changes.pop("cp", world)
+    given = {
+        "output_dir": folder, "use_cpu": True, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+        "max_steps": 2, "logging_steps": 1, "report_to": [], "save_strategy": "no", "learning_rate": 1e-2,
+        "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 2, "prediction_loss_only": True, "bf16": False,
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    if world > 1:
+        given["parallelism_config"] = ParallelismConfig(cp_size=cp, dp_shard_size=world // cp)
+    return {**given, **changes}
+
+
+def trainer_log(world: int, kind: str = "llama", *, rows: int = 16, resume: Any = None, **changes: Any) -> Any:
+    """Return what Transformers' Trainer logs: losses, evaluation losses and gradient norms."""
+    from transformers import Trainer, TrainingArguments
+
+    with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=training_model(kind), args=TrainingArguments(**_arguments(folder, world, changes)),
+            train_dataset=random_rows(rows), eval_dataset=random_rows(5, seed=1), data_collator=padded_batch,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return _logged(trainer)
+
+
+def sft_trainer(folder: str, world: int, kind: str = "llama", *, lora: bool = False, **changes: Any) -> Any:
+    """Return TRL's SFTTrainer for rows of token ids."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    from helpers.models import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "<unk>"
+    given = {"packing": True, "max_length": 40, "gradient_checkpointing": False, "router_aux_loss_coef": 0.0}
+    return SFTTrainer(
+        model=training_model(kind), args=SFTConfig(**_arguments(folder, world, {**given, **changes})),
+        train_dataset=Dataset.from_list(random_rows(16)), eval_dataset=Dataset.from_list(random_rows(7, seed=1)),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None,
+    )  # fmt: skip
+
+
+def sft_log(world: int, kind: str = "llama", **changes: Any) -> Any:
+    """Return what TRL's SFTTrainer logs."""
+    with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)  # LoRA's weights
+        trainer = sft_trainer(folder, world, kind, **changes)
+        trainer.train()
+        return _logged(trainer)
