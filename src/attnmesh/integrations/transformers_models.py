@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from attnmesh.core.optional import require
 from attnmesh.core.validation import shown
 
 NAME = "attnmesh"
@@ -118,7 +117,6 @@ def _refusal_by_code(config_class: type, names_layers: bool) -> str:
 
 def _code(config_class: type) -> tuple[ModuleType, list[Any]] | None:
     """The module with the code of the models that have this configuration, and their classes."""
-    base = require("transformers.modeling_utils", extra="hf").PreTrainedModel
     for parent in config_class.__mro__:
         own = parent.__module__
         for name in dict.fromkeys([own.replace(".configuration_", ".modeling_"), own]):
@@ -128,15 +126,11 @@ def _code(config_class: type) -> tuple[ModuleType, list[Any]] | None:
                 continue
             models = [
                 model for model in vars(module).values()
-                if inspect.isclass(model) and issubclass(model, base) and _is_config(model, parent)
+                if inspect.isclass(model) and getattr(model, "config_class", None) is parent
             ]  # fmt: skip
             if models:
                 return module, models
     return None
-
-
-def _is_config(model: Any, config_class: type) -> bool:
-    return getattr(model, "config_class", None) is config_class
 
 
 def _mixers(model: nn.Module) -> list[tuple[str, str]]:
