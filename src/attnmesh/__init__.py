@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
+from attnmesh.core.custom_mask import CustomMask
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import (
     BlockCausal,
@@ -70,6 +71,7 @@ __all__ = [
     "ContextParallel",
     "Contiguous",
     "Coverage",
+    "CustomMask",
     "DecodeSharding",
     "Documents",
     "Exchange",

@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from attnmesh import Causal, Comm, CommError, ContextParallel, Contiguous, Documents, Full, Zigzag, run_virtual
+from attnmesh import (
+    Causal,
+    Comm,
+    CommError,
+    ContextParallel,
+    Contiguous,
+    Documents,
+    Full,
+    Zigzag,
+    attention_context_parallel,
+    gather_ring_outputs,
+    ring_distributed_attention,
+    run_virtual,
+)
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.attention import (
     assert_attention_close,
@@ -83,6 +96,7 @@ def four_processes(comm: Comm) -> tuple[object, str, list[str]]:
     found = shards_and_traffic(comm)
     for kind in ("ranks_per_node", "no names", "names"):
         assert every_schedule(comm, kind, full=False) == (comm.rank, 4)
+    refuse_meshes_of_other_parallelism()
     return found, on_a_mesh_in_another_order(comm), refusals(comm)
 
 
@@ -141,6 +155,41 @@ def on_a_mesh_in_another_order(comm: Comm) -> str:
 
 # Errors.
 
+OTHER_MESHES = [  # whose ranks do not all share a sequence, and what to pass instead
+    (("dp", "cp"), r'pass mesh\["cp"\]'),
+    (("cp", "tp"), r'pass mesh\["cp"\]'),
+    (("dp_shard", "context"), r'pass mesh\["context"\]'),
+    (("dp_replicate", "dp_shard"), r'one dimension of it, such as mesh\["cp"\]'),
+    (("fsdp", "node"), "one dimension of it"),
+    (("a", "b"), r"got dimensions \('a', 'b'\) of shape \(2, 2\)"),
+    (("dp",), r"the dimension 'dp': pass mesh\[\"cp\"\] .*mesh.get_group\(\)"),
+    (("dp_shard_cp",), "the dimension 'dp_shard_cp'"),
+    (("tensor-parallel",), "the dimension 'tensor-parallel'"),
+]
+SEQUENCE_MESHES = [("node", "cp"), ("hosts", "gpus"), ("inter_node", "intra_node"), ("cp",), ("sp",), ("world",)]
+
+
+def refuse_meshes_of_other_parallelism() -> None:
+    x = torch.ones(1, 2, 3, 16)
+    takers = [
+        ContextParallel,
+        lambda mesh: attention_context_parallel(mesh).__enter__(),
+        lambda mesh: ring_distributed_attention(x, x, x, group=mesh),
+        lambda mesh: gather_ring_outputs(x, length=12, group=mesh),
+    ]
+    for names, expected in OTHER_MESHES:
+        mesh = init_device_mesh("cpu", (2, 2) if len(names) == 2 else (4,), mesh_dim_names=names)
+        for taker in takers:
+            with pytest.raises(ValueError, match=expected):
+                taker(mesh)
+    for names in SEQUENCE_MESHES:
+        mesh = init_device_mesh("cpu", (2, 2) if len(names) == 2 else (4,), mesh_dim_names=names)
+        assert ContextParallel(mesh).world == 4
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    assert ContextParallel(mesh["cp"]).world == 2
+    assert ContextParallel(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)).get_group()).world == 4
+
+
 REFUSALS = [
     "schedule must be one of auto, ring, allgather, ",
     "schedule='ring.ring' .* two-dimensional mesh",
@@ -148,7 +197,7 @@ REFUSALS = [
     "ranks_per_node must be an integer that divides the 4 ranks, got 3",
     "ranks_per_node must be the size of the second mesh dimension, 2, got 4",
     "ranks_per_node must be the size of the second mesh dimension, 2, got 1",
-    r"\(nodes, ranks per node\), got 3 of shape \(2, 1, 2\)",
+    r"got dimensions \('a', 'b', 'c'\) of shape \(2, 1, 2\)",
     "mesh_dim_names",
 ]
 

@@ -366,7 +366,9 @@ def _comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None) -> Comm:
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
-        example = f'mesh["{names[-1]}"]' if names else 'mesh["cp"], after naming its dimensions with mesh_dim_names'
+        example = 'mesh["cp"], after naming its dimensions with mesh_dim_names'
+        if names:
+            example = f'mesh["{"cp" if "cp" in names else names[-1]}"]'
         raise ValueError(
             f"the mesh must be one-dimensional, got {mesh.ndim} dimensions {names or ''} of shape "
             f"{tuple(mesh.shape)}: slice it, for example {example}"

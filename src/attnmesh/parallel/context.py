@@ -19,7 +19,7 @@ from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_device, check_dtype
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import check_batch, check_inputs, check_score_terms
+from attnmesh.ops.dense.call import check_batch, check_dim_order, check_inputs, check_score_terms
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.executor import (
     BACKENDS,
@@ -69,10 +69,13 @@ class ContextParallel(ExecutorFactory):
     """Attention over a sequence whose positions are distributed over ranks by a layout.
 
     `group` is a ProcessGroup, a DeviceMesh, a comm, or None for the default process group (a single rank without
-    torch.distributed). A mesh may have two dimensions (nodes, ranks per node); for other groups, pass `ranks_per_node`:
-    rank `node x ranks_per_node + i` is the i-th rank of its node. All ranks make the same calls in the same order with
-    the same arguments. Ranks compare their arguments before the first call of a kind; a difference raises ValueError on
-    every rank.
+    torch.distributed). All its ranks share a sequence: of a mesh with a data-parallel dimension, pass `mesh["cp"]`. A
+    mesh of two dimensions is (nodes, ranks per node), without names or with names that say so, such as ("node", "cp");
+    names of another parallelism (dp, fsdp, tp, pp, ep, ...) raise ValueError. For other groups, pass `ranks_per_node`:
+    rank `node x ranks_per_node + i` is the i-th rank of its node.
+
+    All ranks make the same calls in the same order with the same arguments. Ranks compare their arguments before the
+    first call of a kind; a difference raises ValueError on every rank.
 
     `schedule` is one of:
 
@@ -179,7 +182,8 @@ class ContextParallel(ExecutorFactory):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over the keys of all ranks.
 
-        q [B,Hq,n,D], k [B,Hkv,m,D] and v [B,Hkv,m,Dv] are this rank's shards, with kv heads unexpanded. `length` is the
+        q [B,Hq,n,D], k [B,Hkv,m,D] and v [B,Hkv,m,Dv] are this rank's shards, heads before positions as in
+        `scaled_dot_product_attention` (not [B,n,Hq,D] as in FlashAttention), with kv heads unexpanded. `length` is the
         length of the whole sequence; without it, every rank must hold equally many positions. Keys of another sequence
         (cross attention) have their own `key_length`, and `key_layout` if it differs; positions start at 0 in both.
         Returns out [B,Hq,n,Dv], and with `return_lse` the float32 lse [B,Hq,n]; both are differentiable.
@@ -278,6 +282,8 @@ class ContextParallel(ExecutorFactory):
         if key_layout is not None:
             check_layout("key_layout", key_layout)
         inferred = "" if length is not None else " (positions per rank x world; pass length= if they differ)"
+        if length is None and key_length is None:
+            check_dim_order(q, k, q.shape[2] * self.world, k.shape[2] * self.world)
         length = q.shape[2] * self.world if length is None else length
         _check_lengths(mask, length, key_length)
         check_batch(mask, q)

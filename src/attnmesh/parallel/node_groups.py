@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,8 +36,53 @@ def comm_named(name: str, group: Comm | ProcessGroup | DeviceMesh | None) -> Com
         raise ValueError(f"{name}: {error}") from error
 
 
+# The words of which the names of two mesh dimensions may consist: those that say (nodes, ranks per node).
+_NODE_WORDS = {
+    "node", "nodes", "host", "hosts", "machine", "machines", "inter", "intra", "outer", "inner", "local", "per",
+    "rank", "ranks", "gpu", "gpus", "device", "devices", "cp", "context", "parallel", "ring", "ulysses",
+}  # fmt: skip
+# Ranks along a dimension with one of these words hold other sequences, weights or layers.
+_OTHER_WORDS = {
+    "dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "replica", "shard", "tp", "tensor", "mp", "model", "pp",
+    "pipe", "pipeline", "stage", "ep", "etp", "expert", "moe",
+}  # fmt: skip
+
+
+def check_context_mesh(group: object) -> None:
+    """Raise ValueError for a DeviceMesh whose names say that its ranks do not all share one sequence.
+
+    A mesh of one dimension may have any name except those of another parallelism (dp, fsdp, tp, pp, ep, ...). A mesh of
+    two is (nodes, ranks per node): it has no names, or names that say so, such as ("node", "cp").
+    """
+    if not isinstance(group, DeviceMesh) or not group.mesh_dim_names:
+        return
+    names = group.mesh_dim_names
+    words = [set(filter(None, re.split(r"[^a-z]+", name.lower()))) for name in names]
+    if len(names) == 1:
+        if words[0] & _OTHER_WORDS:
+            raise ValueError(
+                f"group must be the ranks that share a sequence, got a mesh with the dimension {names[0]!r}: pass "
+                f'mesh["cp"] (if its ranks share a sequence all the same, pass mesh.get_group())'
+            )
+    elif len(names) > 2 or not all(each and each <= _NODE_WORDS for each in words):
+        cp = next((name for name in names if name.lower() in ("cp", "context", "context_parallel")), None)
+        remedy = f'pass mesh["{cp}"]' if cp else 'pass one dimension of it, such as mesh["cp"]'
+        raise ValueError(
+            f"group must be a mesh of the ranks that share a sequence, got dimensions {names} of shape "
+            f"{tuple(group.shape)}: {remedy}. Two dimensions are (nodes, ranks per node), named so, as in "
+            '("node", "cp")'
+        )
+
+
+def context_comm(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+    """`comm_from` for ranks that share a sequence."""
+    check_context_mesh(group)
+    return comm_from(group)
+
+
 def node_groups(group: Comm | ProcessGroup | DeviceMesh | None, ranks_per_node: int | None) -> NodeGroups:
     """The ranks of a comm or process group, or of a mesh of shape (ranks) or (nodes, ranks per node)."""
+    check_context_mesh(group)
     if isinstance(group, DeviceMesh) and group.ndim > 2:
         raise ValueError(
             f"group must be a mesh of one dimension, or of two (nodes, ranks per node), got {group.ndim} of shape "

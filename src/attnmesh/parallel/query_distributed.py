@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, comm_from, propagate_failure
+from attnmesh.comm import Comm, SharedValues, SoloComm, check_on_all_ranks, propagate_failure
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.mask import sequence_intervals
@@ -67,6 +67,7 @@ from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attention
 from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of
 from attnmesh.parallel.executor import BACKENDS, Executor, attend, unshard
+from attnmesh.parallel.node_groups import context_comm
 from attnmesh.plan.blocks import Patch
 
 
@@ -148,7 +149,7 @@ def ring_distributed_attention(
 
     `pairs` is as in `ring_chunks`, `backend` as in `ContextParallel`.
     """
-    comm = SoloComm() if group is None else comm_from(group)
+    comm = SoloComm() if group is None else context_comm(group)
 
     def check_arguments() -> tuple[Callable[[], State], SharedValues]:
         check_bool(return_lse=return_lse)
@@ -207,7 +208,7 @@ def gather_ring_outputs(
     Gradients are summed over ranks, as if the loss were the sum of the losses of all ranks. If all ranks compute the
     same loss, divide it by the number of ranks.
     """
-    comm = comm_from(group)
+    comm = context_comm(group)
 
     def check_arguments() -> tuple[Zigzag, SharedValues]:
         layout = Zigzag(pairs)

@@ -1,0 +1,144 @@
+"""Which models of Transformers are served, by what their layers are and not by their names.
+
+A layer that mixes tokens must do so in the attention function: over ranks, a convolution, a state space or a linear
+attention would see this rank's tokens only. The configuration's `layer_types` name such layers in most models, and the
+model's code shows the rest. What an attention asks for (mask, window, soft cap, sinks, widths) is decided in the
+attention function, where it asks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from attnmesh.core.validation import shown
+
+NAME = "attnmesh"
+"""The `attn_implementation`."""
+
+SERVED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""The `layer_types` that are served."""
+
+_TOKENWISE_LAYERS = ("dense", "sparse", "mlp", "moe")  # layers that compute every token by itself
+_MIXERS = (nn.Conv1d, nn.RNNBase)  # modules that mix tokens, wherever they are in a decoder layer
+_MIXER_CODE = re.compile(r"nn\.(Conv1d|LSTM|GRU|RNN)\(")
+
+
+def check_config(config: Any, name: str | None = None) -> None:
+    """Raise ValueError if a model of this configuration has layers that are not served.
+
+    Args:
+        config: the configuration of the model, or of its part that is a language model.
+        name: of the model, for the message.
+
+    Called for every mask, also while torch.compile traces: what depends on the class of `config` is cached.
+    """
+    name = type(config).__name__ if name is None else name
+    layers = _layer_types(config)
+    if layers is not None:
+        for layer in layers:
+            if layer not in SERVED_LAYERS and layer not in _TOKENWISE_LAYERS:
+                raise ValueError(
+                    f"{name}: layer_types must be {', '.join(SERVED_LAYERS)}, as other layers that mix tokens would "
+                    f"see one rank's tokens only, got {', '.join(sorted(set(layers)))}"
+                )
+    refusal = _refusal(type(config), layers is not None)
+    if refusal:
+        raise ValueError(f"{name}: {refusal}")
+
+
+def check_model(model: Any) -> None:
+    """Raise ValueError unless the model is served and uses this attention."""
+    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
+        raise ValueError(f"model must be a language model of Transformers, got {shown(model)}")
+    name = type(model).__name__
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    check_config(config, name)
+    implementation = config._attn_implementation
+    if implementation != NAME:
+        raise ValueError(
+            f"attn_implementation of the model must be {NAME!r} (load it with attn_implementation={NAME!r} or call "
+            f"model.set_attn_implementation({NAME!r})), got {implementation!r}"
+        )
+    for path, mixer in _mixers(model):
+        raise ValueError(f"{name}: layers must mix tokens in their attention only, got {path}, a {mixer}")
+
+
+def _layer_types(config: Any) -> list[str] | None:
+    """The kinds of the layers, for models that name them."""
+    layers = getattr(config, "layer_types", None)
+    return getattr(config, "layers_block_type", None) if layers is None else layers
+
+
+def _refusal(config_class: type, names_layers: bool) -> str:
+    """Why no model with this class of configuration is served, or nothing."""
+    return _refusal_by_code(config_class, names_layers)
+
+
+# torch.compile runs it while tracing, as with torch.compiler.assume_constant_result, which would import torch._dynamo.
+_refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _refusal_by_code(config_class: type, names_layers: bool) -> str:
+    found = _code(config_class)
+    if found is None:
+        return (
+            f"the model's code must be in the module of {config_class.__name__} or in a module modeling_NAME beside "
+            f"configuration_NAME, to see what its layers are, got {config_class.__module__}"
+        )
+    module, models = found
+    if not names_layers:
+        if any(model._is_stateful for model in models):
+            return "layers with a recurrent state are not served: they would see one rank's tokens only"
+        if code := _MIXER_CODE.search(inspect.getsource(module)):
+            return (
+                f"layers must mix tokens in their attention only, and without layer_types in the configuration any may "
+                f"be a {code[1]}, which the model's code has"
+            )
+    for model in models:
+        if not model._supports_attention_backend:
+            return (
+                f"the model has attention code of its own, which does not call an attention function with the "
+                f"arguments that attnmesh needs ({model.__name__}._supports_attention_backend is False)"
+            )
+        arguments = inspect.signature(model.forward).parameters
+        if "input_ids" in arguments and "position_ids" not in arguments:
+            return f"{model.__name__} must take position_ids: ranks have tokens of any positions"
+    return ""
+
+
+def _code(config_class: type) -> tuple[ModuleType, list[Any]] | None:
+    """The module with the code of the models that have this configuration, and their classes."""
+    for parent in config_class.__mro__:
+        own = parent.__module__
+        for name in dict.fromkeys([own.replace(".configuration_", ".modeling_"), own]):
+            try:
+                module = sys.modules.get(name) or importlib.import_module(name)
+            except ImportError:
+                continue
+            models = [
+                model for model in vars(module).values()
+                if inspect.isclass(model) and getattr(model, "config_class", None) is parent
+            ]  # fmt: skip
+            if models:
+                return module, models
+    return None
+
+
+def _mixers(model: nn.Module) -> list[tuple[str, str]]:
+    """The modules that mix tokens in decoder layers (those with a numbered attention), with their paths."""
+    return [
+        (f"{path}.{number}.{inner}", type(module).__name__)
+        for path, layers in model.named_modules() if isinstance(layers, nn.ModuleList)
+        for number, layer in enumerate(layers)
+        if any(hasattr(part, "layer_idx") for part in layer.modules())
+        for inner, module in layer.named_modules() if isinstance(module, _MIXERS)
+    ]  # fmt: skip
