@@ -12,6 +12,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm import SoloComm
+from attnmesh.integrations.layer_masks import LayerMask
 from attnmesh.integrations.transformers_attention import transformers_attention
 from attnmesh.ops.block.norm_rope import Norm, Rope, rms_norm
 from attnmesh.ops.block.stages import split_and_rotate
@@ -348,7 +349,9 @@ def _model_inputs(x: Tensors, backend: str) -> Tensors:
 def _transformers(x: Tensors, backend: str) -> Tensors:
     module = SimpleNamespace(layer_idx=0, training=False, is_causal=True)
     options = {"scaling": 0.25, "sliding_window": 4, "s_aux": x["sinks"]}
-    return {"out": transformers_attention(module, x["q"], x["k"], x["v"], None, **options)[0]}
+    rows = range(x["q"].shape[2])
+    mask = LayerMask(am.SlidingWindow(3), None, None, rows, rows)
+    return {"out": transformers_attention(module, x["q"], x["k"], x["v"], mask, **options)[0]}
 
 
 def rank_operations() -> list[Operation]:
