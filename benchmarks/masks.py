@@ -8,7 +8,7 @@ mask that is made beforehand. Both results and all gradients must be equal to ro
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnmesh.calibration.timing import Run, queued
 from attnmesh.cli.options import Device, check_device
+from attnmesh.cli.output import Rows
 from attnmesh.core.masks import BlockCausal, Causal, Chunked, Documents, Global, Mask, Prefix, SlidingWindow
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.plan.blocks import Patch
@@ -68,11 +69,10 @@ def cases(length: int) -> list[Case]:
     ]  # fmt: skip
 
 
-def measure_masks(length: int, *, rounds: int, only: Sequence[str] = ()) -> list[dict[str, object]]:
-    """A line for every mask and direction: bf16, batch 1, 32/8 heads, D=128."""
+def measure_masks(length: int, *, rounds: int, only: Sequence[str] = ()) -> Iterator[tuple[str, Rows]]:
+    """A section for every mask, with a line for each direction: bf16, batch 1, 32/8 heads, D=128."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # slow to import
 
-    lines = []
     for case in cases(length):
         if only and case.name not in only:
             continue
@@ -81,6 +81,7 @@ def measure_masks(length: int, *, rounds: int, only: Sequence[str] = ()) -> list
         blocks = torch.compile(create_block_mask)(case.mask_mod, None, None, length, length, device="cuda")
         run_flex = partial(flex, block_mask=blocks, enable_gqa=True)
         pairs = Patch(case.mask, (range(length),), (range(length),)).pairs
+        lines: Rows = []
         for direction, flops in _FLOPS.items():
             q, k, v, grad = random_inputs(length, direction != "forward")
             own = {
@@ -102,7 +103,7 @@ def measure_masks(length: int, *, rounds: int, only: Sequence[str] = ()) -> list
             del q, k, v, grad, runs
         gc.collect()
         torch.cuda.empty_cache()
-    return lines
+        yield f"{case.name}, {length} tokens (bf16, {HEADS}/{KV_HEADS} heads, D={HEAD_DIM})", lines
 
 
 def _run(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> Tensor:
@@ -137,11 +138,9 @@ def main(
     if only and not set(only) <= names:
         raise typer.BadParameter(f"must be one of {', '.join(sorted(names))}", param_hint="--only")
     sections = (
-        (
-            f"masks at {length} tokens (bf16, {HEADS}/{KV_HEADS} heads, D={HEAD_DIM})",
-            measure_masks(length, rounds=1 if quick else rounds, only=only or ()),
-        )
+        section
         for length in ([8192] if quick else lengths or [32768])
+        for section in measure_masks(length, rounds=1 if quick else rounds, only=only or ())
     )
     publish("masks", "cuda", sections, json)
 

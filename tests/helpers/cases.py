@@ -30,6 +30,11 @@ def make_mask(name: str, length: int) -> Mask:
     }[name]
 
 
+def device_of(backend: str) -> str:
+    """Return the device to test a backend on: for Triton the GPU, if there is one."""
+    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+
+
 def allowed_pairs(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     """Return [q, k]: which query positions see which key positions."""
     q, k = q[:, None], k[None]

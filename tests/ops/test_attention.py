@@ -12,7 +12,7 @@ from torch import Tensor
 from attnmesh import Causal, Documents, Full, Mask, SlidingWindow, Zigzag, attention, explain_attention
 from attnmesh.core.masks import BlockCausal, Chunked, Global, Prefix
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs, reference_results
-from helpers.cases import HEADS, MASKS, make_mask
+from helpers.cases import HEADS, MASKS, device_of, make_mask
 from helpers.memory import peak_bytes
 
 LENGTHS = [(0, 0), (0, 3), (3, 0), (1, 1), (1, 67), (2, 2), (7, 7), (67, 67), (5, 67), (67, 5), (130, 130)]
@@ -88,7 +88,7 @@ def test_the_torch_and_reference_backends_serve_everything(name, backend):
     [("causal", 19, 19, 16), ("window", 18, 21, 24), ("documents", 5, 20, 256), ("all three", 21, 3, 16)],
 )
 def test_triton_is_exact_on_what_the_interpreter_can_do(name, q_len, k_len, head_dim, dtype):
-    inputs = random_inputs(q_len, k_len, dtype=dtype, batch=1, head_dim=head_dim)
+    inputs = random_inputs(q_len, k_len, dtype=dtype, batch=1, head_dim=head_dim, device=device_of("triton"))
     check(inputs, make_mask(name, k_len), backend="triton")
 
 
@@ -108,7 +108,7 @@ def test_rows_that_see_nothing_of_a_whole_tile_of_the_kernel(mask, dtype):
 
 @pytest.mark.parametrize("backend", ["aten", "triton", "torch", "reference"])
 def test_large_scores_do_not_overflow(backend):
-    inputs = random_inputs(17, batch=1, heads=(2, 1))
+    inputs = random_inputs(17, batch=1, heads=(2, 1), device=device_of(backend))
     check([60 * inputs[0], 60 * inputs[1], *inputs[2:]], Causal(), backend=backend)
 
 
@@ -121,7 +121,8 @@ def test_empty_batch():
 @pytest.mark.parametrize("backend", ["aten", "triton", "torch", "reference"])
 def test_scale(backend, scale):
     for mask in (Full(), Causal(), SlidingWindow(3)):
-        check(random_inputs(17, batch=1, heads=(2, 1)), mask, backend=backend, scale=scale)
+        inputs = random_inputs(17, batch=1, heads=(2, 1), device=device_of(backend))
+        check(inputs, mask, backend=backend, scale=scale)
 
 
 # Positions.
@@ -159,7 +160,8 @@ def test_positions_in_any_order(places, name):
 @pytest.mark.parametrize("places", ["offset", "shuffled"])
 def test_triton_goes_by_positions_too(places):
     q_positions, k_positions = positions_named(places, 17), positions_named(places, 20)
-    check(random_inputs(17, 20, batch=1), Causal(), backend="triton", q_positions=q_positions, k_positions=k_positions)
+    inputs = random_inputs(17, 20, batch=1, device=device_of("triton"))
+    check(inputs, Causal(), backend="triton", q_positions=q_positions, k_positions=k_positions)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -253,7 +255,9 @@ def test_a_row_without_keys_is_zero_with_lse_minus_infinity_and_no_gradient(
     dtype, mask, q_positions, k_positions, blind, backend
 ):
     q_positions, k_positions = torch.tensor(q_positions), torch.tensor(k_positions, dtype=torch.long)
-    inputs = random_inputs(len(q_positions), len(k_positions), dtype=dtype, batch=1, heads=(2, 1))
+    inputs = random_inputs(
+        len(q_positions), len(k_positions), dtype=dtype, batch=1, heads=(2, 1), device=device_of(backend)
+    )
     out, lse, dq, dk, dv = attended(inputs, mask, backend=backend, q_positions=q_positions, k_positions=k_positions)
     assert (lse[:, :, blind] == -torch.inf).all()
     assert not out[:, :, blind].any()
@@ -290,7 +294,7 @@ def test_views_are_as_good_as_contiguous_tensors(name, backend):
 
 
 def test_triton_reads_views_too():
-    inputs = random_inputs(17, batch=1, heads=(2, 1))
+    inputs = random_inputs(17, batch=1, heads=(2, 1), device=device_of("triton"))
     views = [view_named("every other element", x) for x in inputs[:2]]
     views += [view_named("sequence before heads", x) for x in inputs[2:4]]
     found = forward_backward(
@@ -322,7 +326,7 @@ def test_a_head_dim_of_one_may_have_any_stride():
     ],
 )
 def test_gradients_go_to_those_who_want_them(wanted, backend):
-    inputs = random_inputs(17, batch=1, heads=(2, 1))
+    inputs = random_inputs(17, batch=1, heads=(2, 1), device=device_of(backend))
     all_grads = attended(inputs, Causal(), backend=backend)[2:]
     leaves = [x.clone().requires_grad_(want) for x, want in zip(inputs[:3], wanted, strict=True)]
     out, lse = attention(*leaves, mask=Causal(), return_lse=True, backend=backend)
@@ -351,7 +355,7 @@ def test_a_loss_of_lse_alone_or_of_out_alone(backend, dtype):
 
 
 def test_a_loss_of_a_triton_lse_alone():
-    inputs = random_inputs(17, batch=1, heads=(2, 1))
+    inputs = random_inputs(17, batch=1, heads=(2, 1), device=device_of("triton"))
     inputs[3].zero_()
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out, lse = attention(*leaves, mask=Causal(), return_lse=True, backend="triton")
@@ -456,7 +460,7 @@ def test_auto_never_keeps_every_score():
     ],
 )
 def test_a_backend_asked_for_by_name_serves_or_says_why_not(backend, dtype, head_dim, why):
-    q, k, v = (x.to(dtype) for x in random_inputs(5, head_dim=head_dim)[:3])
+    q, k, v = (x.to(dtype) for x in random_inputs(5, head_dim=head_dim, device=device_of(backend))[:3])
     for ask in (attention, explain_attention):
         with pytest.raises(ValueError, match=f"backend='{backend}' cannot serve this call: .*{why}"):
             ask(q, k, v, backend=backend)
@@ -521,3 +525,26 @@ def test_a_window_has_no_negative_or_broken_width(window):
 def test_documents_have_no_negative_length():
     with pytest.raises(ValueError, match=r"Documents.lengths must all be integers >= 0, got \(3, -1\)"):
         Documents([3, -1])
+
+
+# Tensors in the order of FlashAttention.
+
+
+def test_more_heads_than_positions_warn_or_raise():
+    q, k = torch.ones(1, 64, 8, 16), torch.ones(1, 64, 2, 16)  # [batch, seq, heads, head_dim]
+    for keys in (q, k):
+        with pytest.warns(UserWarning, match=r"got q \[1, 64, 8, 16\] .* pass x.transpose\(1, 2\)") as caught:
+            attention(q, keys, keys)
+        assert caught[0].filename == __file__
+    long = torch.ones(1, 300, 8, 16)
+    with pytest.raises(ValueError, match=r"got q \[1, 300, 8, 16\] .* pass x.transpose\(1, 2\)"):
+        attention(long, long, long)
+
+
+@pytest.mark.filterwarnings("error")
+def test_short_prompts_and_decode_steps_do_not_warn():
+    few, one, cache = torch.ones(1, 32, 5, 16), torch.ones(1, 512, 1, 16), torch.ones(1, 512, 9, 16)
+    attention(few, few[:, :8], few[:, :8], mask=Causal())  # a short prompt of a model with 8 KV heads
+    attention(one, cache, cache)  # a decode step
+    attention(cache, cache, cache, mask=Causal() & Documents([4, 5]))  # of this length
+    attention(few, few, few, q_positions=torch.arange(5))

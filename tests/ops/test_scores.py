@@ -53,7 +53,7 @@ def check(
     return found
 
 
-def terms_named(name: str, device: str = "cpu") -> tuple[dict, dict]:
+def terms_named(name: str, device: str | torch.device = "cpu") -> tuple[dict, dict]:
     """The widths, and the other terms of the scores."""
     head_dim, value_dim, softcap, sinks, slopes = SCORES[name]
     sink = torch.randn(4, generator=torch.Generator().manual_seed(5)).to(device) if sinks else None
@@ -72,21 +72,21 @@ def test_every_mask_with_some_terms(backend, mask):
             check(random_inputs(67, dtype=dtype, seed=at, **widths), mask, backend, **terms)
 
 
-def test_triton_serves_parts_sequences_and_all_terms():
-    widths, terms = terms_named("all")
+def test_triton_serves_parts_sequences_and_all_terms(device):
+    widths, terms = terms_named("all", device)
     mask = PerSequence([WINDOW_AND_SINK_TOKENS, SlidingWindow(5)])
-    check(random_inputs(17, dtype=torch.float16, **widths), mask, "triton", **terms)
+    check(random_inputs(17, dtype=torch.float16, device=device, **widths), mask, "triton", **terms)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_triton_with_every_mask_and_term(mask, name):
-    widths, terms = terms_named(name)
+def test_triton_with_every_mask_and_term(mask, name, device):
+    widths, terms = terms_named(name, device)
     if min(widths.values()) < 16:
         widths = {each: 16 + width for each, width in widths.items()}
     dtype = (torch.float32, torch.float16)[MASKS.index(mask) % 2]
-    check(random_inputs(67, dtype=dtype, **widths), mask, "triton", **terms)
+    check(random_inputs(67, dtype=dtype, device=device, **widths), mask, "triton", **terms)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ from attnmesh.testing.attention import (
 )
 from attnmesh.testing.errors import relative_error
 from helpers import clusters
-from helpers.cases import MASKS, make_mask
+from helpers.cases import MASKS, device_of, make_mask
 from helpers.memory import peak_bytes
 
 ULYSSES = ("ulysses", "ulysses+ring", "ulysses+allgather")
@@ -248,7 +248,7 @@ def test_stripes_too_short_to_interleave_are_taken_together(schedule):
 
 @pytest.mark.parametrize(("schedule", "mask"), [("allgather", Causal()), ("ulysses", SlidingWindow(5, 1))])
 def test_triton_kernels_serve(schedule, mask):
-    inputs = random_inputs(11, batch=1, heads=(2, 1))
+    inputs = random_inputs(11, batch=1, heads=(2, 1), device=device_of("triton"))
     found = virtual_results(2, inputs, mask, Zigzag(), backend="triton", schedule=schedule)
     assert_attention_close(found, inputs, mask)
 
