@@ -42,13 +42,12 @@ def check_config(config: Any, name: str | None = None) -> None:
     """
     name = type(config).__name__ if name is None else name
     layers = _layer_types(config)
-    if layers is not None:
-        for layer in layers:
-            if layer not in SERVED_LAYERS and layer not in _TOKENWISE_LAYERS:
-                raise ValueError(
-                    f"{name}: layer_types must be {', '.join(SERVED_LAYERS)}, as other layers that mix tokens would "
-                    f"see one rank's tokens only, got {', '.join(sorted(set(layers)))}"
-                )
+    for layer in layers or ():
+        if layer not in SERVED_LAYERS and layer not in _TOKENWISE_LAYERS:
+            raise ValueError(
+                f"{name}: layer_types must be {', '.join(SERVED_LAYERS)}, as other layers that mix tokens would see "
+                f"one rank's tokens only, got {', '.join(sorted(set(layers or ())))}"
+            )
     refusal = _refusal(type(config), layers is not None)
     if refusal:
         raise ValueError(f"{name}: {refusal}")
@@ -67,7 +66,7 @@ def check_model(model: Any) -> None:
             f"attn_implementation of the model must be {NAME!r} (load it with attn_implementation={NAME!r} or call "
             f"model.set_attn_implementation({NAME!r})), got {implementation!r}"
         )
-    for path, mixer in _mixers(model):
+    for path, mixer in _mixers(model) if isinstance(model, nn.Module) else ():
         raise ValueError(f"{name}: layers must mix tokens in their attention only, got {path}, a {mixer}")
 
 

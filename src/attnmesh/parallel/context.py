@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
@@ -117,6 +118,14 @@ class ContextParallel(ExecutorFactory):
     def world(self) -> int:
         """The number of ranks."""
         return self.comm.world
+
+    def with_layout(self, layout: Layout) -> ContextParallel:
+        """The same ranks, schedule and backend with another layout. Nothing is sent and no group is created."""
+        check_layout("layout", layout)
+        other = copy.copy(self)
+        other.layout, other._calls = layout, {}
+        other._handle = context_handle(other)
+        return other
 
     def positions(self, length: int) -> Tensor:
         """The global positions of this rank's tokens, in local order, as rotary embeddings need them."""
