@@ -131,20 +131,26 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {
         "attention_chunk_size": 6, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [],
-        "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], "attn_temperature_tuning": False,
+        "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"],
+        "attn_temperature_tuning": False,
     },
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "moe_intermediate_size": 16},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "moe_intermediate_size": 16,
+    },
 }  # fmt: skip
 
 
-def training_model(kind: str = "llama", **changes: Any) -> Any:
+def training_model(kind: str = "llama", *, attention: str = "eager", **changes: Any) -> Any:
     """Return a random model; the same for the same arguments."""
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from attnmesh.integrations.transformers_attention import register_attention
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = AutoConfig.for_model(kind, **{**_SIZES, **_OWN[kind], **changes})
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+        register_attention()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
         for weight in model.parameters():
             torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, 0.1)
     return model
@@ -158,7 +164,10 @@ def random_rows(count: int, seed: int = 0, low: int = 5, high: int = 24) -> list
 
 
 def padded_batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Pad the first row of a batch on the left and the others on the right."""
+    """Pad the first row of a batch on the left and the others on the right.
+
+    The first token of a row is not learned: before it is padding, and what that attends to depends on the kernel.
+    """
     length = max(len(row["input_ids"]) for row in rows)
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -167,7 +176,9 @@ def padded_batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         begin = length - n if i == 0 else 0
         ids[i, begin : begin + n] = torch.tensor(row["input_ids"])
         mask[i, begin : begin + n] = 1
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    learned = mask.clone()
+    learned[:, 1:] *= mask[:, :-1]
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(learned == 0, -100)}
 
 
 def _logged(trainer: Any) -> list[dict[str, float]]:
@@ -181,32 +192,49 @@ def _logged(trainer: Any) -> list[dict[str, float]]:
 def _arguments(folder: str, world: int, changes: dict[str, Any]) -> dict[str, Any]:
     from accelerate import ParallelismConfig
 
+    changes = dict(changes)
     cp = changes.pop("cp", world)
+    if world == 1:
+        changes.pop("fsdp", None)
     given = {
         "output_dir": folder, "use_cpu": True, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
-        "max_steps": 2, "logging_steps": 1, "report_to": [], "save_strategy": "no", "learning_rate": 1e-2,
-        "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 2, "prediction_loss_only": True, "bf16": False,
-        "dataloader_pin_memory": False,
+        "max_steps": 2, "logging_steps": 1, "report_to": [], "save_strategy": "no", "learning_rate": 0.3,
+        "disable_tqdm": True, "optim": "sgd", "eval_strategy": "steps", "eval_steps": 2, "prediction_loss_only": True,
+        "bf16": False, "dataloader_pin_memory": False, "ddp_find_unused_parameters": False,
     }  # fmt: skip
     if world > 1:
         given["parallelism_config"] = ParallelismConfig(cp_size=cp, dp_shard_size=world // cp)
     return {**given, **changes}
 
 
-def trainer_log(world: int, kind: str = "llama", *, rows: int = 16, resume: Any = None, **changes: Any) -> Any:
-    """Return what Transformers' Trainer logs: losses, evaluation losses and gradient norms."""
+def trainer_log(
+    world: int,
+    kind: str = "llama",
+    *,
+    rows: int = 16,
+    resume: Any = None,
+    more: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
+    """Return what Transformers' Trainer logs: losses, evaluation losses and gradient norms.
+
+    `more` are further arguments of the Trainer; without them, `changes` are arguments of the training.
+    """
     from transformers import Trainer, TrainingArguments
 
     with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=training_model(kind), args=TrainingArguments(**_arguments(folder, world, changes)),
             train_dataset=random_rows(rows), eval_dataset=random_rows(5, seed=1), data_collator=padded_batch,
+            **(more or {}),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return _logged(trainer)
 
 
-def sft_trainer(folder: str, world: int, kind: str = "llama", *, lora: bool = False, **changes: Any) -> Any:
+def sft_trainer(
+    folder: str, world: int, kind: str = "llama", *, lora: bool = False, attention: str = "eager", **changes: Any
+) -> Any:
     """Return TRL's SFTTrainer for rows of token ids."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -218,7 +246,7 @@ def sft_trainer(folder: str, world: int, kind: str = "llama", *, lora: bool = Fa
     tokenizer.pad_token = "<unk>"
     given = {"packing": True, "max_length": 40, "gradient_checkpointing": False, "router_aux_loss_coef": 0.0}
     return SFTTrainer(
-        model=training_model(kind), args=SFTConfig(**_arguments(folder, world, {**given, **changes})),
+        model=training_model(kind, attention=attention), args=SFTConfig(**_arguments(folder, world, {**given, **changes})),
         train_dataset=Dataset.from_list(random_rows(16)), eval_dataset=Dataset.from_list(random_rows(7, seed=1)),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None,
@@ -232,3 +260,63 @@ def sft_log(world: int, kind: str = "llama", **changes: Any) -> Any:
         trainer = sft_trainer(folder, world, kind, **changes)
         trainer.train()
         return _logged(trainer)
+
+
+# accelerate without a trainer.
+
+
+def packed_positions(lengths: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def loop_batches() -> list[dict[str, torch.Tensor]]:
+    """Return batches as users pass them: plain, padded, packed, and with labels that are shifted before."""
+    padded = padded_batch(random_rows(2, seed=3))
+    ids = torch.tensor([random_rows(1, seed=4, low=23, high=24)[0]["input_ids"]])
+    packed = {"input_ids": ids, "labels": ids.clone(), "position_ids": packed_positions([9, 3, 11])}
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    plain = {"input_ids": ids.clone(), "labels": ids.clone()}
+    return [plain, padded, packed, {**plain, "shift_labels": shifted, "position_ids": torch.arange(23)[None]}]
+
+
+def loop_log(world: int, kind: str = "mistral", *, fsdp: bool = False) -> list[dict[str, float]]:
+    """Return loss and gradient norm of each step of a loop as in accelerate's example of context parallelism."""
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    with accelerate_ranks(world):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp and world > 1 else None
+        config = ParallelismConfig(cp_size=world) if world > 1 else None
+        accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
+        model = training_model(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        loader = torch.utils.data.DataLoader(loop_batches(), batch_size=None)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        assert not plugin or type(next(model.parameters())).__name__ == "DTensor"
+        log = []
+        for batch in loader:
+            buffers, before = list(batch.values()), [x.clone() for x in batch.values()]
+            with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
+                loss = model(**batch, use_cache=False).loss  # with a cache, one process does not separate documents
+                accelerator.backward(loss)
+            assert all(torch.equal(x, y) for x, y in zip(buffers, before, strict=True))
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss.detach()
+            if world > 1:
+                dist.all_reduce(loss, group=accelerator.torch_device_mesh["dp_cp"].get_group())
+            log.append({"loss": float(loss) / world, "grad_norm": norm})
+        return log
+
+
+def packed_logits(world: int, kind: str = "mistral") -> list[Any]:
+    """Return where the documents of a packed batch of SFTTrainer begin, and its logits for two second documents."""
+    with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
+        trainer = sft_trainer(folder, world, kind)
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
+        changed = {**batch, "input_ids": batch["input_ids"].clone()}
+        starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+        changed["input_ids"][:, starts[1] : starts[2]] = (batch["input_ids"][:, starts[1] : starts[2]] + 1) % VOCABULARY
+        model = trainer.model.eval()
+        return [starts, *(trainer.prediction_step(model, x, False)[1].numpy() for x in (batch, changed))]

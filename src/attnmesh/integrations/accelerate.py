@@ -19,7 +19,7 @@ from attnmesh.core.validation import check_choice
 from attnmesh.integrations.accelerate_ranks import AcceleratorRanks, is_sharding, ranks_of
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.trainer import patch_sft_trainer, patch_trainer
-from attnmesh.ops.dense.api import BACKENDS
+from attnmesh.parallel.executor import BACKENDS
 from attnmesh.plan.schedules import SCHEDULES
 
 TESTED = {"accelerate": "1.15", "transformers": "5.22", "trl": "1.16"}
@@ -38,8 +38,6 @@ def enable(*, layout: Layout = Zigzag(), schedule: str = "auto", backend: str = 
     check_layout("layout", layout)
     check_choice("schedule", schedule, ("auto", *SCHEDULES))
     check_choice("backend", backend, BACKENDS)
-    for package in ("accelerate", "transformers"):
-        require(package, extra="hf")
     _check_versions()
     disable()
     options = {"layout": layout, "schedule": schedule, "backend": backend}
@@ -58,7 +56,10 @@ def _check_versions() -> None:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # TRL is optional
+            if package == "trl":
+                continue
+            require(package, extra="hf")  # raises
+            raise
         if version.split(".")[:2] != tested.split("."):
             known = ", ".join(f"{name} {number}" for name, number in TESTED.items())
             raise ValueError(

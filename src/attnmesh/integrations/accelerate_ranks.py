@@ -19,7 +19,8 @@ from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import dimension
 from attnmesh.core.validation import shown
 from attnmesh.integrations.sharded_batch import IGNORED_LABEL, ShardedPass, shard_inputs
-from attnmesh.integrations.transformers_attention import NAME, check_model, register_attention
+from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.integrations.transformers_models import NAME, check_model
 from attnmesh.parallel.context import ContextParallel
 
 _ATTRIBUTE = "_attnmesh_ranks"  # of an Accelerator and of a prepared model
@@ -30,11 +31,11 @@ _DERIVED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "s
 
 def ranks_of(accelerator: Any, options: Mapping[str, Any]) -> AcceleratorRanks:
     """The context-parallel ranks of an accelerator, created by the first call."""
-    ranks = getattr(accelerator, _ATTRIBUTE, None)
+    ranks: AcceleratorRanks | None = getattr(accelerator, _ATTRIBUTE, None)
     if ranks is None:
         ranks = AcceleratorRanks(accelerator, options)
         setattr(accelerator, _ATTRIBUTE, ranks)
-    return ranks  # type: ignore[no-any-return]
+    return ranks
 
 
 def is_sharding(accelerator: Any) -> bool:
@@ -74,7 +75,7 @@ class AcceleratorRanks:
 
     def prepare(self, module: nn.Module) -> None:
         """Let a model of Transformers (or of PEFT around one) attend over the ranks. May be called again."""
-        model = _base_model(self._unwrap(module))
+        model: Any = _base_model(self._unwrap(module))
         if getattr(model, _ATTRIBUTE, None) is self:
             return
 
@@ -222,7 +223,7 @@ class _Buffers:
     def arguments(self, cp: ContextParallel, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the model with this rank's shards, its pass, and the scale of its loss."""
 
-        def check() -> tuple[dict[str, Tensor], SharedValues]:
+        def check() -> tuple[dict[str, Any], SharedValues]:
             names = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
             found = {name: self._whole(name, given[name]) for name in names if given.get(name) is not None}
             if "input_ids" not in found:
@@ -230,7 +231,9 @@ class _Buffers:
             shape = found["input_ids"].shape
             for name, x in given.items():
                 if name not in found and isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] == shape:
-                    raise ValueError(f"{name} must be one of the buffers of maybe_context_parallel, got the whole tensor")
+                    raise ValueError(
+                        f"{name} must be one of the buffers of maybe_context_parallel, got the whole tensor"
+                    )
             return found, {"arguments of the model": sorted(found)}
 
         found = check_on_all_ranks(cp.comm, "a model under maybe_context_parallel", check)
@@ -273,9 +276,7 @@ def _loss_of_shifted(local: Tensor, whole: Tensor, *, labels: bool) -> dict[str,
     return {"num_items_in_batch": count} | ({"labels": local} if labels else {})
 
 
-def _checked_buffers(
-    buffers: Sequence[Tensor] | None, dims: Sequence[int] | None
-) -> tuple[_Buffers, SharedValues]:
+def _checked_buffers(buffers: Sequence[Tensor] | None, dims: Sequence[int] | None) -> tuple[_Buffers, SharedValues]:
     buffers, dims = buffers or [], dims or []
     if len(buffers) != len(dims):
         raise ValueError(f"buffer_seq_dims must have one entry per buffer ({len(buffers)}), got {shown(list(dims))}")

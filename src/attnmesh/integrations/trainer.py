@@ -73,9 +73,7 @@ def _check_trainer(trainer: Any, inputs: dict[str, Any]) -> tuple[None, SharedVa
         raise ValueError(f"the trainer must be Transformers' Trainer or TRL's SFTTrainer, got {sorted(others)[0]}")
     for name in ("neftune_noise_alpha", "use_liger_kernel"):
         if getattr(trainer.args, name, None):
-            raise ValueError(
-                f"{name} is not supported under context parallelism, got {getattr(trainer.args, name)}"
-            )
+            raise ValueError(f"{name} is not supported under context parallelism, got {getattr(trainer.args, name)}")
     if trainer.compute_loss_func is not None:
         raise ValueError(
             "compute_loss_func must be None under context parallelism: it would get the logits of a part of the "
@@ -162,9 +160,7 @@ def _sft_prediction_step(options: Options, original: Callable[..., Any]) -> Call
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         mesh: ShardedPass = inputs["mesh"]
         with torch.no_grad(), self.compute_loss_context_manager(), context():
-            found = self.compute_loss(
-                model, inputs, return_outputs=not prediction_loss_only, num_items_in_batch=count
-            )
+            found = self.compute_loss(model, inputs, return_outputs=not prediction_loss_only, num_items_in_batch=count)
         loss, outputs = (found, None) if prediction_loss_only else found
         loss = _mean(ranks_of(self.accelerator, options), loss)
         return (loss, None, None) if outputs is None else (loss, _whole(mesh, outputs.logits), labels)
