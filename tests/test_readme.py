@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = {
     "training": 7,
-    "masks": 14,
+    "masks": 15,
     "layouts": 1,
     "decode": 3,
     "sharded-generation": 3,

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
+from attnmesh.core.custom_mask import CustomMask
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import (
     BlockCausal,
@@ -26,7 +27,8 @@ from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.attention_weights import attention_from_transformers
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_model
-from attnmesh.integrations.transformers_attention import register_attention, shard_inputs
+from attnmesh.integrations.sharded_batch import gather_log_probs, shard_inputs
+from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sharded import ShardedCache
@@ -69,6 +71,7 @@ __all__ = [
     "ContextParallel",
     "Contiguous",
     "Coverage",
+    "CustomMask",
     "DecodeSharding",
     "Documents",
     "Exchange",
@@ -108,6 +111,7 @@ __all__ = [
     "decode_attention",
     "decode_rank",
     "explain_attention",
+    "gather_log_probs",
     "gather_ring_outputs",
     "generate",
     "indexer_kl_loss",

@@ -258,10 +258,11 @@ class TestRefused:
         refused(run(model, "--virtual"), "does not fit: 1 x (")
 
     def test_an_architecture_that_is_not_supported(self, tmp_path):
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-        tiny = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=64, n_embd=16, n_layer=1, n_head=2))
-        refused(run(write_folder(tmp_path / "gpt2", tiny)), "'gpt2' (GPT2LMHeadModel)", "llama, qwen2")
+        sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        tiny = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=16))
+        refused(run(write_folder(tmp_path / "neox", tiny)), "'gpt_neox' (GPTNeoXForCausalLM)", "llama, qwen2")
 
     def test_a_tokenizer_of_another_model(self, tmp_path):
         small = write_folder(tmp_path / "small", tiny_llama(vocab_size=8))

@@ -143,8 +143,13 @@ def test_half_precision_reads_as_well_as_one_process():
 class Recorder:
     """In place of a model: its keys are token ids and its values positions, so a cache can be read like a book."""
 
+    class Config(SimpleNamespace):
+        pass
+
+    config_class, _supports_attention_backend, _is_stateful = Config, True, False  # as a PreTrainedModel has them
+
     def __init__(self):
-        self.config = SimpleNamespace(
+        self.config = self.Config(
             model_type="llama", _attn_implementation="attnmesh", num_hidden_layers=1, num_key_value_heads=1,
             num_attention_heads=1, hidden_size=16, head_dim=16,
         )  # fmt: skip
@@ -159,10 +164,12 @@ class Recorder:
     def modules(self):
         return []
 
-    def __call__(self, *, input_ids, position_ids, past_key_values, logits_to_keep, **_):
+    def forward(self, *, input_ids, position_ids, past_key_values, logits_to_keep, **_):
         k, v = (x[:, None, :, None].float().expand(-1, 1, -1, 16) for x in (input_ids, position_ids))
         past_key_values.update(k, v, 0)
         return SimpleNamespace(logits=input_ids[:, -logits_to_keep:, None].float())
+
+    __call__ = forward
 
 
 def in_the_cache(engine, sequence):

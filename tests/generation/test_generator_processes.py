@@ -7,7 +7,7 @@ import attnmesh as am
 from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
-from attnmesh.integrations.transformers_attention import shard_inputs
+from attnmesh.integrations.sharded_batch import shard_inputs
 from attnmesh.plan.decode import DecodeSharding
 from helpers.models import attnmesh_model, generated_rows, greedy_tokens, on_virtual_ranks, random_ids
 from helpers.processes import Died, Raised, run_processes

@@ -40,6 +40,11 @@ def rows(*shape: int) -> Tensor:
     return torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape)
 
 
+def _sharded() -> dict[str, object]:
+    ids = torch.ones(2, 6, dtype=torch.int64)
+    return am.shard_inputs(am.ContextParallel(SoloComm()), ids, ids)
+
+
 def _qkv(length: int = 6) -> Arguments:
     return {"q": rows(1, 4, length, 8), "k": rows(1, 2, length, 8), "v": rows(1, 2, length, 8)}
 
@@ -257,10 +262,15 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "ContextParallel.positions": [lambda cp: {"length": 6}],
     "ContextParallel.shard": [lambda cp: {"x": rows(2, 6), "dim": 1}],
     "ContextParallel.unshard": [lambda cp: {"x": rows(2, 6), "dim": 1, "length": 6}],
+    "ContextParallel.with_layout": [lambda cp: {"layout": am.Striped()}],
     "shard_inputs": [
         lambda: {"cp": am.ContextParallel(SoloComm()), "input_ids": torch.ones(2, 6, dtype=torch.int64),
-                 "labels": torch.ones(2, 6, dtype=torch.int64)},
+                 "labels": torch.ones(2, 6, dtype=torch.int64), "position_ids": torch.arange(6)[None],
+                 "attention_mask": torch.ones(2, 6, dtype=torch.int64), "num_items_in_batch": 3},
+        lambda: {"cp": am.ContextParallel(SoloComm()), "input_ids": torch.ones(2, 6, dtype=torch.int64),
+                 "document_lengths": [[2, 4], [6]]},
     ],
+    "gather_log_probs": [lambda: {"inputs": _sharded(), "logits": rows(2, 6, 5)}],
     # Decode.
     "decode_attention": [
         lambda: {**_decode(), "cur_pos": torch.tensor([5, 7]), "sinks": rows(4), "window": 3},

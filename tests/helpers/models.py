@@ -16,6 +16,11 @@ from attnmesh.generation.generator import Generator
 from attnmesh.integrations.transformers_attention import register_attention
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "gpt_oss")
+TYPES = (
+    *KINDS, "qwen3_moe", "mixtral", "phi", "phi3", "glm4", "olmo2", "smollm3", "granite", "cohere", "starcoder2",
+    "gpt2", "gemma2", "gemma3_text", "llama4_text", "deepseek_v3",
+)  # fmt: skip
+"""All the architectures that are tested, each as it differs from the others: experts, widths, windows, soft caps."""
 LAYOUTS = {"zigzag": am.Zigzag(), "striped": am.Striped(), "contiguous": am.Contiguous()}
 VOCABULARY, POSITIONS, STOP = 101, 512, 7
 WORDS = ["<s>", "</s>", "<unk>", *"abcdefghijkl", "ab"]
@@ -25,13 +30,42 @@ _SIZES = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS, "head_dim": 8,
 }  # fmt: skip
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
-_OWN = {
+_OWN: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, **_ALTERNATING},
     "qwen3": {"use_sliding_window": True, "sliding_window": 5, **_ALTERNATING},
     "mistral": {"sliding_window": 9},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, **_ALTERNATING},
-}
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {"sliding_window": 6, "pad_token_id": 0},
+    "glm4": {"pad_token_id": 0},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0], "pad_token_id": 0},
+    "granite": {
+        "attention_multiplier": 0.2, "embedding_multiplier": 2.0, "logits_scaling": 1.5, "residual_multiplier": 0.7,
+    },
+    "cohere": {"logit_scale": 1.0},
+    "starcoder2": {"sliding_window": 6},
+    "gpt2": {"n_positions": POSITIONS, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "gemma2": {"sliding_window": 6, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8, **_ALTERNATING},
+    "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 8, **_ALTERNATING},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 6, "no_rope_layers": [1, 0],
+        "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64,
+        "attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.5,
+    },
+    "deepseek_v3": {
+        "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1, "num_key_value_heads": 6,
+    },
+}  # fmt: skip
+_NOT_TAKEN = {
+    "phi": {"head_dim"}, "starcoder2": {"head_dim"}, "deepseek_v3": {"head_dim"},
+    "gpt2": {"head_dim", "num_key_value_heads", "intermediate_size"},
+}  # fmt: skip
 
 
 @cache
@@ -43,13 +77,14 @@ def transformers_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng():
-        torch.manual_seed(KINDS.index(kind))
-        config = AutoConfig.for_model(kind, **_SIZES | _OWN[kind])
+        torch.manual_seed(TYPES.index(kind))
+        sizes = {name: size for name, size in _SIZES.items() if name not in _NOT_TAKEN.get(kind, ())}
+        config = AutoConfig.for_model(kind, **sizes | _OWN[kind])
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
         for weight in model.parameters():
             torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, 0.2)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = [STOP], 0
-    if kind == "gpt_oss" and dtype == torch.float64:
+    if hasattr(config, "num_local_experts") and dtype == torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped product does not know float64
     return model.to(dtype).eval()
 
@@ -112,6 +147,8 @@ class OneLayer(torch.nn.Module):
     class Config(SimpleNamespace):
         def to_dict(self) -> dict[str, Any]:
             return dict(vars(self))
+
+    config_class, _supports_attention_backend, _is_stateful = Config, True, False  # as a PreTrainedModel has them
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm import SoloComm
+from attnmesh.integrations.layer_masks import LayerMask
 from attnmesh.integrations.transformers_attention import transformers_attention
 from attnmesh.ops.block.norm_rope import Norm, Rope, rms_norm
 from attnmesh.ops.block.stages import split_and_rotate
@@ -339,8 +340,10 @@ def _sample(x: Tensors, backend: str) -> Tensors:
 
 def _model_inputs(x: Tensors, backend: str) -> Tensors:
     def shard(comm: am.Comm) -> Tensors:
-        given = am.shard_inputs(am.ContextParallel(comm, schedule="ring"), x["ids"], x["labels"])
-        return {name: one for name, one in given.items() if isinstance(one, Tensor)}
+        cp = am.ContextParallel(comm, schedule="ring")
+        given = am.shard_inputs(cp, x["ids"], x["labels"], position_ids=x["positions"], attention_mask=x["mask"])
+        log_probs = am.gather_log_probs(given, given["mesh"].shard(x["logits"]))
+        return {"log_probs": log_probs} | {name: one for name, one in given.items() if isinstance(one, Tensor)}
 
     return over_ranks(WORLD, shard)
 
@@ -348,7 +351,9 @@ def _model_inputs(x: Tensors, backend: str) -> Tensors:
 def _transformers(x: Tensors, backend: str) -> Tensors:
     module = SimpleNamespace(layer_idx=0, training=False, is_causal=True)
     options = {"scaling": 0.25, "sliding_window": 4, "s_aux": x["sinks"]}
-    return {"out": transformers_attention(module, x["q"], x["k"], x["v"], None, **options)[0]}
+    rows = range(x["q"].shape[2])
+    mask = LayerMask(am.SlidingWindow(3), None, None, rows, rows)
+    return {"out": transformers_attention(module, x["q"], x["k"], x["v"], mask, **options)[0]}
 
 
 def rank_operations() -> list[Operation]:
@@ -418,8 +423,12 @@ def rank_operations() -> list[Operation]:
         ),
         Operation("sample", ("Sampling.sample",), lambda random: {"logits": random.normal(50)}, _sample),
         Operation(
-            "model inputs", ("shard_inputs",),
-            lambda random: {"ids": random.integers(0, 9, 2, 10), "labels": random.integers(0, 9, 2, 10)}, _model_inputs,
+            "model inputs", ("shard_inputs", "gather_log_probs"),
+            lambda random: {
+                "ids": random.integers(0, 9, 2, 10), "labels": random.integers(0, 9, 2, 10),
+                "positions": torch.tensor([[*range(6), *range(4)], [*range(3), *range(7)]]),
+                "mask": torch.ones(2, 10, dtype=torch.bool), "logits": random.normal(2, 10, 9),
+            }, _model_inputs,
         ),
         Operation(
             "transformers", (), lambda random: _qkv(random) | {"sinks": random.normal(4)}, _transformers,

@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 
+from attnmesh.core.masks import Causal
 from attnmesh.core.merge import discount_sinks
+from attnmesh.integrations.layer_masks import LayerMask
 from attnmesh.integrations.transformers_attention import (
     check_model,
     register_attention,
@@ -68,7 +70,48 @@ def test_registering_twice_does_no_harm():
     assert "attnmesh" in AttentionMaskInterface()
 
 
+def packed_logits(kind, rows):
+    """The logits of documents that are computed one at a time."""
+    return [torch.cat([logits_of(kind, document) for document in documents]) for documents in rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_equal_one_document_at_a_time(kind):
+    rows = [(IDS[:11], IDS[11:35], IDS[35:]), (IDS[:1], IDS[1:])]
+    positions = torch.tensor([[at for document in row for at in range(len(document))] for row in rows])
+    found = attnmesh_model(kind)(input_ids=torch.tensor([IDS, IDS]), position_ids=positions, use_cache=False).logits
+    for mine, right in zip(found, packed_logits(kind, rows), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_equal_rows_without_padding(kind, side):
+    ids, mask = torch.tensor([IDS, IDS]), torch.ones(2, len(IDS), dtype=torch.long)
+    hidden = slice(0, 9) if side == "left" else slice(31, 40)
+    mask[1, hidden] = 0
+    rest = IDS[9:] if side == "left" else IDS[:31]
+    with torch.no_grad():
+        positions = torch.arange(40).expand(2, -1)
+        found = attnmesh_model(kind)(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(found[0], logits_of(kind, IDS), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1, mask[1].bool()], logits_of(kind, rest), rtol=1e-4, atol=2e-4)
+
+
+def test_generate_of_a_batch_with_left_padding():
+    ids = torch.tensor([[0] * 8 + IDS[:20], IDS[:28]])
+    mask = (torch.arange(28) >= torch.tensor([[8], [0]])).long()
+    found = attnmesh_model("mistral").generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)
+    for row, prompt in ((0, IDS[:20]), (1, IDS[:28])):
+        wanted = greedy_tokens("mistral", prompt, 12)
+        assert found[row, 28 : 28 + len(wanted)].tolist() == wanted
+
+
 # What is refused.
+
+
+def causal(length):
+    return LayerMask(Causal(), None, None, range(length), range(length))
 
 
 def another(kind, **sizes):
@@ -88,12 +131,12 @@ def test_other_architectures_are_refused_by_name(kind):
 
 def test_what_their_attention_asks_for_is_refused_even_where_nobody_checked():
     ids = torch.tensor([[1, 2, 3]])
-    x = torch.zeros(1, 2, 3, 4)
+    x, mask = torch.zeros(1, 2, 3, 4), causal(3)
     with pytest.raises(ValueError, match="Linear: unsupported attention arguments position_bias"):
-        transformers_attention(torch.nn.Linear(1, 1), x, x, x, None, scaling=1.0, position_bias=x)
+        transformers_attention(torch.nn.Linear(1, 1), x, x, x, mask, scaling=1.0, position_bias=x)
     with pytest.raises(ValueError, match=r"softcap must be None over a sharded KV cache, got 50.0 \(Linear\)"):
-        transformers_attention(torch.nn.Linear(1, 1), x, x, x, None, scaling=1.0, softcap=50.0, mesh=object())
-    with pytest.raises(ValueError, match="causal masks only"):
+        transformers_attention(torch.nn.Linear(1, 1), x, x, x, mask, scaling=1.0, softcap=50.0, mesh=object())
+    with pytest.raises(ValueError, match=r"must be causal, .*got .*bidirectional_mask_function"):
         another("bert").eval()(input_ids=ids)
 
 
@@ -103,26 +146,31 @@ def test_another_implementation_is_refused():
     check_model(attnmesh_model("llama"))
 
 
-def test_padding_is_refused():
+def test_padding_inside_a_row_is_refused():
     ids, mask = torch.tensor([IDS]), torch.ones(1, len(IDS), dtype=torch.long)
-    with torch.no_grad():
-        found = attnmesh_model("llama")(input_ids=ids, attention_mask=mask).logits[0]
-        torch.testing.assert_close(found, logits_of("llama", IDS), rtol=1e-4, atol=1e-4)
-        mask[0, 0] = 0
-        with pytest.raises(ValueError, match="attention_mask must not hide tokens"):
-            attnmesh_model("llama")(input_ids=ids, attention_mask=mask)
+    mask[0, 7:9] = 0
+    with pytest.raises(ValueError, match="row 0 with hidden tokens 7 to 8 inside a document"):
+        attnmesh_model("llama")(input_ids=ids, attention_mask=mask)
 
 
 def test_a_mask_of_one_s_own_is_refused():
     mask = torch.zeros(1, 1, len(IDS), len(IDS))
-    with pytest.raises(ValueError, match=r"LlamaAttention: attention_mask must be None, got .*\[1, 1, 40, 40\]"):
+    with pytest.raises(ValueError, match=r"LlamaAttention: attention_mask must be None or .*got .*\[1, 1, 40, 40\]"):
         attnmesh_model("llama")(input_ids=torch.tensor([IDS]), attention_mask=mask)
 
 
-def test_packed_sequences_are_refused():
-    positions = torch.cat([torch.arange(25), torch.arange(15)])[None]
-    with pytest.raises(ValueError, match="position_ids must increase by one"):
-        attnmesh_model("llama")(input_ids=torch.tensor([IDS]), position_ids=positions, use_cache=False)
+def test_mask_functions_of_others_are_refused():
+    from transformers.masking_utils import create_causal_mask
+
+    x = torch.zeros(1, 4, 8)
+    config = attnmesh_model("llama").config
+    for how in ("or_mask_function", "and_mask_function"):
+        with pytest.raises(ValueError, match=r"got the mask function test_transformers_attention.*\.mine|or_masks"):
+            create_causal_mask(config, x, None, None, **{how: mine})
+
+
+def mine(batch, head, q, k):
+    return k == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -149,9 +197,13 @@ def test_what_nobody_knows_is_refused():
     q = torch.zeros(1, 1, 2, 8)
     module = torch.nn.Module()
     with pytest.raises(ValueError, match="Module: unsupported attention arguments bias, cap"):
-        transformers_attention(module, q, q, q, None, 1.0, cap=3.0, bias=q, use_cache=True, other=None)
+        transformers_attention(module, q, q, q, causal(2), 1.0, cap=3.0, bias=q, use_cache=True, other=None)
     with pytest.raises(ValueError, match="Module: is_causal must not be False"):
-        transformers_attention(module, q, q, q, None, 1.0, is_causal=False)
+        transformers_attention(module, q, q, q, causal(2), 1.0, is_causal=False)
+    with pytest.raises(ValueError, match="Module: the model must make its masks by Transformers' create_causal_mask"):
+        transformers_attention(module, q, q, q, None, 1.0)
+    with pytest.raises(ValueError, match=r"Module: the mask must have the layer's sliding window 4, got Causal\(\)"):
+        transformers_attention(module, q, q, q, causal(2), 1.0, sliding_window=4)
 
 
 def test_gemma_2_has_a_softcap_on_one_device_and_over_ranks():

@@ -525,3 +525,26 @@ def test_a_window_has_no_negative_or_broken_width(window):
 def test_documents_have_no_negative_length():
     with pytest.raises(ValueError, match=r"Documents.lengths must all be integers >= 0, got \(3, -1\)"):
         Documents([3, -1])
+
+
+# Tensors in the order of FlashAttention.
+
+
+def test_more_heads_than_positions_warn_or_raise():
+    q, k = torch.ones(1, 64, 8, 16), torch.ones(1, 64, 2, 16)  # [batch, seq, heads, head_dim]
+    for keys in (q, k):
+        with pytest.warns(UserWarning, match=r"got q \[1, 64, 8, 16\] .* pass x.transpose\(1, 2\)") as caught:
+            attention(q, keys, keys)
+        assert caught[0].filename == __file__
+    long = torch.ones(1, 300, 8, 16)
+    with pytest.raises(ValueError, match=r"got q \[1, 300, 8, 16\] .* pass x.transpose\(1, 2\)"):
+        attention(long, long, long)
+
+
+@pytest.mark.filterwarnings("error")
+def test_short_prompts_and_decode_steps_do_not_warn():
+    few, one, cache = torch.ones(1, 32, 5, 16), torch.ones(1, 512, 1, 16), torch.ones(1, 512, 9, 16)
+    attention(few, few[:, :8], few[:, :8], mask=Causal())  # a short prompt of a model with 8 KV heads
+    attention(one, cache, cache)  # a decode step
+    attention(cache, cache, cache, mask=Causal() & Documents([4, 5]))  # of this length
+    attention(few, few, few, q_positions=torch.arange(5))

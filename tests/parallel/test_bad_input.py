@@ -413,3 +413,18 @@ def test_a_process_that_goes_wrong_after_the_first_call_makes_all_raise():
     )
     for rank in (0, 2):
         assert messages[rank].startswith(("CommError", "ValueError"))
+
+
+def test_shards_in_the_order_of_flash_attention_warn_or_raise_on_every_rank():
+    def rank(comm: Comm) -> None:
+        cp = ContextParallel(comm, schedule="ring")
+        shard = torch.ones(1, 600, 8, 16)  # [batch, seq, heads, head_dim]
+        with pytest.raises(ValueError, match=r"got q \[1, 600, 8, 16\] .* pass x.transpose\(1, 2\)"):
+            cp.attention(shard, shard, shard)
+        few = torch.ones(1, 12, 4, 16)  # as many positions as heads over all ranks
+        cp.attention(few[:, :8], few[:, :8], few[:, :8])
+        cp.attention(few, few, few)
+
+    with pytest.warns(UserWarning, match=r"got q \[1, 12, 4, 16\]") as caught:
+        run_virtual(2, rank)
+    assert {warning.filename for warning in caught} == {__file__}

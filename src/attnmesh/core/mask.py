@@ -12,6 +12,7 @@ import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ MAX_INTERVALS = 64
 """The most intervals per query: every one is another pass of a kernel over its keys."""
 
 
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "attnmesh"
+
+
 class Coverage(enum.Enum):
     """How much of a range of keys a range of queries attends to."""
 
@@ -42,9 +47,18 @@ class Coverage(enum.Enum):
 
 
 class Mask(ABC):
-    """Which keys a query attends to. Immutable and hashable; combine masks with `&` and `|`."""
+    """Which keys a query attends to. Immutable and hashable; combine masks with `&` and `|`.
+
+    A mask of your own is a subclass of `CustomMask`. A class outside of this package that overrides what plans and
+    kernels read raises ValueError when it is defined: several of these must agree, or results are wrong.
+    """
 
     allows_everything = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not _is_ours(cls):
+            _check_subclass(cls)
 
     @property
     def is_interval(self) -> bool:
@@ -279,6 +293,11 @@ def sequence_groups(mask: Mask) -> tuple[tuple[range | None, Mask], ...]:
 def check_mask(name: str, mask: object) -> None:
     """Raise ValueError unless `mask` is a mask."""
     if isinstance(mask, Mask):
+        if not _is_ours(type(mask)):
+            try:
+                hash(mask)
+            except TypeError as error:
+                raise ValueError(f"{name} must have hashable fields ({error}), got {shown(mask)}") from None
         return
     hint = ""
     if isinstance(mask, Tensor) or (callable(mask) and not isinstance(mask, type)):  # as FlexAttention and SDPA take
@@ -287,6 +306,24 @@ def check_mask(name: str, mask: object) -> None:
             "kind), ...]), and one per sequence of the batch as PerSequence([mask, ...])"
         )
     raise ValueError(f"{name} must be an attnmesh mask (Full(), Causal(), ...), got {shown(mask)}{hint}")
+
+
+_OVERRIDABLE = {"length", "check"}  # all else that a mask defines must agree with the rest
+
+
+def _check_subclass(cls: type[Mask]) -> None:
+    """Raise ValueError if a class outside of this package, or a mixin of it, overrides what plans and kernels read."""
+    ours = [base for base in cls.__mro__ if _is_ours(base)]
+    defined = {name for base in ours for name in vars(base) if not name.startswith(("__", "_abc_"))}
+    fixed = (defined | {"__and__", "__or__", "allows"}) - _OVERRIDABLE
+    custom = any(base.__name__ == "CustomMask" for base in ours)
+    theirs = {name for base in cls.__mro__ if not _is_ours(base) and base is not object for name in vars(base)}
+    wrong = sorted((theirs & fixed) - ({"key_ranges"} if custom else set()))
+    if wrong:
+        raise ValueError(
+            f"{cls.__name__} must not define {', '.join(wrong)}: derive a mask of your own from attnmesh.CustomMask "
+            "and define key_ranges(q) -> (first, end), or combine masks with & and |"
+        )
 
 
 def _check_positions(q_pos: object, k_pos: object) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import re
 import reprlib
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -48,6 +50,17 @@ def shown(value: object) -> str:
         return " ".join(_shortened.repr(value).split())
     except Exception:  # an integer of thousands of digits, or a type with a faulty __repr__
         return f"a value of type {type(value).__name__}"
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def warn_caller(text: str) -> None:
+    """A UserWarning at the line of the caller that is outside of this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def check_count(name: str, n: object, least: int = 0, most: int = MAX_COUNT) -> int:

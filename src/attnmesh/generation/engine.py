@@ -23,7 +23,7 @@ from attnmesh.core.ranges import Ranges
 from attnmesh.core.validation import check_count, check_positive
 from attnmesh.generation.passes import CachePass, DecodeGraphs, DecodePass, PrefillPass
 from attnmesh.generation.tensor_parallel import TensorParallel
-from attnmesh.integrations.transformers_attention import check_model
+from attnmesh.integrations.transformers_models import check_config, check_model
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.sequence import NewTokens
 from attnmesh.kv_cache.sequence import Sequence as CacheSequence
@@ -31,6 +31,12 @@ from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.ops.storage import PLAIN
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.positions import LocalPositions, SequenceShards, balance, interleave
+
+MODELS = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi", "phi3", "glm4", "olmo2", "smollm3", "granite",
+    "cohere", "starcoder2", "gpt2", "gpt_oss", "gemma3_text",
+)  # fmt: skip
+"""The `model_type`s whose generated tokens are tested against one process."""
 
 BLOCK_SIZE = 32
 _MIN_TOKENS_PER_RANK = 2  # with as many, any layout gives every rank some tokens of a chunk
@@ -79,6 +85,7 @@ class Engine:
         on_prefill: Callable[[int, int], None] | None = None,
     ) -> None:
         check_model(model)
+        check_generation(model.config, type(model).__name__)
         self.model, self._on_prefill = model, on_prefill
         self.prefill_tokens = self.reused_tokens = 0
         self.context = ContextParallel(comm_from(comm), layout=layout, schedule=schedule)
@@ -101,7 +108,7 @@ class Engine:
             raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {weight.dtype}")
         self.cache = BlockCache(
             layers=config.num_hidden_layers, num_blocks=_num_blocks(self._capacity) + 4 * max_sequences,
-            block_size=BLOCK_SIZE, kv_heads=config.num_key_value_heads, head_dim=_head_dim(config),
+            block_size=BLOCK_SIZE, kv_heads=_kv_heads(config), head_dim=_head_dim(config),
             storage=plain[weight.dtype], device=weight.device, max_sequences=max_sequences, max_length=self._capacity,
         )  # fmt: skip
         self.sequences: list[EngineSequence] = []
@@ -372,6 +379,27 @@ class Engine:
         return comm.all_gather(x.contiguous() if comm.rank == rank else x.new_empty(0), shapes)[rank]
 
 
+def check_generation(config: Any, name: str) -> None:
+    """Raise ValueError unless models of this configuration can generate over a sharded KV cache."""
+    check_config(config, name)
+    kind = getattr(config, "model_type", None)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        raise ValueError(f"{name}: attn_logit_softcapping must be None over a sharded KV cache, got {softcap}")
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(
+            f"{name}: layer_types must be full_attention or sliding_attention over a sharded KV cache, got "
+            "chunked_attention"
+        )
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"{name}: keys and values must have one width over a sharded KV cache, got multi-head latent attention "
+            f"(kv_lora_rank {config.kv_lora_rank})"
+        )
+    if kind not in MODELS:
+        raise ValueError(f"model_type must be one of {', '.join(MODELS)} to generate, got {kind!r} ({name})")
+
+
 def min_prefill_chunk(world: int) -> int:
     """The fewest tokens that any layout can shard over `world` ranks."""
     return _MIN_TOKENS_PER_RANK * world
@@ -379,7 +407,7 @@ def min_prefill_chunk(world: int) -> int:
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one token in all layers of a model."""
-    return 2 * int(config.num_hidden_layers) * int(config.num_key_value_heads) * _head_dim(config) * dtype.itemsize
+    return 2 * int(config.num_hidden_layers) * _kv_heads(config) * _head_dim(config) * dtype.itemsize
 
 
 @torch.no_grad()
@@ -391,6 +419,11 @@ def _logits(model: Any, cache_pass: CachePass, ids: Tensor, positions: Tensor, k
     )  # fmt: skip
     logits: Tensor = out.logits
     return logits
+
+
+def _kv_heads(config: Any) -> int:
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
 
 
 def _head_dim(config: Any) -> int:

@@ -17,7 +17,6 @@ from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.ranges import Ranges
-from attnmesh.integrations.transformers_attention import ShardedPass
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import write_tokens
 from attnmesh.parallel.context import ContextParallel
@@ -73,8 +72,7 @@ class PrefillPass(CachePass):
     ) -> Tensor:
         """The output of this rank's queries over all tokens up to and including this chunk."""
         if self.begin == 0:
-            first = ShardedPass(self.context, self.length)
-            return first.attend(layer, q, k, v, mask=mask, scale=scale, sinks=sinks)
+            return self.context.attention(q, k, v, mask=mask, scale=scale, sinks=sinks, length=self.length)
         keys, values = self._stored(self.cache.keys(layer)), self._stored(self.cache.values(layer))
         return prefill_attention(
             self.context.comm, q, self.parts, keys, values, self.stored, mask=mask, scale=scale, sinks=sinks

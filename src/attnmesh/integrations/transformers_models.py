@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from attnmesh.core.optional import require
 from attnmesh.core.validation import shown
 
 NAME = "attnmesh"
@@ -43,13 +42,12 @@ def check_config(config: Any, name: str | None = None) -> None:
     """
     name = type(config).__name__ if name is None else name
     layers = _layer_types(config)
-    if layers is not None:
-        for layer in layers:
-            if layer not in SERVED_LAYERS and layer not in _TOKENWISE_LAYERS:
-                raise ValueError(
-                    f"{name}: layer_types must be {', '.join(SERVED_LAYERS)}, as other layers that mix tokens would "
-                    f"see one rank's tokens only, got {', '.join(sorted(set(layers)))}"
-                )
+    for layer in layers or ():
+        if layer not in SERVED_LAYERS and layer not in _TOKENWISE_LAYERS:
+            raise ValueError(
+                f"{name}: layer_types must be {', '.join(SERVED_LAYERS)}, as other layers that mix tokens would see "
+                f"one rank's tokens only, got {', '.join(sorted(set(layers or ())))}"
+            )
     refusal = _refusal(type(config), layers is not None)
     if refusal:
         raise ValueError(f"{name}: {refusal}")
@@ -68,7 +66,7 @@ def check_model(model: Any) -> None:
             f"attn_implementation of the model must be {NAME!r} (load it with attn_implementation={NAME!r} or call "
             f"model.set_attn_implementation({NAME!r})), got {implementation!r}"
         )
-    for path, mixer in _mixers(model):
+    for path, mixer in _mixers(model) if isinstance(model, nn.Module) else ():
         raise ValueError(f"{name}: layers must mix tokens in their attention only, got {path}, a {mixer}")
 
 
@@ -118,7 +116,6 @@ def _refusal_by_code(config_class: type, names_layers: bool) -> str:
 
 def _code(config_class: type) -> tuple[ModuleType, list[Any]] | None:
     """The module with the code of the models that have this configuration, and their classes."""
-    base = require("transformers.modeling_utils", extra="hf").PreTrainedModel
     for parent in config_class.__mro__:
         own = parent.__module__
         for name in dict.fromkeys([own.replace(".configuration_", ".modeling_"), own]):
@@ -128,15 +125,11 @@ def _code(config_class: type) -> tuple[ModuleType, list[Any]] | None:
                 continue
             models = [
                 model for model in vars(module).values()
-                if inspect.isclass(model) and issubclass(model, base) and _is_config(model, parent)
+                if inspect.isclass(model) and getattr(model, "config_class", None) is parent
             ]  # fmt: skip
             if models:
                 return module, models
     return None
-
-
-def _is_config(model: Any, config_class: type) -> bool:
-    return getattr(model, "config_class", None) is config_class
 
 
 def _mixers(model: nn.Module) -> list[tuple[str, str]]:

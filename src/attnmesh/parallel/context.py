@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
@@ -18,7 +19,7 @@ from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_device, check_dtype
 from attnmesh.ops.dense.api import choose_fused
-from attnmesh.ops.dense.call import check_batch, check_inputs, check_score_terms
+from attnmesh.ops.dense.call import check_batch, check_dim_order, check_inputs, check_score_terms
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.executor import (
     BACKENDS,
@@ -118,6 +119,14 @@ class ContextParallel(ExecutorFactory):
         """The number of ranks."""
         return self.comm.world
 
+    def with_layout(self, layout: Layout) -> ContextParallel:
+        """The same ranks, schedule and backend with another layout. Nothing is sent and no group is created."""
+        check_layout("layout", layout)
+        other = copy.copy(self)
+        other.layout, other._calls = layout, {}
+        other._handle = context_handle(other)
+        return other
+
     def positions(self, length: int) -> Tensor:
         """The global positions of this rank's tokens, in local order, as rotary embeddings need them."""
         return self.layout.positions(length, self.world, self.rank)
@@ -173,7 +182,8 @@ class ContextParallel(ExecutorFactory):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over the keys of all ranks.
 
-        q [B,Hq,n,D], k [B,Hkv,m,D] and v [B,Hkv,m,Dv] are this rank's shards, with kv heads unexpanded. `length` is the
+        q [B,Hq,n,D], k [B,Hkv,m,D] and v [B,Hkv,m,Dv] are this rank's shards, heads before positions as in
+        `scaled_dot_product_attention` (not [B,n,Hq,D] as in FlashAttention), with kv heads unexpanded. `length` is the
         length of the whole sequence; without it, every rank must hold equally many positions. Keys of another sequence
         (cross attention) have their own `key_length`, and `key_layout` if it differs; positions start at 0 in both.
         Returns out [B,Hq,n,Dv], and with `return_lse` the float32 lse [B,Hq,n]; both are differentiable.
@@ -272,6 +282,8 @@ class ContextParallel(ExecutorFactory):
         if key_layout is not None:
             check_layout("key_layout", key_layout)
         inferred = "" if length is not None else " (positions per rank x world; pass length= if they differ)"
+        if length is None and key_length is None:
+            check_dim_order(q, k, q.shape[2] * self.world, k.shape[2] * self.world)
         length = q.shape[2] * self.world if length is None else length
         _check_lengths(mask, length, key_length)
         check_batch(mask, q)

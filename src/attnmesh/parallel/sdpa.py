@@ -42,6 +42,8 @@ def attention_context_parallel(
     Each of `buffers` is sharded in place along its dimension in `buffer_seq_dims`, and restored on exit unless it is in
     `no_restore_buffers`. Their length is used if `length` is None.
 
+    Tensors are [B,H,n,D], as `scaled_dot_product_attention` takes them.
+
     Only the thread that enters it is affected. Run the backward inside if there are buffers or activation checkpoints.
     """
     if isinstance(group, ContextParallel):

@@ -41,11 +41,11 @@ from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.optional import require
 from attnmesh.core.validation import check_timeout
+from attnmesh.generation.engine import check_generation
 from attnmesh.generation.generator import GenerationStats, Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
-from attnmesh.integrations.transformers_attention import check_config
 from attnmesh.planner.counts import MAX_LENGTH
 from attnmesh.report.data import MOST_RANKS
 
@@ -170,7 +170,7 @@ def _prepare_model(model: Path | None, display: Display) -> tuple[Path, Any, Any
         folder = model_folder(model)
         config, tokenizer = load_config_and_tokenizer(folder)
     try:
-        check_config(config, ", ".join(config.architectures or ()) or str(folder))
+        check_generation(config, ", ".join(config.architectures or ()) or str(folder))
     except ValueError as error:
         raise ModelError(f"{folder}: {error}") from None
     return folder, config, tokenizer

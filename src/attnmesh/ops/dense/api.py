@@ -25,6 +25,7 @@ from attnmesh.ops.dense.call import (
     Result,
     Scores,
     check_batch,
+    check_dim_order,
     check_inputs,
     check_score_terms,
     contiguous_last_dim,
@@ -73,6 +74,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention on one device: q [B,Hq,Sq,D], k [B,Hkv,Sk,D] and v [B,Hkv,Sk,Dv] to out [B,Hq,Sq,Dv].
 
+    Heads come before positions, as in `scaled_dot_product_attention`; pass `x.transpose(1, 2)` of tensors in the order
+    of FlashAttention, [B,S,H,D]. More heads than positions on both sides warn, or raise if no model has so many heads.
     Query head h reads kv head `h // (Hq // Hkv)`. `out` has the dtype of q. A row that attends to no key has out 0 and
     lse -inf (with sinks, the sink). There is no dropout.
 
@@ -247,6 +250,8 @@ def _prepared(
     check_score_terms(q, softcap, sinks, alibi_slopes)
     check_mask("mask", mask)
     check_batch(mask, q)
+    if q_at is None and k_at is None and mask.length is None:  # nothing else tells positions from heads
+        check_dim_order(q, k, q.shape[2], k.shape[2])
     if k_at is None:
         mask.check(k.shape[2])
     q, k, v = (contiguous_last_dim(x) for x in (q, k, v))

@@ -15,7 +15,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.merge import sink_gradient
 from attnmesh.core.optional import installed, require
 from attnmesh.core.state import accumulation_dtype
-from attnmesh.core.validation import check_number, check_tensor
+from attnmesh.core.validation import check_number, check_tensor, warn_caller
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Block, Kind, Visibility
 from attnmesh.trace.recorder import Recorder
@@ -213,6 +213,30 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
             raise ValueError(f"head_dim must be at least 1, got 0 in {name} {list(x.shape)}")
     if scale is not None:
         check_number("scale", scale)
+
+
+_MAX_HEADS = 256
+"""More heads than any model has."""
+
+
+def check_dim_order(q: Tensor, k: Tensor, length: int, key_length: int) -> None:
+    """Raise ValueError, or warn, if q and k seem to be [batch, seq, heads, head_dim], as FlashAttention has them.
+
+    The lengths are those of the whole sequences. Both must be shorter than there are heads. It raises if there are more
+    heads than any model has. It warns if q and k have equally many heads and the lengths are such as head counts are:
+    a short prompt of a model with fewer KV heads, and a decode step, do not look like that.
+    """
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if not (1 < length < heads and 0 < key_length < kv_heads):
+        return
+    text = (
+        f"q and k, [batch, heads, seq, head_dim], have more heads than positions, got q {list(q.shape)} and k "
+        f"{list(k.shape)}: if they are [batch, seq, heads, head_dim], pass x.transpose(1, 2)"
+    )
+    if min(heads, kv_heads) > _MAX_HEADS:
+        raise ValueError(f"{text}; heads that are in fact sequences belong to the batch dimension")
+    if heads == kv_heads and length % key_length == 0:
+        warn_caller(text)
 
 
 def check_batch(mask: Mask, q: Tensor) -> None:

@@ -1,0 +1,146 @@
+"""Which tokens of a batch belong together: documents that are packed into a row, and padding, as a mask.
+
+The mask is derived from `[batch, tokens]` tensors on the host. No `[tokens, tokens]` tensor is ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.masks import Causal, Chunked, Documents, Full, Mask, PerSequence, Slices
+from attnmesh.core.validation import shown
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The documents and the padding of a batch: `mask` allows pairs of tokens of the same document.
+
+    A token of padding attends to nothing, and nothing attends to it. `first[b]` is the first token of row b that is not
+    padding. A batch without documents and padding has `mask=None`.
+    """
+
+    mask: Mask | None
+    first: tuple[int, ...]
+    length: int
+
+    def apply(self, layer: Mask) -> Mask:
+        """The mask of a layer within the documents. Chunks of chunked attention begin after the padding."""
+        if isinstance(layer, Chunked) and any(self.first):
+            layer = Causal() & _per_row([_chunks(layer.size, begin, self.length) for begin in self.first])
+        return layer if self.mask is None else layer & self.mask
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the work of positions depends on documents or padding."""
+        return self.mask is not None
+
+
+def packing_of(starts: Tensor | None, real: Tensor | None, shape: tuple[int, int]) -> Packing:
+    """The packing of a batch of this shape [B, S].
+
+    Args:
+        starts: bool [B, S] on the host, the tokens that begin a document; None if every row is one document.
+        real: bool [B, S] on the host, the tokens that are not padding; None if there is no padding.
+    """
+    rows, length = shape
+    every = [
+        _row(None if starts is None else starts[i], None if real is None else real[i], length) for i in range(rows)
+    ]
+    masks = [mask for mask, _ in every]
+    first = tuple(begin for _, begin in every)
+    if all(isinstance(mask, Full) for mask in masks):
+        return Packing(None, first, length)
+    return Packing(_per_row(masks), first, length)
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
+    """The tokens [B, S] whose position does not follow that of the token before: as Transformers finds packed rows."""
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return starts
+
+
+def check_gaps(position_ids: Tensor | None, starts: Tensor | None, real: Tensor) -> None:
+    """Raise ValueError for padding inside a document; between two documents it is allowed."""
+    for row in range(real.shape[0]):
+        runs = real[row].int().diff(prepend=real.new_zeros(1).int())
+        for begin in (runs == 1).nonzero().flatten().tolist()[1:]:
+            before = int(real[row, :begin].nonzero()[-1])
+            if starts is None or position_ids is None or position_ids[row, begin] > position_ids[row, before]:
+                raise ValueError(
+                    f"attention_mask must hide tokens before, after or between documents, got row {row} with hidden "
+                    f"tokens {before + 1} to {begin - 1} inside a document (position_ids that restart begin a new one)"
+                )
+
+
+def lengths_to_positions(
+    document_lengths: Sequence[Sequence[int]], real: Tensor | None, shape: tuple[int, int]
+) -> Tensor:
+    """position_ids [B, S] that restart with every document, from the lengths of the documents of every row."""
+    rows, length = shape
+    if not _is_lengths(document_lengths) or len(document_lengths) != rows:
+        raise ValueError(
+            f"document_lengths must be a list of {rows} lists of positive lengths, one for each row of input_ids, got "
+            f"{shown(document_lengths)}"
+        )
+    positions = torch.zeros(shape, dtype=torch.int64, device="cpu")
+    for row, lengths in enumerate(document_lengths):
+        tokens = length if real is None else int(real[row].sum())
+        if sum(lengths) != tokens:
+            raise ValueError(
+                f"document_lengths[{row}] must add up to the {tokens} tokens of the row that are not padding, got "
+                f"{shown(list(lengths))}, which add up to {sum(lengths)}"
+            )
+        begin = 0 if real is None or not tokens else int(real[row].nonzero()[0])
+        for count in lengths:
+            positions[row, begin : begin + count] = torch.arange(count, device="cpu")
+            begin += count
+    return positions
+
+
+def _is_lengths(value: object) -> bool:
+    return isinstance(value, Sequence) and all(
+        isinstance(row, Sequence)
+        and not isinstance(row, str)
+        and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in row)
+        for row in value
+    )
+
+
+def _row(starts: Tensor | None, real: Tensor | None, length: int) -> tuple[Mask, int]:
+    """The mask of one row, and its first token that is not padding."""
+    begin, end = 0, length
+    cuts = torch.zeros(max(length, 1), dtype=torch.bool, device="cpu")
+    if real is not None:
+        tokens = real.nonzero().flatten()
+        if not tokens.numel():
+            return Slices([]), length
+        begin, end = int(tokens[0]), int(tokens[-1]) + 1
+        cuts[1:] |= real[1:] != real[:-1]
+    if starts is not None:
+        cuts[: len(starts)] |= starts
+    inside = [at for at in cuts.nonzero().flatten().tolist() if begin < at < end]
+    mask: Mask = Full()
+    if inside:
+        bounds = sorted({0, begin, *inside, end, length})
+        mask = Documents([b - a for a, b in pairwise(bounds)])
+    if begin > 0 or end < length:
+        tokens_only = Slices([(range(begin, end), range(begin, end), "full")])
+        mask = tokens_only & mask if inside else tokens_only
+    return mask, begin
+
+
+def _per_row(masks: Sequence[Mask]) -> Mask:
+    """One mask if all rows have the same."""
+    return masks[0] if all(mask == masks[0] for mask in masks) else PerSequence(masks)
+
+
+def _chunks(size: int, begin: int, length: int) -> Mask:
+    """Chunks of `size` tokens from token `begin` on."""
+    bounds = [*([0] if begin else []), *range(begin, length, size), length]
+    return Documents([b - a for a, b in pairwise(bounds)])

@@ -1,0 +1,321 @@
+"""A batch of a Transformers model over ranks: `shard_inputs` gives a rank its tokens, `ShardedPass` attends over all.
+
+Every rank has the whole batch and takes its shard. Packed documents and padding are found in the whole batch, on every
+rank alike, before it is sharded.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnmesh.comm import SharedValues, check_on_all_ranks
+from attnmesh.core.layouts import Balanced
+from attnmesh.core.masks import Causal, Mask
+from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
+from attnmesh.integrations.packing import (
+    Packing,
+    check_gaps,
+    document_starts,
+    lengths_to_positions,
+    packing_of,
+)
+from attnmesh.parallel.context import ContextParallel
+
+IGNORED_LABEL = -100  # skipped by Transformers' losses
+_NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch", "mesh", "use_cache")
+
+
+class ShardedPass:
+    """How a model attends in one forward pass over rows of `length` tokens that are sharded over ranks.
+
+    A model takes it as the keyword argument `mesh`. It is not a dataclass, because wrappers of models rebuild those.
+
+    Attributes:
+        cp: the ranks, with the layout of this batch.
+        length: the number of tokens of a whole row.
+        packing: the documents and the padding of the whole batch.
+        position_ids: this rank's positions [B, n], as the model takes them.
+        attention_mask: this rank's tokens [B, n] that are not padding.
+    """
+
+    def __init__(
+        self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
+    ) -> None:
+        self.cp, self.length, self.packing = cp, length, packing
+        self.position_ids, self.attention_mask = position_ids, attention_mask
+        self._masks: dict[Mask, Mask] = {}
+        self._accepted: dict[str, Tensor] = {}
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's shard of a tensor that has one entry per token along `dim`."""
+        return self.cp.shard(x, dim).contiguous()
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor from the shards of all ranks, on every rank. Its gradients are summed over ranks."""
+        return self.cp.unshard(x, dim, self.length)
+
+    def mask(self, layer: Mask) -> Mask:
+        """The mask of a layer within the documents of this batch."""
+        if layer not in self._masks:
+            self._masks[layer] = self.packing.apply(layer)
+        return self._masks[layer]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None,
+        softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Out of this rank's queries over the keys of all ranks."""
+        return self.cp.attention(
+            q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
+        )
+
+    def check_given(self, name: str, given: Tensor) -> None:
+        """Raise ValueError on every rank if the model was given other positions or another mask than this pass has.
+
+        Documents and padding come from the whole batch, so a tensor that replaces this rank's shard has no effect on
+        attention. A copy, such as one on another device, is compared once.
+        """
+        expected: Tensor = getattr(self, name)
+        if given is expected or given is self._accepted.get(name) or torch.compiler.is_compiling():
+            return
+
+        def check() -> tuple[None, SharedValues]:
+            if given.shape != expected.shape or not torch.equal(given.to(expected), expected):
+                raise ValueError(
+                    f"{name} must be that of shard_inputs, got another tensor of shape {list(given.shape)}: pass the "
+                    f"whole {name} to shard_inputs, which finds packed documents and padding in it"
+                )
+            return None, {}
+
+        check_on_all_ranks(self.cp.comm, f"a model's {name}", check, force=True)
+        self._accepted[name] = given
+
+
+def sharded_pass(
+    cp: ContextParallel,
+    input_ids: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    document_lengths: Sequence[Sequence[int]] | None = None,
+    balance: bool = True,
+) -> ShardedPass:
+    """The pass over a whole batch [B, S]; arguments as in `shard_inputs`.
+
+    Ranks compare their batches, and a difference raises ValueError on every rank.
+    """
+    check_type("cp", cp, ContextParallel)
+
+    def check() -> tuple[ShardedPass, SharedValues]:
+        return _checked_pass(cp, input_ids, position_ids, attention_mask, document_lengths, balance)
+
+    return check_on_all_ranks(cp.comm, "shard_inputs", check, force=True)
+
+
+def shard_inputs(
+    cp: ContextParallel,
+    input_ids: Tensor,
+    labels: Tensor | None = None,
+    *,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    document_lengths: Sequence[Sequence[int]] | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    balance: bool = True,
+    **per_token: Tensor,
+) -> dict[str, Any]:
+    """This rank's shard of a batch [B, S], as keyword arguments of a model: `model(**shard_inputs(cp, ids, ids))`.
+
+    Args:
+        cp: the ranks and the layout.
+        input_ids: tokens [B, S], the same on every rank.
+        labels: as Transformers takes them, usually the tokens themselves, -100 where there is no loss. They are shifted
+            by one position before they are sharded.
+        position_ids: positions [B, S] or [1, S]; 0, 1, 2, ... by default. A position that does not follow the one
+            before begins a new document, which attends to itself only. Rows may be packed differently.
+        attention_mask: [B, S], 0 where a token is padding: before, after or between documents.
+        document_lengths: the lengths of the documents of every row, instead of position_ids that restart.
+        num_items_in_batch: the number of labels that the loss is divided by; by default those of this batch.
+        balance: give packed or padded rows the layout `Balanced`, which divides their work evenly.
+        per_token: more tensors [B, S, ...] to shard, under the names that the model takes.
+
+    The model's loss is this rank's share of the mean over the labels of all ranks: the sum over all ranks of their
+    losses is the loss, and that of their gradients is the gradient. A rank without labels has the loss 0.
+    `inputs["mesh"].unshard(logits)` returns the logits of the whole batch, `gather_log_probs` those of its labels.
+    """
+    check_type("cp", cp, ContextParallel)
+
+    def check() -> tuple[ShardedPass, SharedValues]:
+        _check_batch(input_ids, labels, num_items_in_batch, per_token)
+        return _checked_pass(cp, input_ids, position_ids, attention_mask, document_lengths, balance)
+
+    mesh = check_on_all_ranks(cp.comm, "shard_inputs", check, force=True)
+    inputs: dict[str, Any] = {
+        "input_ids": mesh.shard(input_ids),
+        "position_ids": mesh.position_ids,
+        # Without a mask Transformers would treat positions that are not consecutive as packed sequences.
+        "attention_mask": mesh.attention_mask,
+        "use_cache": False,
+        "mesh": mesh,
+    }
+    inputs |= {name: mesh.shard(x) for name, x in per_token.items()}
+    if labels is not None:
+        shifted = F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+        local = mesh.shard(shifted)
+        count = (shifted != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
+        count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        inputs |= {"labels": local, "shift_labels": local, "num_items_in_batch": count}
+    return inputs
+
+
+def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
+    """The log-probabilities of the labels of the whole batch, float32 [B, S], on every rank.
+
+    `inputs` are those of `shard_inputs`, and `logits` [B, n, vocabulary] what the model computed from them. Entry t of
+    a row is the log-probability of label t + 1; where there is no label, it is 0. Only one number per token is sent.
+    Differentiable: gradients are summed over ranks, so a loss that every rank computes from the result counts once for
+    each rank.
+    """
+    if (
+        not isinstance(inputs, Mapping)
+        or not isinstance(inputs.get("mesh"), ShardedPass)
+        or "shift_labels" not in inputs
+    ):
+        raise ValueError(f"inputs must be those of shard_inputs with labels, got {shown(inputs)}")
+    labels: Tensor = inputs["shift_labels"]
+    mesh: ShardedPass = inputs["mesh"]
+
+    def check() -> tuple[None, SharedValues]:
+        wanted = f"[{labels.shape[0]}, {labels.shape[1]}, vocabulary]"
+        check_tensor("logits", logits, wanted)
+        if logits.dim() != 3 or logits.shape[:2] != labels.shape or not logits.is_floating_point():
+            raise ValueError(f"logits must be floating point {wanted}, got {logits.dtype} {list(logits.shape)}")
+        if logits.device != labels.device:
+            raise ValueError(f"logits must be on the device of the labels, {labels.device}, got {logits.device}")
+        if labels.device.type == "cpu" and labels.numel() and int(labels.max()) >= logits.shape[2]:
+            raise ValueError(
+                f"logits must have an entry for every label, got {logits.shape[2]} and the label {int(labels.max())}"
+            )
+        return None, {"vocabulary": logits.shape[2], "dtype": logits.dtype}
+
+    check_on_all_ranks(mesh.cp.comm, "gather_log_probs", check)
+    nll = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return mesh.unshard(-nll.view(labels.shape))
+
+
+def _checked_pass(
+    cp: ContextParallel,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    document_lengths: Sequence[Sequence[int]] | None,
+    balance: bool,
+) -> tuple[ShardedPass, SharedValues]:
+    """The pass, and what must be equal on all ranks."""
+    _check_ids("input_ids", input_ids)
+    check_bool(balance=balance)
+    rows, length = shape = (input_ids.shape[0], input_ids.shape[1])
+    if length < cp.world:
+        raise ValueError(f"input_ids must have at least one token per rank ({cp.world}), got {list(input_ids.shape)}")
+    real = None if attention_mask is None else _real_tokens(attention_mask, input_ids)
+    positions = None if position_ids is None else _host_positions(position_ids, input_ids)
+    if document_lengths is not None:
+        if positions is not None:
+            raise ValueError(
+                f"document_lengths must be None if position_ids are given, which restart with a document, got "
+                f"{shown(document_lengths)}"
+            )
+        if real is not None:
+            check_gaps(None, None, real)
+        positions = lengths_to_positions(document_lengths, real, shape)
+    starts = None if positions is None else document_starts(positions)
+    if real is not None:
+        check_gaps(positions, starts, real)
+        real = None if bool(real.all()) else real
+    packing = packing_of(starts, real, shape)
+    if balance and packing.mask is not None:
+        cp = cp.with_layout(Balanced(Causal() & packing.mask))
+
+    device = input_ids.device
+    if positions is None:
+        local = cp.positions(length).to(device)[None].expand(rows, -1)
+    else:
+        local = cp.shard(positions, 1).to(device, non_blocking=True)
+    present = torch.ones(1, 1, dtype=torch.bool, device=device).expand(*local.shape)
+    if real is not None:
+        present = cp.shard(real, 1).to(device, non_blocking=True)
+    values: SharedValues = {
+        "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance,
+        # On another device, reading the tokens would stall it.
+        "checksum of input_ids": zlib.crc32(input_ids.contiguous().numpy()) if device.type == "cpu" else None,
+    }  # fmt: skip
+    return ShardedPass(cp, length, packing, local, present), values
+
+
+def _check_batch(
+    input_ids: Tensor, labels: Tensor | None, num_items_in_batch: Tensor | int | None, per_token: Mapping[str, Tensor]
+) -> None:
+    _check_ids("input_ids", input_ids)
+    if labels is not None:
+        _check_ids("labels", labels)
+        if labels.shape != input_ids.shape or labels.device != input_ids.device:
+            raise ValueError(
+                f"labels must have the shape of input_ids, {list(input_ids.shape)}, and be on {input_ids.device}, got "
+                f"{list(labels.shape)} on {labels.device}"
+            )
+    if num_items_in_batch is not None and not (
+        (isinstance(num_items_in_batch, Tensor) and num_items_in_batch.dim() == 0)
+        or (isinstance(num_items_in_batch, int) and not isinstance(num_items_in_batch, bool))
+    ):
+        raise ValueError(f"num_items_in_batch must be an integer, got {shown(num_items_in_batch)}")
+    for name, x in per_token.items():
+        if name in _NAMES or not isinstance(x, Tensor) or x.shape[:2] != input_ids.shape:
+            got = list(x.shape) if isinstance(x, Tensor) else shown(x)
+            raise ValueError(f"{name} must be a tensor {list(input_ids.shape)} and more dimensions, got {got}")
+
+
+def _check_ids(name: str, ids: Tensor) -> None:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else f"{type(ids).__name__} {shown(ids)}"
+        raise ValueError(f"{name} must be an int32 or int64 tensor [batch, tokens], got {got}")
+
+
+def _check_readable(name: str, x: Tensor) -> None:
+    check_tensor(name, x)
+    if x.device.type == "meta":
+        raise ValueError(f"{name} must have values, got a tensor on the device meta")
+
+
+def _host_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
+    _check_ids("position_ids", position_ids)
+    _check_readable("position_ids", position_ids)
+    if position_ids.shape not in (input_ids.shape, (1, input_ids.shape[1])):
+        raise ValueError(
+            f"position_ids must have the shape of input_ids, {list(input_ids.shape)}, or [1, {input_ids.shape[1]}], "
+            f"got {list(position_ids.shape)}"
+        )
+    return position_ids.cpu().long().expand(input_ids.shape)
+
+
+def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
+    """The tokens that are not padding, bool [B, S] on the host."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else shown(attention_mask)
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}, got {got}: a mask of pairs of "
+            f"tokens is not supported, documents are given by position_ids or document_lengths"
+        )
+    _check_readable("attention_mask", attention_mask)
+    given = attention_mask.cpu()
+    real = given.bool()
+    if not torch.equal(real.to(given.dtype), given):
+        raise ValueError(f"attention_mask must be 0 and 1 (padding is 0), got values up to {given.max().item()}")
+    return real

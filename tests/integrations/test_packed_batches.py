@@ -1,0 +1,277 @@
+"""Packed and padded batches over ranks: loss, logits and every gradient equal those of single documents in float64."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attnmesh as am
+from attnmesh.core.masks import Chunked
+from attnmesh.integrations.packing import packing_of
+from attnmesh.integrations.sharded_batch import shard_inputs, sharded_pass
+from helpers.models import KINDS, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
+
+LENGTH = 37
+ROWS = (
+    ((0, 10), (10, 11), (11, 30), (30, 37)),  # packed
+    ((4, 20), (20, 33)),  # packed, with padding on both sides
+    ((0, 15), (18, 37)),  # padding between documents
+    ((0, 31),),  # padding on the right
+)
+
+
+def batch(rows=ROWS, length=LENGTH):
+    """Tokens, labels, position_ids and attention_mask; no label is predicted by a token of padding."""
+    ids = torch.tensor([random_ids(length, seed) for seed in range(len(rows))])
+    positions, real = torch.zeros_like(ids), torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
+    for row, documents in enumerate(rows):
+        for begin, end in documents:
+            positions[row, begin:end] = torch.arange(end - begin)
+            real[row, begin:end] = 1
+            labels[row, begin:end] = ids[row, begin:end]
+    labels[:, 1:][real[:, :-1] == 0] = -100
+    labels[0, 3:8] = -100
+    return ids, labels, positions, real
+
+
+def documents_in_one_process(kind, ids, labels, rows):
+    """Logits, loss and gradients of a float64 model that computes one document at a time."""
+    model = transformers_model(kind, torch.float64)
+    logits = torch.zeros(*ids.shape, model.config.vocab_size, dtype=torch.float64)
+    for row, documents in enumerate(rows):
+        for begin, end in documents:
+            logits[row, begin:end] = model(input_ids=ids[row : row + 1, begin:end], use_cache=False).logits[0]
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    loss = F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
+    return logits.detach(), loss.detach(), torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def step_over_ranks(kind, world, ids, labels, **packing):
+    def rank(comm):
+        model = copy.deepcopy(attnmesh_model(kind)).train()
+        inputs = shard_inputs(am.ContextParallel(comm), ids, labels, **packing)
+        with torch.autograd.set_multithreading_enabled(False):
+            out = model(**inputs)
+            out.loss.backward()
+        logits = inputs["mesh"].unshard(out.logits.detach())
+        log_probs = am.gather_log_probs(inputs, out.logits.detach())
+        return out.loss.detach(), logits, log_probs, [weight.grad for weight in model.parameters()]
+
+    return on_virtual_ranks(world, rank)
+
+
+def check(kind, world, rows=ROWS, **options):
+    ids, labels, positions, real = batch(rows)
+    wanted, loss, gradients = documents_in_one_process(kind, ids, labels, rows)
+    found = step_over_ranks(kind, world, ids, labels, position_ids=positions, attention_mask=real, **options)
+    torch.testing.assert_close(sum(rank[0] for rank in found).double(), loss, rtol=1e-5, atol=1e-6)
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    of_labels = wanted.log_softmax(-1).gather(-1, shifted.clamp(min=0)[..., None])[..., 0] * (shifted != -100)
+    seen = real.bool()
+    for _, logits, log_probs, _ in found:
+        torch.testing.assert_close(logits[seen].double(), wanted[seen], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(log_probs.double(), of_labels, rtol=1e-4, atol=1e-4)
+    names = [name for name, _ in transformers_model(kind).named_parameters()]
+    for at, (name, right) in enumerate(zip(names, gradients, strict=True)):
+        parts = [rank[3][at] for rank in found if rank[3][at] is not None]
+        total = sum(parts) if parts else torch.zeros_like(right)
+        assert torch.isfinite(total).all(), name
+        assert (total - right).norm() <= 3e-5 * right.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize(("kind", "world"), [("llama", 3), ("mistral", 2), ("gpt_oss", 3)])
+def test_packed_and_padded_rows_equal_single_documents(kind, world):
+    check(kind, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_and_padded_rows_everywhere(kind, world, balance):
+    check(kind, world, balance=balance)
+    check(kind, world, rows=(((0, 20), (20, 37)),) * 2, balance=balance)
+
+
+def test_document_lengths_are_position_ids_that_restart():
+    rows = (ROWS[0], ((5, 12), (12, 37)))
+    ids, labels, positions, real = batch(rows)
+    lengths = [[end - begin for begin, end in row] for row in rows]
+
+    def rank(comm):
+        cp = am.ContextParallel(comm)
+        given = shard_inputs(cp, ids, labels, attention_mask=real, document_lengths=lengths)
+        other = shard_inputs(cp, ids, labels, attention_mask=real, position_ids=positions)
+        assert given["mesh"].packing == other["mesh"].packing
+        return all(torch.equal(given[name], other[name]) for name in ("input_ids", "position_ids", "labels"))
+
+    assert all(on_virtual_ranks(2, rank))
+
+
+def test_a_rank_with_ignored_labels_only_has_the_loss_zero():
+    ids = torch.tensor([random_ids(16, 1)])
+    labels = ids.clone()
+    labels[:, 5:] = -100  # everything that rank 1 of a contiguous layout predicts
+
+    def rank(comm):
+        cp = am.ContextParallel(comm, layout=am.Contiguous())
+        losses = [attnmesh_model("llama")(**shard_inputs(cp, ids, given)).loss for given in (labels, labels * 0 - 100)]
+        return [float(loss.detach()) for loss in losses]
+
+    first, second = on_virtual_ranks(2, rank)
+    assert first[0] > 0
+    assert [first[1], *second] == [0, 0, 0]
+
+
+def test_packed_rows_have_a_layout_that_balances_their_work():
+    lengths = [300, 20, 80, 600, 24]
+    ids = torch.zeros(1, 1024, dtype=torch.long)
+
+    def rank(comm):
+        found = sharded_pass(am.ContextParallel(comm), ids, document_lengths=[lengths])
+        kept = sharded_pass(am.ContextParallel(comm), ids, document_lengths=[lengths], balance=False)
+        plain = sharded_pass(am.ContextParallel(comm), ids)
+        assert plain.cp.layout == kept.cp.layout == am.Zigzag()
+        starts = torch.repeat_interleave(torch.tensor([0, 300, 320, 400, 1000]), torch.tensor(lengths))
+        return [int((at - starts[at] + 1).sum()) for at in (found.cp.positions(1024), kept.cp.positions(1024))]
+
+    work = torch.tensor(on_virtual_ranks(4, rank)).double()
+    balanced, zigzag = (work.max(0).values / work.mean(0)).tolist()
+    assert balanced < 1.02 < zigzag
+
+
+def test_chunks_begin_after_the_padding():
+    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 10]).bool()
+    mask = packing_of(None, real, (2, 10)).apply(Chunked(4))
+    at = torch.arange(10)
+    left = torch.tensor([3, 0])[:, None]
+    chunk = (at - left) // 4
+    wanted = (chunk[:, :, None] == chunk[:, None, :]) & (at[:, None] >= at) & real[:, :, None] & real[:, None, :]
+    assert torch.equal(mask.visible(at[:, None], at[None, :]), wanted)
+
+
+def test_more_tensors_per_token_and_a_count_of_items_are_taken():
+    ids = torch.arange(8)[None] + 10
+    weights = torch.rand(1, 8, 3)
+
+    def rank(comm):
+        cp = am.ContextParallel(comm, layout=am.Striped())
+        return shard_inputs(cp, ids, ids, num_items_in_batch=40, token_type_ids=ids, weights=weights)
+
+    for at, found in enumerate(on_virtual_ranks(2, rank)):
+        assert found["num_items_in_batch"] == 40
+        assert torch.equal(found["token_type_ids"], ids[:, at::2])
+        assert torch.equal(found["weights"], weights[:, at::2])
+
+
+def test_log_probabilities_are_differentiable():
+    ids = torch.tensor([random_ids(13, 1), random_ids(13, 2)])
+    factors = torch.randn(2, 13, dtype=torch.float64)
+    model = transformers_model("qwen3", torch.float64)
+    chosen = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    wanted = torch.autograd.grad((chosen * factors[:, :-1]).sum(), list(model.parameters()))
+
+    def rank(comm):
+        model = copy.deepcopy(attnmesh_model("qwen3"))
+        inputs = shard_inputs(am.ContextParallel(comm), ids, ids)
+        with torch.autograd.set_multithreading_enabled(False):
+            log_probs = am.gather_log_probs(inputs, model(**inputs).logits)
+            ((log_probs * factors).sum() / comm.world).backward()  # every rank computes the same loss
+        return [weight.grad for weight in model.parameters()]
+
+    found = on_virtual_ranks(3, rank)
+    for parts, right in zip(zip(*found, strict=True), wanted, strict=True):
+        assert (sum(parts) - right).norm() <= 2e-5 * right.norm()
+
+
+# What is refused, on every rank.
+
+
+def refused(message, *, world=2, kind="llama", **changes):
+    """Check that every rank raises this message for a batch of which some tensors are changed."""
+    ids, labels, positions, real = batch()
+    given = {"input_ids": ids, "labels": labels, "position_ids": positions, "attention_mask": real}
+
+    def rank(comm):
+        mine = {name: x(comm.rank) if callable(x) else x for name, x in (given | changes).items()}
+        with pytest.raises(ValueError, match=message):
+            shard_inputs(am.ContextParallel(comm), **mine)
+        return True
+
+    assert all(on_virtual_ranks(world, rank))
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (r"attention_mask must be 0 and 1", {"attention_mask": torch.full((4, 37), 3)}),
+        (r"attention_mask must have the shape of input_ids", {"attention_mask": torch.ones(4, 1, 37, 37)}),
+        (r"attention_mask must hide .* row 3 with hidden tokens 9 to 11 inside", {
+            "position_ids": None, "attention_mask": torch.ones(4, 37).index_put(
+                (torch.tensor([3, 3, 3]), torch.tensor([9, 10, 11])), torch.zeros(3)),
+        }),
+        (r"position_ids must have the shape .* \[4, 37\], or \[1, 37\], got \[3, 37\]", {
+            "position_ids": torch.zeros(3, 37, dtype=torch.long)}),
+        (r"position_ids must be an int32 or int64 tensor \[batch, tokens\], got torch.int64 \[3, 4, 37\]", {
+            "position_ids": torch.zeros(3, 4, 37, dtype=torch.long)}),
+        (r"document_lengths must be None if position_ids are given", {"document_lengths": [[37]] * 4}),
+        (r"document_lengths\[0\] must add up to the 37 tokens .* add up to 36", {
+            "document_lengths": [[36]] * 4, "position_ids": None, "attention_mask": None}),
+        (r"document_lengths must be a list of 4 lists of positive", {
+            "document_lengths": [[37], [37]], "position_ids": None, "attention_mask": None}),
+        (r"num_items_in_batch must be an integer", {"num_items_in_batch": "all"}),
+        (r"weights must be a tensor \[4, 37\] and more dimensions, got \[37\]", {"weights": torch.ones(37)}),
+    ],
+)  # fmt: skip
+def test_bad_batches_are_refused(message, changes):
+    refused(message, **changes)
+
+
+def test_ranks_with_different_batches_are_refused():
+    ids, _, positions, real = batch()
+    refused("ranks disagree: packing is", position_ids=lambda rank: positions if rank else None, attention_mask=None)
+    refused("ranks disagree: packing is", attention_mask=lambda rank: real if rank else None)
+    refused("ranks disagree: checksum of input_ids is", input_ids=lambda rank: ids + rank)
+    refused("must have the shape of input_ids", input_ids=lambda rank: ids[:, : 37 - rank])
+
+
+def test_tensors_that_replace_those_of_shard_inputs_are_refused_on_every_rank():
+    ids, labels, positions, _ = batch()
+
+    def rank(comm):
+        model = attnmesh_model("llama")
+        inputs = shard_inputs(am.ContextParallel(comm, layout=am.Contiguous()), ids, labels)
+        whole = inputs["mesh"].shard(positions)  # restarts on one rank or on several
+        with pytest.raises(ValueError, match="position_ids must be that of shard_inputs"):
+            model(**inputs | {"position_ids": whole})
+        hidden = torch.ones_like(inputs["attention_mask"])
+        hidden[:, -1] = comm.rank == 0
+        with pytest.raises(ValueError, match="attention_mask must be that of shard_inputs"):
+            model(**inputs | {"attention_mask": hidden})
+        copies = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        return torch.equal(model(**copies).loss, model(**inputs).loss)
+
+    assert all(on_virtual_ranks(2, rank))
+
+
+def test_autocast_casts_as_the_attention_of_torch_does():
+    ids = torch.tensor([random_ids(24, 3)])
+
+    def rank(comm):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inputs = shard_inputs(am.ContextParallel(comm), ids, ids)
+            out = attnmesh_model("llama")(**inputs)
+        return out.loss.detach(), inputs["mesh"].unshard(out.logits.detach())
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        right = transformers_model("llama")(input_ids=ids, labels=ids)
+        alone = attnmesh_model("llama")(input_ids=ids, labels=ids)
+    exact = transformers_model("llama", torch.float64)(input_ids=ids, labels=ids)
+    own = (right.logits - exact.logits).norm()
+    found = on_virtual_ranks(2, rank)
+    for logits in (alone.logits, *(rank[1] for rank in found)):
+        assert logits.dtype == right.logits.dtype
+        assert (logits - exact.logits).norm() <= 1.5 * own
+    torch.testing.assert_close(sum(rank[0] for rank in found), right.loss, rtol=5e-2, atol=0)
