@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from attnmesh.integrations.sharded_batch import shard_inputs
 
 import attnmesh as am
+from attnmesh.integrations.sharded_batch import shard_inputs
 from attnmesh.testing.errors import ROUNDING, relative_error
 from helpers.processes import run_processes
 
