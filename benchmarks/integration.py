@@ -21,7 +21,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from attnmesh.integrations.sharded_batch import shard_inputs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +30,7 @@ from attnmesh.cli.output import Rows
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.masks import Causal, Documents, Mask
 from attnmesh.core.optional import require
+from attnmesh.integrations.sharded_batch import shard_inputs
 from attnmesh.integrations.transformers_attention import NAME, register_attention, transformers_attention
 from attnmesh.parallel.context import ContextParallel
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
