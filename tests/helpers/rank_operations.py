@@ -340,8 +340,10 @@ def _sample(x: Tensors, backend: str) -> Tensors:
 
 def _model_inputs(x: Tensors, backend: str) -> Tensors:
     def shard(comm: am.Comm) -> Tensors:
-        given = am.shard_inputs(am.ContextParallel(comm, schedule="ring"), x["ids"], x["labels"])
-        return {name: one for name, one in given.items() if isinstance(one, Tensor)}
+        cp = am.ContextParallel(comm, schedule="ring")
+        given = am.shard_inputs(cp, x["ids"], x["labels"], position_ids=x["positions"], attention_mask=x["mask"])
+        log_probs = am.gather_log_probs(given, given["mesh"].shard(x["logits"]))
+        return {"log_probs": log_probs} | {name: one for name, one in given.items() if isinstance(one, Tensor)}
 
     return over_ranks(WORLD, shard)
 
@@ -421,8 +423,12 @@ def rank_operations() -> list[Operation]:
         ),
         Operation("sample", ("Sampling.sample",), lambda random: {"logits": random.normal(50)}, _sample),
         Operation(
-            "model inputs", ("shard_inputs",),
-            lambda random: {"ids": random.integers(0, 9, 2, 10), "labels": random.integers(0, 9, 2, 10)}, _model_inputs,
+            "model inputs", ("shard_inputs", "gather_log_probs"),
+            lambda random: {
+                "ids": random.integers(0, 9, 2, 10), "labels": random.integers(0, 9, 2, 10),
+                "positions": torch.tensor([[*range(6), *range(4)], [*range(3), *range(7)]]),
+                "mask": torch.ones(2, 10, dtype=torch.bool), "logits": random.normal(2, 10, 9),
+            }, _model_inputs,
         ),
         Operation(
             "transformers", (), lambda random: _qkv(random) | {"sinks": random.normal(4)}, _transformers,

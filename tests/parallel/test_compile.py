@@ -28,9 +28,9 @@ from attnmesh import (
 from attnmesh.comm import SoloComm
 from attnmesh.core import masks
 from attnmesh.core.layouts import Balanced, Joint
+from attnmesh.core.mask_encoding import _KINDS, decode, encode
 from attnmesh.core.masks import BlockCausal, Chunked, Global, Padding, PerSequence, Prefix, Slices
 from attnmesh.parallel import operator
-from attnmesh.parallel.mask_encoding import _KINDS, decode, encode
 from attnmesh.plan.schedules import SCHEDULES
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
 from helpers.cases import MASKS, make_mask

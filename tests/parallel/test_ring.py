@@ -21,7 +21,7 @@ from attnmesh import (
 )
 from attnmesh.comm.base import Finished, Pending
 from attnmesh.ops.dense import aten
-from attnmesh.ops.dense.api import choose_fused, choose_fused_backward
+from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.parallel import ring
 from attnmesh.plan.ring import ring_plan
 from attnmesh.plan.shards import shards

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnmesh.core.masks import Causal, Chunked, Mask, SlidingWindow
 from attnmesh.integrations.packing import Packing, check_gaps, document_starts, packing_of
+from attnmesh.integrations.transformers_models import check_config
 
 _MODULE = "transformers.masking_utils"
 
@@ -67,10 +68,11 @@ def layer_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    config: Any = None,
+    config: Any,
     **__: object,
 ) -> LayerMask:
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
+    check_config(config)
     if torch.compiler.is_compiling():
         kind, packing = _traced_kind(local_size, allow_is_causal_skip, config), None
     else:

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.masks import Causal, Mask
-from attnmesh.core.validation import check_bool, check_type, shown
+from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
 from attnmesh.integrations.packing import (
     Packing,
     check_gaps,
@@ -189,13 +189,25 @@ def gather_log_probs(inputs: Mapping[str, Any], logits: Tensor) -> Tensor:
     ):
         raise ValueError(f"inputs must be those of shard_inputs with labels, got {shown(inputs)}")
     labels: Tensor = inputs["shift_labels"]
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != labels.shape:
-        got = list(logits.shape) if isinstance(logits, Tensor) else shown(logits)
-        raise ValueError(f"logits must be a tensor [{labels.shape[0]}, {labels.shape[1]}, vocabulary], got {got}")
+    mesh: ShardedPass = inputs["mesh"]
+
+    def check() -> tuple[None, SharedValues]:
+        wanted = f"[{labels.shape[0]}, {labels.shape[1]}, vocabulary]"
+        check_tensor("logits", logits, wanted)
+        if logits.dim() != 3 or logits.shape[:2] != labels.shape or not logits.is_floating_point():
+            raise ValueError(f"logits must be floating point {wanted}, got {logits.dtype} {list(logits.shape)}")
+        if logits.device != labels.device:
+            raise ValueError(f"logits must be on the device of the labels, {labels.device}, got {logits.device}")
+        if labels.device.type == "cpu" and labels.numel() and int(labels.max()) >= logits.shape[2]:
+            raise ValueError(
+                f"logits must have an entry for every label, got {logits.shape[2]} and the label {int(labels.max())}"
+            )
+        return None, {"vocabulary": logits.shape[2], "dtype": logits.dtype}
+
+    check_on_all_ranks(mesh.cp.comm, "gather_log_probs", check)
     nll = F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none"
     )
-    mesh: ShardedPass = inputs["mesh"]
     return mesh.unshard(-nll.view(labels.shape))
 
 
@@ -217,7 +229,10 @@ def _checked_pass(
     positions = None if position_ids is None else _host_positions(position_ids, input_ids)
     if document_lengths is not None:
         if positions is not None:
-            raise ValueError("document_lengths must be None if position_ids are given, which restart with a document")
+            raise ValueError(
+                f"document_lengths must be None if position_ids are given, which restart with a document, got "
+                f"{shown(document_lengths)}"
+            )
         if real is not None:
             check_gaps(None, None, real)
         positions = lengths_to_positions(document_lengths, real, shape)
@@ -273,8 +288,15 @@ def _check_ids(name: str, ids: Tensor) -> None:
         raise ValueError(f"{name} must be an int32 or int64 tensor [batch, tokens], got {got}")
 
 
+def _check_readable(name: str, x: Tensor) -> None:
+    check_tensor(name, x)
+    if x.device.type == "meta":
+        raise ValueError(f"{name} must have values, got a tensor on the device meta")
+
+
 def _host_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
     _check_ids("position_ids", position_ids)
+    _check_readable("position_ids", position_ids)
     if position_ids.shape not in (input_ids.shape, (1, input_ids.shape[1])):
         raise ValueError(
             f"position_ids must have the shape of input_ids, {list(input_ids.shape)}, or [1, {input_ids.shape[1]}], "
@@ -291,6 +313,7 @@ def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
             f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}, got {got}: a mask of pairs of "
             f"tokens is not supported, documents are given by position_ids or document_lengths"
         )
+    _check_readable("attention_mask", attention_mask)
     given = attention_mask.cpu()
     real = given.bool()
     if not torch.equal(real.to(given.dtype), given):

@@ -19,11 +19,8 @@ from attnmesh.core.optional import require
 from attnmesh.core.validation import shown
 from attnmesh.integrations.layer_masks import LayerMask, layer_mask
 from attnmesh.integrations.sharded_batch import ShardedPass
+from attnmesh.integrations.transformers_models import NAME
 from attnmesh.ops.dense.api import attention
-
-NAME = "attnmesh"
-MODELS = ("llama", "qwen2", "qwen3", "mistral", "gpt_oss")
-"""The `model_type`s that are supported."""
 
 # Keyword arguments that models pass down to their attention and that do not change it.
 _IGNORED_ARGUMENTS = {
@@ -56,26 +53,6 @@ def register_attention() -> None:
     masks = require("transformers.masking_utils", extra="hf").AttentionMaskInterface
     functions.register(NAME, transformers_attention)
     masks.register(NAME, layer_mask)
-
-
-def check_config(config: Any, name: str) -> None:
-    """Raise ValueError unless the configuration of the model called `name` is of a supported type."""
-    kind = getattr(config, "model_type", None)
-    if kind not in MODELS:
-        raise ValueError(f"model_type must be one of {', '.join(MODELS)}, got {kind!r} ({name})")
-
-
-def check_model(model: Any) -> None:
-    """Raise ValueError unless the model is of a supported type and uses this attention."""
-    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
-        raise ValueError(f"model must be a language model of Transformers, got {shown(model)}")
-    check_config(model.config, type(model).__name__)
-    implementation = model.config._attn_implementation
-    if implementation != NAME:
-        raise ValueError(
-            f"attn_implementation of the model must be {NAME!r} (load it with attn_implementation={NAME!r} or call "
-            f"model.set_attn_implementation({NAME!r})), got {implementation!r}"
-        )
 
 
 def transformers_attention(

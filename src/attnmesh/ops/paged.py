@@ -18,8 +18,8 @@ from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_number, check_tensor, check_type, shown
 from attnmesh.ops.decode.call import check_storages
-from attnmesh.ops.dense.api import choose_fused
 from attnmesh.ops.dense.call import Call, Scores, kernel_span
+from attnmesh.ops.dense.dispatch import choose_fused
 from attnmesh.ops.merge import StateAccumulator
 from attnmesh.ops.storage import Quantized, Stored, dequantize, values_of
 from attnmesh.plan.blocks import Patch

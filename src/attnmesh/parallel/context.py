@@ -18,8 +18,8 @@ from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_device, check_dtype
-from attnmesh.ops.dense.api import choose_fused
 from attnmesh.ops.dense.call import check_batch, check_dim_order, check_inputs, check_score_terms
+from attnmesh.ops.dense.dispatch import choose_fused
 from attnmesh.parallel.allgather import AllGather
 from attnmesh.parallel.executor import (
     BACKENDS,

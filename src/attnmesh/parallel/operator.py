@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import propagate_failure
+from attnmesh.core.mask_encoding import decode, encode
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Result
 from attnmesh.parallel.executor import AttentionOptions, ExecutorFactory, Inputs, backward
-from attnmesh.parallel.mask_encoding import decode, encode
 
 _contexts: WeakValueDictionary[int, ExecutorFactory] = WeakValueDictionary()
 _numbers = itertools.count()

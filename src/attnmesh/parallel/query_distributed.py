@@ -51,7 +51,6 @@ from attnmesh.core.validation import (
     shown,
 )
 from attnmesh.ops.dense import blockwise
-from attnmesh.ops.dense.api import choose_fused
 from attnmesh.ops.dense.call import (
     Call,
     Grads,
@@ -63,6 +62,7 @@ from attnmesh.ops.dense.call import (
     contiguous_last_dim,
     resolve_scores,
 )
+from attnmesh.ops.dense.dispatch import choose_fused
 from attnmesh.ops.merge import GradAccumulator
 from attnmesh.ops.paged import PagedKV, check_calls, check_paged, paged_attention
 from attnmesh.ops.storage import Quantized, Stored, storage_of, values_of

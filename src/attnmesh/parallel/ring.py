@@ -13,9 +13,9 @@ from torch import Tensor
 from attnmesh.comm import Comm, Pending
 from attnmesh.core.ranges import Ranges, difference, rows_of, size
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.dense.api import choose_fused, choose_fused_backward
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contiguous_last_dim, kernel_span
+from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.ops.streams import SINGLE_STREAM, StreamPair
 from attnmesh.parallel.executor import Executor, ExecutorConfig, message_rows, row_shape, two_buffers, unpack

@@ -1,0 +1,228 @@
+"""The backend for a call of `attention`, and the call itself: validated, with ascending positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from attnmesh.core import ranges
+from attnmesh.core.intervals import Intervals
+from attnmesh.core.mask import sequence_intervals
+from attnmesh.core.masks import Mask, check_mask
+from attnmesh.core.state import State
+from attnmesh.core.validation import check_choice, check_tensor
+from attnmesh.ops.dense import cost
+from attnmesh.ops.dense.aten import Aten
+from attnmesh.ops.dense.call import (
+    Backend,
+    Call,
+    Grads,
+    Result,
+    check_batch,
+    check_dim_order,
+    check_inputs,
+    check_score_terms,
+    contiguous_last_dim,
+    resolve_scores,
+)
+from attnmesh.ops.dense.torch_tiles import TorchTiles
+from attnmesh.ops.dense.triton import Triton
+from attnmesh.ops.merge import GradAccumulator, StateAccumulator
+from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of, stacked_bounds, unseen_of
+
+BACKENDS = ("auto", "aten", "triton", "torch", "reference")
+
+_TRITON, _TORCH = Triton(), TorchTiles()
+_FUSED: dict[str, Backend] = {"aten": Aten(), "triton": _TRITON, "torch": _TORCH}
+
+# Every pair of runs is planned; beyond this many, row bounds alone are cheaper than a plan.
+_MAX_RUN_PAIRS = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend for a call, the reason, and why other backends cannot serve it."""
+
+    backend: str
+    reason: str
+    refusals: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        others = "".join(f"\n  {name} cannot: {why}" for name, why in self.refusals)
+        return f"{self.backend}: {self.reason}{others}"
+
+
+def choose(call: Call, backend: str) -> Choice:
+    """The backend for a call. One requested by name that cannot serve it, or none that can, raises ValueError."""
+    check_choice("backend", backend, BACKENDS)
+    if backend == "reference":
+        return Choice("reference", "requested by name", ())
+    refusals = {name: fused.refusal(call) for name, fused in _FUSED.items()}
+    unsupported = tuple((name, why) for name, why in refusals.items() if why is not None)
+    if backend != "auto":
+        if refusals[backend] is not None:
+            raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
+        return Choice(backend, "requested by name", unsupported)
+    if refusals["aten"] is None:
+        if not call.q.is_cuda:
+            return Choice("aten", "torch's flash kernel is the fastest on the CPU", unsupported)
+        if len(call.visibility.blocks) <= 1 or refusals["triton"] is not None:
+            return Choice(
+                "aten", "torch's fused kernels are the fastest for a full or square causal block", unsupported
+            )
+        costs = cost.estimate(call)
+        if costs.aten <= costs.triton:
+            return Choice("aten", f"a launch per block costs less: {costs}", unsupported)
+        return Choice("triton", f"one launch of Triton's kernel costs less: {costs}", unsupported)
+    if refusals["triton"] is None and call.q.is_cuda:
+        return Choice("triton", "one launch serves this mask by row bounds", unsupported)
+    if refusals["torch"] is None:
+        return Choice("torch", "no fused kernel serves this call", unsupported)
+    raise ValueError("no backend serves this call: " + "; ".join(f"{name}: {why}" for name, why in unsupported))
+
+
+def choose_fused(call: Call, backend: str) -> Backend:
+    """The backend for a forward that must be fused (it merges into an accumulator)."""
+    choice = choose(call, backend)
+    if choice.backend == "reference":
+        raise ValueError('backend="reference" keeps every score, and has no state to merge')
+    return _FUSED[choice.backend]
+
+
+def choose_fused_backward(call: Call, result: Result, backend: str) -> Backend:
+    """The backend for the backward of a call: that of the forward if possible; with "auto", else Triton."""
+    forward = choose_fused(call, backend)
+    why = forward.backward_refusal(call, result)
+    if why is None:
+        return forward
+    if backend == "auto":
+        return _TRITON if call.q.is_cuda and _TRITON.backward_refusal(call, result) is None else _TORCH
+    raise ValueError(f"backend={forward.name!r} cannot serve this backward: {why}")
+
+
+def forward(call: Call, sinks: Tensor | None, backend: str) -> State:
+    """The state of a call, with the sinks, in the dtype of q."""
+    total = StateAccumulator(call.q, call.v.shape[3], one_call=sinks is None)
+    choose_fused(call, backend).forward(call, total)
+    return total.finish(call.q.dtype, sinks)
+
+
+def gradients(
+    call: Call, sinks: Tensor | None, result: Result, backend: str, needs_grad: Sequence[bool]
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of q, k, v and sinks; None for those that are not needed."""
+    sums = [
+        GradAccumulator(x, one_call=True) if needed else None
+        for x, needed in zip((call.q, call.k, call.v), needs_grad, strict=False)
+    ]
+    if any(needs_grad[:3]):
+        choose_fused_backward(call, result, backend).backward(call, result, Grads(*sums))
+    grad_sinks = result.sink_gradient(sinks).to(sinks.dtype) if needs_grad[3] and sinks is not None else None
+    return [*(None if grad is None else grad.finish() for grad in sums), grad_sinks]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call with ascending positions, and the permutations that sorted queries and keys (None: already sorted)."""
+
+    call: Call
+    order: Tensor | None
+    key_order: Tensor | None = None
+
+
+def prepared(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None,
+    alibi_slopes: Tensor | None, q_at: Tensor | None, k_at: Tensor | None,
+) -> Prepared:  # fmt: skip
+    """The call of checked arguments."""
+    check_inputs(q, k, v, scale)
+    check_score_terms(q, softcap, sinks, alibi_slopes)
+    check_mask("mask", mask)
+    check_batch(mask, q)
+    if q_at is None and k_at is None and mask.length is None:  # nothing else tells positions from heads
+        check_dim_order(q, k, q.shape[2], k.shape[2])
+    if k_at is None:
+        mask.check(k.shape[2])
+    q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
+    scores = resolve_scores(q, scale, softcap, alibi_slopes)
+    q_runs = _runs("q_positions", q_at, q)
+    k_runs = _runs("k_positions", k_at, k)
+    if q_runs is not None and k_runs is not None and len(q_runs) * len(k_runs) <= _MAX_RUN_PAIRS:
+        return Prepared(Call(q, k, v, _patch(mask, q_runs, k_runs), scores), None)
+
+    # Irregular positions: sort both sides (attention is permutation-equivariant) and use row bounds.
+    q_pos, k_pos = (
+        torch.arange(x.shape[2], device=x.device) if at is None else at.to(x.device, torch.long)
+        for x, at in ((q, q_at), (k, k_at))
+    )
+    q_pos, q_order = q_pos.sort(stable=True)
+    k_pos, k_order = k_pos.sort(stable=True)
+    q, k, v = q[:, :, q_order], k[:, :, k_order], v[:, :, k_order]
+    return Prepared(Call(q, k, v, _Irregular(mask, q_pos, k_pos), scores), q_order, k_order)
+
+
+@lru_cache(maxsize=128)
+def _patch(mask: Mask, q: ranges.Ranges, k: ranges.Ranges) -> Patch:
+    # Cached, because every layer of a model needs the same few patches, and a patch caches its blocks.
+    return Patch(mask, q, k)
+
+
+@dataclass(frozen=True, eq=False)
+class _Irregular:
+    """Visibility of positions that are irregular or on a device: row bounds and one partial block."""
+
+    mask: Mask
+    q: Tensor
+    k: Tensor
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        rows, keys = range(self.q.numel()), range(self.k.numel())
+        return tuple(
+            Block(rows, keys, Kind.PARTIAL, part, sequences)
+            for sequences, intervals in self._intervals
+            for part in range(len(intervals) if rows and keys else 0)
+        )
+
+    @cached_property
+    def _intervals(self) -> tuple[tuple[range | None, tuple[Intervals, ...]], ...]:
+        start, stop = 0, 1
+        if not self.mask.is_interval and self.q.numel() and self.k.numel():  # a union: reading this stalls a device
+            ends = torch.stack([self.q[0], self.k[0], self.q[-1], self.k[-1]]).tolist()
+            start, stop = min(0, *ends[:2]), max(ends[2:]) + 1
+        return sequence_intervals(self.mask, stop, start)
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        q, k = self.q.to(device), self.k.to(device)
+        groups = [
+            (sequences, [bounds_of(each, q, k) for each in intervals]) for sequences, intervals in self._intervals
+        ]
+        first, end = stacked_bounds(groups, len(q)).to(device)
+        return first, end
+
+    def unseen(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return unseen_of(*self.bounds(device), self.k.numel())
+
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.q.to(device, torch.int32), self.k.to(device, torch.int32)
+
+
+def _runs(name: str, positions: Tensor | None, x: Tensor) -> ranges.Ranges | None:
+    """Positions as ranges, or None if they are irregular or on a device (reading them would stall it)."""
+    length = x.shape[2]
+    if positions is None:
+        return (range(length),) if length else ()
+    check_tensor(name, positions)
+    if positions.ndim != 1 or positions.shape[0] != length:
+        raise ValueError(f"{name} must be [{length}], one position per row, got shape {tuple(positions.shape)}")
+    if positions.dtype.is_floating_point or positions.dtype.is_complex or positions.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {positions.dtype}")
+    if positions.device.type != "cpu":
+        if positions.device != x.device:
+            raise ValueError(f"{name} must be on the CPU or on {x.device}, got {positions.device}")
+        return None
+    return ranges.from_tensor(positions.long())
