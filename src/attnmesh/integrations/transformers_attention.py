@@ -8,6 +8,7 @@ mask hook describes the mask of a layer (`LayerMask`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,15 @@ class AttentionPass(Protocol):
         """Out [B, Hq, n, D] of this rank's queries, from this rank's q, k and v."""
 
 
+_default_pass: Callable[[LayerMask], AttentionPass] | None = None
+
+
+def set_default_pass(find: Callable[[LayerMask], AttentionPass] | None) -> None:
+    """Let `find(mask)` return the pass of models that are called without `mesh`; None: they attend on one device."""
+    global _default_pass
+    _default_pass = find
+
+
 def register_attention() -> None:
     """Register `attn_implementation="attnmesh"` with Transformers. May be called more than once."""
     functions = require("transformers.modeling_utils", extra="hf").AttentionInterface
@@ -64,6 +74,8 @@ def transformers_attention(
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls: out [B, n, Hq, D], and no attention weights."""
     mask = _checked_mask(module, attention_mask, dropout, sliding_window, kwargs)
+    if mesh is None and _default_pass is not None:
+        mesh = _default_pass(mask)
     query, key, value = _autocast(query, key, value)
     if mesh is None:
         queries, keys = (torch.arange(at.start, at.stop, device="cpu") for at in (mask.queries, mask.keys))
