@@ -42,7 +42,12 @@ class ShardedPass:
         packing: the documents and the padding of the whole batch.
         position_ids: this rank's positions [B, n], as the model takes them.
         attention_mask: this rank's tokens [B, n] that are not padding.
+        losses: "mean" if losses are shares of the mean over this batch, "counted" if they are divided by a number that
+            was given, None if they are something else. Wrapped models must reduce gradients accordingly: see
+            `data_parallel`.
     """
+
+    losses: str | None = None
 
     def __init__(
         self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
@@ -71,6 +76,11 @@ class ShardedPass:
         softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Out of this rank's queries over the keys of all ranks."""
+        if self.losses is not None and not torch.compiler.is_compiling():
+            from attnmesh.integrations.data_parallel import check_reduction  # it imports FSDP, which takes a while
+
+            check_reduction(counted=self.losses == "counted")
+            self.losses = None  # the other layers are not checked again
         return self.cp.attention(
             q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
         )
@@ -141,7 +151,8 @@ def shard_inputs(
             before begins a new document, which attends to itself only. Rows may be packed differently.
         attention_mask: [B, S], 0 where a token is padding: before, after or between documents.
         document_lengths: the lengths of the documents of every row, instead of position_ids that restart.
-        num_items_in_batch: the number of labels that the loss is divided by; by default those of this batch.
+        num_items_in_batch: the number of labels that the loss is divided by; by default those of this batch. With data
+            parallelism, `GradientReduction.num_items(labels)`.
         balance: give packed or padded rows the layout `Balanced`, which divides their work evenly.
         per_token: more tensors [B, S, ...] to shard, under the names that the model takes.
 

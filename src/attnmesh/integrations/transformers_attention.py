@@ -19,7 +19,7 @@ from attnmesh.core.optional import require
 from attnmesh.core.validation import shown
 from attnmesh.integrations.layer_masks import LayerMask, layer_mask
 from attnmesh.integrations.sharded_batch import ShardedPass
-from attnmesh.integrations.transformers_models import NAME
+from attnmesh.integrations.transformers_models import NAME, scale_by_position
 from attnmesh.ops.dense.api import attention
 
 # Keyword arguments that models pass down to their attention and that do not change it.
@@ -27,6 +27,9 @@ _IGNORED_ARGUMENTS = {
     "position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "shift_labels",
 }  # fmt: skip
+
+# Options of configurations for attention dropout.
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
 class AttentionPass(Protocol):
@@ -81,16 +84,28 @@ def transformers_attention(
             sinks=s_aux, q_positions=queries, k_positions=keys,
         )  # fmt: skip
     elif isinstance(mesh, ShardedPass):
+        _check_experts(module, kwargs)
         for name, given in (("attention_mask", mask.padding), ("position_ids", kwargs.get("position_ids"))):
             if given is not None:
                 mesh.check_given(name, given)
+        query = scale_by_position(module, query, mesh.position_ids)
         out = mesh.attend(0, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap)
     else:
         if softcap is not None:
             raise ValueError(f"softcap must be None over a sharded KV cache, got {softcap} ({type(module).__name__})")
         layer: Any = module.layer_idx
         out = mesh.attend(layer, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # as Transformers' own: some models take a view of it
+
+
+def _check_experts(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if the model adds a load-balancing loss of its experts, which has means over all tokens."""
+    given = kwargs.get("output_router_logits")
+    if given or (given is None and getattr(getattr(module, "config", None), "output_router_logits", False)):
+        raise ValueError(
+            f"{type(module).__name__}: output_router_logits must be False over ranks, got True: the load-balancing "
+            "loss would be that of one rank's tokens"
+        )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -113,7 +128,9 @@ def _checked_mask(
         got = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else shown(mask)
         raise ValueError(f"{name}: attention_mask must be None or [batch, tokens], got {got}")
     if dropout:
-        raise ValueError(f"{name}: attention dropout must be 0, got {dropout}")
+        options = [each for each in _DROPOUTS if getattr(getattr(module, "config", None), each, None) == dropout]
+        how = f": load the model with {options[0]}=0.0" if options else ""
+        raise ValueError(f"{name}: attention dropout must be 0, got {dropout}{how}")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError(f"{name}: is_causal must not be False")
     window = getattr(mask.kind, "left", None)
