@@ -7,8 +7,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attnmesh as am
 from attnmesh.integrations import ring_flash_attn
@@ -53,6 +51,8 @@ def each_document_alone(kind):
 
 def substituted_model(kind, implementation, group):
     """The model made after the substitution, with a flash implementation that needs the package flash_attn."""
+    from transformers import AutoModelForCausalLM
+
     ring_flash_attn.substitute_hf_flash_attn(group, heads_k_stride=1)
     original = transformers_model(kind, torch.float64)
     config = copy.deepcopy(original.config)
@@ -152,6 +152,9 @@ def test_what_is_not_served_raises_on_every_rank():
 
 
 def test_the_substitution_can_be_undone():
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     model = substituted_model("llama", "flash_attention_2", None)
     flash, own = (ALL_ATTENTION_FUNCTIONS[name] for name in ("flash_attention_2", "attnmesh"))
     assert flash is own
