@@ -1,5 +1,7 @@
 """Which models are refused, and with which words: by `model(**shard_inputs(...))` itself, on every rank."""
 
+import copy
+
 import pytest
 import torch
 
@@ -83,13 +85,15 @@ def test_layers_are_inspected_where_the_configuration_does_not_name_them():
 
 
 def test_a_hybrid_without_other_layers_is_served():
+    """Its code reads the mask for layers that it might have, so it must be given the tensor."""
     model = tiny("granitemoehybrid", layer_types=["attention", "attention"], num_local_experts=0, **_MAMBA)
     check_model(model)
     wanted = model(input_ids=IDS, labels=IDS).loss
 
     def rank(comm):
+        inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
         with torch.no_grad():
-            return model(**am.shard_inputs(am.ContextParallel(comm), IDS, IDS)).loss
+            return model(**inputs | {"attention_mask": inputs["mesh"].attention_mask}).loss
 
     torch.testing.assert_close(sum(on_virtual_ranks(2, rank)), wanted.detach())
 
@@ -99,6 +103,35 @@ def test_a_model_whose_code_is_not_found_is_refused():
 
     with pytest.raises(ValueError, match=r"SimpleNamespace: the model's code must be in .* got types"):
         check_config(SimpleNamespace(layer_types=["full_attention"]))
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "mamba", "packed"])
+def test_a_sharded_batch_is_refused_by_models_that_do_not_use_attnmesh(kind):
+    """They would compute with this rank's tokens only, and give no sign of it."""
+    if kind == "mamba":
+        model = tiny("mamba", state_size=4, intermediate_size=64)
+    else:
+        model = copy.deepcopy(attnmesh_model("llama"))
+        model.set_attn_implementation("sdpa" if kind == "packed" else kind)
+    more = {"document_lengths": [[7, 9]]} if kind == "packed" else {}
+
+    def rank(comm):
+        inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS, **more)
+        with pytest.raises(ValueError, match=r"batch is sharded over ranks: attn_implementation .* must be 'attnmesh'"):
+            model(**inputs)
+        assert not hasattr(inputs["attention_mask"], "numpy")
+
+    on_virtual_ranks(2, rank)
+
+
+def test_a_model_that_does_not_pass_the_mesh_on_is_refused():
+    def rank(comm):
+        inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
+        del inputs["mesh"]
+        with pytest.raises(ValueError, match="must be attention that is given the keyword argument mesh"):
+            attnmesh_model("llama")(**inputs)
+
+    on_virtual_ranks(2, rank)
 
 
 def test_a_load_balancing_loss_is_refused_over_ranks():

@@ -108,6 +108,66 @@ class ShardedPass:
         self._accepted[name] = given
 
 
+class ShardedMask:
+    """What a model is given as its attention_mask: the tensor `mesh.attention_mask`, for attnmesh's attention only.
+
+    Another attention, or a layer that mixes tokens without attention, would compute with this rank's tokens and give no
+    sign of it. Here it raises ValueError as soon as it reads the mask. What Transformers reads on the way is allowed.
+    """
+
+    ndim = 2
+
+    def __init__(self, mesh: ShardedPass) -> None:
+        self.mesh = mesh
+        self.shape, self.dtype, self.device = mesh.attention_mask.shape, torch.bool, mesh.attention_mask.device
+
+    def to(self, *_: object, **__: object) -> ShardedMask:
+        """Itself: the tensor stays where it is."""
+        return self
+
+    def view(self, *shape: int) -> ShardedMask:
+        """Itself, as a matrix: GPT-2 makes sure that it is one."""
+        if len(shape) != 2:
+            raise ShardedBatchError("view")
+        return self
+
+    def cumsum(self, dim: int) -> Tensor:
+        """Read for chunked attention."""
+        return self.mesh.attention_mask.cumsum(dim)
+
+    def __getattr__(self, name: str) -> Any:
+        raise ShardedBatchError(name)
+
+    def __getitem__(self, key: object) -> Any:
+        raise ShardedBatchError("[]")
+
+    def __eq__(self, other: object) -> bool:
+        raise ShardedBatchError("==")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of a function that is given this mask."""
+        if function is torch.zeros_like:  # for chunked attention
+            return torch.zeros_like(args[0].mesh.attention_mask, **kwargs or {})
+        raise ShardedBatchError(getattr(function, "__name__", str(function)))
+
+
+class ShardedBatchError(ValueError, AttributeError):
+    """An AttributeError, too, so that `hasattr` works."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"this batch is sharded over ranks: attn_implementation of the model must be 'attnmesh', and all its "
+            f"layers that mix tokens must be attention that is given the keyword argument mesh, got a layer that uses "
+            f"its attention_mask itself ({name}); the tensor is inputs['mesh'].attention_mask"
+        )
+
+
 def sharded_pass(
     cp: ContextParallel,
     input_ids: Tensor,
@@ -172,7 +232,7 @@ def shard_inputs(
         "input_ids": mesh.shard(input_ids),
         "position_ids": mesh.position_ids,
         # Without a mask Transformers would treat positions that are not consecutive as packed sequences.
-        "attention_mask": mesh.attention_mask,
+        "attention_mask": ShardedMask(mesh),
         "use_cache": False,
         "mesh": mesh,
     }

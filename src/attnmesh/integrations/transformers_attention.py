@@ -18,7 +18,7 @@ from attnmesh.core.masks import Mask
 from attnmesh.core.optional import require
 from attnmesh.core.validation import shown
 from attnmesh.integrations.layer_masks import LayerMask, layer_mask
-from attnmesh.integrations.sharded_batch import ShardedPass
+from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass
 from attnmesh.integrations.transformers_models import NAME, scale_by_position
 from attnmesh.ops.dense.api import attention
 
@@ -85,7 +85,8 @@ def transformers_attention(
         )  # fmt: skip
     elif isinstance(mesh, ShardedPass):
         _check_experts(module, kwargs)
-        for name, given in (("attention_mask", mask.padding), ("position_ids", kwargs.get("position_ids"))):
+        padding = mask.padding.mesh.attention_mask if isinstance(mask.padding, ShardedMask) else mask.padding
+        for name, given in (("attention_mask", padding), ("position_ids", kwargs.get("position_ids"))):
             if given is not None:
                 mesh.check_given(name, given)
         query = scale_by_position(module, query, mesh.position_ids)
