@@ -19,7 +19,8 @@ from attnmesh.core.optional import require
 from attnmesh.generation.engine import Engine
 from attnmesh.generation.generator import Generator
 from attnmesh.integrations.loading import load_model
-from attnmesh.integrations.transformers_attention import NAME, register_attention
+from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.integrations.transformers_models import NAME
 from benchmarks.common import JsonOption, make_app, publish
 
 PEER = "sdpa"  # Transformers' own attention

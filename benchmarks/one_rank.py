@@ -66,6 +66,12 @@ class OneRankComm(Comm):
         return {self.rank: signature}
 
 
+class AllocatingComm(OneRankComm):
+    """Allocates and frees buffers as real ranks do, so that peak memory is realistic."""
+
+    buffer = Comm.buffer
+
+
 class _CopyHandle(Pending):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream

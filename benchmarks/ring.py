@@ -28,7 +28,7 @@ from attnmesh.core.masks import Causal
 from attnmesh.ops.dense.api import attention
 from attnmesh.parallel.context import ContextParallel
 from benchmarks.common import JsonOption, make_app, publish
-from benchmarks.one_rank import OneRankComm
+from benchmarks.one_rank import AllocatingComm, OneRankComm
 from benchmarks.peers import one_device, random_inputs, run_backward
 
 
@@ -90,7 +90,7 @@ def measure_memory(per_rank: int, worlds: Sequence[int]) -> list[dict[str, objec
     rows: list[dict[str, object]] = []
     for world in worlds:
         q, k, v, grad = random_inputs(per_rank, True)
-        comm = _PlainMemory(world - 1, world)
+        comm = AllocatingComm(world - 1, world)
         cp = ContextParallel(comm, layout=Zigzag(), schedule="ring")
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -99,12 +99,6 @@ def measure_memory(per_rank: int, worlds: Sequence[int]) -> list[dict[str, objec
         peak = torch.cuda.max_memory_allocated() - before
         rows.append({"length": per_rank * world, "ranks": world, "length_per_rank": per_rank, "peak_bytes": peak})
     return rows
-
-
-class _PlainMemory(OneRankComm):
-    """Allocates and frees buffers as real ranks do, so that peak memory is realistic."""
-
-    buffer = Comm.buffer
 
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = {
-    "training": 7,
+    "training": 9,
     "masks": 15,
     "layouts": 1,
     "decode": 3,

@@ -246,7 +246,7 @@ def test_tensors_that_replace_those_of_shard_inputs_are_refused_on_every_rank():
         whole = inputs["mesh"].shard(positions)  # restarts on one rank or on several
         with pytest.raises(ValueError, match="position_ids must be that of shard_inputs"):
             model(**inputs | {"position_ids": whole})
-        hidden = torch.ones_like(inputs["attention_mask"])
+        hidden = torch.ones_like(inputs["mesh"].attention_mask)
         hidden[:, -1] = comm.rank == 0
         with pytest.raises(ValueError, match="attention_mask must be that of shard_inputs"):
             model(**inputs | {"attention_mask": hidden})

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from attnmesh.core.masks import Causal, Chunked, Mask, SlidingWindow
 from attnmesh.integrations.packing import Packing, check_gaps, document_starts, packing_of
+from attnmesh.integrations.sharded_batch import ShardedMask
+from attnmesh.integrations.transformers_models import check_config
 
 _MODULE = "transformers.masking_utils"
 
@@ -27,7 +29,9 @@ class LayerMask:
     runs on one device (`on_one_device`), once for all layers.
     """
 
-    def __init__(self, kind: Mask, padding: Tensor | None, packing: Tensor | None, queries: range, keys: range) -> None:
+    def __init__(
+        self, kind: Mask, padding: Tensor | ShardedMask | None, packing: Tensor | None, queries: range, keys: range
+    ) -> None:
         self.kind, self.padding, self.packing, self.queries, self.keys = kind, padding, packing, queries, keys
         self._on_one_device: Mask | None = None
 
@@ -64,13 +68,14 @@ def layer_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any],
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | ShardedMask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    config: Any = None,
+    config: Any,
     **__: object,
 ) -> LayerMask:
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
+    check_config(config)
     if torch.compiler.is_compiling():
         kind, packing = _traced_kind(local_size, allow_is_causal_skip, config), None
     else:

@@ -36,7 +36,8 @@ from attnmesh.integrations.completeness import (
 )
 from attnmesh.integrations.conversion_cache import converted_folder, is_converted
 from attnmesh.integrations.gguf import read_header
-from attnmesh.integrations.transformers_attention import NAME, register_attention
+from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.integrations.transformers_models import NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -17,6 +17,7 @@ from torch import Tensor
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.masks import Causal, Mask
+from attnmesh.core.ranges import as_tensor
 from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
 from attnmesh.integrations.packing import (
     Packing,
@@ -42,7 +43,12 @@ class ShardedPass:
         packing: the documents and the padding of the whole batch.
         position_ids: this rank's positions [B, n], as the model takes them.
         attention_mask: this rank's tokens [B, n] that are not padding.
+        losses: "mean" if losses are shares of the mean over this batch, "counted" if they are divided by a number that
+            was given, None if they are something else. Wrapped models must reduce gradients accordingly: see
+            `data_parallel`.
     """
+
+    losses: str | None = None
 
     def __init__(
         self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
@@ -71,6 +77,11 @@ class ShardedPass:
         softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Out of this rank's queries over the keys of all ranks."""
+        if self.losses is not None and not torch.compiler.is_compiling():
+            from attnmesh.integrations.data_parallel import check_reduction  # it imports FSDP, which takes a while
+
+            check_reduction(counted=self.losses == "counted")
+            self.losses = None  # the other layers are not checked again
         return self.cp.attention(
             q, k, v, mask=self.mask(mask), scale=scale, softcap=softcap, sinks=sinks, length=self.length
         )
@@ -95,6 +106,66 @@ class ShardedPass:
 
         check_on_all_ranks(self.cp.comm, f"a model's {name}", check, force=True)
         self._accepted[name] = given
+
+
+class ShardedMask:
+    """What a model is given as its attention_mask: the tensor `mesh.attention_mask`, for attnmesh's attention only.
+
+    Another attention, or a layer that mixes tokens without attention, would compute with this rank's tokens and give no
+    sign of it. Here it raises ValueError as soon as it reads the mask. What Transformers reads on the way is allowed.
+    """
+
+    ndim = 2
+
+    def __init__(self, mesh: ShardedPass) -> None:
+        self.mesh = mesh
+        self.shape, self.dtype, self.device = mesh.attention_mask.shape, torch.bool, mesh.attention_mask.device
+
+    def to(self, *_: object, **__: object) -> ShardedMask:
+        """Itself: the tensor stays where it is."""
+        return self
+
+    def view(self, *shape: int) -> ShardedMask:
+        """Itself, as a matrix: GPT-2 makes sure that it is one."""
+        if len(shape) != 2:
+            raise ShardedBatchError("view")
+        return self
+
+    def cumsum(self, dim: int) -> Tensor:
+        """Read for chunked attention."""
+        return self.mesh.attention_mask.cumsum(dim)
+
+    def __getattr__(self, name: str) -> Any:
+        raise ShardedBatchError(name)
+
+    def __getitem__(self, key: object) -> Any:
+        raise ShardedBatchError("[]")
+
+    def __eq__(self, other: object) -> bool:
+        raise ShardedBatchError("==")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of a function that is given this mask."""
+        if function is torch.zeros_like:  # for chunked attention
+            return torch.zeros_like(args[0].mesh.attention_mask, **kwargs or {})
+        raise ShardedBatchError(getattr(function, "__name__", str(function)))
+
+
+class ShardedBatchError(ValueError, AttributeError):
+    """An AttributeError, too, so that `hasattr` works."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"this batch is sharded over ranks: attn_implementation of the model must be 'attnmesh', and all its "
+            f"layers that mix tokens must be attention that is given the keyword argument mesh, got a layer that uses "
+            f"its attention_mask itself ({name}); the tensor is inputs['mesh'].attention_mask"
+        )
 
 
 def sharded_pass(
@@ -141,7 +212,8 @@ def shard_inputs(
             before begins a new document, which attends to itself only. Rows may be packed differently.
         attention_mask: [B, S], 0 where a token is padding: before, after or between documents.
         document_lengths: the lengths of the documents of every row, instead of position_ids that restart.
-        num_items_in_batch: the number of labels that the loss is divided by; by default those of this batch.
+        num_items_in_batch: the number of labels that the loss is divided by; by default those of this batch. With data
+            parallelism, `GradientReduction.num_items(labels)`.
         balance: give packed or padded rows the layout `Balanced`, which divides their work evenly.
         per_token: more tensors [B, S, ...] to shard, under the names that the model takes.
 
@@ -160,7 +232,7 @@ def shard_inputs(
         "input_ids": mesh.shard(input_ids),
         "position_ids": mesh.position_ids,
         # Without a mask Transformers would treat positions that are not consecutive as packed sequences.
-        "attention_mask": mesh.attention_mask,
+        "attention_mask": ShardedMask(mesh),
         "use_cache": False,
         "mesh": mesh,
     }
@@ -226,7 +298,7 @@ def _checked_pass(
     if length < cp.world:
         raise ValueError(f"input_ids must have at least one token per rank ({cp.world}), got {list(input_ids.shape)}")
     real = None if attention_mask is None else _real_tokens(attention_mask, input_ids)
-    positions = None if position_ids is None else _host_positions(position_ids, input_ids)
+    positions = None if position_ids is None else _checked_positions(position_ids, input_ids)
     if document_lengths is not None:
         if positions is not None:
             raise ValueError(
@@ -236,9 +308,9 @@ def _checked_pass(
         if real is not None:
             check_gaps(None, None, real)
         positions = lengths_to_positions(document_lengths, real, shape)
-    starts = None if positions is None else document_starts(positions)
+    starts = None if positions is None else document_starts(positions).cpu()  # a byte per token leaves the device
     if real is not None:
-        check_gaps(positions, starts, real)
+        check_gaps(None if positions is None else positions.cpu(), starts, real)
         real = None if bool(real.all()) else real
     packing = packing_of(starts, real, shape)
     if balance and packing.mask is not None:
@@ -246,12 +318,12 @@ def _checked_pass(
 
     device = input_ids.device
     if positions is None:
-        local = cp.positions(length).to(device)[None].expand(rows, -1)
+        local = as_tensor(cp.layout.ranges(length, cp.world, cp.rank), device)[None].expand(rows, -1)
     else:
-        local = cp.shard(positions, 1).to(device, non_blocking=True)
+        local = _move(cp.shard(positions, 1), device)
     present = torch.ones(1, 1, dtype=torch.bool, device=device).expand(*local.shape)
     if real is not None:
-        present = cp.shard(real, 1).to(device, non_blocking=True)
+        present = _move(cp.shard(real, 1), device)
     values: SharedValues = {
         "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance,
         # On another device, reading the tokens would stall it.
@@ -294,7 +366,14 @@ def _check_readable(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must have values, got a tensor on the device meta")
 
 
-def _host_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
+def _move(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on that device. A copy from pinned memory does not wait for what the GPU has yet to do."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+def _checked_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
     _check_ids("position_ids", position_ids)
     _check_readable("position_ids", position_ids)
     if position_ids.shape not in (input_ids.shape, (1, input_ids.shape[1])):
@@ -302,7 +381,7 @@ def _host_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
             f"position_ids must have the shape of input_ids, {list(input_ids.shape)}, or [1, {input_ids.shape[1]}], "
             f"got {list(position_ids.shape)}"
         )
-    return position_ids.cpu().long().expand(input_ids.shape)
+    return position_ids.long().expand(input_ids.shape)
 
 
 def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor:

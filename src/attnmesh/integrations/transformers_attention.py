@@ -8,6 +8,7 @@ mask hook describes the mask of a layer (`LayerMask`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,18 +18,18 @@ from attnmesh.core.masks import Mask
 from attnmesh.core.optional import require
 from attnmesh.core.validation import shown
 from attnmesh.integrations.layer_masks import LayerMask, layer_mask
-from attnmesh.integrations.sharded_batch import ShardedPass
+from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass
+from attnmesh.integrations.transformers_models import NAME, scale_by_position
 from attnmesh.ops.dense.api import attention
-
-NAME = "attnmesh"
-MODELS = ("llama", "qwen2", "qwen3", "mistral", "gpt_oss")
-"""The `model_type`s that are supported."""
 
 # Keyword arguments that models pass down to their attention and that do not change it.
 _IGNORED_ARGUMENTS = {
     "position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "shift_labels",
 }  # fmt: skip
+
+# Options of configurations for attention dropout.
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
 class AttentionPass(Protocol):
@@ -40,32 +41,21 @@ class AttentionPass(Protocol):
         """Out [B, Hq, n, D] of this rank's queries, from this rank's q, k and v."""
 
 
+_default_pass: Callable[[LayerMask], AttentionPass] | None = None
+
+
+def set_default_pass(find: Callable[[LayerMask], AttentionPass] | None) -> None:
+    """Let `find(mask)` return the pass of models that are called without `mesh`; None: they attend on one device."""
+    global _default_pass
+    _default_pass = find
+
+
 def register_attention() -> None:
     """Register `attn_implementation="attnmesh"` with Transformers. May be called more than once."""
     functions = require("transformers.modeling_utils", extra="hf").AttentionInterface
     masks = require("transformers.masking_utils", extra="hf").AttentionMaskInterface
     functions.register(NAME, transformers_attention)
     masks.register(NAME, layer_mask)
-
-
-def check_config(config: Any, name: str) -> None:
-    """Raise ValueError unless the configuration of the model called `name` is of a supported type."""
-    kind = getattr(config, "model_type", None)
-    if kind not in MODELS:
-        raise ValueError(f"model_type must be one of {', '.join(MODELS)}, got {kind!r} ({name})")
-
-
-def check_model(model: Any) -> None:
-    """Raise ValueError unless the model is of a supported type and uses this attention."""
-    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
-        raise ValueError(f"model must be a language model of Transformers, got {shown(model)}")
-    check_config(model.config, type(model).__name__)
-    implementation = model.config._attn_implementation
-    if implementation != NAME:
-        raise ValueError(
-            f"attn_implementation of the model must be {NAME!r} (load it with attn_implementation={NAME!r} or call "
-            f"model.set_attn_implementation({NAME!r})), got {implementation!r}"
-        )
 
 
 def transformers_attention(
@@ -84,6 +74,8 @@ def transformers_attention(
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls: out [B, n, Hq, D], and no attention weights."""
     mask = _checked_mask(module, attention_mask, dropout, sliding_window, kwargs)
+    if mesh is None and _default_pass is not None:
+        mesh = _default_pass(mask)
     query, key, value = _autocast(query, key, value)
     if mesh is None:
         queries, keys = (torch.arange(at.start, at.stop, device="cpu") for at in (mask.queries, mask.keys))
@@ -92,16 +84,29 @@ def transformers_attention(
             sinks=s_aux, q_positions=queries, k_positions=keys,
         )  # fmt: skip
     elif isinstance(mesh, ShardedPass):
-        for name, given in (("attention_mask", mask.padding), ("position_ids", kwargs.get("position_ids"))):
+        _check_experts(module, kwargs)
+        padding = mask.padding.mesh.attention_mask if isinstance(mask.padding, ShardedMask) else mask.padding
+        for name, given in (("attention_mask", padding), ("position_ids", kwargs.get("position_ids"))):
             if given is not None:
                 mesh.check_given(name, given)
+        query = scale_by_position(module, query, mesh.position_ids)
         out = mesh.attend(0, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap)
     else:
         if softcap is not None:
             raise ValueError(f"softcap must be None over a sharded KV cache, got {softcap} ({type(module).__name__})")
         layer: Any = module.layer_idx
         out = mesh.attend(layer, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # as Transformers' own: some models take a view of it
+
+
+def _check_experts(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if the model adds a load-balancing loss of its experts, which has means over all tokens."""
+    given = kwargs.get("output_router_logits")
+    if given or (given is None and getattr(getattr(module, "config", None), "output_router_logits", False)):
+        raise ValueError(
+            f"{type(module).__name__}: output_router_logits must be False over ranks, got True: the load-balancing "
+            "loss would be that of one rank's tokens"
+        )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -124,7 +129,9 @@ def _checked_mask(
         got = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else shown(mask)
         raise ValueError(f"{name}: attention_mask must be None or [batch, tokens], got {got}")
     if dropout:
-        raise ValueError(f"{name}: attention dropout must be 0, got {dropout}")
+        options = [each for each in _DROPOUTS if getattr(getattr(module, "config", None), each, None) == dropout]
+        how = f": load the model with {options[0]}=0.0" if options else ""
+        raise ValueError(f"{name}: attention dropout must be 0, got {dropout}{how}")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError(f"{name}: is_causal must not be False")
     window = getattr(mask.kind, "left", None)

@@ -16,7 +16,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from attnmesh.core.validation import shown
 
@@ -68,6 +69,22 @@ def check_model(model: Any) -> None:
         )
     for path, mixer in _mixers(model) if isinstance(model, nn.Module) else ():
         raise ValueError(f"{name}: layers must mix tokens in their attention only, got {path}, a {mixer}")
+
+
+def scale_by_position(module: nn.Module, query: Tensor, position_ids: Tensor) -> Tensor:
+    """Queries [B, H, n, D] as one process scales them.
+
+    Llama 4 scales the queries of layers without rotary embeddings by their index, which is here that in a shard.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    floor, factor = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
+
+    def scale(positions: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * factor + 1.0
+
+    ratio = scale(position_ids) / scale(torch.arange(query.shape[2], device=query.device))
+    return (query * ratio[:, None, :, None]).to(query.dtype)
 
 
 def _layer_types(config: Any) -> list[str] | None:

@@ -23,6 +23,11 @@ from attnmesh.integrations.ring_flash_attn.functions import (
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
+from attnmesh.integrations.ring_flash_attn.huggingface import (
+    substitute_hf_flash_attn,
+    update_ring_flash_attn_params,
+    use_ring_attn,
+)
 from attnmesh.integrations.ring_flash_attn.llama3 import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
@@ -44,6 +49,9 @@ __all__ = [
     "stripe_flash_attn_func",
     "stripe_flash_attn_kvpacked_func",
     "stripe_flash_attn_qkvpacked_func",
+    "substitute_hf_flash_attn",
+    "update_ring_flash_attn_params",
+    "use_ring_attn",
     "zigzag_ring_flash_attn_func",
     "zigzag_ring_flash_attn_kvpacked_func",
     "zigzag_ring_flash_attn_qkvpacked_func",

@@ -1,0 +1,161 @@
+"""Which models are refused, and with which words: by `model(**shard_inputs(...))` itself, on every rank."""
+
+import copy
+
+import pytest
+import torch
+
+import attnmesh as am
+from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.integrations.transformers_models import check_config, check_model
+from helpers.models import attnmesh_model, on_virtual_ranks
+
+IDS = torch.arange(16)[None] + 5
+SIZES = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_GATED_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0,
+}  # fmt: skip
+HYBRIDS = {
+    "qwen3_next": (_GATED_DELTA, "linear_attention"),
+    "qwen3_5_text": (_GATED_DELTA, "linear_attention"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "conv"),
+    "granitemoehybrid": ({"layer_types": ["mamba", "attention"], "num_local_experts": 0, **_MAMBA}, "linear_attention"),
+    "bamba": ({"attn_layer_indices": [1], **_MAMBA}, "linear_attention"),
+    "falcon_h1": ({"mamba_d_ssm": 64, **_MAMBA}, "hybrid"),
+}
+
+
+def tiny(kind, **own):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register_attention()
+    config = AutoConfig.for_model(kind, **SIZES | own)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh").eval()
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_layers_that_mix_tokens_otherwise_are_refused_on_every_rank(kind):
+    own, layer = HYBRIDS[kind]
+    model = tiny(kind, **own)
+
+    def rank(comm):
+        with pytest.raises(ValueError, match=rf"layer_types must be full_attention, .* got .*{layer}"):
+            model(**am.shard_inputs(am.ContextParallel(comm), IDS, IDS))
+
+    on_virtual_ranks(2, rank)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt"])
+def test_attention_code_of_their_own_is_refused_on_one_device(kind):
+    """They add ALiBi, which no attention function is given."""
+    with pytest.raises(ValueError, match=rf"(?i){kind}Config: the model has attention code of its own"):
+        tiny(kind)(input_ids=IDS)
+
+
+def test_falcon_keeps_its_attention_and_is_refused():
+    """Transformers itself raises KeyError if Falcon is made with any attention implementation that it does not know."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    register_attention()
+    model = FalconForCausalLM(FalconConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    model.set_attn_implementation("attnmesh")  # has no effect but a warning
+    with pytest.raises(ValueError, match="FalconForCausalLM: the model has attention code of its own"):
+        check_model(model)
+    with pytest.raises(ValueError, match="FalconConfig: the model has attention code of its own"):
+        check_config(model.config)
+
+
+def test_layers_are_inspected_where_the_configuration_does_not_name_them():
+    from transformers import Phi4MultimodalConfig, RwkvConfig
+
+    with pytest.raises(ValueError, match="RwkvConfig: layers with a recurrent state are not served"):
+        check_config(RwkvConfig())
+    with pytest.raises(ValueError, match=r"Phi4MultimodalConfig: layers must mix .* any may be a Conv1d"):
+        check_config(Phi4MultimodalConfig())
+    model = tiny("llama")
+    check_model(model)
+    model.model.layers[1].mlp.mixer = torch.nn.Conv1d(32, 32, 3)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: layers must mix .*model\.layers\.1\.mlp\.mixer, a Conv1d"):
+        check_model(model)
+
+
+def test_a_hybrid_without_other_layers_is_served():
+    """Its code reads the mask for layers that it might have, so it must be given the tensor."""
+    model = tiny("granitemoehybrid", layer_types=["attention", "attention"], num_local_experts=0, **_MAMBA)
+    check_model(model)
+    wanted = model(input_ids=IDS, labels=IDS).loss
+
+    def rank(comm):
+        inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
+        with torch.no_grad():
+            return model(**inputs | {"attention_mask": inputs["mesh"].attention_mask}).loss
+
+    torch.testing.assert_close(sum(on_virtual_ranks(2, rank)), wanted.detach())
+
+
+def test_a_model_whose_code_is_not_found_is_refused():
+    from types import SimpleNamespace
+
+    with pytest.raises(ValueError, match=r"SimpleNamespace: the model's code must be in .* got types"):
+        check_config(SimpleNamespace(layer_types=["full_attention"]))
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "mamba", "packed"])
+def test_a_sharded_batch_is_refused_by_models_that_do_not_use_attnmesh(kind):
+    """They would compute with this rank's tokens only, and give no sign of it."""
+    if kind == "mamba":
+        model = tiny("mamba", state_size=4, intermediate_size=64)
+    else:
+        model = copy.deepcopy(attnmesh_model("llama"))
+        model.set_attn_implementation("sdpa" if kind == "packed" else kind)
+    more = {"document_lengths": [[7, 9]]} if kind == "packed" else {}
+
+    def rank(comm):
+        inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS, **more)
+        with pytest.raises(ValueError, match=r"batch is sharded over ranks: attn_implementation .* must be 'attnmesh'"):
+            model(**inputs)
+        assert not hasattr(inputs["attention_mask"], "numpy")
+
+    on_virtual_ranks(2, rank)
+
+
+def test_a_model_that_does_not_pass_the_mesh_on_is_refused():
+    def rank(comm):
+        inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
+        del inputs["mesh"]
+        with pytest.raises(ValueError, match="must be attention that is given the keyword argument mesh"):
+            attnmesh_model("llama")(**inputs)
+
+    on_virtual_ranks(2, rank)
+
+
+def test_a_load_balancing_loss_is_refused_over_ranks():
+    """Its means are over all tokens of the batch; over one rank's they are others."""
+    model = attnmesh_model("mixtral")
+    assert model(input_ids=IDS, labels=IDS, output_router_logits=True).aux_loss > 0
+
+    def rank(comm):
+        inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
+        with pytest.raises(ValueError, match="MixtralAttention: output_router_logits must be False over ranks, got Tr"):
+            model(**inputs, output_router_logits=True)
+
+    on_virtual_ranks(2, rank)
+
+
+@pytest.mark.parametrize(("kind", "option"), [("gpt2", "attn_pdrop"), ("llama", "attention_dropout")])
+def test_attention_dropout_is_refused_in_training(kind, option):
+    model = tiny(kind, **{option: 0.1})
+    model(input_ids=IDS)
+
+    def rank(comm):
+        inputs = am.shard_inputs(am.ContextParallel(comm), IDS, IDS)
+        with pytest.raises(ValueError, match=rf"dropout must be 0, got 0\.1: load the model with {option}=0\.0"):
+            model(**inputs)
+
+    model.train()
+    on_virtual_ranks(2, rank)
