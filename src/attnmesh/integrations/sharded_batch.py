@@ -16,16 +16,17 @@ from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Balanced
+from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Mask
-from attnmesh.core.ranges import as_tensor
-from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
-from attnmesh.integrations.packing import (
+from attnmesh.core.packing import (
     Packing,
     check_gaps,
     document_starts,
     lengths_to_positions,
     packing_of,
 )
+from attnmesh.core.ranges import as_tensor
+from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
 from attnmesh.parallel.context import ContextParallel
 
 IGNORED_LABEL = -100  # skipped by Transformers' losses
@@ -55,6 +56,7 @@ class ShardedPass:
     ) -> None:
         self.cp, self.length, self.packing = cp, length, packing
         self.position_ids, self.attention_mask = position_ids, attention_mask
+        self._documents = packing.numbers()  # for compiled graphs
         self._masks: dict[Mask, Mask] = {}
         self._accepted: dict[str, Tensor] = {}
 
@@ -68,6 +70,8 @@ class ShardedPass:
 
     def mask(self, layer: Mask) -> Mask:
         """The mask of a layer within the documents of this batch."""
+        if torch.compiler.is_compiling():
+            return traced_mask(layer, self._documents)
         if layer not in self._masks:
             self._masks[layer] = self.packing.apply(layer)
         return self._masks[layer]
@@ -93,7 +97,12 @@ class ShardedPass:
         attention. A copy, such as one on another device, is compared once.
         """
         expected: Tensor = getattr(self, name)
-        if given is expected or given is self._accepted.get(name) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if given.shape != expected.shape:
+                raise ValueError(f"{name} must be that of shard_inputs, got a tensor of shape {list(given.shape)}")
+            torch._assert_async((given == expected).all(), f"{name} must be that of shard_inputs, got another tensor")
+            return
+        if given is expected or given is self._accepted.get(name):
             return
 
         def check() -> tuple[None, SharedValues]:
@@ -318,10 +327,10 @@ def _checked_pass(
 
     device = input_ids.device
     if positions is None:
-        local = as_tensor(cp.layout.ranges(length, cp.world, cp.rank), device)[None].expand(rows, -1)
+        local = as_tensor(cp.layout.ranges(length, cp.world, cp.rank), device)[None].repeat(rows, 1)
     else:
         local = _move(cp.shard(positions, 1), device)
-    present = torch.ones(1, 1, dtype=torch.bool, device=device).expand(*local.shape)
+    present = torch.ones(local.shape, dtype=torch.bool, device=device)
     if real is not None:
         present = _move(cp.shard(real, 1), device)
     values: SharedValues = {

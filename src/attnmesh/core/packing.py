@@ -5,6 +5,7 @@ The mask is derived from `[batch, tokens]` tensors on the host. No `[tokens, tok
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,6 +35,17 @@ class Packing:
             layer = Causal() & _per_row([_chunks(layer.size, begin, self.length) for begin in self.first])
         return layer if self.mask is None else layer & self.mask
 
+    def numbers(self) -> Tensor | None:
+        """The number of the document of each token, int32 [B, S] on the host, -1 for padding; None without a mask.
+
+        A compiled graph takes it in place of the mask: see `packing_of_numbers`.
+        """
+        if self.mask is None:
+            return None
+        at = torch.arange(self.length, dtype=torch.int64, device="cpu")
+        follows, real = (self.mask.visible(at, keys).expand(len(self.first), -1) for keys in (at - 1, at))
+        return (~follows).cumsum(-1).masked_fill(~real, -1).int()
+
     @property
     def is_packed(self) -> bool:
         """Whether the work of positions depends on documents or padding."""
@@ -56,6 +68,22 @@ def packing_of(starts: Tensor | None, real: Tensor | None, shape: tuple[int, int
     if all(isinstance(mask, Full) for mask in masks):
         return Packing(None, first, length)
     return Packing(_per_row(masks), first, length)
+
+
+_latest: deque[tuple[Tensor, Packing]] = deque(maxlen=8)
+
+
+def packing_of_numbers(numbers: Tensor) -> Packing:
+    """The packing that has these `numbers`; that of one of the latest calls if the numbers are equal."""
+    for known, packing in tuple(_latest):
+        if torch.equal(known, numbers):
+            return packing
+    starts = torch.ones_like(numbers, dtype=torch.bool)
+    starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    real = numbers >= 0
+    packing = packing_of(starts, None if bool(real.all()) else real, (numbers.shape[0], numbers.shape[1]))
+    _latest.append((numbers.clone(), packing))
+    return packing
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
