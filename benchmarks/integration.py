@@ -30,12 +30,14 @@ from attnmesh.cli.output import Rows
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.masks import Causal, Documents, Mask
 from attnmesh.core.optional import require
+from attnmesh.core.ranges import as_tensor
 from attnmesh.integrations.sharded_batch import shard_inputs
 from attnmesh.integrations.transformers_attention import NAME, register_attention, transformers_attention
 from attnmesh.parallel.context import ContextParallel
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
 from benchmarks.one_rank import AllocatingComm, OneRankComm
 
+_TOKENS = 96  # kinds of tokens of a model without a head
 PEER = "sdpa"  # Transformers' own attention
 _TOLERANCE = 0.01  # relative, between two results that were rounded to bf16
 
@@ -80,7 +82,7 @@ def random_llama(scale: Scale, layers: int, *, head: bool) -> Any:
     """A model with random weights; without a head, it has as few embeddings as possible."""
     register_attention()
     transformers = require("transformers", extra="hf")
-    sizes = scale.model if head else scale.model | {"vocab_size": 96}
+    sizes = scale.model if head else scale.model | {"vocab_size": _TOKENS}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers)
     kind = transformers.AutoModelForCausalLM if head else transformers.AutoModel
     with torch.device(scale.device):
@@ -104,9 +106,9 @@ class Batch:
         return Causal() if self.documents is None else Causal() & Documents(self.documents)
 
 
-def make_batch(length: int, documents: Sequence[int] | None, device: str, vocabulary: int) -> Batch:
+def make_batch(length: int, documents: Sequence[int] | None, device: str) -> Batch:
     """A batch of random tokens."""
-    ids = torch.randint(vocabulary, (1, length), device=device)
+    ids = torch.randint(_TOKENS, (1, length), device=device)
     positions = None
     if documents is not None:
         positions = torch.cat([torch.arange(n, device="cpu") for n in documents])[None].to(device)
@@ -126,12 +128,19 @@ def with_layout_of(cp: ContextParallel, batch: Batch) -> ContextParallel:
     return cp if batch.documents is None else cp.with_layout(Balanced(batch.mask))
 
 
-def integrated_step(model: Any, cp: ContextParallel, batch: Batch) -> Tensor:
-    """One rank's step through Transformers."""
+def integrated_step(model: Any, cp: ContextParallel, batch: Batch, by_positions: bool = False) -> Tensor:
+    """One rank's step through Transformers. Documents are found in the position_ids, or their lengths given."""
     _begin(model, cp)
-    out: Tensor = model(**shard_inputs(cp, batch.ids, position_ids=batch.position_ids)).last_hidden_state
+    out: Tensor = model(**sharded(cp, batch, by_positions)).last_hidden_state
     out.backward(out.detach())
     return out.detach()
+
+
+def sharded(cp: ContextParallel, batch: Batch, by_positions: bool = False) -> dict[str, Any]:
+    """This rank's inputs of a model."""
+    if batch.documents is None or by_positions:
+        return shard_inputs(cp, batch.ids, position_ids=batch.position_ids)
+    return shard_inputs(cp, batch.ids, document_lengths=[batch.documents])
 
 
 def direct_step(model: Any, cp: ContextParallel, batch: Batch, mask: Mask) -> Tensor:
@@ -140,7 +149,7 @@ def direct_step(model: Any, cp: ContextParallel, batch: Batch, mask: Mask) -> Te
     _begin(model, cp)
     length = batch.ids.shape[1]
     if batch.position_ids is None:
-        positions = cp.positions(length)[None].to(batch.ids.device)
+        positions = as_tensor(cp.layout.ranges(length, cp.world, cp.rank), batch.ids.device)[None]
     else:
         positions = cp.shard(batch.position_ids, 1)
     x = model.embed_tokens(cp.shard(batch.ids, 1))
@@ -164,57 +173,72 @@ def _begin(model: Any, cp: ContextParallel) -> None:
     cp.comm.begin()
 
 
+class Kind(str, Enum):
+    """What a batch is, and how shard_inputs learns of its documents."""
+
+    CAUSAL = "causal"
+    LENGTHS = "packed, document_lengths"
+    POSITIONS = "packed, position_ids on the device"
+    ANEW = "packed anew in every step, document_lengths"
+
+
 def measure_steps(scale: Scale) -> Iterator[tuple[str, Rows]]:
     """A line for every kind of batch, number of tokens and number of ranks."""
     model = random_llama(scale, 1, head=False)
-    for kind in ("causal", "packed", "packed anew"):
+    for kind in Kind:
         rows: Rows = []
         for per_rank in scale.per_rank:
             for world in scale.worlds:
                 rows.append(_step_row(scale, model, kind, per_rank, world))
                 _free()
-        yield f"a step of one layer, {kind}", rows
+        yield f"a step of one layer, {kind.value}", rows
 
 
-def _step_row(scale: Scale, model: Any, kind: str, per_rank: int, world: int) -> dict[str, object]:
+def _step_row(scale: Scale, model: Any, kind: Kind, per_rank: int, world: int) -> dict[str, object]:
     cp = ContextParallel(OneRankComm(world // 2, world))
     length, seeds = per_rank * world, count()
 
     def batch() -> Batch:
-        documents = None if kind == "causal" else [scale.document] * (length // scale.document)
-        if kind == "packed anew":
+        documents = None if kind == Kind.CAUSAL else [scale.document] * (length // scale.document)
+        if kind == Kind.ANEW:
             documents = random_documents(length, scale.document, next(seeds))
-        return make_batch(length, documents, scale.device, 96)
+        return make_batch(length, documents, scale.device)
 
+    def direct(batch: Batch) -> Tensor:
+        return direct_step(model, with_layout_of(cp, batch), batch, batch.mask)
+
+    by_positions = kind == Kind.POSITIONS
     same = batch()
-    own, mask = with_layout_of(cp, same), same.mask
     results = []
-    for step in (partial(integrated_step, model, cp, same), partial(direct_step, model, own, same, mask)):
+    for step in (partial(integrated_step, model, cp, same, by_positions), partial(direct, same)):
         results.append([step(), *(weight.grad.clone() for weight in model.layers[0].parameters())])
-    _assert_equal(kind, *results)
+    _assert_equal(kind.value, *results)
 
-    if kind == "packed anew":  # every step has other documents, for which a layout and a plan are made
-        steps = {name: iter([batch() for _ in range(scale.rounds + 1)]) for name in ("direct", "integrated")}
-
-        def direct() -> None:
-            new = next(steps["direct"])
-            direct_step(model, with_layout_of(cp, new), new, new.mask)
-
-        runs: dict[str, Callable[[], object]] = {
-            "direct": direct, "integrated": lambda: integrated_step(model, cp, next(steps["integrated"]))
-        }  # fmt: skip
-        waiting = _steps(runs, 1, scale)
-        times = {"queued": waiting, "waiting": waiting}
+    runs: dict[str, Callable[[], object]]
+    if kind == Kind.ANEW:  # a layout and a plan are made for every batch
+        batches = {name: iter([batch() for _ in range(scale.rounds + 1)]) for name in ("direct", "again", "integrated")}
+        runs = {
+            "direct": lambda: direct(next(batches["direct"])),
+            "integrated": lambda: integrated_step(model, cp, next(batches["integrated"]), by_positions),
+            "again": lambda: direct(next(batches["again"])),
+        }
+        ways = {"waiting": 1}
     else:
+        own, mask = with_layout_of(cp, same), same.mask
         runs = {
             "direct": partial(direct_step, model, own, same, mask),
-            "integrated": partial(integrated_step, model, cp, same),
+            "integrated": partial(integrated_step, model, cp, same, by_positions),
         }
-        times = {"queued": _steps(runs, 4, scale), "waiting": _steps(runs, 1, scale)}
+        runs["again"] = runs["direct"]
+        ways = {"queued": 4, "waiting": 1}
     row: dict[str, object] = {"per_rank": per_rank, "ranks": world}
-    for name, of in times.items():
-        row |= {f"{name}_{program}_ms": 1e3 * seconds for program, seconds in of.items()}
-        row[f"{name}_overhead"] = of["integrated"] / of["direct"] - 1
+    for name, at_once in ways.items():
+        of = _steps(runs, at_once, scale)
+        row |= {f"{name}_{program}_ms": 1e3 * of[program] for program in ("direct", "integrated")}
+        row |= {
+            f"{name}_overhead": of["integrated"] / of["direct"] - 1,
+            f"{name}_noise": of["again"] / of["direct"] - 1,
+        }
     return row
 
 
@@ -250,7 +274,7 @@ def measure_calls(scale: Scale) -> Iterator[tuple[str, Rows]]:
             cp = ContextParallel(OneRankComm(world // 2, world))
             length = per_rank * world
             documents = None if kind == "causal" else [scale.document] * (length // scale.document)
-            batch = make_batch(length, documents, scale.device, 96)
+            batch = make_batch(length, documents, scale.device)
             with torch.no_grad():
                 given, options = _attention_call(model, cp, batch)
                 own, mask, (q, k, v) = with_layout_of(cp, batch), batch.mask, given[1:4]
@@ -279,7 +303,7 @@ def _attention_call(model: Any, cp: ContextParallel, batch: Batch) -> tuple[tupl
     functions.register(NAME, recorded)
     try:
         _begin(model, cp)
-        model(**shard_inputs(cp, batch.ids, position_ids=batch.position_ids))
+        model(**sharded(cp, batch))
     finally:
         register_attention()
     return calls[0]

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import re
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -410,6 +411,13 @@ def test_signatures_are_those_of_the_project(function, form, more):
     signature = inspect.signature(getattr(ring_flash_attn, f"{function}_{form}func"))
     positional = [str(p.replace(annotation=p.empty)) for p in signature.parameters.values() if p.kind != p.KEYWORD_ONLY]
     assert ", ".join(positional) == ", ".join(filter(None, (TENSORS[form], more, OPTIONS)))
+
+
+def test_libraries_that_import_the_project_can_be_given_this_module(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ring_flash_attn", ring_flash_attn)
+    scope = {}
+    exec("from ring_flash_attn import llama3_flash_attn_varlen_func, substitute_hf_flash_attn", scope)
+    assert scope["llama3_flash_attn_varlen_func"] is ring_flash_attn.llama3_flash_attn_varlen_func
 
 
 def test_later_calls_make_no_context_of_their_own(monkeypatch):

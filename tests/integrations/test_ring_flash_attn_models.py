@@ -7,8 +7,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attnmesh as am
 from attnmesh.integrations import ring_flash_attn
@@ -53,6 +51,8 @@ def each_document_alone(kind):
 
 def substituted_model(kind, implementation, group):
     """The model made after the substitution, with a flash implementation that needs the package flash_attn."""
+    from transformers import AutoModelForCausalLM
+
     ring_flash_attn.substitute_hf_flash_attn(group, heads_k_stride=1)
     original = transformers_model(kind, torch.float64)
     config = copy.deepcopy(original.config)
@@ -146,11 +146,15 @@ def test_what_is_not_served_raises_on_every_rank():
     for wrong, words in cases:
         for message in messages(2, lambda comm, wrong=wrong: call(comm, **wrong)):
             assert re.search(words, message), (wrong, message)
-    for good in ({}, {"position_ids": torch.arange(BOUNDS[-1])[None]}):
+    padded = positions.index_fill(1, torch.arange(38, BOUNDS[-1]), 0)  # as padding at the end of a row has them
+    for good in ({}, {"position_ids": torch.arange(BOUNDS[-1])[None]}, {"position_ids": padded}):
         assert messages(2, lambda comm, good=good: call(comm, **good)) == ["nothing was raised"] * 2
 
 
 def test_the_substitution_can_be_undone():
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     model = substituted_model("llama", "flash_attention_2", None)
     flash, own = (ALL_ATTENTION_FUNCTIONS[name] for name in ("flash_attention_2", "attnmesh"))
     assert flash is own

@@ -17,6 +17,7 @@ from torch import Tensor
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Balanced
 from attnmesh.core.masks import Causal, Mask
+from attnmesh.core.ranges import as_tensor
 from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
 from attnmesh.integrations.packing import (
     Packing,
@@ -297,7 +298,7 @@ def _checked_pass(
     if length < cp.world:
         raise ValueError(f"input_ids must have at least one token per rank ({cp.world}), got {list(input_ids.shape)}")
     real = None if attention_mask is None else _real_tokens(attention_mask, input_ids)
-    positions = None if position_ids is None else _host_positions(position_ids, input_ids)
+    positions = None if position_ids is None else _checked_positions(position_ids, input_ids)
     if document_lengths is not None:
         if positions is not None:
             raise ValueError(
@@ -307,9 +308,9 @@ def _checked_pass(
         if real is not None:
             check_gaps(None, None, real)
         positions = lengths_to_positions(document_lengths, real, shape)
-    starts = None if positions is None else document_starts(positions)
+    starts = None if positions is None else document_starts(positions).cpu()  # a byte per token leaves the device
     if real is not None:
-        check_gaps(positions, starts, real)
+        check_gaps(None if positions is None else positions.cpu(), starts, real)
         real = None if bool(real.all()) else real
     packing = packing_of(starts, real, shape)
     if balance and packing.mask is not None:
@@ -317,12 +318,12 @@ def _checked_pass(
 
     device = input_ids.device
     if positions is None:
-        local = cp.positions(length).to(device)[None].expand(rows, -1)
+        local = as_tensor(cp.layout.ranges(length, cp.world, cp.rank), device)[None].expand(rows, -1)
     else:
-        local = cp.shard(positions, 1).to(device, non_blocking=True)
+        local = _move(cp.shard(positions, 1), device)
     present = torch.ones(1, 1, dtype=torch.bool, device=device).expand(*local.shape)
     if real is not None:
-        present = cp.shard(real, 1).to(device, non_blocking=True)
+        present = _move(cp.shard(real, 1), device)
     values: SharedValues = {
         "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance,
         # On another device, reading the tokens would stall it.
@@ -365,7 +366,14 @@ def _check_readable(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must have values, got a tensor on the device meta")
 
 
-def _host_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
+def _move(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on that device. A copy from pinned memory does not wait for what the GPU has yet to do."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+def _checked_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
     _check_ids("position_ids", position_ids)
     _check_readable("position_ids", position_ids)
     if position_ids.shape not in (input_ids.shape, (1, input_ids.shape[1])):
@@ -373,7 +381,7 @@ def _host_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
             f"position_ids must have the shape of input_ids, {list(input_ids.shape)}, or [1, {input_ids.shape[1]}], "
             f"got {list(position_ids.shape)}"
         )
-    return position_ids.cpu().long().expand(input_ids.shape)
+    return position_ids.long().expand(input_ids.shape)
 
 
 def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ def reference_results(
     With sinks, their gradient is the last.
     """
     q, k = inputs[:2]
-    rows = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions.long()
-    columns = torch.arange(k.shape[2], device=q.device) if k_positions is None else k_positions.long()
+    rows = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions.to(q.device).long()
+    columns = torch.arange(k.shape[2], device=q.device) if k_positions is None else k_positions.to(q.device).long()
     scale = q.shape[3] ** -0.5 if scale is None else scale
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -249,7 +249,7 @@ def _varlen(
             lengths = tuple(check_list("document_lengths", document_lengths, "lengths"))
             for i, n in enumerate(lengths):
                 check_count(f"document_lengths[{i}]", n)
-        expected = tuple(layout.local_length(n, comm.world, comm.rank) for n in lengths)
+        expected = _local_lengths(layout, lengths, comm.world, comm.rank)
         if local != expected:
             raise ValueError(
                 f"cu_seqlens must be those of documents of {shown(list(expected))} positions: rank {comm.rank} of "
@@ -263,3 +263,8 @@ def _varlen(
 @lru_cache(maxsize=256)
 def _joint(layout: Layout, lengths: tuple[int, ...]) -> Joint:
     return Joint(*((n, layout) for n in lengths))
+
+
+@lru_cache(maxsize=256)
+def _local_lengths(layout: Layout, lengths: tuple[int, ...], world: int, rank: int) -> tuple[int, ...]:
+    return tuple(layout.local_length(n, world, rank) for n in lengths)

@@ -10,7 +10,6 @@ served. The package flash_attn is not needed if the substitution comes before th
 
 from __future__ import annotations
 
-import bisect
 import threading
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,8 +41,8 @@ class _RingPass(ShardedPass):
         length = whole[-1]
         cp = context(comm, Contiguous(), "allgather")
         self.in_row = cp.positions(length)[None]
-        starts = [whole[bisect.bisect_right(whole, at) - 1] for at in self.in_row[0].tolist()]
-        positions = self.in_row - torch.tensor(starts, dtype=torch.int64, device="cpu")
+        cuts = torch.tensor(whole, dtype=torch.int64, device="cpu")
+        positions = self.in_row - cuts[torch.bucketize(self.in_row, cuts, right=True) - 1]
         documents = Documents(lengths_of(whole)) if len(whole) > 2 else None
         super().__init__(
             cp, length, Packing(documents, (0,), length), positions, torch.ones_like(positions, dtype=torch.bool)
@@ -73,8 +72,7 @@ class _RingPass(ShardedPass):
                 raise ValueError(
                     "attention_mask must not hide tokens: give padding a document of its own in cu_seqlens"
                 )
-            known = (self.position_ids, self.in_row)
-            if name == "position_ids" and not any(torch.equal(mine.long(), positions) for positions in known):
+            if name == "position_ids" and not self._are_positions(mine):
                 raise ValueError(
                     f"position_ids must be the {self.in_row.shape[1]} positions of this rank of the {self.length} of "
                     f"cu_seqlens, counted in documents, {self.position_ids[0, :3].tolist()} ..., or in the row, "
@@ -84,6 +82,15 @@ class _RingPass(ShardedPass):
 
         check_on_all_ranks(self.cp.comm, f"a model's {name}", check, force=True)
         self._accepted[name] = given
+
+    def _are_positions(self, given: Tensor) -> bool:
+        """Whether they are those of this rank. Padding at the end of the row may have position 0."""
+        for expected in (self.position_ids, self.in_row):
+            if given.shape == expected.shape:
+                others = (given != expected)[0].nonzero()
+                if not others.numel() or not given[0, int(others[0]) :].any():
+                    return True
+        return False
 
 
 class _State:

@@ -1,0 +1,293 @@
+"""The context-parallel ranks of an `Accelerator`: models that attend over them, and batches that are sharded over them.
+
+A batch is sharded in one of two ways. A trainer knows the names of its tensors (`shard_batch`). In a loop of the user,
+`accelerator.maybe_context_parallel(buffers=...)` shards tensors in place, and which of them are position_ids or labels
+shows when the model is called (`shard_buffers`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnmesh.comm import SharedValues, check_on_all_ranks
+from attnmesh.core.layouts import dimension
+from attnmesh.core.validation import shown
+from attnmesh.integrations.sharded_batch import IGNORED_LABEL, ShardedPass, shard_inputs
+from attnmesh.integrations.transformers_attention import register_attention
+from attnmesh.integrations.transformers_models import NAME, check_model
+from attnmesh.parallel.context import ContextParallel
+
+_ATTRIBUTE = "_attnmesh_ranks"  # of an Accelerator and of a prepared model
+
+# Packed rows as attention kernels of one device take them: position_ids contain the same.
+_DERIVED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def ranks_of(accelerator: Any, options: Mapping[str, Any]) -> AcceleratorRanks:
+    """The context-parallel ranks of an accelerator, created by the first call."""
+    ranks: AcceleratorRanks | None = getattr(accelerator, _ATTRIBUTE, None)
+    if ranks is None:
+        ranks = AcceleratorRanks(accelerator, options)
+        setattr(accelerator, _ATTRIBUTE, ranks)
+    return ranks
+
+
+def is_sharding(accelerator: Any) -> bool:
+    """Whether the accelerator is inside a context in which batches are sharded."""
+    ranks = getattr(accelerator, _ATTRIBUTE, None)
+    return ranks is not None and ranks.is_sharding
+
+
+class AcceleratorRanks:
+    """The ranks of the mesh dimension "cp" of an accelerator.
+
+    `options` are the arguments of `ContextParallel`.
+    """
+
+    def __init__(self, accelerator: Any, options: Mapping[str, Any]) -> None:
+        mesh = accelerator.torch_device_mesh
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        if "cp" not in names:
+            raise ValueError(f"the device mesh of the accelerator must have a dimension 'cp', got dimensions {names}")
+        if accelerator.parallelism_config.tp_enabled:
+            raise ValueError(
+                f"tp_size must be 1 with attnmesh's context parallelism, got {accelerator.parallelism_config.tp_size}"
+            )
+        self.cp = ContextParallel(mesh["cp"], **options)
+        self._unwrap: Callable[[nn.Module], nn.Module] = accelerator.unwrap_model
+        self._mesh: ShardedPass | None = None  # of the batch in `sharded`
+        self._buffers: _Buffers | None = None  # in `shard_buffers`
+        self.latest: ShardedPass | None = None
+        """The pass of the latest `shard_batch`."""
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether a batch is sharded at the moment."""
+        return self._mesh is not None or self._buffers is not None
+
+    # Models.
+
+    def prepare(self, module: nn.Module) -> None:
+        """Let a model of Transformers (or of PEFT around one) attend over the ranks. May be called again."""
+        model: Any = _base_model(self._unwrap(module))
+        if getattr(model, _ATTRIBUTE, None) is self:
+            return
+
+        def check() -> tuple[None, SharedValues]:
+            adapter = getattr(self._unwrap(module), "active_peft_config", None)
+            if getattr(adapter, "is_prompt_learning", False):
+                raise ValueError(
+                    f"the PEFT method must not add tokens to the sequence under context parallelism, got "
+                    f"{type(adapter).__name__}"
+                )
+            register_attention()
+            if hasattr(model, "set_attn_implementation"):
+                model.set_attn_implementation(NAME)
+            check_model(model)
+            return None, {"model": type(model).__name__}
+
+        check_on_all_ranks(self.cp.comm, "Accelerator.prepare", check, force=True)
+        model.register_forward_pre_hook(self._add_pass, with_kwargs=True)
+        setattr(model, _ATTRIBUTE, self)
+
+    def _add_pass(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of a prepared model with the keyword argument `mesh`; None if they stay as they are."""
+        if kwargs.get("mesh") is not None:
+            return None
+        if self._mesh is not None:
+            return args, {
+                "position_ids": self._mesh.position_ids, "attention_mask": self._mesh.attention_mask,
+                **kwargs, "mesh": self._mesh,
+            }  # fmt: skip
+        if self._buffers is not None:
+            names = list(inspect.signature(type(model).forward).parameters)[1:]
+            return (), self._buffers.arguments(self.cp, {**dict(zip(names, args, strict=False)), **kwargs})
+        if model.training and torch.is_grad_enabled():
+            raise ValueError(
+                "the model must be called inside `with accelerator.maybe_context_parallel(buffers=[...])` while it is "
+                "trained with cp_size > 1: outside of it, every rank would compute the whole sequence"
+            )
+        return None
+
+    # Batches of a trainer.
+
+    def shard_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's arguments of the model, from those of the whole batch by name.
+
+        `num_items_in_batch` is such that the mean of the losses over ranks is the loss. `labels` are shifted.
+        """
+        named, others = self._checked_batch(inputs)
+        local = shard_inputs(self.cp, **named)
+        if "shift_labels" in named:
+            local |= _loss_of_shifted(local["shift_labels"], named["shift_labels"], labels="labels" in inputs)
+        if "num_items_in_batch" in local:
+            local["num_items_in_batch"] = local["num_items_in_batch"] / self.cp.world
+        self.latest = local["mesh"]
+        return {**others, **local}
+
+    def _checked_batch(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments of `shard_inputs`, and what is not a tensor; ValueError on every rank for other tensors."""
+
+        def check() -> tuple[tuple[dict[str, Any], dict[str, Any]], SharedValues]:
+            ids = inputs.get("input_ids")
+            if not isinstance(ids, Tensor):
+                raise ValueError(f"the batch must have input_ids under context parallelism, got {sorted(inputs)}")
+            given = {name: x for name, x in inputs.items() if x is not None and name not in _DERIVED}
+            if "position_ids" not in given and "cu_seq_lens_q" in inputs:
+                raise ValueError("the batch must have position_ids, which restart with every document, got cu_seq_lens")
+            if "shift_labels" in given:
+                given.pop("labels", None)
+            named = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+            for name, x in named.items():
+                if x.shape[:2] != ids.shape and not (name == "position_ids" and x.shape == (1, ids.shape[1])):
+                    raise ValueError(
+                        f"{name} must have one entry per token, {list(ids.shape)}, to be sharded over ranks, got "
+                        f"{list(x.shape)}"
+                    )
+            others = {name: x for name, x in given.items() if name not in named}
+            if others.get("output_router_logits"):
+                raise ValueError(_router_loss)
+            return (named, others), {"names of the batch": sorted(given)}
+
+        return check_on_all_ranks(self.cp.comm, "a batch under context parallelism", check)
+
+    @contextmanager
+    def sharded(self, mesh: ShardedPass) -> Iterator[None]:
+        """The model attends by `mesh`, also if it is called without it."""
+        with self._not_nested():
+            self._mesh = mesh
+            try:
+                yield
+            finally:
+                self._mesh = None
+
+    # Batches of a user's loop.
+
+    @contextmanager
+    def shard_buffers(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Iterable[Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Shard tensors in place along their sequence dimensions; restored afterwards, as in `maybe_context_parallel`.
+
+        The model finds position_ids, attention_mask and labels among the buffers. Its loss is scaled so that the mean
+        over ranks is the loss of the whole batch, which data parallelism computes.
+        """
+        with self._not_nested():
+            state = check_on_all_ranks(
+                self.cp.comm, "maybe_context_parallel", lambda: _checked_buffers(buffers, buffer_seq_dims)
+            )
+            kept = {id(buffer) for buffer in no_restore_buffers or ()}
+            state.replace([self.cp.shard(whole, dim).contiguous() for whole, dim in state.wholes])
+            self._buffers = state
+            try:
+                yield
+            finally:
+                self._buffers = None
+                state.restore(kept)
+
+    @contextmanager
+    def _not_nested(self) -> Iterator[None]:
+        if self.is_sharding:
+            raise ValueError("maybe_context_parallel must not be entered inside itself: the batch is sharded already")
+        yield
+
+
+class _Buffers:
+    """Tensors that are sharded in place, and what they were."""
+
+    def __init__(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> None:
+        self._buffers = list(buffers)
+        # Not the same tensors: theirs are replaced.
+        self.wholes = [(buffer.detach(), dim) for buffer, dim in zip(buffers, dims, strict=True)]
+
+    def replace(self, shards: Sequence[Tensor]) -> None:
+        for buffer, shard in zip(self._buffers, shards, strict=True):
+            buffer.data = shard
+
+    def restore(self, kept: set[int]) -> None:
+        for buffer, (whole, _) in zip(self._buffers, self.wholes, strict=True):
+            if id(buffer) not in kept:
+                buffer.data = whole
+
+    def arguments(self, cp: ContextParallel, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the model with this rank's shards, its pass, and the scale of its loss."""
+
+        def check() -> tuple[dict[str, Any], SharedValues]:
+            names = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
+            found = {name: self._whole(name, given[name]) for name in names if given.get(name) is not None}
+            if "input_ids" not in found:
+                raise ValueError("the model must be called with input_ids under context parallelism")
+            shape = found["input_ids"].shape
+            for name, x in given.items():
+                if name not in found and isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] == shape:
+                    raise ValueError(
+                        f"{name} must be one of the buffers of maybe_context_parallel, got the whole tensor"
+                    )
+            return found, {"arguments of the model": sorted(found)}
+
+        found = check_on_all_ranks(cp.comm, "a model under maybe_context_parallel", check)
+        with_labels = "labels" in found
+        if "shift_labels" in found:
+            found.pop("labels", None)
+        local = shard_inputs(cp, balance=False, **found)
+        if "shift_labels" in found:
+            local |= _loss_of_shifted(local["shift_labels"], found["shift_labels"], labels=with_labels)
+        if "num_items_in_batch" in local:
+            local["num_items_in_batch"] = given.get("num_items_in_batch", local["num_items_in_batch"] / cp.world)
+        return {**given, **local}
+
+    def _whole(self, name: str, x: Tensor) -> Tensor:
+        """The whole tensor of an argument that is a buffer, or shares its memory."""
+        for buffer, (whole, _) in zip(self._buffers, self.wholes, strict=True):
+            if x is buffer or (x.shape == buffer.shape and x.data_ptr() == buffer.data_ptr()):
+                return whole
+        raise ValueError(
+            f"{name} must be one of the buffers of maybe_context_parallel, got another tensor of shape {list(x.shape)}"
+        )
+
+
+_router_loss = (
+    "output_router_logits must be False under context parallelism (router_aux_loss_coef=0.0 in TRL's SFTConfig): the "
+    "load-balancing loss of a rank's tokens is not a share of that of the whole sequence"
+)
+
+
+def check_router_loss(module: nn.Module) -> None:
+    """Raise ValueError if the model adds a load-balancing loss of experts."""
+    config = module.config.get_text_config()  # type: ignore[operator, union-attr]
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(_router_loss)
+
+
+def _loss_of_shifted(local: Tensor, whole: Tensor, *, labels: bool) -> dict[str, Any]:
+    """The arguments of the loss for labels that the caller has shifted."""
+    count = (whole != IGNORED_LABEL).sum().clamp(min=1)
+    return {"num_items_in_batch": count} | ({"labels": local} if labels else {})
+
+
+def _checked_buffers(buffers: Sequence[Tensor] | None, dims: Sequence[int] | None) -> tuple[_Buffers, SharedValues]:
+    buffers, dims = buffers or [], dims or []
+    if len(buffers) != len(dims):
+        raise ValueError(f"buffer_seq_dims must have one entry per buffer ({len(buffers)}), got {shown(list(dims))}")
+    lengths = [buffer.shape[dimension(buffer, dim)] for buffer, dim in zip(buffers, dims, strict=True)]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"buffers must have the same length along buffer_seq_dims, got lengths {lengths}")
+    return _Buffers(buffers, dims), {"lengths": lengths}
+
+
+def _base_model(module: nn.Module) -> nn.Module:
+    """The model of Transformers inside a model of PEFT."""
+    if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
+        return module.get_base_model()  # type: ignore[no-any-return, operator]
+    return module

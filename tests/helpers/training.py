@@ -1,0 +1,322 @@
+"""Training runs of tiny models in one process and over ranks, with what a trainer logs about them.
+
+Importing Transformers and TRL takes seconds. One process imports them, and the ranks are forks of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helpers.processes import _context, _rank_main, _result
+
+VOCABULARY = 64
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+# Processes.
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 280) -> list[Any]:
+    """Return `fn(comm, *args)` of every rank, as `run_processes`; Transformers, TRL and PEFT are imported once."""
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    ours, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=_fork_ranks, args=(theirs, world, store.port, fn, args, timeout))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout + 60):
+            raise TimeoutError(f"ranks had no result after {timeout + 60} s")
+        results = _result(ours, process)
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(results, str) or not isinstance(results, list):
+        raise AssertionError(f"the ranks failed: {results}")
+    return results
+
+
+def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, timeout: float) -> None:
+    import datasets
+    import peft  # noqa: F401
+    import transformers.trainer
+    import trl.trainer.sft_trainer  # noqa: F401
+
+    datasets.disable_progress_bars()
+    transformers.logging.set_verbosity_error()
+    context = mp.get_context("fork")
+    pipes, processes, results = [], [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(theirs, rank, world, port, fn, args, "gloo"), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        for rank, ours in enumerate(pipes):
+            if not ours.poll(timeout):
+                results = f"rank {rank} had no result after {timeout} s"
+                break
+            result = _result(ours, processes[rank])
+            if not isinstance(result, dict):
+                results = f"rank {rank}: {getattr(result, 'traceback', result)}"
+                break
+            results.append(result)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    pipe.send(results)
+
+
+def shared_result(factory: Any, name: str, compute: Callable[[], Any]) -> Any:
+    """Return the result of `compute`, which runs once for all workers of a test session."""
+    folder = factory.getbasetemp()
+    folder = folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
+    path = folder / f"{name}.pickle"
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_bytes(pickle.dumps(compute()))
+    return pickle.loads(path.read_bytes())
+
+
+@contextmanager
+def accelerate_ranks(world: int) -> Iterator[None]:
+    """Let accelerate see all ranks of the default process group, or with `world=1` a single process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def forget() -> None:
+        for name in list(os.environ):
+            if name in _ENVIRONMENT or name.startswith(("ACCELERATE_", "FSDP_")):
+                del os.environ[name]
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+    forget()
+    if world > 1:
+        rank = str(dist.get_rank())
+        os.environ.update(
+            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1"
+        )
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        forget()
+
+
+# Models and data.
+
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+}  # fmt: skip
+_OWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "llama4_text": {
+        "attention_chunk_size": 6, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [],
+        "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"],
+        "attn_temperature_tuning": False,
+    },
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "moe_intermediate_size": 16,
+    },
+}  # fmt: skip
+
+
+def training_model(kind: str = "llama", *, attention: str = "eager", **changes: Any) -> Any:
+    """Return a random model; the same for the same arguments."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from attnmesh.integrations.transformers_attention import register_attention
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **{**_SIZES, **_OWN[kind], **changes})
+        register_attention()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, 0.1)
+    return model
+
+
+def random_rows(count: int, seed: int = 0, low: int = 5, high: int = 24) -> list[dict[str, list[int]]]:
+    """Return rows of random lengths, most of which 2 does not divide evenly."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def padded_batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Pad the first row of a batch on the left and the others on the right.
+
+    The first token of a row is not learned: before it is padding, and what that attends to depends on the kernel.
+    """
+    length = max(len(row["input_ids"]) for row in rows)
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        n = len(row["input_ids"])
+        begin = length - n if i == 0 else 0
+        ids[i, begin : begin + n] = torch.tensor(row["input_ids"])
+        mask[i, begin : begin + n] = 1
+    learned = mask.clone()
+    learned[:, 1:] *= mask[:, :-1]
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(learned == 0, -100)}
+
+
+def _logged(trainer: Any) -> list[dict[str, float]]:
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "total_flos")
+    return [
+        {name: value for name, value in entry.items() if name.removeprefix("eval_") in names}
+        for entry in trainer.state.log_history
+    ]
+
+
+def _arguments(folder: str, world: int, changes: dict[str, Any]) -> dict[str, Any]:
+    from accelerate import ParallelismConfig
+
+    changes = dict(changes)
+    cp = changes.pop("cp", world)
+    if world == 1:
+        changes.pop("fsdp", None)
+    given = {
+        "output_dir": folder, "use_cpu": True, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+        "max_steps": 2, "logging_steps": 1, "report_to": [], "save_strategy": "no", "learning_rate": 0.3,
+        "disable_tqdm": True, "optim": "sgd", "eval_strategy": "steps", "eval_steps": 2, "prediction_loss_only": True,
+        "bf16": False, "dataloader_pin_memory": False, "ddp_find_unused_parameters": False,
+    }  # fmt: skip
+    if world > 1:
+        given["parallelism_config"] = ParallelismConfig(cp_size=cp, dp_shard_size=world // cp)
+    return {**given, **changes}
+
+
+def trainer_log(
+    world: int,
+    kind: str = "llama",
+    *,
+    rows: int = 16,
+    resume: Any = None,
+    more: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
+    """Return what Transformers' Trainer logs: losses, evaluation losses and gradient norms.
+
+    `more` are further arguments of the Trainer; without them, `changes` are arguments of the training.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=training_model(kind), args=TrainingArguments(**_arguments(folder, world, changes)),
+            train_dataset=random_rows(rows), eval_dataset=random_rows(5, seed=1), data_collator=padded_batch,
+            **(more or {}),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return _logged(trainer)
+
+
+def sft_trainer(
+    folder: str, world: int, kind: str = "llama", *, lora: bool = False, attention: str = "eager", **changes: Any
+) -> Any:
+    """Return TRL's SFTTrainer for rows of token ids."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    from helpers.models import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "<unk>"
+    given = {"packing": True, "max_length": 40, "gradient_checkpointing": False, "router_aux_loss_coef": 0.0}
+    return SFTTrainer(
+        model=training_model(kind, attention=attention), args=SFTConfig(**_arguments(folder, world, {**given, **changes})),
+        train_dataset=Dataset.from_list(random_rows(16)), eval_dataset=Dataset.from_list(random_rows(7, seed=1)),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None,
+    )  # fmt: skip
+
+
+def sft_log(world: int, kind: str = "llama", **changes: Any) -> Any:
+    """Return what TRL's SFTTrainer logs."""
+    with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)  # LoRA's weights
+        trainer = sft_trainer(folder, world, kind, **changes)
+        trainer.train()
+        return _logged(trainer)
+
+
+# accelerate without a trainer.
+
+
+def packed_positions(lengths: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def loop_batches() -> list[dict[str, torch.Tensor]]:
+    """Return batches as users pass them: plain, padded, packed, and with labels that are shifted before."""
+    padded = padded_batch(random_rows(2, seed=3))
+    ids = torch.tensor([random_rows(1, seed=4, low=23, high=24)[0]["input_ids"]])
+    packed = {"input_ids": ids, "labels": ids.clone(), "position_ids": packed_positions([9, 3, 11])}
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    plain = {"input_ids": ids.clone(), "labels": ids.clone()}
+    return [plain, padded, packed, {**plain, "shift_labels": shifted, "position_ids": torch.arange(23)[None]}]
+
+
+def loop_log(world: int, kind: str = "mistral", *, fsdp: bool = False) -> list[dict[str, float]]:
+    """Return loss and gradient norm of each step of a loop as in accelerate's example of context parallelism."""
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    with accelerate_ranks(world):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp and world > 1 else None
+        config = ParallelismConfig(cp_size=world) if world > 1 else None
+        accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
+        model = training_model(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        loader = torch.utils.data.DataLoader(loop_batches(), batch_size=None)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        assert not plugin or type(next(model.parameters())).__name__ == "DTensor"
+        log = []
+        for batch in loader:
+            buffers, before = list(batch.values()), [x.clone() for x in batch.values()]
+            with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
+                loss = model(**batch, use_cache=False).loss  # with a cache, one process does not separate documents
+                accelerator.backward(loss)
+            assert all(torch.equal(x, y) for x, y in zip(buffers, before, strict=True))
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss.detach()
+            if world > 1:
+                dist.all_reduce(loss, group=accelerator.torch_device_mesh["dp_cp"].get_group())
+            log.append({"loss": float(loss) / world, "grad_norm": norm})
+        return log
+
+
+def packed_logits(world: int, kind: str = "mistral") -> list[Any]:
+    """Return where the documents of a packed batch of SFTTrainer begin, and its logits for two second documents."""
+    with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
+        trainer = sft_trainer(folder, world, kind)
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
+        changed = {**batch, "input_ids": batch["input_ids"].clone()}
+        starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+        changed["input_ids"][:, starts[1] : starts[2]] = (batch["input_ids"][:, starts[1] : starts[2]] + 1) % VOCABULARY
+        model = trainer.model.eval()
+        return [starts, *(trainer.prediction_step(model, x, False)[1].numpy() for x in (batch, changed))]

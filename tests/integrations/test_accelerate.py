@@ -1,0 +1,304 @@
+"""accelerate, Trainer and TRL after `enable()`: what they log over ranks is what they log in one process."""
+
+import importlib.metadata
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnmesh.core.optional import installed
+from attnmesh.integrations import accelerate as integration
+from attnmesh.integrations.patches import Patches
+from helpers.training import (
+    accelerate_ranks,
+    loop_log,
+    packed_logits,
+    random_rows,
+    run_ranks,
+    sft_log,
+    shared_result,
+    trainer_log,
+    training_model,
+)
+
+needs_trl = pytest.mark.skipif(
+    not all(map(installed, ("accelerate", "transformers", "trl", "peft", "datasets"))),
+    reason="needs accelerate, transformers, trl, peft and datasets (the extra 'train')",
+)
+
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GptOssDecoderLayer"]}}
+QUICK = {
+    "padded batches": (trainer_log, "llama", {"gradient_accumulation_steps": 2}),
+    "sinks, checkpointing and FSDP2": (trainer_log, "gpt_oss", {"gradient_checkpointing": True, **FSDP}),
+    "packed windows with LoRA": (sft_log, "mistral", {"lora": True}),
+    "own loop": (loop_log, "mistral", {}),
+    "leakage": (packed_logits, "mistral", {}),
+}
+SLOW = {
+    "bf16": (trainer_log, "llama", {"bf16": True}),
+    "chunked layers": (trainer_log, "llama4_text", {}),
+    "label smoothing": (trainer_log, "llama", {"label_smoothing_factor": 0.1}),
+    "tokens averaged on each device": (
+        trainer_log, "mistral", {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+    ),
+    "reentrant checkpointing": (
+        trainer_log, "mistral",
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}, "max_steps": 6},
+    ),
+    "no clipping, odd batches": (trainer_log, "llama", {"max_grad_norm": 0.0, "per_device_train_batch_size": 3}),
+    # With other attention functions, GPT-OSS of Transformers does not separate packed documents in one process.
+    "packed sinks": (sft_log, "gpt_oss", {"gradient_checkpointing": True, "attention": "attnmesh"}),
+    "padding-free": (sft_log, "mistral", {"packing": False, "padding_free": True, "max_length": None}),
+    "packing of whole rows": (sft_log, "llama", {"packing_strategy": "wrapped"}),
+    "padded SFT": (sft_log, "llama", {"packing": False}),
+    "dynamic fine-tuning": (sft_log, "llama", {"loss_type": "dft", "gradient_accumulation_steps": 2}),
+    "smoothed SFT": (sft_log, "llama", {"label_smoothing_factor": 0.1}),
+    "own loop with FSDP2": (loop_log, "llama", {"fsdp": True}),
+    "chunked own loop": (loop_log, "llama4_text", {}),
+}  # fmt: skip
+CLASSES = {
+    "accelerate": {
+        "Accelerator": ("_prepare_cp", "gather_for_metrics"), "ParallelismConfig": ("_validate_accelerator",),
+    },
+    "accelerate.state": {"AcceleratorState": ("__init__",)},
+    "transformers.trainer": {
+        "Trainer": (
+            "__init__", "_prepare_context_parallel_inputs", "_get_num_items_in_batch", "prediction_step",
+            "evaluation_loop",
+        ),
+    },
+    "trl.trainer.sft_trainer": {"SFTTrainer": ("__init__", "prediction_step", "compute_loss")},
+}  # fmt: skip
+
+
+# On every rank.
+
+
+def in_one_process_and_over_ranks(comm, cases):
+    """Each case in one process, which is computed by one of the ranks, and over all of them."""
+    one = {
+        name: run(1, kind, **changes)
+        for i, (name, (run, kind, changes)) in enumerate(cases.items()) if i % comm.world == comm.rank
+    }  # fmt: skip
+    integration.enable()
+    return {"one": one, "over ranks": {name: run(comm.world, kind, **how) for name, (run, kind, how) in cases.items()}}
+
+
+def patched():
+    return [
+        vars(getattr(sys.modules[module], owner)).get(name)
+        for module, owners in CLASSES.items() for owner, names in owners.items() for name in names
+    ]  # fmt: skip
+
+
+def error_of(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def refused_alone(world):
+    """What the packages refuse without attnmesh."""
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    with accelerate_ranks(world):
+        ranks = error_of(lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=world)))
+    return {
+        "CPU ranks": ranks,
+        "sliding windows": error_of(lambda: _attach_context_parallel_hooks(training_model("mistral"))),
+    }
+
+
+def refused_over_ranks(comm):
+    """What is refused on every rank with attnmesh."""
+    from accelerate import Accelerator, ParallelismConfig
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from attnmesh.integrations.accelerate_ranks import AcceleratorRanks
+
+    world = comm.world
+    errors = {}
+    with accelerate_ranks(world):
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=world))
+        ids = torch.tensor([random_rows(1)[0]["input_ids"] * 2])
+
+        def call(model, batch, *, buffers):
+            with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
+                model(**batch)
+
+        def prepared(*args, **kwargs):
+            return accelerator.prepare(training_model(*args, **kwargs)).train()
+
+        model = prepared()
+        labels, mine = ids.clone(), ids + comm.rank
+        alone = SimpleNamespace(
+            torch_device_mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), unwrap_model=None
+        )
+        errors["outside of the context"] = error_of(lambda: model(input_ids=ids))
+        errors["labels that are not sharded"] = error_of(
+            lambda: call(model, {"input_ids": ids, "labels": labels}, buffers=[ids])
+        )
+        errors["ranks with different batches"] = error_of(lambda: call(model, {"input_ids": mine}, buffers=[mine]))
+        errors["buffers of different lengths"] = error_of(lambda: call(model, {}, buffers=[ids, ids[:, 1:].clone()]))
+        errors["hybrid model"] = error_of(lambda: prepared("qwen3_next"))
+        errors["attention dropout"] = error_of(
+            lambda: call(prepared(attention_dropout=0.1), {"input_ids": ids}, buffers=[ids])
+        )
+        errors["no cp dimension"] = error_of(lambda: AcceleratorRanks(alone, {}))
+        with torch.no_grad():  # outside of the context, a model is computed whole on every rank
+            whole = model(input_ids=ids).logits
+        errors["evaluation outside of the context"] = str(
+            (whole - training_model()(input_ids=ids).logits).abs().max() < 1e-5
+        )
+    errors |= refused_by_trainers(world)
+    return errors
+
+
+def refused_by_trainers(world):
+    return {
+        "compute_loss_func": error_of(lambda: trainer_log(world, more={"compute_loss_func": lambda *_, **__: None})),
+        "NEFTune": error_of(lambda: trainer_log(world, neftune_noise_alpha=5.0)),
+        "load-balancing loss": error_of(lambda: sft_log(world, "gpt_oss", router_aux_loss_coef=0.1)),
+    }
+
+
+def quick_checks(comm):
+    before = patched()
+    alone = refused_alone(comm.world)
+    results = in_one_process_and_over_ranks(comm, QUICK)
+    results |= {
+        "alone": alone,
+        "errors": refused_over_ranks(comm),
+        "enabled": [a is not b for a, b in zip(before, patched(), strict=True)],
+    }
+    integration.disable()
+    return results | {
+        "disabled": [a is b for a, b in zip(before, patched(), strict=True)],
+        "alone again": refused_alone(comm.world),
+    }
+
+
+# Tests.
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    return shared_result(tmp_path_factory, "quick", lambda: run_ranks(2, quick_checks))
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    return shared_result(tmp_path_factory, "slow", lambda: run_ranks(2, in_one_process_and_over_ranks, SLOW))
+
+
+def check_logs(results, name, tolerance=2e-5):
+    """Every rank logs what one process logs: losses, gradient norms, evaluation losses, accuracies and counts."""
+    one = next(result["one"][name] for result in results if name in result["one"])
+    assert any("loss" in entry for entry in one)
+    for result in results:
+        log = result["over ranks"][name]
+        assert [set(entry) for entry in log] == [set(entry) for entry in one]
+        for expected, found in zip(one, log, strict=True):
+            for key, value in expected.items():
+                assert found[key] == pytest.approx(value, rel=tolerance, abs=1e-12), (name, key, one, log)
+
+
+@needs_trl
+@pytest.mark.parametrize("name", [name for name in QUICK if name != "leakage"])
+def test_logged_values_equal_one_process(quick, name):
+    check_logs(quick, name)
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_logged_values_equal_one_process(slow, name):
+    check_logs(slow, name, tolerance=5e-3 if name == "bf16" else 2e-5)
+
+
+@needs_trl
+def test_a_packed_document_does_not_see_the_others(quick):
+    """The probe of trl #6843: perturb one document of a packed row; only its own positions may change."""
+    starts, logits, _ = next(result["one"]["leakage"] for result in quick if "leakage" in result["one"])
+    begin, end = starts[1], starts[2]
+    for result in quick:
+        _, same, changed = result["over ranks"]["leakage"]
+        assert abs(same - logits).max() < 1e-4
+        difference = abs(changed - same).max(-1)[0]
+        assert (difference[begin:end] > 1e-3).all()
+        assert max(difference[:begin].max(), difference[end:].max()) < 1e-6
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("outside of the context", "the model must be called inside `with accelerator.maybe_context_parallel"),
+        ("labels that are not sharded", "labels must be one of the buffers of maybe_context_parallel, got another"),
+        ("ranks with different batches", "shard_inputs: ranks disagree: checksum of input_ids"),
+        ("buffers of different lengths", "buffers must have the same length along buffer_seq_dims"),
+        ("hybrid model", "Qwen3NextForCausalLM: layer_types must be .*, got full_attention, linear_attention"),
+        ("attention dropout", "attention dropout must be 0, got 0.1"),
+        ("no cp dimension", r"must have a dimension 'cp', got dimensions \('dp',\)"),
+        ("compute_loss_func", "compute_loss_func must be None under context parallelism"),
+        ("NEFTune", "neftune_noise_alpha is not supported under context parallelism, got 5.0"),
+        ("load-balancing loss", "output_router_logits must be False under context parallelism"),
+        ("evaluation outside of the context", "True"),
+    ],
+)
+def test_refused_on_every_rank(quick, name, message):
+    for result in quick:
+        assert re.search(message, result["errors"][name]), result["errors"][name]
+
+
+@needs_trl
+def test_disable_restores_everything(quick):
+    for result in quick:
+        assert all(result["enabled"])
+        assert all(result["disabled"])
+        for refused in (result["alone"], result["alone again"]):
+            assert re.search(
+                "ParallelismConfig is only compatible .* got DistributedType.MULTI_CPU", refused["CPU ranks"]
+            )
+            assert "Context parallelism does not support attention layers of type" in refused["sliding windows"]
+
+
+@pytest.mark.parametrize(("package", "version"), [("accelerate", "1.16.0"), ("transformers", "6.0.1"), ("trl", "1.9")])
+def test_an_unknown_version_is_refused(monkeypatch, package, version):
+    tested = {"accelerate": "1.15.3", "transformers": "5.22.2", "trl": "1.16.0"} | {package: version}
+    monkeypatch.setattr(importlib.metadata, "version", tested.__getitem__)
+    with pytest.raises(
+        ValueError,
+        match=rf"version of {package} must be .*, got {version}: .* accelerate 1.15, transformers 5.22, trl 1.16",
+    ):
+        integration.enable()
+
+
+def test_options_are_checked_before_anything_is_replaced():
+    with pytest.raises(ValueError, match=r"schedule must be one of .*, got 'star'"):
+        integration.enable(schedule="star")
+    with pytest.raises(ValueError, match="layout"):
+        integration.enable(layout="zigzag")
+
+
+def test_patches_reach_modules_that_are_imported_later(tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text("class Base:\n    def f(self): return 1\nclass A(Base): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "imported_later", raising=False)
+    patches = Patches()
+    patches.when_imported(
+        "imported_later", lambda module: patches.replace(module.A, "f", lambda f: lambda self: f(self) + 1)
+    )
+    import imported_later
+
+    assert imported_later.A().f() == 2
+    assert imported_later.Base().f() == 1
+    patches.undo()
+    assert imported_later.A().f() == 1
+    assert "f" not in vars(imported_later.A)
+    assert patches._finder not in sys.meta_path
