@@ -84,6 +84,27 @@ def test_layers_are_inspected_where_the_configuration_does_not_name_them():
         check_model(model)
 
 
+def test_positions_that_are_counted_from_tokens_are_refused():
+    from transformers import XLMRobertaConfig
+
+    with pytest.raises(ValueError, match=r"XLMRobertaConfig: positions must be position_ids that begin with 0"):
+        check_config(XLMRobertaConfig())
+
+
+def test_a_mask_that_the_model_changes_is_refused():
+    with pytest.raises(ValueError, match="as they are, got a model that reads dtype of its mask"):
+        tiny("doge")(input_ids=IDS)
+
+
+def test_a_mask_that_no_layer_uses_does_not_matter():
+    """Qwen2-MoE without a window has a mask for layers with a window of 0 tokens."""
+    own = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    model = tiny("qwen2_moe", **own)
+    found = model(input_ids=IDS).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(found, model(input_ids=IDS).logits)
+
+
 def test_a_hybrid_without_other_layers_is_served():
     """Its code reads the mask for layers that it might have, so it must be given the tensor."""
     model = tiny("granitemoehybrid", layer_types=["attention", "attention"], num_local_experts=0, **_MAMBA)

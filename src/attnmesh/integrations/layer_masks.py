@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.core.masks import Causal, Chunked, Mask, SlidingWindow
+from attnmesh.core.masks import Causal, Chunked, Mask, Slices, SlidingWindow
 from attnmesh.integrations.packing import Packing, check_gaps, document_starts, packing_of
 from attnmesh.integrations.sharded_batch import ShardedMask
 from attnmesh.integrations.transformers_models import check_config
 
 _MODULE = "transformers.masking_utils"
+
+
+class MaskReadError(ValueError, AttributeError):
+    """An AttributeError, too, so that `hasattr` works."""
 
 
 class LayerMask:
@@ -34,6 +38,12 @@ class LayerMask:
     ) -> None:
         self.kind, self.padding, self.packing, self.queries, self.keys = kind, padding, packing, queries, keys
         self._on_one_device: Mask | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise MaskReadError(
+            f"models must pass the masks that Transformers makes on to their attention as they are, got a model that "
+            f"reads {name} of its mask: masks that a model changes are not supported"
+        )
 
     def on_one_device(self, position_ids: Tensor | None) -> Mask:
         """The mask of the layer within the documents and without the padding of the batch."""
@@ -103,8 +113,13 @@ def _kind(function: Callable[..., Any]) -> tuple[Mask, Tensor | None]:
     if window is not None and chunk is not None:
         raise ValueError("masks must have a sliding window or chunks, got both")
     if window is not None:
-        return SlidingWindow(int(window["sliding_window"]) - 1), packing
+        return _window(int(window["sliding_window"])), packing
     return (Causal() if chunk is None else Chunked(int(chunk["chunk_size"]))), packing
+
+
+def _window(size: int) -> Mask:
+    """A window of 0 tokens is that of layers that the model does not have: Qwen2-MoE makes a mask for them anyway."""
+    return SlidingWindow(size - 1) if size else Slices([])
 
 
 _KNOWN = ("causal_mask_function", "sliding_window_overlay", "chunked_overlay", "packed_sequence_mask_function")
@@ -140,7 +155,7 @@ def _traced_kind(local_size: int | None, plain: bool, config: Any) -> Mask:
     if local_size == chunk and local_size != window:
         return Chunked(local_size)
     if local_size == window and local_size != chunk:
-        return SlidingWindow(local_size - 1)
+        return _window(local_size)
     raise ValueError(
         f"a compiled graph must tell a sliding window from chunks, got a mask of {local_size} tokens with "
         f"sliding_window={window} and attention_chunk_size={chunk}"

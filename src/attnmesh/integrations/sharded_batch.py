@@ -312,7 +312,6 @@ def _checked_pass(
     starts = None if positions is None else document_starts(positions).cpu()  # a byte per token leaves the device
     if real is not None:
         check_gaps(None if positions is None else positions.cpu(), starts, real)
-        real = None if bool(real.all()) else real
     packing = packing_of(starts, real, shape)
     if balance and packing.mask is not None:
         cp = cp.with_layout(Balanced(Causal() & packing.mask))
@@ -385,8 +384,8 @@ def _checked_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
     return position_ids.long().expand(input_ids.shape)
 
 
-def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
-    """The tokens that are not padding, bool [B, S] on the host."""
+def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor | None:
+    """The tokens that are not padding, bool [B, S] on the host; None if there is no padding."""
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else shown(attention_mask)
         raise ValueError(
@@ -394,8 +393,10 @@ def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
             f"tokens is not supported, documents are given by position_ids or document_lengths"
         )
     _check_readable("attention_mask", attention_mask)
-    given = attention_mask.cpu()
-    real = given.bool()
-    if not torch.equal(real.to(given.dtype), given):
-        raise ValueError(f"attention_mask must be 0 and 1 (padding is 0), got values up to {given.max().item()}")
-    return real
+    real = attention_mask.bool()
+    all_real, others = torch.stack([real.all(), (real.to(attention_mask.dtype) != attention_mask).any()]).tolist()
+    if others:
+        raise ValueError(
+            f"attention_mask must be 0 and 1 (padding is 0), got values up to {attention_mask.max().item()}"
+        )
+    return None if all_real else real.cpu()

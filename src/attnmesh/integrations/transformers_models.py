@@ -29,6 +29,7 @@ SERVED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 _TOKENWISE_LAYERS = ("dense", "sparse", "mlp", "moe")  # layers that compute every token by itself
 _MIXERS = (nn.Conv1d, nn.RNNBase)  # modules that mix tokens, wherever they are in a decoder layer
+_COUNTED_POSITIONS = "create_position_ids_from_input_ids"  # in the code of models that derive positions from tokens
 _MIXER_CODE = re.compile(r"nn\.(Conv1d|LSTM|GRU|RNN)\(")
 
 
@@ -111,10 +112,13 @@ def _refusal_by_code(config_class: type, names_layers: bool) -> str:
             f"configuration_NAME, to see what its layers are, got {config_class.__module__}"
         )
     module, models = found
+    source = inspect.getsource(module)
+    if _COUNTED_POSITIONS in source:
+        return "positions must be position_ids that begin with 0, got a model that counts them from its padding token"
     if not names_layers:
         if any(model._is_stateful for model in models):
             return "layers with a recurrent state are not served: they would see one rank's tokens only"
-        if code := _MIXER_CODE.search(inspect.getsource(module)):
+        if code := _MIXER_CODE.search(source):
             return (
                 f"layers must mix tokens in their attention only, and without layer_types in the configuration any may "
                 f"be a {code[1]}, which the model's code has"
