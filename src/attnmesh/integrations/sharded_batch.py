@@ -50,6 +50,7 @@ class ShardedPass:
     """
 
     losses: str | None = None
+    balances_experts = False  # whether the load-balancing loss is computed from the tokens of all ranks
 
     def __init__(
         self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
