@@ -139,6 +139,7 @@ class AcceleratorRanks:
         """
         named, others = self._checked_batch(inputs)
         local = shard_inputs(self.cp, **named)
+        local["mesh"].losses = None  # they are scaled here, for the mean over ranks
         if "shift_labels" in named:
             local |= _loss_of_shifted(local["shift_labels"], named["shift_labels"], labels="labels" in inputs)
         if "num_items_in_batch" in local:
@@ -258,6 +259,7 @@ class _Buffers:
         if "shift_labels" in found:
             found.pop("labels", None)
         local = shard_inputs(cp, balance=False, **found)
+        local["mesh"].losses = None  # they are scaled here, for the mean over ranks
         if "shift_labels" in found:
             local |= _loss_of_shifted(local["shift_labels"], found["shift_labels"], labels=with_labels)
         if "num_items_in_batch" in local:

@@ -253,6 +253,7 @@ def shard_inputs(
         count = (shifted != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
         count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         inputs |= {"labels": local, "shift_labels": local, "num_items_in_batch": count}
+        mesh.losses = "mean" if num_items_in_batch is None else "counted"
     return inputs
 
 
