@@ -9,7 +9,7 @@ from benchmarks.integration import QUICK, measure_calls, measure_steps, random_l
 
 def test_steps_and_calls_are_measured():
     sections = dict([*measure_steps(QUICK), *measure_calls(QUICK)])  # asserts equal results
-    assert len(sections) == 5
+    assert len(sections) == 6
     for rows in sections.values():
         assert all(value > 0 for row in rows for name, value in row.items() if name.endswith(("_ms", "direct_us")))
 

@@ -129,6 +129,10 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "mixtral": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
     "llama4_text": {
         "attention_chunk_size": 6, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [],
         "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"],
@@ -140,17 +144,14 @@ _OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def training_model(kind: str = "llama", *, attention: str = "eager", **changes: Any) -> Any:
+def training_model(kind: str = "llama", **changes: Any) -> Any:
     """Return a random model; the same for the same arguments."""
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from attnmesh.integrations.transformers_attention import register_attention
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = AutoConfig.for_model(kind, **{**_SIZES, **_OWN[kind], **changes})
-        register_attention()
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
         for weight in model.parameters():
             torch.nn.init.normal_(weight, 0.0 if weight.dim() > 1 else 1.0, 0.1)
     return model
@@ -182,9 +183,9 @@ def padded_batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def _logged(trainer: Any) -> list[dict[str, float]]:
-    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "total_flos")
+    timed = ("runtime", "samples_per_second", "steps_per_second", "preparation_time")
     return [
-        {name: value for name, value in entry.items() if name.removeprefix("eval_") in names}
+        {name: value for name, value in entry.items() if not name.endswith(timed)}
         for entry in trainer.state.log_history
     ]
 
@@ -211,7 +212,7 @@ def trainer_log(
     world: int,
     kind: str = "llama",
     *,
-    rows: int = 16,
+    eval_rows: int = 5,
     resume: Any = None,
     more: dict[str, Any] | None = None,
     **changes: Any,
@@ -225,31 +226,33 @@ def trainer_log(
     with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=training_model(kind), args=TrainingArguments(**_arguments(folder, world, changes)),
-            train_dataset=random_rows(rows), eval_dataset=random_rows(5, seed=1), data_collator=padded_batch,
+            train_dataset=random_rows(16), eval_dataset=random_rows(eval_rows, seed=1), data_collator=padded_batch,
             **(more or {}),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return _logged(trainer)
 
 
-def sft_trainer(
-    folder: str, world: int, kind: str = "llama", *, lora: bool = False, attention: str = "eager", **changes: Any
-) -> Any:
+def sft_trainer(folder: str, world: int, kind: str = "llama", *, peft: str | None = None, **changes: Any) -> Any:
     """Return TRL's SFTTrainer for rows of token ids."""
     from datasets import Dataset
-    from peft import LoraConfig
+    from peft import LoraConfig, PromptTuningConfig
     from trl import SFTConfig, SFTTrainer
 
     from helpers.models import tiny_tokenizer
 
+    adapters = {
+        "lora": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        "prompt": PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    }
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = "<unk>"
     given = {"packing": True, "max_length": 40, "gradient_checkpointing": False, "router_aux_loss_coef": 0.0}
     return SFTTrainer(
-        model=training_model(kind, attention=attention), args=SFTConfig(**_arguments(folder, world, {**given, **changes})),
+        model=training_model(kind), args=SFTConfig(**_arguments(folder, world, {**given, **changes})),
         train_dataset=Dataset.from_list(random_rows(16)), eval_dataset=Dataset.from_list(random_rows(7, seed=1)),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None,
+        peft_config=adapters[peft] if peft else None,
     )  # fmt: skip
 
 
@@ -311,7 +314,10 @@ def loop_log(world: int, kind: str = "mistral", *, fsdp: bool = False) -> list[d
 
 
 def packed_logits(world: int, kind: str = "mistral") -> list[Any]:
-    """Return where the documents of a packed batch of SFTTrainer begin, and its logits for two second documents."""
+    """Return where the documents of a packed batch of SFTTrainer begin, and its logits for two second documents.
+
+    In one process, the model computes every document by itself.
+    """
     with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
         trainer = sft_trainer(folder, world, kind)
         batch = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
@@ -319,4 +325,12 @@ def packed_logits(world: int, kind: str = "mistral") -> list[Any]:
         starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
         changed["input_ids"][:, starts[1] : starts[2]] = (batch["input_ids"][:, starts[1] : starts[2]] + 1) % VOCABULARY
         model = trainer.model.eval()
-        return [starts, *(trainer.prediction_step(model, x, False)[1].numpy() for x in (batch, changed))]
+        logits = []
+        for x in (batch, changed):
+            if world > 1:
+                logits.append(trainer.prediction_step(model, x, False)[1].numpy())
+                continue
+            documents = x["input_ids"].tensor_split(starts[1:], dim=1)
+            with torch.no_grad():
+                logits.append(torch.cat([model(input_ids=document).logits for document in documents], 1).numpy())
+        return [starts, *logits]

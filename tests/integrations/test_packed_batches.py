@@ -7,7 +7,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.core.masks import Chunked
-from attnmesh.integrations.packing import packing_of
+from attnmesh.core.packing import packing_of
 from attnmesh.integrations.sharded_batch import shard_inputs, sharded_pass
 from helpers.models import KINDS, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 from helpers.packed_batches import ROWS, batch, check

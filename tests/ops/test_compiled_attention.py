@@ -64,5 +64,5 @@ def test_operators_pass_opcheck():
     from attnmesh.core.mask_encoding import encode
     from attnmesh.ops.dense import operator  # noqa: F401
 
-    call = (None, None, None, encode(Causal()), 0.3, None, "auto")
+    call = (None, None, None, None, encode(Causal()), 0.3, None, "auto")
     torch.library.opcheck(torch.ops.attnmesh.attention, (q, k, v, sinks, *call), atol=1e-5, rtol=1e-5)

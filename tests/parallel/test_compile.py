@@ -265,7 +265,7 @@ def test_a_custom_mask_is_rejected():
 def test_operators_pass_opcheck(dtype):
     cp, inputs = ContextParallel(), random_inputs(18, dtype=dtype)
     q, k, v, sinks = (x.clone().requires_grad_() for x in (*inputs[:3], torch.randn(4)))
-    call = (cp._handle, encode(Causal()), 0.3, None, 18, None, None, True)
+    call = (cp._handle, None, encode(Causal()), 0.3, None, 18, None, None, True)
     # A kernel may add up in another order when it runs again.
     close = {"atol": 1e-5, "rtol": 1e-5 if dtype != torch.bfloat16 else 2e-2}
     torch.library.opcheck(torch.ops.attnmesh.context_attention, (q, k, v, sinks, None, *call, [True] * 4), **close)

@@ -2,13 +2,18 @@
 
 Dynamo runs `encode` while it traces. It guards on the type of every object and on the integers read from it, and may
 turn these into inputs of the graph. So another mask leads to another graph or other inputs, and never to a wrong mask.
+
+The documents of a batch are another mask for every batch. `TracedMask` has them in a tensor, an input of the graph that
+is only read when the graph runs, so that one graph serves every batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
 
 from attnmesh.core.layouts import Balanced, Contiguous, Joint, Layout, Striped, Zigzag
 from attnmesh.core.masks import (
@@ -27,6 +32,7 @@ from attnmesh.core.masks import (
     Slices,
     SlidingWindow,
 )
+from attnmesh.core.packing import packing_of_numbers
 
 _KINDS: tuple[type, ...] = (
     Full, Causal, SlidingWindow, Documents, Prefix, Chunked, BlockCausal, Global, Slices, PerSequence, Padding, And, Or,
@@ -38,6 +44,31 @@ _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _KINDS}
 _INTEGER, _FLAG, _WORD, _RANGE, _NONE, _TUPLE, _FIRST_KIND = range(7)  # the tags with which values start
 
 _Value = int | str | range | tuple[Any, ...] | Mask | Layout | None
+
+
+class TracedMask(NamedTuple):
+    """The mask of a layer in a graph that is being traced, within documents: see `Packing.numbers`."""
+
+    layer: Mask
+    documents: Tensor | None
+
+
+def traced_mask(layer: Mask, documents: Tensor | None) -> Mask:
+    """A TracedMask, which compiled operators take in place of a mask."""
+    return cast(Mask, TracedMask(layer, documents))
+
+
+def encode_mask(mask: Mask | TracedMask) -> tuple[list[int], Tensor | None]:
+    """A mask as integers, and the documents within which it holds."""
+    if isinstance(mask, TracedMask):
+        return encode(mask.layer), mask.documents
+    return encode(mask), None
+
+
+def decode_mask(codes: Sequence[int], documents: Tensor | None) -> Mask:
+    """The mask that `encode_mask` encoded."""
+    layer: Mask = decode(codes)
+    return layer if documents is None else packing_of_numbers(documents).apply(layer)
 
 
 def encode(value: _Value) -> list[int]:

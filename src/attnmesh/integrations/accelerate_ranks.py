@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import dimension
 from attnmesh.core.validation import shown
-from attnmesh.integrations.sharded_batch import IGNORED_LABEL, ShardedPass, shard_inputs
+from attnmesh.integrations.expert_balance import check_balance, whole_balance
+from attnmesh.integrations.sharded_batch import IGNORED_LABEL, ShardedMask, ShardedPass, shard_inputs
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME, check_model
 from attnmesh.parallel.context import ContextParallel
@@ -61,7 +62,8 @@ class AcceleratorRanks:
             )
         self.cp = ContextParallel(mesh["cp"], **options)
         self._unwrap: Callable[[nn.Module], nn.Module] = accelerator.unwrap_model
-        self._mesh: ShardedPass | None = None  # of the batch in `sharded`
+        self._models: list[nn.Module] = []
+        self._mesh: ShardedPass | None = None  # of the batch in `sharded`, or of the latest call in `shard_buffers`
         self._buffers: _Buffers | None = None  # in `shard_buffers`
         self.latest: ShardedPass | None = None
         """The pass of the latest `shard_batch`."""
@@ -90,32 +92,43 @@ class AcceleratorRanks:
             if hasattr(model, "set_attn_implementation"):
                 model.set_attn_implementation(NAME)
             check_model(model)
+            check_balance(model)
             return None, {"model": type(model).__name__}
 
         check_on_all_ranks(self.cp.comm, "Accelerator.prepare", check, force=True)
         model.register_forward_pre_hook(self._add_pass, with_kwargs=True)
         setattr(model, _ATTRIBUTE, self)
+        self._models.append(model)
 
     def _add_pass(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments of a prepared model with the keyword argument `mesh`; None if they stay as they are."""
-        if kwargs.get("mesh") is not None:
+        mesh: ShardedPass | None = kwargs.get("mesh")
+        buffers = self._buffers if mesh is None else None
+        mesh = mesh or self._mesh
+        if mesh is None and buffers is None:
+            self._check_whole(model)
             return None
-        if self._mesh is not None:
-            return args, {
-                "position_ids": self._mesh.position_ids, "attention_mask": self._mesh.attention_mask,
-                **kwargs, "mesh": self._mesh,
-            }  # fmt: skip
-        if self._buffers is not None:
-            names = list(inspect.signature(type(model).forward).parameters)[1:]
-            return (), self._buffers.arguments(self.cp, {**dict(zip(names, args, strict=False)), **kwargs})
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if buffers is not None:
+            given = buffers.arguments(self.cp, given)
+            mesh = self._mesh = given["mesh"]
+        assert mesh is not None
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor):
+            mesh.check_given("attention_mask", mask)
+        return (), {"position_ids": mesh.position_ids, **given, "attention_mask": ShardedMask(mesh), "mesh": mesh}
+
+    @staticmethod
+    def _check_whole(model: nn.Module) -> None:
+        """Raise ValueError for a whole batch in training."""
         if model.training and torch.is_grad_enabled():
             raise ValueError(
                 "the model must be called inside `with accelerator.maybe_context_parallel(buffers=[...])` while it is "
                 "trained with cp_size > 1: outside of it, every rank would compute the whole sequence"
             )
-        return None
 
     # Batches of a trainer.
 
@@ -130,8 +143,10 @@ class AcceleratorRanks:
             local |= _loss_of_shifted(local["shift_labels"], named["shift_labels"], labels="labels" in inputs)
         if "num_items_in_batch" in local:
             local["num_items_in_batch"] = local["num_items_in_batch"] / self.cp.world
-        self.latest = local["mesh"]
-        return {**others, **local}
+        mesh = self.latest = local["mesh"]
+        mesh.losses, mesh.balances_experts = None, True  # losses are scaled for a mean over ranks
+        # A tensor, which trainers count; the model gets a ShardedMask.
+        return {**others, **local, "attention_mask": mesh.attention_mask}
 
     def _checked_batch(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments of `shard_inputs`, and what is not a tensor; ValueError on every rank for other tensors."""
@@ -153,21 +168,19 @@ class AcceleratorRanks:
                         f"{list(x.shape)}"
                     )
             others = {name: x for name, x in given.items() if name not in named}
-            if others.get("output_router_logits"):
-                raise ValueError(_router_loss)
             return (named, others), {"names of the batch": sorted(given)}
 
         return check_on_all_ranks(self.cp.comm, "a batch under context parallelism", check)
 
     @contextmanager
-    def sharded(self, mesh: ShardedPass) -> Iterator[None]:
-        """The model attends by `mesh`, also if it is called without it."""
-        with self._not_nested():
+    def sharded(self, mesh: ShardedPass, *, balance_share: float = 1.0) -> Iterator[None]:
+        """The model attends by `mesh`, also if it is called without it.
+
+        `balance_share` is what the load-balancing loss of experts is multiplied by.
+        """
+        with self._context(balance_share):
             self._mesh = mesh
-            try:
-                yield
-            finally:
-                self._mesh = None
+            yield
 
     # Batches of a user's loop.
 
@@ -183,7 +196,7 @@ class AcceleratorRanks:
         The model finds position_ids, attention_mask and labels among the buffers. Its loss is scaled so that the mean
         over ranks is the loss of the whole batch, which data parallelism computes.
         """
-        with self._not_nested():
+        with self._context():
             state = check_on_all_ranks(
                 self.cp.comm, "maybe_context_parallel", lambda: _checked_buffers(buffers, buffer_seq_dims)
             )
@@ -193,14 +206,18 @@ class AcceleratorRanks:
             try:
                 yield
             finally:
-                self._buffers = None
                 state.restore(kept)
 
     @contextmanager
-    def _not_nested(self) -> Iterator[None]:
+    def _context(self, balance_share: float = 1.0) -> Iterator[None]:
+        """A context that ends the sharding of the batch and is not entered inside itself."""
         if self.is_sharding:
             raise ValueError("maybe_context_parallel must not be entered inside itself: the batch is sharded already")
-        yield
+        with whole_balance(self._models, lambda: self._mesh, balance_share):
+            try:
+                yield
+            finally:
+                self._mesh = self._buffers = None
 
 
 class _Buffers:
@@ -245,6 +262,8 @@ class _Buffers:
             local |= _loss_of_shifted(local["shift_labels"], found["shift_labels"], labels=with_labels)
         if "num_items_in_batch" in local:
             local["num_items_in_batch"] = given.get("num_items_in_batch", local["num_items_in_batch"] / cp.world)
+        mesh: ShardedPass = local["mesh"]
+        mesh.losses, mesh.balances_experts = None, True  # losses are scaled for a mean over ranks
         return {**given, **local}
 
     def _whole(self, name: str, x: Tensor) -> Tensor:
@@ -255,19 +274,6 @@ class _Buffers:
         raise ValueError(
             f"{name} must be one of the buffers of maybe_context_parallel, got another tensor of shape {list(x.shape)}"
         )
-
-
-_router_loss = (
-    "output_router_logits must be False under context parallelism (router_aux_loss_coef=0.0 in TRL's SFTConfig): the "
-    "load-balancing loss of a rank's tokens is not a share of that of the whole sequence"
-)
-
-
-def check_router_loss(module: nn.Module) -> None:
-    """Raise ValueError if the model adds a load-balancing loss of experts."""
-    config = module.config.get_text_config()  # type: ignore[operator, union-attr]
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(_router_loss)
 
 
 def _loss_of_shifted(local: Tensor, whole: Tensor, *, labels: bool) -> dict[str, Any]:

@@ -8,17 +8,26 @@ instead; a function that it does not know raises ValueError.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Chunked, Mask, Slices, SlidingWindow
-from attnmesh.integrations.packing import Packing, check_gaps, document_starts, packing_of
+from attnmesh.core.packing import Packing, check_gaps, document_starts, packing_of
 from attnmesh.integrations.sharded_batch import ShardedMask
 from attnmesh.integrations.transformers_models import check_config
 
 _MODULE = "transformers.masking_utils"
+
+
+class Span(NamedTuple):
+    """Positions `start <= p < stop`: not a range, whose ends torch.compile would make constants."""
+
+    start: int
+    stop: int
 
 
 class MaskReadError(ValueError, AttributeError):
@@ -34,7 +43,7 @@ class LayerMask:
     """
 
     def __init__(
-        self, kind: Mask, padding: Tensor | ShardedMask | None, packing: Tensor | None, queries: range, keys: range
+        self, kind: Mask, padding: Tensor | ShardedMask | None, packing: Tensor | None, queries: Span, keys: Span
     ) -> None:
         self.kind, self.padding, self.packing, self.queries, self.keys = kind, padding, packing, queries, keys
         self._on_one_device: Mask | None = None
@@ -48,16 +57,27 @@ class LayerMask:
     def on_one_device(self, position_ids: Tensor | None) -> Mask:
         """The mask of the layer within the documents and without the padding of the batch."""
         if self._on_one_device is None:
-            self._on_one_device = self._documents(position_ids).apply(self.kind)
+            if torch.compiler.is_compiling():
+                self._on_one_device = traced_mask(self.kind, self._traced_documents(position_ids))
+            else:
+                self._on_one_device = self._documents(position_ids).apply(self.kind)
         return self._on_one_device
+
+    def _traced_documents(self, position_ids: Tensor | None) -> Tensor | None:
+        """The numbers of the documents, as an operator of the graph that is being traced."""
+        packing = self.packing
+        if packing is None and self.padding is None and position_ids is not None and self.queries == self.keys:
+            packing = (~_follows(position_ids)).cumsum(-1)
+        if packing is None and self.padding is None:
+            return None
+        padding: Any = self.padding
+        numbers: Tensor = _number_documents(packing, padding, self.keys.stop)
+        return numbers
 
     def _documents(self, position_ids: Tensor | None) -> Packing:
         real, starts = self.padding, None
         if real is not None:
-            real = real.cpu().bool()
-            if real.shape[1] < self.keys.stop:  # Transformers treats tokens beyond the mask as padding
-                real = torch.nn.functional.pad(real, (0, self.keys.stop - real.shape[1]))
-            real = real[:, : self.keys.stop]
+            real = _real(real, self.keys.stop)
             check_gaps(None, None, real)
         if self.packing is not None:
             numbers = self.packing.cpu()
@@ -71,8 +91,42 @@ class LayerMask:
         return packing_of(starts, None if real is None or bool(real.all()) else real, (given.shape[0], self.keys.stop))
 
 
+def _follows(position_ids: Tensor) -> Tensor:
+    """Whether the position of each token [B, S] is the one after that of the token before."""
+    return F.pad(position_ids[:, 1:] == position_ids[:, :-1] + 1, (1, 0), value=True)
+
+
+@torch.library.custom_op("attnmesh::number_documents", mutates_args=())
+def _number_documents(packing: Tensor | None, padding: Tensor | None, length: int) -> Tensor:
+    """`Packing.numbers` of a batch whose tensors are known when the graph runs."""
+    numbers = None if packing is None else packing.cpu().int()
+    if numbers is not None and bool((numbers == _NOT_CAUSAL).any()):
+        raise ValueError("masks must be causal, got a mask of tokens that attend to later tokens")
+    if padding is None:
+        assert numbers is not None
+        return numbers.clone()
+    real = _real(padding, length)
+    check_gaps(None, None, real)
+    numbers = torch.zeros_like(real, dtype=torch.int32) if numbers is None else numbers
+    return numbers.masked_fill(~real, -1)
+
+
+@_number_documents.register_fake
+def _(packing: Tensor | None, padding: Tensor | None, length: int) -> Tensor:
+    given = packing if packing is not None else padding
+    assert given is not None
+    return torch.empty(given.shape[0], length, dtype=torch.int32, device="cpu")
+
+
+def _real(padding: Tensor | ShardedMask, length: int) -> Tensor:
+    """The tokens that are not padding, on the host. Transformers treats tokens beyond the mask as padding."""
+    real = padding.cpu().bool()
+    return F.pad(real, (0, length - real.shape[1]))[:, :length] if real.shape[1] < length else real[:, :length]
+
+
 def layer_mask(
     *_: object,
+    batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
@@ -81,13 +135,17 @@ def layer_mask(
     attention_mask: Tensor | ShardedMask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device,
     config: Any,
     **__: object,
 ) -> LayerMask:
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
     check_config(config)
     if torch.compiler.is_compiling():
-        kind, packing = _traced_kind(local_size, allow_is_causal_skip, config), None
+        packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
+        kind = _traced_kind(local_size, not use_vmap and (allow_is_causal_skip or packed), config)
+        packing = _traced_packing(mask_function, batch_size, q_length, device) if packed else None
     else:
         kind, packing = _kind(mask_function)
     if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
@@ -95,7 +153,7 @@ def layer_mask(
             f"the KV cache must end with the last token, as a DynamicCache does, got {kv_length} keys from {kv_offset} "
             f"for {q_length} queries from {q_offset}: static caches are not supported"
         )
-    queries, keys = range(q_offset, q_offset + q_length), range(kv_offset, kv_offset + kv_length)
+    queries, keys = Span(q_offset, q_offset + q_length), Span(kv_offset, kv_offset + kv_length)
     return LayerMask(kind, attention_mask, packing, queries, keys)
 
 
@@ -142,12 +200,28 @@ def _conjunction(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, 
         )
 
 
-def _traced_kind(local_size: int | None, plain: bool, config: Any) -> Mask:
+_NOT_CAUSAL = -2  # in place of a number
+
+
+def _traced_packing(function: Callable[..., Any], rows: int, tokens: int, device: torch.device) -> Tensor:
+    """The numbers of packed sequences [B, tokens] in a graph that is being traced, where functions can only be called.
+
+    A sequence begins with a token that does not attend to the one before it.
+    """
+    row, token = torch.arange(rows, device=device)[:, None], torch.arange(1, tokens, device=device)
+    follows, ahead = (
+        function(row, row, *pair).expand(rows, -1) for pair in ((token, token - 1), (token - 1, token))
+    )  # fmt: skip
+    numbers = F.pad((~follows).cumsum(-1), (1, 0))
+    return numbers.masked_fill(F.pad(ahead, (1, 0)), _NOT_CAUSAL)
+
+
+def _traced_kind(local_size: int | None, served: bool, config: Any) -> Mask:
     """The mask of one layer in a graph that is being traced, where functions cannot be inspected."""
-    if not plain:
+    if not served:
         raise ValueError(
-            "masks in a compiled graph must be causal, with a sliding window or in chunks: pass packed sequences to "
-            "shard_inputs"
+            "masks in a compiled graph must be causal, with a sliding window, in chunks or of packed sequences, got "
+            "another mask function"
         )
     if local_size is None:
         return Causal()

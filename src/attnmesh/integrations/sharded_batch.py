@@ -16,16 +16,17 @@ from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Balanced
+from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Mask
-from attnmesh.core.ranges import as_tensor
-from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
-from attnmesh.integrations.packing import (
+from attnmesh.core.packing import (
     Packing,
     check_gaps,
     document_starts,
     lengths_to_positions,
     packing_of,
 )
+from attnmesh.core.ranges import as_tensor
+from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
 from attnmesh.parallel.context import ContextParallel
 
 IGNORED_LABEL = -100  # skipped by Transformers' losses
@@ -49,12 +50,14 @@ class ShardedPass:
     """
 
     losses: str | None = None
+    balances_experts = False  # whether the load-balancing loss is computed from the tokens of all ranks
 
     def __init__(
         self, cp: ContextParallel, length: int, packing: Packing, position_ids: Tensor, attention_mask: Tensor
     ) -> None:
         self.cp, self.length, self.packing = cp, length, packing
         self.position_ids, self.attention_mask = position_ids, attention_mask
+        self._documents = packing.numbers()  # for compiled graphs
         self._masks: dict[Mask, Mask] = {}
         self._accepted: dict[str, Tensor] = {}
 
@@ -68,6 +71,8 @@ class ShardedPass:
 
     def mask(self, layer: Mask) -> Mask:
         """The mask of a layer within the documents of this batch."""
+        if torch.compiler.is_compiling():
+            return traced_mask(layer, self._documents)
         if layer not in self._masks:
             self._masks[layer] = self.packing.apply(layer)
         return self._masks[layer]
@@ -93,7 +98,12 @@ class ShardedPass:
         attention. A copy, such as one on another device, is compared once.
         """
         expected: Tensor = getattr(self, name)
-        if given is expected or given is self._accepted.get(name) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if given.shape != expected.shape:
+                raise ValueError(f"{name} must be that of shard_inputs, got a tensor of shape {list(given.shape)}")
+            torch._assert_async((given == expected).all(), f"{name} must be that of shard_inputs, got another tensor")
+            return
+        if given is expected or given is self._accepted.get(name):
             return
 
         def check() -> tuple[None, SharedValues]:
@@ -311,17 +321,16 @@ def _checked_pass(
     starts = None if positions is None else document_starts(positions).cpu()  # a byte per token leaves the device
     if real is not None:
         check_gaps(None if positions is None else positions.cpu(), starts, real)
-        real = None if bool(real.all()) else real
     packing = packing_of(starts, real, shape)
     if balance and packing.mask is not None:
         cp = cp.with_layout(Balanced(Causal() & packing.mask))
 
     device = input_ids.device
     if positions is None:
-        local = as_tensor(cp.layout.ranges(length, cp.world, cp.rank), device)[None].expand(rows, -1)
+        local = as_tensor(cp.layout.ranges(length, cp.world, cp.rank), device)[None].repeat(rows, 1)
     else:
         local = _move(cp.shard(positions, 1), device)
-    present = torch.ones(1, 1, dtype=torch.bool, device=device).expand(*local.shape)
+    present = torch.ones(local.shape, dtype=torch.bool, device=device)
     if real is not None:
         present = _move(cp.shard(real, 1), device)
     values: SharedValues = {
@@ -384,8 +393,8 @@ def _checked_positions(position_ids: Tensor, input_ids: Tensor) -> Tensor:
     return position_ids.long().expand(input_ids.shape)
 
 
-def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
-    """The tokens that are not padding, bool [B, S] on the host."""
+def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor | None:
+    """The tokens that are not padding, bool [B, S] on the host; None if there is no padding."""
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else shown(attention_mask)
         raise ValueError(
@@ -393,8 +402,10 @@ def _real_tokens(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
             f"tokens is not supported, documents are given by position_ids or document_lengths"
         )
     _check_readable("attention_mask", attention_mask)
-    given = attention_mask.cpu()
-    real = given.bool()
-    if not torch.equal(real.to(given.dtype), given):
-        raise ValueError(f"attention_mask must be 0 and 1 (padding is 0), got values up to {given.max().item()}")
-    return real
+    real = attention_mask.bool()
+    all_real, others = torch.stack([real.all(), (real.to(attention_mask.dtype) != attention_mask).any()]).tolist()
+    if others:
+        raise ValueError(
+            f"attention_mask must be 0 and 1 (padding is 0), got values up to {attention_mask.max().item()}"
+        )
+    return None if all_real else real.cpu()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.optional import require
-from attnmesh.integrations.accelerate_ranks import AcceleratorRanks, check_router_loss, is_sharding, ranks_of
+from attnmesh.integrations.accelerate_ranks import AcceleratorRanks, is_sharding, ranks_of
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.sharded_batch import ShardedPass
 
@@ -85,7 +85,6 @@ def _check_trainer(trainer: Any, inputs: dict[str, Any]) -> tuple[None, SharedVa
             f"the model must be a causal language model, whose labels are shifted by one token, got "
             f"{type(trainer.model).__name__}"
         )
-    check_router_loss(trainer.accelerator.unwrap_model(trainer.model))
     return None, {}
 
 
@@ -93,7 +92,10 @@ def _check_trainer(trainer: Any, inputs: dict[str, Any]) -> tuple[None, SharedVa
 def _sharded(trainer: Any, ranks: AcceleratorRanks, mesh: ShardedPass, share: Tensor | None) -> Iterator[None]:
     """The model computes a sharded batch. `share` is what its losses are divided by if nothing else is given."""
     smoother = trainer.label_smoother
-    with ranks.sharded(mesh):
+    # Trainer multiplies the loss with the load-balancing loss in it by the number of ranks, SFTTrainer the loss alone.
+    scaled = trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs
+    added = scaled and not hasattr(trainer, "aux_loss_enabled")
+    with ranks.sharded(mesh, balance_share=1 / ranks.cp.world if added else 1.0):
         if smoother is not None:
             trainer.label_smoother = partial(_smoothed_loss, smoother, share)
         try:

@@ -84,7 +84,8 @@ def transformers_attention(
             sinks=s_aux, q_positions=queries, k_positions=keys,
         )  # fmt: skip
     elif isinstance(mesh, ShardedPass):
-        _check_experts(module, kwargs)
+        if not mesh.balances_experts:
+            _check_experts(module, kwargs)
         padding = mask.padding.mesh.attention_mask if isinstance(mask.padding, ShardedMask) else mask.padding
         for name, given in (("attention_mask", padding), ("position_ids", kwargs.get("position_ids"))):
             if given is not None:

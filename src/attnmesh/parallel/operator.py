@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm import propagate_failure
-from attnmesh.core.mask_encoding import decode, encode
+from attnmesh.core.mask_encoding import decode, decode_mask, encode, encode_mask
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.dense.call import Result
 from attnmesh.parallel.executor import AttentionOptions, ExecutorFactory, Inputs, backward
@@ -39,8 +39,9 @@ def compiled_attention(inputs: Inputs, handle: Tensor, options: AttentionOptions
     """out and lse by the context of this handle, as one operator of the graph that is being traced."""
     mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad = options
     layout = None if key_layout is None else encode(key_layout)
+    codes, documents = encode_mask(mask)
     results: tuple[Tensor, Tensor] = _forward(
-        *inputs, handle, encode(mask), scale, softcap, length, key_length, layout, return_lse, list(needs_grad)
+        *inputs, handle, documents, codes, scale, softcap, length, key_length, layout, return_lse, list(needs_grad)
     )
     return results
 
@@ -52,11 +53,11 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 @torch.library.custom_op("attnmesh::context_attention", mutates_args=(), tags=_TAGS)
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, handle: Tensor,
-    mask: Sequence[int], scale: float | None, softcap: float | None, length: int | None, key_length: int | None,
-    key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
+    documents: Tensor | None, mask: Sequence[int], scale: float | None, softcap: float | None, length: int | None,
+    key_length: int | None, key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     context, inputs = _context(handle), Inputs(q, k, v, sinks, alibi_slopes)
-    options = _options(mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
+    options = _options(documents, mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
     executor = context.agreed_executor(inputs, options, compiled=True)
     if _needs_lse(return_lse, needs_grad) and not return_lse:
         executor = context.executor(inputs, options._replace(return_lse=True))
@@ -80,12 +81,12 @@ def _needs_lse(return_lse: bool, needs_grad: Sequence[bool]) -> bool:
 @torch.library.custom_op("attnmesh::context_attention_backward", mutates_args=(), tags=_TAGS)
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, out: Tensor, lse: Tensor,
-    grad_out: Tensor | None, grad_lse: Tensor | None, handle: Tensor, mask: Sequence[int], scale: float | None,
-    softcap: float | None, length: int | None, key_length: int | None, key_layout: Sequence[int] | None,
-    return_lse: bool, needs_grad: Sequence[bool],
+    grad_out: Tensor | None, grad_lse: Tensor | None, handle: Tensor, documents: Tensor | None, mask: Sequence[int],
+    scale: float | None, softcap: float | None, length: int | None, key_length: int | None,
+    key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = Inputs(q, k, v, sinks, alibi_slopes)
-    options = _options(mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
+    options = _options(documents, mask, scale, softcap, length, key_length, key_layout, return_lse, needs_grad)
     executor = _context(handle).executor(inputs, options)
     executor.comm.note("backward of attention in a compiled graph")
     saved: tuple[Tensor, ...] = ()
@@ -108,23 +109,23 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *call: Any) -> tupl
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, alibi_slopes, handle, *call = inputs
-    ctx.save_for_backward(q, k, v, sinks, alibi_slopes, *output, handle)
+    q, k, v, sinks, alibi_slopes, handle, documents, *call = inputs
+    ctx.save_for_backward(q, k, v, sinks, alibi_slopes, *output, handle, documents)
     ctx.call = call
     ctx.set_materialize_grads(False)
 
 
 def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *saved, handle = ctx.saved_tensors
+    *saved, handle, documents = ctx.saved_tensors
     needs_grad = ctx.call[-1]
     if any(due and not agreed for due, agreed in zip(ctx.needs_input_grad, needs_grad, strict=False)):
         raise RuntimeError(
             f"the backward needs gradients of q, k, v, sinks {ctx.needs_input_grad[:4]}, but ranks agreed on "
             f"{needs_grad}"
         )
-    grads = _backward(*saved, grad_out, grad_lse, handle, *ctx.call)
+    grads = _backward(*saved, grad_out, grad_lse, handle, documents, *ctx.call)
     needed = (grad if need else None for grad, need in zip(grads, needs_grad, strict=True))
-    return *needed, None, None, *(None for _ in ctx.call)
+    return *needed, None, None, None, *(None for _ in ctx.call)
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -140,11 +141,12 @@ def _context(handle: Tensor) -> ExecutorFactory:
 
 
 def _options(
-    mask: Sequence[int], scale: float | None, softcap: float | None, length: int | None, key_length: int | None,
-    key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
+    documents: Tensor | None, mask: Sequence[int], scale: float | None, softcap: float | None, length: int | None,
+    key_length: int | None, key_layout: Sequence[int] | None, return_lse: bool, needs_grad: Sequence[bool],
 ) -> AttentionOptions:  # fmt: skip
     layout = None if key_layout is None else decode(key_layout)
-    return AttentionOptions(decode(mask), scale, softcap, length, key_length, layout, return_lse, tuple(needs_grad))
+    allowed = decode_mask(mask, documents)
+    return AttentionOptions(allowed, scale, softcap, length, key_length, layout, return_lse, tuple(needs_grad))
 
 
 def _empty(like: Tensor) -> Tensor:

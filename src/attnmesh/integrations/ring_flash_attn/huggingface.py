@@ -21,9 +21,9 @@ from attnmesh.comm import Comm, SharedValues, VirtualComm, check_on_all_ranks
 from attnmesh.core.layouts import Contiguous
 from attnmesh.core.masks import Documents, Mask
 from attnmesh.core.optional import require
+from attnmesh.core.packing import Packing
 from attnmesh.core.validation import check_bool, check_count
 from attnmesh.integrations.layer_masks import LayerMask, layer_mask
-from attnmesh.integrations.packing import Packing
 from attnmesh.integrations.ring_flash_attn.call import Group, comm_of, context, raised_on_all_ranks
 from attnmesh.integrations.ring_flash_attn.cu_seqlens import bounds, lengths_of
 from attnmesh.integrations.sharded_batch import ShardedPass

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.core.mask_encoding import decode, encode
+from attnmesh.core.mask_encoding import decode_mask, encode_mask
 from attnmesh.core.masks import Mask
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.ops.dense.call import Result
@@ -23,8 +23,9 @@ def compiled_attention(
     k_positions: Tensor | None, mask: Mask, scale: float | None, softcap: float | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse of `attention`, as one operator of the graph that is being traced."""
+    codes, documents = encode_mask(mask)
     found: tuple[Tensor, Tensor] = _forward(
-        q, k, v, sinks, alibi_slopes, q_positions, k_positions, encode(mask), scale, softcap, backend
+        q, k, v, sinks, alibi_slopes, q_positions, k_positions, documents, codes, scale, softcap, backend
     )
     return found
 
@@ -36,9 +37,11 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 @torch.library.custom_op("attnmesh::attention", mutates_args=(), tags=_TAGS)
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, q_positions: Tensor | None,
-    k_positions: Tensor | None, mask: Sequence[int], scale: float | None, softcap: float | None, backend: str,
+    k_positions: Tensor | None, documents: Tensor | None, mask: Sequence[int], scale: float | None,
+    softcap: float | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    work = prepared(q, k, v, decode(mask), scale, softcap, sinks, alibi_slopes, q_positions, k_positions)
+    allowed = decode_mask(mask, documents)
+    work = prepared(q, k, v, allowed, scale, softcap, sinks, alibi_slopes, q_positions, k_positions)
     with torch.autocast(q.device.type, enabled=False):
         out, lse = forward(work.call, sinks, backend)
     if work.order is not None:
@@ -56,10 +59,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("attnmesh::attention_backward", mutates_args=(), tags=_TAGS)
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, q_positions: Tensor | None,
-    k_positions: Tensor | None, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None,
-    mask: Sequence[int], scale: float | None, softcap: float | None, backend: str, needs_grad: Sequence[bool],
+    k_positions: Tensor | None, documents: Tensor | None, out: Tensor, lse: Tensor, grad_out: Tensor | None,
+    grad_lse: Tensor | None, mask: Sequence[int], scale: float | None, softcap: float | None, backend: str,
+    needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    work = prepared(q, k, v, decode(mask), scale, softcap, sinks, alibi_slopes, q_positions, k_positions)
+    allowed = decode_mask(mask, documents)
+    work = prepared(q, k, v, allowed, scale, softcap, sinks, alibi_slopes, q_positions, k_positions)
     rows = [out, lse, grad_out, grad_lse]
     if work.order is not None:
         rows = [None if x is None else x[:, :, work.order] for x in rows]
@@ -81,8 +86,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *call: Any) -> tupl
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.call = inputs[7:]
+    ctx.save_for_backward(*inputs[:8], *output)
+    ctx.call = inputs[8:]
     ctx.set_materialize_grads(False)
 
 
@@ -90,7 +95,7 @@ def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | Non
     needs_grad = list(ctx.needs_input_grad[:4])
     grads = _backward(*ctx.saved_tensors, grad_out, grad_lse, *ctx.call, needs_grad)
     needed = [grad if need else None for grad, need in zip(grads, needs_grad, strict=True)]
-    return *needed, *(None for _ in range(7))
+    return *needed, *(None for _ in range(8))
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)

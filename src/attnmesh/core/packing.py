@@ -1,14 +1,17 @@
 """Which tokens of a batch belong together: documents that are packed into a row, and padding, as a mask.
 
-The mask is derived from `[batch, tokens]` tensors on the host. No `[tokens, tokens]` tensor is ever made.
+The mask is derived from `[batch, tokens]` tensors on the host. No `[tokens, tokens]` tensor is ever made. Host tensors
+are read by numpy: torch would divide these short operations among threads, and wait for them on a busy machine.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +37,17 @@ class Packing:
             layer = Causal() & _per_row([_chunks(layer.size, begin, self.length) for begin in self.first])
         return layer if self.mask is None else layer & self.mask
 
+    def numbers(self) -> Tensor | None:
+        """The number of the document of each token, int32 [B, S] on the host, -1 for padding; None without a mask.
+
+        A compiled graph takes it in place of the mask: see `packing_of_numbers`.
+        """
+        if self.mask is None:
+            return None
+        at = torch.arange(self.length, dtype=torch.int64, device="cpu")
+        follows, real = (self.mask.visible(at, keys).expand(len(self.first), -1) for keys in (at - 1, at))
+        return (~follows).cumsum(-1).masked_fill(~real, -1).int()
+
     @property
     def is_packed(self) -> bool:
         """Whether the work of positions depends on documents or padding."""
@@ -58,8 +72,28 @@ def packing_of(starts: Tensor | None, real: Tensor | None, shape: tuple[int, int
     return Packing(_per_row(masks), first, length)
 
 
+_latest: deque[tuple[Tensor, Packing]] = deque(maxlen=8)
+
+
+def packing_of_numbers(numbers: Tensor) -> Packing:
+    """The packing that has these `numbers`; that of one of the latest calls if the numbers are equal."""
+    for known, packing in tuple(_latest):
+        if torch.equal(known, numbers):
+            return packing
+    starts = torch.ones_like(numbers, dtype=torch.bool)
+    starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    real = numbers >= 0
+    packing = packing_of(starts, None if bool(real.all()) else real, (numbers.shape[0], numbers.shape[1]))
+    _latest.append((numbers.clone(), packing))
+    return packing
+
+
 def document_starts(position_ids: Tensor) -> Tensor:
     """The tokens [B, S] whose position does not follow that of the token before: as Transformers finds packed rows."""
+    if position_ids.device.type == "cpu":
+        positions = position_ids.numpy()
+        first = np.ones_like(positions[:, :1], dtype=bool)
+        return torch.from_numpy(np.concatenate([first, positions[:, 1:] != positions[:, :-1] + 1], 1))
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return starts
@@ -68,9 +102,10 @@ def document_starts(position_ids: Tensor) -> Tensor:
 def check_gaps(position_ids: Tensor | None, starts: Tensor | None, real: Tensor) -> None:
     """Raise ValueError for padding inside a document; between two documents it is allowed."""
     for row in range(real.shape[0]):
-        runs = real[row].int().diff(prepend=real.new_zeros(1).int())
-        for begin in (runs == 1).nonzero().flatten().tolist()[1:]:
-            before = int(real[row, :begin].nonzero()[-1])
+        tokens = real[row].numpy()
+        begins = np.flatnonzero(np.diff(tokens, prepend=False) & tokens)
+        for begin in begins.tolist()[1:]:
+            before = int(np.flatnonzero(tokens[:begin])[-1])
             if starts is None or position_ids is None or position_ids[row, begin] > position_ids[row, before]:
                 raise ValueError(
                     f"attention_mask must hide tokens before, after or between documents, got row {row} with hidden "
@@ -88,19 +123,19 @@ def lengths_to_positions(
             f"document_lengths must be a list of {rows} lists of positive lengths, one for each row of input_ids, got "
             f"{shown(document_lengths)}"
         )
-    positions = torch.zeros(shape, dtype=torch.int64, device="cpu")
+    positions = np.zeros(shape, dtype=np.int64)
     for row, lengths in enumerate(document_lengths):
-        tokens = length if real is None else int(real[row].sum())
+        tokens = length if real is None else int(real[row].numpy().sum())
         if sum(lengths) != tokens:
             raise ValueError(
                 f"document_lengths[{row}] must add up to the {tokens} tokens of the row that are not padding, got "
                 f"{shown(list(lengths))}, which add up to {sum(lengths)}"
             )
-        begin = 0 if real is None or not tokens else int(real[row].nonzero()[0])
+        begin = 0 if real is None or not tokens else int(real[row].numpy().argmax())
         for count in lengths:
-            positions[row, begin : begin + count] = torch.arange(count, device="cpu")
+            positions[row, begin : begin + count] = np.arange(count)
             begin += count
-    return positions
+    return torch.from_numpy(positions)
 
 
 def _is_lengths(value: object) -> bool:
@@ -115,16 +150,18 @@ def _is_lengths(value: object) -> bool:
 def _row(starts: Tensor | None, real: Tensor | None, length: int) -> tuple[Mask, int]:
     """The mask of one row, and its first token that is not padding."""
     begin, end = 0, length
-    cuts = torch.zeros(max(length, 1), dtype=torch.bool, device="cpu")
+    if starts is None and real is None:
+        return Full(), begin
+    cuts = np.zeros(max(length, 1), dtype=bool)
     if real is not None:
-        tokens = real.nonzero().flatten()
-        if not tokens.numel():
+        tokens = np.flatnonzero(real.numpy())
+        if not tokens.size:
             return Slices([]), length
         begin, end = int(tokens[0]), int(tokens[-1]) + 1
-        cuts[1:] |= real[1:] != real[:-1]
+        cuts[1:] |= np.diff(real.numpy())
     if starts is not None:
-        cuts[: len(starts)] |= starts
-    inside = [at for at in cuts.nonzero().flatten().tolist() if begin < at < end]
+        cuts[: len(starts)] |= starts.numpy()
+    inside = [at for at in np.flatnonzero(cuts).tolist() if begin < at < end]
     mask: Mask = Full()
     if inside:
         bounds = sorted({0, begin, *inside, end, length})
