@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from helpers.training import (
     accelerate_ranks,
     loop_log,
     packed_logits,
+    padded_batch,
     random_rows,
     run_ranks,
     sft_log,
@@ -122,16 +124,29 @@ def error_of(call):
 
 
 def refused_alone(world):
-    """What the packages refuse without attnmesh."""
+    """What accelerate refuses without attnmesh, and what it does with padding."""
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     with accelerate_ranks(world):
-        ranks = error_of(lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=world)))
-    return {
-        "CPU ranks": ranks,
-        "sliding windows": error_of(lambda: _attach_context_parallel_hooks(training_model("mistral"))),
-    }
+        refused = {"CPU": error_of(lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=world)))}
+    for kind in ("mistral", "gpt_oss", "llama4_text"):
+        refused[kind] = error_of(lambda kind=kind: _attach_context_parallel_hooks(training_model(kind)))
+    model, batch = training_model().eval(), padded_batch(random_rows(2))
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        unmasked = model(input_ids=batch["input_ids"]).logits
+        _attach_context_parallel_hooks(model)
+        refused["padding is ignored"] = str(bool((model(**batch).logits == unmasked).all()))
+    return refused
+
+
+def packing_refused_by_trl(world, init):
+    """With the __init__ of SFTTrainer as TRL has it."""
+    from trl import SFTTrainer
+
+    with patch.object(SFTTrainer, "__init__", init):
+        return error_of(lambda: sft_log(world))
 
 
 def refused_over_ranks(comm):
@@ -189,18 +204,18 @@ def refused_by_trainers(world):
 
 def quick_checks(comm):
     before = patched()
-    alone = refused_alone(comm.world)
+    from trl import SFTTrainer
+
+    sft_init, alone = SFTTrainer.__init__, refused_alone(comm.world)
     results = in_one_process_and_over_ranks(comm, QUICK)
     results |= {
-        "alone": alone,
+        "alone": alone | {"packing": packing_refused_by_trl(comm.world, sft_init)},
         "errors": refused_over_ranks(comm),
         "enabled": [a is not b for a, b in zip(before, patched(), strict=True)],
     }
     integration.disable()
-    return results | {
-        "disabled": [a is b for a, b in zip(before, patched(), strict=True)],
-        "alone again": refused_alone(comm.world),
-    }
+    restored = [a is b for a, b in zip(before, patched(), strict=True)]
+    return results | {"restored": restored, "alone again": refused_alone(comm.world)}
 
 
 def resumed(comm, folder):
@@ -356,15 +371,28 @@ def test_refused_on_every_rank(quick, name, message):
 
 
 @needs_trl
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("CPU", "ParallelismConfig is only compatible .* got DistributedType.MULTI_CPU"),
+        ("mistral", r"does not support attention layers of type \['sliding_attention'\]"),
+        ("gpt_oss", r"does not support attention layers of type \['sliding_attention'\]"),
+        ("llama4_text", r"does not support attention layers of type \['chunked_attention'\]"),
+        ("packing", "Packing is not compatible with context parallelism"),
+        ("padding is ignored", "True"),
+    ],
+)
+def test_refused_without_attnmesh(quick, name, message):
+    for result in quick:
+        assert re.search(message, result["alone"][name]), result["alone"][name]
+
+
+@needs_trl
 def test_disable_restores_everything(quick):
     for result in quick:
         assert all(result["enabled"])
-        assert all(result["disabled"])
-        for refused in (result["alone"], result["alone again"]):
-            assert re.search(
-                "ParallelismConfig is only compatible .* got DistributedType.MULTI_CPU", refused["CPU ranks"]
-            )
-            assert "Context parallelism does not support attention layers of type" in refused["sliding windows"]
+        assert all(result["restored"])
+        assert result["alone again"] == {name: result["alone"][name] for name in result["alone again"]}
 
 
 @pytest.mark.parametrize(("package", "version"), [("accelerate", "1.16.0"), ("transformers", "6.0.1"), ("trl", "1.9")])
