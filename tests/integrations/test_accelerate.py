@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from attnmesh.core.optional import installed
 from attnmesh.integrations import accelerate as integration
+from attnmesh.integrations.accelerate_ranks import _digest
 from attnmesh.integrations.patches import Patches
+from attnmesh.integrations.trainer import _check_trainer
 from helpers.training import (
     accelerate_ranks,
     loop_log,
@@ -75,6 +77,7 @@ SLOW = {
     "experts, tokens averaged on each device": (trainer_log, "mixtral", {"average_tokens_across_devices": False}),
     "experts in SFT": (sft_log, "mixtral", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}),
     "experts in an own loop": (loop_log, "mixtral", {}),
+    "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
     "leakage with sinks": (packed_logits, "gpt_oss", {}),
     "logits for metrics": (
         trainer_log, "mistral", {"prediction_loss_only": False, "more": {"compute_metrics": metrics_of_real_tokens}},
@@ -82,7 +85,8 @@ SLOW = {
 }  # fmt: skip
 CLASSES = {
     "accelerate": {
-        "Accelerator": ("_prepare_cp", "gather_for_metrics"), "ParallelismConfig": ("_validate_accelerator",),
+        "Accelerator": ("_prepare_cp", "prepare_data_loader", "gather_for_metrics"),
+        "ParallelismConfig": ("_validate_accelerator",),
     },
     "accelerate.state": {"AcceleratorState": ("__init__",)},
     "transformers.trainer": {
@@ -151,7 +155,7 @@ def packing_refused_by_trl(world, init):
 
 def refused_over_ranks(comm):
     """What is refused on every rank with attnmesh."""
-    from accelerate import Accelerator, ParallelismConfig
+    from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
     from torch.distributed.device_mesh import init_device_mesh
 
     from attnmesh.integrations.accelerate_ranks import AcceleratorRanks
@@ -184,6 +188,9 @@ def refused_over_ranks(comm):
         errors["attention dropout"] = error_of(
             lambda: call(prepared(attention_dropout=0.1), {"input_ids": ids}, buffers=[ids])
         )
+        streamed = DataLoaderConfiguration(dispatch_batches=True)
+        with patch.object(accelerator, "dataloader_config", streamed):
+            errors["dispatched batches"] = error_of(lambda: accelerator.prepare(torch.utils.data.DataLoader([1, 2])))
         errors["no cp dimension"] = error_of(lambda: AcceleratorRanks(alone, {}))
         with torch.no_grad():  # outside of the context, a model is computed whole on every rank
             whole = model(input_ids=ids).logits
@@ -358,6 +365,7 @@ def test_more_packed_documents_do_not_see_the_others(slow, name):
         ("buffers of different lengths", "buffers must have the same length along buffer_seq_dims"),
         ("hybrid model", "Qwen3NextForCausalLM: layer_types must be .*, got full_attention, linear_attention"),
         ("attention dropout", "attention dropout must be 0, got 0.1"),
+        ("dispatched batches", "dispatch_batches must be False or None under context parallelism, got True"),
         ("no cp dimension", r"must have a dimension 'cp', got dimensions \('dp',\)"),
         ("compute_loss_func", "compute_loss_func must be None under context parallelism"),
         ("NEFTune", "neftune_noise_alpha is not supported under context parallelism, got 5.0"),
@@ -429,3 +437,18 @@ def test_patches_reach_modules_that_are_imported_later(tmp_path, monkeypatch):
     assert imported_later.A().f() == 1
     assert "f" not in vars(imported_later.A)
     assert patches._finder not in sys.meta_path
+
+
+def test_tokens_on_an_accelerator_are_compared_by_a_digest():
+    ids = torch.randint(0, 100_000, (2, 500), generator=torch.Generator().manual_seed(0))
+    other, swapped = ids.clone(), ids.clone()
+    other[1, 7] += 1
+    swapped[0, [3, 4]] = ids[0, [4, 3]]
+    assert _digest(ids) == _digest(ids.int())
+    assert len({int(_digest(x)) for x in (ids, other, swapped)}) == 3
+
+
+def test_other_trainers_of_trl_are_refused():
+    trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
+    with pytest.raises(ValueError, match="must be Transformers' Trainer or TRL's SFTTrainer, got DPOTrainer"):
+        _check_trainer(trainer, {})
