@@ -37,6 +37,7 @@ from attnmesh.parallel.context import ContextParallel
 from benchmarks.common import JsonOption, QuickOption, make_app, publish
 from benchmarks.one_rank import AllocatingComm, OneRankComm
 
+_MEMORY_LAYERS = 4
 _LONG = 0.15  # seconds
 _TOKENS = 96  # kinds of tokens of a model without a head
 PEER = "sdpa"  # Transformers' own attention
@@ -47,6 +48,7 @@ class Part(str, Enum):
     """What is measured."""
 
     STEP = "step"
+    MODEL = "model"
     CALL = "call"
     MEMORY = "memory"
 
@@ -63,7 +65,7 @@ class Scale:
     document: int  # tokens of a document
     rounds: int
     memory_length: int
-    memory_layers: int
+    layers: int  # of a model, where a step is not of one layer
 
 
 _LLAMA_8B = {
@@ -71,7 +73,7 @@ _LLAMA_8B = {
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1 << 20,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
-FULL = Scale(_LLAMA_8B, "cuda", torch.bfloat16, (8192, 32768), (2, 8), 2048, 7, 32768, 4)
+FULL = Scale(_LLAMA_8B, "cuda", torch.bfloat16, (8192, 32768), (2, 8), 2048, 7, 32768, 8)
 _TINY = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "max_position_embeddings": 4096,
@@ -181,26 +183,37 @@ class Kind(str, Enum):
     LENGTHS = "packed, document_lengths"
     POSITIONS = "packed, position_ids on the device"
     ANEW = "packed anew in every step, document_lengths"
-    ANEW_RING = "packed anew in every step, document_lengths, schedule='ring'"
+    ANEW_ALLGATHER = "packed anew in every step, document_lengths, schedule='allgather'"
 
 
-_ANEW = (Kind.ANEW, Kind.ANEW_RING)
+_ANEW = (Kind.ANEW, Kind.ANEW_ALLGATHER)
 
 
 def measure_steps(scale: Scale) -> Iterator[tuple[str, Rows]]:
-    """A line for every kind of batch, number of tokens and number of ranks."""
-    model = random_llama(scale, 1, head=False)
+    """A step of one layer: a line for every kind of batch, number of tokens and number of ranks."""
+    return _kinds(scale, 1, scale.per_rank)
+
+
+def measure_models(scale: Scale) -> Iterator[tuple[str, Rows]]:
+    """A step of several layers, which share what happens once in a step, with the fewest tokens."""
+    return _kinds(scale, scale.layers, scale.per_rank[:1])
+
+
+def _kinds(scale: Scale, layers: int, per_rank: Sequence[int]) -> Iterator[tuple[str, Rows]]:
+    model = random_llama(scale, layers, head=False)
     for kind in Kind:
         rows: Rows = []
-        for per_rank in scale.per_rank:
+        for tokens in per_rank:
             for world in scale.worlds:
-                rows.append(_step_row(scale, model, kind, per_rank, world))
+                rows.append(_step_row(scale, model, kind, tokens, world))
                 _free()
-        yield f"a step of one layer, {kind.value}", rows
+        yield f"a step of {layers} layers, {kind.value}", rows
 
 
 def _step_row(scale: Scale, model: Any, kind: Kind, per_rank: int, world: int) -> dict[str, object]:
-    cp = ContextParallel(OneRankComm(world // 2, world), schedule="ring" if kind == Kind.ANEW_RING else "auto")
+    cp = ContextParallel(
+        OneRankComm(world // 2, world), schedule="allgather" if kind == Kind.ANEW_ALLGATHER else "auto"
+    )
     length, seeds = per_rank * world, count()
 
     def batch() -> Batch:
@@ -334,7 +347,7 @@ def _host_us(runs: dict[str, Callable[[], object]], cp: ContextParallel, scale: 
 
 def measure_memory(scale: Scale) -> Iterator[tuple[str, Rows]]:
     """Peak bytes that a training step adds to weights and gradients: a rank's share, and Transformers alone."""
-    model = random_llama(scale, scale.memory_layers, head=True)
+    model = random_llama(scale, min(scale.layers, _MEMORY_LAYERS), head=True)
     for batch in ("causal", "packed", "padded"):
         rows: Rows = []
         for world in (1, 2, 4, 8, None):
@@ -421,7 +434,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-_PARTS = {Part.STEP: measure_steps, Part.CALL: measure_calls, Part.MEMORY: measure_memory}
+_PARTS = {Part.STEP: measure_steps, Part.MODEL: measure_models, Part.CALL: measure_calls, Part.MEMORY: measure_memory}
 
 
 def main(

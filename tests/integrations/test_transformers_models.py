@@ -8,7 +8,7 @@ import torch
 import attnmesh as am
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import check_config, check_model
-from helpers.models import attnmesh_model, on_virtual_ranks
+from helpers.models import attnmesh_model, on_virtual_ranks, write_folder
 
 IDS = torch.arange(16)[None] + 5
 SIZES = {
@@ -57,7 +57,7 @@ def test_attention_code_of_their_own_is_refused_on_one_device(kind):
         tiny(kind)(input_ids=IDS)
 
 
-def test_falcon_keeps_its_attention_and_is_refused():
+def test_falcon_keeps_its_attention_and_is_refused(tmp_path):
     """Transformers itself raises KeyError if Falcon is made with any attention implementation that it does not know."""
     from transformers import FalconConfig, FalconForCausalLM
 
@@ -68,6 +68,8 @@ def test_falcon_keeps_its_attention_and_is_refused():
         check_model(model)
     with pytest.raises(ValueError, match="FalconConfig: the model has attention code of its own"):
         check_config(model.config)
+    with pytest.raises(ValueError, match="must not be 'attnmesh': FalconConfig: the model has attention code of its"):
+        am.load_model(write_folder(tmp_path / "falcon", model))
 
 
 def test_layers_are_inspected_where_the_configuration_does_not_name_them():

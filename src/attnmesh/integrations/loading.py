@@ -37,7 +37,7 @@ from attnmesh.integrations.completeness import (
 from attnmesh.integrations.conversion_cache import converted_folder, is_converted
 from attnmesh.integrations.gguf import read_header
 from attnmesh.integrations.transformers_attention import register_attention
-from attnmesh.integrations.transformers_models import NAME
+from attnmesh.integrations.transformers_models import NAME, check_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -136,6 +136,9 @@ def _load(
     if attn_implementation == NAME:
         register_attention()
     config, tokenizer = load_config_and_tokenizer(folder)
+    if attn_implementation == NAME:
+        with translated_errors(f"attn_implementation of the model in {folder} must not be {NAME!r}"):
+            check_config(config.get_text_config(), type(config).__name__)
     _check_weights(folder, config, device, dtype)
     with quiet_transformers(), translated_errors(f"the model in {folder} cannot be loaded"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(

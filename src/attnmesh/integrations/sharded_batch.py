@@ -337,7 +337,7 @@ def _checked_pass(
     values: SharedValues = {
         "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance,
         # On another device, reading the tokens would stall it.
-        "checksum of input_ids": zlib.crc32(input_ids.contiguous().numpy()) if device.type == "cpu" else None,
+        "checksum of input_ids": zlib.crc32(input_ids.contiguous().numpy().data) if device.type == "cpu" else None,
     }  # fmt: skip
     return ShardedPass(cp, length, packing, local, present), values
 
