@@ -78,6 +78,7 @@ SLOW = {
     "experts in SFT": (sft_log, "mixtral", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}),
     "experts in an own loop": (loop_log, "mixtral", {}),
     "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
+    "compiled": (trainer_log, "llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "leakage with sinks": (packed_logits, "gpt_oss", {}),
     "logits for metrics": (
         trainer_log, "mistral", {"prediction_loss_only": False, "more": {"compute_metrics": metrics_of_real_tokens}},
