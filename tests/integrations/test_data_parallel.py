@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from attnmesh import Causal, Comm, ContextParallel, shard_inputs
+from attnmesh import Causal, Comm, ContextParallel, register_attention, shard_inputs
 from attnmesh.comm import SoloComm
 from attnmesh.integrations.data_parallel import GradientReduction
 from attnmesh.integrations.sharded_batch import ShardedPass, gather_log_probs
@@ -281,3 +281,49 @@ def test_gradients_of_data_and_context_parallelism_are_those_of_one_process():
 @pytest.mark.slow
 def test_checkpoints_autocast_and_resuming():
     run_processes(4, two_by_two, True, timeout=300)
+
+
+def transformers_model(comm: Comm) -> None:
+    """Wrappers pass the arguments of `shard_inputs` on to a model of Transformers as they are."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    register_attention()
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": HEADS, "num_key_value_heads": 1}
+
+    def llama(attention: str) -> Any:
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, attn_implementation=attention, **sizes)
+        return LlamaForCausalLM(config).double()
+
+    one, cp = batch(4), ContextParallel(comm)
+    one["labels"][0, 5 + 4 % 7] = -100
+    whole = llama("eager")
+    rows = [(0, 0, 9), (0, 9, LENGTH), (1, 0, int(one["attention_mask"][1].sum()))]  # the documents, one by one
+    items = (one["labels"][:, 1:] != -100).sum()
+    loss = torch.zeros(())
+    for row, start, stop in rows:
+        part = slice(row, row + 1), slice(start, stop)
+        share = whole(one["input_ids"][part], labels=one["labels"][part], num_items_in_batch=items).loss
+        share.backward()
+        loss = loss + share.detach()
+    expected = {"loss": loss, **gradients(whole)}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard_cp",))
+    for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
+        for compiled, reentrant in ((False, None), (False, True), (False, False), (True, None)):
+            inner = llama("attnmesh")
+            if reentrant is not None:
+                inner.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if compiled:
+                inner.compile(backend="aot_eager", fullgraph=wrap is DistributedDataParallel)
+            wrapped = wrap(inner)
+            reduction = GradientReduction(wrapped, cp)
+            loss = wrapped(**shard_inputs(cp, **one)).loss
+            loss.backward()
+            found = {"loss": reduction.loss(loss), **gradients(wrapped)}
+            assert_same(found, expected, f"{wrap}, compiled={compiled}, reentrant={reentrant}", 1e-5)
+
+
+@pytest.mark.slow
+def test_models_of_transformers():
+    pytest.importorskip("transformers")
+    run_processes(2, transformers_model, timeout=300)

@@ -28,6 +28,8 @@ LIMITS = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}  # of t
 
 # Public callables that take tensors and are not computed here, and why.
 NOT_COMPUTED = {
+    "GradientReduction.num_items": "counts labels, by torch",
+    "GradientReduction.loss": "adds one number, by torch",
     "AttentionBlock.make_cache": "scales as in BlockCache",
     "Generator": "a callback that takes tensors",
     "explain_attention": "computes nothing",
