@@ -164,6 +164,16 @@ def random_rows(count: int, seed: int = 0, low: int = 5, high: int = 24) -> list
     return [{"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
 
 
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Rows that are read one after another."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rows)
+
+
 def padded_batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """Pad the first row of a batch on the left and the others on the right.
 
@@ -213,6 +223,7 @@ def trainer_log(
     kind: str = "llama",
     *,
     eval_rows: int = 5,
+    streamed: bool = False,
     resume: Any = None,
     more: dict[str, Any] | None = None,
     **changes: Any,
@@ -226,7 +237,8 @@ def trainer_log(
     with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=training_model(kind), args=TrainingArguments(**_arguments(folder, world, changes)),
-            train_dataset=random_rows(16), eval_dataset=random_rows(eval_rows, seed=1), data_collator=padded_batch,
+            train_dataset=Stream(random_rows(16)) if streamed else random_rows(16),
+            eval_dataset=random_rows(eval_rows, seed=1), data_collator=padded_batch,
             **(more or {}),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)

@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ import torch.distributed as dist
 
 from attnmesh.core.optional import installed
 from attnmesh.integrations import accelerate as integration
+from attnmesh.integrations.accelerate_ranks import _digest
 from attnmesh.integrations.patches import Patches
+from attnmesh.integrations.trainer import _check_trainer
 from helpers.training import (
     accelerate_ranks,
     loop_log,
     packed_logits,
+    padded_batch,
     random_rows,
     run_ranks,
     sft_log,
@@ -73,6 +77,7 @@ SLOW = {
     "experts, tokens averaged on each device": (trainer_log, "mixtral", {"average_tokens_across_devices": False}),
     "experts in SFT": (sft_log, "mixtral", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}),
     "experts in an own loop": (loop_log, "mixtral", {}),
+    "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
     "leakage with sinks": (packed_logits, "gpt_oss", {}),
     "logits for metrics": (
         trainer_log, "mistral", {"prediction_loss_only": False, "more": {"compute_metrics": metrics_of_real_tokens}},
@@ -80,7 +85,8 @@ SLOW = {
 }  # fmt: skip
 CLASSES = {
     "accelerate": {
-        "Accelerator": ("_prepare_cp", "gather_for_metrics"), "ParallelismConfig": ("_validate_accelerator",),
+        "Accelerator": ("_prepare_cp", "prepare_data_loader", "gather_for_metrics"),
+        "ParallelismConfig": ("_validate_accelerator",),
     },
     "accelerate.state": {"AcceleratorState": ("__init__",)},
     "transformers.trainer": {
@@ -122,21 +128,34 @@ def error_of(call):
 
 
 def refused_alone(world):
-    """What the packages refuse without attnmesh."""
+    """What accelerate refuses without attnmesh, and what it does with padding."""
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     with accelerate_ranks(world):
-        ranks = error_of(lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=world)))
-    return {
-        "CPU ranks": ranks,
-        "sliding windows": error_of(lambda: _attach_context_parallel_hooks(training_model("mistral"))),
-    }
+        refused = {"CPU": error_of(lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=world)))}
+    for kind in ("mistral", "gpt_oss", "llama4_text"):
+        refused[kind] = error_of(lambda kind=kind: _attach_context_parallel_hooks(training_model(kind)))
+    model, batch = training_model().eval(), padded_batch(random_rows(2))
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        unmasked = model(input_ids=batch["input_ids"]).logits
+        _attach_context_parallel_hooks(model)
+        refused["padding is ignored"] = str(bool((model(**batch).logits == unmasked).all()))
+    return refused
+
+
+def packing_refused_by_trl(world, init):
+    """With the __init__ of SFTTrainer as TRL has it."""
+    from trl import SFTTrainer
+
+    with patch.object(SFTTrainer, "__init__", init):
+        return error_of(lambda: sft_log(world))
 
 
 def refused_over_ranks(comm):
     """What is refused on every rank with attnmesh."""
-    from accelerate import Accelerator, ParallelismConfig
+    from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
     from torch.distributed.device_mesh import init_device_mesh
 
     from attnmesh.integrations.accelerate_ranks import AcceleratorRanks
@@ -169,6 +188,9 @@ def refused_over_ranks(comm):
         errors["attention dropout"] = error_of(
             lambda: call(prepared(attention_dropout=0.1), {"input_ids": ids}, buffers=[ids])
         )
+        streamed = DataLoaderConfiguration(dispatch_batches=True)
+        with patch.object(accelerator, "dataloader_config", streamed):
+            errors["dispatched batches"] = error_of(lambda: accelerator.prepare(torch.utils.data.DataLoader([1, 2])))
         errors["no cp dimension"] = error_of(lambda: AcceleratorRanks(alone, {}))
         with torch.no_grad():  # outside of the context, a model is computed whole on every rank
             whole = model(input_ids=ids).logits
@@ -189,18 +211,18 @@ def refused_by_trainers(world):
 
 def quick_checks(comm):
     before = patched()
-    alone = refused_alone(comm.world)
+    from trl import SFTTrainer
+
+    sft_init, alone = SFTTrainer.__init__, refused_alone(comm.world)
     results = in_one_process_and_over_ranks(comm, QUICK)
     results |= {
-        "alone": alone,
+        "alone": alone | {"packing": packing_refused_by_trl(comm.world, sft_init)},
         "errors": refused_over_ranks(comm),
         "enabled": [a is not b for a, b in zip(before, patched(), strict=True)],
     }
     integration.disable()
-    return results | {
-        "disabled": [a is b for a, b in zip(before, patched(), strict=True)],
-        "alone again": refused_alone(comm.world),
-    }
+    restored = [a is b for a, b in zip(before, patched(), strict=True)]
+    return results | {"restored": restored, "alone again": refused_alone(comm.world)}
 
 
 def resumed(comm, folder):
@@ -343,6 +365,7 @@ def test_more_packed_documents_do_not_see_the_others(slow, name):
         ("buffers of different lengths", "buffers must have the same length along buffer_seq_dims"),
         ("hybrid model", "Qwen3NextForCausalLM: layer_types must be .*, got full_attention, linear_attention"),
         ("attention dropout", "attention dropout must be 0, got 0.1"),
+        ("dispatched batches", "dispatch_batches must be False or None under context parallelism, got True"),
         ("no cp dimension", r"must have a dimension 'cp', got dimensions \('dp',\)"),
         ("compute_loss_func", "compute_loss_func must be None under context parallelism"),
         ("NEFTune", "neftune_noise_alpha is not supported under context parallelism, got 5.0"),
@@ -356,15 +379,28 @@ def test_refused_on_every_rank(quick, name, message):
 
 
 @needs_trl
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("CPU", "ParallelismConfig is only compatible .* got DistributedType.MULTI_CPU"),
+        ("mistral", r"does not support attention layers of type \['sliding_attention'\]"),
+        ("gpt_oss", r"does not support attention layers of type \['sliding_attention'\]"),
+        ("llama4_text", r"does not support attention layers of type \['chunked_attention'\]"),
+        ("packing", "Packing is not compatible with context parallelism"),
+        ("padding is ignored", "True"),
+    ],
+)
+def test_refused_without_attnmesh(quick, name, message):
+    for result in quick:
+        assert re.search(message, result["alone"][name]), result["alone"][name]
+
+
+@needs_trl
 def test_disable_restores_everything(quick):
     for result in quick:
         assert all(result["enabled"])
-        assert all(result["disabled"])
-        for refused in (result["alone"], result["alone again"]):
-            assert re.search(
-                "ParallelismConfig is only compatible .* got DistributedType.MULTI_CPU", refused["CPU ranks"]
-            )
-            assert "Context parallelism does not support attention layers of type" in refused["sliding windows"]
+        assert all(result["restored"])
+        assert result["alone again"] == {name: result["alone"][name] for name in result["alone again"]}
 
 
 @pytest.mark.parametrize(("package", "version"), [("accelerate", "1.16.0"), ("transformers", "6.0.1"), ("trl", "1.9")])
@@ -401,3 +437,18 @@ def test_patches_reach_modules_that_are_imported_later(tmp_path, monkeypatch):
     assert imported_later.A().f() == 1
     assert "f" not in vars(imported_later.A)
     assert patches._finder not in sys.meta_path
+
+
+def test_tokens_on_an_accelerator_are_compared_by_a_digest():
+    ids = torch.randint(0, 100_000, (2, 500), generator=torch.Generator().manual_seed(0))
+    other, swapped = ids.clone(), ids.clone()
+    other[1, 7] += 1
+    swapped[0, [3, 4]] = ids[0, [4, 3]]
+    assert _digest(ids) == _digest(ids.int())
+    assert len({int(_digest(x)) for x in (ids, other, swapped)}) == 3
+
+
+def test_other_trainers_of_trl_are_refused():
+    trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
+    with pytest.raises(ValueError, match="must be Transformers' Trainer or TRL's SFTTrainer, got DPOTrainer"):
+        _check_trainer(trainer, {})

@@ -71,6 +71,7 @@ def _check_versions() -> None:
 def _patch_accelerate(accelerate: ModuleType, options: dict[str, Any]) -> None:
     accelerator = accelerate.Accelerator
     _patches.replace(accelerator, "_prepare_cp", lambda _: _prepare_cp(options))
+    _patches.replace(accelerator, "prepare_data_loader", _prepare_data_loader)
     _patches.replace(accelerator, "gather_for_metrics", _gather_for_metrics)
     _patches.replace(accelerate.ParallelismConfig, "_validate_accelerator", _validate_accelerator)
     state = require("accelerate.state", extra="hf").AcceleratorState
@@ -88,6 +89,29 @@ def _prepare_cp(options: dict[str, Any]) -> Any:
         return args
 
     return prepare_cp
+
+
+def _prepare_data_loader(original: Any) -> Any:
+    def prepare_data_loader(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Accelerator.prepare_data_loader: every rank reads a stream itself.
+
+        By default rank 0 reads it and sends another batch to each rank, also to those that share a sequence.
+        """
+        config = self.dataloader_config
+        if self.parallelism_config is None or not self.parallelism_config.cp_enabled:
+            return original(self, *args, **kwargs)
+        if config.dispatch_batches:
+            raise ValueError(
+                "dispatch_batches must be False or None under context parallelism, got True: ranks that share a "
+                "sequence would get different batches"
+            )
+        before, config.dispatch_batches = config.dispatch_batches, False
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            config.dispatch_batches = before
+
+    return prepare_data_loader
 
 
 def _gather_for_metrics(original: Any) -> Any:

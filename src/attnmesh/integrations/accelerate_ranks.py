@@ -138,6 +138,7 @@ class AcceleratorRanks:
         `num_items_in_batch` is such that the mean of the losses over ranks is the loss. `labels` are shifted.
         """
         named, others = self._checked_batch(inputs)
+        check_same_tokens(self.cp, named["input_ids"])
         local = shard_inputs(self.cp, **named)
         local["mesh"].losses = None  # they are scaled here, for the mean over ranks
         if "shift_labels" in named:
@@ -258,6 +259,7 @@ class _Buffers:
         with_labels = "labels" in found
         if "shift_labels" in found:
             found.pop("labels", None)
+        check_same_tokens(cp, found["input_ids"])
         local = shard_inputs(cp, balance=False, **found)
         local["mesh"].losses = None  # they are scaled here, for the mean over ranks
         if "shift_labels" in found:
@@ -276,6 +278,27 @@ class _Buffers:
         raise ValueError(
             f"{name} must be one of the buffers of maybe_context_parallel, got another tensor of shape {list(x.shape)}"
         )
+
+
+def check_same_tokens(cp: ContextParallel, input_ids: Tensor) -> None:
+    """Raise ValueError on every rank if ranks have different tokens; their shapes must be equal.
+
+    For tensors on an accelerator, whose tokens `shard_inputs` does not read.
+    """
+    if input_ids.device.type == "cpu":
+        return
+    parts = cp.comm.all_gather(_digest(input_ids), [(1,)] * cp.world)
+    if len({int(part) for part in parts}) > 1:
+        raise ValueError(
+            "input_ids must be the same on all ranks of context parallelism, got different tokens: pass the data "
+            "loader to accelerator.prepare, or give all ranks that share a sequence the same batches"
+        )
+
+
+def _digest(ids: Tensor) -> Tensor:
+    """One number that depends on all tokens and their places."""
+    weights = torch.arange(1, ids.numel() + 1, device=ids.device, dtype=torch.int64) * 0x9E3779B97F4A7C1 | 1
+    return ((ids.flatten().to(torch.int64) + 1) * weights).sum()[None]
 
 
 def _loss_of_shifted(local: Tensor, whole: Tensor, *, labels: bool) -> dict[str, Any]:
