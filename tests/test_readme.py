@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = {
-    "training": 9,
+    "training": 3,
+    "context-parallelism": 7,
     "masks": 15,
     "layouts": 1,
     "decode": 3,

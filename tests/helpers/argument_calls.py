@@ -558,10 +558,10 @@ NOT_FUZZED = {
     "ContextParallel.agreed_executor": "the interface of compiled operators, which pass checked options",
     "ContextParallel.executor": "the interface of compiled operators, which pass checked options",
     "Catalog": "read from a file, which is checked",
-    **{
-        name: "requires processes and a model that DDP or FSDP2 wraps: tests/integrations/test_data_parallel.py"
-        for name in ("GradientReduction", "GradientReduction.num_items", "GradientReduction.loss")
-    },
+    **dict.fromkeys(
+        ("GradientReduction", "GradientReduction.num_items", "GradientReduction.loss"),
+        "requires processes and a model that DDP or FSDP2 wraps: tests/integrations/test_data_parallel.py",
+    ),
     "GenerationStats": "a result",
     "Token": "a result",
     "GeneratedAnswer": "a record that is only shown",

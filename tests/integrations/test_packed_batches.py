@@ -1,13 +1,14 @@
 """Packed and padded batches over ranks: loss, logits and every gradient equal those of single documents in float64."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 import attnmesh as am
 from attnmesh.core.masks import Chunked
-from attnmesh.core.packing import packing_of
+from attnmesh.core.packing import packing_of, packing_of_numbers
 from attnmesh.integrations.sharded_batch import shard_inputs, sharded_pass
 from helpers.models import KINDS, attnmesh_model, on_virtual_ranks, random_ids, transformers_model
 from helpers.packed_batches import ROWS, batch, check
@@ -207,3 +208,16 @@ def test_autocast_casts_as_the_attention_of_torch_does():
         assert logits.dtype == right.logits.dtype
         assert (logits - exact.logits).norm() <= 1.5 * own
     torch.testing.assert_close(sum(rank[0] for rank in found), right.loss, rtol=5e-2, atol=0)
+
+
+def test_numbers_of_documents_are_the_packing():
+    starts = torch.zeros(3, 12, dtype=torch.bool)
+    starts[:, 0] = starts[0, 5] = starts[1, 3] = starts[1, 7] = True
+    real = torch.ones(3, 12, dtype=torch.bool)
+    real[0, 5:7] = real[1, 10:] = real[2, :4] = False
+    for given in ((starts, None), (starts, real), (None, real)):
+        packing = packing_of(*given, (3, 12))
+        computed = replace(packing, known_numbers=None)
+        for numbers in (packing.numbers(), computed.numbers()):
+            assert packing_of_numbers(numbers) == packing
+    assert packing_of(None, None, (3, 12)).numbers() is None

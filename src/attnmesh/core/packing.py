@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -30,6 +30,7 @@ class Packing:
     mask: Mask | None
     first: tuple[int, ...]
     length: int
+    known_numbers: Tensor | None = field(default=None, repr=False, compare=False)
 
     def apply(self, layer: Mask) -> Mask:
         """The mask of a layer within the documents. Chunks of chunked attention begin after the padding."""
@@ -42,8 +43,8 @@ class Packing:
 
         A compiled graph takes it in place of the mask: see `packing_of_numbers`.
         """
-        if self.mask is None:
-            return None
+        if self.mask is None or self.known_numbers is not None:
+            return self.known_numbers
         at = torch.arange(self.length, dtype=torch.int64, device="cpu")
         follows, real = (self.mask.visible(at, keys).expand(len(self.first), -1) for keys in (at - 1, at))
         return (~follows).cumsum(-1).masked_fill(~real, -1).int()
@@ -69,7 +70,11 @@ def packing_of(starts: Tensor | None, real: Tensor | None, shape: tuple[int, int
     first = tuple(begin for _, begin in every)
     if all(isinstance(mask, Full) for mask in masks):
         return Packing(None, first, length)
-    return Packing(_per_row(masks), first, length)
+    numbers = torch.zeros(shape, dtype=torch.int32, device="cpu")
+    if starts is not None:
+        numbers[:, : starts.shape[1]] = starts.cumsum(-1)
+        numbers[:, starts.shape[1] :] = numbers[:, starts.shape[1] - 1 : starts.shape[1]]
+    return Packing(_per_row(masks), first, length, numbers if real is None else numbers.masked_fill(~real, -1))
 
 
 _latest: deque[tuple[Tensor, Packing]] = deque(maxlen=8)

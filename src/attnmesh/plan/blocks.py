@@ -34,6 +34,7 @@ from attnmesh.core.ranges import Ranges, rows_between
 
 # More segments than this, of fewer rows each on average, cost less as one masked block than as one call each.
 _MANY, _FEW_ROWS = 8, 32
+_LONG_SEGMENT = 256  # rows: a block of as many is cut faster than they are counted
 # The positions that a run of queries sees are compared with each run of keys if they are at most as many ranges.
 _FEW_RANGES = 256
 _FARTHEST = 1 << 40  # no position is larger
@@ -188,9 +189,10 @@ class Part:
     @cached_property
     def pairs(self) -> int:
         """The number of visible (query, key) pairs."""
-        if self.segments <= _MANY or "blocks" in self.__dict__:
+        long = ranges.size(self.q) >= _LONG_SEGMENT * self.segments
+        if self.segments <= _MANY or long or "blocks" in self.__dict__:
             return sum(self._pairs(block) for block in self.blocks)
-        # For many documents it is faster to count row by row than to cut blocks.
+        # For many short documents it is faster to count row by row than to cut blocks.
         first, end = self.bounds(torch.device("cpu"))
         return int((end - first).sum())
 
