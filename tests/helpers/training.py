@@ -234,11 +234,12 @@ def trainer_log(
     """
     from transformers import Trainer, TrainingArguments
 
+    source = Stream if streamed else list
     with accelerate_ranks(world), tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=training_model(kind), args=TrainingArguments(**_arguments(folder, world, changes)),
-            train_dataset=Stream(random_rows(16)) if streamed else random_rows(16),
-            eval_dataset=random_rows(eval_rows, seed=1), data_collator=padded_batch,
+            train_dataset=source(random_rows(16)), eval_dataset=source(random_rows(eval_rows, seed=1)),
+            data_collator=padded_batch,
             **(more or {}),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)

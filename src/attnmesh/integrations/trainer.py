@@ -196,13 +196,14 @@ def _evaluation_loop(options: Options, original: Callable[..., Any]) -> Callable
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer.evaluation_loop: results are gathered from one rank per batch."""
         if _shards(self):
-            self.gather_function = partial(_gather_over_batches, self.accelerator)
+            ranks = ranks_of(self.accelerator, options)
+            self.gather_function = partial(_gather_over_batches, self.accelerator, ranks)
         return original(self, *args, **kwargs)
 
     return evaluation_loop
 
 
-def _gather_over_batches(accelerator: Any, data: Any, use_gather_object: bool = False) -> Any:
+def _gather_over_batches(accelerator: Any, ranks: AcceleratorRanks, data: Any, use_gather_object: bool = False) -> Any:
     """`Accelerator.gather_for_metrics` of values that all context-parallel ranks of a batch have."""
     operations = require("accelerate.utils.operations", extra="hf")
     names = accelerator.parallelism_config.dp_dim_names
@@ -218,6 +219,8 @@ def _gather_over_batches(accelerator: Any, data: Any, use_gather_object: bool = 
 
     state = accelerator.gradient_state
     samples = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+    if state.end_of_dataloader and state.remainder < 0 and group is None and ranks.latest is not None:
+        samples = len(ranks.latest.position_ids)  # a stream: the rows of its last batch
     if not use_gather_object:
         return operations.recursively_apply(lambda x: gathered(x)[:samples], data)
     objects = [data]
