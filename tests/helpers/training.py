@@ -243,6 +243,8 @@ def trainer_log(
             **(more or {}),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
+        sharded = type(next(trainer.model.parameters())).__name__ == "DTensor"
+        assert sharded == (world > 1 and bool(changes.get("fsdp")))
         return _logged(trainer)
 
 
