@@ -41,7 +41,7 @@ _MEMORY_LAYERS = 4
 _LONG = 0.15  # seconds
 _TOKENS = 96  # kinds of tokens of a model without a head
 PEER = "sdpa"  # Transformers' own attention
-_TOLERANCE = 0.01  # relative, between two results that were rounded to bf16
+_TOLERANCE = 0.01  # relative, between two results of one layer that were rounded to bf16
 
 
 class Part(str, Enum):
@@ -230,7 +230,7 @@ def _step_row(scale: Scale, model: Any, kind: Kind, per_rank: int, world: int) -
     results = []
     for step in (partial(integrated_step, model, cp, same, by_positions), partial(direct, same)):
         results.append([step(), *(weight.grad.clone() for weight in model.layers[0].parameters())])
-    _assert_equal(kind.value, *results)
+    _assert_equal(kind.value, *results, tolerance=_TOLERANCE * len(model.layers) ** 0.5)
 
     runs: dict[str, Callable[[], object]]
     if kind in _ANEW:  # a layout and a plan are made for every batch
@@ -272,10 +272,10 @@ def _steps(runs: dict[str, Callable[[], object]], at_once: int, scale: Scale) ->
     }
 
 
-def _assert_equal(name: str, ours: Sequence[Tensor], direct: Sequence[Tensor]) -> None:
+def _assert_equal(name: str, ours: Sequence[Tensor], direct: Sequence[Tensor], *, tolerance: float) -> None:
     for at, (a, b) in enumerate(zip(ours, direct, strict=True)):
         error = float((a.float() - b.float()).norm() / b.float().norm())
-        assert error < _TOLERANCE, f"{name}: result {at} of the two programs differs by {error:.2g}"
+        assert error < tolerance, f"{name}: result {at} of the two programs differs by {error:.2g}"
 
 
 # A call of the attention.

@@ -78,6 +78,7 @@ SLOW = {
     "experts in SFT": (sft_log, "mixtral", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}),
     "experts in an own loop": (loop_log, "mixtral", {}),
     "streamed batches": (trainer_log, "mistral", {"streamed": True, "gradient_accumulation_steps": 2}),
+    "compiled": (trainer_log, "llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "leakage with sinks": (packed_logits, "gpt_oss", {}),
     "logits for metrics": (
         trainer_log, "mistral", {"prediction_loss_only": False, "more": {"compute_metrics": metrics_of_real_tokens}},
@@ -157,6 +158,7 @@ def refused_over_ranks(comm):
     """What is refused on every rank with attnmesh."""
     from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
     from torch.distributed.device_mesh import init_device_mesh
+    from transformers import LlamaForSequenceClassification
 
     from attnmesh.integrations.accelerate_ranks import AcceleratorRanks
 
@@ -164,7 +166,7 @@ def refused_over_ranks(comm):
     errors = {}
     with accelerate_ranks(world):
         accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=world))
-        ids = torch.tensor([random_rows(1)[0]["input_ids"] * 2])
+        ids = torch.arange(8, 22)[None]
 
         def call(model, batch, *, buffers):
             with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
@@ -188,6 +190,12 @@ def refused_over_ranks(comm):
         errors["attention dropout"] = error_of(
             lambda: call(prepared(attention_dropout=0.1), {"input_ids": ids}, buffers=[ids])
         )
+        errors["classifier"] = error_of(
+            lambda: accelerator.prepare(LlamaForSequenceClassification(model.module.config))
+        )
+        with accelerator.maybe_context_parallel(buffers=[labels], buffer_seq_dims=[1], no_restore_buffers={labels}):
+            errors["nested contexts"] = error_of(lambda: call(model, {}, buffers=[ids]))
+        errors["buffer that stays sharded"] = str(len(labels[0]))
         streamed = DataLoaderConfiguration(dispatch_batches=True)
         with patch.object(accelerator, "dataloader_config", streamed):
             errors["dispatched batches"] = error_of(lambda: accelerator.prepare(torch.utils.data.DataLoader([1, 2])))
@@ -365,6 +373,12 @@ def test_more_packed_documents_do_not_see_the_others(slow, name):
         ("buffers of different lengths", "buffers must have the same length along buffer_seq_dims"),
         ("hybrid model", "Qwen3NextForCausalLM: layer_types must be .*, got full_attention, linear_attention"),
         ("attention dropout", "attention dropout must be 0, got 0.1"),
+        (
+            "classifier",
+            "must be a causal language model, or a model without a head, got LlamaForSequenceClassification",
+        ),
+        ("nested contexts", "maybe_context_parallel must not be entered inside itself"),
+        ("buffer that stays sharded", "^7$"),
         ("dispatched batches", "dispatch_batches must be False or None under context parallelism, got True"),
         ("no cp dimension", r"must have a dimension 'cp', got dimensions \('dp',\)"),
         ("compute_loss_func", "compute_loss_func must be None under context parallelism"),
@@ -451,4 +465,4 @@ def test_tokens_on_an_accelerator_are_compared_by_a_digest():
 def test_other_trainers_of_trl_are_refused():
     trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
     with pytest.raises(ValueError, match="must be Transformers' Trainer or TRL's SFTTrainer, got DPOTrainer"):
-        _check_trainer(trainer, {})
+        _check_trainer(trainer)

@@ -1,9 +1,18 @@
-"""A training step of a tiny Llama over two NCCL ranks: loss and all gradients are those of one process."""
+"""A training step of a tiny Llama over two NCCL ranks: loss and all gradients are those of one process.
+
+The ranks share one GPU. What DDP, FSDP2 and autocast add is tested with one kind of batch.
+"""
+
+import itertools
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import attnmesh as am
+from attnmesh.integrations.data_parallel import GradientReduction
 from attnmesh.integrations.sharded_batch import shard_inputs
 from attnmesh.testing.errors import ROUNDING, relative_error
 from helpers.processes import run_processes
@@ -49,20 +58,56 @@ def gradients(model, loss: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach().double().cpu(), *(weight.grad.double().cpu() for weight in model.parameters())]
 
 
-def one_process(kind: str, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+def one_process(kind: str, dtype: torch.dtype, device: str, autocast: bool = False) -> list[torch.Tensor]:
     model = llama(dtype, device, "eager")
-    return gradients(model, model(**{name: x.to(device) for name, x in batch(kind).items()}, use_cache=False).loss)
+    inputs = {name: x.to(device) for name, x in batch(kind).items()}
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        loss = model(**inputs, use_cache=False).loss
+    return gradients(model, loss)
 
 
-def steps(comm, cases) -> list[list[torch.Tensor]]:
+def steps(comm, cases, device: str) -> list[list[torch.Tensor]]:
     """A rank's part of every case."""
     found = []
     for kind, dtype, schedule in cases:
-        model = llama(dtype, "cuda", "attnmesh")
-        inputs = {name: x.cuda() for name, x in batch(kind).items()}
+        model = llama(dtype, device, "attnmesh")
+        inputs = {name: x.to(device) for name, x in batch(kind).items()}
         ranks = am.ContextParallel(comm, schedule=schedule)
         found.append(gradients(model, model(**shard_inputs(ranks, **inputs)).loss))
     return found
+
+
+def wrapped_steps(comm, device: str) -> dict[str, list[torch.Tensor]]:
+    """The loss and the gradients of all ranks, as DDP and FSDP2 reduce them, in float32 and under autocast."""
+    found = {}
+    ranks = am.ContextParallel(comm)
+    inputs = {name: x.to(device) for name, x in batch("packed").items()}
+    for how in ("DDP", "FSDP2"):
+        for autocast in (False, True):
+            model = llama(torch.float32, device, "attnmesh")
+            if how == "DDP":
+                model = DistributedDataParallel(model)
+            else:
+                for layer in model.model.layers:
+                    fully_shard(layer, mesh=init_device_mesh(device, (comm.world,)))
+                fully_shard(model, mesh=init_device_mesh(device, (comm.world,)))
+            reduction = GradientReduction(model, ranks)
+            items = reduction.num_items(inputs["labels"])
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                loss = model(**shard_inputs(ranks, **inputs, num_items_in_batch=items)).loss
+            loss.backward()
+            grads = [getattr(w.grad, "full_tensor", lambda w=w: w.grad)().double().cpu() for w in model.parameters()]
+            found[f"{how}, autocast={autocast}"] = [reduction.loss(loss).double().cpu(), *grads]
+    return found
+
+
+def check(name: str, found: list[torch.Tensor], exact: list[torch.Tensor], plain: list[torch.Tensor], dtype) -> None:
+    """Assert that the loss and every gradient are at most twice as far off as those of one process."""
+    names = ["loss", *(name for name, _ in llama(torch.float32, "cpu", "eager").named_parameters())]
+    for weight, value, truth, other in zip(names, found, exact, plain, strict=True):
+        error, bound = relative_error(value, truth), 2 * relative_error(other, truth) + ROUNDING[dtype]
+        print(f"{name}, {weight}: {error:.2g} of {bound:.2g}")
+        assert error <= bound, f"{name}, {weight}"
 
 
 def test_losses_and_gradients_are_those_of_one_process():
@@ -71,13 +116,17 @@ def test_losses_and_gradients_are_those_of_one_process():
         for dtype in (torch.float32, torch.bfloat16)
         for kind, schedule in (("causal", "ring"), ("packed", "auto"), ("padded", "allgather"))
     ]
-    ranks = run_processes(2, steps, cases, timeout=200, backend="nccl")
-    names = ["loss", *(name for name, _ in llama(torch.float32, "cpu", "eager").named_parameters())]
+    ranks = run_processes(2, steps, cases, "cuda", timeout=200, backend="nccl")
     for at, (kind, dtype, schedule) in enumerate(cases):
+        found = [sum(parts) for parts in zip(*(rank[at] for rank in ranks), strict=True)]
         exact, plain = one_process(kind, torch.float64, "cpu"), one_process(kind, dtype, "cuda")
-        for which, name in enumerate(names):
-            found = sum(rank[at][which] for rank in ranks)
-            error = relative_error(found, exact[which])
-            bound = 2 * relative_error(plain[which], exact[which]) + ROUNDING[dtype]
-            print(f"{dtype} {kind} {schedule} {name}: {error:.2g} of {bound:.2g}")
-            assert error <= bound, f"{dtype} {kind} {schedule} {name}"
+        check(f"{dtype}, {kind}, {schedule}", found, exact, plain, dtype)
+
+
+def test_wrapped_models_have_the_gradients_of_one_process_on_every_rank():
+    exact = one_process("packed", torch.float64, "cpu")
+    ranks = run_processes(2, wrapped_steps, "cuda", timeout=200, backend="nccl")
+    for autocast, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        plain = one_process("packed", torch.float32, "cuda", autocast)
+        for at, how in itertools.product(range(2), ("DDP", "FSDP2")):
+            check(f"rank {at}, {how}", ranks[at][f"{how}, autocast={autocast}"], exact, plain, dtype)

@@ -170,6 +170,37 @@ def test_a_load_balancing_loss_is_refused_over_ranks():
     on_virtual_ranks(2, rank)
 
 
+def _with_rotary(kind, **parameters):
+    """A model whose rotary embeddings change beyond 16 positions."""
+    own = {"original_max_position_embeddings": 16, "max_position_embeddings": 64 if kind == "phi3" else 16}
+    return tiny(kind, rope_parameters={"rope_theta": 10000.0} | parameters, **own)
+
+
+def test_frequencies_that_depend_on_the_largest_position_are_those_of_one_process_or_refused():
+    """Transformers takes the largest position that it sees, which is that of a rank's tokens."""
+    long = _with_rotary("phi3", rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0, 3.0, 4.0, 5.0])
+    dynamic = _with_rotary("llama", rope_type="dynamic", factor=4.0)
+    ids = torch.arange(20)[None] + 5
+    wanted = [long(input_ids=x, labels=x).loss.detach() for x in (ids, ids[:, :16])]
+
+    def rank(comm):
+        def loss(model, x, layout):
+            with torch.no_grad():
+                return model(**am.shard_inputs(am.ContextParallel(comm, layout=layout), x, x)).loss
+
+        with pytest.raises(ValueError, match=r"a position beyond 16, .*'longrope'.* False on rank 0 but"):
+            loss(long, ids, am.Contiguous())
+        with pytest.raises(ValueError, match=r"largest position, or 16, .*'dynamic'.* 19 on rank 0 but 20 on"):
+            loss(dynamic, ids, am.Striped())
+        return loss(long, ids, am.Striped()), loss(long, ids[:, :16], am.Contiguous())
+
+    found = on_virtual_ranks(2, rank)
+    for parts, right in zip(zip(*found, strict=True), wanted, strict=True):
+        torch.testing.assert_close(sum(parts), right)
+    with pytest.raises(ValueError, match="the model has 16 positions before rope_type 'longrope' changes its frequenc"):
+        am.Generator(long, cache_tokens=40).generate([list(range(5, 20))], max_new_tokens=2)
+
+
 @pytest.mark.parametrize(("kind", "option"), [("gpt2", "attn_pdrop"), ("llama", "attention_dropout")])
 def test_attention_dropout_is_refused_in_training(kind, option):
     model = tiny(kind, **{option: 0.1})

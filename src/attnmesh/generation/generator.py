@@ -37,6 +37,7 @@ from attnmesh.generation.sampling import (
     TextStream,
     most_likely,
 )
+from attnmesh.integrations.transformers_models import changing_rotary
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.node_groups import comm_named
@@ -365,7 +366,10 @@ class Generator:
         check_positive(max_new_tokens=new)
         if request.speculative and not request.sampling.greedy:
             raise ValueError(f"sampling must be greedy (temperature 0) with speculative, got {request.sampling}")
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        limit, why = getattr(self.model.config, "max_position_embeddings", None), ""
+        rotary = changing_rotary(self.model.config)
+        if rotary is not None:
+            limit, why = rotary[1], f" before rope_type {rotary[0]!r} changes its frequencies"
         vocabulary = self.model.config.vocab_size
         for number, ids in enumerate(rows):
             if not ids:
@@ -377,7 +381,7 @@ class Generator:
             if limit is not None and len(ids) + new > limit:
                 raise ValueError(
                     f"prompts[{number}] has {len(ids)} tokens, and max_new_tokens={new} may follow: the model has "
-                    f"{limit} positions"
+                    f"{limit} positions{why}"
                 )
             if not 0 <= min(ids) <= max(ids) < vocabulary:
                 raise ValueError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import dimension
+from attnmesh.core.optional import require
 from attnmesh.core.validation import shown
 from attnmesh.integrations.expert_balance import check_balance, whole_balance
 from attnmesh.integrations.sharded_batch import IGNORED_LABEL, ShardedMask, ShardedPass, shard_inputs
@@ -92,25 +94,29 @@ class AcceleratorRanks:
             if hasattr(model, "set_attn_implementation"):
                 model.set_attn_implementation(NAME)
             check_model(model)
+            _check_loss(model)
             check_balance(model)
             return None, {"model": type(model).__name__}
 
         check_on_all_ranks(self.cp.comm, "Accelerator.prepare", check, force=True)
-        model.register_forward_pre_hook(self._add_pass, with_kwargs=True)
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+        model.register_forward_pre_hook(partial(self._add_pass, names), with_kwargs=True)
         setattr(model, _ATTRIBUTE, self)
         self._models.append(model)
 
     def _add_pass(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, names: list[str], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments of a prepared model with the keyword argument `mesh`; None if they stay as they are."""
+        """The arguments of a prepared model with the keyword argument `mesh`; None if they stay as they are.
+
+        `names` are those of positional arguments.
+        """
         mesh: ShardedPass | None = kwargs.get("mesh")
         buffers = self._buffers if mesh is None else None
         mesh = mesh or self._mesh
         if mesh is None and buffers is None:
             self._check_whole(model)
             return None
-        names = list(inspect.signature(type(model).forward).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if buffers is not None:
             given = buffers.arguments(self.cp, given)
@@ -277,6 +283,16 @@ class _Buffers:
                 return whole
         raise ValueError(
             f"{name} must be one of the buffers of maybe_context_parallel, got another tensor of shape {list(x.shape)}"
+        )
+
+
+def _check_loss(model: Any) -> None:
+    """Raise ValueError for a model whose outputs are not one per token, or whose labels are not those of tokens."""
+    kind = getattr(model, "loss_type", None)
+    losses = require("transformers.loss.loss_utils", extra="hf")
+    if kind is not None and losses.LOSS_MAPPING.get(kind) is not losses.ForCausalLMLoss:
+        raise ValueError(
+            f"the model must be a causal language model, or a model without a head, got {type(model).__name__}"
         )
 
 

@@ -60,6 +60,7 @@ class ShardedPass:
         self._documents = packing.numbers()  # for compiled graphs
         self._masks: dict[Mask, Mask] = {}
         self._accepted: dict[str, Tensor] = {}
+        self._rotary_checked = False
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's shard of a tensor that has one entry per token along `dim`."""
@@ -116,6 +117,33 @@ class ShardedPass:
 
         check_on_all_ranks(self.cp.comm, f"a model's {name}", check, force=True)
         self._accepted[name] = given
+
+    def check_rotary(self, kind: str, limit: int) -> None:
+        """Raise ValueError on every rank if ranks have other frequencies than one process.
+
+        Rotary embeddings of this kind have other frequencies if the largest position of a pass is beyond `limit`, and
+        a rank sees the positions of its own tokens only.
+        """
+        if self.cp.world == 1 or self._rotary_checked:
+            return
+        if torch.compiler.is_compiling():
+            if self.length > limit:
+                raise ValueError(
+                    f"rope_type {kind!r} must have at most {limit} tokens in a compiled graph over ranks, got rows of "
+                    f"{self.length}"
+                )
+            return
+        last = int(self.position_ids.max()) + 1
+
+        def check() -> tuple[None, SharedValues]:
+            why = f"on which the frequencies of rope_type {kind!r} depend"
+            if kind != "longrope":
+                return None, {f"the largest position, or {limit}, {why},": max(last, limit)}
+            how = "use layout=Striped() and balance=False"
+            return None, {f"whether it has a position beyond {limit}, {why} ({how}),": last > limit}
+
+        check_on_all_ranks(self.cp.comm, "rotary embeddings", check, force=True)
+        self._rotary_checked = True
 
 
 class ShardedMask:

@@ -54,7 +54,7 @@ def _prepare_inputs(options: Options, original: Callable[..., Any]) -> Callable[
             return original(self, model, inputs)  # type: ignore[no-any-return]
         ranks = ranks_of(self.accelerator, options)
         ranks.prepare(model)
-        check_on_all_ranks(ranks.cp.comm, "Trainer", partial(_check_trainer, self, inputs))
+        check_on_all_ranks(ranks.cp.comm, "Trainer", partial(_check_trainer, self))
         local = ranks.shard_batch(inputs)
         inputs.clear()  # in place: the trainer counts tokens in it
         inputs.update(local)
@@ -63,7 +63,7 @@ def _prepare_inputs(options: Options, original: Callable[..., Any]) -> Callable[
     return prepare_inputs
 
 
-def _check_trainer(trainer: Any, inputs: dict[str, Any]) -> tuple[None, SharedValues]:
+def _check_trainer(trainer: Any) -> tuple[None, SharedValues]:
     """ValueError for a trainer whose loss is not a sum over tokens."""
     others = {
         base.__name__ for base in type(trainer).__mro__
@@ -79,11 +79,6 @@ def _check_trainer(trainer: Any, inputs: dict[str, Any]) -> tuple[None, SharedVa
             "compute_loss_func must be None under context parallelism: it would get the logits of a part of the "
             "sequence with labels that are already shifted; override compute_loss, where inputs['shift_labels'] are "
             "this rank's labels"
-        )
-    if inputs.get("labels") is not None and not trainer._loss_shifts_labels:
-        raise ValueError(
-            f"the model must be a causal language model, whose labels are shifted by one token, got "
-            f"{type(trainer.model).__name__}"
         )
     return None, {}
 

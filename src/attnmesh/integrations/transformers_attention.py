@@ -19,7 +19,7 @@ from attnmesh.core.optional import require
 from attnmesh.core.validation import shown
 from attnmesh.integrations.layer_masks import LayerMask, layer_mask
 from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass
-from attnmesh.integrations.transformers_models import NAME, scale_by_position
+from attnmesh.integrations.transformers_models import NAME, changing_rotary, scale_by_position
 from attnmesh.ops.dense.api import attention
 
 # Keyword arguments that models pass down to their attention and that do not change it.
@@ -90,6 +90,9 @@ def transformers_attention(
         for name, given in (("attention_mask", padding), ("position_ids", kwargs.get("position_ids"))):
             if given is not None:
                 mesh.check_given(name, given)
+        rotary = changing_rotary(getattr(module, "config", None))
+        if rotary is not None:
+            mesh.check_rotary(*rotary)
         query = scale_by_position(module, query, mesh.position_ids)
         out = mesh.attend(0, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap)
     else:

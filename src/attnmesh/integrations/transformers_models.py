@@ -72,6 +72,21 @@ def check_model(model: Any) -> None:
         raise ValueError(f"{name}: layers must mix tokens in their attention only, got {path}, a {mixer}")
 
 
+def changing_rotary(config: Any) -> tuple[str, int] | None:
+    """The kind of rotary embeddings whose frequencies depend on the largest position of a pass, if the model has such.
+
+    And the number of positions up to which the frequencies are always the same.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in (parameters, *parameters.values()):  # the values may be those of kinds of layers
+        kind = each.get("rope_type") if isinstance(each, dict) else None
+        if kind == "longrope":
+            return kind, int(each.get("original_max_position_embeddings") or config.max_position_embeddings)
+        if kind is not None and "dynamic" in kind:
+            return kind, int(config.max_position_embeddings)
+    return None
+
+
 def scale_by_position(module: nn.Module, query: Tensor, position_ids: Tensor) -> Tensor:
     """Queries [B, H, n, D] as one process scales them.
 
