@@ -156,31 +156,41 @@ SAMPLED_FUNCTIONS = {
 }
 
 
+# Folders of which every other case stays, of functions that still have at least so many.
+HALVED_FOLDERS = ("ops", "parallel", "plan", "generation", "kv_cache")
+LEAST_CASES = 4
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark a part of long products and lists of parameters as slow.
 
-    Of the products, every value of every parameter occurs in at least one case that stays. On a GPU all cases stay.
+    Of the products, every value of every parameter occurs in at least one case that stays, before long lists of cases
+    are sampled. On a GPU all cases stay.
     """
     if torch.cuda.is_available():
         return
     _thin_products(items)
-    seen: dict[str, int] = {}
-    for item in items:
-        function = item.nodeid.split("[")[0]
-        every = SAMPLED_FUNCTIONS.get(function.rpartition("::")[2])
-        if every and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
-            seen[function] = seen.get(function, 0) + 1
-            if (seen[function] - 1) % every:
+    for function, cases in _cases(items).items():
+        every = SAMPLED_FUNCTIONS.get(function.rpartition("::")[2], 1)
+        if every == 1 and len(cases) >= LEAST_CASES and any(f"tests/{each}/" in function for each in HALVED_FOLDERS):
+            every = 2
+        for at, item in enumerate(cases):
+            if at % every:
                 item.add_marker(pytest.mark.slow)
 
 
-def _thin_products(items: list[pytest.Item]) -> None:
+def _cases(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The cases of each function that has parameters and that are not slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.path.stem in THINNED_MODULES and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for of_function in cases.values():
+    return cases
+
+
+def _thin_products(items: list[pytest.Item]) -> None:
+    for of_function in _cases([item for item in items if item.path.stem in THINNED_MODULES]).values():
         left = set().union(*map(_values, of_function))
         while left:
             best = max(of_function, key=lambda item: len(_values(item) & left))

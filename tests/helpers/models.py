@@ -69,6 +69,7 @@ _NOT_TAKEN = {
 
 
 @cache
+@torch.inference_mode(False)
 def transformers_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return a model with Transformers' own attention; cached, so tests must not change it.
 
@@ -90,6 +91,7 @@ def transformers_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @cache
+@torch.inference_mode(False)  # whatever the mode of the test that comes first
 def attnmesh_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return the same model with attnmesh's attention."""
     register_attention()

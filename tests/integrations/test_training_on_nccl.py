@@ -18,7 +18,7 @@ from attnmesh.testing.errors import ROUNDING, relative_error
 from helpers.processes import run_processes
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 LENGTH = 301
 DOCUMENTS = [120, 7, 93, 81]

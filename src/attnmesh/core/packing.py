@@ -70,11 +70,14 @@ def packing_of(starts: Tensor | None, real: Tensor | None, shape: tuple[int, int
     first = tuple(begin for _, begin in every)
     if all(isinstance(mask, Full) for mask in masks):
         return Packing(None, first, length)
-    numbers = torch.zeros(shape, dtype=torch.int32, device="cpu")
+    numbers = np.zeros(shape, dtype=np.int32)
     if starts is not None:
-        numbers[:, : starts.shape[1]] = starts.cumsum(-1)
-        numbers[:, starts.shape[1] :] = numbers[:, starts.shape[1] - 1 : starts.shape[1]]
-    return Packing(_per_row(masks), first, length, numbers if real is None else numbers.masked_fill(~real, -1))
+        known = starts.shape[1]
+        numbers[:, :known] = starts.numpy().cumsum(-1, dtype=np.int32)
+        numbers[:, known:] = numbers[:, known - 1 : known]
+    if real is not None:
+        numbers[~real.numpy()] = -1
+    return Packing(_per_row(masks), first, length, torch.from_numpy(numbers))
 
 
 _latest: deque[tuple[Tensor, Packing]] = deque(maxlen=8)
