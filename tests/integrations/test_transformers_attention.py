@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 
+import attnmesh as am
+from attnmesh.comm import SoloComm
 from attnmesh.core.masks import Causal
 from attnmesh.core.merge import discount_sinks
 from attnmesh.integrations.layer_masks import LayerMask
@@ -79,6 +81,19 @@ def test_packed_rows_equal_one_document_at_a_time(kind):
     found = attnmesh_model(kind)(input_ids=torch.tensor([IDS, IDS]), position_ids=positions, use_cache=False).logits
     for mine, right in zip(found, packed_logits(kind, rows), strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_rows_of_flash_attention_are_those_of_the_positions():
+    positions = torch.cat([torch.arange(11), torch.arange(29)])[None]
+    bounds = torch.tensor([0, 11, 40], dtype=torch.int32)
+    given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 29, "max_length_k": 29}
+    inputs = {"input_ids": torch.tensor([IDS]), "position_ids": positions, "use_cache": False}
+    model = attnmesh_model("llama")
+    assert torch.equal(model(**inputs, **given).logits, model(**inputs).logits)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must be the documents of position_ids.*got \[0, 12, 40\]"):
+        model(**inputs, **given | {"cu_seq_lens_q": torch.tensor([0, 12, 40])})
+    with pytest.raises(ValueError, match="unsupported attention arguments cu_seq_lens_q"):
+        model(**am.shard_inputs(am.ContextParallel(SoloComm()), torch.tensor([IDS])), cu_seq_lens_q=bounds)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,8 +214,6 @@ def test_what_nobody_knows_is_refused():
 
 def test_gemma_2_has_a_softcap_on_one_device_and_over_ranks():
     from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    import attnmesh as am
 
     register_attention()
     with torch.random.fork_rng():

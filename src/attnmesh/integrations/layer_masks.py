@@ -17,6 +17,7 @@ from torch import Tensor
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Chunked, Mask, Slices, SlidingWindow
 from attnmesh.core.packing import Packing, check_gaps, document_starts, packing_of
+from attnmesh.core.validation import shown
 from attnmesh.integrations.sharded_batch import ShardedMask
 from attnmesh.integrations.transformers_models import check_config
 
@@ -54,13 +55,17 @@ class LayerMask:
             f"reads {name} of its mask: masks that a model changes are not supported"
         )
 
-    def on_one_device(self, position_ids: Tensor | None) -> Mask:
-        """The mask of the layer within the documents and without the padding of the batch."""
+    def on_one_device(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None = None) -> Mask:
+        """The mask of the layer within the documents and without the padding of the batch.
+
+        `cu_seq_lens` are the bounds of the documents, as FlashAttention takes them. Documents are found by their
+        positions, which must begin anew at the same tokens.
+        """
         if self._on_one_device is None:
             if torch.compiler.is_compiling():
                 self._on_one_device = traced_mask(self.kind, self._traced_documents(position_ids))
             else:
-                self._on_one_device = self._documents(position_ids).apply(self.kind)
+                self._on_one_device = self._documents(position_ids, cu_seq_lens).apply(self.kind)
         return self._on_one_device
 
     def _traced_documents(self, position_ids: Tensor | None) -> Tensor | None:
@@ -74,7 +79,7 @@ class LayerMask:
         numbers: Tensor = _number_documents(packing, padding, self.keys.stop)
         return numbers
 
-    def _documents(self, position_ids: Tensor | None) -> Packing:
+    def _documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Packing:
         real, starts = self.padding, None
         if real is not None:
             real = _real(real, self.keys.stop)
@@ -86,6 +91,13 @@ class LayerMask:
         elif real is None and position_ids is not None and self.queries == self.keys:  # not every model passes them on
             starts = document_starts(position_ids.cpu())
         given = real if real is not None else starts
+        if cu_seq_lens is not None:
+            begins = None if starts is None or len(starts) != 1 else starts[0].nonzero().flatten()
+            if begins is None or not torch.equal(begins, cu_seq_lens.cpu().long()[:-1]):
+                raise ValueError(
+                    f"cu_seq_lens_q must be the documents of position_ids, one row that begins anew with each, got "
+                    f"{shown(cu_seq_lens.tolist())}"
+                )
         if given is None:
             return Packing(None, (), self.keys.stop)
         return packing_of(starts, None if real is None or bool(real.all()) else real, (given.shape[0], self.keys.stop))

@@ -28,6 +28,9 @@ _IGNORED_ARGUMENTS = {
     "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch", "shift_labels",
 }  # fmt: skip
 
+# The documents of a packed row, as FlashAttention takes them. On one device they are compared with the positions.
+_PACKED_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
 # Options of configurations for attention dropout.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
@@ -73,15 +76,18 @@ def transformers_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls: out [B, n, Hq, D], and no attention weights."""
-    mask = _checked_mask(module, attention_mask, dropout, sliding_window, kwargs)
+    served = _IGNORED_ARGUMENTS
+    if mesh is None and not torch.compiler.is_compiling():
+        served = served | _PACKED_ARGUMENTS
+    mask = _checked_mask(module, attention_mask, dropout, sliding_window, kwargs, served)
     if mesh is None and _default_pass is not None:
         mesh = _default_pass(mask)
     query, key, value = _autocast(query, key, value)
     if mesh is None:
         queries, keys = (torch.arange(at.start, at.stop, device="cpu") for at in (mask.queries, mask.keys))
         out = attention(
-            query, key, value, mask=mask.on_one_device(kwargs.get("position_ids")), scale=scaling, softcap=softcap,
-            sinks=s_aux, q_positions=queries, k_positions=keys,
+            query, key, value, mask=mask.on_one_device(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")),
+            scale=scaling, softcap=softcap, sinks=s_aux, q_positions=queries, k_positions=keys,
         )  # fmt: skip
     elif isinstance(mesh, ShardedPass):
         if not mesh.balances_experts:
@@ -123,9 +129,10 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _checked_mask(
-    module: nn.Module, mask: LayerMask | None, dropout: float, sliding_window: int | None, kwargs: dict[str, Any]
-) -> LayerMask:
-    """The mask of this layer; raises ValueError for what is not served."""
+    module: nn.Module, mask: LayerMask | None, dropout: float, sliding_window: int | None, kwargs: dict[str, Any],
+    served: set[str],
+) -> LayerMask:  # fmt: skip
+    """The mask of this layer; raises ValueError for what is not served, such as arguments that are not in `served`."""
     name = type(module).__name__
     if not isinstance(mask, LayerMask):
         if mask is None:
@@ -141,7 +148,7 @@ def _checked_mask(
     window = getattr(mask.kind, "left", None)
     if sliding_window is not None and window != sliding_window - 1:
         raise ValueError(f"{name}: the mask must have the layer's sliding window {sliding_window}, got {mask.kind}")
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and v is not False and k not in _IGNORED_ARGUMENTS)
+    unknown = sorted(k for k, v in kwargs.items() if v is not None and v is not False and k not in served)
     if unknown:
         raise ValueError(f"{name}: unsupported attention arguments {', '.join(unknown)}")
     return mask
