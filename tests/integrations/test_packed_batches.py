@@ -75,6 +75,30 @@ def test_packed_rows_have_a_layout_that_balances_their_work():
     assert balanced < 1.02 < zigzag
 
 
+def test_the_schedule_of_the_first_packing_is_kept(monkeypatch):
+    """Comparing all schedules takes longer than a plan, and packings differ from batch to batch."""
+    import attnmesh.planner.auto as auto
+
+    chosen = []
+    choose = auto.choose_schedule
+    monkeypatch.setattr(auto, "choose_schedule", lambda *call: chosen.append(1) or choose(*call))
+    q, k = torch.randn(1, 4, 512, 8), torch.randn(1, 2, 512, 8)
+
+    def rank(comm):
+        cp = am.ContextParallel(comm)
+        for lengths in ([100, 412], [1, 200, 311], [512]):
+            found = sharded_pass(cp, torch.zeros(1, 512, dtype=torch.long), document_lengths=[lengths])
+            for layer in (am.Causal(), am.SlidingWindow(7)):
+                local = [found.shard(x, 2) for x in (q, k, k)]
+                out = found.unshard(found.attend(0, *local, mask=layer, scale=0.3, sinks=None), 2)
+                wanted = am.attention(q, k, k, mask=layer & am.Documents(lengths), scale=0.3)
+                torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+        return True
+
+    assert all(on_virtual_ranks(2, rank))
+    assert len(chosen) == 2 * 2 + 2 * 2  # two ranks, two kinds of layers: one packing, and a row that is not packed
+
+
 def test_chunks_begin_after_the_padding():
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 10]).bool()
     mask = packing_of(None, real, (2, 10)).apply(Chunked(4))

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
 from attnmesh.core.compiling import not_compiled
 from attnmesh.core.layouts import Layout, Zigzag, check_layout, dimension
+from attnmesh.core.mask import And
 from attnmesh.core.masks import Causal, Mask, check_mask
 from attnmesh.core.state import accumulation_dtype
 from attnmesh.core.validation import check_bool, check_choice, check_count, check_device, check_dtype
@@ -107,6 +108,8 @@ class ContextParallel(ExecutorFactory):
         self.comm = self._groups.all_ranks
         self.layout, self.schedule, self.backend = layout, schedule, backend
         self._calls: dict[object, _CachedCall] = {}
+        self._kept_choices: dict[object, str] = {}  # of contexts by `with_layout`
+        self._keeps_choices = False
         self._handle = context_handle(self)  # by which compiled graphs refer to it
 
     @property
@@ -120,10 +123,14 @@ class ContextParallel(ExecutorFactory):
         return self.comm.world
 
     def with_layout(self, layout: Layout) -> ContextParallel:
-        """The same ranks, schedule and backend with another layout. Nothing is sent and no group is created."""
+        """The same ranks, schedule and backend with another layout. Nothing is sent and no group is created.
+
+        It is meant for a batch with a layout of its own: schedule "auto" is chosen for the first such batch, and kept
+        for later ones of about the same length with other documents.
+        """
         check_layout("layout", layout)
         other = copy.copy(self)
-        other.layout, other._calls = layout, {}
+        other.layout, other._calls, other._keeps_choices = layout, {}, True
         other._handle = context_handle(other)
         return other
 
@@ -296,8 +303,7 @@ class ContextParallel(ExecutorFactory):
 
         positions = self._shards(mask, length, key_length, key_layout)
         workload = Workload(positions, shape, self._groups.ranks_per_node, with_lse, q.device.type)
-        choice = self._auto_choice(workload)
-        schedule = self.schedule if choice is None else choice.schedule
+        schedule = self._schedule_for(workload, mask, length)
         check_schedule(schedule, positions, self._groups.ranks_per_node)
         executor = EXECUTORS[schedule](ExecutorConfig(positions, self.backend, self._groups, with_lse))
         for kernel_call in executor.calls(q, k, v, scores):
@@ -310,12 +316,29 @@ class ContextParallel(ExecutorFactory):
                 f"length{inferred}": length, "key_length": key_length,
                 "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scores.scale, "softcap": softcap,
                 "sinks": None if sinks is None else sinks.dtype, "alibi_slopes": alibi_slopes is not None,
-                "layout": self.layout, "key_layout": key_layout, "schedule": self.schedule, "backend": self.backend,
+                "layout": self.layout, "key_layout": key_layout, "schedule": schedule, "backend": self.backend,
                 "ranks_per_node": self._groups.ranks_per_node, "return_lse": return_lse,
                 "gradient of q": needs_grad[0], "gradient of k": needs_grad[1], "gradient of v": needs_grad[2],
                 "gradient of sinks": needs_grad[3],
             },
         )  # fmt: skip
+
+    def _schedule_for(self, workload: Workload, mask: Mask, length: int) -> str:
+        """The name of the schedule of a call."""
+        if self.schedule != "auto":
+            return self.schedule
+        key = None
+        if self._keeps_choices:
+            parts = mask.parts if isinstance(mask, And) else (mask,)
+            layer = frozenset(part for part in parts if part.length is None)  # without the documents
+            key = workload.shape, workload.lse, workload.device, length.bit_length(), layer
+            if key in self._kept_choices:
+                return self._kept_choices[key]
+        choice = self._auto_choice(workload)
+        assert choice is not None
+        if key is not None:
+            self._kept_choices[key] = choice.schedule
+        return choice.schedule
 
     def _auto_choice(self, workload: Workload) -> Choice | None:
         """The planner's choice for schedule="auto"; None for a schedule that is given by name."""
