@@ -191,6 +191,8 @@ def test_ranks_with_different_batches_are_refused():
     refused("ranks disagree: packing is", position_ids=lambda rank: positions if rank else None, attention_mask=None)
     refused("ranks disagree: packing is", attention_mask=lambda rank: real if rank else None)
     refused("ranks disagree: checksum of input_ids is", input_ids=lambda rank: ids + rank)
+    refused("ranks disagree: checksum of labels is", labels=lambda rank: ids + rank)
+    refused("ranks disagree: num_items_in_batch is", num_items_in_batch=lambda rank: 40 + rank)
     refused("must have the shape of input_ids", input_ids=lambda rank: ids[:, : 37 - rank])
 
 

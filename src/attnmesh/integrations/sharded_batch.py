@@ -263,7 +263,10 @@ def shard_inputs(
 
     def check() -> tuple[ShardedPass, SharedValues]:
         _check_batch(input_ids, labels, num_items_in_batch, per_token)
-        return _checked_pass(cp, input_ids, position_ids, attention_mask, document_lengths, balance)
+        found, values = _checked_pass(cp, input_ids, position_ids, attention_mask, document_lengths, balance)
+        count = num_items_in_batch if isinstance(num_items_in_batch, int) else None
+        more = {"checksum of labels": _checksum(labels), "num_items_in_batch": count, "names": sorted(per_token)}
+        return found, {**values, **more}
 
     mesh = check_on_all_ranks(cp.comm, "shard_inputs", check, force=True)
     inputs: dict[str, Any] = {
@@ -364,10 +367,14 @@ def _checked_pass(
         present = _move(cp.shard(real, 1), device)
     values: SharedValues = {
         "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance,
-        # On another device, reading the tokens would stall it.
-        "checksum of input_ids": zlib.crc32(input_ids.contiguous().numpy().data) if device.type == "cpu" else None,
+        "checksum of input_ids": _checksum(input_ids),
     }  # fmt: skip
     return ShardedPass(cp, length, packing, local, present), values
+
+
+def _checksum(ids: Tensor | None) -> int | None:
+    """A number that differs if ids on the host differ. To read those of another device would stall it."""
+    return None if ids is None or ids.device.type != "cpu" else zlib.crc32(ids.contiguous().numpy().data)
 
 
 def _check_batch(
