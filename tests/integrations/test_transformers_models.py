@@ -213,3 +213,46 @@ def test_attention_dropout_is_refused_in_training(kind, option):
 
     model.train()
     on_virtual_ranks(2, rank)
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_heads_that_are_not_those_of_language_models_are_refused(head):
+    import transformers
+
+    am.register_attention()
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, pad_token_id=0, attn_implementation="attnmesh",
+    )  # fmt: skip
+    model = getattr(transformers, f"LlamaFor{head}")(config)
+    ids = torch.arange(1, 13)[None]
+
+    def rank(comm):
+        inputs = am.shard_inputs(am.ContextParallel(comm), ids)
+        with pytest.raises(ValueError, match=f"causal language model or its body, got LlamaFor{head}"):
+            model(**inputs)
+        return model.base_model(**inputs).last_hidden_state.shape
+
+    assert am.run_virtual(2, rank) == [(1, 6, 16)] * 2
+
+
+def test_left_padding_needs_positions_where_the_model_would_count_them_from_the_mask():
+    from transformers import OPTConfig, OPTForCausalLM
+
+    am.register_attention()
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    config = OPTConfig(**sizes, word_embed_proj_dim=16, dropout=0.0, attention_dropout=0.0, max_position_embeddings=32)
+    model = OPTForCausalLM._from_config(config, attn_implementation="attnmesh").eval()
+    ids, mask = torch.arange(1, 13)[None], (torch.arange(12) >= 3).long()[None]
+    wanted = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 3:]
+
+    def rank(comm):
+        cp = am.ContextParallel(comm)
+        with pytest.raises(ValueError, match="position_ids must be given to shard_inputs for rows with padding"):
+            model(**am.shard_inputs(cp, ids, attention_mask=mask))
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        inputs = am.shard_inputs(cp, ids, attention_mask=mask, position_ids=positions)
+        return inputs["mesh"].unshard(model(**inputs).logits.detach())[:, 3:]
+
+    for found in am.run_virtual(2, rank):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

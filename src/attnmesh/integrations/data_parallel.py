@@ -68,8 +68,9 @@ class GradientReduction:
             _reductions[wrapper] = self
 
     def num_items(self, labels: Tensor | Iterable[Tensor]) -> Tensor:
-        """The number of labels that the loss is divided by: those of this step, of all data ranks.
+        """The number of labels that the loss is divided by: those of this step.
 
+        With `losses="tokens"` they are those of all data ranks, else those of this data rank.
         `labels` [B, S] are those of the whole rows of this data rank, as `shard_inputs` takes them; with gradient
         accumulation, a list of them, one for each batch of the step. All ranks call it.
         """

@@ -19,7 +19,7 @@ from attnmesh.core.masks import Causal, Chunked, Mask, Slices, SlidingWindow
 from attnmesh.core.packing import Packing, check_gaps, document_starts, packing_of
 from attnmesh.core.validation import shown
 from attnmesh.integrations.sharded_batch import ShardedMask
-from attnmesh.integrations.transformers_models import check_config
+from attnmesh.integrations.transformers_models import check_config, check_head, counts_positions_from_mask
 
 _MODULE = "transformers.masking_utils"
 
@@ -154,6 +154,13 @@ def layer_mask(
 ) -> LayerMask:
     """The hook that Transformers calls to make a mask, once per kind of layer in a forward pass."""
     check_config(config)
+    if isinstance(attention_mask, ShardedMask) and not torch.compiler.is_compiling():
+        check_head()
+        if attention_mask.mesh.counts_padding and counts_positions_from_mask(config):
+            raise ValueError(
+                f"position_ids must be given to shard_inputs for rows with padding before their tokens: the code of "
+                f"{type(config).__name__} may derive them from attention_mask, got None"
+            )
     if torch.compiler.is_compiling():
         packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
         kind = _traced_kind(local_size, not use_vmap and (allow_is_causal_skip or packed), config)

@@ -61,6 +61,12 @@ class ShardedPass:
         self._masks: dict[Mask, Mask] = {}
         self._accepted: dict[str, Tensor] = {}
         self._rotary_checked = False
+        self.counts_padding = False
+        """Whether padding comes before tokens, and positions were not given: they are then counted in the row."""
+
+    def index_in_row(self) -> Tensor:
+        """The index in the row of each of this rank's tokens [n]."""
+        return self.cp.positions(self.length).to(self.position_ids.device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's shard of a tensor that has one entry per token along `dim`."""
@@ -249,7 +255,8 @@ def shard_inputs(
         position_ids: positions [B, S] or [1, S]; 0, 1, 2, ... by default. A position that does not follow the one
             before begins a new document, which attends to itself only. Rows may be packed differently.
         attention_mask: [B, S], 0 where a token is padding: before, after or between documents.
-        document_lengths: the lengths of the documents of every row, instead of position_ids that restart.
+        document_lengths: the lengths of the documents of every row, without padding, instead of position_ids that
+            restart.
         num_items_in_batch: the number of labels that the loss is divided by; by default those of this batch. With data
             parallelism, `GradientReduction.num_items(labels)`.
         balance: give packed or padded rows the layout `Balanced`, which divides their work evenly.
@@ -280,7 +287,7 @@ def shard_inputs(
     inputs |= {name: mesh.shard(x) for name, x in per_token.items()}
     if labels is not None:
         shifted = F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
-        local = mesh.shard(shifted)
+        local = mesh.shard(shifted).long()
         count = (shifted != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
         count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         inputs |= {"labels": local, "shift_labels": local, "num_items_in_batch": count}
@@ -369,7 +376,9 @@ def _checked_pass(
         "input_ids": list(input_ids.shape), "packing": packing.mask, "balance": balance,
         "checksum of input_ids": _checksum(input_ids),
     }  # fmt: skip
-    return ShardedPass(cp, length, packing, local, present), values
+    found = ShardedPass(cp, length, packing, local, present)
+    found.counts_padding = positions is None and any(packing.first)
+    return found, values
 
 
 def _checksum(ids: Tensor | None) -> int | None:

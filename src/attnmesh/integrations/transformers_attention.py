@@ -19,7 +19,7 @@ from attnmesh.core.optional import require
 from attnmesh.core.validation import shown
 from attnmesh.integrations.layer_masks import LayerMask, layer_mask
 from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass
-from attnmesh.integrations.transformers_models import NAME, changing_rotary, scale_by_position
+from attnmesh.integrations.transformers_models import NAME, changing_rotary, scale_by_index
 from attnmesh.ops.dense.api import attention
 
 # Keyword arguments that models pass down to their attention and that do not change it.
@@ -99,7 +99,7 @@ def transformers_attention(
         rotary = changing_rotary(getattr(module, "config", None))
         if rotary is not None:
             mesh.check_rotary(*rotary)
-        query = scale_by_position(module, query, mesh.position_ids)
+        query = scale_by_index(module, query, mesh.index_in_row)
         out = mesh.attend(0, query, key, value, mask=mask.kind, scale=scaling, sinks=s_aux, softcap=softcap)
     else:
         if softcap is not None:

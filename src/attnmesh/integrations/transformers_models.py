@@ -12,8 +12,9 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ SERVED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _TOKENWISE_LAYERS = ("dense", "sparse", "mlp", "moe")  # layers that compute every token by itself
 _MIXERS = (nn.Conv1d, nn.RNNBase)  # modules that mix tokens, wherever they are in a decoder layer
 _COUNTED_POSITIONS = "create_position_ids_from_input_ids"  # in the code of models that derive positions from tokens
+_HEADS = re.compile("For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads")
+_POSITIONS_CODE = re.compile(r"cumsum\((\w+_)?attention_mask|attention_mask(\.long\(\)|\.int\(\))?\.cumsum")
 _MIXER_CODE = re.compile(r"nn\.(Conv1d|LSTM|GRU|RNN)\(")
 
 
@@ -87,10 +90,40 @@ def changing_rotary(config: Any) -> tuple[str, int] | None:
     return None
 
 
-def scale_by_position(module: nn.Module, query: Tensor, position_ids: Tensor) -> Tensor:
+def counts_positions_from_mask(config: Any) -> bool:
+    """Whether the code of the model may derive positions from attention_mask where none are given, as OPT does."""
+    kind: type = type(config)
+    return _counts_positions_from_mask(kind)
+
+
+@cache
+def _counts_positions_from_mask(config_class: type) -> bool:
+    found = _code(config_class)
+    return found is not None and _POSITIONS_CODE.search(inspect.getsource(found[0])) is not None
+
+
+def check_head() -> None:
+    """Raise ValueError if the model that is being called has a head that is not that of a causal language model.
+
+    A classifier pools a rank's tokens, and labels of tokens must not be shifted. Called within a forward pass: the
+    models are found on the stack.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and _HEADS.search(type(owner).__name__):
+            raise ValueError(
+                f"a sharded batch must be given to a causal language model or its body, got {type(owner).__name__}: "
+                f"its head would compute with one rank's tokens, or with labels that are shifted"
+            )
+        frame = frame.f_back
+
+
+def scale_by_index(module: nn.Module, query: Tensor, index: Callable[[], Tensor]) -> Tensor:
     """Queries [B, H, n, D] as one process scales them.
 
-    Llama 4 scales the queries of layers without rotary embeddings by their index, which is here that in a shard.
+    Llama 4 scales the queries of layers without rotary embeddings by their index in the row, which the model takes to
+    be that in the shard. `index()` is the index in the row [n].
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
@@ -99,8 +132,8 @@ def scale_by_position(module: nn.Module, query: Tensor, position_ids: Tensor) ->
     def scale(positions: Tensor) -> Tensor:
         return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * factor + 1.0
 
-    ratio = scale(position_ids) / scale(torch.arange(query.shape[2], device=query.device))
-    return (query * ratio[:, None, :, None]).to(query.dtype)
+    ratio = scale(index()) / scale(torch.arange(query.shape[2], device=query.device))
+    return (query * ratio[:, None]).to(query.dtype)
 
 
 def _layer_types(config: Any) -> list[str] | None:
