@@ -5,6 +5,7 @@ Importing Transformers and TRL takes seconds. One process imports them, and the 
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import multiprocessing as mp
 import os
@@ -225,6 +226,7 @@ def trainer_log(
     eval_rows: int = 5,
     streamed: bool = False,
     resume: Any = None,
+    evaluate_first: bool = False,
     more: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
@@ -242,6 +244,10 @@ def trainer_log(
             data_collator=padded_batch,
             **(more or {}),
         )  # fmt: skip
+        if evaluate_first:
+            trainer.evaluate()
+            copies = [copy.deepcopy(trainer.model), pickle.loads(pickle.dumps(trainer.model))]
+            assert all(type(each) is type(trainer.model) for each in copies)
         trainer.train(resume_from_checkpoint=resume)
         sharded = type(next(trainer.model.parameters())).__name__ == "DTensor"
         assert sharded == (world > 1 and bool(changes.get("fsdp")))

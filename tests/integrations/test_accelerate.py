@@ -48,7 +48,7 @@ def metrics_of_real_tokens(prediction):
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GptOssDecoderLayer"]}}
 QUICK = {
-    "padded batches": (trainer_log, "llama", {"gradient_accumulation_steps": 2}),
+    "padded batches": (trainer_log, "llama", {"gradient_accumulation_steps": 2, "evaluate_first": True}),
     "sinks, checkpointing and FSDP2": (trainer_log, "gpt_oss", {"gradient_checkpointing": True, **FSDP}),
     "packing, windows and LoRA": (sft_log, "mistral", {"peft": "lora"}),
     "own loop": (loop_log, "mistral", {}),
@@ -465,4 +465,17 @@ def test_tokens_on_an_accelerator_are_compared_by_a_digest():
 def test_other_trainers_of_trl_are_refused():
     trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
     with pytest.raises(ValueError, match="must be Transformers' Trainer or TRL's SFTTrainer, got DPOTrainer"):
-        _check_trainer(trainer)
+        _check_trainer(trainer, torch.nn.Linear(1, 1))
+
+
+def test_training_without_reduced_gradients_is_refused_and_a_loss_of_one_s_own_is_told_what_it_gets():
+    class Own:
+        args, compute_loss_func = SimpleNamespace(), None
+
+        def compute_loss(self):
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match=r"must be wrapped by DDP or FSDP2 in training.*got Linear"):
+        _check_trainer(Own(), torch.nn.Linear(1, 1))
+    with torch.no_grad(), pytest.warns(UserWarning, match="compute_loss of Own is given this rank's tokens"):
+        _check_trainer(Own(), torch.nn.Linear(1, 1))

@@ -47,6 +47,13 @@ def is_sharding(accelerator: Any) -> bool:
     return ranks is not None and ranks.is_sharding
 
 
+class _NoRanks:
+    """What a pickled model has instead of `AcceleratorRanks`."""
+
+    def _add_pass(self, *_: object) -> None:
+        """The arguments stay as they are."""
+
+
 class AcceleratorRanks:
     """The ranks of the mesh dimension "cp" of an accelerator.
 
@@ -74,6 +81,12 @@ class AcceleratorRanks:
     def is_sharding(self) -> bool:
         """Whether a batch is sharded at the moment."""
         return self._mesh is not None or self._buffers is not None
+
+    def __deepcopy__(self, memo: object) -> AcceleratorRanks:
+        return self  # a copy of a prepared model attends over the same ranks
+
+    def __reduce__(self) -> tuple[type[_NoRanks], tuple[()]]:
+        return _NoRanks, ()  # a prepared model that is pickled is one of a single process
 
     # Models.
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.optional import require
+from attnmesh.core.validation import warn_caller
 from attnmesh.integrations.accelerate_ranks import AcceleratorRanks, is_sharding, ranks_of
 from attnmesh.integrations.patches import Patches
 from attnmesh.integrations.sharded_batch import ShardedPass
@@ -54,7 +57,7 @@ def _prepare_inputs(options: Options, original: Callable[..., Any]) -> Callable[
             return original(self, model, inputs)  # type: ignore[no-any-return]
         ranks = ranks_of(self.accelerator, options)
         ranks.prepare(model)
-        check_on_all_ranks(ranks.cp.comm, "Trainer", partial(_check_trainer, self))
+        check_on_all_ranks(ranks.cp.comm, "Trainer", partial(_check_trainer, self, model))
         local = ranks.shard_batch(inputs)
         inputs.clear()  # in place: the trainer counts tokens in it
         inputs.update(local)
@@ -63,8 +66,8 @@ def _prepare_inputs(options: Options, original: Callable[..., Any]) -> Callable[
     return prepare_inputs
 
 
-def _check_trainer(trainer: Any) -> tuple[None, SharedValues]:
-    """ValueError for a trainer whose loss is not a sum over tokens."""
+def _check_trainer(trainer: Any, model: nn.Module) -> tuple[None, SharedValues]:
+    """ValueError for a trainer whose loss is not a sum over tokens, or whose gradients are not reduced."""
     others = {
         base.__name__ for base in type(trainer).__mro__
         if base.__module__.startswith("trl.") and not base.__name__.endswith(("BaseTrainer", "SFTTrainer"))
@@ -79,6 +82,18 @@ def _check_trainer(trainer: Any) -> tuple[None, SharedValues]:
             "compute_loss_func must be None under context parallelism: it would get the logits of a part of the "
             "sequence with labels that are already shifted; override compute_loss, where inputs['shift_labels'] are "
             "this rank's labels"
+        )
+    wrapped = any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in model.modules())
+    if torch.is_grad_enabled() and not wrapped:
+        raise ValueError(
+            f"the model must be wrapped by DDP or FSDP2 in training, which reduce gradients over ranks, got "
+            f"{type(model).__name__}: create a new trainer"
+        )
+    if type(trainer).compute_loss.__module__.split(".")[0] not in ("transformers", "trl", "attnmesh"):
+        warn_caller(
+            f"compute_loss of {type(trainer).__name__} is given this rank's tokens: inputs['labels'] and "
+            f"inputs['shift_labels'] are already shifted, and the loss must be a sum over labels divided by "
+            f"num_items_in_batch"
         )
     return None, {}
 
@@ -154,7 +169,8 @@ def _sft_prediction_step(options: Options, original: Callable[..., Any]) -> Call
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")
         count = self._get_num_items_in_batch([inputs], self.args.device)
-        context, inputs = self._prepare_context_parallel_inputs(model, inputs)
+        with torch.no_grad():  # the model need not be wrapped
+            context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         mesh: ShardedPass = inputs["mesh"]
         with torch.no_grad(), self.compute_loss_context_manager(), context():
             found = self.compute_loss(model, inputs, return_outputs=not prediction_loss_only, num_items_in_batch=count)
@@ -198,7 +214,14 @@ def _evaluation_loop(options: Options, original: Callable[..., Any]) -> Callable
         if _shards(self):
             ranks = ranks_of(self.accelerator, options)
             self.gather_function = partial(_gather_over_batches, self.accelerator, ranks)
-        return original(self, *args, **kwargs)
+        first = _shards(self) and not self.accelerator._models
+        result = original(self, *args, **kwargs)
+        if first and self.model_wrapped is self.model and not self.is_fsdp_enabled:
+            # Prepared for evaluation only: train() would take it for the model that DDP wraps, and not wrap it.
+            for model in self.accelerator._models:
+                model._is_accelerate_prepared = False
+            self.accelerator._models.clear()
+        return result
 
     return evaluation_loop
 
