@@ -84,7 +84,8 @@ def _check_trainer(trainer: Any, model: nn.Module) -> tuple[None, SharedValues]:
             "this rank's labels"
         )
     wrapped = any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in model.modules())
-    if torch.is_grad_enabled() and not wrapped:
+    compiled = hasattr(model, "_orig_mod")  # `unwrap_model` has removed the wrapper from its modules, not from its call
+    if torch.is_grad_enabled() and not wrapped and not compiled:
         raise ValueError(
             f"the model must be wrapped by DDP or FSDP2 in training, which reduce gradients over ranks, got "
             f"{type(model).__name__}: create a new trainer"
