@@ -562,7 +562,6 @@ NOT_FUZZED = {
         ("GradientReduction", "GradientReduction.num_items", "GradientReduction.loss"),
         "requires processes and a model that DDP or FSDP2 wraps: tests/integrations/test_data_parallel.py",
     ),
-    "enable": "replaces functions of other packages: tests/integrations/test_accelerate.py",
     "GenerationStats": "a result",
     "Token": "a result",
     "GeneratedAnswer": "a record that is only shown",
