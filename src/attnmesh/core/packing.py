@@ -18,6 +18,9 @@ from torch import Tensor
 from attnmesh.core.masks import Causal, Chunked, Documents, Full, Mask, PerSequence, Slices
 from attnmesh.core.validation import shown
 
+IGNORED_LABEL = -100
+"""The label of tokens without a loss, as in torch and Transformers."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -48,11 +51,6 @@ class Packing:
         at = torch.arange(self.length, dtype=torch.int64, device="cpu")
         follows, real = (self.mask.visible(at, keys).expand(len(self.first), -1) for keys in (at - 1, at))
         return (~follows).cumsum(-1).masked_fill(~real, -1).int()
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the work of positions depends on documents or padding."""
-        return self.mask is not None
 
 
 def packing_of(starts: Tensor | None, real: Tensor | None, shape: tuple[int, int]) -> Packing:
@@ -88,12 +86,18 @@ def packing_of_numbers(numbers: Tensor) -> Packing:
     for known, packing in tuple(_latest):
         if torch.equal(known, numbers):
             return packing
-    starts = torch.ones_like(numbers, dtype=torch.bool)
-    starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     real = numbers >= 0
-    packing = packing_of(starts, None if bool(real.all()) else real, (numbers.shape[0], numbers.shape[1]))
+    shape = numbers.shape[0], numbers.shape[1]
+    packing = packing_of(number_starts(numbers), None if bool(real.all()) else real, shape)
     _latest.append((numbers.clone(), packing))
     return packing
+
+
+def number_starts(numbers: Tensor) -> Tensor:
+    """The tokens [B, S] whose document has another number than that of the token before."""
+    starts = torch.ones_like(numbers, dtype=torch.bool)
+    starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return starts
 
 
 def document_starts(position_ids: Tensor) -> Tensor:

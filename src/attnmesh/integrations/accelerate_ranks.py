@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from attnmesh.comm import SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import dimension
 from attnmesh.core.optional import require
+from attnmesh.core.packing import IGNORED_LABEL
 from attnmesh.core.validation import shown
 from attnmesh.integrations.expert_balance import check_balance, whole_balance
-from attnmesh.integrations.sharded_batch import IGNORED_LABEL, ShardedMask, ShardedPass, shard_inputs
+from attnmesh.integrations.sharded_batch import ShardedMask, ShardedPass, shard_inputs
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME, check_model
 from attnmesh.parallel.context import ContextParallel

@@ -6,7 +6,6 @@ that they know. `GradientReduction` makes them sum over context-parallel ranks, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
@@ -19,10 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from attnmesh.comm import GroupComm
+from attnmesh.core.packing import IGNORED_LABEL
 from attnmesh.core.validation import check_choice, check_list, check_tensor, check_type, shown
+from attnmesh.integrations.transformers_models import modules_in_forward
 from attnmesh.parallel.context import ContextParallel
 
-_IGNORED_LABEL = -100  # skipped by Transformers' losses
 LOSSES = ("tokens", "mean", "whole")
 
 _reductions: WeakKeyDictionary[nn.Module, GradientReduction] = WeakKeyDictionary()
@@ -79,7 +79,7 @@ class GradientReduction:
         for i, batch in enumerate(batches):
             if check_tensor(f"labels[{i}]", batch).ndim != 2:
                 raise ValueError(f"labels[{i}] must be [batch, tokens], got {list(batch.shape)}")
-            count += (batch[:, 1:] != _IGNORED_LABEL).sum().to(self._device)
+            count += (batch[:, 1:] != IGNORED_LABEL).sum().to(self._device)
         if self.losses != "tokens":
             return count
         total = self._summed(count)  # every rank of a sequence has counted the same labels
@@ -118,13 +118,9 @@ def check_reduction(*, counted: bool) -> None:
 
 def _running_wrappers() -> Iterator[nn.Module]:
     """The DDP and FSDP2 modules in training in whose forward the caller is."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "forward":
-            module = frame.f_locals.get("self")
-            if isinstance(module, DistributedDataParallel | FSDPModule) and module.training:  # type: ignore[union-attr]
-                yield module  # type: ignore[misc]
-        frame = frame.f_back  # type: ignore[assignment]
+    for module in modules_in_forward():
+        if isinstance(module, DistributedDataParallel | FSDPModule) and module.training:
+            yield module
 
 
 def _wrappers(model: nn.Module) -> list[Any]:

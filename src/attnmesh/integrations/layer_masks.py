@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Chunked, Mask, Slices, SlidingWindow
-from attnmesh.core.packing import Packing, check_gaps, document_starts, packing_of
+from attnmesh.core.packing import Packing, check_gaps, document_starts, number_starts, packing_of
 from attnmesh.core.validation import shown
 from attnmesh.integrations.sharded_batch import ShardedMask
 from attnmesh.integrations.transformers_models import check_config, check_head, counts_positions_from_mask
@@ -85,9 +85,7 @@ class LayerMask:
             real = _real(real, self.keys.stop)
             check_gaps(None, None, real)
         if self.packing is not None:
-            numbers = self.packing.cpu()
-            starts = torch.ones_like(numbers, dtype=torch.bool)
-            starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+            starts = number_starts(self.packing.cpu())
         elif real is None and position_ids is not None and self.queries == self.keys:  # not every model passes them on
             starts = document_starts(position_ids.cpu())
         given = real if real is not None else starts

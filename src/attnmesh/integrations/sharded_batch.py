@@ -19,6 +19,7 @@ from attnmesh.core.layouts import Balanced
 from attnmesh.core.mask_encoding import traced_mask
 from attnmesh.core.masks import Causal, Mask
 from attnmesh.core.packing import (
+    IGNORED_LABEL,
     Packing,
     check_gaps,
     document_starts,
@@ -29,7 +30,6 @@ from attnmesh.core.ranges import as_tensor
 from attnmesh.core.validation import check_bool, check_tensor, check_type, shown
 from attnmesh.parallel.context import ContextParallel
 
-IGNORED_LABEL = -100  # skipped by Transformers' losses
 _NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch", "mesh", "use_cache")
 
 

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import FrameType, ModuleType
 from typing import Any
@@ -108,14 +108,21 @@ def check_head() -> None:
     A classifier pools a rank's tokens, and labels of tokens must not be shifted. Called within a forward pass: the
     models are found on the stack.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and _HEADS.search(type(owner).__name__):
+    for module in modules_in_forward():
+        if _HEADS.search(type(module).__name__):
             raise ValueError(
-                f"a sharded batch must be given to a causal language model or its body, got {type(owner).__name__}: "
+                f"a sharded batch must be given to a causal language model or its body, got {type(module).__name__}: "
                 f"its head would compute with one rank's tokens, or with labels that are shifted"
             )
+
+
+def modules_in_forward() -> Iterator[nn.Module]:
+    """The modules in whose forward the caller is, innermost first: attention is not told which model calls it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(module, nn.Module):
+            yield module
         frame = frame.f_back
 
 
