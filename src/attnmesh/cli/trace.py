@@ -39,6 +39,7 @@ from attnmesh.cli.options import (
 )
 from attnmesh.comm import Comm, VirtualComm, launch, recording
 from attnmesh.core.layouts import LAYOUTS
+from attnmesh.core.validation import check_timeout
 from attnmesh.integrations.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
@@ -71,6 +72,7 @@ def trace_command(
     """Run attention over ranks and write when each rank computed, sent, received and waited, for a trace viewer."""
     check_device(device)
     check_share_gpu(share_gpu, device.value, virtual)
+    check_timeout(timeout)
     precision = dtype or (Precision.BF16 if device is Device.CUDA else Precision.FP32)
     case = TraceCase(
         schedule=schedule,

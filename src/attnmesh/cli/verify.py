@@ -24,7 +24,7 @@ from attnmesh.cli.options import (
     check_share_gpu,
 )
 from attnmesh.comm import Comm, launch
-from attnmesh.core.validation import MAX_TIMEOUT, check_timeout, shown
+from attnmesh.core.validation import MAX_TIMEOUT, check_number, check_timeout, shown
 from attnmesh.verify import run as verify
 from attnmesh.verify.mode import Outcome
 
@@ -51,6 +51,8 @@ def verify_command(
     check_device(device)
     check_share_gpu(share_gpu, device.value, virtual)
     check_timeout(timeout)
+    if time_limit is not None:
+        check_number("--time-limit", time_limit, least=0)
     if only is not None:
         _check_pattern(only)
     work = partial(_verify, device=device.value, only=only, time_limit=time_limit, seed=seed)
