@@ -44,11 +44,12 @@ class GroupComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), _timeout_of(group))
-        # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
-        self._group_ref = weakref.ref(group)
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self._store = AgreementStore(_store_of(group), self.rank, self.world)
         self._monitor = Monitor(self._store, self.rank, self._logs, self._is_watched, self._interrupt)
+        # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
+        end_monitor = self._monitor.end
+        self._group_ref = weakref.ref(group, lambda _: end_monitor())
         self.waiting_since: float | None = None  # since when it waits for messages, by time.monotonic()
         self._calls_watched = 0  # that NCCL carries
         self._broken: str | None = None
