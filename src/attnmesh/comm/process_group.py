@@ -21,7 +21,7 @@ from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, S
 from attnmesh.comm.caller_error import CallerError
 from attnmesh.comm.in_flight import InFlightMessage, Waitable, record_on_stream, record_on_threads, stage
 from attnmesh.comm.monitor import SEARCH, Monitor
-from attnmesh.comm.nccl import NcclSide, abort_all
+from attnmesh.comm.nccl import NcclSide, abort_all, own_timeout
 from attnmesh.comm.stream_watch import QueuedOperation
 from attnmesh.core.call_log import CallLog, text_digest
 from attnmesh.core.validation import MAX_TIMEOUT, check_timeout
@@ -405,7 +405,8 @@ def _timeout_of(group: dist.ProcessGroup) -> float:
 def _own_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The shortest timeout of the group's backends; None if they do not tell."""
     try:
-        return min(group._get_backend(device).options._timeout for device in group._device_types)
+        backends = (group._get_backend(device).options._timeout for device in group._device_types)
+        return own_timeout(group) or min(backends)
     except (AttributeError, RuntimeError, ValueError):  # a backend without options, or without backends
         return None
 
