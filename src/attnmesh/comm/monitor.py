@@ -96,7 +96,8 @@ class Monitor:
 
     def end(self) -> None:
         """Let the thread end, without waiting for it."""
-        self._requests.put(None)
+        if self._thread is not None:
+            self._requests.put(None)
 
     def stop(self) -> None:
         """End the thread, unless the store blocks it."""
