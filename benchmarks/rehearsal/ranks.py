@@ -27,7 +27,7 @@ from attnmesh.testing.errors import relative_error
 from benchmarks.rehearsal.links import Counters
 from benchmarks.rehearsal.nodes import INTERFACE
 
-SHAPE = Shape(batch=4, q_heads=8, kv_heads=4, head_dim=64, itemsize=4, sum_itemsize=4)
+SHAPE = Shape(batch=8, q_heads=8, kv_heads=4, head_dim=64, itemsize=4, sum_itemsize=4)
 
 
 @dataclass(frozen=True)
