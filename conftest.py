@@ -1,7 +1,10 @@
 """What every test shares: the kernels' interpreter, few threads, a device."""
 
+import functools
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
 # One thread for each of pytest's processes: more would wait for one another. torch reads this when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -53,6 +56,16 @@ def fresh_seed() -> None:
 def device() -> torch.device:
     """The GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def nccl_ranks() -> Callable[..., list[Any]]:
+    """Start NCCL ranks that share one GPU: `nccl_ranks(world, fn, *args, timeout=60)` as `run_processes`."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    from helpers.processes import run_processes
+
+    return functools.partial(run_processes, backend="nccl")
 
 
 # Modules with long products of parameters: kernels in Triton's interpreter, and sweeps over worlds and lengths.

@@ -84,9 +84,41 @@ def test_verify_on_virtual_ranks_finds_everything_right():
     ):
         assert mode in ran.output
     passed, failed = counts(ran.stdout)
-    assert passed == len(re.findall(r"\bok\b", ran.output)) >= 36  # 3 layouts, 6 masks, 2 dtypes
+    assert passed == len(re.findall(r"\bok\b", ran.stdout)) >= 36  # 3 layouts, 6 masks, 2 dtypes
     assert failed == 0
     assert "WRONG" not in ran.output
+
+
+def test_a_pattern_selects_modes_and_every_mode_is_a_line():
+    ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1", "--only", "^ring auto zigzag causal 2x")
+    assert ran.exit_code == 0
+    assert counts(ran.stdout) == (2, 0)
+    assert [line[:31] for line in ran.stderr.splitlines()] == [
+        f"{number} of 2: ok: ring auto zigzag ca" for number in (1, 2)
+    ]
+
+
+def test_a_mode_has_the_same_inputs_whatever_else_runs(few_modes):
+    def error(*only: str) -> list[str]:
+        stdout = run("verify", "--ranks", "2", "--virtual", "--seed", "1", *only).stdout
+        return [line for line in stdout.splitlines() if "│ ring auto zigzag window" in line]
+
+    alone, beside = error("--only", "ring auto zigzag window"), error()
+    assert [line.split("│")[4] for line in alone] == [line.split("│")[4] for line in beside]
+    assert len(alone) == 2
+
+
+def test_no_mode_begins_after_the_time_limit(few_modes):
+    ran = run("verify", "--ranks", "2", "--virtual", "--time-limit", "0")
+    assert ran.exit_code == 0
+    assert re.search(r"0 passed, 0 failed, 8 not run \(--time-limit 0, 0 s\)", ran.stdout)
+
+
+def test_a_pattern_without_modes_is_refused():
+    ran = run("verify", "--ranks", "2", "--virtual", "--only", "rign")
+    assert ran.exit_code == 2
+    assert "must match some of" in ran.stderr
+    assert "'rign'" in ran.stderr
 
 
 def slightly_louder(attend):
@@ -126,7 +158,7 @@ def test_verify_sees_a_faulty_answer(fault, few_modes, monkeypatch):
     monkeypatch.setattr(ContextParallel, "attention", fault(ContextParallel.attention))
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    assert len(re.findall(r"ring auto zigzag \w+ .* fp32 .*WRONG", ran.output)) == 2
+    assert len(re.findall(r"ring auto zigzag \w+ .* fp32 .*WRONG", ran.stdout)) == 2
     assert not re.search(r"attention .*WRONG", ran.output)
     assert counts(ran.stdout) == (ran.stdout.count(" ok "), ran.stdout.count("WRONG"))
 
@@ -136,7 +168,7 @@ def test_verify_sees_a_wrong_gradient_of_sinks(monkeypatch):
     monkeypatch.setattr(Result, "sink_gradient", lambda self, sinks: sinks.detach())
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    assert len(re.findall(r"dsinks .*WRONG", ran.output)) == 3
+    assert len(re.findall(r"dsinks .*WRONG", ran.stdout)) == 3
     assert counts(ran.stdout) == (0, 3)
 
 
@@ -144,7 +176,7 @@ def test_verify_sees_gradients_that_get_lost_on_their_way(few_modes, monkeypatch
     monkeypatch.setattr(GradAccumulator, "add_to", lambda self, target: None)
     ran = run("verify", "--ranks", "2", "--virtual", "--seed", "1")
     assert ran.exit_code == 1
-    assert len(re.findall(r"ring auto zigzag \w+ .*(dk|dv).*WRONG", ran.output)) == 4
+    assert len(re.findall(r"ring auto zigzag \w+ .*(dk|dv).*WRONG", ran.stdout)) == 4
     assert counts(ran.stdout) == (4, 4)
 
 

@@ -71,6 +71,24 @@ def test_the_error_of_a_process_is_raised(fail, error, message):
         assert "raised on rank 1 of 2" in "".join(raised.value.__notes__)
 
 
+@pytest.mark.parametrize(("options", "given"), [({}, "device 'cpu'"), ({"device": "cuda", "virtual": True}, "virtual")])
+def test_only_processes_on_a_gpu_share_it(options, given):
+    with pytest.raises(ValueError, match=f"share_gpu requires processes with device 'cuda', got {given}"):
+        launch.run(work, 2, share_gpu=True, add=0, **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_ranks_share_a_gpu_over_nccl():
+    assert launch.run(on_a_gpu, 2, device="cuda", share_gpu=True) == [("nccl", 0, 1.0)] * 2
+
+
+def on_a_gpu(comm: Comm) -> tuple[str, int, float]:
+    """The backend, the GPU's index, and the sum of all ranks."""
+    total = comm.all_reduce(torch.tensor([float(comm.rank)], device="cuda"))
+    return torch.distributed.get_backend(), torch.cuda.current_device(), float(total)
+
+
 def test_torchrun_sets_the_number_of_ranks(monkeypatch):
     assert (launch.world_size(), launch.world_size(7), launch.under_torchrun()) == (launch.DEFAULT_RANKS, 7, False)
     monkeypatch.setenv("RANK", "0")

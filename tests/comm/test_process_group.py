@@ -2,12 +2,14 @@
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from attnmesh import ContextParallel
 from attnmesh.comm import Comm, CommError, comm_from, run_virtual
 from helpers.processes import Died, Raised, run_processes
 
@@ -103,6 +105,17 @@ def meshes(comm: Comm) -> None:
     assert alone.all_reduce(torch.ones(1)).item() == 1
 
 
+def timeouts(comm: Comm) -> None:
+    """Without a timeout of one's own that of the group counts; a group that was given none has that of the world."""
+    assert comm_from(dist.group.WORLD).timeout == comm.timeout == 30
+    ranks = list(range(comm.world))
+    assert comm_from(dist.new_group(ranks, timeout=timedelta(seconds=7))).timeout == 7
+    assert comm_from(dist.new_group(ranks, timeout=timedelta(seconds=40))).timeout == 40
+    given_none = dist.new_group(ranks)
+    assert ContextParallel(given_none).comm.timeout == 30
+    assert comm_from(given_none, timeout=3).timeout == comm_from(given_none).timeout == 3
+
+
 def padded_all_gather(comm: Comm) -> None:
     """NCCL's way, which gloo can show as well."""
     shapes = [(0,), (2, 2), (3,)]
@@ -131,6 +144,7 @@ def reinitialised(comm: Comm) -> None:
 
 
 def all_that_works(comm: Comm) -> dict[str, object]:
+    timeouts(comm)
     comm.timeout = 20
     seen = every_verb(comm)
     misused(comm)

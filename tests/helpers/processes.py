@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm import comm_from
+from attnmesh.comm.launch import share_gpu_environment
 
 # A fork server imports torch once for all tests of a session; its forks start in milliseconds, not seconds.
 _context = mp.get_context("forkserver")
@@ -96,8 +97,8 @@ def _rank_main(
     pipe: Connection, rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], backend: str
 ) -> None:
     torch.set_num_threads(1)
-    if backend == "nccl":  # NCCL refuses two ranks of a host on one GPU: each claims to be a host of its own
-        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    if backend == "nccl":
+        os.environ.update(share_gpu_environment(rank))
         backend = "cpu:gloo,cuda:nccl"
     try:
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False)

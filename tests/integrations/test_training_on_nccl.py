@@ -15,7 +15,6 @@ import attnmesh as am
 from attnmesh.integrations.data_parallel import GradientReduction
 from attnmesh.integrations.sharded_batch import shard_inputs
 from attnmesh.testing.errors import ROUNDING, relative_error
-from helpers.processes import run_processes
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -110,22 +109,22 @@ def check(name: str, found: list[torch.Tensor], exact: list[torch.Tensor], plain
         assert error <= bound, f"{name}, {weight}"
 
 
-def test_losses_and_gradients_are_those_of_one_process():
+def test_losses_and_gradients_are_those_of_one_process(nccl_ranks):
     cases = [
         (kind, dtype, schedule)
         for dtype in (torch.float32, torch.bfloat16)
         for kind, schedule in (("causal", "ring"), ("packed", "auto"), ("padded", "allgather"))
     ]
-    ranks = run_processes(2, steps, cases, "cuda", timeout=200, backend="nccl")
+    ranks = nccl_ranks(2, steps, cases, "cuda", timeout=200)
     for at, (kind, dtype, schedule) in enumerate(cases):
         found = [sum(parts) for parts in zip(*(rank[at] for rank in ranks), strict=True)]
         exact, plain = one_process(kind, torch.float64, "cpu"), one_process(kind, dtype, "cuda")
         check(f"{dtype}, {kind}, {schedule}", found, exact, plain, dtype)
 
 
-def test_wrapped_models_have_the_gradients_of_one_process_on_every_rank():
+def test_wrapped_models_have_the_gradients_of_one_process_on_every_rank(nccl_ranks):
     exact = one_process("packed", torch.float64, "cpu")
-    ranks = run_processes(2, wrapped_steps, "cuda", timeout=200, backend="nccl")
+    ranks = nccl_ranks(2, wrapped_steps, "cuda", timeout=200)
     for autocast, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         plain = one_process("packed", torch.float32, "cuda", autocast)
         for at, how in itertools.product(range(2), ("DDP", "FSDP2")):

@@ -78,6 +78,15 @@ VirtualOption = Annotated[
     bool, typer.Option("--virtual", help="Run the ranks as threads of this process instead of as processes.")
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Device to compute on.")]
+ShareGpuOption = Annotated[
+    bool,
+    typer.Option(
+        "--share-gpu", help="Let all ranks use the first GPU, with NCCL between them: to test. Requires --device cuda."
+    ),
+]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=1, help="Seconds after which a rank gives up waiting for its peers.")
+]
 MeasuredDeviceOption = Annotated[
     Device | None, typer.Option("--device", show_default="cuda if available, else cpu", help="Device to measure.")
 ]
@@ -182,6 +191,14 @@ def check_device(device: str) -> None:
     """Raise a usage error if the device type is not available."""
     if device == Device.CUDA and not torch.cuda.is_available():
         raise typer.BadParameter("cuda: no CUDA device is available", param_hint="--device")
+
+
+def check_share_gpu(share_gpu: bool, device: str, virtual: bool) -> None:
+    """Raise a usage error if ranks cannot share a GPU as asked."""
+    try:
+        launch.check_share_gpu(share_gpu, device, virtual)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--share-gpu") from None
 
 
 def default_device(device: Device | None) -> str:

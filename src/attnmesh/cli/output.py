@@ -117,14 +117,14 @@ def status(message: str, *, quiet: bool = False) -> Iterator[None]:
 
 
 class Progress:
-    """Counts steps on stderr: a bar on a terminal, else a line every two seconds.
+    """Counts steps on stderr: a bar on a terminal, else a line every two seconds, or for every step.
 
     It can be pickled before the first call, so that a rank in another process can report for the command. The bar
     disappears with the last step.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+    def __init__(self, *, quiet: bool = False, every_step: bool = False) -> None:
+        self._quiet, self._every_step = quiet, every_step
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._printed = time.monotonic()
@@ -135,8 +135,8 @@ class Progress:
             return
         err = console(stderr=True)
         if not err.is_terminal:
-            if time.monotonic() - self._printed >= _LINE_EVERY:
-                print(f"{completed} of {total}: {description}", file=sys.stderr, flush=True)
+            if self._every_step or time.monotonic() - self._printed >= _LINE_EVERY:
+                print(printable(f"{completed} of {total}: {description}"), file=sys.stderr, flush=True)
                 self._printed = time.monotonic()
             return
         if self._bar is None:

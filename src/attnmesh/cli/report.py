@@ -106,6 +106,6 @@ def compare_schedules(
     per_node = ranks_per_node or default_ranks_per_node(ranks)
 
     def run(comm: Comm) -> list[Outcome]:
-        return list(verify.run(comm, "cpu", seed, schedule_modes(comm, layout, mask, per_node)))
+        return list(verify.run(comm, "cpu", seed, enumerate(schedule_modes(comm, layout, mask, per_node))))
 
     return run_virtual(ranks, run)[0]

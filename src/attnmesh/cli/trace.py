@@ -29,13 +29,17 @@ from attnmesh.cli.options import (
     QHeadsOption,
     RanksOption,
     RanksPerNodeOption,
+    ShareGpuOption,
+    TimeoutOption,
     VirtualOption,
     check_device,
     check_output_file,
+    check_share_gpu,
     parse_mask,
 )
 from attnmesh.comm import Comm, VirtualComm, launch, recording
 from attnmesh.core.layouts import LAYOUTS
+from attnmesh.core.validation import check_timeout
 from attnmesh.integrations.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.plan.schedules import SCHEDULES, check_schedule
@@ -62,9 +66,13 @@ def trace_command(
     device: DeviceOption = Device.CPU,
     dtype: Annotated[Precision | None, typer.Option(show_default="fp32 on cpu, bf16 on cuda", help="Dtype.")] = None,
     virtual: VirtualOption = False,
+    share_gpu: ShareGpuOption = False,
+    timeout: TimeoutOption = launch.TIMEOUT,
 ) -> None:
     """Run attention over ranks and write when each rank computed, sent, received and waited, for a trace viewer."""
     check_device(device)
+    check_share_gpu(share_gpu, device.value, virtual)
+    check_timeout(timeout)
     precision = dtype or (Precision.BF16 if device is Device.CUDA else Precision.FP32)
     case = TraceCase(
         schedule=schedule,
@@ -82,7 +90,9 @@ def trace_command(
     check_output_file("--out", out)
     world = launch.world_size(ranks, virtual=virtual)
     case.check(world, local=int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launch.under_torchrun() else world)
-    launch.run(_trace, ranks, device=device.value, virtual=virtual, case=case, out=out)
+    launch.run(
+        _trace, ranks, device=device.value, virtual=virtual, share_gpu=share_gpu, timeout=timeout, case=case, out=out
+    )
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ def run(
     *,
     device: str = "cpu",
     virtual: bool = False,
+    share_gpu: bool = False,
     threads: int | None = None,
     timeout: float = TIMEOUT,
     **options: Any,
@@ -82,6 +83,8 @@ def run(
         ranks: number of ranks, at most 1024; 4 by default. Must not be given under torchrun.
         device: "cpu" or "cuda". NCCL is used if every rank has a GPU of its own, gloo otherwise.
         virtual: whether to use virtual ranks.
+        share_gpu: whether all ranks of a machine use its first GPU, with NCCL between them: to test, since messages go
+            through sockets. Requires device "cuda".
         threads: torch threads per new process; by default the cores divided by the ranks.
         timeout: seconds after which a rank gives up waiting for its peers. Ignored for virtual ranks.
 
@@ -90,20 +93,41 @@ def run(
     KeyboardInterrupt, stops all processes that were started; virtual ranks end with the process.
     """
     timeout = check_timeout(timeout)
+    check_share_gpu(share_gpu, device, virtual)
     world = world_size(ranks, virtual=virtual)
     if under_torchrun():
-        return [_join(fn, device, timeout, options)]
+        return [_join(fn, device, share_gpu, timeout, options)]
     if virtual:
         return run_virtual(world, lambda comm: fn(comm, **options), timeout=_VIRTUAL_TIMEOUT)
-    return _start(fn, world, device, threads, timeout, options)
+    return _start(fn, world, device, share_gpu, threads, timeout, options)
 
 
-def _join(fn: Callable[..., T], device: str, timeout: float, options: dict[str, Any]) -> T:
+def check_share_gpu(share_gpu: bool, device: str, virtual: bool = False) -> None:
+    """Raise ValueError unless ranks can share a GPU as asked."""
+    if share_gpu and (device != "cuda" or virtual):
+        given = "virtual ranks, which share it anyway" if virtual else f"device {device!r}"
+        raise ValueError(f"share_gpu requires processes with device 'cuda', got {given}")
+
+
+def share_gpu_environment(rank: int, nodes: int = 1) -> dict[str, str]:
+    """Environment variables with which NCCL accepts several ranks on one GPU, before its first use.
+
+    NCCL refuses two ranks of a host on one GPU, so each rank claims to be a host of its own. Messages then go through
+    sockets, on the loopback interface unless the ranks are on several `nodes`.
+    """
+    loopback = {} if nodes > 1 else {"NCCL_SOCKET_IFNAME": "lo"}
+    return {"NCCL_HOSTID": f"attnmesh-rank-{rank}", "NCCL_IB_DISABLE": "1", **loopback}
+
+
+def _join(fn: Callable[..., T], device: str, share_gpu: bool, timeout: float, options: dict[str, Any]) -> T:
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if share_gpu:
+        os.environ.update(share_gpu_environment(rank, nodes=-(-world // local_ranks)))
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        torch.cuda.set_device(0 if share_gpu else int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
-        _rendezvous(_backend(device, local_ranks), timeout)
+        _rendezvous(_backend(device, local_ranks, share_gpu), timeout)
         return fn(comm_from(timeout=timeout), **options)
     except Exception as error:
         error.add_note(f"raised on rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
@@ -126,8 +150,9 @@ def _rendezvous(backend: str, timeout: float, **group: Any) -> None:
 
 
 def _start(
-    fn: Callable[..., T], ranks: int, device: str, threads: int | None, timeout: float, options: dict[str, Any]
-) -> list[T]:
+    fn: Callable[..., T], ranks: int, device: str, share_gpu: bool, threads: int | None, timeout: float,
+    options: dict[str, Any],
+) -> list[T]:  # fmt: skip
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -136,7 +161,7 @@ def _start(
         try:
             with _signals_deferred():
                 for rank in range(ranks):
-                    arguments = rank, ranks, device, folder, threads, timeout
+                    arguments = rank, ranks, device, share_gpu, folder, threads, timeout
                     process = multiprocessing.get_context("spawn").Process(target=_process, args=arguments)
                     process.start()
                     processes.append(process)
@@ -180,15 +205,19 @@ def _wait(processes: Sequence[SpawnProcess], seconds: float | None = None) -> li
     return []
 
 
-def _process(rank: int, ranks: int, device: str, folder: Path, threads: int, timeout: float) -> None:
+def _process(
+    rank: int, ranks: int, device: str, share_gpu: bool, folder: Path, threads: int, timeout: float
+) -> None:  # fmt: skip
     _end_with_parent()
     try:
         torch.set_num_threads(threads)
+        if share_gpu:
+            os.environ.update(share_gpu_environment(rank))
         if device == "cuda":
-            torch.cuda.set_device(rank % torch.cuda.device_count())
+            torch.cuda.set_device(0 if share_gpu else rank % torch.cuda.device_count())
         fn, options = pickle.loads(_call(folder).read_bytes())
         store = FileStore(f"{folder}/store", ranks)
-        _rendezvous(_backend(device, ranks), timeout, rank=rank, world_size=ranks, store=store)
+        _rendezvous(_backend(device, ranks, share_gpu), timeout, rank=rank, world_size=ranks, store=store)
         _save(_result(folder, rank), fn(comm_from(timeout=timeout), **options))
     except Exception as error:
         error.add_note(f"raised on rank {rank} of {ranks}:\n{traceback.format_exc()}")
@@ -275,6 +304,6 @@ def _error(folder: Path, rank: int) -> Path:
     return folder / f"error-{rank}"
 
 
-def _backend(device: str, local_ranks: int) -> str:
-    """NCCL refuses two ranks on one GPU."""
-    return "nccl" if device == "cuda" and torch.cuda.device_count() >= local_ranks else "gloo"
+def _backend(device: str, local_ranks: int, share_gpu: bool) -> str:
+    """NCCL refuses two ranks on one GPU unless they are told to share it."""
+    return "nccl" if device == "cuda" and (share_gpu or torch.cuda.device_count() >= local_ranks) else "gloo"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.agreement import AgreementStore, CommError, Signature, disagreement
@@ -20,7 +21,7 @@ from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, S
 from attnmesh.comm.in_flight import InFlightMessage, Waitable, record_on_stream, record_on_threads, stage
 from attnmesh.comm.monitor import Monitor
 from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import check_timeout
+from attnmesh.core.validation import MAX_TIMEOUT, check_timeout
 from attnmesh.trace.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class GroupComm(Comm):
 
     is_own_group = True
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float = 300) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), _timeout_of(group))
         # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
         self._group_ref = weakref.ref(group)
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
@@ -322,6 +323,25 @@ def _store_of(group: dist.ProcessGroup) -> Store:
         return dist.distributed_c10d._get_process_group_store(group)
 
 
+_DEFAULT_TIMEOUT = 300.0  # seconds, for a backend that does not tell its own
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that `group` was created with; those of the default group if it was created with torch's default."""
+    timeout = _own_timeout(group)
+    if timeout in (default_pg_timeout, default_pg_nccl_timeout) and dist.group.WORLD is not None:
+        timeout = _own_timeout(dist.group.WORLD)
+    return _DEFAULT_TIMEOUT if timeout is None else min(timeout.total_seconds(), MAX_TIMEOUT)
+
+
+def _own_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The shortest timeout of the group's backends; None if they do not tell."""
+    try:
+        return min(group._get_backend(device).options._timeout for device in group._device_types)
+    except (AttributeError, RuntimeError, ValueError):  # a backend without options, or without backends
+        return None
+
+
 def _reason(error: Exception) -> str:
     """The message of a backend's error without its source line and general advice."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
@@ -336,7 +356,8 @@ def comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None = None, *, tim
     """The comm over `group`: a ProcessGroup, a one-dimensional DeviceMesh, or a comm, which is returned as is.
 
     None is the default process group, or a single rank if torch.distributed is not initialized. `timeout`, in seconds,
-    is set on the comm for all its users.
+    is set on the comm for all its users. Without it, the comm has the timeout that the group was created with, or the
+    default group's if that group was created without one.
     """
     seconds = None if timeout is None else check_timeout(timeout)
     comm = _comm_from(group)

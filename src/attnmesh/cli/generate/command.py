@@ -33,9 +33,12 @@ from attnmesh.cli.options import (
     LayoutOption,
     Precision,
     RanksOption,
+    ShareGpuOption,
+    TimeoutOption,
     VirtualOption,
     check_device,
     check_output_file,
+    check_share_gpu,
 )
 from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import LAYOUTS
@@ -92,9 +95,8 @@ def generate_command(
         ),
     ] = None,
     virtual: VirtualOption = False,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds after which a rank gives up waiting for its peers.")
-    ] = launch.TIMEOUT,
+    share_gpu: ShareGpuOption = False,
+    timeout: TimeoutOption = launch.TIMEOUT,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report about the run.")] = None,
 ) -> None:
     """Read a text with a language model sharded over ranks, and answer questions about it.
@@ -102,6 +104,7 @@ def generate_command(
     Exits with 1 if --check finds a different token or a rank fails, with 2 for invalid options.
     """
     check_device(device)
+    check_share_gpu(share_gpu, device.value, virtual)
     check_timeout(timeout)
     world = launch.world_size(ranks, virtual=virtual)
     _check_questions(questions or ())
@@ -127,10 +130,10 @@ def generate_command(
         keep_logits=check,
     )
     check_job(job, config, world)
-    check_memory(job, config, world, copies=_models_per_device(device.value, world, virtual))
+    check_memory(job, config, world, copies=_models_per_device(device.value, world, virtual, share_gpu))
     kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
     display.note(f"Prompt of {len(job.prompts[0]):,} tokens on {world} {kind} ranks, {device.value}.")
-    result = _run(job, ranks, virtual, timeout)
+    result = _run(job, ranks, virtual, share_gpu, timeout)
     if result is None:  # rank 0 of torchrun prints the results
         return
     _print_result(job, result)
@@ -176,20 +179,21 @@ def _prepare_model(model: Path | None, display: Display) -> tuple[Path, Any, Any
     return folder, config, tokenizer
 
 
-def _models_per_device(device: str, world: int, virtual: bool) -> int:
+def _models_per_device(device: str, world: int, virtual: bool, share_gpu: bool) -> int:
     """How many ranks load a model of their own on the same device. Virtual ranks share one."""
     if virtual:
         return 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launch.under_torchrun() else world
-    return -(-local // torch.cuda.device_count()) if device == "cuda" else local
+    return -(-local // torch.cuda.device_count()) if device == "cuda" and not share_gpu else local
 
 
-def _run(job: Job, ranks: int | None, virtual: bool, timeout: float) -> Result | None:
+def _run(job: Job, ranks: int | None, virtual: bool, share_gpu: bool, timeout: float) -> Result | None:
     """The result of rank 0, or None if this process is another rank of torchrun."""
     model = load_model(job.folder, device=job.device, dtype=job.dtype) if virtual else None
     return launch.run(
-        answer_prompts, ranks, device=job.device, virtual=virtual, timeout=timeout, job=job, shared_model=model
-    )[0]
+        answer_prompts, ranks, device=job.device, virtual=virtual, share_gpu=share_gpu, timeout=timeout, job=job,
+        shared_model=model,
+    )[0]  # fmt: skip
 
 
 def answer_prompts(comm: Comm, *, job: Job, shared_model: tuple[Any, Any] | None) -> Result | None:
