@@ -24,7 +24,13 @@ MTU = 1500
 BURST = 32 * 1024  # bytes that a shaped link passes at once after a pause
 QUEUE = 64 << 20  # bytes that wait at a link: more than TCP has in flight, so that no packet is lost
 
-_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
+_PROGRAMS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+}
 _SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",  # others pace packets by estimates of their own
     "ipv4/tcp_slow_start_after_idle": "0",
@@ -67,7 +73,17 @@ class Namespace:
                 f"hostname {name} && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /run && cp {file.name} /run/hosts "
                 "&& mount --bind /run/hosts /etc/hosts && ip link set lo up && echo ready && exec sleep infinity"
             )
-            unshare = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+            unshare = [
+                "unshare",
+                "--net",
+                "--mount",
+                "--uts",
+                "--ipc",
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "--mount-proc",
+            ]
             self.process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *unshare, "sh", "-c", script],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -89,7 +105,16 @@ class Namespace:
         """The command line that runs a command inside."""
         at = f"/proc/{self.process.pid}/ns"
         kinds = [f"--{kind}={at}/{kind}" for kind in ("net", "uts", "ipc")]
-        return ["setpriv", "--pdeathsig", "KILL", "nsenter", *kinds, f"--pid={at}/pid_for_children", f"--mount={at}/mnt", *words]
+        return [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "nsenter",
+            *kinds,
+            f"--pid={at}/pid_for_children",
+            f"--mount={at}/mnt",
+            *words,
+        ]
 
     def configure(self, *steps: str) -> str:
         """Run shell commands in this network; other namespaces are known by the pids of their first processes."""
@@ -177,7 +202,11 @@ class Nodes:
                 command = node.namespace.command(*agent)
                 agents.append(
                     subprocess.Popen(
-                        command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                        command,
+                        env=variables,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
                         start_new_session=True,
                     )  # fmt: skip
                 )

@@ -145,8 +145,10 @@ class GroupComm(Comm):
         backend = self._common_backend([tensor for tensor, _ in (*sends, *recvs)])
         # gloo delivers a message only if the tags are equal: the calls so far, the operation and the size.
         tag = log.digest ^ text_digest(op)
-        messages = [InFlightMessage(tensor.detach(), peer, send=True, tag=tag) for tensor, peer in sends]
-        messages += [InFlightMessage(tensor.detach(), peer, send=False, tag=tag) for tensor, peer in recvs]
+        # Receives first: gloo announces them on the connection that also carries this rank's data to that peer. Behind
+        # a large send the announcement would arrive late, and two ranks would send one after the other.
+        messages = [InFlightMessage(tensor.detach(), peer, send=False, tag=tag) for tensor, peer in recvs]
+        messages += [InFlightMessage(tensor.detach(), peer, send=True, tag=tag) for tensor, peer in sends]
         if backend != "nccl":
             stage(messages)
         if self.recorder is not None:
