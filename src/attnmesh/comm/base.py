@@ -244,6 +244,14 @@ class Comm(ABC):
         """The log of a subgroup whose calls differ from those of other subgroups."""
         return self._logs.setdefault(members, CallLog())
 
+    def note_replay(self, operation: str) -> None:
+        """Log a CUDA graph with messages of this comm that was replayed on the current stream.
+
+        Call it after every replay: ranks that replay differently, or a rank that does not arrive, are noticed. A
+        captured call is logged, and watched, only when it is captured.
+        """
+        self.note(operation)
+
     def fail(self, message: str) -> None:
         """Report to the other ranks that this rank has failed, so that their errors can give the reason."""
 

@@ -46,6 +46,10 @@ class SubComm(Comm):
         """Report a failure to all ranks of the parent."""
         self._parent.fail(message)
 
+    def note_replay(self, operation: str) -> None:
+        """Log and watch a replayed graph in the parent."""
+        self._parent.note_replay(operation)
+
     def _parent_log(self) -> CallLog:
         return self._parent.log
 
