@@ -217,10 +217,12 @@ class GroupComm(Comm):
         for comm in blocked:
             comm.fail(message)
 
-    def note_replay(self, operation: str) -> None:
-        """Log and watch a CUDA graph with messages of this comm, which was replayed on the current stream."""
+    @contextmanager
+    def replaying(self, operation: str) -> Iterator[None]:
+        """Around the replay of a CUDA graph: it is logged and watched. The communicators of a failed comm are gone."""
         self._check_usable()
         self.note(operation)
+        yield
         if self.nccl.is_initialized:
             self._watch(operation)
 
