@@ -80,13 +80,19 @@ class Monitor:
             "that serves it (usually rank 0) is stopped or unreachable"
         )
 
-    def compare(self, signature: Signature, timeout: float) -> dict[int, Signature]:
-        """`AgreementStore.compare`; CommError as soon as a missing rank is known to be in another call."""
+    def compare(
+        self, signature: Signature, timeout: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[int, Signature]:
+        """`AgreementStore.compare`; CommError as soon as a missing rank is known to be in another call.
+
+        `meanwhile` is called from time to time.
+        """
         last_check = time.monotonic()
 
         def check_missing_ranks() -> None:
             nonlocal last_check
             if time.monotonic() - last_check > _INTERVAL:
+                meanwhile()
                 problem = self.out_of_step() or self._overtaken(signature)
                 if problem is not None:
                     raise CommError(problem)

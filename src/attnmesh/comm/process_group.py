@@ -20,6 +20,7 @@ from attnmesh.comm.agreement import AgreementStore, CommError, Signature, disagr
 from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
 from attnmesh.comm.caller_error import CallerError
 from attnmesh.comm.in_flight import InFlightMessage, Waitable, record_on_stream, record_on_threads, stage
+from attnmesh.comm.local_peers import LocalPeers, connect
 from attnmesh.comm.monitor import SEARCH, Monitor
 from attnmesh.comm.nccl import NcclSide, abort_all, own_timeout
 from attnmesh.comm.stream_watch import QueuedOperation
@@ -39,9 +40,10 @@ class GroupComm(Comm):
     """A comm over a process group with gloo, NCCL, or both.
 
     Over gloo, all operations are built from point-to-point messages: sums are taken in rank order, errors name the
-    peer, and one deadline bounds each wait. CUDA tensors sent over gloo are staged through pinned host memory. Over
-    NCCL, waiting orders streams and does not block the host: operations in flight are watched, and if one does not
-    complete within the timeout, all are ended and CommError is raised in the thread that makes the calls.
+    peer, and one deadline bounds each wait. CUDA tensors sent over gloo are staged through pinned host memory. From the
+    first agreement on, small messages between processes of one host go through shared memory instead. Over NCCL,
+    waiting orders streams and does not block the host: operations in flight are watched, and if one does not complete
+    within the timeout, all are ended and CommError is raised in the thread that makes the calls.
     """
 
     is_own_group = True
@@ -59,6 +61,8 @@ class GroupComm(Comm):
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
         self.nccl = NcclSide(group, self._overdue)
+        self._is_connected = False
+        self._local_peers: LocalPeers | None = None  # ranks that small messages reach through shared memory
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -81,13 +85,16 @@ class GroupComm(Comm):
             return {0: signature}
         try:
             with self._waiting():
-                signatures = self._monitor.compare(signature, self.timeout)
+                signatures = self._monitor.compare(signature, self.timeout, self._make_progress)
         except CommError as error:
             raise self._failed(str(error)) from error
         if len(signatures) < self.world:
             self._unread = disagreement(signatures)
-        elif disagreement(signatures) is None and self._will_use_nccl(signature):
-            self._initialize_nccl()
+        elif disagreement(signatures) is None:
+            if self._will_use_nccl(signature):
+                self._initialize_nccl()
+            elif not self._is_connected:
+                self._connect_local_peers()
         return signatures
 
     def _will_use_nccl(self, signature: Signature) -> bool:
@@ -113,6 +120,28 @@ class GroupComm(Comm):
         finally:
             self.waiting_since = None
 
+    def _connect_local_peers(self) -> None:
+        """Find the ranks that small messages reach through shared memory; the others are reached over gloo."""
+        self._is_connected = True
+        if self._backends.get("cpu") != "gloo":
+            return
+
+        def share(name: str, value: str, ranks: Sequence[int]) -> dict[int, str]:
+            return self._store.share(name, value, ranks, self.timeout)
+
+        try:
+            peers = self._monitor.call(lambda: connect(self.rank, self.world, share), self.timeout)
+        except CommError as error:
+            raise self._failed(str(error)) from error
+        if peers is not None:
+            self._local_peers = peers
+            weakref.finalize(self.group, peers.leave)
+
+    def _make_progress(self) -> None:
+        """Send and receive through shared memory while this rank waits for something else (on the monitor's thread)."""
+        if self._local_peers is not None:
+            self._local_peers.progress_unless_waiting()
+
     def _check_usable(self) -> None:
         """Raise after a failure, or if other ranks did not read the disagreement that this rank raised before."""
         self._raise_if_broken()
@@ -133,6 +162,7 @@ class GroupComm(Comm):
         """Whether to compare calls with those of other ranks now (on the monitor's thread)."""
         if self._broken is not None:
             return False
+        self._make_progress()
         if self.waiting_since is not None and time.monotonic() - self.waiting_since > _PATIENCE:
             return True
         calls, self._calls_watched = self._calls_watched, self.log.count
@@ -148,6 +178,9 @@ class GroupComm(Comm):
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
         self._end_all(f"rank {self.rank}: {problem}")
         self._store.report_failure(f"rank {self.rank}: {problem}")
+        if self._local_peers is not None:
+            self._local_peers.stop(problem)
+            self._local_peers.leave()
         if self.world > 1 and "gloo" in self._backends.values():
             # A message that times out closes all connections of the group: the only way to end a wait of gloo.
             peer = (self.rank + 1) % self.world
@@ -185,10 +218,12 @@ class GroupComm(Comm):
         for comm in blocked:
             comm.fail(message)
 
-    def note_replay(self, operation: str) -> None:
-        """Log and watch a CUDA graph with messages of this comm, which was replayed on the current stream."""
+    @contextmanager
+    def replaying(self, operation: str) -> Iterator[None]:
+        """Around the replay of a CUDA graph: it is logged and watched. The communicators of a failed comm are gone."""
         self._check_usable()
         self.note(operation)
+        yield
         if self.nccl.is_initialized:
             self._watch(operation)
 
@@ -208,8 +243,10 @@ class GroupComm(Comm):
         backend = self._common_backend([tensor for tensor, _ in (*sends, *recvs)])
         # gloo delivers a message only if the tags are equal: the calls so far, the operation and the size.
         tag = log.digest ^ text_digest(op)
-        messages = [InFlightMessage(tensor.detach(), peer, send=True, tag=tag) for tensor, peer in sends]
-        messages += [InFlightMessage(tensor.detach(), peer, send=False, tag=tag) for tensor, peer in recvs]
+        # Receives first: gloo announces them on the connection that also carries this rank's data to that peer. Behind
+        # a large send the announcement would arrive late, and two ranks would send one after the other.
+        messages = [InFlightMessage(tensor.detach(), peer, send=False, tag=tag) for tensor, peer in recvs]
+        messages += [InFlightMessage(tensor.detach(), peer, send=True, tag=tag) for tensor, peer in sends]
         if backend != "nccl":
             stage(messages)
         if self.recorder is not None:
@@ -229,23 +266,35 @@ class GroupComm(Comm):
             record_on_stream(works, messages, op, recorder, posted)
         return RecordedPending(_Batch(self, op, messages, works, blocking=blocking), op, recorder, device)
 
-    def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[dist.Work]:
-        # As bytes, so that every dtype can be sent, whether the backend knows it or not.
+    def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[Waitable]:
         try:
-            return dist.batch_isend_irecv(
-                [
-                    dist.P2POp(
-                        dist.isend if message.send else dist.irecv,
-                        message.wire_buffer.view(-1).view(torch.uint8),
-                        group=self.group,
-                        group_peer=message.peer,
-                        tag=(message.tag + message.tensor.nbytes * _SIZE_FACTOR) % _TAGS,
-                    )
-                    for message in messages
-                ]
-            )
+            peers = self._local_peers
+            if peers is None or messages[0].wire_buffer.is_cuda:
+                return self._post_to_backend(messages)
+            others = [each for each in messages if not peers.carries(each.peer, each.tensor.nbytes)]
+            works = iter(self._post_to_backend(others) if others else ())
+            return [
+                peers.post(each.wire_buffer, each.peer, each.tag, send=each.send)
+                if peers.carries(each.peer, each.tensor.nbytes)
+                else next(works)
+                for each in messages
+            ]
         except RuntimeError as error:
             raise self.message_error(op, messages, error) from error
+
+    def _post_to_backend(self, messages: Sequence[InFlightMessage]) -> list[Waitable]:
+        # As bytes, so that every dtype can be sent, whether the backend knows it or not.
+        operations = [
+            dist.P2POp(
+                dist.isend if message.send else dist.irecv,
+                message.wire_buffer.view(-1).view(torch.uint8),
+                group=self.group,
+                group_peer=message.peer,
+                tag=(message.tag + message.tensor.nbytes * _SIZE_FACTOR) % _TAGS,
+            )
+            for message in messages
+        ]
+        return list(dist.batch_isend_irecv(operations))
 
     def _common_backend(self, tensors: Sequence[Tensor]) -> str:
         devices = {tensor.device for tensor in tensors}
@@ -283,6 +332,8 @@ class GroupComm(Comm):
     def _failed(self, message: str) -> CommError:
         self._broken = message
         self.fail(message)
+        if self._local_peers is not None:
+            self._local_peers.leave()  # after the reason is known: those who wait for this rank ask for it
         return CommError(message)
 
     # Operations that NCCL does better than a batch of messages.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -46,9 +47,11 @@ class SubComm(Comm):
         """Report a failure to all ranks of the parent."""
         self._parent.fail(message)
 
-    def note_replay(self, operation: str) -> None:
-        """Log and watch a replayed graph in the parent."""
-        self._parent.note_replay(operation)
+    @contextmanager
+    def replaying(self, operation: str) -> Iterator[None]:
+        """As in the parent, which carries the messages."""
+        with self._parent.replaying(operation):
+            yield
 
     def _parent_log(self) -> CallLog:
         return self._parent.log
