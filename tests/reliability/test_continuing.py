@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tests.helpers.processes import Died, Raised, run_processes
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_context_parallel.py"
 STEPS, LENGTH, FEATURES = 6, 41, 8
-TOLERANCE = 1e-5  # observed: 2e-7
+TOLERANCE = 1e-5  # of the example, in float32; observed: 2e-7
 
 Faults = dict[int, tuple[int, int, str]]
 """By number of ranks: the rank that fails, at which step, and how."""
@@ -53,13 +53,13 @@ def train(file: Path, faults: Faults) -> tuple[list[float], int]:
     """The losses of all steps, continued from a checkpoint, and the number of ranks."""
     cp = am.ContextParallel(schedule="ring")
     _kept.append(cp)
-    weight = torch.randn(3, FEATURES, FEATURES, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(3, FEATURES, FEATURES, generator=torch.Generator().manual_seed(0)).double()
     losses: list[float] = []
     if file.exists():
         state = torch.load(file)
         weight, losses = state["weight"], state["losses"]
     cp.comm.agree("checkpoint", {"steps": len(losses)})
-    x = cp.shard(torch.randn(1, 2, LENGTH, FEATURES, generator=torch.Generator().manual_seed(1)), 2)
+    x = cp.shard(torch.randn(1, 2, LENGTH, FEATURES, generator=torch.Generator().manual_seed(1)).double(), 2)
     rank, step, kind = faults.get(cp.world, (-1, -1, ""))
     while len(losses) < STEPS:
         weight = weight.detach().requires_grad_()
@@ -76,12 +76,20 @@ def train(file: Path, faults: Faults) -> tuple[list[float], int]:
     return losses, cp.world
 
 
+def sockets() -> set[str]:
+    links = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the folder itself
+            links.add(os.readlink(file))
+    return {link for link in links if link.startswith("socket:")}
+
+
 def continue_training(comm: Comm, port: int, file: Path, faults: Faults, timeout: float) -> dict[str, Any]:
     rank, world = comm.rank, comm.world
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"pid/{rank}", str(os.getpid()))
-    files, began = len(os.listdir("/proc/self/fd")), time.monotonic()
+    began, before = time.monotonic(), sockets()
     run = recipe("train_on_survivors")
     losses, ranks = run(lambda: train(file, faults), store, rank, world, timeout=timeout, wait=0.5)
     seconds = time.monotonic() - began
@@ -91,7 +99,7 @@ def continue_training(comm: Comm, port: int, file: Path, faults: Faults, timeout
     return {
         "losses": losses, "ranks": ranks, "seconds": seconds, "groups": len(_kept),
         "threads": [thread.name for thread in threading.enumerate()],
-        "files left": len(os.listdir("/proc/self/fd")) - files,
+        "sockets left": sockets() - before,
         "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
     }  # fmt: skip
 
@@ -105,10 +113,10 @@ def results_after(faults: Faults, folder: Path, timeout: float) -> list[Any]:
 def check_survivors(results: list[dict[str, Any]], expected: list[float], ranks: int, groups: int) -> None:
     assert len(results) == ranks
     for result in results:
-        assert result["losses"] == pytest.approx(expected, rel=TOLERANCE)
+        assert result["losses"] == pytest.approx(expected, rel=1e-9)
         assert (result["ranks"], result["groups"]) == (ranks, groups)
         assert result["threads"] == ["MainThread"]
-        assert result["files left"] <= 0
+        assert result["sockets left"] == set()
         assert result["children"] == ""
 
 
