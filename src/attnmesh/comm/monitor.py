@@ -12,12 +12,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from attnmesh.comm.agreement import AgreementStore, CommError, Signature
 from attnmesh.comm.base import COMPARED_CALLS
+from attnmesh.comm.liveness import UNREACHABLE, Neighbors
 from attnmesh.core.call_log import CallLog, LoggedCall, alternatives, out_of_step
 
 T = TypeVar("T")
@@ -26,6 +28,7 @@ GRACE = 5.0
 """Seconds that the store has to answer, beyond the time that an operation on it may take by itself."""
 
 _INTERVAL = 0.2  # seconds between two looks at the rank
+_ARRIVAL = 5.0  # seconds in which messages may still arrive from a process that has ended
 
 Logs = Mapping[tuple[int, ...], CallLog]
 """The logs of a comm, of all its ranks and of its independent subgroups, by members."""
@@ -35,18 +38,27 @@ class Monitor:
     """Runs store operations on a thread of its own, with deadlines, and compares the calls of ranks.
 
     `is_watched` tells whether calls are to be compared now; `interrupt` is called with the reason if ranks are out of
-    step. They are methods of the comm, which the monitor does not keep alive.
+    step; `waiting_for` tells from which ranks messages are missing. They are methods of the comm, which the monitor
+    does not keep alive.
     """
 
     def __init__(
-        self, store: AgreementStore, rank: int, logs: Logs, is_watched: Callable[[], bool],
-        interrupt: Callable[[str], None],
+        self, store: AgreementStore, rank: int, world: int, logs: Logs, is_watched: Callable[[], bool],
+        interrupt: Callable[[str], None], waiting_for: Callable[[], Collection[int]],
     ) -> None:  # fmt: skip
         self._store, self._rank, self._logs = store, rank, logs
         self._is_watched, self._interrupt = weakref.WeakMethod(is_watched), weakref.WeakMethod(interrupt)
+        self._waiting_for = weakref.WeakMethod(waiting_for)
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._neighbors = Neighbors(rank, world)
+        self._seen_ended: dict[int, float] = {}  # when this rank learned that others have ended, by time.monotonic()
         self._thread: threading.Thread | None = None
         self._is_stuck = False
+
+    def start(self, timeout: float) -> None:
+        """Publish how to reach this process, and begin to watch the neighbors of the rank."""
+        with suppress(CommError):  # the rank notices that the store is lost when it needs it
+            self.call(self._store.publish_address, timeout)
 
     def call(self, fn: Callable[[], T], timeout: float = 0) -> T:
         """The result of `fn` on the monitor's thread; CommError if it takes longer than `timeout` and the grace."""
@@ -73,6 +85,7 @@ class Monitor:
         def check_missing_ranks() -> None:
             nonlocal last_check
             if time.monotonic() - last_check > _INTERVAL:
+                self._watch_neighbors()
                 problem = self.out_of_step() or self._overtaken(signature)
                 if problem is not None:
                     raise CommError(problem)
@@ -87,6 +100,12 @@ class Monitor:
             self._thread.join(1)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._neighbors.close()
+
+    def _serve(self) -> None:
         while True:
             try:
                 request = self._requests.get(timeout=_INTERVAL)
@@ -108,16 +127,32 @@ class Monitor:
         is_watched = self._is_watched()
         if is_watched is None:
             return False
+        with suppress(CommError):
+            self._watch_neighbors()
         if not is_watched():
             return True
         try:
-            problem = self._store.failures() or self.out_of_step() or self._overtook()
+            problem = self._store.failures() or self._lost_peers() or self.out_of_step() or self._overtook()
         except CommError:
             return True  # the rank notices that the store is lost when it needs it
         interrupt = self._interrupt()
         if problem is not None and interrupt is not None:
             interrupt(problem)
         return True
+
+    def _watch_neighbors(self) -> None:
+        self._neighbors.look(self._store.address, self._store.report_end)
+
+    def _lost_peers(self) -> str | None:
+        """Which ranks that messages are missing from are dead. What a process has sent before it ended may arrive."""
+        waiting_for, ended, now = self._waiting_for(), self._store.ended(), time.monotonic()
+        peers = set(ended).intersection(() if waiting_for is None else waiting_for())
+        dead = [
+            rank
+            for rank in peers
+            if ended[rank] == UNREACHABLE or now - self._seen_ended.setdefault(rank, now) > _ARRIVAL
+        ]
+        return self._store.describe_ended(dead) or None
 
     def out_of_step(self) -> str | None:
         """Publish the calls of this rank, and compare them with those that other ranks have published."""

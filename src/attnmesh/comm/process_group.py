@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -48,12 +48,17 @@ class GroupComm(Comm):
         self._group_ref = weakref.ref(group)
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self._store = AgreementStore(_store_of(group), self.rank, self.world)
-        self._monitor = Monitor(self._store, self.rank, self._logs, self._is_watched, self._interrupt)
+        self._monitor = Monitor(
+            self._store, self.rank, self.world, self._logs, self._is_watched, self._interrupt, self._waiting_for
+        )
         self.waiting_since: float | None = None  # since when it waits for messages, by time.monotonic()
+        self.missing_from: Collection[int] = ()  # the ranks whose messages it waits for
         self._calls_watched = 0  # that NCCL carries
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
         self._nccl_is_initialized = False
+        if self.world > 1:
+            self._monitor.start(self.timeout)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -115,6 +120,9 @@ class GroupComm(Comm):
             return True
         calls, self._calls_watched = self._calls_watched, self.log.count
         return self._nccl_is_initialized and calls != self.log.count
+
+    def _waiting_for(self) -> Collection[int]:
+        return self.missing_from
 
     def _interrupt(self, problem: str) -> None:
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
@@ -301,10 +309,11 @@ class _Batch(Pending):
 
     def _wait_on_host(self) -> None:
         self._comm.waiting_since = time.monotonic()
+        self._comm.missing_from = {message.peer for message in self._messages}
         try:
             self._wait_for_each(self._comm.waiting_since + self._comm.timeout)
         finally:
-            self._comm.waiting_since = None
+            self._comm.waiting_since, self._comm.missing_from = None, ()
 
     def _wait_for_each(self, deadline: float) -> None:
         for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
