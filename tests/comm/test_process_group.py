@@ -119,7 +119,7 @@ def timeouts(comm: Comm) -> None:
 def padded_all_gather(comm: Comm) -> None:
     """NCCL's way, which gloo can show as well."""
     shapes = [(0,), (2, 2), (3,)]
-    got = comm._padded_all_gather(torch.full(shapes[comm.rank], float(comm.rank)), shapes)
+    got = comm._padded_all_gather("all_gather", torch.full(shapes[comm.rank], float(comm.rank)), shapes)
     for i, shape in enumerate(shapes):
         assert torch.equal(got[i], torch.full(shape, float(i)))
 

@@ -211,6 +211,28 @@ class AgreementStore:
         """The agreement that other ranks wait for and that this rank has not entered."""
         return self._signatures(self._round + 1, set(range(self._world)) - {self._rank})
 
+    def share(self, name: str, value: str, ranks: Iterable[int], timeout: float) -> dict[int, str]:
+        """Publish a value of this rank under a name that is used once, and return those of `ranks`."""
+        self._set(f"{name}/{self._rank}", value)
+        values, missing = {self._rank: value}, set(ranks) - {self._rank}
+        deadline, interval = time.monotonic() + timeout, _MIN_POLL_INTERVAL
+        while missing:
+            new = {rank: self._get(f"{name}/{rank}") for rank in missing if self._check(f"{name}/{rank}")}
+            values |= new
+            missing -= new.keys()
+            if new:
+                continue
+            if failures := self.failures():
+                raise CommError(f"rank {self._rank} was about to connect with other ranks, but {failures}")
+            if time.monotonic() > deadline:
+                raise CommError(
+                    f"rank {self._rank} was about to connect with other ranks, but {format_ranks(sorted(missing))} did "
+                    f"not arrive within {timeout} s"
+                )
+            time.sleep(interval)
+            interval = min(2 * interval, _MAX_POLL_INTERVAL)
+        return values
+
     def publish(self, calls: str) -> None:
         """Publish the calls of this rank, instead of those published before."""
         self._set(f"calls/{self._rank}", calls)
