@@ -77,7 +77,7 @@ class Monitor:
 
     def call(self, fn: Callable[[], T], timeout: float = 0) -> T:
         """The result of `fn` on the monitor's thread; CommError if it takes longer than `timeout` and the grace."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="attnmesh monitor", daemon=True)
             _monitors.add(self)
             self._thread.start()
@@ -114,9 +114,14 @@ class Monitor:
 
         return self.call(lambda: self._store.compare(signature, timeout, check_missing_ranks), timeout)
 
+    def end(self) -> None:
+        """Let the thread end, without waiting for it."""
+        if self._thread is not None:
+            self._requests.put(None)
+
     def stop(self) -> None:
         """End the thread, unless the store blocks it."""
-        self._requests.put(None)
+        self.end()
         if self._thread is not None and not self._is_stuck:
             self._thread.join(1)
 

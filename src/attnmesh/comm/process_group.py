@@ -50,11 +50,12 @@ class GroupComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), _timeout_of(group))
-        # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
-        self._group_ref = weakref.ref(group)
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self._store = AgreementStore(_store_of(group), self.rank, self.world)
         self._monitor = Monitor(self._store, self.rank, self.world, self._logs, self)
+        # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
+        end_monitor = self._monitor.end
+        self._group_ref = weakref.ref(group, lambda _: end_monitor())
         self.waiting_since: float | None = None  # since when it waits for other ranks, by time.monotonic()
         self.missing_from: Collection[int] = ()
         self._calls_watched = 0  # that NCCL carries
@@ -245,8 +246,10 @@ class GroupComm(Comm):
         backend = self._common_backend([tensor for tensor, _ in (*sends, *recvs)])
         # gloo delivers a message only if the tags are equal: the calls so far, the operation and the size.
         tag = log.digest ^ text_digest(op)
-        messages = [InFlightMessage(tensor.detach(), peer, send=True, tag=tag) for tensor, peer in sends]
-        messages += [InFlightMessage(tensor.detach(), peer, send=False, tag=tag) for tensor, peer in recvs]
+        # Receives first: gloo announces them on the connection that also carries this rank's data to that peer. Behind
+        # a large send the announcement would arrive late, and two ranks would send one after the other.
+        messages = [InFlightMessage(tensor.detach(), peer, send=False, tag=tag) for tensor, peer in recvs]
+        messages += [InFlightMessage(tensor.detach(), peer, send=True, tag=tag) for tensor, peer in sends]
         if backend != "nccl":
             stage(messages)
         if self.recorder is not None:
