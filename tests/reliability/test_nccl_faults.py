@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import CommError
-from attnmesh.testing.block import poisoned_cache, random_block, shard_block
+from attnmesh.testing.block import random_block
+from helpers.faults import FAULTY, STEPS, WITH_BACKWARD, InjectedError
+from helpers.faults import PROGRAMS as SHARED
 from helpers.processes import Died, run_processes
 
 pytestmark = [
@@ -28,108 +30,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TIMEOUT = 4.0
 AWAY = TIMEOUT + 7  # seconds that a rank is stopped or sleeps: the others must have raised before
 LATE = 1.5
-STEPS = 3
-FAULTY = 1
-
-
-class InjectedError(RuntimeError):
-    """What a rank raises in the middle of its work."""
-
-
-# Programs: a function that makes a step, a function that returns a tensor of this rank.
-
-
-def training(schedule, **options):
-    def make(comm):
-        context = am.ContextParallel(comm, schedule=schedule, **options)
-        q, k, v = (torch.randn(1, 12, 64, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-
-        def step():
-            context.attention(q, k, v, mask=am.Full()).sum().backward()
-            return q.grad
-
-        return step
-
-    return make
-
-
-def compiled(comm):
-    context = am.ContextParallel(comm, schedule="ring")
-    q, k, v = (torch.randn(1, 4, 64, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-
-    @torch.compile(backend="aot_eager")
-    def attend(q, k, v):
-        return context.attention(q, k, v, mask=am.Causal(), length=64 * comm.world)
-
-    def step():
-        attend(q, k, v).sum().backward()
-        return q.grad
-
-    return step
-
-
-def sparse(comm):
-    parallel = am.SparseParallel(cp=comm)
-    q = torch.randn(8, 16, 64, device=DEVICE, requires_grad=True)
-    kv = torch.randn(8, 1, 64, device=DEVICE, requires_grad=True)
-
-    indices = torch.zeros(8, 2, dtype=torch.int32, device=DEVICE)
-
-    def step():
-        out, _ = parallel.sparse_attention(q, kv, indices, scale=0.3, d_v=64)
-        out.sum().backward()
-        return q.grad
-
-    return step
-
-
-def decode(tp, kvdp, cp):
-    def make(comm):
-        config, weights = random_block(q_heads=6, kv_heads=3 if tp > 1 else 2, head_dim=16, hidden=48, device=DEVICE)
-        block = shard_block(config, weights, am.DecodeSharding(tp, kvdp, cp, interleave=2), comm)
-        cache = poisoned_cache(block, 3, 64)
-        sequences = [cache.allocate(0) for _ in range(3)]
-        return lambda: block(torch.ones(3, 1, 48, device=DEVICE), cache, cache.append(sequences, 1))
-
-    return make
-
-
-def generate(comm):
-    import transformers
-
-    from attnmesh.generation.engine import Engine
-
-    am.register_attention()
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, attn_implementation="attnmesh",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to(DEVICE).eval()
-    engine = Engine(model, comm, cache_tokens=400, max_sequences=8)
-
-    def step():
-        sequence = engine.prefill(list(range(24)), 8)
-        logits = engine.decode([sequence], [[5]])
-        engine.free(sequence)
-        return logits
-
-    return step
 
 
 PROGRAMS = {
-    "ring": (3, training("ring")),
-    "allgather": (3, training("allgather")),
-    "ulysses": (3, training("ulysses")),
-    "two-level": (4, training("ring+ring", ranks_per_node=2)),
-    "compiled": (3, compiled),
-    "sparse": (3, sparse),
-    "tp": (3, decode(3, 1, 1)),
-    "kvdp": (3, decode(1, 3, 1)),
-    "cp": (3, decode(1, 1, 3)),
-    "generate": (3, generate),
+    name: SHARED[name]
+    for name in ("ring", "allgather", "ulysses", "two-level", "compiled", "sparse", "tp", "kvdp", "cp", "generate")
 }
-WITH_BACKWARD = ("ring", "allgather", "ulysses", "two-level", "compiled", "sparse")
 MOMENTS = ("before", "forward", "backward", "between")
 FAULTS = ("late", "disagreeing", "raising", "sleeping", "hung")
 
@@ -170,7 +76,7 @@ def run_cell(comm, program, fault, moment):
     try:
         if faulty and moment == "before":
             do(fault, comm)
-        step = PROGRAMS[program][1](comm)
+        step = PROGRAMS[program][1](comm, DEVICE)
         if moment != "before":
             results.append(step().detach().double().sum().item())
             begin = time.monotonic()
