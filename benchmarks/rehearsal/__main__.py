@@ -7,7 +7,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -28,6 +29,15 @@ from benchmarks.rehearsal.study import (
     training_row,
 )
 
+
+class Part(Enum):
+    """What is rehearsed."""
+
+    ATTENTION = "attention"
+    PROGRAMS = "programs"
+    FAILURES = "failures"
+
+
 FAILURES = {"node killed": Namespace.end, "node unreachable": Namespace.disconnect}
 
 
@@ -36,6 +46,9 @@ def main(
     megabits: Annotated[
         float, typer.Option(min=1, max=1000, help="Speed of every node's link, in megabits per second.")
     ] = 100,
+    only: Annotated[
+        list[Part] | None, typer.Option("--only", help="What to rehearse. Repeatable; everything by default.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Rehearse training, prefill and generation on nodes that are network namespaces of this machine.
@@ -52,7 +65,7 @@ def main(
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        sections = publish("rehearsal", "cpu", _sections(Path(folder), megabits, quick), json)
+        sections = publish("rehearsal", "cpu", _sections(Path(folder), megabits, only or list(Part), quick), json)
     wrong = sum(is_wrong(row) for rows in sections.values() for row in rows)
     verdict = f"{wrong} rows are wrong" if wrong else "everything is as it should be"
     output.console().print(f"{verdict}, after {time.monotonic() - begin:.0f} s")
@@ -64,21 +77,24 @@ def _interrupted(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _sections(folder: Path, megabits: float, quick: bool) -> Iterator[tuple[str, Rows]]:
-    with output.status("measuring this machine"):
-        machine = Machine(*measure_cpu("this-machine", "measured", quick=True))
+def _sections(folder: Path, megabits: float, parts: Collection[Part], quick: bool) -> Iterator[tuple[str, Rows]]:
+    if Part.ATTENTION in parts:
+        with output.status("measuring this machine"):
+            machine = Machine(*measure_cpu("this-machine", "measured", quick=True))
     for count in (2,) if quick else (2, 4):
         shape = f"{count} nodes x {WORLD // count} ranks"
-        with Nodes(count, megabits) as nodes, output.status(f"{shape}: attention"):
-            sections = attention_sections(nodes, machine, folder, quick=quick)
-        yield from ((f"{shape}: {title}", rows) for title, rows in sections)
-        with Nodes(count, megabits) as nodes, output.status(f"{shape}: programs"):
-            rows = [training_row(nodes, folder, 2 if quick else 8)]
-            if not quick:
-                rows.append(generate_row(nodes, folder, 6))
-        yield f"{shape}: programs", rows
-    if not quick:
-        yield "nodes that fail: 2 nodes x 2 ranks", list(_failures(folder, megabits))
+        if Part.ATTENTION in parts:
+            with Nodes(count, megabits) as nodes, output.status(f"{shape}: attention"):
+                sections = attention_sections(nodes, machine, folder, quick=quick)
+            yield from ((f"{shape}: {title}", rows) for title, rows in sections)
+        if Part.PROGRAMS in parts:
+            with Nodes(count, megabits) as nodes, output.status(f"{shape}: programs"):
+                rows = [training_row(nodes, folder, 2 if quick else 8)]
+                if not quick:
+                    rows.append(generate_row(nodes, folder, 6))
+            yield f"{shape}: programs", rows
+    if Part.FAILURES in parts and not quick:
+        yield "2 nodes x 2 ranks: a node fails", list(_failures(folder, megabits))
 
 
 def _failures(folder: Path, megabits: float) -> Iterator[dict[str, object]]:

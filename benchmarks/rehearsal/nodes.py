@@ -79,9 +79,19 @@ class Namespace:
                 "echo ready",
                 "exec sleep infinity",
             )
-            unshare = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
+            unshare = [
+                "unshare",
+                "--net",
+                "--mount",
+                "--uts",
+                "--ipc",
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "--mount-proc",
+            ]
             self.process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *unshare, " && ".join(steps)],
+                ["setpriv", "--pdeathsig", "KILL", *unshare, "sh", "-c", " && ".join(steps)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 start_new_session=True,  # Ctrl-C reaches this process only, which then ends the others
             )  # fmt: skip
@@ -116,6 +126,11 @@ class Namespace:
     def counters(self) -> Counters:
         """What the link has counted."""
         return Counters.read(INTERFACE, self.configure("cat /proc/net/dev"))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its processes may still run."""
+        return self.process.poll() is None
 
     def disconnect(self) -> None:
         """Make the node unreachable: its processes go on."""

@@ -200,8 +200,8 @@ def generate_row(nodes: Nodes, folder: Path, tokens: int) -> Row:
         print(error, file=sys.stderr)
         wrong = ["tokens"]
     said = (folder / "node0").read_text(errors="replace")
-    equal = next((line.strip() for line in said.splitlines() if "single process" in line.lower()), "")
-    return row("generate", f"{equal} {(_sent(nodes) - before) / 1e6:.2f} MB between nodes".strip(), wrong)
+    check = next((line.strip() for line in said.splitlines() if line.startswith("Check of answer")), "no check;")
+    return row("generate", f"{check} {(_sent(nodes) - before) / 1e6:.2f} MB between nodes", wrong)
 
 
 def _sent(nodes: Nodes) -> int:
@@ -212,7 +212,7 @@ def _sent(nodes: Nodes) -> int:
 
 
 def failure_row(nodes: Nodes, folder: Path, what: str, fail: Callable[[Namespace], None]) -> Row:
-    """Every survivor must raise CommError in time after the last node fails."""
+    """Every process that is left must raise CommError in time after the last node fails, on either side of a cut."""
     words = ["-m", "benchmarks.rehearsal.failing", str(folder)]
     per_node = WORLD // len(nodes.nodes)
     nodes.torchrun(per_node, words, folder)
@@ -220,15 +220,15 @@ def failure_row(nodes: Nodes, folder: Path, what: str, fail: Callable[[Namespace
         return row(what, "ranks did not start", ["start"])
     failed = time.time()
     fail(nodes.nodes[-1])
-    survivors = range(WORLD - per_node)
+    survivors = range(WORLD if nodes.nodes[-1].is_running else WORLD - per_node)
     silent = _waited(folder, "raised", survivors, PROMISED + 15)
     raised = [json.loads((folder / f"raised-{rank}").read_text()) for rank in survivors if rank not in silent]
     after = max((each["time"] - failed for each in raised), default=0.0)
     wrong = [f"ranks {silent} raised nothing"] if silent else []
     if after > PROMISED:
         wrong.append("late")
-    said = raised[-1]["message"] if raised else ""
-    return row(what, f"{len(raised)} survivors raised within {after:.1f} s: {said}", wrong)
+    said = raised[0]["message"] if raised else ""
+    return row(what, f"{len(raised)} of {len(survivors)} ranks raised within {after:.1f} s: {said}", wrong)
 
 
 def _waited(folder: Path, name: str, ranks: Sequence[int], seconds: float) -> list[int]:
