@@ -13,12 +13,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from attnmesh.comm.agreement import AgreementStore, CommError, Signature
 from attnmesh.comm.base import COMPARED_CALLS
+from attnmesh.comm.liveness import UNREACHABLE, Neighbors
 from attnmesh.core.call_log import CallLog, LoggedCall, alternatives, format_ranks, out_of_step
 
 T = TypeVar("T")
@@ -27,6 +29,7 @@ GRACE = 5.0
 """Seconds that the store has to answer, beyond the time that an operation on it may take by itself."""
 
 _INTERVAL = 0.2  # seconds between two looks at the rank
+_ARRIVAL = 5.0  # seconds in which messages may still arrive from a process that has ended
 _STILL = 1.5  # seconds without news after which a rank is taken for one that does not wait
 SEARCH = 3.0
 """Seconds that `Monitor.find_absent` takes, beyond the grace."""
@@ -37,6 +40,9 @@ Logs = Mapping[tuple[int, ...], CallLog]
 
 class Monitored(Protocol):
     """The part of a comm that its monitor uses."""
+
+    missing_from: Collection[int]
+    """The ranks whose messages it waits for."""
 
     def is_watched(self) -> bool:
         """Whether to compare calls with those of other ranks now."""
@@ -59,12 +65,19 @@ class Monitor:
         self._comm = weakref.ref(comm)
         self._beat = 0  # how often this rank has published
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._neighbors = Neighbors(rank, world)
+        self._seen_ended: dict[int, float] = {}  # when this rank learned that others have ended, by time.monotonic()
         self._thread: threading.Thread | None = None
         self._is_stuck = False
 
+    def start(self, timeout: float) -> None:
+        """Publish how to reach this process, and begin to watch the neighbors of the rank."""
+        with suppress(CommError):  # the rank notices that the store is lost when it needs it
+            self.call(self._store.publish_address, timeout)
+
     def call(self, fn: Callable[[], T], timeout: float = 0) -> T:
         """The result of `fn` on the monitor's thread; CommError if it takes longer than `timeout` and the grace."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="attnmesh monitor", daemon=True)
             _monitors.add(self)
             self._thread.start()
@@ -92,6 +105,7 @@ class Monitor:
         def check_missing_ranks() -> None:
             nonlocal last_check
             if time.monotonic() - last_check > _INTERVAL:
+                self._watch_neighbors()
                 meanwhile()
                 problem = self.out_of_step() or self._overtaken(signature)
                 if problem is not None:
@@ -100,13 +114,24 @@ class Monitor:
 
         return self.call(lambda: self._store.compare(signature, timeout, check_missing_ranks), timeout)
 
+    def end(self) -> None:
+        """Let the thread end, without waiting for it."""
+        if self._thread is not None:
+            self._requests.put(None)
+
     def stop(self) -> None:
         """End the thread, unless the store blocks it."""
-        self._requests.put(None)
+        self.end()
         if self._thread is not None and not self._is_stuck:
             self._thread.join(1)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._neighbors.close()
+
+    def _serve(self) -> None:
         while True:
             try:
                 request = self._requests.get(timeout=_INTERVAL)
@@ -128,15 +153,32 @@ class Monitor:
         comm = self._comm()
         if comm is None:
             return False
+        with suppress(CommError):
+            self._watch_neighbors()
         if not comm.is_watched():
             return True
         try:
-            problem = self._store.failures() or self.out_of_step() or self._overtook()
+            problem = (
+                self._store.failures() or self._lost_peers(comm.missing_from) or self.out_of_step() or self._overtook()
+            )
         except CommError:
             return True  # the rank notices that the store is lost when it needs it
         if problem:
             comm.interrupt(problem)
         return True
+
+    def _watch_neighbors(self) -> None:
+        self._neighbors.look(self._store.address, self._store.report_end)
+
+    def _lost_peers(self, missing_from: Collection[int]) -> str | None:
+        """Which ranks that messages are missing from are dead. What a process has sent before it ended may arrive."""
+        ended, now = self._store.ended(), time.monotonic()
+        dead = [
+            rank
+            for rank in set(ended).intersection(missing_from)
+            if ended[rank] == UNREACHABLE or now - self._seen_ended.setdefault(rank, now) > _ARRIVAL
+        ]
+        return self._store.describe_ended(dead) or None
 
     def out_of_step(self) -> str | None:
         """Publish the calls of this rank, and compare them with those that other ranks have published."""

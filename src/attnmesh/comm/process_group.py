@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -50,19 +50,23 @@ class GroupComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), _timeout_of(group))
-        # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
-        self._group_ref = weakref.ref(group)
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self._backend_of: dict[torch.device, str] = {}
         self._store = AgreementStore(_store_of(group), self.rank, self.world)
         self._monitor = Monitor(self._store, self.rank, self.world, self._logs, self)
+        # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
+        end_monitor = self._monitor.end
+        self._group_ref = weakref.ref(group, lambda _: end_monitor())
         self.waiting_since: float | None = None  # since when it waits for other ranks, by time.monotonic()
+        self.missing_from: Collection[int] = ()
         self._calls_watched = 0  # that NCCL carries
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
         self.nccl = NcclSide(group, self._overdue)
         self._is_connected = False
         self._local_peers: LocalPeers | None = None  # ranks that small messages reach through shared memory
+        if self.world > 1:
+            self._monitor.start(self.timeout)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -112,13 +116,13 @@ class GroupComm(Comm):
                 raise self._failed(f"rank {self.rank}: {_reason(error)}{self._explain()}") from error
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """This rank waits for other ranks on the host."""
-        self.waiting_since = time.monotonic()
+    def _waiting(self, missing_from: Collection[int] = ()) -> Iterator[None]:
+        """This rank waits on the host for other ranks, and for messages of some of them."""
+        self.missing_from, self.waiting_since = missing_from, time.monotonic()
         try:
             yield
         finally:
-            self.waiting_since = None
+            self.missing_from, self.waiting_since = (), None
 
     def _connect_local_peers(self) -> None:
         """Find the ranks that small messages reach through shared memory; the others are reached over gloo."""
@@ -421,11 +425,13 @@ class _Batch(Pending):
         self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
 
     def _wait_on_host(self) -> None:
-        now = self._comm.waiting_since = time.monotonic()
+        comm, now = self._comm, time.monotonic()
+        # As `_waiting`, which would take longer than some messages.
+        comm.missing_from, comm.waiting_since = {message.peer for message in self._messages}, now
         try:
-            self._wait_for_each(now + self._comm.timeout)
+            self._wait_for_each(now + comm.timeout)
         finally:
-            self._comm.waiting_since = None
+            comm.missing_from, comm.waiting_since = (), None
 
     def _wait_for_each(self, deadline: float) -> None:
         for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
