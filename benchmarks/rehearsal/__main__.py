@@ -23,7 +23,7 @@ from benchmarks.rehearsal.study import (
     WORLD,
     Machine,
     attention_sections,
-    failure_row,
+    failure_rows,
     generate_row,
     is_wrong,
     training_row,
@@ -102,7 +102,7 @@ def _failures(folder: Path, megabits: float) -> Iterator[dict[str, object]]:
         own = folder / name.replace(" ", "-")
         own.mkdir()
         with Nodes(2, megabits) as nodes, output.status(name):
-            yield failure_row(nodes, own, name, fail)
+            yield from failure_rows(nodes, own, name, fail)
 
 
 app = make_app(main)
