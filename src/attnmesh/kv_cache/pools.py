@@ -145,12 +145,17 @@ def write_tokens(keys: Stored, values: Stored, slots: Tensor, k: Tensor, v: Tens
     """
     if slots.is_cuda:
         _triton().write_tokens(keys, values, slots, k, v)
-    else:
-        _write(keys, slots, k)
-        _write(values, slots, v)
+        return
+    _write(keys, slots, k)
+    _write(values, slots, v)
 
 
 def _write(pool: Stored, slots: Tensor, x: Tensor) -> None:
+    if slots.numel() == 1 and isinstance(pool, Tensor):  # a decode step: no index tensors
+        block, offset = divmod(int(slots), pool.shape[1])
+        if block >= 0:
+            pool[block, offset] = x[0, :, 0]
+        return
     kept = slots >= 0
     at = slots[kept]
     block_size = values_of(pool).shape[1]

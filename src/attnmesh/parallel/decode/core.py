@@ -35,7 +35,7 @@ from attnmesh.core.masks import Mask
 from attnmesh.core.merge import discount_sinks_batch_invariant, scale_for_sum, unpack_state
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.decode.api import paged_decode_attention
+from attnmesh.ops.decode.api import PagedStep, paged_decode_attention
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
 from attnmesh.ops.dense.api import attention_state
 from attnmesh.ops.merge import merge_packed
@@ -48,7 +48,8 @@ class LocalKV:
     """The keys and values of one layer that this rank stores, for B sequences.
 
     `block_table` is int32 [B, blocks], and `cur_pos` int32 [B] the index of the last key stored here. `key_range`
-    returns, for a window, the keys stored here that each new token attends to: `first` and `end`, int32 [B, T].
+    returns, for a window, the keys stored here that each new token attends to: `first` and `end`, int32 [B, T]. `step`
+    is what the layers of a step share on the CPU: they are checked once.
     """
 
     keys: Stored
@@ -56,6 +57,11 @@ class LocalKV:
     block_table: Tensor
     cur_pos: Tensor
     key_range: Callable[[int | None], tuple[Tensor, Tensor]]
+    step: PagedStep | None = None
+
+    def paged_step(self) -> PagedStep:
+        """The step that this layer belongs to, or one of its own."""
+        return PagedStep(self.block_table, self.cur_pos) if self.step is None else self.step
 
 
 @dataclass(frozen=True)
@@ -128,16 +134,15 @@ class DecodeAttention:
         if self.split_size is not None:
             return self._with_fixed_splits(q, kv, self.split_size)
         if self.states.comm.world == 1:
-            return paged_decode_attention(
-                q, kv.keys, kv.values, kv.block_table, cur_pos=kv.cur_pos, scale=self.scale, window=self.window,
-                sinks=self.sinks, backend=self.backend,
-            )  # fmt: skip
+            return kv.paged_step()(
+                q, kv.keys, kv.values, scale=self.scale, window=self.window, sinks=self.sinks, backend=self.backend
+            ).out
         packed = _empty_packed(q)
         # One token without a window attends to all keys stored here: the kernel needs no range.
         key_range = kv.key_range(self.window) if q.shape[2] > 1 or self.window is not None else None
-        paged_decode_attention(
-            q, kv.keys, kv.values, kv.block_table, cur_pos=kv.cur_pos, scale=self.scale, key_range=key_range,
-            into=unpack_state(packed), backend=self.backend,
+        kv.paged_step()(
+            q, kv.keys, kv.values, scale=self.scale, key_range=key_range, into=unpack_state(packed),
+            backend=self.backend,
         )  # fmt: skip
         return self.states.combine(packed, self.sinks, q.dtype, combine)
 

@@ -1,0 +1,93 @@
+"""One token over keys that are adjacent in a pool of blocks: a single call of torch's CPU flash kernel, without a copy.
+
+Few torch calls per layer: at the sizes of a decode step each takes as long as reading a hundred keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.state import State, accumulation_dtype
+from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.cpu_keys import VisibleKeys, adjacent_blocks
+
+MIN_PART = 256  # keys that are worth a task of their own
+
+
+@dataclass(frozen=True)
+class AdjacentKeys:
+    """The keys of one sequence: `parts` parts of `size` tokens each, which begin `step` tokens apart.
+
+    Parts let the threads share a kv head. All have one size, so they may overlap: `bias` hides from each part the keys
+    that the one before has.
+    """
+
+    begin: int  # the first token, counted in the pool
+    size: int
+    step: int
+    parts: int
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, begin: int, count: int, parts: int, dtype: torch.dtype) -> AdjacentKeys:
+        """`count` keys from token `begin` of the pool on."""
+        if parts == 1:
+            return cls(begin, count, 0, 1, None)
+        size = -(-count // parts)
+        while (count - size) % (parts - 1):
+            size += 1
+        step = (count - size) // (parts - 1)
+        bias = None
+        if step < size:
+            bias = torch.zeros(parts, 1, 1, size, dtype=dtype, device="cpu")
+            bias[1:, ..., : size - step] = -torch.inf
+        return cls(begin, size, step, parts, bias)
+
+    def state(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> State:
+        """Out [1, Hq, 1, D] and lse [1, Hq, 1] of q [Hq, D] over pools k and v [blocks, block_size, Hkv, D]."""
+        (heads, width), kv_heads = q.shape, k.shape[2]
+        row, group = kv_heads * width, heads // kv_heads
+        queries = q.as_strided((self.parts, kv_heads, group, width), (0, group * q.stride(0), q.stride(0), 1))
+        keys, values = (
+            x.as_strided(
+                (self.parts, kv_heads, self.size, width), (self.step * row, width, row, 1),
+                x.storage_offset() + self.begin * row,
+            )
+            for x in (k, v)
+        )  # fmt: skip
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, False, attn_mask=self.bias, scale=scale
+        )
+        if self.parts > 1:
+            out = (out * torch.softmax(lse, 0).unsqueeze(-1)).sum(0)
+            lse = lse.logsumexp(0)
+        return State(out.reshape(1, heads, 1, width), lse.reshape(1, heads, 1))
+
+
+def adjacent_keys(call: DecodeCall) -> list[AdjacentKeys] | None:
+    """The keys of each sequence, if these states are all that a call needs; else None."""
+    k, v, dtype = call.k, call.v, accumulation_dtype(call.q.dtype)
+    if (
+        call.table is None or call.shared or call.q.shape[2] > 1 or call.mask is not None or call.tree is not None
+        or call.splits.size is not None or not isinstance(k, Tensor) or not isinstance(v, Tensor)
+        or k.dtype != dtype or k.shape != v.shape or not (k.is_contiguous() and v.is_contiguous())
+    ):  # fmt: skip
+        return None
+    found = []
+    for sequence, last in enumerate(call.cur_pos.tolist()):
+        visible = None if last < 0 else VisibleKeys(call, range(sequence, sequence + 1), last).unmasked
+        if not visible:
+            return None
+        slots = range(visible.start // call.block_size, -(-visible.stop // call.block_size))
+        block = adjacent_blocks(call.table, sequence, slots)
+        if block is None:
+            return None
+        threads = torch.get_num_threads()
+        parts = min(threads // gcd(call.kv_heads, threads), len(visible) // MIN_PART, call.splits.max_count or threads)
+        begin = visible.start + (block - slots.start) * call.block_size
+        found.append(AdjacentKeys.of(begin, len(visible), max(1, parts), dtype))
+    return found
