@@ -3,16 +3,20 @@
     python examples/train_context_parallel.py
     torchrun --nproc-per-node 2 examples/train_context_parallel.py
     torchrun --nproc-per-node 4 examples/train_context_parallel.py --length 1001 --layout striped --dtype bf16
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_context_parallel.py --checkpoint checkpoints
 
-All of them print the same losses up to rounding: context parallelism changes where tokens are, not what is computed.
-Any length works. The model is a Llama of Transformers with random weights; nothing is downloaded. Needs
-`pip install "attnmesh[hf]"`.
+Runs of one length print the same losses up to rounding: context parallelism changes where tokens are, not what is
+computed. With `--checkpoint`, a run that failed continues from its last checkpoint, on any number of ranks, with the
+losses of a run that did not fail; see docs/cluster.md. Any length works. The model is a Llama of Transformers with
+random weights; nothing is downloaded. Needs `pip install "attnmesh[hf]"`.
 """
 
 import argparse
 import json
 import os
 from collections.abc import Iterator
+from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -65,6 +69,33 @@ def batches(length: int) -> Iterator[Tensor]:
         yield steps.cumsum(1) % VOCABULARY
 
 
+def save(file: Path, **state: object) -> None:
+    """Write a checkpoint that is whole as soon as `file` exists: the program may be killed at any time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    with unfinished.open("wb") as opened:
+        torch.save(state, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+    unfinished.replace(file)
+
+
+def load(file: Path, cp: ContextParallel, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Continue from a checkpoint, if there is one: the losses of the steps so far.
+
+    Every rank holds all parameters, so a checkpoint does not depend on the number of ranks that wrote it.
+    """
+    losses = []
+    if file.exists():
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        losses = state["losses"]
+    # All ranks must have read the same file. A difference raises ValueError on every rank.
+    cp.comm.agree("checkpoint", {"steps": len(losses)})
+    return losses
+
+
 def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
     """The loss of every step."""
     length = arguments.length
@@ -72,8 +103,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
     model = small_llama(cp, length).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     positions = cp.positions(length).to(device).unsqueeze(0)
-    losses = []
-    for _, tokens in zip(range(arguments.steps), batches(length + 1), strict=False):
+    file = arguments.checkpoint and arguments.checkpoint / "checkpoint.pt"
+    losses = load(file, cp, model, optimizer) if file else []
+    for tokens in islice(batches(length + 1), len(losses), arguments.steps):  # skips the batches of finished steps
         # Shift before sharding: the label of the last token of a shard is in another shard.
         tokens, labels = (cp.shard(x, 1).to(device) for x in (tokens[:, :-1], tokens[:, 1:]))
         with torch.autocast(device.type, torch.bfloat16, enabled=arguments.dtype == "bf16"):
@@ -88,6 +120,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
         losses.append(cp.comm.all_reduce(loss.detach()).item())
         if cp.rank == 0:
             print(f"step {len(losses):3}  loss {losses[-1]:.6f}", flush=True)
+            if file and len(losses) % arguments.checkpoint_every == 0:
+                save(file, model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses)
     return losses
 
 
@@ -100,13 +134,17 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--losses", type=Path, help="write the losses to this file, as JSON")
+    parser.add_argument("--checkpoint", type=Path, help="folder to continue from and to write to, shared by all nodes")
+    parser.add_argument("--checkpoint-every", type=int, default=5, help="steps between checkpoints (default 5)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that a rank waits for others (default 300)")
     arguments = parser.parse_args()
 
     device = torch.device(arguments.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:  # started by torchrun
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=arguments.timeout))
     losses = train(arguments, device)
     if arguments.losses and os.environ.get("RANK", "0") == "0":
         arguments.losses.write_text(json.dumps(losses))

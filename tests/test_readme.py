@@ -23,6 +23,7 @@ PAGES = {
     "sparse-attention": 4,
     "debugging": 1,
     "planning": 1,
+    "cluster": 1,
 }  # page: number of blocks that run
 
 _BLOCK = re.compile(

@@ -12,6 +12,7 @@ from attnmesh import run_virtual
 from attnmesh.cli.trace import TraceCase, record_attention
 from attnmesh.comm.in_flight import InFlightMessage, record_on_stream
 from attnmesh.plan.schedules import SCHEDULES, loads
+from attnmesh.trace.overlap import summarize_overlap
 from attnmesh.trace.recorder import Recorder
 from helpers.processes import run_processes
 
@@ -59,6 +60,19 @@ def test_virtual_ranks_share_a_stream_so_their_kernels_never_overlap(schedule):
 def test_processes_that_gloo_carries_through_host_memory():
     ask = traced_case("ring", device="cuda", length=4096, head_dim=64)
     check(run_processes(2, record_attention, ask, timeout=300)[0], ask, 2)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_messages_over_nccl_and_kernels_run_at_the_same_time(world):
+    """NCCL's streams are its own. The ranks share a GPU, and messages go through sockets: both take milliseconds."""
+    ask = traced_case("ring", device="cuda", length=1 << 16, head_dim=64)
+    spans = run_processes(world, record_attention, ask, timeout=300, backend="nccl")[0]
+    check(spans, ask, world)
+    for kernel in ("attention", "attention backward"):
+        chosen = [span for span in spans if span.track != "compute" or span.name == kernel]
+        for rank in summarize_overlap(chosen):
+            print(f"{world} ranks, {kernel}: {rank}")
+            assert rank.overlap > 0.05 * min(rank.compute, rank.transfer)
 
 
 def test_messages_that_only_order_streams_are_noted_without_a_wait_of_the_host():

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from attnmesh.comm.liveness import liveness
 from attnmesh.core.call_log import LoggedCall, alternatives, format_ranks, ranks_by_value
 
 if TYPE_CHECKING:
@@ -127,6 +128,9 @@ class AgreementStore:
                 continue
             if failures := self.failures():
                 raise CommError(f"rank {self._rank} was about to start {signature}, but {failures}")
+            # A rank that has ended may have taken part before: what it published is complete.
+            if (ended := self.ended().keys() & missing) and not self._signatures(self._round, ended):
+                raise CommError(f"rank {self._rank} was about to start {signature}, but {self.describe_ended(ended)}")
             if time.monotonic() > deadline:
                 raise CommError(
                     f"rank {self._rank} was about to start {signature}, but {format_ranks(sorted(missing))} did not "
@@ -142,7 +146,7 @@ class AgreementStore:
         deadline, missing = time.monotonic() + timeout, set(range(self._world)) if self._round else set()
         while True:
             missing -= self._signatures(self._round, missing).keys()
-            if not missing or time.monotonic() > deadline or self.failures():
+            if not missing or time.monotonic() > deadline or self.failures() or self.ended().keys() & missing:
                 return not missing
             time.sleep(_MAX_POLL_INTERVAL)
 
@@ -160,11 +164,40 @@ class AgreementStore:
         messages = [(rank, self._get(f"failure/{rank}")) for rank in others if self._check(f"failure/{rank}")]
         return "; ".join(f"rank {rank} failed: {message}" for rank, message in messages)
 
+    def report_end(self, rank: int, how: str) -> None:
+        """Publish that the process of another rank has ended."""
+        self._set(f"ended/{rank}", how)
+        self._set("failure", "yes")
+
+    def ended(self) -> dict[int, str]:
+        """The ranks whose processes have ended, and how. They need not be missed: they may have done their part."""
+        if not self._check("failure"):
+            return {}
+        keys = {rank: f"ended/{rank}" for rank in range(self._world)}
+        return {rank: self._get(key) for rank, key in keys.items() if self._check(key)}
+
+    def describe_ended(self, ranks: Iterable[int]) -> str:
+        """Which ranks are dead, and why, for an error message."""
+        ended = self.ended()
+        return "; ".join(f"rank {rank} is dead: {ended[rank]}" for rank in sorted(ranks))
+
+    def publish_address(self) -> None:
+        """Publish how other ranks reach the process of this rank."""
+        own = liveness()
+        if own is not None:
+            self._set(f"address/{self._rank}", own.address(self._store))
+
+    def address(self, rank: int) -> str | None:
+        """How to reach the process of a rank; None if it has not been published yet."""
+        return self._get(key) if self._check(key := f"address/{rank}") else None
+
     def explain(self) -> str:
         """Why a peer may not respond: its reported failure, or the agreement it waits for. Never raises."""
         try:
             if failures := self.failures():
                 return f"; {failures}"
+            if ended := self.ended():
+                return f"; {self.describe_ended(ended)}"
             waiting = self.waiting()
         except CommError:
             return ""
@@ -177,6 +210,28 @@ class AgreementStore:
     def waiting(self) -> dict[int, Signature]:
         """The agreement that other ranks wait for and that this rank has not entered."""
         return self._signatures(self._round + 1, set(range(self._world)) - {self._rank})
+
+    def share(self, name: str, value: str, ranks: Iterable[int], timeout: float) -> dict[int, str]:
+        """Publish a value of this rank under a name that is used once, and return those of `ranks`."""
+        self._set(f"{name}/{self._rank}", value)
+        values, missing = {self._rank: value}, set(ranks) - {self._rank}
+        deadline, interval = time.monotonic() + timeout, _MIN_POLL_INTERVAL
+        while missing:
+            new = {rank: self._get(f"{name}/{rank}") for rank in missing if self._check(f"{name}/{rank}")}
+            values |= new
+            missing -= new.keys()
+            if new:
+                continue
+            if failures := self.failures():
+                raise CommError(f"rank {self._rank} was about to connect with other ranks, but {failures}")
+            if time.monotonic() > deadline:
+                raise CommError(
+                    f"rank {self._rank} was about to connect with other ranks, but {format_ranks(sorted(missing))} did "
+                    f"not arrive within {timeout} s"
+                )
+            time.sleep(interval)
+            interval = min(2 * interval, _MAX_POLL_INTERVAL)
+        return values
 
     def publish(self, calls: str) -> None:
         """Publish the calls of this rank, instead of those published before."""
@@ -199,10 +254,9 @@ class AgreementStore:
 
     def _key(self, name: str) -> str:
         if self._prefix is None:
-            # A group that is created again after its destruction may get its old store with all keys. The number of
-            # ranks that ever joined distinguishes the generations: no agreement completes before all have joined.
-            joined = self._store.add("attnmesh/joined", 1)
-            self._prefix = f"attnmesh/{(joined - 1) // self._world}"
+            # A group that is created again after its destruction may get its old store with all keys. How often this
+            # rank has joined distinguishes the generations, also if the new group is smaller.
+            self._prefix = f"attnmesh/{self._store.add(f'attnmesh/joined/{self._rank}', 1)}"
         return f"{self._prefix}/{name}"
 
     def _set(self, name: str, value: str) -> None:

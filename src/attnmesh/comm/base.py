@@ -244,6 +244,16 @@ class Comm(ABC):
         """The log of a subgroup whose calls differ from those of other subgroups."""
         return self._logs.setdefault(members, CallLog())
 
+    @contextmanager
+    def replaying(self, operation: str) -> Iterator[None]:
+        """Around the replay of a CUDA graph that has messages of this comm in it.
+
+        The calls in a graph are logged only when they are captured. This logs the replay, so that ranks that replay
+        differently are noticed; over NCCL, so is a rank that does not arrive.
+        """
+        self.note(operation)
+        yield
+
     def fail(self, message: str) -> None:
         """Report to the other ranks that this rank has failed, so that their errors can give the reason."""
 

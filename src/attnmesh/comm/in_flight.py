@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attnmesh.comm.local_peers import SharedWork
 from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
 
 
@@ -92,13 +93,31 @@ class RecordedWork:
         return True
 
 
+class RecordedSharedWork:
+    """A work of shared memory, which is recorded when it is waited for: it knows when its message was sent."""
+
+    def __init__(self, work: SharedWork, record: MessageRecord, posted: Timestamp) -> None:
+        self._work, self._record, self._posted = work, record, posted
+
+    def wait(self, timeout: timedelta = _NO_LIMIT, /) -> bool:
+        """Wait as for the work itself."""
+        self._work.wait(timeout)
+        assert isinstance(self._posted, float)
+        self._record.done(self._posted, max(self._posted, self._work.completed))
+        return True
+
+
 def record_on_threads(
     works: Sequence[Waitable], messages: Sequence[InFlightMessage], op: str, recorder: Recorder, timeout: float,
     posted: Timestamp,
-) -> list[RecordedWork]:  # fmt: skip
-    """Record each message when its gloo work completes; wait for the returned works instead."""
-    records = _message_records(messages, op, recorder)
-    return [RecordedWork(work, timeout, record, posted) for work, record in zip(works, records, strict=True)]
+) -> list[Waitable]:  # fmt: skip
+    """Record each message when it completes; wait for the returned works instead."""
+    return [
+        RecordedSharedWork(work, record, posted)
+        if isinstance(work, SharedWork)
+        else RecordedWork(work, timeout, record, posted)
+        for work, record in zip(works, _message_records(messages, op, recorder), strict=True)
+    ]
 
 
 def record_on_stream(

@@ -1,7 +1,8 @@
 """A thread beside the comm of a process group, which asks the store so that the rank itself cannot be blocked by it.
 
 It runs the comparisons of `agree`, and it watches the rank: while the rank waits for messages, or has queued operations
-that NCCL carries, the digests of its calls are published and compared with those of the other ranks.
+that NCCL carries, the digests of its calls are published and compared with those of the other ranks. What is published
+also tells whether the rank waits for others, and that it still runs.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from attnmesh.comm.agreement import AgreementStore, CommError, Signature
 from attnmesh.comm.base import COMPARED_CALLS
-from attnmesh.core.call_log import CallLog, LoggedCall, alternatives, out_of_step
+from attnmesh.comm.liveness import UNREACHABLE, Neighbors
+from attnmesh.core.call_log import CallLog, LoggedCall, alternatives, format_ranks, out_of_step
 
 T = TypeVar("T")
 
@@ -26,31 +29,55 @@ GRACE = 5.0
 """Seconds that the store has to answer, beyond the time that an operation on it may take by itself."""
 
 _INTERVAL = 0.2  # seconds between two looks at the rank
+_ARRIVAL = 5.0  # seconds in which messages may still arrive from a process that has ended
+_STILL = 1.5  # seconds without news after which a rank is taken for one that does not wait
+SEARCH = 3.0
+"""Seconds that `Monitor.find_absent` takes, beyond the grace."""
 
 Logs = Mapping[tuple[int, ...], CallLog]
 """The logs of a comm, of all its ranks and of its independent subgroups, by members."""
 
 
+class Monitored(Protocol):
+    """The part of a comm that its monitor uses."""
+
+    missing_from: Collection[int]
+    """The ranks whose messages it waits for."""
+
+    def is_watched(self) -> bool:
+        """Whether to compare calls with those of other ranks now."""
+
+    def is_waiting(self) -> bool:
+        """Whether this process waits for other ranks, in any of its groups."""
+
+    def interrupt(self, problem: str) -> None:
+        """Fail, and end what the rank waits for."""
+
+
 class Monitor:
     """Runs store operations on a thread of its own, with deadlines, and compares the calls of ranks.
 
-    `is_watched` tells whether calls are to be compared now; `interrupt` is called with the reason if ranks are out of
-    step. They are methods of the comm, which the monitor does not keep alive.
+    It does not keep the comm alive.
     """
 
-    def __init__(
-        self, store: AgreementStore, rank: int, logs: Logs, is_watched: Callable[[], bool],
-        interrupt: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self._store, self._rank, self._logs = store, rank, logs
-        self._is_watched, self._interrupt = weakref.WeakMethod(is_watched), weakref.WeakMethod(interrupt)
+    def __init__(self, store: AgreementStore, rank: int, world: int, logs: Logs, comm: Monitored) -> None:
+        self._store, self._rank, self._world, self._logs = store, rank, world, logs
+        self._comm = weakref.ref(comm)
+        self._beat = 0  # how often this rank has published
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._neighbors = Neighbors(rank, world)
+        self._seen_ended: dict[int, float] = {}  # when this rank learned that others have ended, by time.monotonic()
         self._thread: threading.Thread | None = None
         self._is_stuck = False
 
+    def start(self, timeout: float) -> None:
+        """Publish how to reach this process, and begin to watch the neighbors of the rank."""
+        with suppress(CommError):  # the rank notices that the store is lost when it needs it
+            self.call(self._store.publish_address, timeout)
+
     def call(self, fn: Callable[[], T], timeout: float = 0) -> T:
         """The result of `fn` on the monitor's thread; CommError if it takes longer than `timeout` and the grace."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="attnmesh monitor", daemon=True)
             _monitors.add(self)
             self._thread.start()
@@ -66,13 +93,20 @@ class Monitor:
             "that serves it (usually rank 0) is stopped or unreachable"
         )
 
-    def compare(self, signature: Signature, timeout: float) -> dict[int, Signature]:
-        """`AgreementStore.compare`; CommError as soon as a missing rank is known to be in another call."""
+    def compare(
+        self, signature: Signature, timeout: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[int, Signature]:
+        """`AgreementStore.compare`; CommError as soon as a missing rank is known to be in another call.
+
+        `meanwhile` is called from time to time.
+        """
         last_check = time.monotonic()
 
         def check_missing_ranks() -> None:
             nonlocal last_check
             if time.monotonic() - last_check > _INTERVAL:
+                self._watch_neighbors()
+                meanwhile()
                 problem = self.out_of_step() or self._overtaken(signature)
                 if problem is not None:
                     raise CommError(problem)
@@ -80,13 +114,24 @@ class Monitor:
 
         return self.call(lambda: self._store.compare(signature, timeout, check_missing_ranks), timeout)
 
+    def end(self) -> None:
+        """Let the thread end, without waiting for it."""
+        if self._thread is not None:
+            self._requests.put(None)
+
     def stop(self) -> None:
         """End the thread, unless the store blocks it."""
-        self._requests.put(None)
+        self.end()
         if self._thread is not None and not self._is_stuck:
             self._thread.join(1)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._neighbors.close()
+
+    def _serve(self) -> None:
         while True:
             try:
                 request = self._requests.get(timeout=_INTERVAL)
@@ -105,26 +150,42 @@ class Monitor:
 
     def _look(self) -> bool:
         """Compare calls if the rank is watched. False once its comm is gone."""
-        is_watched = self._is_watched()
-        if is_watched is None:
+        comm = self._comm()
+        if comm is None:
             return False
-        if not is_watched():
+        with suppress(CommError):
+            self._watch_neighbors()
+        if not comm.is_watched():
             return True
         try:
-            problem = self._store.failures() or self.out_of_step() or self._overtook()
+            problem = (
+                self._store.failures() or self._lost_peers(comm.missing_from) or self.out_of_step() or self._overtook()
+            )
         except CommError:
             return True  # the rank notices that the store is lost when it needs it
-        interrupt = self._interrupt()
-        if problem is not None and interrupt is not None:
-            interrupt(problem)
+        if problem:
+            comm.interrupt(problem)
         return True
+
+    def _watch_neighbors(self) -> None:
+        self._neighbors.look(self._store.address, self._store.report_end)
+
+    def _lost_peers(self, missing_from: Collection[int]) -> str | None:
+        """Which ranks that messages are missing from are dead. What a process has sent before it ended may arrive."""
+        ended, now = self._store.ended(), time.monotonic()
+        dead = [
+            rank
+            for rank in set(ended).intersection(missing_from)
+            if ended[rank] == UNREACHABLE or now - self._seen_ended.setdefault(rank, now) > _ARRIVAL
+        ]
+        return self._store.describe_ended(dead) or None
 
     def out_of_step(self) -> str | None:
         """Publish the calls of this rank, and compare them with those that other ranks have published."""
-        self._store.publish(_to_json(self._logs, self._store.round))
+        self._publish()
         own = {members: log.digests() for members, log in self._logs.items()}
         for rank, text in self._store.published().items():
-            for members, (digests, calls) in _from_json(text)[1].items():
+            for members, (digests, calls) in _from_json(text).logs.items():
                 known = own.get(members, {})
                 if any(known.get(number, digest) != digest for number, digest in digests.items()):
                     both = {self._rank: self._logs[members].latest(COMPARED_CALLS), rank: calls}
@@ -139,13 +200,49 @@ class Monitor:
             time.sleep(_INTERVAL)
         return ""
 
+    def find_absent(self) -> str:
+        """Why this rank waits for so long: the ranks of the group that do not wait, or the failure of one.
+
+        A rank waits if it says so and goes on to say so. A process that is stopped says nothing any more. If all wait,
+        they wait for a rank of another group, and one of them will report it.
+        """
+        begin, before = time.monotonic(), self._statuses()
+        while True:
+            time.sleep(_INTERVAL)
+            self._publish()
+            if failures := self._store.failures():
+                return failures
+            now = self._statuses()
+            here = {
+                rank
+                for rank, (beat, waits) in now.items()
+                if waits and beat > before.setdefault(rank, (beat, waits))[0]
+            }
+            absent = sorted(set(range(self._world)) - here - {self._rank})
+            passed = time.monotonic() - begin
+            if absent and passed > _STILL:
+                return f"{format_ranks(absent)} did not arrive"
+            if passed > SEARCH:
+                return "all ranks of this group wait, for a rank that is not in it"
+
+    def _publish(self) -> None:
+        comm = self._comm()
+        self._beat += 1
+        waits = comm is not None and comm.is_waiting()
+        self._store.publish(_to_json(self._logs, self._store.round, self._beat, waits))
+
+    def _statuses(self) -> dict[int, tuple[int, bool]]:
+        """How often each other rank has published, and whether it waits."""
+        published = {rank: _from_json(text) for rank, text in self._store.published().items()}
+        return {rank: (each.beat, each.waits) for rank, each in published.items()}
+
     def _overtaken(self, signature: Signature) -> str | None:
         """Whether another rank, which did not compare, is already in the call that this rank wants to compare."""
         number = _next_number(signature)
         for rank, text in self._store.published().items():
-            rounds, logs = _from_json(text)
-            calls = {call.number: call for _, latest in list(logs.values())[:1] for call in latest}
-            if rounds < self._store.round and max(calls, default=0) >= number:
+            published = _from_json(text)
+            calls = {call.number: call for _, latest in list(published.logs.values())[:1] for call in latest}
+            if published.rounds < self._store.round and max(calls, default=0) >= number:
                 text = calls[number].text if number in calls else "another call"
                 return _both_sides(number, {self._rank: str(signature), rank: text})
         return None
@@ -170,18 +267,28 @@ def _next_number(signature: Signature) -> int:
     return signature.calls[-1].number + 1 if signature.calls else 1
 
 
-def _to_json(logs: Logs, rounds: int) -> str:
-    published = [
+class _Published(NamedTuple):
+    """What a rank tells the others: its agreements, its calls by members of a group, and how it is."""
+
+    rounds: int
+    logs: dict[tuple[int, ...], tuple[dict[int, int], list[LoggedCall]]]
+    beat: int
+    waits: bool
+
+
+def _to_json(logs: Logs, rounds: int, beat: int, waits: bool) -> str:
+    calls = [
         (members, list(log.sampled_digests().items()), log.latest(COMPARED_CALLS)) for members, log in logs.items()
     ]
-    return json.dumps([rounds, published])
+    return json.dumps([rounds, calls, beat, waits])
 
 
-def _from_json(text: str) -> tuple[int, dict[tuple[int, ...], tuple[dict[int, int], list[LoggedCall]]]]:
-    rounds, published = json.loads(text)
-    return rounds, {
+def _from_json(text: str) -> _Published:
+    rounds, published, beat, waits = json.loads(text)
+    logs = {
         tuple(members): (dict(digests), [LoggedCall(*call) for call in calls]) for members, digests, calls in published
     }
+    return _Published(rounds, logs, beat, waits)
 
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.agreement import AgreementStore, CommError, Signature, disagreement
 from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
+from attnmesh.comm.caller_error import CallerError
 from attnmesh.comm.in_flight import InFlightMessage, Waitable, record_on_stream, record_on_threads, stage
-from attnmesh.comm.monitor import Monitor
+from attnmesh.comm.local_peers import LocalPeers, connect
+from attnmesh.comm.monitor import SEARCH, Monitor
+from attnmesh.comm.nccl import NcclSide, abort_all, own_timeout
+from attnmesh.comm.stream_watch import QueuedOperation
 from attnmesh.core.call_log import CallLog, text_digest
 from attnmesh.core.validation import MAX_TIMEOUT, check_timeout
 from attnmesh.trace.recorder import Recorder
@@ -36,24 +40,32 @@ class GroupComm(Comm):
     """A comm over a process group with gloo, NCCL, or both.
 
     Over gloo, all operations are built from point-to-point messages: sums are taken in rank order, errors name the
-    peer, and one deadline bounds each wait. CUDA tensors sent over gloo are staged through pinned host memory. Over
-    NCCL, waiting orders streams and does not block the host; NCCL's own watchdog enforces the timeout.
+    peer, and one deadline bounds each wait. CUDA tensors sent over gloo are staged through pinned host memory. From the
+    first agreement on, small messages between processes of one host go through shared memory instead. Over NCCL,
+    waiting orders streams and does not block the host: operations in flight are watched, and if one does not complete
+    within the timeout, all are ended and CommError is raised in the thread that makes the calls.
     """
 
     is_own_group = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), _timeout_of(group))
-        # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
-        self._group_ref = weakref.ref(group)
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self._store = AgreementStore(_store_of(group), self.rank, self.world)
-        self._monitor = Monitor(self._store, self.rank, self._logs, self._is_watched, self._interrupt)
-        self.waiting_since: float | None = None  # since when it waits for messages, by time.monotonic()
+        self._monitor = Monitor(self._store, self.rank, self.world, self._logs, self)
+        # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
+        end_monitor = self._monitor.end
+        self._group_ref = weakref.ref(group, lambda _: end_monitor())
+        self.waiting_since: float | None = None  # since when it waits for other ranks, by time.monotonic()
+        self.missing_from: Collection[int] = ()
         self._calls_watched = 0  # that NCCL carries
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
-        self._nccl_is_initialized = False
+        self.nccl = NcclSide(group, self._overdue)
+        self._is_connected = False
+        self._local_peers: LocalPeers | None = None  # ranks that small messages reach through shared memory
+        if self.world > 1:
+            self._monitor.start(self.timeout)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -75,13 +87,17 @@ class GroupComm(Comm):
         if self.world == 1:
             return {0: signature}
         try:
-            signatures = self._monitor.compare(signature, self.timeout)
+            with self._waiting():
+                signatures = self._monitor.compare(signature, self.timeout, self._make_progress)
         except CommError as error:
             raise self._failed(str(error)) from error
         if len(signatures) < self.world:
             self._unread = disagreement(signatures)
-        elif disagreement(signatures) is None and self._will_use_nccl(signature):
-            self._initialize_nccl()
+        elif disagreement(signatures) is None:
+            if self._will_use_nccl(signature):
+                self._initialize_nccl()
+            elif not self._is_connected:
+                self._connect_local_peers()
         return signatures
 
     def _will_use_nccl(self, signature: Signature) -> bool:
@@ -90,37 +106,84 @@ class GroupComm(Comm):
         return on_cuda and self._backends.get("cuda") == "nccl"
 
     def _initialize_nccl(self) -> None:
-        """NCCL needs all ranks in a group's first operation, and the first messages of a ring may leave some out."""
-        if not self._nccl_is_initialized:
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
-            self._nccl_is_initialized = True
+        if not self.nccl.is_initialized:
+            try:
+                with self._waiting():
+                    self.nccl.initialize(self.timeout, lambda: self._broken is not None)
+            except (TimeoutError, RuntimeError) as error:
+                self._raise_if_broken()
+                raise self._failed(f"rank {self.rank}: {_reason(error)}{self._explain()}") from error
+
+    @contextmanager
+    def _waiting(self, missing_from: Collection[int] = ()) -> Iterator[None]:
+        """This rank waits on the host for other ranks, and for messages of some of them."""
+        self.missing_from, self.waiting_since = missing_from, time.monotonic()
+        try:
+            yield
+        finally:
+            self.missing_from, self.waiting_since = (), None
+
+    def _connect_local_peers(self) -> None:
+        """Find the ranks that small messages reach through shared memory; the others are reached over gloo."""
+        self._is_connected = True
+        if self._backends.get("cpu") != "gloo":
+            return
+
+        def share(name: str, value: str, ranks: Sequence[int]) -> dict[int, str]:
+            return self._store.share(name, value, ranks, self.timeout)
+
+        try:
+            peers = self._monitor.call(lambda: connect(self.rank, self.world, share), self.timeout)
+        except CommError as error:
+            raise self._failed(str(error)) from error
+        if peers is not None:
+            self._local_peers = peers
+            weakref.finalize(self.group, peers.leave)
+
+    def _make_progress(self) -> None:
+        """Send and receive through shared memory while this rank waits for something else (on the monitor's thread)."""
+        if self._local_peers is not None:
+            self._local_peers.progress_unless_waiting()
 
     def _check_usable(self) -> None:
         """Raise after a failure, or if other ranks did not read the disagreement that this rank raised before."""
-        if self._broken is not None:
-            raise CommError(f"this comm has failed before: {self._broken}")
+        self._raise_if_broken()
         _ = self.group  # raises if it has been destroyed
         if self._unread is not None:
             problem, self._unread = self._unread, None
             if not self._monitor.call(lambda: self._store.all_arrived(self.timeout), self.timeout):
                 raise self._failed(f"rank {self.rank}: not all ranks arrived to learn that {problem}")
 
-    # Ranks that are out of step.
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            _caller_error.withdraw()
+            raise CommError(f"this comm has failed before: {self._broken}")
 
-    def _is_watched(self) -> bool:
+    # Ranks that are out of step, or do not arrive.
+
+    def is_watched(self) -> bool:
         """Whether to compare calls with those of other ranks now (on the monitor's thread)."""
         if self._broken is not None:
             return False
+        self._make_progress()
         if self.waiting_since is not None and time.monotonic() - self.waiting_since > _PATIENCE:
             return True
         calls, self._calls_watched = self._calls_watched, self.log.count
-        return self._nccl_is_initialized and calls != self.log.count
+        return self.nccl.is_initialized and (calls != self.log.count or self.is_waiting())
 
-    def _interrupt(self, problem: str) -> None:
+    def is_waiting(self) -> bool:
+        """Whether this process waits for other ranks in any of its groups, on the host or on the device."""
+        return any(
+            comm.waiting_since is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in list(_comms.values())
+        )
+
+    def interrupt(self, problem: str) -> None:
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
-        self._broken = f"rank {self.rank}: {problem}"
-        self._store.report_failure(self._broken)
-        self._abort_nccl()
+        self._end_all(f"rank {self.rank}: {problem}")
+        self._store.report_failure(f"rank {self.rank}: {problem}")
+        if self._local_peers is not None:
+            self._local_peers.stop(problem)
+            self._local_peers.leave()
         if self.world > 1 and "gloo" in self._backends.values():
             # A message that times out closes all connections of the group: the only way to end a wait of gloo.
             peer = (self.rank + 1) % self.world
@@ -129,11 +192,49 @@ class GroupComm(Comm):
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
 
-    def _abort_nccl(self) -> None:
-        """End operations that wait for other ranks: they would block the device, and torch would end the process."""
-        if self._nccl_is_initialized:
-            self._nccl_is_initialized = False
-            self.group._get_backend(torch.device("cuda")).abort()
+    def _overdue(self, operation: QueuedOperation) -> None:
+        """Fail, because NCCL did not complete an operation in time (on the thread that watches streams)."""
+        try:
+            reason = self._monitor.call(self._monitor.find_absent, SEARCH)
+        except CommError as error:
+            reason = str(error)
+        members = dist.get_process_group_ranks(self.group)
+        where = "" if members == list(range(self.world)) else f" (in the group of ranks {members})"
+        message = f"rank {self.rank}: {operation.name} did not complete within {operation.timeout:g} s: {reason}{where}"
+        self._end_all(message)
+        self.fail(message)
+
+    def _end_all(self, message: str) -> None:
+        """Fail in this group and in all others with operations in flight, which may wait for the same rank.
+
+        The thread that makes the calls may wait for the device, or use what was not received: it raises the error.
+        """
+        with _caller_error.lock:
+            if self._broken is not None:  # the rank itself has noticed
+                return
+            blocked = [comm for comm in list(_comms.values()) if comm is not self and comm.nccl.oldest() is not None]
+            if blocked or self.nccl.oldest() is not None:
+                _caller_error.send(message)
+            for comm in (self, *blocked):
+                comm._broken = message
+        abort_all(comm.nccl for comm in (self, *blocked))
+        for comm in blocked:
+            comm.fail(message)
+
+    @contextmanager
+    def replaying(self, operation: str) -> Iterator[None]:
+        """Around the replay of a CUDA graph: it is logged and watched. The communicators of a failed comm are gone."""
+        self._check_usable()
+        self.note(operation)
+        yield
+        if self.nccl.is_initialized:
+            self._watch(operation)
+
+    def _watch(self, op: str, posted: float | None = None) -> None:
+        """Watch what NCCL has queued on the current stream."""
+        _caller_error.remember_thread()
+        name = op if op == self._operation else f"{op} ({self._operation})"
+        self.nccl.watch(name, time.monotonic() if posted is None else posted, self.timeout)
 
     # Messages.
 
@@ -145,8 +246,10 @@ class GroupComm(Comm):
         backend = self._common_backend([tensor for tensor, _ in (*sends, *recvs)])
         # gloo delivers a message only if the tags are equal: the calls so far, the operation and the size.
         tag = log.digest ^ text_digest(op)
-        messages = [InFlightMessage(tensor.detach(), peer, send=True, tag=tag) for tensor, peer in sends]
-        messages += [InFlightMessage(tensor.detach(), peer, send=False, tag=tag) for tensor, peer in recvs]
+        # Receives first: gloo announces them on the connection that also carries this rank's data to that peer. Behind
+        # a large send the announcement would arrive late, and two ranks would send one after the other.
+        messages = [InFlightMessage(tensor.detach(), peer, send=False, tag=tag) for tensor, peer in recvs]
+        messages += [InFlightMessage(tensor.detach(), peer, send=True, tag=tag) for tensor, peer in sends]
         if backend != "nccl":
             stage(messages)
         if self.recorder is not None:
@@ -166,23 +269,35 @@ class GroupComm(Comm):
             record_on_stream(works, messages, op, recorder, posted)
         return RecordedPending(_Batch(self, op, messages, works, blocking=blocking), op, recorder, device)
 
-    def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[dist.Work]:
-        # As bytes, so that every dtype can be sent, whether the backend knows it or not.
+    def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[Waitable]:
         try:
-            return dist.batch_isend_irecv(
-                [
-                    dist.P2POp(
-                        dist.isend if message.send else dist.irecv,
-                        message.wire_buffer.view(-1).view(torch.uint8),
-                        group=self.group,
-                        group_peer=message.peer,
-                        tag=(message.tag + message.tensor.nbytes * _SIZE_FACTOR) % _TAGS,
-                    )
-                    for message in messages
-                ]
-            )
+            peers = self._local_peers
+            if peers is None or messages[0].wire_buffer.is_cuda:
+                return self._post_to_backend(messages)
+            others = [each for each in messages if not peers.carries(each.peer, each.tensor.nbytes)]
+            works = iter(self._post_to_backend(others) if others else ())
+            return [
+                peers.post(each.wire_buffer, each.peer, each.tag, send=each.send)
+                if peers.carries(each.peer, each.tensor.nbytes)
+                else next(works)
+                for each in messages
+            ]
         except RuntimeError as error:
             raise self.message_error(op, messages, error) from error
+
+    def _post_to_backend(self, messages: Sequence[InFlightMessage]) -> list[Waitable]:
+        # As bytes, so that every dtype can be sent, whether the backend knows it or not.
+        operations = [
+            dist.P2POp(
+                dist.isend if message.send else dist.irecv,
+                message.wire_buffer.view(-1).view(torch.uint8),
+                group=self.group,
+                group_peer=message.peer,
+                tag=(message.tag + message.tensor.nbytes * _SIZE_FACTOR) % _TAGS,
+            )
+            for message in messages
+        ]
+        return list(dist.batch_isend_irecv(operations))
 
     def _common_backend(self, tensors: Sequence[Tensor]) -> str:
         devices = {tensor.device for tensor in tensors}
@@ -203,9 +318,10 @@ class GroupComm(Comm):
     def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception) -> CommError:
         """Mark this comm as failed because of undelivered messages, and return the error to raise."""
         if self._broken is not None:  # the monitor ended the wait
+            _caller_error.withdraw()
             return CommError(self._broken)
         in_flight = " and ".join(map(str, messages))
-        self._abort_nccl()
+        abort_all([self.nccl])
         return self._failed(
             f"rank {self.rank} failed in {op} ({self._operation}) while {in_flight}: {_reason(error)}{self._explain()}"
         )
@@ -219,6 +335,8 @@ class GroupComm(Comm):
     def _failed(self, message: str) -> CommError:
         self._broken = message
         self.fail(message)
+        if self._local_peers is not None:
+            self._local_peers.leave()  # after the reason is known: those who wait for this rank ask for it
         return CommError(message)
 
     # Operations that NCCL does better than a batch of messages.
@@ -226,9 +344,11 @@ class GroupComm(Comm):
     def _all_gather(self, op: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
         if self._backend(x.device) != "nccl":
             return super()._all_gather(op, x, shapes, into)
-        return self._padded_all_gather(x, shapes, into)
+        return self._padded_all_gather(op, x, shapes, into)
 
-    def _padded_all_gather(self, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
+    def _padded_all_gather(
+        self, op: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None
+    ) -> list[Tensor]:
         """One native all-gather; parts of different sizes are padded to the largest."""
         self._check_usable()
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -243,6 +363,8 @@ class GroupComm(Comm):
         # The name since torch 2.13, and the one before.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(gathered.view(torch.uint8), own.view(torch.uint8), group=self.group)
+        if x.is_cuda:
+            self._watch(op)
         parts = [
             part[:size].view(shape)
             for part, size, shape in zip(gathered.view(self.world, largest), sizes, shapes, strict=True)
@@ -265,6 +387,7 @@ class GroupComm(Comm):
                 x.detach() if reuse and x.is_contiguous() else x.detach().clone(memory_format=torch.contiguous_format)
             )
         dist.all_reduce(total, group=self.group)
+        self._watch(op)
         return total.to(x.dtype)
 
     def _reduce_scatter(self, op: str, parts: Sequence[Tensor]) -> Tensor:
@@ -274,14 +397,15 @@ class GroupComm(Comm):
         self._check_usable()
         total = torch.empty_like(own, memory_format=torch.contiguous_format)
         dist.reduce_scatter(total, [part.detach().contiguous() for part in parts], group=self.group)
+        self._watch(op)
         return total
 
     def _barrier(self, op: str) -> None:
         if "cpu" in self._backends:
             super()._barrier(op)
         else:
-            self._check_usable()
-            dist.barrier(self.group)
+            self._all_reduce(op, torch.zeros(1, dtype=torch.float32, device="cuda"))
+            torch.cuda.current_stream().synchronize()
 
 
 class _Batch(Pending):
@@ -289,7 +413,7 @@ class _Batch(Pending):
         self, comm: GroupComm, op: str, messages: list[InFlightMessage], works: Sequence[Waitable], *, blocking: bool
     ) -> None:
         self._comm, self._op, self._messages, self._works = comm, op, messages, works
-        self._blocking = blocking
+        self._blocking, self._posted = blocking, time.monotonic()
 
     def wait(self) -> None:
         if self._blocking:
@@ -297,14 +421,13 @@ class _Batch(Pending):
         else:
             for work in self._works:
                 work.wait()
+            if self._works:
+                self._comm._watch(self._op, self._posted)
         self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
 
     def _wait_on_host(self) -> None:
-        self._comm.waiting_since = time.monotonic()
-        try:
-            self._wait_for_each(self._comm.waiting_since + self._comm.timeout)
-        finally:
-            self._comm.waiting_since = None
+        with self._comm._waiting({message.peer for message in self._messages}):
+            self._wait_for_each(time.monotonic() + self._comm.timeout)
 
     def _wait_for_each(self, deadline: float) -> None:
         for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
@@ -337,7 +460,8 @@ def _timeout_of(group: dist.ProcessGroup) -> float:
 def _own_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The shortest timeout of the group's backends; None if they do not tell."""
     try:
-        return min(group._get_backend(device).options._timeout for device in group._device_types)
+        backends = (group._get_backend(device).options._timeout for device in group._device_types)
+        return own_timeout(group) or min(backends)
     except (AttributeError, RuntimeError, ValueError):  # a backend without options, or without backends
         return None
 
@@ -348,6 +472,7 @@ def _reason(error: Exception) -> str:
     return re.sub(r"^\[\S+\.cc:\d+\] ", "", text).partition(". This is typically")[0]
 
 
+_caller_error = CallerError()
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupComm] = weakref.WeakKeyDictionary()
 """One comm per process group, because it counts the group's agreements. Removed when the group is destroyed."""
 

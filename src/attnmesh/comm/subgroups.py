@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,6 +46,12 @@ class SubComm(Comm):
     def fail(self, message: str) -> None:
         """Report a failure to all ranks of the parent."""
         self._parent.fail(message)
+
+    @contextmanager
+    def replaying(self, operation: str) -> Iterator[None]:
+        """As in the parent, which carries the messages."""
+        with self._parent.replaying(operation):
+            yield
 
     def _parent_log(self) -> CallLog:
         return self._parent.log

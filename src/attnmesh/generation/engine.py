@@ -117,7 +117,9 @@ class Engine:
         self._changes = self._exchanges = 0  # that were begun and have not ended, or were interrupted
         # Over gloo a message takes longer than it saves in reading weights: measured, 2 and 4 ranks on 2 cores.
         self._tensor_parallel = TensorParallel(model, self.comm) if self.device.type == "cuda" else nullcontext()
-        # Neither messages between ranks nor mixture-of-experts routing on the host can be captured.
+        # Mixture-of-experts routing on the host cannot be captured. NCCL's messages can, but NCCL does not destroy a
+        # communicator before the last graph with its messages: an engine that is still referred to, as by the traceback
+        # of an exception, would block the end of its process.
         graphs = self.device.type == "cuda" and world == 1 and not hasattr(config, "num_local_experts")
         self._forward = partial(_logits, model)
         self._forward_step = DecodeGraphs(self._forward) if graphs else self._forward

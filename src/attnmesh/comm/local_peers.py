@@ -1,0 +1,316 @@
+"""Small messages between processes of one host, through shared memory instead of sockets.
+
+A message has a tag and a size; a receive takes the first message of its peer that has both. Sending copies the message
+into the ring of its pair of ranks. Receiving copies it out: when a rank waits for any message, it reads the rings until
+that message has arrived, and keeps messages that no receive has been posted for yet.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof, create_string_buffer, memmove
+from datetime import timedelta
+from threading import Lock
+
+from torch import Tensor
+
+from attnmesh.comm.shared_memory import IS_AVAILABLE, RingReader, RingWriter, Segment, largest_message
+
+VARIABLE = "ATTNMESH_SHARED_MEMORY"
+"""The environment variable that is set to 0 to send all messages over the network."""
+
+_RING, _SMALLEST_RING = 256 << 10, 8 << 10  # bytes
+_MAX_SEGMENT = 32 << 20  # bytes for all rings of a process group on one host: with more ranks, rings are smaller
+_STATES = 4096  # bytes at the start of a segment, in which each rank says that it has left
+
+_SPIN = 300  # looks at a ring, about 0.4 us each, before a rank sleeps
+_YIELDS = 8  # looks between which a rank lets others run, where ranks outnumber processor cores
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.02  # seconds between looks at everything else
+
+_NO_LIMIT = timedelta(days=1)
+_Key = tuple[int, int]  # tag and bytes
+
+
+class SharedWork:
+    """A message of a peer of this host, to be waited for like a `torch.distributed.Work`."""
+
+    __slots__ = ("_buffer", "_peers", "address", "completed", "nbytes", "peer", "send", "tag")
+
+    def __init__(self, peers: LocalPeers, buffer: Tensor, peer: int, tag: int, send: bool) -> None:
+        self._peers, self._buffer = peers, buffer
+        self.address, self.nbytes, self.peer, self.tag, self.send = buffer.data_ptr(), buffer.nbytes, peer, tag, send
+        self.completed = 0.0
+        """When the message was sent, by `time.perf_counter`, which processes of a host share; 0 before that."""
+
+    def wait(self, timeout: timedelta = _NO_LIMIT, /) -> bool:
+        """Return when the message has been received, or its buffer may be reused."""
+        if not self.completed:
+            self._peers.wait_for(self, timeout.total_seconds())
+        return True
+
+
+class _Peer:
+    """Another rank of this host: a ring in each direction, and the messages that have not found their counterpart."""
+
+    def __init__(self, writer: RingWriter, reader: RingReader, process: int, state: int) -> None:
+        self.writer, self.reader = writer, reader
+        self.state = state  # where its state is in the segment
+        self.unsent: deque[SharedWork] = deque()
+        self.posted: dict[_Key, deque[SharedWork]] = {}
+        self.unexpected: dict[_Key, deque[tuple[bytes, float]]] = {}
+        self._process = select.poll()
+        self._process.register(process, select.POLLIN)
+
+    def has_ended(self) -> bool:
+        return bool(self._process.poll(0))
+
+    # Called with the lock of `LocalPeers`.
+
+    def send_unsent(self) -> None:
+        """Send messages that found the ring full, as far as there is room now."""
+        while self.unsent:
+            work = self.unsent[0]
+            work.completed = self.writer.write(work.tag, work.address, work.nbytes)
+            if not work.completed:
+                return
+            self.unsent.popleft()
+
+    def receive_all(self) -> None:
+        """Read what has arrived, as long as receives are posted."""
+        while self.posted and self.reader.has_message():
+            self.receive_one()
+
+    def receive_one(self) -> None:
+        """Read a message that the reader has taken."""
+        tag, nbytes, sent = self.reader.header()
+        works = self.posted.get((tag, nbytes))
+        if works is None:
+            kept = create_string_buffer(nbytes)
+            self.reader.read(addressof(kept), nbytes)
+            self.unexpected.setdefault((tag, nbytes), deque()).append((kept.raw, sent))
+            return
+        work = works.popleft()
+        if not works:
+            del self.posted[tag, nbytes]
+        self.reader.read(work.address, nbytes)
+        work.completed = sent
+
+    def post_receive(self, work: SharedWork) -> None:
+        key = work.tag, work.nbytes
+        kept = self.unexpected.get(key)
+        if kept is None:
+            self.posted.setdefault(key, deque()).append(work)
+            return
+        message, sent = kept.popleft()
+        if not kept:
+            del self.unexpected[key]
+        memmove(work.address, message, work.nbytes)
+        work.completed = sent
+
+
+class LocalPeers:
+    """The messages between this rank and the other ranks of its host.
+
+    `processes` holds a file descriptor of the process of each rank of this host, in rank order.
+    """
+
+    def __init__(self, rank: int, processes: Mapping[int, int], segment: Segment) -> None:
+        for descriptor in processes.values():
+            weakref.finalize(self, os.close, descriptor)
+        members = list(processes)
+        self._own = members.index(rank)
+        self._segment = segment
+        self._peers = {
+            peer: _Peer(*_rings(segment, len(members), self._own, i), processes[peer], i)
+            for i, peer in enumerate(members)
+            if peer != rank
+        }
+        self.largest = largest_message(_ring_bytes(len(members)))
+        """The bytes of the largest message that is sent through shared memory."""
+        self._is_crowded = len(members) > len(os.sched_getaffinity(0))
+        self._lock = Lock()
+        self._unusable: str | None = None
+        self._sleepers = 0  # threads that wait for messages
+        _all_peers.add(self)
+
+    def carries(self, peer: int, nbytes: int) -> bool:
+        """Whether messages of this size to and from a rank go through shared memory: the same at both ends."""
+        return nbytes <= self.largest and peer in self._peers
+
+    def post(self, buffer: Tensor, peer: int, tag: int, *, send: bool) -> SharedWork:
+        """Post a message that `carries` has accepted. The buffer is contiguous and on the host."""
+        work, other = SharedWork(self, buffer, peer, tag, send), self._peers[peer]
+        if self._unusable is not None:
+            raise RuntimeError(self._unusable)
+        with self._lock:
+            if not send:
+                other.post_receive(work)
+            else:
+                other.unsent.append(work)
+                other.send_unsent()
+        return work
+
+    def wait_for(self, work: SharedWork, seconds: float) -> None:
+        """Return when a message has been completed; RuntimeError if it cannot be, or not within so many seconds."""
+        try:
+            peer = self._peers[work.peer]
+            if work.send or not self._look_often(peer, work):
+                self._sleepers += 1
+                try:
+                    self._sleep_until_completed(peer, work, time.monotonic() + seconds)
+                finally:
+                    self._sleepers -= 1
+        except RuntimeError:
+            raise
+        except BaseException:  # KeyboardInterrupt may have come between taking a message and reading it
+            self._unusable = "an earlier wait for a message was interrupted"
+            raise
+
+    def _look_often(self, peer: _Peer, work: SharedWork) -> bool:
+        """Whether a message arrives so soon that sleeping would take longer."""
+        has_message, crowded = peer.reader.has_message, self._is_crowded
+        for _ in range(_YIELDS if crowded else _SPIN):
+            if has_message():
+                with self._lock:
+                    peer.receive_one()
+                if work.completed:
+                    return True
+            elif crowded:
+                os.sched_yield()
+        return False
+
+    def _sleep_until_completed(self, peer: _Peer, work: SharedWork, deadline: float) -> None:
+        seconds, is_lost = _SHORTEST_SLEEP, False
+        while True:
+            self.progress()
+            if work.completed:
+                return
+            if peer.writer.sleep(seconds) if work.send else peer.reader.sleep(seconds):
+                with self._lock:
+                    peer.writer.freed() if work.send else peer.receive_one()
+                continue
+            if self._unusable is not None:
+                raise RuntimeError(self._unusable)
+            if is_lost:
+                raise RuntimeError(f"Connection closed by peer: the process of rank {work.peer} has ended or given up")
+            if time.monotonic() > deadline:
+                raise RuntimeError("Timed out")
+            is_lost = peer.has_ended() or self._segment.memory[peer.state] != 0  # and looks once more
+            if not any(other.unsent for other in self._peers.values()):
+                seconds = min(2 * seconds, _LONGEST_SLEEP)
+
+    def progress(self) -> None:
+        """Send and receive what can be now, without waiting. May be called on another thread."""
+        if self._unusable is None:
+            with self._lock:
+                for peer in self._peers.values():
+                    peer.send_unsent()
+                    peer.receive_all()
+
+    def progress_unless_waiting(self) -> None:
+        """`progress`, unless a thread does so while it waits for a message: it would have to wait longer."""
+        if not self._sleepers:
+            self.progress()
+
+    def stop(self, reason: str) -> None:
+        """End all waits of this rank. May be called on another thread."""
+        self._unusable = reason
+
+    def leave(self) -> None:
+        """Tell the peers that this rank will send no more messages."""
+        self._segment.memory[self._own] = 1
+
+    def _forked(self) -> None:
+        """Leave the messages to the parent."""
+        self._unusable = "this process was forked from the one that owns the process group"
+        self.leave = lambda: None  # type: ignore[method-assign]
+
+
+_all_peers: weakref.WeakSet[LocalPeers] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for peers in _all_peers:
+        peers._forked()
+
+
+if IS_AVAILABLE:
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+# How ranks find the others of their host.
+
+
+def _ring_bytes(members: int) -> int:
+    """The size of each ring between so many ranks; 0 if there are too many of them."""
+    nbytes = min(_RING, _MAX_SEGMENT // (members * (members - 1)) & ~4095)
+    return nbytes if nbytes >= _SMALLEST_RING else 0
+
+
+def _rings(segment: Segment, members: int, own: int, other: int) -> tuple[RingWriter, RingReader]:
+    nbytes = _ring_bytes(members)
+
+    def offset(sender: int, receiver: int) -> int:
+        return _STATES + (sender * (members - 1) + receiver - (receiver > sender)) * nbytes
+
+    return RingWriter(segment, offset(own, other), nbytes), RingReader(segment, offset(other, own), nbytes)
+
+
+def _host() -> str:
+    """What processes have in common that share memory and a network; empty if this one is not to share memory."""
+    if not IS_AVAILABLE or os.environ.get(VARIABLE) == "0":
+        return ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _created(members: int) -> tuple[Segment | None, str]:
+    """A segment with rings for so many ranks, and its name; no segment if there is not enough memory."""
+    try:
+        segment, name = Segment.create(_STATES + members * (members - 1) * _ring_bytes(members))
+    except OSError:
+        return None, ""
+    for own in range(members):
+        for other in range(members):
+            if own != other:
+                _rings(segment, members, own, other)[0].initialize()
+    return segment, name
+
+
+def connect(rank: int, world: int, share: Callable[[str, str, Sequence[int]], dict[int, str]]) -> LocalPeers | None:
+    """Connect this rank with the ranks of its host; None if there are none, or if one of them cannot share memory.
+
+    All ranks of the group call it together. `share(name, value, ranks)` publishes the value of this rank and returns
+    those of `ranks`.
+    """
+    hosts = {other: text.split("|") for other, text in share("host", f"{_host()}|{os.getpid()}", range(world)).items()}
+    members = [other for other in range(world) if hosts[other][0] == hosts[rank][0]]
+    if not hosts[rank][0] or len(members) < 2 or not _ring_bytes(len(members)):
+        return None
+    segment, name = _created(len(members)) if rank == members[0] else (None, "")
+    name = share("segment", name, members[:1])[members[0]]
+    processes: dict[int, int] = {}
+    try:
+        if name and segment is None:
+            segment = Segment.open(name)
+        for other in members if segment is not None else ():
+            processes[other] = os.pidfd_open(int(hosts[other][1]))
+    except (OSError, ValueError):
+        segment = None
+    answers = share("shared", "no" if segment is None else "yes", members)
+    if rank == members[0] and segment is not None:
+        segment.forget_name()
+    if segment is None or "no" in answers.values():
+        for descriptor in processes.values():
+            os.close(descriptor)
+        return None
+    return LocalPeers(rank, processes, segment)

@@ -1,0 +1,108 @@
+"""The NCCL side of a process group: its communicator, the operations that are in flight, and how to end them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from attnmesh.comm.stream_watch import QueuedOperation, StreamWatch
+
+_WATCHDOG_DELAY = 60.0  # seconds by which torch's watchdog, which ends the process, waits longer than the comm
+_ABORT_LIMIT = 5.0  # seconds
+_POLL_INTERVAL = 0.05  # seconds
+
+
+class NcclSide:
+    """The communicator of a group for CUDA tensors. `on_overdue` is as for `StreamWatch`."""
+
+    def __init__(self, group: dist.ProcessGroup, on_overdue: Callable[[QueuedOperation], None]) -> None:
+        self._group = weakref.ref(group)
+        self._in_flight = StreamWatch(on_overdue)
+        self._watchdog_timeout = 0.0
+        self.is_initialized = False
+
+    def initialize(self, timeout: float, is_given_up: Callable[[], bool]) -> None:
+        """Run a first operation: NCCL needs all ranks in it, and the first messages of a ring may leave some out.
+
+        Raises TimeoutError if NCCL does not find all ranks, or once the caller has given up: NCCL itself would wait
+        forever, and cannot be interrupted.
+        """
+        self._set_watchdog(timeout)
+        device, done = torch.cuda.current_device(), threading.Event()
+        errors: list[Exception] = []
+
+        def first_operation() -> None:
+            try:
+                torch.cuda.set_device(device)
+                dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=f"cuda:{device}"), group=self._group())
+            except Exception as error:
+                errors.append(error)
+            done.set()
+
+        threading.Thread(target=first_operation, name="attnmesh NCCL", daemon=True).start()
+        deadline = time.monotonic() + timeout
+        while not done.wait(_POLL_INTERVAL):
+            if is_given_up() or time.monotonic() > deadline:
+                raise TimeoutError(f"NCCL did not find all ranks within {timeout:g} s")
+        if errors:
+            raise errors[0]
+        self.is_initialized = True
+
+    def watch(self, name: str, posted: float, timeout: float) -> None:
+        """Watch what is queued on the current stream: an operation that was posted at a time.
+
+        Nothing is queued while a graph is captured.
+        """
+        if self._watchdog_timeout != timeout:
+            self._set_watchdog(timeout)
+        if not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            self._in_flight.add(name, posted, timeout, event)
+
+    def oldest(self, age: float = 0) -> QueuedOperation | None:
+        """The oldest operation that has not completed, if it was posted at least `age` seconds ago."""
+        return self._in_flight.oldest(age)
+
+    def abort(self) -> None:
+        """End all operations, which may wait for other ranks and block the device."""
+        group = self._group()
+        if group is not None and self.is_initialized:
+            self.is_initialized = False
+            with suppress(RuntimeError):
+                group._get_backend(torch.device("cuda")).abort()
+        self._in_flight.clear()
+
+    def _set_watchdog(self, timeout: float) -> None:
+        """Give torch's watchdog a longer timeout: it does not raise, and ends the process a minute later."""
+        self._watchdog_timeout = timeout
+        group = self._group()
+        if group is not None:
+            _own_timeouts.setdefault(group, group._get_backend(torch.device("cuda")).options._timeout)
+            limit = timedelta(seconds=timeout + _WATCHDOG_DELAY)
+            group._get_backend(torch.device("cuda"))._set_default_timeout(limit)
+
+
+_own_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta] = weakref.WeakKeyDictionary()
+
+
+def own_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout that a group was created with, if its watchdog has another one now."""
+    return _own_timeouts.get(group)
+
+
+def abort_all(sides: Iterable[NcclSide]) -> None:
+    """Abort several groups at once: an abort waits for the device, which another group may block."""
+    threads = [threading.Thread(target=side.abort, name="attnmesh abort", daemon=True) for side in sides]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _ABORT_LIMIT
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
