@@ -18,7 +18,7 @@ from torch import Tensor
 from attnmesh.core.merge import add_sinks, merge_stacked
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.cpu_adjacent import MIN_PART, AdjacentKeys, adjacent_keys
+from attnmesh.ops.decode.cpu_adjacent import MAX_SINGLE_ROWS, MIN_PART, AdjacentKeys, adjacent_keys
 from attnmesh.ops.decode.cpu_keys import CacheReader, KeyPart, VisibleKeys, split_keys
 
 T = TypeVar("T")
@@ -26,7 +26,6 @@ T = TypeVar("T")
 _MAX_PENDING = 64  # states waiting to be merged: memory stays small beside the cache however short the splits are
 _CACHED_PART = 512  # keys of a head that stay in a core's cache while its few rows are processed one by one
 _ROWS_PER_TASK = 32  # query rows that one task of the kernel takes; more rows read the keys again
-_MAX_SINGLE_ROWS = 3
 
 
 class Cpu:
@@ -75,9 +74,13 @@ def _memoized(call: DecodeCall, name: str, compute: Callable[[], T]) -> T:
 def _adjacent(call: DecodeCall, keys: list[AdjacentKeys], into: State | None) -> State:
     assert isinstance(call.k, Tensor)
     assert isinstance(call.v, Tensor)
+    needs_lse = into is not None or call.sinks is not None or call.memo is None  # a step without `into` reads out only
     q = call.q.to(call.k.dtype)
     q = (q if q.stride(3) == 1 or q.shape[3] == 1 else q.contiguous())[:, :, 0]
-    states = [own.state(rows, call.k, call.v, call.scale) for own, rows in zip(keys, q.unbind(0), strict=True)]
+    states = [
+        own.state(rows, call.k, call.v, call.scale, needs_lse=needs_lse)
+        for own, rows in zip(keys, q.unbind(0), strict=True)
+    ]
     if call.sinks is not None:
         states = [add_sinks(state, call.sinks[:, None]) for state in states]
     if into is not None:
@@ -183,7 +186,7 @@ def _row_by_row(rows: int, paged: bool) -> bool:
     The kernel's matrix-vector product reads keys in place. Its matrix product first copies them into its own layout,
     which pays off from four rows on, and from two in a pool, where the keys of a head are not adjacent.
     """
-    return 1 < rows <= _MAX_SINGLE_ROWS and not paged
+    return 1 < rows <= MAX_SINGLE_ROWS and not paged
 
 
 def _flash(
