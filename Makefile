@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: help demo verify test test-all test-slow lint bench clean
+.PHONY: help demo verify test test-all test-slow lint bench rehearse clean
 
 help:
 	@echo "make demo       answer questions about this project's documentation with a language model on 4 processes"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-slow  run the tests marked slow"
 	@echo "make lint       check style and types"
 	@echo "make bench      measure the efficiency of ring attention (python -m benchmarks.ring)"
+	@echo "make rehearse   run training, prefill and generation on nodes that are network namespaces (needs root, Linux)"
 	@echo "make clean      remove .venv"
 
 demo: $(READY)
@@ -49,6 +50,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/python -m benchmarks.ring
+
+rehearse: $(READY)
+	$(VENV)/bin/python -m benchmarks.rehearsal
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from benchmarks.rehearsal.links import Counters
 
 INTERFACE = "eth0"
 MTU = 1500
@@ -69,9 +69,15 @@ class Namespace:
         with tempfile.NamedTemporaryFile("w", suffix=".hosts") as file:
             file.write(lines)
             file.flush()
-            script = (
-                f"hostname {name} && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /run && cp {file.name} /run/hosts "
-                "&& mount --bind /run/hosts /etc/hosts && ip link set lo up && echo ready && exec sleep infinity"
+            steps = (
+                f"hostname {name}",
+                "mount -t tmpfs tmpfs /dev/shm",
+                "mount -t tmpfs tmpfs /run",
+                f"cp {file.name} /run/hosts",
+                "mount --bind /run/hosts /etc/hosts",
+                "ip link set lo up",
+                "echo ready",
+                "exec sleep infinity",
             )
             unshare = [
                 "unshare",
@@ -85,11 +91,12 @@ class Namespace:
                 "--mount-proc",
             ]
             self.process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *unshare, "sh", "-c", script],
+                ["setpriv", "--pdeathsig", "KILL", *unshare, "sh", "-c", " && ".join(steps)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 start_new_session=True,  # Ctrl-C reaches this process only, which then ends the others
             )  # fmt: skip
-            assert self.process.stdout is not None and self.process.stderr is not None
+            assert self.process.stdout is not None
+            assert self.process.stderr is not None
             if self.process.stdout.readline().strip() != "ready":
                 self.process.wait()
                 raise RuntimeError(self.process.stderr.read() or "unshare failed")
@@ -104,17 +111,9 @@ class Namespace:
     def command(self, *words: str) -> list[str]:
         """The command line that runs a command inside."""
         at = f"/proc/{self.process.pid}/ns"
-        kinds = [f"--{kind}={at}/{kind}" for kind in ("net", "uts", "ipc")]
-        return [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "nsenter",
-            *kinds,
-            f"--pid={at}/pid_for_children",
-            f"--mount={at}/mnt",
-            *words,
-        ]
+        entered = [f"--{kind}={at}/{kind}" for kind in ("net", "uts", "ipc")]
+        entered += [f"--pid={at}/pid_for_children", f"--mount={at}/mnt"]
+        return ["setpriv", "--pdeathsig", "KILL", "nsenter", *entered, *words]
 
     def configure(self, *steps: str) -> str:
         """Run shell commands in this network; other namespaces are known by the pids of their first processes."""
@@ -124,22 +123,23 @@ class Namespace:
             raise RuntimeError(f"{done.args[-1]}: {done.stderr.strip()}")
         return done.stdout
 
+    def counters(self) -> Counters:
+        """What the link has counted."""
+        return Counters.read(INTERFACE, self.configure("cat /proc/net/dev"))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its processes may still run."""
+        return self.process.poll() is None
+
+    def disconnect(self) -> None:
+        """Make the node unreachable: its processes go on."""
+        self.configure(f"ip link set {INTERFACE} down")
+
     def end(self) -> None:
         """Kill everything inside."""
         self.process.kill()
         self.process.communicate()
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node of the rehearsal."""
-
-    namespace: Namespace
-    address: str
-
-    def set_link(self, *, up: bool) -> None:
-        """Connect the node, or make it unreachable."""
-        self.namespace.configure(f"ip link set {INTERFACE} {'up' if up else 'down'}")
 
 
 class Nodes:
@@ -147,7 +147,7 @@ class Nodes:
 
     def __init__(self, count: int, megabits: float) -> None:
         self.megabits = megabits
-        self.nodes: list[Node] = []
+        self.nodes: list[Namespace] = []
         self._stack = ExitStack()
         try:
             self._build(count)
@@ -175,7 +175,7 @@ class Nodes:
                 f"ip link set {INTERFACE} {usual}",
                 _shape(INTERFACE, self.megabits),
             )
-            self.nodes.append(Node(node, address))
+            self.nodes.append(node)
 
     def __enter__(self) -> Nodes:
         return self
@@ -183,38 +183,19 @@ class Nodes:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
 
-    def torchrun(
-        self, ranks_per_node: int, words: Sequence[str], logs: Path, environment: Mapping[str, str] | None = None
-    ) -> list[subprocess.Popen[bytes]]:
+    def torchrun(self, ranks_per_node: int, words: Sequence[str], logs: Path) -> list[subprocess.Popen[bytes]]:
         """Start a command on every node under torchrun; the output of node i goes to the file `node{i}` in `logs`."""
-        variables = {
-            **os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
-            **(environment or {}),
-        }  # fmt: skip
-        agent = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(self.nodes)),
-            "--nproc-per-node", str(ranks_per_node), "--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29400",
-            "--rdzv-id", "rehearsal", *words,
-        ]  # fmt: skip
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+        agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(self.nodes))]
+        agent += ["--nproc-per-node", str(ranks_per_node), "--rdzv-backend", "c10d", "--rdzv-id", "rehearsal"]
+        agent += ["--rdzv-endpoint", "node0:29400", *words]
         agents = []
         for node in self.nodes:
-            with (logs / node.namespace.name).open("wb") as log:
-                command = node.namespace.command(*agent)
-                agents.append(
-                    subprocess.Popen(
-                        command,
-                        env=variables,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )  # fmt: skip
-                )
+            command = node.command(*agent)
+            with (logs / node.name).open("wb") as log:
+                started = subprocess.Popen(
+                    command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+            agents.append(started)
         return agents
-
-
-def end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Interrupt agents that still run; they end their ranks."""
-    for agent in agents:
-        if agent.poll() is None:
-            agent.send_signal(signal.SIGTERM)

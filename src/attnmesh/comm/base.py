@@ -278,12 +278,12 @@ class Comm(ABC):
     # Collectives built on `_exchange`. A transport with native collectives overrides them.
 
     def _all_gather(self, op: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
-        return self._all_to_all(op, [x] * self.world, shapes, into)
+        return self._all_to_all(op, [detached(x).contiguous()] * self.world, shapes, into)
 
     def _all_to_all(
         self, op: str, parts: Sequence[Tensor], shapes: Sequence[Shape], into: Tensor | None = None
     ) -> list[Tensor]:
-        own = parts[self.rank].detach()
+        own = detached(parts[self.rank])
         if into is None:
             received = [own if i == self.rank else own.new_empty(shape) for i, shape in enumerate(shapes)]
         else:
@@ -291,7 +291,7 @@ class Comm(ABC):
             received[self.rank].copy_(own)
         # Every rank starts with its right neighbor, so that no rank is the first target of all others.
         others = [(self.rank + step) % self.world for step in range(1, self.world)]
-        sends = [(parts[i].detach().contiguous(), i) for i in others if parts[i].numel()]
+        sends = [(detached(parts[i]).contiguous(), i) for i in others if parts[i].numel()]
         recvs = [(received[i], i) for i in reversed(others) if received[i].numel()]
         if sends or recvs:
             self._exchange(op, sends, recvs).wait()
@@ -371,13 +371,22 @@ def _hashable(value: object) -> Hashable:
     return value if isinstance(value, Hashable) else str(value)
 
 
+def detached(x: Tensor) -> Tensor:
+    """`x.detach()`, or `x` itself if there is nothing to detach, which is faster."""
+    return x.detach() if x.requires_grad else x
+
+
 def _sum(addends: Sequence[Tensor]) -> Tensor:
     """A new tensor. 16-bit sums are rounded once, at the end: the error must not grow with the number of ranks."""
-    dtype = addends[0].dtype
-    total = addends[0].to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype, copy=True)
-    for addend in addends[1:]:
+    first, *others = addends
+    if first.dtype in (torch.float16, torch.bfloat16):
+        first = first.float()
+    elif not others:
+        return first.clone()
+    total = first + others[0] if others else first
+    for addend in others[1:]:
         total += addend
-    return total.to(dtype)
+    return total.to(addends[0].dtype)
 
 
 def split_buffer(buffer: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:

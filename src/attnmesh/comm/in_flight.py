@@ -23,7 +23,7 @@ class Waitable(Protocol):
         """Return when the work has completed."""
 
 
-@dataclass
+@dataclass(slots=True)
 class InFlightMessage:
     """A message in flight and the buffer that the backend uses: the tensor itself, or a pinned copy."""
 
@@ -50,12 +50,13 @@ class InFlightMessage:
 
 def stage(messages: Sequence[InFlightMessage]) -> None:
     """Give CUDA tensors pinned host buffers, filled for those to be sent."""
-    on_device = [message for message in messages if message.tensor.is_cuda]
-    for message in on_device:
+    if not messages[0].tensor.is_cuda:  # all are on one device
+        return
+    for message in messages:
         message.staged = torch.empty_like(message.tensor, device="cpu", pin_memory=True)
         if message.send:
             message.staged.copy_(message.tensor, non_blocking=True)
-    for device in {message.tensor.device for message in on_device if message.send}:
+    for device in {message.tensor.device for message in messages if message.send}:
         torch.cuda.current_stream(device).synchronize()  # gloo reads host memory without regard to streams
 
 

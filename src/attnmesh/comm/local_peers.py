@@ -3,6 +3,9 @@
 A message has a tag and a size; a receive takes the first message of its peer that has both. Sending copies the message
 into the ring of its pair of ranks. Receiving copies it out: when a rank waits for any message, it reads the rings until
 that message has arrived, and keeps messages that no receive has been posted for yet.
+
+A rank that goes on has either received something of the same exchange from each rank that it sent to, or it waits for a
+receipt: a rank that sends what its peer does not receive, because they make different calls, must not go on.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, create_string_buffer, memmove
 from datetime import timedelta
 from threading import Lock
+from typing import Protocol
 
 from torch import Tensor
 
@@ -33,25 +37,44 @@ _YIELDS = 8  # looks between which a rank lets others run, where ranks outnumber
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.02  # seconds between looks at everything else
 
 _NO_LIMIT = timedelta(days=1)
-_Key = tuple[int, int]  # tag and bytes
+_Key = tuple[int, int]  # tag and bytes; of a receipt, the bytes of the message as a negative number
+_PLAIN, _WITH_RECEIPT, _RECEIPT = 0, 1, 2  # kinds of messages; a receipt adds the bytes of the message
+
+
+class Message(Protocol):
+    """A message to or from a rank, and the buffer on the host that it is copied from or to."""
+
+    peer: int
+    send: bool
+    tag: int
+
+    @property
+    def wire_buffer(self) -> Tensor:
+        """The buffer."""
 
 
 class SharedWork:
     """A message of a peer of this host, to be waited for like a `torch.distributed.Work`."""
 
-    __slots__ = ("_buffer", "_peers", "address", "completed", "nbytes", "peer", "send", "tag")
+    __slots__ = ("_peers", "address", "buffer", "completed", "nbytes", "peer", "tag", "waits_for_room")
 
-    def __init__(self, peers: LocalPeers, buffer: Tensor, peer: int, tag: int, send: bool) -> None:
-        self._peers, self._buffer = peers, buffer
-        self.address, self.nbytes, self.peer, self.tag, self.send = buffer.data_ptr(), buffer.nbytes, peer, tag, send
+    def __init__(self, peers: LocalPeers, message: Message, buffer: Tensor, nbytes: int) -> None:
+        self._peers, self.buffer = peers, buffer
+        self.address, self.nbytes = buffer.data_ptr(), nbytes
+        self.peer, self.tag = message.peer, message.tag
+        self.waits_for_room = False  # in the ring to the peer, rather than for a message or a receipt from it
         self.completed = 0.0
-        """When the message was sent, by `time.perf_counter`, which processes of a host share; 0 before that."""
+        """When the message or its receipt was sent, by `time.perf_counter`, which all processes of a host share."""
 
     def wait(self, timeout: timedelta = _NO_LIMIT, /) -> bool:
         """Return when the message has been received, or its buffer may be reused."""
-        if not self.completed:
-            self._peers.wait_for(self, timeout.total_seconds())
+        self.wait_until(time.monotonic() + timeout.total_seconds())
         return True
+
+    def wait_until(self, deadline: float) -> None:
+        """`wait` until a time by `time.monotonic`."""
+        if not self.completed:
+            self._peers.wait_for(self, deadline)
 
 
 class _Peer:
@@ -60,9 +83,9 @@ class _Peer:
     def __init__(self, writer: RingWriter, reader: RingReader, process: int, state: int) -> None:
         self.writer, self.reader = writer, reader
         self.state = state  # where its state is in the segment
-        self.unsent: deque[SharedWork] = deque()
+        self.unsent: deque[tuple[SharedWork, int]] = deque()  # with the kind of the message
         self.posted: dict[_Key, deque[SharedWork]] = {}
-        self.unexpected: dict[_Key, deque[tuple[bytes, float]]] = {}
+        self.unexpected: dict[_Key, deque[tuple[bytes, float, int]]] = {}
         self._process = select.poll()
         self._process.register(process, select.POLLIN)
 
@@ -71,14 +94,31 @@ class _Peer:
 
     # Called with the lock of `LocalPeers`.
 
+    def post_send(self, work: SharedWork, kind: int) -> None:
+        if kind == _WITH_RECEIPT:
+            self.posted.setdefault((work.tag, -work.nbytes), deque()).append(work)
+        else:
+            work.waits_for_room = True
+        self.unsent.append((work, kind))
+        self.send_unsent()
+
     def send_unsent(self) -> None:
-        """Send messages that found the ring full, as far as there is room now."""
+        """Send messages as far as there is room in the ring."""
         while self.unsent:
-            work = self.unsent[0]
-            work.completed = self.writer.write(work.tag, work.address, work.nbytes)
-            if not work.completed:
+            work, kind = self.unsent[0]
+            sent = self.writer.write(work.tag, work.address, work.nbytes if kind < _RECEIPT else 0, kind)
+            if not sent:
                 return
+            if kind == _PLAIN:
+                work.completed = sent
             self.unsent.popleft()
+
+    def complete(self, work: SharedWork, sent: float, kind: int) -> None:
+        """Note that a message has been received, and send its receipt."""
+        work.completed = sent
+        if kind == _WITH_RECEIPT:
+            self.unsent.append((work, _RECEIPT + work.nbytes))
+            self.send_unsent()
 
     def receive_all(self) -> None:
         """Read what has arrived, as long as receives are posted."""
@@ -87,18 +127,19 @@ class _Peer:
 
     def receive_one(self) -> None:
         """Read a message that the reader has taken."""
-        tag, nbytes, sent = self.reader.header()
-        works = self.posted.get((tag, nbytes))
+        tag, nbytes, sent, kind = self.reader.header()
+        key = tag, nbytes if kind < _RECEIPT else _RECEIPT - kind
+        works = self.posted.get(key)
         if works is None:
             kept = create_string_buffer(nbytes)
             self.reader.read(addressof(kept), nbytes)
-            self.unexpected.setdefault((tag, nbytes), deque()).append((kept.raw, sent))
+            self.unexpected.setdefault(key, deque()).append((kept.raw, sent, kind))
             return
         work = works.popleft()
         if not works:
-            del self.posted[tag, nbytes]
+            del self.posted[key]
         self.reader.read(work.address, nbytes)
-        work.completed = sent
+        self.complete(work, sent, kind)
 
     def post_receive(self, work: SharedWork) -> None:
         key = work.tag, work.nbytes
@@ -106,11 +147,11 @@ class _Peer:
         if kept is None:
             self.posted.setdefault(key, deque()).append(work)
             return
-        message, sent = kept.popleft()
+        message, sent, kind = kept.popleft()
         if not kept:
             del self.unexpected[key]
         memmove(work.address, message, work.nbytes)
-        work.completed = sent
+        self.complete(work, sent, kind)
 
 
 class LocalPeers:
@@ -138,31 +179,38 @@ class LocalPeers:
         self._sleepers = 0  # threads that wait for messages
         _all_peers.add(self)
 
-    def carries(self, peer: int, nbytes: int) -> bool:
-        """Whether messages of this size to and from a rank go through shared memory: the same at both ends."""
-        return nbytes <= self.largest and peer in self._peers
+    def post(self, messages: Sequence[Message]) -> list[SharedWork | None]:
+        """Post the messages that go through shared memory, and return None for each of the others.
 
-    def post(self, buffer: Tensor, peer: int, tag: int, *, send: bool) -> SharedWork:
-        """Post a message that `carries` has accepted. The buffer is contiguous and on the host."""
-        work, other = SharedWork(self, buffer, peer, tag, send), self._peers[peer]
+        The rule is the same at both ends. Buffers are contiguous and on the host.
+        """
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
+        works: list[SharedWork | None] = []
+        answering = {message.peer for message in messages if not message.send}
         with self._lock:
-            if not send:
-                other.post_receive(work)
-            else:
-                other.unsent.append(work)
-                other.send_unsent()
-        return work
+            for message in messages:
+                buffer, peer = message.wire_buffer, self._peers.get(message.peer)
+                nbytes = buffer.nbytes
+                if peer is None or nbytes > self.largest:
+                    works.append(None)
+                    continue
+                work = SharedWork(self, message, buffer, nbytes)
+                if message.send:
+                    peer.post_send(work, _PLAIN if message.peer in answering else _WITH_RECEIPT)
+                else:
+                    peer.post_receive(work)
+                works.append(work)
+        return works
 
-    def wait_for(self, work: SharedWork, seconds: float) -> None:
-        """Return when a message has been completed; RuntimeError if it cannot be, or not within so many seconds."""
+    def wait_for(self, work: SharedWork, deadline: float) -> None:
+        """Return when a message has been completed; RuntimeError if it cannot be, or not in time."""
         try:
             peer = self._peers[work.peer]
-            if work.send or not self._look_often(peer, work):
+            if work.waits_for_room or not self._look_often(peer, work):
                 self._sleepers += 1
                 try:
-                    self._sleep_until_completed(peer, work, time.monotonic() + seconds)
+                    self._sleep_until_completed(peer, work, deadline)
                 finally:
                     self._sleepers -= 1
         except RuntimeError:
@@ -190,9 +238,9 @@ class LocalPeers:
             self.progress()
             if work.completed:
                 return
-            if peer.writer.sleep(seconds) if work.send else peer.reader.sleep(seconds):
+            if peer.writer.sleep(seconds) if work.waits_for_room else peer.reader.sleep(seconds):
                 with self._lock:
-                    peer.writer.freed() if work.send else peer.receive_one()
+                    peer.writer.freed() if work.waits_for_room else peer.receive_one()
                 continue
             if self._unusable is not None:
                 raise RuntimeError(self._unusable)

@@ -17,10 +17,10 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.agreement import AgreementStore, CommError, Signature, disagreement
-from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
+from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, detached, split_buffer
 from attnmesh.comm.caller_error import CallerError
 from attnmesh.comm.in_flight import InFlightMessage, Waitable, record_on_stream, record_on_threads, stage
-from attnmesh.comm.local_peers import LocalPeers, connect
+from attnmesh.comm.local_peers import LocalPeers, SharedWork, connect
 from attnmesh.comm.monitor import SEARCH, Monitor
 from attnmesh.comm.nccl import NcclSide, abort_all, own_timeout
 from attnmesh.comm.stream_watch import QueuedOperation
@@ -51,6 +51,7 @@ class GroupComm(Comm):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), _timeout_of(group))
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        self._backend_of: dict[torch.device, str] = {}
         self._store = AgreementStore(_store_of(group), self.rank, self.world)
         self._monitor = Monitor(self._store, self.rank, self.world, self._logs, self)
         # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
@@ -243,13 +244,13 @@ class GroupComm(Comm):
 
     def _exchange_with(self, log: CallLog, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         self._check_usable()
-        backend = self._common_backend([tensor for tensor, _ in (*sends, *recvs)])
+        backend = self._common_backend(sends, recvs)
         # gloo delivers a message only if the tags are equal: the calls so far, the operation and the size.
         tag = log.digest ^ text_digest(op)
         # Receives first: gloo announces them on the connection that also carries this rank's data to that peer. Behind
         # a large send the announcement would arrive late, and two ranks would send one after the other.
-        messages = [InFlightMessage(tensor.detach(), peer, send=False, tag=tag) for tensor, peer in recvs]
-        messages += [InFlightMessage(tensor.detach(), peer, send=True, tag=tag) for tensor, peer in sends]
+        messages = [InFlightMessage(detached(tensor), peer, False, tag) for tensor, peer in recvs]
+        messages += [InFlightMessage(detached(tensor), peer, True, tag) for tensor, peer in sends]
         if backend != "nccl":
             stage(messages)
         if self.recorder is not None:
@@ -271,17 +272,12 @@ class GroupComm(Comm):
 
     def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[Waitable]:
         try:
-            peers = self._local_peers
-            if peers is None or messages[0].wire_buffer.is_cuda:
+            if self._local_peers is None or messages[0].wire_buffer.is_cuda:
                 return self._post_to_backend(messages)
-            others = [each for each in messages if not peers.carries(each.peer, each.tensor.nbytes)]
-            works = iter(self._post_to_backend(others) if others else ())
-            return [
-                peers.post(each.wire_buffer, each.peer, each.tag, send=each.send)
-                if peers.carries(each.peer, each.tensor.nbytes)
-                else next(works)
-                for each in messages
-            ]
+            works = self._local_peers.post(messages)
+            others = [message for message, work in zip(messages, works, strict=True) if work is None]
+            posted = iter(self._post_to_backend(others) if others else ())
+            return [work or next(posted) for work in works]
         except RuntimeError as error:
             raise self.message_error(op, messages, error) from error
 
@@ -299,20 +295,23 @@ class GroupComm(Comm):
         ]
         return list(dist.batch_isend_irecv(operations))
 
-    def _common_backend(self, tensors: Sequence[Tensor]) -> str:
-        devices = {tensor.device for tensor in tensors}
+    def _common_backend(self, sends: Sequence[Message], recvs: Sequence[Message]) -> str:
+        devices = {tensor.device for tensor, _ in sends} | {tensor.device for tensor, _ in recvs}
         if len(devices) > 1:
             raise ValueError(
                 f"all buffers of an exchange must be on one device, got {', '.join(sorted(map(str, devices)))}"
             )
-        return self._backend(tensors[0].device)
+        return self._backend(devices.pop())
 
     def _backend(self, device: torch.device) -> str:
         """The backend that moves tensors of this device."""
-        backend = self._backends.get(device.type)
+        backend = self._backend_of.get(device)
         if backend is None:
-            able = ", ".join(f"{kind} ({backend})" for kind, backend in self._backends.items())
-            raise ValueError(f"this process group cannot carry {device.type} tensors, only {able}")
+            backend = self._backends.get(device.type)
+            if backend is None:
+                able = ", ".join(f"{kind} ({backend})" for kind, backend in self._backends.items())
+                raise ValueError(f"this process group cannot carry {device.type} tensors, only {able}")
+            self._backend_of[device] = backend
         return backend
 
     def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception) -> CommError:
@@ -426,17 +425,25 @@ class _Batch(Pending):
         self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
 
     def _wait_on_host(self) -> None:
-        with self._comm._waiting({message.peer for message in self._messages}):
-            self._wait_for_each(time.monotonic() + self._comm.timeout)
+        comm, now = self._comm, time.monotonic()
+        # As `_waiting`, which would take longer than some messages.
+        comm.missing_from, comm.waiting_since = {message.peer for message in self._messages}, now
+        try:
+            self._wait_for_each(now + comm.timeout)
+        finally:
+            comm.missing_from, comm.waiting_since = (), None
 
     def _wait_for_each(self, deadline: float) -> None:
         for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
-            remaining = max(deadline - time.monotonic(), 0.001)
             try:
-                work.wait(timedelta(seconds=remaining))
+                if isinstance(work, SharedWork):
+                    work.wait_until(deadline)
+                else:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
                 raise self._comm.message_error(self._op, self._messages[i:], error) from error
-            message.unstage()
+            if message.staged is not None:
+                message.unstage()
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:

@@ -18,7 +18,7 @@ from collections import deque
 from struct import Struct
 from uuid import uuid4
 
-_HEADER = Struct("=QQd")  # tag, bytes, time of sending
+_HEADER = Struct("=QQdQ")  # tag, bytes, time of sending, kind
 _HEADER_SIZE, _LINE = 64, 64  # bytes; messages start at cache lines
 _SEMAPHORES = 2 * 2 * _LINE  # bytes at the start of a ring: two semaphores, each on lines of its own
 _write_header, _read_header = _HEADER.pack_into, _HEADER.unpack_from
@@ -131,7 +131,7 @@ class RingWriter(_Ring):
         self._sizes: deque[int] = deque()  # of messages that have not been read yet, as far as this end knows
         self._free = self._capacity
 
-    def write(self, tag: int, address: int, nbytes: int) -> float:
+    def write(self, tag: int, address: int, nbytes: int, kind: int) -> float:
         """Copy a message into the ring and return the time; 0 if there is no room for it now."""
         position, size = self._advanced(nbytes)
         while size > self._free:
@@ -139,7 +139,7 @@ class RingWriter(_Ring):
                 return 0.0
             self._free += self._sizes.popleft()
         now = time.perf_counter()
-        _write_header(self._memory, self._start + self._position, tag, nbytes, now)
+        _write_header(self._memory, self._start + self._position, tag, nbytes, now, kind)
         _copy(self._address + self._position + _HEADER_SIZE, address, nbytes)
         self._position = position
         self._free -= size
@@ -170,10 +170,10 @@ class RingReader(_Ring):
         """Take a message; sleep until one has been written, for so long at most."""
         return _take_within(self._written, seconds)
 
-    def header(self) -> tuple[int, int, float]:
-        """The tag, the bytes and the time of sending of the next message."""
-        tag, nbytes, sent = _read_header(self._memory, self._start + self._position)
-        return tag, nbytes, sent
+    def header(self) -> tuple[int, int, float, int]:
+        """The tag, the bytes, the time of sending and the kind of the next message."""
+        tag, nbytes, sent, kind = _read_header(self._memory, self._start + self._position)
+        return tag, nbytes, sent, kind
 
     def read(self, address: int, nbytes: int) -> None:
         """Copy the next message out of the ring."""
