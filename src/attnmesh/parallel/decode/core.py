@@ -32,7 +32,7 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.masks import Mask
-from attnmesh.core.merge import discount_sinks_batch_invariant, scale_for_sum, unpack_state
+from attnmesh.core.merge import discount_sinks_batch_invariant, merge_stacked, scale_for_sum, unpack_state
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.decode.api import PagedStep, paged_decode_attention
@@ -94,7 +94,8 @@ class StateExchange:
         `sinks` are those of all heads, [H]. With all_gather the output is that of all heads, [B, H, T, D].
         """
         if collective == "all_gather":
-            return merge_packed(all_gather_states(self.comm, packed), sinks, dtype)
+            gathered = all_gather_states(self.comm, packed)
+            return merge_packed(gathered, sinks, dtype) if packed.is_cuda else _merge_on_cpu(gathered, sinks, dtype)
         own_sinks = None if sinks is None else sinks[self.own]
         if collective == "all_to_all":
             return merge_packed(self.all_to_all(packed), own_sinks, dtype)
@@ -221,6 +222,14 @@ def all_gather_states(comm: Comm, packed: Tensor) -> Tensor:
     received = _receive_buffer(comm, (comm.world, *packed.shape), packed)
     comm.all_gather(packed, [packed.shape] * comm.world, into=received)
     return received
+
+
+def _merge_on_cpu(packed: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """As `merge_packed`, in few torch calls: the same bits on every rank, but not for every number of ranks."""
+    out, lse = merge_stacked([State(packed[..., :-1], packed[..., -1])], 1)
+    if sinks is not None:
+        out = discount_sinks_batch_invariant(out, lse, sinks[:, None, None])
+    return out[0].transpose(0, 1).to(dtype)
 
 
 def _empty_packed(q: Tensor) -> Tensor:
