@@ -65,14 +65,17 @@ def test_processes_that_gloo_carries_through_host_memory():
 @pytest.mark.parametrize("world", [2, 4])
 def test_messages_over_nccl_and_kernels_run_at_the_same_time(world):
     """NCCL's streams are its own. The ranks share a GPU, and messages go through sockets: both take milliseconds."""
-    ask = traced_case("ring", device="cuda", length=1 << 16, head_dim=64)
+    ask = traced_case("ring", device="cuda", length=1 << 16, head_dim=64, layout="zigzag")
     spans = run_processes(world, record_attention, ask, timeout=300, backend="nccl")[0]
     check(spans, ask, world)
     for kernel in ("attention", "attention backward"):
         chosen = [span for span in spans if span.track != "compute" or span.name == kernel]
-        for rank in summarize_overlap(chosen):
-            print(f"{world} ranks, {kernel}: {rank}")
-            assert rank.overlap > 0.05 * min(rank.compute, rank.transfer)
+        ranks = summarize_overlap(chosen)
+        overlap, compute, transfer = (
+            sum(getattr(rank, name) for rank in ranks) for name in ("overlap", "compute", "transfer")
+        )
+        print(f"{world} ranks, {kernel}: {1e3 * overlap:.1f} ms of {1e3 * compute:.1f} and {1e3 * transfer:.1f} ms")
+        assert overlap > 0.05 * min(compute, transfer)
 
 
 def test_messages_that_only_order_streams_are_noted_without_a_wait_of_the_host():

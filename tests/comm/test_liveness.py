@@ -4,12 +4,15 @@ import multiprocessing
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from attnmesh.comm import CommError
+from attnmesh.comm import CommError, comm_from
 from attnmesh.comm.liveness import ENDED, Liveness, liveness
+from helpers.faults import fail
 from helpers.processes import Died, run_processes
 
 
@@ -69,3 +72,69 @@ def test_a_rank_that_dies_before_the_first_call_is_noticed_at_once():
     outcomes = run_processes(3, dies_before_the_first_call, 1, strict=False)
     assert isinstance(outcomes[1], Died)
     assert all(isinstance(seconds, float) and seconds < 5 for seconds in (outcomes[0], outcomes[2])), outcomes
+
+
+def is_away(comm, how):
+    """Rank 1 does not run for 20 s, longer than a dead process would go unnoticed."""
+    own = comm_from(dist.new_group(list(range(comm.world)), timeout=timedelta(seconds=60)))
+    own.agree("first", {})
+    if comm.rank == 1:
+        fail(how, own, late=20, away=20)
+    begin = time.monotonic()
+    assert own.all_reduce(torch.ones(1)).item() == comm.world
+    own.agree("second", {})
+    return time.monotonic() - begin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["holding the GIL", "stopped for a while"])
+def test_a_rank_that_is_away_within_the_timeout_is_not_dead(how):
+    seconds = run_processes(3, is_away, how, timeout=90)
+    assert min(seconds[0], seconds[2]) > 15
+
+
+def goes_on_without_rank_1(comm):
+    """Ranks 0 and 2 wait for one another, in a group without rank 1 and in one with it, which has ended."""
+    pair, all_ranks = dist.new_group([0, 2]), comm_from(dist.new_group([0, 1, 2]))
+    all_ranks.agree("first", {})
+    all_ranks.barrier()
+    if comm.rank == 1:
+        os._exit(0)
+    if comm.rank == 0:
+        time.sleep(7)
+    comm_from(pair).agree("without it", {})
+    got, other = torch.zeros(1), 2 - comm.rank
+    if comm.rank == 2:
+        time.sleep(7)
+    all_ranks.exchange([(torch.ones(1), other)], [(got, other)]).wait()
+    return got.item()
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_after_its_part_is_not_missed():
+    assert run_processes(3, goes_on_without_rank_1, strict=False) == [1.0, Died(0), 1.0]
+
+
+def dies_with_a_file_store(rank, path, pipe):
+    dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
+    pipe.send(dies_before_the_first_call(comm_from(), 1))
+
+
+@pytest.mark.slow
+def test_a_store_in_a_file(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    ranks = [
+        context.Process(target=dies_with_a_file_store, args=(rank, f"{tmp_path}/store", pipes[rank][1]), daemon=True)
+        for rank in range(3)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        for rank in (0, 2):
+            assert pipes[rank][0].poll(30)
+            assert pipes[rank][0].recv() < 5
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()

@@ -40,7 +40,13 @@ class Died:
 
 
 def run_processes(
-    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, strict: bool = True, backend: str = "gloo"
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    strict: bool = True,
+    backend: str = "gloo",
+    ends: bool = False,
 ) -> list[Any]:
     """Run `fn(comm, *args)` on `world` gloo processes of one thread and return the results in rank order.
 
@@ -48,7 +54,8 @@ def run_processes(
 
     `fn` lives at the top of a module. With `strict`, a rank that raises or dies fails the test at once, with
     the rank's own traceback; without it, its result is `Raised` or `Died`. After `timeout` seconds all
-    processes are killed and TimeoutError is raised.
+    processes are killed and TimeoutError is raised. With `ends`, processes destroy their groups and end by themselves
+    when all have a result; TimeoutError is raised if one does not.
     """
     # The test serves the store: it takes a free port for sure, and outlives every rank.
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -60,7 +67,7 @@ def run_processes(
         for rank in range(world):
             ours, theirs = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_rank_main, args=(theirs, rank, world, store.port, fn, args, backend), daemon=True
+                target=_rank_main, args=(theirs, rank, world, store.port, fn, args, backend, ends), daemon=True
             )
             process.start()
             theirs.close()
@@ -78,6 +85,12 @@ def run_processes(
                     raise AssertionError(f"rank {rank} raised:\n{results[rank].traceback}")
                 if strict and isinstance(results[rank], Died):
                     raise AssertionError(f"rank {rank} died with exit code {results[rank].exitcode}")
+        if ends:
+            store.set("all have a result", "yes")
+            for rank, process in enumerate(processes):
+                process.join(10)
+                if process.exitcode is None:
+                    raise TimeoutError(f"the process of rank {rank} does not end")
     finally:
         for process in processes:
             process.kill()
@@ -94,7 +107,14 @@ def _result(pipe: Connection, process: Any) -> Any:
 
 
 def _rank_main(
-    pipe: Connection, rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], backend: str
+    pipe: Connection,
+    rank: int,
+    world: int,
+    port: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    backend: str,
+    ends: bool,
 ) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
@@ -109,4 +129,8 @@ def _rank_main(
         pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
         os._exit(1)  # at once, as a program with an uncaught exception would
     pipe.send(result)
+    if ends:
+        store.wait(["all have a result"], timedelta(hours=1))
+        dist.destroy_process_group()
+        return
     time.sleep(3600)  # a peer may still read what this rank sent: the test ends it when all are done

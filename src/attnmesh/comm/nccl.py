@@ -17,6 +17,7 @@ from attnmesh.comm.stream_watch import QueuedOperation, StreamWatch
 _WATCHDOG_DELAY = 60.0  # seconds by which torch's watchdog, which ends the process, waits longer than the comm
 _ABORT_LIMIT = 5.0  # seconds
 _POLL_INTERVAL = 0.05  # seconds
+_LEAST_TIME = 30.0  # seconds that NCCL has to connect all ranks, however short the timeout of messages
 
 
 class NcclSide:
@@ -47,6 +48,7 @@ class NcclSide:
             done.set()
 
         threading.Thread(target=first_operation, name="attnmesh NCCL", daemon=True).start()
+        timeout = max(timeout, _LEAST_TIME)
         deadline = time.monotonic() + timeout
         while not done.wait(_POLL_INTERVAL):
             if is_given_up() or time.monotonic() > deadline:
@@ -78,7 +80,7 @@ class NcclSide:
             self.is_initialized = False
             with suppress(RuntimeError):
                 group._get_backend(torch.device("cuda")).abort()
-        self._in_flight.clear()
+            self._in_flight.clear()
 
     def _set_watchdog(self, timeout: float) -> None:
         """Give torch's watchdog a longer timeout: it does not raise, and ends the process a minute later."""

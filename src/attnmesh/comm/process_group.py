@@ -77,7 +77,13 @@ class GroupComm(Comm):
         return group
 
     def fail(self, message: str) -> None:
-        """Report to the other ranks that this rank has failed; their errors quote the message."""
+        """Report to the other ranks that this rank has failed; their errors quote the message.
+
+        They end their operations, so this rank ends its own: nothing is left that could block its device.
+        """
+        with _caller_error.lock:
+            self._broken = self._broken or message
+        abort_all([self.nccl])
         with suppress(CommError):
             self._monitor.call(lambda: self._store.report_failure(message))
 
@@ -324,10 +330,10 @@ class GroupComm(Comm):
         if self._broken is not None:  # the monitor ended the wait
             _caller_error.withdraw()
             return CommError(self._broken)
-        in_flight = " and ".join(map(str, messages))
+        in_flight = f" while {' and '.join(map(str, messages))}" if messages else ""
         abort_all([self.nccl])
         return self._failed(
-            f"rank {self.rank} failed in {op} ({self._operation}) while {in_flight}: {_reason(error)}{self._explain()}"
+            f"rank {self.rank} failed in {op} ({self._operation}){in_flight}: {_reason(error)}{self._explain()}"
         )
 
     def _explain(self) -> str:
@@ -344,6 +350,16 @@ class GroupComm(Comm):
         return CommError(message)
 
     # Operations that NCCL does better than a batch of messages.
+
+    @contextmanager
+    def _native(self, op: str, x: Tensor) -> Iterator[None]:
+        """Around a collective of the backend, which is watched. NCCL refuses it once a rank has left."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.message_error(op, (), error) from error
+        if x.is_cuda:
+            self._watch(op)
 
     def _all_gather(self, op: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
         if self._backend(x.device) != "nccl":
@@ -366,9 +382,8 @@ class GroupComm(Comm):
         gathered = into.view(-1) if into is not None and in_place else own.new_empty(self.world * largest)
         # The name since torch 2.13, and the one before.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        all_gather(gathered.view(torch.uint8), own.view(torch.uint8), group=self.group)
-        if x.is_cuda:
-            self._watch(op)
+        with self._native(op, x):
+            all_gather(gathered.view(torch.uint8), own.view(torch.uint8), group=self.group)
         parts = [
             part[:size].view(shape)
             for part, size, shape in zip(gathered.view(self.world, largest), sizes, shapes, strict=True)
@@ -390,8 +405,8 @@ class GroupComm(Comm):
             total = (
                 x.detach() if reuse and x.is_contiguous() else x.detach().clone(memory_format=torch.contiguous_format)
             )
-        dist.all_reduce(total, group=self.group)
-        self._watch(op)
+        with self._native(op, x):
+            dist.all_reduce(total, group=self.group)
         return total.to(x.dtype)
 
     def _reduce_scatter(self, op: str, parts: Sequence[Tensor]) -> Tensor:
@@ -400,8 +415,8 @@ class GroupComm(Comm):
             return super()._reduce_scatter(op, parts)
         self._check_usable()
         total = torch.empty_like(own, memory_format=torch.contiguous_format)
-        dist.reduce_scatter(total, [part.detach().contiguous() for part in parts], group=self.group)
-        self._watch(op)
+        with self._native(op, own):
+            dist.reduce_scatter(total, [part.detach().contiguous() for part in parts], group=self.group)
         return total
 
     def _barrier(self, op: str) -> None:

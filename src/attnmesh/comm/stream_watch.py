@@ -120,7 +120,8 @@ def _run() -> None:
         with _starting:
             watches = list(_watched)
         for watch in watches:
-            watch.report_overdue()
+            with suppress(RuntimeError):  # of a group that is destroyed meanwhile: go on with the others
+                watch.report_overdue()
         del watches[:]
 
 

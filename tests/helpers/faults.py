@@ -1,0 +1,244 @@
+"""Ranks that fail: programs over ranks, faults of one rank, moments of a program, and what the other ranks raise."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.comm import CommError
+from attnmesh.testing.block import poisoned_cache, random_block, shard_block
+
+FAULTY = 1
+"""The rank that fails."""
+STEPS = 3
+Step = Callable[[], Tensor]
+"""One step of a program, and a tensor of this rank."""
+
+
+class InjectedError(RuntimeError):
+    """What a rank raises in the middle of its work."""
+
+
+# Programs: (comm, device) -> a function that makes one step.
+
+
+def training(schedule: str, **options: Any) -> Callable[[am.Comm, str], Step]:
+    """Attention forward and backward under one schedule."""
+
+    def make(comm: am.Comm, device: str) -> Step:
+        context = am.ContextParallel(comm, schedule=schedule, **options)
+        q, k, v = (torch.randn(1, 12, 64, 16, device=device, requires_grad=True) for _ in range(3))
+
+        def step() -> Tensor:
+            context.attention(q, k, v, mask=am.Full()).sum().backward()
+            return q.grad
+
+        return step
+
+    return make
+
+
+def compiled(comm: am.Comm, device: str) -> Step:
+    """The ring inside of a compiled function."""
+    context = am.ContextParallel(comm, schedule="ring")
+    q, k, v = (torch.randn(1, 4, 64, 16, device=device, requires_grad=True) for _ in range(3))
+
+    @torch.compile(backend="aot_eager")
+    def attend(q, k, v):
+        return context.attention(q, k, v, mask=am.Causal(), length=64 * comm.world)
+
+    def step() -> Tensor:
+        attend(q, k, v).sum().backward()
+        return q.grad
+
+    return step
+
+
+def sparse(comm: am.Comm, device: str) -> Step:
+    """Sparse attention over a sharded sequence."""
+    parallel = am.SparseParallel(cp=comm)
+    q = torch.randn(8, 16, 64, device=device, requires_grad=True)
+    kv = torch.randn(8, 1, 64, device=device, requires_grad=True)
+    indices = torch.zeros(8, 2, dtype=torch.int32, device=device)
+
+    def step() -> Tensor:
+        out, _ = parallel.sparse_attention(q, kv, indices, scale=0.3, d_v=64)
+        out.sum().backward()
+        return q.grad
+
+    return step
+
+
+def decode(tp: int, kvdp: int, cp: int) -> Callable[[am.Comm, str], Step]:
+    """Steps of an attention block with a sharded cache."""
+
+    def make(comm: am.Comm, device: str) -> Step:
+        config, weights = random_block(q_heads=6, kv_heads=3 if tp > 1 else 2, head_dim=16, hidden=48, device=device)
+        block = shard_block(config, weights, am.DecodeSharding(tp, kvdp, cp, interleave=2), comm)
+        cache = poisoned_cache(block, 3, 64)
+        sequences = [cache.allocate(0) for _ in range(3)]
+        return lambda: block(torch.ones(3, 1, 48, device=device), cache, cache.append(sequences, 1))
+
+    return make
+
+
+def generate(comm: am.Comm, device: str) -> Step:
+    """Prefill and decode of a Transformers model."""
+    import transformers
+
+    from attnmesh.generation.engine import Engine
+
+    am.register_attention()
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, attn_implementation="attnmesh",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(device).eval()
+    engine = Engine(model, comm, cache_tokens=400, max_sequences=8)
+
+    def step() -> Tensor:
+        sequence = engine.prefill(list(range(24)), 8)
+        logits = engine.decode([sequence], [[5]])
+        engine.free(sequence)
+        return logits
+
+    return step
+
+
+def gather(comm: am.Comm, device: str) -> Step:
+    """The parts of a sharded tensor, and the gradient of that."""
+    context = am.ContextParallel(comm)
+
+    def step() -> Tensor:
+        x = torch.randn(4, device=device, requires_grad=True)
+        context.unshard(x, 0, 4 * comm.world).sum().backward()
+        return x.grad
+
+    return step
+
+
+def queries(comm: am.Comm, device: str) -> Step:
+    """Attention with distributed queries."""
+    q, k, v = (torch.randn(1, 2, 12, 8, device=device, requires_grad=True) for _ in range(3))
+
+    def step() -> Tensor:
+        out = am.ring_distributed_attention(q, k, v, group=comm)
+        am.gather_ring_outputs(out, length=12, group=comm).sum().backward()
+        return q.grad
+
+    return step
+
+
+PROGRAMS: dict[str, tuple[int, Callable[[am.Comm, str], Step]]] = {
+    "ring": (3, training("ring")),
+    "allgather": (3, training("allgather")),
+    "ulysses": (3, training("ulysses")),
+    "two-level": (4, training("ring+ring", ranks_per_node=2)),
+    "compiled": (3, compiled),
+    "sparse": (3, sparse),
+    "tp": (3, decode(3, 1, 1)),
+    "kvdp": (3, decode(1, 3, 1)),
+    "cp": (3, decode(1, 1, 3)),
+    "generate": (3, generate),
+    "unshard": (3, gather),
+    "query-distributed": (3, queries),
+}
+"""The number of ranks of each program, and how it is made."""
+
+WITH_BACKWARD = ("ring", "allgather", "ulysses", "two-level", "compiled", "sparse", "unshard", "query-distributed")
+
+
+def moments(program: str) -> list[str]:
+    """When a rank of the program can fail."""
+    return ["before", "forward", *(["backward"] if program in WITH_BACKWARD else []), "between"]
+
+
+# Faults.
+
+FAULTS = ("late", "stopped for a while", "holding the GIL", "disagreeing", "raising", "sleeping", "hung")
+"""Besides "killed". The first three end within the timeout: all ranks succeed."""
+HARMLESS = FAULTS[:3]
+
+
+def fail(fault: str, comm: am.Comm, *, late: float, away: float, is_over: Callable[[], bool] = lambda: False) -> None:
+    """What the faulty rank does: for `late` seconds, after which it goes on in time, or `away`, unless it `is_over`.
+
+    Another rank may continue a process that hangs, because it is stopped.
+    """
+    if fault == "raising":
+        raise InjectedError("injected")
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault in ("hung", "stopped for a while"):
+        seconds = away if fault == "hung" else late
+        alarm = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.killpg(alarm.pid, signal.SIGKILL)
+        alarm.wait()
+    elif fault == "disagreeing":
+        comm.note("something else")
+    elif fault == "holding the GIL":
+        ctypes.PyDLL(None).usleep(int(late * 1e6))
+    elif fault == "late":
+        time.sleep(late)
+    else:
+        end = time.monotonic() + away
+        while time.monotonic() < end and not is_over():
+            time.sleep(0.05)
+
+
+def inject(comm: am.Comm, moment: str | int, fault: Callable[[], None]) -> None:
+    """Let the next message in forward or backward, or that with a number, meet the fault, once."""
+    exchange, done, posted = comm._exchange_with, [], itertools.count()
+
+    def is_due() -> bool:
+        if isinstance(moment, int):
+            return next(posted) == moment
+        return (torch._C._current_graph_task_id() != -1) == (moment == "backward")
+
+    def exchange_or_fail(*args: Any) -> Any:
+        if not done and is_due():
+            done.append(True)
+            fault()
+        return exchange(*args)
+
+    comm._exchange_with = exchange_or_fail  # type: ignore[method-assign]
+
+
+def run_steps(
+    comm: am.Comm, program: str, device: str, moment: str | int, fault: Callable[[], None] | None
+) -> tuple[str, str, float, list[float]]:
+    """Make the steps of a program, with a fault of this rank if one is given.
+
+    Returns the type and the message of what it raises, the seconds since the step of the fault began, and the results.
+    """
+    torch.manual_seed(7)
+    results: list[float] = []
+    begin = time.monotonic()
+    try:
+        if fault is not None and moment == "before":
+            fault()
+        step = PROGRAMS[program][1](comm, device)
+        if moment != "before":
+            results.append(step().detach().double().sum().item())
+            begin = time.monotonic()
+            if fault is not None and moment == "between":
+                fault()
+            elif fault is not None:
+                inject(comm, moment, fault)
+        while len(results) < STEPS:
+            results.append(step().detach().double().sum().item())
+    except (CommError, InjectedError, ValueError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin, []
+    return "nothing", "", time.monotonic() - begin, results
