@@ -103,7 +103,7 @@ def adjacent_keys(call: DecodeCall) -> list[AdjacentKeys] | None:
         parts = min(wanted, len(visible) // MIN_PART, call.splits.max_count or wanted)
         begin = visible.start + (block - slots.start) * call.block_size
         found.append(AdjacentKeys.of(begin, len(visible), max(1, parts), together, dtype))
-    return found
+    return found or None  # a rank may have no sequence
 
 
 def _has_even_strides(pool: Tensor) -> bool:
