@@ -23,7 +23,7 @@ from benchmarks.rehearsal.study import (
     WORLD,
     Machine,
     attention_sections,
-    failure_row,
+    failure_rows,
     generate_row,
     is_wrong,
     training_row,
@@ -64,8 +64,9 @@ def main(
     root = str(Path(__file__).parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     begin = time.monotonic()
+    parts = only or [part for part in Part if not quick or part is not Part.FAILURES]
     with tempfile.TemporaryDirectory() as folder:
-        sections = publish("rehearsal", "cpu", _sections(Path(folder), megabits, only or list(Part), quick), json)
+        sections = publish("rehearsal", "cpu", _sections(Path(folder), megabits, parts, quick), json)
     wrong = sum(is_wrong(row) for rows in sections.values() for row in rows)
     verdict = f"{wrong} rows are wrong" if wrong else "everything is as it should be"
     output.console().print(f"{verdict}, after {time.monotonic() - begin:.0f} s")
@@ -93,7 +94,7 @@ def _sections(folder: Path, megabits: float, parts: Collection[Part], quick: boo
                 if not quick:
                     rows.append(generate_row(nodes, folder, 6))
             yield f"{shape}: programs", rows
-    if Part.FAILURES in parts and not quick:
+    if Part.FAILURES in parts:
         yield "2 nodes x 2 ranks: a node fails", list(_failures(folder, megabits))
 
 
@@ -102,7 +103,7 @@ def _failures(folder: Path, megabits: float) -> Iterator[dict[str, object]]:
         own = folder / name.replace(" ", "-")
         own.mkdir()
         with Nodes(2, megabits) as nodes, output.status(name):
-            yield failure_row(nodes, own, name, fail)
+            yield from failure_rows(nodes, own, name, fail)
 
 
 app = make_app(main)

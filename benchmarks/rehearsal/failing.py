@@ -14,8 +14,8 @@ from attnmesh.core.masks import Causal
 from attnmesh.parallel.context import ContextParallel
 
 TIMEOUT = 10.0
-PROMISED = TIMEOUT + 5
-"""Seconds within which every survivor raises, by docs/reliability.md."""
+PROMISED, WITHOUT_STORE = TIMEOUT + 5, TIMEOUT + 10
+"""Seconds within which every survivor raises, by docs/reliability.md; and those that have lost the store too."""
 
 _LENGTH = 256
 _AFTER = 3.0  # seconds that a rank stays after its error, so that torchrun does not end the others before theirs

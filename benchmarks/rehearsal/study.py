@@ -17,7 +17,7 @@ from attnmesh.plan.shards import shards
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import simulate
-from benchmarks.rehearsal.failing import PROMISED
+from benchmarks.rehearsal.failing import PROMISED, WITHOUT_STORE
 from benchmarks.rehearsal.links import HEADERS, counted_links, planned_links
 from benchmarks.rehearsal.nodes import MTU, Namespace, Nodes
 from benchmarks.rehearsal.ranks import Case, Outcome, Report
@@ -211,24 +211,33 @@ def _sent(nodes: Nodes) -> int:
 # Nodes that fail.
 
 
-def failure_row(nodes: Nodes, folder: Path, what: str, fail: Callable[[Namespace], None]) -> Row:
+def failure_rows(nodes: Nodes, folder: Path, what: str, fail: Callable[[Namespace], None]) -> list[Row]:
     """Every process that is left must raise CommError in time after the last node fails, on either side of a cut."""
     words = ["-m", "benchmarks.rehearsal.failing", str(folder)]
     per_node = WORLD // len(nodes.nodes)
     nodes.torchrun(per_node, words, folder)
     if _waited(folder, "attending", range(WORLD), 60):
-        return row(what, "ranks did not start", ["start"])
+        return [row(what, "ranks did not start", ["start"])]
     failed = time.time()
     fail(nodes.nodes[-1])
-    survivors = range(WORLD if nodes.nodes[-1].is_running else WORLD - per_node)
-    silent = _waited(folder, "raised", survivors, PROMISED + 15)
-    raised = [json.loads((folder / f"raised-{rank}").read_text()) for rank in survivors if rank not in silent]
+    survivors, lost = range(WORLD - per_node), range(WORLD - per_node, WORLD)
+    rows = [_raised_row(what, folder, survivors, failed, PROMISED)]
+    if nodes.nodes[-1].is_running:  # the store is on the first node
+        rows.append(_raised_row(f"{what}: its own ranks", folder, lost, failed, WITHOUT_STORE))
+    return rows
+
+
+def _raised_row(what: str, folder: Path, ranks: Sequence[int], failed: float, promised: float) -> Row:
+    silent = _waited(folder, "raised", ranks, promised + 10)
+    raised = [json.loads((folder / f"raised-{rank}").read_text()) for rank in ranks if rank not in silent]
     after = max((each["time"] - failed for each in raised), default=0.0)
     wrong = [f"ranks {silent} raised nothing"] if silent else []
-    if after > PROMISED:
+    if after > promised:
         wrong.append("late")
-    said = raised[0]["message"] if raised else ""
-    return row(what, f"{len(raised)} of {len(survivors)} ranks raised within {after:.1f} s: {said}", wrong)
+    said = f": {raised[0]['message']}" if raised else ""
+    return row(
+        what, f"{len(raised)} of {len(ranks)} ranks raised within {after:.1f} s (promised {promised:g}){said}", wrong
+    )
 
 
 def _waited(folder: Path, name: str, ranks: Sequence[int], seconds: float) -> list[int]:

@@ -32,12 +32,12 @@ def new_comm(world, timeout):
 def run_cells(comm, program, cells):
     """The outcome of every cell on this rank. The rank that is away comes back when all others have raised."""
     comm.timeout = 60
+    found = {"pid": os.getpid(), "expected": run_steps(comm, program, "cpu", "before", None)[3]}
     store = dist.distributed_c10d._get_default_store()
     store.set(f"pid {comm.rank}", str(os.getpid()))
-    found = {"pid": os.getpid()}
-    for fault, moment in [(None, "before"), *cells]:
+    for fault, moment in cells:
         own, raised = new_comm(comm.world, TIMEOUT), f"raised {fault} {moment}"
-        if fault is not None and comm.rank == FAULTY:
+        if comm.rank == FAULTY:
             is_over = partial(all_raised, store, raised, comm.world)
             injected = partial(fail, fault, own, late=LATE, away=AWAY, is_over=is_over)
         else:
@@ -54,6 +54,9 @@ def all_raised(store, key, world):
 
 
 def killed(comm, program, moment):
+    comm.timeout = 60
+    assert len(run_steps(comm, program, "cpu", "before", None)[3]) == STEPS  # what is imported and compiled takes time
+    comm.barrier()
     own = new_comm(comm.world, LONG)
     fault = partial(fail, "killed", own, late=0, away=0) if comm.rank == FAULTY else None
     return run_steps(own, program, "cpu", moment, fault)
@@ -63,7 +66,7 @@ def problems_of(cell, found, expected):
     """What is wrong with the outcomes of a cell, by rank; empty if nothing is."""
     problems = []
     for rank, (kind, text, seconds, results) in enumerate(found):
-        if cell[0] in (None, *HARMLESS):
+        if cell[0] in HARMLESS:
             if len(results) != STEPS or results != expected[rank]:
                 problems.append(f"rank {rank}: {kind} {text}, {results} instead of {expected[rank]}")
         elif cell[0] == "disagreeing":
@@ -82,9 +85,8 @@ def report(cell, found):
 
 def check_cells(program, cells):
     ranks = run_processes(PROGRAMS[program][0], run_cells, program, cells, timeout=280, ends=True)
-    expected = [rank[None, "before"][3] for rank in ranks]
-    problems = {}
-    for cell in [cell for cell in ranks[0] if cell != "pid"]:
+    expected, problems = [rank["expected"] for rank in ranks], {}
+    for cell in cells:
         found = [rank[cell] for rank in ranks]
         report((program, *cell), found)
         if wrong := problems_of(cell, found, expected):

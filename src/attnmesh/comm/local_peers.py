@@ -28,7 +28,7 @@ from attnmesh.comm.shared_memory import IS_AVAILABLE, RingReader, RingWriter, Se
 VARIABLE = "ATTNMESH_SHARED_MEMORY"
 """The environment variable that is set to 0 to send all messages over the network."""
 
-_RING, _SMALLEST_RING = 256 << 10, 8 << 10  # bytes
+_RING, _SMALLEST_RING = 260 << 10, 8 << 10  # bytes; messages of up to 64 KiB, and of 1.9 KiB
 _MAX_SEGMENT = 32 << 20  # bytes for all rings of a process group on one host: with more ranks, rings are smaller
 _STATES = 4096  # bytes at the start of a segment, in which each rank says that it has left
 
