@@ -68,7 +68,8 @@ def test_messages_over_nccl_and_kernels_run_at_the_same_time(world):
     ask = traced_case("ring", device="cuda", length=1 << 16, head_dim=64, layout="zigzag")
     spans = run_processes(world, record_attention, ask, timeout=300, backend="nccl")[0]
     check(spans, ask, world)
-    for kernel in ("attention", "attention backward"):
+    # Of two ranks, each has one message in backward that is not sent after the last kernel: nothing to rely on.
+    for kernel in ("attention", "attention backward") if world > 2 else ("attention",):
         chosen = [span for span in spans if span.track != "compute" or span.name == kernel]
         ranks = summarize_overlap(chosen)
         overlap, compute, transfer = (

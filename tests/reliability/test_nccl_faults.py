@@ -108,6 +108,7 @@ def new_comm(comm):
     new = am.comm_from(group, timeout=60)
     new.agree("warm up", {"device": "cuda"})
     new.timeout = TIMEOUT
+    comm.barrier()  # no rank fails before all have connected
     return new
 
 

@@ -192,13 +192,20 @@ class Monitor:
                     return out_of_step(both) or f"ranks {self._rank} and {rank} are out of step since earlier calls"
         return None
 
-    def explain(self) -> str:
-        """How calls differ, as a part of an error message. Gives other ranks the time to publish theirs."""
+    def explain(self, failure: str | None = None) -> str:
+        """How calls differ, as a part of an error message. Gives other ranks the time to publish theirs.
+
+        If they do not differ, ranks that wait for one another in a chain all time out at once: each reports its
+        `failure`, of which one has the rank that did not arrive.
+        """
         for _ in range(3):
             if problem := self.out_of_step() or self._overtook():
                 return f"; {problem}"
+            if failure is not None:
+                self._store.report_failure(failure)
             time.sleep(_INTERVAL)
-        return ""
+        failures = self._store.failures()
+        return f"; {failures}" if failures else ""
 
     def find_absent(self) -> str:
         """Why this rank waits for so long: the ranks of the group that do not wait, or the failure of one.

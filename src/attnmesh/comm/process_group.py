@@ -332,13 +332,12 @@ class GroupComm(Comm):
             return CommError(self._broken)
         in_flight = f" while {' and '.join(map(str, messages))}" if messages else ""
         abort_all([self.nccl])
-        return self._failed(
-            f"rank {self.rank} failed in {op} ({self._operation}){in_flight}: {_reason(error)}{self._explain()}"
-        )
+        message = f"rank {self.rank} failed in {op} ({self._operation}){in_flight}: {_reason(error)}"
+        return self._failed(message + self._explain(message))
 
-    def _explain(self) -> str:
+    def _explain(self, failure: str | None = None) -> str:
         try:
-            return self._monitor.call(self._store.explain) or self._monitor.call(self._monitor.explain)
+            return self._monitor.call(self._store.explain) or self._monitor.call(lambda: self._monitor.explain(failure))
         except CommError as error:
             return f"; {error}"
 
