@@ -173,7 +173,10 @@ def test_the_pools_are_what_paged_decode_reads(storage, device):
     for stored, dim in ((cache.keys(0), 32), (cache.values(1), 16)):
         assert storage_of(stored) == storage
         assert values_of(stored).shape == (BLOCKS, BLOCK_SIZE, 3, dim)
-        assert values_of(stored).is_contiguous()
+        if torch.device(device).type == "cpu" and storage in PLAIN:
+            assert values_of(stored).permute(2, 0, 1, 3).is_contiguous()  # a head's tokens lie next to one another
+        else:
+            assert values_of(stored).is_contiguous()
         if storage in ("int8", "bfp8"):
             one_head = stored.scales[0, :, 0]
             assert one_head.is_contiguous()  # a head's tokens lie next to one another

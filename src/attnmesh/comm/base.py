@@ -112,6 +112,11 @@ class Comm(ABC):
     def recorder(self, recorder: Recorder | None) -> None:
         self._recorder = recorder
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether small messages to all other ranks go through the memory of this host; known from an agreement on."""
+        return False
+
     def buffer(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialized receive buffer. A transport that needs special memory overrides this."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -179,6 +179,11 @@ class LocalPeers:
         self._sleepers = 0  # threads that wait for messages
         _all_peers.add(self)
 
+    @property
+    def ranks(self) -> int:
+        """The number of ranks on this host that share memory, this one included."""
+        return len(self._peers) + 1
+
     def post(self, messages: Sequence[Message]) -> list[SharedWork | None]:
         """Post the messages that go through shared memory, and return None for each of the others.
 

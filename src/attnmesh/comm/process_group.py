@@ -147,6 +147,11 @@ class GroupComm(Comm):
             self._local_peers = peers
             weakref.finalize(self.group, peers.leave)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether small messages to all other ranks go through the memory of this host."""
+        return self._local_peers is not None and self._local_peers.ranks == self.world
+
     def _make_progress(self) -> None:
         """Send and receive through shared memory while this rank waits for something else (on the monitor's thread)."""
         if self._local_peers is not None:

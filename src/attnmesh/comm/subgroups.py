@@ -39,6 +39,11 @@ class SubComm(Comm):
     def recorder(self, recorder: Recorder | None) -> None:
         self._parent.recorder = recorder
 
+    @property
+    def shares_memory(self) -> bool:
+        """As for all ranks of the parent."""
+        return self._parent.shares_memory
+
     def buffer(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A receive buffer of the parent's kind."""
         return self._parent.buffer(shape, dtype=dtype, device=device)

@@ -8,7 +8,7 @@ that a later prompt with the same prefix reuses them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -115,8 +115,9 @@ class Engine:
         self.passes = 0
         """Prefill and decode passes so far; the same on every rank."""
         self._changes = self._exchanges = 0  # that were begun and have not ended, or were interrupted
-        # Over gloo a message takes longer than it saves in reading weights: measured, 2 and 4 ranks on 2 cores.
-        self._tensor_parallel = TensorParallel(model, self.comm) if self.device.type == "cuda" else nullcontext()
+        self._step_context: AbstractContextManager[None] = nullcontext()
+        if self.device.type == "cuda":
+            self.use_tensor_parallel()
         # Mixture-of-experts routing on the host cannot be captured. NCCL's messages can, but NCCL does not destroy a
         # communicator before the last graph with its messages: an engine that is still referred to, as by the traceback
         # of an exception, would block the end of its process.
@@ -124,6 +125,10 @@ class Engine:
         self._forward = partial(_logits, model)
         self._forward_step = DecodeGraphs(self._forward) if graphs else self._forward
         self.kv_bytes_per_token = kv_bytes_per_token(config, weight.dtype)
+
+    def use_tensor_parallel(self) -> None:
+        """Compute decode steps tensor-parallel from now on. All ranks must call it."""
+        self._step_context = TensorParallel(self.model, self.comm)
 
     def prefill(self, ids: Sequence[int], max_new_tokens: int = 0) -> EngineSequence:
         """A sequence that starts with the prompt `ids` and may grow by `max_new_tokens`, with its next `logits`.
@@ -348,7 +353,7 @@ class Engine:
         )  # fmt: skip
         at = torch.tensor([list(new) for new in positions], device="cpu")
         tokens = torch.tensor([list(row) for row in ids], device=self.device)
-        with self.exchange(self.comm), self._tensor_parallel:
+        with self.exchange(self.comm), self._step_context:
             logits = self._forward_step(step, tokens, at.to(self.device))
         with self._change():
             for new in appended:

@@ -161,6 +161,8 @@ class Generator:
             report_error(self.comm, "Generator", error)
             raise
         check_same_weights(self.comm, model, self.engine.device)
+        if self.engine.device.type == "cpu" and self._all_share_memory():
+            self.engine.use_tensor_parallel()
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
         self._progress = Progress()
         self._iterator: weakref.ref[abc.Generator[Token, None, None]] | None = None  # of the latest call
@@ -206,6 +208,11 @@ class Generator:
         iterator = self._generate(rows, request)
         self._iterator = weakref.ref(iterator)
         return iterator
+
+    def _all_share_memory(self) -> bool:
+        """Whether all ranks exchange small messages through memory. Over sockets tensor parallelism does not pay."""
+        own = torch.tensor([self.comm.shares_memory], dtype=torch.int8, device="cpu")
+        return all(map(bool, self.comm.all_gather(own, [(1,)] * self.comm.world)))
 
     def _is_running(self) -> bool:
         """Whether the iterator of the latest call is neither exhausted nor closed nor dropped."""

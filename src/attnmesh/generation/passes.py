@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from attnmesh.core.masks import Causal, Mask, SlidingWindow
 from attnmesh.core.ranges import Ranges
 from attnmesh.kv_cache.cache import BlockCache
 from attnmesh.kv_cache.pools import write_tokens
+from attnmesh.ops.decode.api import PagedStep
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, prefill_attention
 from attnmesh.parallel.decode.positions import LocalPositions, key_range
@@ -100,6 +102,10 @@ class DecodePass(CachePass):
     stored: Sequence[LocalPositions]
     _key_ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    @cached_property
+    def _step(self) -> PagedStep:
+        return PagedStep(self.block_table, self.cur_pos)
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
     ) -> Tensor:
@@ -107,7 +113,14 @@ class DecodePass(CachePass):
         if not isinstance(mask, (Causal, SlidingWindow)):
             raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
         window = mask.left + 1 if isinstance(mask, SlidingWindow) else None
-        kv = LocalKV(self.cache.keys(layer), self.cache.values(layer), self.block_table, self.cur_pos, self._key_range)
+        kv = LocalKV(
+            self.cache.keys(layer),
+            self.cache.values(layer),
+            self.block_table,
+            self.cur_pos,
+            self._key_range,
+            self._step,
+        )
         states = StateExchange(self.comm, (q.shape[1],) * self.comm.world)  # every rank has all heads
         return DecodeAttention(states, scale, window, sinks)(q, kv, "all_gather")
 

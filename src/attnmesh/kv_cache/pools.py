@@ -38,7 +38,12 @@ class Pools:
 def make_pools(shape: tuple[int, int, int, int, int], storage: str, scale: Tensor, device: torch.device) -> Pools:
     """Empty pools of shape [layers, num_blocks, block_size, kv_heads, D]; `scale` is used by fp8 only."""
     if storage in PLAIN:
-        plain = torch.zeros(shape, dtype=PLAIN[storage], device=device)
+        if torch.device(device).type == "cpu":  # the keys of a head are adjacent: torch's CPU kernel reads them faster
+            layers, blocks, block_size, heads, dim = shape
+            by_head = torch.zeros((layers, heads, blocks, block_size, dim), dtype=PLAIN[storage], device=device)
+            plain = by_head.permute(0, 2, 3, 1, 4)
+        else:
+            plain = torch.zeros(shape, dtype=PLAIN[storage], device=device)
         return Pools((plain,), tuple(plain))
     if storage == "fp8":
         raw = torch.zeros(shape, dtype=torch.uint8, device=device)  # as bytes: torch cannot index fp8 on the CPU
@@ -145,12 +150,17 @@ def write_tokens(keys: Stored, values: Stored, slots: Tensor, k: Tensor, v: Tens
     """
     if slots.is_cuda:
         _triton().write_tokens(keys, values, slots, k, v)
-    else:
-        _write(keys, slots, k)
-        _write(values, slots, v)
+        return
+    _write(keys, slots, k)
+    _write(values, slots, v)
 
 
 def _write(pool: Stored, slots: Tensor, x: Tensor) -> None:
+    if slots.numel() == 1 and isinstance(pool, Tensor):  # a decode step: no index tensors
+        block, offset = divmod(int(slots), pool.shape[1])
+        if block >= 0:
+            pool[block, offset] = x[0, :, 0]
+        return
     kept = slots >= 0
     at = slots[kept]
     block_size = values_of(pool).shape[1]

@@ -12,8 +12,10 @@ from torch import Tensor
 from attnmesh.core.merge import merge, merge_stacked
 from attnmesh.core.state import State
 from attnmesh.ops.decode import cpu_keys, reference
-from attnmesh.ops.decode.call import DecodeCall, build_call
+from attnmesh.ops.decode.api import PagedStep
+from attnmesh.ops.decode.call import DecodeCall, Splits, build_call
 from attnmesh.ops.decode.cpu import Cpu
+from attnmesh.ops.decode.cpu_adjacent import adjacent_keys
 from attnmesh.ops.decode.cpu_keys import KeyPart, split_keys
 from attnmesh.ops.storage import PLAIN, STORAGES, Quantized, Stored, quantize
 
@@ -307,3 +309,30 @@ def test_nothing_to_do() -> None:
     assert (state.lse == -torch.inf).all()
     empty = Case.of(B=0, L=10).contiguous()
     assert Cpu().run(empty).out.shape == (0, 8, 1, 32)
+
+
+@pytest.mark.parametrize("group", [3, 4])
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": 600}, {"sinks": True}, {"max_splits": 1}])
+def test_adjacent_blocks_are_read_in_place(group: int, by_head: bool, options: dict[str, Any]) -> None:
+    """Keys that are adjacent in the pool are not gathered, whether those of a token or of a head lie together."""
+    pools = torch.randn(2, 150, 16, 3, 32)
+    if by_head:
+        pools = pools.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
+    last, table = [1100, 900], torch.stack([torch.arange(75, 145), torch.arange(70)]).int()
+    if options.get("sinks"):
+        options = {"sinks": torch.randn(3 * group)}
+    q = torch.randn(2, 3 * group, 1, 32)
+    step = PagedStep(table, torch.tensor(last, dtype=torch.int32))
+    arguments = {name: value for name, value in options.items() if name != "max_splits"}
+    got = [step(q, *pools, scale=None, **arguments).out for _ in range(2)]  # the second layer is not checked again
+    call = build_call(
+        q, *pools, table, cur_pos=last, mask=None, tree=None, scale=None, window=None, sinks=None, share_cache=False,
+        max_splits=None, split_size=None,
+    )  # fmt: skip
+    call = replace(call, **({"splits": Splits(1)} if "max_splits" in options else options))
+    assert adjacent_keys(call) is not None
+    check(call)
+    for out in got:
+        torch.testing.assert_close(out, exact(call).out.to(out.dtype), rtol=1e-4, atol=1e-5)
+    assert adjacent_keys(replace(call, table=table.flip(1))) is None

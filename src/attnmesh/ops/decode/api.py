@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -15,7 +16,7 @@ from attnmesh.ops.decode.call import Backend, DecodeCall, build_call, check_into
 from attnmesh.ops.decode.cpu import Cpu
 from attnmesh.ops.decode.device_errors import check_positions
 from attnmesh.ops.decode.triton import Triton
-from attnmesh.ops.storage import Stored
+from attnmesh.ops.storage import Stored, values_of
 
 Positions = Sequence[int] | Tensor
 KeyRange = tuple[Tensor, Tensor]
@@ -152,6 +153,40 @@ def paged_decode_attention(
     if into is not None:
         call = check_into(into, call, out_dtype)
     return _run(call, backend, return_lse, into)
+
+
+class PagedStep:
+    """`paged_decode_attention` for the layers of one step: they share a block table and positions, checked once.
+
+    Neither may change between the calls. A layer whose shapes or options differ from those before is checked again.
+    """
+
+    def __init__(self, block_table: Tensor, cur_pos: Tensor) -> None:
+        self.block_table, self.cur_pos = block_table, cur_pos
+        self._checked: dict[object, tuple[DecodeCall, Backend]] = {}
+
+    def __call__(
+        self, q: Tensor, k_pool: Stored, v_pool: Stored, *, scale: float | None, window: int | None = None,
+        sinks: Tensor | None = None, key_range: KeyRange | None = None, into: State | None = None,
+        backend: str = "auto",
+    ) -> State:  # fmt: skip
+        """Out and lse of one layer. Arguments are those of `paged_decode_attention`."""
+        key = (
+            q.shape, q.dtype, values_of(k_pool).shape, values_of(v_pool).shape, type(k_pool), scale, window, backend,
+            sinks is None, id(key_range), None if into is None else (into.out.dtype, into.out.shape),
+        )  # fmt: skip
+        if key not in self._checked:
+            call = build_call(
+                q, k_pool, v_pool, self.block_table, cur_pos=self.cur_pos, mask=None, tree=None, scale=scale,
+                window=window, sinks=sinks, share_cache=False, max_splits=None, split_size=None, key_range=key_range,
+            )  # fmt: skip
+            call = call if into is None else check_into(into, call, None)
+            chosen = choose(call, backend)
+            if q.device.type == "cpu":
+                check_positions(call)
+            self._checked[key] = replace(call, memo={}), chosen
+        call, chosen = self._checked[key]
+        return chosen.run(replace(call, q=q, k=k_pool, v=v_pool, sinks=sinks), into)
 
 
 def _run(call: DecodeCall, backend: str, return_lse: bool, into: State | None = None) -> Tensor | tuple[Tensor, Tensor]:

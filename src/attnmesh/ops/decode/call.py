@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ class DecodeCall:
     - `key_range`, two tensors [B, T]: to the keys `first <= k < end` up to cur_pos, whatever its own position.
 
     `sinks` [Hq] are scores of keys without a value. `cur_pos < 0` skips a sequence. `rounded`: `out` has the dtype of q
-    rather than the accumulation dtype.
+    rather than the accumulation dtype. `memo` is shared by the calls of the layers of one step, which differ in q, k,
+    v and sinks only: what a backend derives from the rest, it derives once.
     """
 
     q: Tensor
@@ -58,6 +59,7 @@ class DecodeCall:
     sinks: Tensor | None
     splits: Splits
     rounded: bool
+    memo: dict[Any, Any] | None = None
 
     @property
     def paged(self) -> bool:

@@ -7,9 +7,10 @@ time as stay in the cores' caches. The cost of a sequence is proportional to its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from math import gcd
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +18,14 @@ from torch import Tensor
 from attnmesh.core.merge import add_sinks, merge_stacked
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.cpu_adjacent import MAX_SINGLE_ROWS, MIN_PART, AdjacentKeys, adjacent_keys
 from attnmesh.ops.decode.cpu_keys import CacheReader, KeyPart, VisibleKeys, split_keys
 
+T = TypeVar("T")
+
 _MAX_PENDING = 64  # states waiting to be merged: memory stays small beside the cache however short the splits are
-_MIN_PART = 256  # keys that are worth a task of their own
 _CACHED_PART = 512  # keys of a head that stay in a core's cache while its few rows are processed one by one
 _ROWS_PER_TASK = 32  # query rows that one task of the kernel takes; more rows read the keys again
-_MAX_SINGLE_ROWS = 3
 
 
 class Cpu:
@@ -37,16 +39,58 @@ class Cpu:
 
     def run(self, call: DecodeCall, into: State | None = None) -> State:
         """Out and lse. Skipped sequences cost nothing."""
-        whole = call.empty_state() if into is None else into
-        whole.out.zero_()
-        whole.lse.fill_(-torch.inf)
+        adjacent = _memoized(call, "adjacent", lambda: adjacent_keys(call))
+        if adjacent is not None:
+            return _adjacent(call, adjacent, into)
         cache = CacheReader(call)
         q = cache.query(call.q, call.scale)
-        for sequences, last in _batches(call, cache):
-            part = _attention(call, cache, q, sequences, last)
+        batches = _memoized(
+            call, "visible", lambda: [(some, VisibleKeys(call, some, last)) for some, last in _batches(call, cache)]
+        )
+        if into is None and len(batches) == 1 and len(batches[0][0]) == len(q):
+            out, lse = _attention(call, cache, q, *batches[0])
+            return State(out.to(call.out_dtype), lse)
+        whole = call.empty_state() if into is None else into
+        if sum(len(sequences) for sequences, _ in batches) < len(q):
+            whole.out.zero_()
+            whole.lse.fill_(-torch.inf)
+        for sequences, visible in batches:
+            part = _attention(call, cache, q, sequences, visible)
             whole.out[sequences.start : sequences.stop] = part.out
             whole.lse[sequences.start : sequences.stop] = part.lse
         return whole
+
+
+def _memoized(call: DecodeCall, name: str, compute: Callable[[], T]) -> T:
+    """What `compute` returns for the first layer of a step."""
+    if call.memo is None:
+        return compute()
+    if name not in call.memo:
+        call.memo[name] = compute()
+    found: T = call.memo[name]
+    return found
+
+
+def _adjacent(call: DecodeCall, keys: list[AdjacentKeys], into: State | None) -> State:
+    assert isinstance(call.k, Tensor)
+    assert isinstance(call.v, Tensor)
+    needs_lse = into is not None or call.sinks is not None or call.memo is None  # a step without `into` reads out only
+    q = call.q.to(call.k.dtype)
+    q = (q if q.stride(3) == 1 or q.shape[3] == 1 else q.contiguous())[:, :, 0]
+    states = [
+        own.state(rows, call.k, call.v, call.scale, needs_lse=needs_lse)
+        for own, rows in zip(keys, q.unbind(0), strict=True)
+    ]
+    if call.sinks is not None:
+        states = [add_sinks(state, call.sinks[:, None]) for state in states]
+    if into is not None:
+        for sequence, state in enumerate(states):
+            into.out[sequence] = state.out[0]
+            into.lse[sequence] = state.lse[0]
+        return into
+    if len(states) == 1:
+        return State(states[0].out.to(call.out_dtype), states[0].lse)
+    return State(torch.cat([out for out, _ in states]).to(call.out_dtype), torch.cat([lse for _, lse in states]))
 
 
 def _batches(call: DecodeCall, cache: CacheReader) -> Iterator[tuple[range, int]]:
@@ -71,19 +115,22 @@ def _one_sequence_at_a_time(call: DecodeCall, cache: CacheReader, count: int) ->
     if call.shared:
         return False  # more rows of the same product
     rows = call.group * call.q.shape[2]
-    if not cache.in_place or call.mask is not None or call.tree is not None or _row_by_row(rows):
+    if not cache.in_place or call.mask is not None or call.tree is not None or _row_by_row(rows, call.paged):
         return True
     tasks, threads = count * call.kv_heads, torch.get_num_threads()
     return tasks % threads != 0 and tasks < 4 * threads  # split, the keys of each sequence keep all threads busy
 
 
-def _attention(call: DecodeCall, cache: CacheReader, q: Tensor, sequences: range, last: int) -> State:
+def _attention(call: DecodeCall, cache: CacheReader, q: Tensor, sequences: range, visible: VisibleKeys) -> State:
     """The state of sequences with the same last position: out [n, Hq, T, Dv], lse [n, Hq, T]."""
-    visible = VisibleKeys(call, sequences, last)
     rows = visible.as_rows(q[sequences.start : sequences.stop])
     states: list[State] = []
     pending = 0
-    for part in split_keys(visible.keys, visible.unmasked, *_split_sizes(call, cache, visible, rows)):
+    parts = visible.parts
+    if parts is None:
+        parts = list(split_keys(visible.keys, visible.unmasked, *_split_sizes(call, cache, visible, rows)))
+        visible.parts = parts
+    for part in parts:
         states.append(_part_state(cache, visible, rows, part))
         pending += part.parts
         if pending >= _MAX_PENDING:
@@ -100,7 +147,7 @@ def _part_state(cache: CacheReader, visible: VisibleKeys, q: Tensor, part: KeyPa
     """The states of equal parts of the keys, [parts, Hkv, R, ...], or of one part of several sequences, [n, ...]."""
     k, v = cache.read(visible.owners, part.first, part.end)
     if part.unmasked:
-        return _flash(q, k, v, part.parts)
+        return _flash(q, k, v, part.parts, row_by_row=_row_by_row(q.shape[2], cache.paged))
     bias = visible.bias(part.first, part.end, q.dtype)  # [n, Hkv or 1, R, N]
     allowed = bias > -torch.inf
     if visible.may_have_gaps:
@@ -122,26 +169,29 @@ def _split_sizes(call: DecodeCall, cache: CacheReader, visible: VisibleKeys, q: 
         return size, 0, _MAX_PENDING if cache.in_place else cache.chunk // size
     threads, tasks = torch.get_num_threads(), q.shape[0] * q.shape[1] * -(-q.shape[2] // _ROWS_PER_TASK)
     parts = 1 if q.shape[0] > 1 else threads // gcd(tasks, threads)
-    length = len(visible.unmasked) if cache.in_place and visible.unmasked else cache.chunk
-    parts = max(1, min(parts, length // _MIN_PART))
-    if _row_by_row(q.shape[2]):
+    length = len(visible.unmasked) if visible.unmasked else cache.chunk
+    length = length if cache.in_place else min(length, cache.chunk)
+    parts = max(1, min(parts, length // MIN_PART))
+    if _row_by_row(q.shape[2], call.paged):
         parts = max(parts, length // _CACHED_PART)
     parts = min(parts, call.splits.max_count or parts)
-    if cache.in_place and visible.unmasked:
-        return length // parts, visible.unmasked.start, _MAX_PENDING
+    if visible.unmasked:
+        return length // parts, visible.unmasked.start, _MAX_PENDING if cache.in_place else parts
     return length // parts, 0, parts
 
 
-def _row_by_row(rows: int) -> bool:
+def _row_by_row(rows: int, paged: bool) -> bool:
     """Whether the rows of a kv head go through the kernel one by one rather than as one product.
 
     The kernel's matrix-vector product reads keys in place. Its matrix product first copies them into its own layout,
-    which pays off from four rows on.
+    which pays off from four rows on, and from two in a pool, where the keys of a head are not adjacent.
     """
-    return 1 < rows <= _MAX_SINGLE_ROWS
+    return 1 < rows <= MAX_SINGLE_ROWS and not paged
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, parts: int, bias: Tensor | None = None) -> State:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, parts: int, bias: Tensor | None = None, *, row_by_row: bool = False
+) -> State:
     """Out [n, Hkv, R, D] and lse [n, Hkv, R] of rows q [n, Hkv, R, D], already scaled, over k, v [n, Hkv, N, D].
 
     With `parts` > 1, the keys of one sequence are cut into equal parts, which take the place of n. The kernel's tasks
@@ -151,7 +201,6 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, parts: int, bias: Tensor | None = No
     if parts > 1:
         k, v = (x[0].unflatten(1, (parts, -1)).transpose(0, 1) for x in (k, v))
         q = q.expand(parts, -1, -1, -1)
-    row_by_row = bias is None and _row_by_row(rows)
     if row_by_row:
         q = q.reshape(-1, heads * rows, 1, width)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

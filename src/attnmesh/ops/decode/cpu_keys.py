@@ -61,6 +61,8 @@ class VisibleKeys:
         self.unmasked = range(first, stop) if stop > first and call.mask is None else range(0)
         self.owners = range(1) if call.shared else sequences
         self._rows_of_all = call.shared and len(sequences) > 1  # the rows of several sequences read one cache
+        self.parts: list[KeyPart] | None = None  # the same for all layers of a step
+        self._biases: dict[tuple[int, int], Tensor] | None = None if call.memo is None else {}
 
     @property
     def may_have_gaps(self) -> bool:
@@ -84,6 +86,13 @@ class VisibleKeys:
 
     def bias(self, first: int, end: int, dtype: torch.dtype) -> Tensor:
         """The additive mask of keys [first, end): [owners, Hkv or 1, rows, N], -inf where a key is not visible."""
+        if self._biases is None:
+            return self._bias(first, end, dtype)
+        if (first, end) not in self._biases:
+            self._biases[first, end] = self._bias(first, end, dtype)
+        return self._biases[first, end]
+
+    def _bias(self, first: int, end: int, dtype: torch.dtype) -> Tensor:
         call, tokens, n = self._call, self._call.q.shape[2], len(self._sequences)
         keys = torch.arange(first, end, device="cpu")
         visible = keys >= torch.tensor(self._firsts, device="cpu")[:, None]
@@ -109,6 +118,12 @@ class VisibleKeys:
         return x if x.shape[0] == 1 else x[self._sequences.start : self._sequences.stop]
 
 
+def adjacent_blocks(table: Tensor, row: int, slots: range) -> int | None:
+    """The first block of some slots of the table, if their blocks are adjacent in the pool, in order; else None."""
+    blocks = table[row, slots.start : slots.stop].tolist()
+    return blocks[0] if blocks == list(range(blocks[0], blocks[0] + len(blocks))) else None
+
+
 class CacheReader:
     """Reads the keys and values of a call. Both have one width, the larger of the two, which the kernel requires."""
 
@@ -117,7 +132,7 @@ class CacheReader:
         self._width = max(call.q.shape[3], call.value_dim)
         self._k, self._v = (_TensorReader(call, stored, self.dtype, self._width) for stored in (call.k, call.v))
         self._heads = call.kv_heads
-        self._block_size = call.block_size
+        self._block_size, self.paged = call.block_size, call.paged
         self.in_place = self._k.in_place and self._v.in_place  # nothing is gathered, widened or padded
         self.padded = self._width > call.value_dim
 
@@ -156,6 +171,7 @@ class _TensorReader:
         self._stored, self._table, self._block_size = stored, call.table, call.block_size
         self._dtype, self._width = dtype, width
         self._buffers: dict[str, Tensor] = {}
+        self._memo = {} if call.memo is None else call.memo
         values = values_of(stored)
         self.in_place = (
             call.table is None
@@ -197,9 +213,13 @@ class _TensorReader:
         if self._table is None:
             return stored[owners.start : owners.stop, :, first:end]
         assert len(owners) == 1, "rows of a block table are gathered one at a time"
-        slot = first // self._block_size
-        blocks = self._table[owners.start, slot : -(-end // self._block_size)]
+        slot, stop = first // self._block_size, -(-end // self._block_size)
         begin = first - slot * self._block_size
+        block = self._first_of_run(owners.start, slot, stop)
+        if block is not None:
+            run = stored[block : block + stop - slot].flatten(0, 1)
+            return run[begin : begin + end - first].transpose(0, 1).unsqueeze(0)
+        blocks = self._table[owners.start, slot:stop]
         gathered = self._buffer(name, (len(blocks), *stored.shape[1:]), stored.dtype)
         if stored.dtype.itemsize == 1:  # index_select does not take float8
             torch.index_select(stored.view(torch.int8), 0, blocks, out=gathered.view(torch.int8))
@@ -207,6 +227,15 @@ class _TensorReader:
             torch.index_select(stored, 0, blocks, out=gathered)
         # Token-major, as in the pool: the kernel loses less by that than a transposed copy would cost.
         return gathered.flatten(0, 1)[begin : begin + end - first].transpose(0, 1).unsqueeze(0)
+
+    def _first_of_run(self, row: int, slot: int, stop: int) -> int | None:
+        """The first block of some slots, if they can be read without a copy."""
+        assert self._table is not None
+        key = "run", row, slot, stop
+        if key not in self._memo:
+            self._memo[key] = adjacent_blocks(self._table, row, range(slot, stop))
+        found: int | None = self._memo[key]
+        return found
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape)

@@ -32,10 +32,10 @@ from torch import Tensor
 from attnmesh.comm import Comm
 from attnmesh.core import ranges
 from attnmesh.core.masks import Mask
-from attnmesh.core.merge import discount_sinks_batch_invariant, scale_for_sum, unpack_state
+from attnmesh.core.merge import discount_sinks_batch_invariant, merge_stacked, scale_for_sum, unpack_state
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State, accumulation_dtype
-from attnmesh.ops.decode.api import paged_decode_attention
+from attnmesh.ops.decode.api import PagedStep, paged_decode_attention
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES
 from attnmesh.ops.dense.api import attention_state
 from attnmesh.ops.merge import merge_packed
@@ -48,7 +48,8 @@ class LocalKV:
     """The keys and values of one layer that this rank stores, for B sequences.
 
     `block_table` is int32 [B, blocks], and `cur_pos` int32 [B] the index of the last key stored here. `key_range`
-    returns, for a window, the keys stored here that each new token attends to: `first` and `end`, int32 [B, T].
+    returns, for a window, the keys stored here that each new token attends to: `first` and `end`, int32 [B, T]. `step`
+    is what the layers of a step share on the CPU: they are checked once.
     """
 
     keys: Stored
@@ -56,6 +57,11 @@ class LocalKV:
     block_table: Tensor
     cur_pos: Tensor
     key_range: Callable[[int | None], tuple[Tensor, Tensor]]
+    step: PagedStep | None = None
+
+    def paged_step(self) -> PagedStep:
+        """The step that this layer belongs to, or one of its own."""
+        return PagedStep(self.block_table, self.cur_pos) if self.step is None else self.step
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ class StateExchange:
         `sinks` are those of all heads, [H]. With all_gather the output is that of all heads, [B, H, T, D].
         """
         if collective == "all_gather":
-            return merge_packed(all_gather_states(self.comm, packed), sinks, dtype)
+            gathered = all_gather_states(self.comm, packed)
+            return merge_packed(gathered, sinks, dtype) if packed.is_cuda else _merge_on_cpu(gathered, sinks, dtype)
         own_sinks = None if sinks is None else sinks[self.own]
         if collective == "all_to_all":
             return merge_packed(self.all_to_all(packed), own_sinks, dtype)
@@ -128,16 +135,15 @@ class DecodeAttention:
         if self.split_size is not None:
             return self._with_fixed_splits(q, kv, self.split_size)
         if self.states.comm.world == 1:
-            return paged_decode_attention(
-                q, kv.keys, kv.values, kv.block_table, cur_pos=kv.cur_pos, scale=self.scale, window=self.window,
-                sinks=self.sinks, backend=self.backend,
-            )  # fmt: skip
+            return kv.paged_step()(
+                q, kv.keys, kv.values, scale=self.scale, window=self.window, sinks=self.sinks, backend=self.backend
+            ).out
         packed = _empty_packed(q)
         # One token without a window attends to all keys stored here: the kernel needs no range.
         key_range = kv.key_range(self.window) if q.shape[2] > 1 or self.window is not None else None
-        paged_decode_attention(
-            q, kv.keys, kv.values, kv.block_table, cur_pos=kv.cur_pos, scale=self.scale, key_range=key_range,
-            into=unpack_state(packed), backend=self.backend,
+        kv.paged_step()(
+            q, kv.keys, kv.values, scale=self.scale, key_range=key_range, into=unpack_state(packed),
+            backend=self.backend,
         )  # fmt: skip
         return self.states.combine(packed, self.sinks, q.dtype, combine)
 
@@ -216,6 +222,14 @@ def all_gather_states(comm: Comm, packed: Tensor) -> Tensor:
     received = _receive_buffer(comm, (comm.world, *packed.shape), packed)
     comm.all_gather(packed, [packed.shape] * comm.world, into=received)
     return received
+
+
+def _merge_on_cpu(packed: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """As `merge_packed`, in few torch calls: the same bits on every rank, but not for every number of ranks."""
+    out, lse = merge_stacked([State(packed[..., :-1], packed[..., -1])], 1)
+    if sinks is not None:
+        out = discount_sinks_batch_invariant(out, lse, sinks[:, None, None])
+    return out[0].transpose(0, 1).to(dtype)
 
 
 def _empty_packed(q: Tensor) -> Tensor:
