@@ -197,12 +197,15 @@ class GroupComm(Comm):
             self._local_peers.stop(problem)
             self._local_peers.leave()
         if self.world > 1 and "gloo" in self._backends.values():
-            # A message that times out closes all connections of the group: the only way to end a wait of gloo.
-            peer = (self.rank + 1) % self.world
-            with suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), group=self.group, group_src=peer)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+            # A message that times out closes all connections of the group: the only way to end a wait of gloo. One that
+            # fails at once, because its peer has closed the connection, does not close the others.
+            for peer in range(self.world):
+                with suppress(RuntimeError):
+                    if peer != self.rank:
+                        buffer = torch.empty(1, dtype=torch.uint8, device="cpu")
+                        work = dist.irecv(buffer, group=self.group, group_src=peer)
+                        assert work is not None
+                        work.wait(timedelta(milliseconds=1))
 
     def _overdue(self, operation: QueuedOperation) -> None:
         """Fail, because NCCL did not complete an operation in time (on the thread that watches streams)."""
