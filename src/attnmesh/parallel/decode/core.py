@@ -20,6 +20,7 @@ attended to there, once. Sinks are added once, after the merge.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -226,6 +227,10 @@ def all_gather_states(comm: Comm, packed: Tensor) -> Tensor:
 
 def _merge_on_cpu(packed: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
     """As `merge_packed`, in few torch calls: the same bits on every rank, but not for every number of ranks."""
+    if sinks is None:
+        weight = torch.softmax(packed[..., -1:], 0)
+        if math.isfinite(weight.sum().item()):  # no row is empty on all ranks or has an infinite lse
+            return (packed[..., :-1] * weight).sum(0).transpose(0, 1).to(dtype)
     out, lse = merge_stacked([State(packed[..., :-1], packed[..., -1])], 1)
     if sinks is not None:
         out = discount_sinks_batch_invariant(out, lse, sinks[:, None, None])
