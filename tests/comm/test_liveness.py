@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from attnmesh.comm import CommError, comm_from
+from attnmesh.comm import CommError, comm_from, process_group
 from attnmesh.comm.liveness import ENDED, Liveness, liveness
 from helpers.faults import fail
 from helpers.processes import Died, run_processes
@@ -57,10 +57,12 @@ def await_until(condition):
         time.sleep(0.01)
 
 
-def dies_before_the_first_call(comm, dead):
-    """The others wait for an agreement with a timeout of minutes."""
+def dies_before_the_first_call(comm, dead, while_connecting=False):
+    """The others wait for an agreement, or to connect after it, with a timeout of minutes."""
     comm.timeout = 300
-    if comm.rank == dead:
+    if comm.rank == dead and while_connecting:
+        process_group.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    elif comm.rank == dead:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(CommError, match=rf"rank {dead} is dead: its process has ended"):
@@ -72,6 +74,13 @@ def test_a_rank_that_dies_before_the_first_call_is_noticed_at_once():
     outcomes = run_processes(3, dies_before_the_first_call, 1, strict=False)
     assert isinstance(outcomes[1], Died)
     assert all(isinstance(seconds, float) and seconds < 5 for seconds in (outcomes[0], outcomes[2])), outcomes
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_it_connects_is_noticed_at_once():
+    outcomes = run_processes(3, dies_before_the_first_call, 1, True, strict=False)
+    assert isinstance(outcomes[1], Died)
+    assert all(isinstance(seconds, float) and seconds < 10 for seconds in (outcomes[0], outcomes[2])), outcomes
 
 
 def is_away(comm, how):

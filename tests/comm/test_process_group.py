@@ -237,8 +237,9 @@ def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
 
     for rank in (0, 2):
         message, seconds = ranks[rank]["remembered_and_new"]
-        assert "ranks are out of step at call 2: ring(n=1) on rank" in message
-        assert "but ring(n=2) on rank 1" in message
+        assert "ranks are out of step at call 2: ring(n=" in message
+        assert "ring(n=1) on rank" in message
+        assert "ring(n=2) on rank 1" in message
         assert seconds < 4
     message, seconds = ranks[1]["remembered_and_new"]
     assert "ring(n=2)" in message

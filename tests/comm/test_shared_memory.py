@@ -1,5 +1,7 @@
 """Small messages between processes of one host: results as over gloo, in any order, and nothing left behind."""
 
+import atexit
+import contextlib
 import os
 import random
 import signal
@@ -145,11 +147,12 @@ def full_rings(comm: Comm) -> None:
         comm.note("exchange", str(number))
         buffer = torch.empty(size, dtype=torch.uint8)
         pending.append((comm.exchange([(numbers(comm.rank, right, number, size), right)], [(buffer, left)]), buffer))
-    assert any(peer.unsent for peer in comm._local_peers._peers.values())
+    is_full = torch.tensor([any(peer.unsent for peer in comm._local_peers._peers.values())])
     for number in reversed(range(12)) if comm.rank == 0 else range(12):
         work, buffer = pending[number]
         work.wait()
         assert torch.equal(buffer, numbers(left, comm.rank, number, size))
+    assert any(comm.all_gather(is_full, [(1,)] * comm.world))  # a rank that posts late finds its peers reading
 
 
 def no_gloo(comm: Comm) -> None:
@@ -202,7 +205,11 @@ def made_again(comm: Comm) -> None:
     def left() -> tuple[int, int]:
         with open("/proc/self/maps") as file:
             maps = sum("memfd:attnmesh" in line for line in file)
-        return maps, sum("pidfd" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1])
+        kinds = []
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # another thread, or listdir itself, has closed it
+                kinds.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return maps, sum("pidfd" in kind for kind in kinds)
 
     before = left()
     for _ in range(2):
@@ -236,9 +243,16 @@ def forked(comm: Comm) -> None:
         try:
             fresh.barrier()
         except CommError as error:
+            atexit._run_exitfuncs()  # as a child that ends by itself
             os._exit(3 if "forked" in str(error) else 4)
         os._exit(5)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    comm.barrier()
+    fresh.barrier()  # the parents have neither failed nor ended
+    got = torch.empty(1)
+    peer = (comm.rank + 1) % comm.world
+    fresh.exchange([(torch.ones(1), (comm.rank - 1) % comm.world)], [(got, peer)]).wait()
+    assert got.item() == 1
 
 
 def interrupted(comm: Comm) -> None:

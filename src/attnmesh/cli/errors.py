@@ -130,7 +130,7 @@ def _message(error: BaseException, command: str) -> str:
         case KeyboardInterrupt():
             return "interrupted"
         case _ClickException():
-            return f"{error.format_message()} See {command} --help."
+            return f"{error.format_message().removesuffix('.')}. See {command} --help."
         case ValueError() | OSError() | CommError():
             return str(error)
     return f"{type(error).__name__}: {error} ({command} --debug prints the traceback)"

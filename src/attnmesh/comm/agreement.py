@@ -134,20 +134,21 @@ class AgreementStore:
             if time.monotonic() > deadline:
                 raise CommError(
                     f"rank {self._rank} was about to start {signature}, but {format_ranks(sorted(missing))} did not "
-                    f"arrive to agree within {timeout} s: dead, stuck, or running something agreed on before"
+                    f"arrive to agree within {timeout:g} s: dead, stuck, or running something agreed on before"
                 )
             check_missing_ranks()
             time.sleep(interval)
             interval = min(2 * interval, _MAX_POLL_INTERVAL)
         return signatures
 
-    def all_arrived(self, timeout: float) -> bool:
-        """Whether every rank has entered the latest round within the timeout."""
+    def all_arrived(self, timeout: float, watch_neighbors: Callable[[], None]) -> bool:
+        """Whether every rank has entered the latest round within the timeout. `watch_neighbors` as in `share`."""
         deadline, missing = time.monotonic() + timeout, set(range(self._world)) if self._round else set()
         while True:
             missing -= self._signatures(self._round, missing).keys()
             if not missing or time.monotonic() > deadline or self.failures() or self.ended().keys() & missing:
                 return not missing
+            watch_neighbors()
             time.sleep(_MAX_POLL_INTERVAL)
 
     def report_failure(self, message: str) -> None:
@@ -211,8 +212,13 @@ class AgreementStore:
         """The agreement that other ranks wait for and that this rank has not entered."""
         return self._signatures(self._round + 1, set(range(self._world)) - {self._rank})
 
-    def share(self, name: str, value: str, ranks: Iterable[int], timeout: float) -> dict[int, str]:
-        """Publish a value of this rank under a name that is used once, and return those of `ranks`."""
+    def share(
+        self, name: str, value: str, ranks: Iterable[int], timeout: float, watch_neighbors: Callable[[], None]
+    ) -> dict[int, str]:
+        """Publish a value of this rank under a name that is used once, and return those of `ranks`.
+
+        While ranks are missing, `watch_neighbors` is called again and again, which reports those that have ended.
+        """
         self._set(f"{name}/{self._rank}", value)
         values, missing = {self._rank: value}, set(ranks) - {self._rank}
         deadline, interval = time.monotonic() + timeout, _MIN_POLL_INTERVAL
@@ -224,11 +230,15 @@ class AgreementStore:
                 continue
             if failures := self.failures():
                 raise CommError(f"rank {self._rank} was about to connect with other ranks, but {failures}")
+            if (ended := self.ended().keys() & missing) and not any(self._check(f"{name}/{rank}") for rank in ended):
+                dead = self.describe_ended(ended)
+                raise CommError(f"rank {self._rank} was about to connect with other ranks, but {dead}")
             if time.monotonic() > deadline:
                 raise CommError(
                     f"rank {self._rank} was about to connect with other ranks, but {format_ranks(sorted(missing))} did "
-                    f"not arrive within {timeout} s"
+                    f"not arrive within {timeout:g} s"
                 )
+            watch_neighbors()
             time.sleep(interval)
             interval = min(2 * interval, _MAX_POLL_INTERVAL)
         return values

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 State = Literal["connecting", "verifying", "verified"]
 
 _RETRY = 0.5  # seconds between two attempts to connect
+_ACCEPT_AGAIN = 0.05  # seconds
 _CONNECT = 5.0  # seconds that an attempt may take
 _TOKEN_BYTES = 16
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5}  # a host that is gone is noticed after 8 s
@@ -85,6 +86,7 @@ class Liveness:
         self._new: list[Watch] = []
         self._closed: list[Watch] = []
         self._wake_up, self._woken = socket.socketpair()
+        self._wake_up.setblocking(False)
         self._woken.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -101,14 +103,17 @@ class Liveness:
         """Begin to watch the process with this address."""
         watch = Watch(address, self._machine)
         self._new.append(watch)
-        self._wake_up.send(b"w")
+        self._wake()
         return watch
 
     def close(self, watch: Watch) -> None:
         """Watch this process no more."""
         self._closed.append(watch)
-        with contextlib.suppress(OSError):  # in a process that was forked
-            self._wake_up.send(b"c")
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it will wake up anyway, or this process was forked
+            self._wake_up.send(b"w")
 
     def close_sockets(self) -> None:
         """Close the sockets of this process's copy after a fork: the connections are those of the parent."""
@@ -138,7 +143,11 @@ class Liveness:
                     self._lost(watch, errno.ETIMEDOUT)
 
     def _connect(self, watch: Watch) -> None:
-        connection = watch.connect()
+        try:
+            connection = watch.connect()
+        except OSError:  # no more file descriptors, say
+            watch.socket, watch.next_attempt = None, time.monotonic() + _RETRY
+            return
         if connection is None:  # the process has told no address
             watch.next_attempt = float("inf")
             return
@@ -185,7 +194,8 @@ class Liveness:
     def _accept(self) -> None:
         try:
             visitor, _ = self._listener.accept()
-        except OSError:  # it has gone again
+        except OSError:  # it has gone again, or there are no more file descriptors
+            time.sleep(_ACCEPT_AGAIN)
             return
         visitor.setblocking(False)
         self._visitors.add(visitor)

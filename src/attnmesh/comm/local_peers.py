@@ -165,7 +165,7 @@ class LocalPeers:
             weakref.finalize(self, os.close, descriptor)
         members = list(processes)
         self._own = members.index(rank)
-        self._segment = segment
+        self._segment, self._process = segment, os.getpid()
         self._peers = {
             peer: _Peer(*_rings(segment, len(members), self._own, i), processes[peer], i)
             for i, peer in enumerate(members)
@@ -275,13 +275,13 @@ class LocalPeers:
         self._unusable = reason
 
     def leave(self) -> None:
-        """Tell the peers that this rank will send no more messages."""
-        self._segment.memory[self._own] = 1
+        """Tell the peers that this rank will send no more messages. A forked child has none, and changes nothing."""
+        if os.getpid() == self._process:
+            self._segment.memory[self._own] = 1
 
     def _forked(self) -> None:
         """Leave the messages to the parent."""
         self._unusable = "this process was forked from the one that owns the process group"
-        self.leave = lambda: None  # type: ignore[method-assign]
 
 
 _all_peers: weakref.WeakSet[LocalPeers] = weakref.WeakSet()

@@ -41,6 +41,10 @@ Logs = Mapping[tuple[int, ...], CallLog]
 class Monitored(Protocol):
     """The part of a comm that its monitor uses."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is of no more use."""
+
     missing_from: Collection[int]
     """The ranks whose messages it waits for."""
 
@@ -68,7 +72,7 @@ class Monitor:
         self._neighbors = Neighbors(rank, world)
         self._seen_ended: dict[int, float] = {}  # when this rank learned that others have ended, by time.monotonic()
         self._thread: threading.Thread | None = None
-        self._is_stuck = False
+        self._is_stuck = self._is_store_lost = False
 
     def start(self, timeout: float) -> None:
         """Publish how to reach this process, and begin to watch the neighbors of the rank."""
@@ -105,7 +109,7 @@ class Monitor:
         def check_missing_ranks() -> None:
             nonlocal last_check
             if time.monotonic() - last_check > _INTERVAL:
-                self._watch_neighbors()
+                self.watch_neighbors()
                 meanwhile()
                 problem = self.out_of_step() or self._overtaken(signature)
                 if problem is not None:
@@ -153,21 +157,26 @@ class Monitor:
         comm = self._comm()
         if comm is None:
             return False
-        with suppress(CommError):
-            self._watch_neighbors()
-        if not comm.is_watched():
+        if self._is_store_lost or comm.has_failed:
             return True
         try:
+            self.watch_neighbors()
+            if not comm.is_watched():
+                return True
             problem = (
                 self._store.failures() or self._lost_peers(comm.missing_from) or self.out_of_step() or self._overtook()
             )
-        except CommError:
-            return True  # the rank notices that the store is lost when it needs it
+        except CommError:  # the rank notices that the store is lost when it needs it
+            self._is_store_lost = True
+            return True
+        except Exception:  # its group is being destroyed
+            return True
         if problem:
             comm.interrupt(problem)
         return True
 
-    def _watch_neighbors(self) -> None:
+    def watch_neighbors(self) -> None:
+        """Report neighbors that have ended (on this thread)."""
         self._neighbors.look(self._store.address, self._store.report_end)
 
     def _lost_peers(self, missing_from: Collection[int]) -> str | None:

@@ -27,7 +27,7 @@ class NcclSide:
         self._group = weakref.ref(group)
         self._in_flight = StreamWatch(on_overdue)
         self._watchdog_timeout = 0.0
-        self.is_initialized = False
+        self.is_initialized = self._has_begun = False
 
     def initialize(self, timeout: float, is_given_up: Callable[[], bool]) -> None:
         """Run a first operation: NCCL needs all ranks in it, and the first messages of a ring may leave some out.
@@ -35,6 +35,7 @@ class NcclSide:
         Raises TimeoutError if NCCL does not find all ranks, or once the caller has given up: NCCL itself would wait
         forever, and cannot be interrupted.
         """
+        self._has_begun = True
         self._set_watchdog(timeout)
         device, done = torch.cuda.current_device(), threading.Event()
         errors: list[Exception] = []
@@ -43,6 +44,7 @@ class NcclSide:
             try:
                 torch.cuda.set_device(device)
                 dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=f"cuda:{device}"), group=self._group())
+                torch.cuda.current_stream().synchronize()  # done, not only queued: nothing watches it
             except Exception as error:
                 errors.append(error)
             done.set()
@@ -76,8 +78,8 @@ class NcclSide:
     def abort(self) -> None:
         """End all operations, which may wait for other ranks and block the device."""
         group = self._group()
-        if group is not None and self.is_initialized:
-            self.is_initialized = False
+        if group is not None and self._has_begun:
+            self.is_initialized = self._has_begun = False
             with suppress(RuntimeError):
                 group._get_backend(torch.device("cuda")).abort()
             self._in_flight.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -63,6 +65,7 @@ class GroupComm(Comm):
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
         self.nccl = NcclSide(group, self._overdue)
+        self._process = os.getpid()
         self._is_connected = False
         self._local_peers: LocalPeers | None = None  # ranks that small messages reach through shared memory
         if self.world > 1:
@@ -81,11 +84,13 @@ class GroupComm(Comm):
 
         They end their operations, so this rank ends its own: nothing is left that could block its device.
         """
+        if os.getpid() != self._process:  # forked: the group is the parent's, which has not failed
+            return
         with _caller_error.lock:
             self._broken = self._broken or message
-        abort_all([self.nccl])
-        with suppress(CommError):
+        with suppress(CommError):  # before an abort, which may take seconds: others would search for the rank to blame
             self._monitor.call(lambda: self._store.report_failure(message))
+        abort_all([self.nccl])
 
     # Agreement.
 
@@ -137,7 +142,7 @@ class GroupComm(Comm):
             return
 
         def share(name: str, value: str, ranks: Sequence[int]) -> dict[int, str]:
-            return self._store.share(name, value, ranks, self.timeout)
+            return self._store.share(name, value, ranks, self.timeout, self._monitor.watch_neighbors)
 
         try:
             peers = self._monitor.call(lambda: connect(self.rank, self.world, share), self.timeout)
@@ -163,15 +168,23 @@ class GroupComm(Comm):
         _ = self.group  # raises if it has been destroyed
         if self._unread is not None:
             problem, self._unread = self._unread, None
-            if not self._monitor.call(lambda: self._store.all_arrived(self.timeout), self.timeout):
+            watch = self._monitor.watch_neighbors
+            if not self._monitor.call(lambda: self._store.all_arrived(self.timeout, watch), self.timeout):
                 raise self._failed(f"rank {self.rank}: not all ranks arrived to learn that {problem}")
 
     def _raise_if_broken(self) -> None:
+        if os.getpid() != self._process:
+            raise CommError("this process was forked from the one that owns the process group: make a group of its own")
         if self._broken is not None:
             _caller_error.withdraw()
             raise CommError(f"this comm has failed before: {self._broken}")
 
     # Ranks that are out of step, or do not arrive.
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this comm has raised, and is of no more use."""
+        return self._broken is not None
 
     def is_watched(self) -> bool:
         """Whether to compare calls with those of other ranks now (on the monitor's thread)."""
@@ -185,14 +198,12 @@ class GroupComm(Comm):
 
     def is_waiting(self) -> bool:
         """Whether this process waits for other ranks in any of its groups, on the host or on the device."""
-        return any(
-            comm.waiting_since is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in list(_comms.values())
-        )
+        return any(comm.waiting_since is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in _all_comms())
 
     def interrupt(self, problem: str) -> None:
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
-        self._end_all(f"rank {self.rank}: {problem}")
         self._store.report_failure(f"rank {self.rank}: {problem}")
+        self._end_all(f"rank {self.rank}: {problem}")
         if self._local_peers is not None:
             self._local_peers.stop(problem)
             self._local_peers.leave()
@@ -216,8 +227,9 @@ class GroupComm(Comm):
         members = dist.get_process_group_ranks(self.group)
         where = "" if members == list(range(self.world)) else f" (in the group of ranks {members})"
         message = f"rank {self.rank}: {operation.name} did not complete within {operation.timeout:g} s: {reason}{where}"
+        with suppress(CommError):
+            self._monitor.call(lambda: self._store.report_failure(message))
         self._end_all(message)
-        self.fail(message)
 
     def _end_all(self, message: str) -> None:
         """Fail in this group and in all others with operations in flight, which may wait for the same rank.
@@ -227,7 +239,7 @@ class GroupComm(Comm):
         with _caller_error.lock:
             if self._broken is not None:  # the rank itself has noticed
                 return
-            blocked = [comm for comm in list(_comms.values()) if comm is not self and comm.nccl.oldest() is not None]
+            blocked = [comm for comm in _all_comms() if comm is not self and comm.nccl.oldest() is not None]
             if blocked or self.nccl.oldest() is not None:
                 _caller_error.send(message)
             for comm in (self, *blocked):
@@ -504,6 +516,12 @@ def _reason(error: Exception) -> str:
 _caller_error = CallerError()
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupComm] = weakref.WeakKeyDictionary()
 """One comm per process group, because it counts the group's agreements. Removed when the group is destroyed."""
+_comms_lock = threading.Lock()
+
+
+def _all_comms() -> list[GroupComm]:
+    with _comms_lock:
+        return list(_comms.values())
 
 
 def comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None) -> Comm:
@@ -534,7 +552,9 @@ def _comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None) -> Comm:
             raise ValueError("group must contain this rank, which is not a member of it")
         raise ValueError(f"group must be a Comm, ProcessGroup, DeviceMesh or None, got {type(group).__name__}")
     if group not in _comms:
-        _comms[group] = GroupComm(group)
+        comm = GroupComm(group)
+        with _comms_lock:
+            _comms.setdefault(group, comm)
     return _comms[group]
 
 

@@ -89,7 +89,8 @@ class _ParallelForward:
         weight = self._linear.weight
         if weight.device.type != "cpu" or _active.comm is None or not _active.comm.shares_memory:
             return weight[:, own]
-        state = (weight.data_ptr(), weight._version, own.start, own.stop, weight.dtype)
+        version = None if weight.is_inference() else weight._version
+        state = (weight.data_ptr(), version, own.start, own.stop, weight.dtype)
         if self._copy is None or self._copy[0] != state:
             self._copy = state, weight.detach()[:, own].contiguous()
         return self._copy[1]

@@ -39,7 +39,7 @@ def select(comm: Comm, device: str, only: str | None = None) -> list[tuple[int, 
     found = [(number, mode) for number, mode in numbered if re.search(only, f"{mode.name} {mode.shape}")]
     if not found:
         some = ", ".join(mode.name for _, mode in numbered[:: max(1, len(numbered) // 4)])
-        raise ValueError(f"only must match some of {len(numbered)} modes (such as {some}), got {only!r}")
+        raise ValueError(f"--only must match some of {len(numbered)} modes (such as {some}), got {only!r}")
     return found
 
 
