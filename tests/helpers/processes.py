@@ -114,7 +114,7 @@ def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     backend: str,
-    ends: bool,
+    ends: bool = False,
 ) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
