@@ -542,6 +542,7 @@ NOT_FUZZED = {
             "log_of",
             "note",
             "reduce_scatter",
+            "replaying",
         )
     },
     "Intervals.boundaries": "called by plans for every block",
