@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from attnmesh.comm.liveness import liveness
 from attnmesh.core.call_log import LoggedCall, alternatives, format_ranks, ranks_by_value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
 
 
 class CommError(RuntimeError):
@@ -118,28 +120,51 @@ class AgreementStore:
     def _collect(
         self, signature: Signature, timeout: float, check_missing_ranks: Callable[[], None]
     ) -> dict[int, Signature]:
-        signatures = {self._rank: signature}
+        def read(ranks: Iterable[int]) -> dict[int, Signature]:
+            return self._signatures(self._round, ranks)
+
+        def is_enough(signatures: Mapping[int, Signature]) -> bool:
+            return any(known.error is not None for known in signatures.values())
+
+        known, ranks = {self._rank: signature}, range(self._world)
+        return self._gather(known, ranks, read, f"start {signature}", timeout, check_missing_ranks, is_enough)
+
+    def _gather(
+        self,
+        known: dict[int, T],
+        ranks: Iterable[int],
+        read: Callable[[Iterable[int]], dict[int, T]],
+        purpose: str,
+        timeout: float,
+        meanwhile: Callable[[], None],
+        is_enough: Callable[[Mapping[int, T]], bool] = lambda _: False,
+    ) -> dict[int, T]:
+        """Read what `ranks` publish until all of it is known; CommError if a rank has failed, ended or is late.
+
+        `purpose` is what this rank is about to do, for the error. `meanwhile` is called while ranks are missing; it
+        may raise CommError too.
+        """
         deadline, interval = time.monotonic() + timeout, _MIN_POLL_INTERVAL
-        while len(signatures) < self._world and all(known.error is None for known in signatures.values()):
-            missing = set(range(self._world)) - signatures.keys()
-            new = self._signatures(self._round, missing)
-            signatures |= new
+        while (missing := set(ranks) - known.keys()) and not is_enough(known):
+            new = read(missing)
+            known |= new
             if new:
                 continue
-            if failures := self.failures():
-                raise CommError(f"rank {self._rank} was about to start {signature}, but {failures}")
+            problem = self.failures()
             # A rank that has ended may have taken part before: what it published is complete.
-            if (ended := self.ended().keys() & missing) and not self._signatures(self._round, ended):
-                raise CommError(f"rank {self._rank} was about to start {signature}, but {self.describe_ended(ended)}")
-            if time.monotonic() > deadline:
-                raise CommError(
-                    f"rank {self._rank} was about to start {signature}, but {format_ranks(sorted(missing))} did not "
-                    f"arrive to agree within {timeout:g} s: dead, stuck, or running something agreed on before"
+            if not problem and (ended := self.ended().keys() & missing) and not read(ended):
+                problem = self.describe_ended(ended)
+            if not problem and time.monotonic() > deadline:
+                problem = (
+                    f"{format_ranks(sorted(missing))} did not arrive to agree within {timeout:g} s: dead, stuck, or "
+                    "running something agreed on before"
                 )
-            check_missing_ranks()
+            if problem:
+                raise CommError(f"rank {self._rank} was about to {purpose}, but {problem}")
+            meanwhile()
             time.sleep(interval)
             interval = min(2 * interval, _MAX_POLL_INTERVAL)
-        return signatures
+        return known
 
     def all_arrived(self, timeout: float, watch_neighbors: Callable[[], None]) -> bool:
         """Whether every rank has entered the latest round within the timeout. `watch_neighbors` as in `share`."""
@@ -220,28 +245,11 @@ class AgreementStore:
         While ranks are missing, `watch_neighbors` is called again and again, which reports those that have ended.
         """
         self._set(f"{name}/{self._rank}", value)
-        values, missing = {self._rank: value}, set(ranks) - {self._rank}
-        deadline, interval = time.monotonic() + timeout, _MIN_POLL_INTERVAL
-        while missing:
-            new = {rank: self._get(f"{name}/{rank}") for rank in missing if self._check(f"{name}/{rank}")}
-            values |= new
-            missing -= new.keys()
-            if new:
-                continue
-            if failures := self.failures():
-                raise CommError(f"rank {self._rank} was about to connect with other ranks, but {failures}")
-            if (ended := self.ended().keys() & missing) and not any(self._check(f"{name}/{rank}") for rank in ended):
-                dead = self.describe_ended(ended)
-                raise CommError(f"rank {self._rank} was about to connect with other ranks, but {dead}")
-            if time.monotonic() > deadline:
-                raise CommError(
-                    f"rank {self._rank} was about to connect with other ranks, but {format_ranks(sorted(missing))} did "
-                    f"not arrive within {timeout:g} s"
-                )
-            watch_neighbors()
-            time.sleep(interval)
-            interval = min(2 * interval, _MAX_POLL_INTERVAL)
-        return values
+
+        def read(others: Iterable[int]) -> dict[int, str]:
+            return {rank: self._get(f"{name}/{rank}") for rank in others if self._check(f"{name}/{rank}")}
+
+        return self._gather({self._rank: value}, ranks, read, "connect with other ranks", timeout, watch_neighbors)
 
     def publish(self, calls: str) -> None:
         """Publish the calls of this rank, instead of those published before."""

@@ -256,6 +256,7 @@ class Comm(ABC):
         The calls in a graph are logged only when they are captured. This logs the replay, so that ranks that replay
         differently are noticed; over NCCL, so is a rank that does not arrive.
         """
+        check_type("operation", operation, str, "a string")
         self.note(operation)
         yield
 

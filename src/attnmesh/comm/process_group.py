@@ -27,7 +27,7 @@ from attnmesh.comm.monitor import SEARCH, Monitor
 from attnmesh.comm.nccl import NcclSide, abort_all, own_timeout
 from attnmesh.comm.stream_watch import QueuedOperation
 from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import MAX_TIMEOUT, check_timeout
+from attnmesh.core.validation import MAX_TIMEOUT, check_timeout, check_type
 from attnmesh.trace.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -251,6 +251,7 @@ class GroupComm(Comm):
     @contextmanager
     def replaying(self, operation: str) -> Iterator[None]:
         """Around the replay of a CUDA graph: it is logged and watched. The communicators of a failed comm are gone."""
+        check_type("operation", operation, str, "a string")
         self._check_usable()
         self.note(operation)
         yield
