@@ -1,6 +1,8 @@
 """Operations that do not complete in time are noticed beside the rank, and its thread raises the error once."""
 
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -97,3 +99,31 @@ def test_an_error_that_is_raised_otherwise_is_withdrawn():
     withdrawn.set()
     thread.join(5)
     assert ended == [True]
+
+
+TRACED = """
+import sys
+from attnmesh.comm import CommError
+from attnmesh.comm.caller_error import CallerError
+
+error = CallerError()
+try:
+    error.send("raised")
+    while True:
+        pass
+except CommError:
+    error.withdraw()  # has been raised
+try:
+    with error.lock:
+        error.send("raised by the lock's end at the latest")
+except CommError:
+    error.withdraw()
+sys.settrace(lambda *_: None)
+(lambda: None)()
+print("traced")
+"""
+
+
+def test_a_program_can_be_traced_after_an_error_was_withdrawn():
+    done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "traced\n", done.stderr

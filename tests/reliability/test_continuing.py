@@ -100,7 +100,7 @@ def continue_training(comm: Comm, port: int, file: Path, faults: Faults, timeout
     began, before, threads = time.monotonic(), sockets(), thread_names()
     assert "attnmesh monitor" not in threads
     run = recipe("train_on_survivors")
-    losses, ranks = run(lambda: train(file, faults), store, rank, world, timeout=timeout, wait=0.5)
+    losses, ranks = run(lambda: train(file, faults), store, rank, world, timeout=timeout, wait=2)
     seconds = time.monotonic() - began
     if any(kind == "stop" for _, _, kind in faults.values()):
         os.kill(int(store.get(f"pid/{faults[world][0]}")), signal.SIGCONT)
@@ -131,6 +131,15 @@ def check_survivors(results: list[dict[str, Any]], expected: list[float], ranks:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_training_continues_on_the_ranks_that_are_left(tmp_path):
+    """One of three ranks is killed; two finish, with the losses of one process."""
+    results = results_after({3: (1, 2, "kill")}, tmp_path, timeout=20)
+    assert results[1] == Died(-signal.SIGKILL)
+    check_survivors([results[0], results[2]], train(tmp_path / "alone.pt", {})[0], ranks=2, groups=2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_training_continues_after_two_failures(tmp_path):
     """Four ranks; one is killed; of the three that are left one raises; two finish, with the losses of one process."""
     results = results_after({4: (1, 2, "kill"), 3: (2, 4, "raise")}, tmp_path, timeout=20)
     assert [result.exitcode for result in results if isinstance(result, Died)] == [-signal.SIGKILL]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
+from contextlib import suppress
 
 import torch
 
@@ -39,6 +41,7 @@ class CallerError:
             if self._is_sent:
                 self._is_sent = False
                 _set_async_exception(self._thread, None)
+                _finish_signal()
 
 
 def _with_message(message: str) -> type[CommError]:
@@ -56,7 +59,23 @@ def _with_message(message: str) -> type[CommError]:
     return SentError
 
 
-def _set_async_exception(thread: int, exception: type[CommError] | None) -> None:
+class _NoError(BaseException):
+    """Raised and caught at once."""
+
+
+def _finish_signal() -> None:
+    """Let Python notice that nothing is to be raised any more.
+
+    Python 3.11 and 3.12 keep looking for an exception that was taken back until they have raised one, and 3.11 does
+    nothing else as soon as a debugger or a coverage tool traces the program.
+    """
+    with suppress(_NoError):
+        _set_async_exception(threading.get_ident(), _NoError)
+        for _ in range(100):  # it is raised at the end of a call or of a turn
+            time.sleep(0)
+
+
+def _set_async_exception(thread: int, exception: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), None if exception is None else ctypes.py_object(exception)
     )
