@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _thread
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -43,9 +43,15 @@ class InFlightMessage:
         if self.staged is not None and not self.send:
             self.tensor.copy_(self.staged, non_blocking=True)
 
-    def __str__(self) -> str:
-        action, preposition = ("sending", "to") if self.send else ("receiving", "from")
-        return f"{action} {self.tensor.nbytes} bytes {preposition} rank {self.peer}"
+
+def describe(messages: Sequence[InFlightMessage], names: Callable[[Iterable[int]], str]) -> str:
+    """`, receiving 8 bytes from ranks 1, 2 and sending 16 bytes to rank 0`, or nothing."""
+    peers: dict[tuple[str, int, str], set[int]] = {}
+    for message in messages:
+        action, preposition = ("sending", "to") if message.send else ("receiving", "from")
+        peers.setdefault((action, message.tensor.nbytes, preposition), set()).add(message.peer)
+    parts = (f"{action} {nbytes} bytes {word} {names(ranks)}" for (action, nbytes, word), ranks in peers.items())
+    return f", {' and '.join(parts)}" if peers else ""
 
 
 def stage(messages: Sequence[InFlightMessage]) -> None:
