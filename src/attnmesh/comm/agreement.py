@@ -224,7 +224,7 @@ class AgreementStore:
                 return f"; {failures}"
             if ended := self.ended():
                 return f"; {self.describe_ended(ended)}"
-            waiting = self.waiting()
+            waiting = self.waiting(set(range(self._world)) - {self._rank})
         except CommError:
             return ""
         return "".join(
@@ -233,9 +233,9 @@ class AgreementStore:
             for rank, signature in waiting.items()
         )
 
-    def waiting(self) -> dict[int, Signature]:
-        """The agreement that other ranks wait for and that this rank has not entered."""
-        return self._signatures(self._round + 1, set(range(self._world)) - {self._rank})
+    def waiting(self, ranks: Iterable[int]) -> dict[int, Signature]:
+        """The agreement that `ranks` wait for and that this rank has not entered."""
+        return self._signatures(self._round + 1, ranks)
 
     def share(
         self, name: str, value: str, ranks: Iterable[int], timeout: float, watch_neighbors: Callable[[], None]
@@ -255,9 +255,9 @@ class AgreementStore:
         """Publish the calls of this rank, instead of those published before."""
         self._set(f"calls/{self._rank}", calls)
 
-    def published(self) -> dict[int, str]:
-        """The calls that other ranks have published."""
-        keys = {rank: f"calls/{rank}" for rank in range(self._world) if rank != self._rank}
+    def published(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The calls that `ranks` have published."""
+        keys = {rank: f"calls/{rank}" for rank in ranks}
         return {rank: self._get(key) for rank, key in keys.items() if self._check(key)}
 
     def _signatures(self, round_: int, ranks: Iterable[int]) -> dict[int, Signature]:
