@@ -32,6 +32,7 @@ def test_the_end_of_a_process_is_noticed_and_nothing_else():
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=watched_process, args=(theirs,), daemon=True)
     process.start()
+    assert ours.poll(60)
     address, child = ours.recv()
     try:
         watch = own.watch(address)
@@ -51,7 +52,7 @@ def test_the_end_of_a_process_is_noticed_and_nothing_else():
 
 
 def await_until(condition):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -25,8 +25,8 @@ def test_digests_are_equal_exactly_for_equal_calls(a, b):
 def test_a_digest_is_the_same_in_every_process():
     # The file alone: importing the package takes seconds.
     program = f"import runpy; print(runpy.run_path({call_log.__file__!r})['text_digest']('attention(mask=Causal())'))"
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert int(printed) == text_digest("attention(mask=Causal())")
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert int(ran.stdout) == text_digest("attention(mask=Causal())")
 
 
 def test_the_first_difference_is_described():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import time
@@ -117,6 +118,7 @@ def _rank_main(
     ends: bool = False,
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork is no garbage: trainers look for it again and again
     if backend == "nccl":
         os.environ.update(share_gpu_environment(rank))
         backend = "cpu:gloo,cuda:nccl"

@@ -214,9 +214,9 @@ class AgreementStore(FailureNotices):
         """How to reach the process of a rank; None if it has not been published yet."""
         return self._get(key) if self._check(key := f"address/{rank}") else None
 
-    def waiting(self) -> dict[int, Signature]:
-        """The agreement that other ranks wait for and that this rank has not entered."""
-        return self._signatures(self._round + 1, self._others)
+    def waiting(self, ranks: Iterable[int]) -> dict[int, Signature]:
+        """The agreement that `ranks` wait for and that this rank has not entered."""
+        return self._signatures(self._round + 1, ranks)
 
     def share(
         self, name: str, value: str, ranks: Iterable[int], timeout: float, watch_neighbors: Callable[[], None]
@@ -241,9 +241,9 @@ class AgreementStore(FailureNotices):
         """Publish the calls of this rank, instead of those published before."""
         self._set(f"calls/{self._rank}", calls)
 
-    def published(self) -> dict[int, str]:
-        """The calls that other ranks have published."""
-        return self._values("calls", self._others)
+    def published(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The calls that `ranks` have published."""
+        return self._values("calls", ranks)
 
     def _signatures(self, round_: int, ranks: Iterable[int]) -> dict[int, Signature]:
         texts = self._values(f"agree/{round_}", sorted(ranks))

@@ -1,10 +1,12 @@
-"""Messages in flight between processes: staging of CUDA tensors for gloo, and recording of when messages complete."""
+"""Messages in flight between processes: staging for gloo, recording of when they complete, and waiting for them."""
 
 from __future__ import annotations
 
 import _thread
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -12,7 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attnmesh.comm.base import Pending
+from attnmesh.comm.group_store import CommError
 from attnmesh.comm.local_peers import SharedWork
+from attnmesh.comm.nccl import NcclSide
+from attnmesh.comm.stream_watch import QueuedOperation
 from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
 
 
@@ -142,3 +148,72 @@ def record_on_stream(
 
 def _message_records(messages: Sequence[InFlightMessage], op: str, recorder: Recorder) -> list[MessageRecord]:
     return [recorder.message("send" if m.send else "receive", op, m.peer, m.tensor.nbytes) for m in messages]
+
+
+# Waiting for messages.
+
+
+class BatchComm(Protocol):
+    """The part of a comm that its batches use."""
+
+    timeout: float
+    nccl: NcclSide
+    waiting_for: Collection[int]
+    waiting_peer: int | None
+    waiting_since: float | None
+
+    def queued(self, op: str, messages: Sequence[InFlightMessage], /) -> QueuedOperation:
+        """Messages that NCCL carries, as an operation to watch."""
+
+    def message_errors(self, op: str, messages: Sequence[InFlightMessage], /) -> AbstractContextManager[None]:
+        """Errors of the backend as CommError."""
+
+    def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception, /) -> CommError:
+        """An error of the backend, after which the comm has failed."""
+
+
+class Batch(Pending):
+    """Messages that were posted together. With `blocking`, waiting blocks the host; otherwise it orders streams."""
+
+    def __init__(
+        self, comm: BatchComm, op: str, messages: list[InFlightMessage], works: Sequence[Waitable], *, blocking: bool
+    ) -> None:
+        self._comm, self._op, self._messages, self._works = comm, op, messages, works
+        self._blocking = blocking
+
+    def wait(self) -> None:
+        if self._blocking:
+            self._wait_on_host()
+        else:
+            self._wait_on_stream()
+        self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
+
+    def _wait_on_stream(self) -> None:
+        comm = self._comm
+        with comm.message_errors(self._op, self._messages):
+            for work in self._works:
+                work.wait()
+        if self._works:
+            comm.nccl.watch(comm.queued(self._op, self._messages))
+
+    def _wait_on_host(self) -> None:
+        comm, now = self._comm, time.monotonic()
+        # As `_waiting`, which would take longer than some messages.
+        comm.waiting_for, comm.waiting_since = {message.peer for message in self._messages}, now
+        try:
+            self._wait_for_each(now + comm.timeout)
+        finally:
+            comm.waiting_for, comm.waiting_since, comm.waiting_peer = (), None, None
+
+    def _wait_for_each(self, deadline: float) -> None:
+        for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
+            self._comm.waiting_peer = message.peer
+            try:
+                if isinstance(work, SharedWork):
+                    work.wait_until(deadline)
+                else:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                raise self._comm.message_error(self._op, self._messages[i:], error) from error
+            if message.staged is not None:
+                message.unstage()

@@ -31,6 +31,7 @@ GRACE = 5.0
 
 _INTERVAL = 0.2  # seconds between two looks at the rank
 _ARRIVAL = 5.0  # seconds in which messages may still arrive from a process that has ended
+_FEW = 8  # ranks that each rank looks at
 _STILL = 1.5  # seconds without news after which a rank is taken for one that does not wait
 SEARCH = 3.0
 """Seconds that `Monitor.find_absent` takes, beyond the grace."""
@@ -46,8 +47,8 @@ class Monitored(Protocol):
     def has_failed(self) -> bool:
         """Whether it is of no more use."""
 
-    missing_from: Collection[int]
-    """The ranks whose messages it waits for."""
+    def missing_ranks(self) -> Collection[int]:
+        """The ranks that it waits for."""
 
     def is_watched(self) -> bool:
         """Whether to compare calls with those of other ranks now."""
@@ -76,6 +77,7 @@ class Monitor:
         self._comm = weakref.ref(comm)
         self._beat = 0  # how often this rank has published
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._running: dict[Future[Any], float] = {}  # requests, and the seconds that each may take
         server = global_ranks.index(0) if 0 in global_ranks else None  # of the store, usually
         self._neighbors = Neighbors(rank, self._world, server)
         self._seen_ended: dict[int, float] = {}  # when this rank learned that others have ended, by time.monotonic()
@@ -90,11 +92,16 @@ class Monitor:
 
     def call(self, fn: Callable[[], T], timeout: float = 0) -> T:
         """The result of `fn` on the monitor's thread; CommError if it takes longer than `timeout` and the grace."""
+        future = Future[T]()
+        self._running[future] = timeout + GRACE
         try:
             if not self._is_stuck:
-                return self.submit(fn).result(timeout + GRACE)
+                self._submit(fn, future)
+                return future.result(sum(list(self._running.values())))  # those of other threads may run before
         except TimeoutError:
             self._is_stuck = True
+        finally:
+            del self._running[future]
         raise StoreLostError(
             f"the group's store did not answer within {timeout + GRACE:g} s: its process, usually that of rank 0, is "
             "stopped or unreachable"
@@ -102,14 +109,17 @@ class Monitor:
 
     def submit(self, fn: Callable[[], T]) -> Future[T]:
         """Begin to run `fn` on the monitor's thread."""
+        future = Future[T]()
+        self._submit(fn, future)
+        return future
+
+    def _submit(self, fn: Callable[[], T], future: Future[T]) -> None:
         with self._start_lock:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="attnmesh monitor", daemon=True)
                 _monitors.add(self)
                 self._thread.start()
-        future: Future[T] = Future()
         self._requests.put((fn, future))
-        return future
 
     def compare(
         self, signature: Signature, timeout: float, meanwhile: Callable[[], None] = lambda: None
@@ -177,7 +187,7 @@ class Monitor:
         try:
             self.watch_neighbors()
             if comm.is_watched():
-                causes = self._store.causes() or self._lost_peers(comm.missing_from) or self._differences()
+                causes = self._store.causes() or self._lost_peers(comm.missing_ranks()) or self._differences()
             elif not comm.is_waiting():
                 return True
             if not causes and self._store.is_searching():
@@ -195,12 +205,12 @@ class Monitor:
         """Report neighbors that have ended (on this thread)."""
         self._neighbors.look(self._store.address, self._store.report_end)
 
-    def _lost_peers(self, missing_from: Collection[int]) -> list[str]:
+    def _lost_peers(self, missing: Collection[int]) -> list[str]:
         """Which ranks that messages are missing from are dead. What a process has sent before it ended may arrive."""
         ended, now = self._store.ended(), time.monotonic()
         dead = [
             rank
-            for rank in set(ended).intersection(missing_from)
+            for rank in set(ended).intersection(missing)
             if ended[rank] == UNREACHABLE or now - self._seen_ended.setdefault(rank, now) > _ARRIVAL
         ]
         return self._store.causes_of_end(dead)
@@ -214,7 +224,7 @@ class Monitor:
         """Publish the calls of this rank, and compare them with those that other ranks have published."""
         self._publish()
         own = {members: log.digests() for members, log in self._logs.items()}
-        for rank, text in self._store.published().items():
+        for rank, text in self._store.published(self._compared_ranks()).items():
             for members, (digests, calls) in _from_json(text).logs.items():
                 known = own.get(members, {})
                 if any(known.get(number, digest) != digest for number, digest in digests.items()):
@@ -222,6 +232,16 @@ class Monitor:
                     names = self._store.names([self._rank, rank])
                     return out_of_step(both, self._global_ranks) or f"{names} are out of step since earlier calls"
         return None
+
+    def _compared_ranks(self) -> list[int]:
+        """The ranks that this rank compares its calls with: all, or of many ranks the next, those that it waits for,
+        and in turn each of the others. The store would not bear that all ask for all."""
+        if self._world <= _FEW:
+            return [rank for rank in range(self._world) if rank != self._rank]
+        comm = self._comm()
+        missing = sorted(comm.missing_ranks() if comm is not None else ())[: _FEW // 2]
+        others = {*missing, *((self._rank + step) % self._world for step in (1, self._beat))}
+        return sorted(others - {self._rank})
 
     def find_causes(self, peers: Collection[int], how: str, otherwise: str) -> list[str]:
         """Why messages of `peers` did not arrive, `how` they failed to if nobody knows, or something else.
@@ -242,7 +262,7 @@ class Monitor:
 
     def _errors_of_others(self) -> list[str]:
         """The errors that others report in an agreement that this rank has not entered."""
-        waiting = self._store.waiting()
+        waiting = self._store.waiting(self._compared_ranks())
         return [
             f"{self._store.names([rank])} failed in {signature.operation}: {signature.error}"
             for rank, signature in waiting.items()
@@ -252,7 +272,7 @@ class Monitor:
     def _waiting_to_agree(self) -> list[str]:
         return [
             f"{self._store.names([rank])} is about to start {signature.short}"
-            for rank, signature in self._store.waiting().items()
+            for rank, signature in self._store.waiting(self._compared_ranks()).items()
         ]
 
     def causes_without_store(self, error: StoreLostError) -> list[str]:
@@ -265,27 +285,31 @@ class Monitor:
         return [f"rank 0 is dead: {server.verdict}"]
 
     def find_absent(self) -> str:
-        """Why this rank waits for so long: the ranks of the group that do not wait, or the failure of one.
+        """Why this rank waits for so long: the ranks of the group that have not arrived, or the failure of one.
 
-        A rank waits if it says so and goes on to say so. A process that is stopped says nothing any more. If all wait,
-        they wait for a rank of another group, and one of them will report it.
+        A rank has arrived if it is in the same call or a later one, says that it waits, and goes on to say so. A
+        process that is stopped says nothing any more. Of many ranks, each looks at the next ones and reads what others
+        report.
         """
-        begin, before = time.monotonic(), self._statuses()
+        next_ranks = [(self._rank + step) % self._world for step in range(1, min(self._world, _FEW + 1))]
+        begin, before = time.monotonic(), self._statuses(next_ranks)
         while True:
             time.sleep(_INTERVAL)
             self._publish()
             if failures := self._store.failures():
                 return failures
-            now = self._statuses()
-            here = {
-                rank
-                for rank, (beat, waits) in now.items()
-                if waits and beat > before.setdefault(rank, (beat, waits))[0]
+            now, own = self._statuses(next_ranks), next(iter(self._logs.values())).count
+            waiting = {
+                rank: status
+                for rank, status in now.items()
+                if status.waits and status.beat > before.setdefault(rank, status).beat
             }
-            absent = sorted(set(range(self._world)) - here - {self._rank})
+            absent = sorted(rank for rank in next_ranks if rank not in waiting or _count(waiting[rank]) < own)
             passed = time.monotonic() - begin
             if absent and passed > _STILL:
-                return f"{format_ranks(absent)} did not arrive"
+                elsewhere = waiting.keys() & absent
+                why = f" ({format_ranks(sorted(elsewhere))} in another call, waiting)" if elsewhere else ""
+                return f"{format_ranks(absent)} did not arrive{why}"
             if passed > SEARCH:
                 return "all ranks of this group wait, for a rank that is not in it"
 
@@ -295,15 +319,13 @@ class Monitor:
         waits = comm is not None and comm.is_waiting()
         self._store.publish(_to_json(self._logs, self._store.round, self._beat, waits))
 
-    def _statuses(self) -> dict[int, tuple[int, bool]]:
-        """How often each other rank has published, and whether it waits."""
-        published = {rank: _from_json(text) for rank, text in self._store.published().items()}
-        return {rank: (each.beat, each.waits) for rank, each in published.items()}
+    def _statuses(self, ranks: Collection[int]) -> dict[int, _Published]:
+        return {rank: _from_json(text) for rank, text in self._store.published(ranks).items()}
 
     def _overtaken(self, signature: Signature) -> str | None:
         """Whether another rank, which did not compare, is already in the call that this rank wants to compare."""
         number = _next_number(signature)
-        for rank, text in self._store.published().items():
+        for rank, text in self._store.published(self._compared_ranks()).items():
             published = _from_json(text)
             calls = {call.number: call for _, latest in list(published.logs.values())[:1] for call in latest}
             if published.rounds < self._store.round and max(calls, default=0) >= number:
@@ -314,7 +336,7 @@ class Monitor:
     def _overtook(self) -> str | None:
         """Whether another rank waits to compare a call that this rank is already in."""
         log = next(iter(self._logs.values()))
-        for rank, signature in self._store.waiting().items():
+        for rank, signature in self._store.waiting(self._compared_ranks()).items():
             number = _next_number(signature)
             if log.count >= number:
                 own = {call.number: call.text for call in log.latest(COMPARED_CALLS)}
@@ -338,6 +360,11 @@ class _Published(NamedTuple):
     logs: dict[tuple[int, ...], tuple[dict[int, int], list[LoggedCall]]]
     beat: int
     waits: bool
+
+
+def _count(published: _Published) -> int:
+    """The number of calls that a rank has made in the group."""
+    return max((call.number for _, calls in list(published.logs.values())[:1] for call in calls), default=0)
 
 
 def _to_json(logs: Logs, rounds: int, beat: int, waits: bool) -> str:

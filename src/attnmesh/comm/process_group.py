@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -19,14 +19,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.comm import caller_error
 from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature, disagreement
 from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, detached, split_buffer
-from attnmesh.comm.caller_error import CallerError
+from attnmesh.comm.caller_error import Caller
 from attnmesh.comm.group_settings import store_of, timeout_of
 from attnmesh.comm.group_store import CommError, StoreLostError
-from attnmesh.comm.in_flight import InFlightMessage, Waitable, describe, record_on_stream, record_on_threads, stage
+from attnmesh.comm.in_flight import (
+    Batch,
+    InFlightMessage,
+    Waitable,
+    describe,
+    record_on_stream,
+    record_on_threads,
+    stage,
+)
 from attnmesh.comm.liveness import tell_watchers
-from attnmesh.comm.local_peers import LocalPeers, SharedWork, connect
+from attnmesh.comm.local_peers import LocalPeers, connect
 from attnmesh.comm.monitor import SEARCH, Monitor
 from attnmesh.comm.nccl import NcclSide, abort_all
 from attnmesh.comm.stream_watch import QueuedOperation
@@ -62,12 +71,13 @@ class GroupComm(Comm):
         end_monitor = self._monitor.end
         self._group_ref = weakref.ref(group, lambda _: end_monitor())
         self.waiting_since: float | None = None  # since when it waits for other ranks, by time.monotonic()
-        self.missing_from: Collection[int] = ()
+        self.waiting_for: Collection[int] = ()  # ranks, if it waits for messages on the host
         self.waiting_peer: int | None = None  # the one of these whose message it waits for first
         self._calls_watched = 0  # that NCCL carries
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
         self.nccl = NcclSide(group, self._overdue)
+        self._caller = Caller()
         self._process = os.getpid()
         self._is_connected = False
         self._local_peers: LocalPeers | None = None  # ranks that small messages reach through shared memory
@@ -92,7 +102,7 @@ class GroupComm(Comm):
         self._give_up(message, [f"{self._store.own_name} failed: {message}"])
 
     def _give_up(self, message: str, causes: Sequence[str]) -> None:
-        with _caller_error.lock:
+        with caller_error.lock:
             self._broken = self._broken or message
         with suppress(CommError):  # before an abort, which may take seconds: others would search for the rank to blame
             self._monitor.call(lambda: self._store.report_causes(causes))
@@ -134,7 +144,7 @@ class GroupComm(Comm):
     def _initialize_nccl(self) -> None:
         if not self.nccl.is_initialized:
             try:
-                with self._waiting():
+                with self._waiting(set(range(self.world)) - {self.rank}):
                     self.nccl.initialize(self.timeout, lambda: self._broken is not None)
             except (TimeoutError, RuntimeError) as error:
                 self._raise_if_broken()
@@ -142,13 +152,13 @@ class GroupComm(Comm):
                 raise self._failed(self._store.error(causes, "was about to connect over NCCL")) from error
 
     @contextmanager
-    def _waiting(self, missing_from: Collection[int] = ()) -> Iterator[None]:
+    def _waiting(self, ranks: Collection[int] = ()) -> Iterator[None]:
         """This rank waits on the host for other ranks, and for messages of some of them."""
-        self.missing_from, self.waiting_since = missing_from, time.monotonic()
+        self.waiting_for, self.waiting_since = ranks, time.monotonic()
         try:
             yield
         finally:
-            self.missing_from, self.waiting_since = (), None
+            self.waiting_for, self.waiting_since = (), None
 
     def _connect_local_peers(self) -> None:
         """Find the ranks that small messages reach through shared memory; the others are reached over gloo."""
@@ -191,7 +201,7 @@ class GroupComm(Comm):
         if os.getpid() != self._process:
             raise CommError("this process was forked from the one that owns the process group: make a group of its own")
         if self._broken is not None:
-            _caller_error.withdraw()
+            self._caller.withdraw()
             raise CommError(f"this comm has failed before: {self._broken}")
 
     # Ranks that are out of step, or do not arrive.
@@ -211,6 +221,11 @@ class GroupComm(Comm):
         calls, self._calls_watched = self._calls_watched, self.log.count
         return self.nccl.is_initialized and (calls != self.log.count or self.is_waiting())
 
+    def missing_ranks(self) -> Collection[int]:
+        """The ranks that it waits for, on the host or in the oldest operation of NCCL."""
+        oldest = None if self.waiting_for else self.nccl.oldest(_PATIENCE)
+        return self.waiting_for if oldest is None else oldest.peers
+
     def is_waiting(self) -> bool:
         """Whether this process waits for other ranks in any of its groups, on the host or on the device."""
         return any(comm.waiting_since is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in _all_comms())
@@ -220,7 +235,7 @@ class GroupComm(Comm):
         found = set[int]()
         for comm in _all_comms():
             peer = comm.waiting_peer
-            found |= comm._store.globally(comm._store.missing if peer is None else [peer])
+            found |= comm._store.globally([peer] if peer is not None else comm._store.missing or comm.missing_ranks())
         return found
 
     def interrupt(self, causes: Sequence[str]) -> None:
@@ -244,11 +259,13 @@ class GroupComm(Comm):
                         work.wait(timedelta(milliseconds=1))
 
     def _overdue(self, operation: QueuedOperation) -> None:
-        """Fail, because NCCL did not complete an operation in time (on the thread that watches streams)."""
+        """Fail, because NCCL did not complete an operation in time (on a thread of its own)."""
         try:
             reason = self._monitor.call(self._monitor.find_absent, SEARCH)
         except CommError as error:
             reason = str(error)
+        if operation.has_completed or self._broken is not None:
+            return
         members = dist.get_process_group_ranks(self.group)
         where = "" if members == list(range(self.world)) else f" (in the group of ranks {members})"
         message = f"rank {self.rank}: {operation.name} did not complete within {operation.timeout:g} s: {reason}{where}"
@@ -261,17 +278,18 @@ class GroupComm(Comm):
 
         The thread that makes the calls may wait for the device, or use what was not received: it raises the error.
         """
-        with _caller_error.lock:
+        with caller_error.lock:
             if self._broken is not None:  # the rank itself has noticed
                 return
             blocked = [comm for comm in _all_comms() if comm is not self and comm.nccl.oldest() is not None]
-            if blocked or self.nccl.oldest() is not None:
-                _caller_error.send(message)
             for comm in (self, *blocked):
-                comm._broken = message
+                if comm.nccl.oldest() is not None:
+                    comm._caller.send(message)
+                comm._broken = comm._broken or message
+        for comm in blocked:  # before the abort, which may take seconds
+            with suppress(CommError):
+                comm._monitor.call(partial(comm._store.report_failure, message))
         abort_all(comm.nccl for comm in (self, *blocked))
-        for comm in blocked:
-            comm.fail(message)
 
     @contextmanager
     def replaying(self, operation: str) -> Iterator[None]:
@@ -279,15 +297,26 @@ class GroupComm(Comm):
         check_type("operation", operation, str, "a string")
         self._check_usable()
         self.note(operation)
-        yield
         if self.nccl.is_initialized:
-            self._watch(operation)
+            with self._watched(operation):
+                yield
+        else:
+            yield
 
-    def _watch(self, op: str, posted: float | None = None) -> None:
-        """Watch what NCCL has queued on the current stream."""
-        _caller_error.remember_thread()
+    def queued(self, op: str, messages: Sequence[InFlightMessage] = ()) -> QueuedOperation:
+        """An operation of NCCL that this rank posts now: messages, or a collective of all ranks."""
+        self._caller.remember_thread()
         name = op if op == self._operation else f"{op} ({self._operation})"
-        self.nccl.watch(name, time.monotonic() if posted is None else posted, self.timeout)
+        peers = {message.peer for message in messages} or set(range(self.world)) - {self.rank}
+        return QueuedOperation(name, peers, time.monotonic(), self.timeout)
+
+    @contextmanager
+    def _watched(self, op: str) -> Iterator[None]:
+        """Around a collective of all ranks that NCCL carries: it is watched until it has completed."""
+        operation = self.queued(op)
+        with self.nccl.posting(operation):
+            yield
+        self.nccl.watch(operation)
 
     # Messages.
 
@@ -307,7 +336,7 @@ class GroupComm(Comm):
             stage(messages)
         if self.recorder is not None:
             return self._recorded_exchange(op, messages, self.recorder, blocking=backend != "nccl")
-        return _Batch(self, op, messages, self._post(op, messages), blocking=backend != "nccl")
+        return Batch(self, op, messages, self._post(op, messages), blocking=backend != "nccl")
 
     def _recorded_exchange(
         self, op: str, messages: list[InFlightMessage], recorder: Recorder, *, blocking: bool
@@ -319,12 +348,16 @@ class GroupComm(Comm):
         if blocking:
             works = record_on_threads(works, messages, op, recorder, self.timeout, posted)
         else:
-            record_on_stream(works, messages, op, recorder, posted)
-        return RecordedPending(_Batch(self, op, messages, works, blocking=blocking), op, recorder, device)
+            with self.message_errors(op, messages):
+                record_on_stream(works, messages, op, recorder, posted)
+        return RecordedPending(Batch(self, op, messages, works, blocking=blocking), op, recorder, device)
 
     def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[Waitable]:
         try:
-            if self._local_peers is None or messages[0].wire_buffer.is_cuda:
+            if messages[0].wire_buffer.is_cuda:
+                with self.nccl.posting(self.queued(op, messages)):
+                    return self._post_to_backend(messages)
+            if self._local_peers is None:
                 return self._post_to_backend(messages)
             works = self._local_peers.post(messages)
             others = [message for message, work in zip(messages, works, strict=True) if work is None]
@@ -366,10 +399,18 @@ class GroupComm(Comm):
             self._backend_of[device] = backend
         return backend
 
+    @contextmanager
+    def message_errors(self, op: str, messages: Sequence[InFlightMessage]) -> Iterator[None]:
+        """Errors of the backend as CommError. NCCL refuses operations once a rank has left."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.message_error(op, messages, error) from error
+
     def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception) -> CommError:
         """Mark this comm as failed because of undelivered messages, and return the error to raise."""
         if self._broken is not None:  # the monitor ended the wait
-            _caller_error.withdraw()
+            self._caller.withdraw()
             return CommError(self._broken)
         abort_all([self.nccl])
         reason, peers, how = _reason(error), [message.peer for message in messages[:1]], ""
@@ -403,13 +444,9 @@ class GroupComm(Comm):
 
     @contextmanager
     def _native(self, op: str, x: Tensor) -> Iterator[None]:
-        """Around a collective of the backend, which is watched. NCCL refuses it once a rank has left."""
-        try:
+        """Around a collective of the backend."""
+        with self.message_errors(op, ()), self._watched(op) if x.is_cuda else nullcontext():
             yield
-        except RuntimeError as error:
-            raise self.message_error(op, (), error) from error
-        if x.is_cuda:
-            self._watch(op)
 
     def _all_gather(self, op: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
         if self._backend(x.device) != "nccl":
@@ -477,53 +514,12 @@ class GroupComm(Comm):
             torch.cuda.current_stream().synchronize()
 
 
-class _Batch(Pending):
-    def __init__(
-        self, comm: GroupComm, op: str, messages: list[InFlightMessage], works: Sequence[Waitable], *, blocking: bool
-    ) -> None:
-        self._comm, self._op, self._messages, self._works = comm, op, messages, works
-        self._blocking, self._posted = blocking, time.monotonic()
-
-    def wait(self) -> None:
-        if self._blocking:
-            self._wait_on_host()
-        else:
-            for work in self._works:
-                work.wait()
-            if self._works:
-                self._comm._watch(self._op, self._posted)
-        self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
-
-    def _wait_on_host(self) -> None:
-        comm, now = self._comm, time.monotonic()
-        # As `_waiting`, which would take longer than some messages.
-        comm.missing_from, comm.waiting_since = {message.peer for message in self._messages}, now
-        try:
-            self._wait_for_each(now + comm.timeout)
-        finally:
-            comm.missing_from, comm.waiting_since, comm.waiting_peer = (), None, None
-
-    def _wait_for_each(self, deadline: float) -> None:
-        for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
-            self._comm.waiting_peer = message.peer
-            try:
-                if isinstance(work, SharedWork):
-                    work.wait_until(deadline)
-                else:
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except RuntimeError as error:
-                raise self._comm.message_error(self._op, self._messages[i:], error) from error
-            if message.staged is not None:
-                message.unstage()
-
-
 def _reason(error: Exception) -> str:
     """The message of a backend's error without its source line and general advice."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+\.cc:\d+\] ", "", text).partition(". This is typically")[0]
 
 
-_caller_error = CallerError()
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupComm] = weakref.WeakKeyDictionary()
 """One comm per process group, because it counts the group's agreements. Removed when the group is destroyed."""
 _comms_lock = threading.Lock()
