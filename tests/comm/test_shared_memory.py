@@ -264,7 +264,7 @@ def interrupted(comm: Comm) -> None:
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             fresh.exchange([], [(torch.empty(1), 1)]).wait()
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
         with pytest.raises(CommError, match="earlier wait for a message was interrupted"):
             fresh.exchange([], [(torch.empty(1), 1)])
     comm.barrier()
@@ -307,7 +307,7 @@ def test_a_killed_rank_is_noticed_by_those_who_send_and_those_who_receive():
     closed = "rank 0 failed in exchange (ring) while sending 8 bytes to rank 1: Connection closed by peer"
     assert closed in sending or "rank 2 failed" in sending
     assert "from rank 1" in receiving or "rank 0 failed" in receiving
-    assert seconds < 3
+    assert seconds < 10
 
 
 # Random programs.
