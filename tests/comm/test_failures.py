@@ -115,7 +115,10 @@ def served_by_rank_0(comm: Comm, fault: str) -> str:
     own = comm_from(timeout=60)
     own.agree("start", {})
     own.barrier()
-    time.sleep(0.6)  # until all watch rank 0
+    watches = own._monitor._neighbors._watches
+    while rank > 0 and not (0 in watches and watches[0].state == "verified"):
+        time.sleep(0.05)
+    own.barrier()
     if rank == 0:
         if fault == "raises":
             own.fail("ValueError: bad batch")

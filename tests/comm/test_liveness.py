@@ -74,7 +74,7 @@ def dies_before_the_first_call(comm, dead, while_connecting=False):
 def test_a_rank_that_dies_before_the_first_call_is_noticed_at_once():
     outcomes = run_processes(3, dies_before_the_first_call, 1, strict=False)
     assert isinstance(outcomes[1], Died)
-    assert all(isinstance(seconds, float) and seconds < 5 for seconds in (outcomes[0], outcomes[2])), outcomes
+    assert all(isinstance(seconds, float) and seconds < 10 for seconds in (outcomes[0], outcomes[2])), outcomes
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_store_in_a_file(tmp_path):
             process.start()
         for rank in (0, 2):
             assert pipes[rank][0].poll(30)
-            assert pipes[rank][0].recv() < 5
+            assert pipes[rank][0].recv() < 10
     finally:
         for process in ranks:
             process.kill()

@@ -253,7 +253,7 @@ def test_ranks_that_come_late_or_not_at_all_raise_everywhere_in_time():
 
 
 def one_leaves(comm: Comm, how: str) -> tuple[str, float]:
-    comm.timeout = 10
+    comm.timeout = 30
     comm.agree("ring", {"n": 1})
     if comm.rank == 1:
         if how == "dies":
@@ -271,7 +271,7 @@ def test_a_rank_that_leaves_makes_the_others_raise_at_once(how):
     for rank, (message, seconds) in ((0, first), (2, third)):
         gone = "failed in ring: k is short" if how == "refuses" else "is dead: its process has ended"
         assert message.startswith(f"rank 1 {gone} [rank {rank} was in exchange (ring), receiving 4194304 bytes from")
-        assert seconds < 5
+        assert seconds < 10
     if how == "dies":
         assert left == Died(7)
     elif how == "raises":
@@ -282,7 +282,7 @@ def test_a_rank_that_leaves_makes_the_others_raise_at_once(how):
 
 
 def killed_before_agreeing(comm: Comm) -> tuple[str, float]:
-    comm.timeout = 1
+    comm.timeout = 30
     if comm.rank == 1:
         os.kill(os.getpid(), 9)
     return timed(lambda: comm.agree("ring", {"n": 1}))
@@ -292,7 +292,7 @@ def test_a_rank_killed_before_an_agreement_is_named():
     (message, seconds), gone = run_processes(2, killed_before_agreeing, strict=False)
     assert gone == Died(-9)
     assert message == "rank 1 is dead: its process has ended [rank 0 was about to start ring(n=1)]"
-    assert seconds < 3
+    assert seconds < 10
 
 
 def staged_cuda(comm: Comm) -> bool:

@@ -80,7 +80,7 @@ def test_the_end_of_a_message_is_known_although_the_rank_computes():
 
 
 def without_a_peer(comm: Comm) -> str:
-    comm.timeout = 3
+    comm.timeout = 15
     with recording(comm):
         if comm.rank == 1:
             os._exit(7)

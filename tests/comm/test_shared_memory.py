@@ -266,7 +266,7 @@ def interrupted(comm: Comm) -> None:
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             fresh.exchange([], [(torch.empty(1), 1)]).wait()
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
         with pytest.raises(CommError, match="earlier wait for a message was interrupted"):
             fresh.exchange([], [(torch.empty(1), 1)])
     comm.barrier()
@@ -308,7 +308,7 @@ def test_a_killed_rank_is_noticed_by_those_who_send_and_those_who_receive():
     # The first to notice tells the other one.
     assert sending.startswith("rank 1 is dead: its process has ended [rank 0 was in ")
     assert receiving.startswith("rank 1 is dead: its process has ended [rank 2 was in ")
-    assert seconds < 3
+    assert seconds < 10
 
 
 # Random programs.

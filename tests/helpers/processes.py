@@ -21,7 +21,7 @@ from attnmesh.comm.launch import share_gpu_environment
 
 # A fork server imports torch once for all tests of a session; its forks start in milliseconds, not seconds.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "attnmesh.comm"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "attnmesh", "pytest"])
 
 
 @dataclass(frozen=True)

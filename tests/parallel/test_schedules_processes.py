@@ -228,7 +228,7 @@ def refusals(comm: Comm) -> list[str]:
 
 
 def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
-    comm.timeout = 4
+    comm.timeout = 30
     cp = ContextParallel(comm, layout=Contiguous(), schedule=schedule, ranks_per_node=2)
     q, k, v = (cp.shard(x, 2).clone().requires_grad_() for x in random_inputs(32)[:3])
 

@@ -243,12 +243,12 @@ class Monitor:
         others = {*missing, *((self._rank + step) % self._world for step in (1, self._beat))}
         return sorted(others - {self._rank})
 
-    def find_causes(self, peers: Collection[int], how: str, otherwise: str) -> list[str]:
+    def find_causes(self, peers: Collection[int], how: str, otherwise: str, seconds: float) -> list[str]:
         """Why messages of `peers` did not arrive, `how` they failed to if nobody knows, or something else.
 
-        Gives other ranks the time to publish what they know, and that they wait.
+        Gives other ranks some seconds to publish what they know, and that they wait.
         """
-        deadline = time.monotonic() + CAUSE_SEARCH
+        deadline = time.monotonic() + seconds
         while True:
             self.watch_neighbors()
             if causes := self._store.causes() or self._differences() or self._errors_of_others():

@@ -413,21 +413,22 @@ class GroupComm(Comm):
             self._caller.withdraw()
             return CommError(self._broken)
         abort_all([self.nccl])
-        reason, peers, how = _reason(error), [message.peer for message in messages[:1]], ""
+        reason, peers, how, seconds = _reason(error), [message.peer for message in messages[:1]], "", CAUSE_SEARCH
         if "Timed out" in reason:
             how = f"did not arrive within {self.timeout:g} s"
         elif "by peer" in reason:  # closed, reset
             how = "has closed its connection: its process has ended, or it has given up or destroyed the group"
+            seconds = 2 * CAUSE_SEARCH  # others will probably tell the cause at once
         if peers and how:
             otherwise = f"{self._store.names(peers)} {how}"
         else:
             peers, otherwise = [], f"{self._store.own_name} failed in {op}: {reason}"
         doing = f"was in {op} ({self._operation}){describe(messages, self._store.names)}: {reason}"
-        return self._failed(self._store.error(self._causes(peers, how, otherwise), doing))
+        return self._failed(self._store.error(self._causes(peers, how, otherwise, seconds), doing))
 
-    def _causes(self, peers: Collection[int], how: str, otherwise: str) -> list[str]:
+    def _causes(self, peers: Collection[int], how: str, otherwise: str, seconds: float = CAUSE_SEARCH) -> list[str]:
         try:
-            return self._monitor.call(lambda: self._monitor.find_causes(peers, how, otherwise), CAUSE_SEARCH)
+            return self._monitor.call(lambda: self._monitor.find_causes(peers, how, otherwise, seconds), seconds)
         except StoreLostError as error:
             return self._monitor.causes_without_store(error)
 
