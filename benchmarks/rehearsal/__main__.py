@@ -17,7 +17,7 @@ import typer
 from attnmesh.calibration.cpu import measure_cpu
 from attnmesh.cli import output
 from attnmesh.cli.output import Rows
-from benchmarks.common import JsonOption, QuickOption, make_app, publish
+from benchmarks.common import JsonOption, make_app, publish
 from benchmarks.rehearsal.nodes import Namespace, Nodes, missing
 from benchmarks.rehearsal.study import (
     WORLD,
@@ -42,7 +42,12 @@ FAILURES = {"node killed": Namespace.end, "node unreachable": Namespace.disconne
 
 
 def main(
-    quick: QuickOption = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Two nodes, prefill once and two training steps; without backward, generation and failures."
+        ),
+    ] = False,
     megabits: Annotated[
         float, typer.Option(min=1, max=1000, help="Speed of every node's link, in megabits per second.")
     ] = 100,

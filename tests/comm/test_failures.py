@@ -1,7 +1,10 @@
 """What the error of each rank says when one fails: the first cause, once, with ranks as the whole job numbers them."""
 
 import os
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.comm import Comm, CommError, comm_from
 from attnmesh.comm.agreement import AgreementStore
+from attnmesh.comm.monitor import Monitor
 from helpers.processes import Died, run_processes
 
 
@@ -38,26 +42,57 @@ def test_ranks_of_a_subgroup_are_named_by_their_global_numbers():
 
 def test_the_rank_that_everyone_waits_for_is_found_behind_those_who_wait():
     first, second, third, _ = stores([0, 1, 2, 3])
-    first.report_waiting([1], gives_up=True)
+    first.begin_search([1], "ring")
     assert second.is_searching()
-    second.report_waiting([2])
-    third.report_waiting([8])  # in another group
+    second.report_waiting([2], "ring")
+    third.report_waiting([8], "barrier", here=False)
     assert first.causes_of_absence("did not arrive within 3 s") == ["rank 8 did not arrive within 3 s"]
-    third.report_waiting([3])
+    third.report_waiting([3], "ring")
     first.report_end(3, "its process has ended")
     assert first.causes_of_absence("did not arrive") == ["rank 3 is dead: its process has ended"]
 
 
+def test_ranks_that_wait_for_one_another_are_told_apart_by_their_calls():
+    first, second, third = stores([0, 1, 2])
+    first.begin_search([1], "ring")
+    second.report_waiting([0], "gather")
+    third.report_waiting([0], "ring")
+    assert first.causes_of_absence("") == ["ranks wait for one another: ring on ranks 0, 2 but gather on rank 1"]
+    second.report_waiting([2], "barrier", here=False)
+    late = "rank 1 did not arrive within 3 s, waiting in another group: barrier"
+    assert first.causes_of_absence("did not arrive within 3 s") == [late]
+
+
+def test_one_comparison_tells_that_ranks_are_out_of_step():
+    first, second, third = stores([0, 1, 2])
+    first.report_causes(["ranks are out of step at call 3: a on rank 0 but b on rank 1"])
+    second.report_causes(["ranks are out of step at call 3: b on rank 1 but a on rank 2"])
+    assert third.causes() == ["ranks are out of step at call 3: a on rank 0 but b on rank 1"]
+
+
 def test_the_failure_of_a_rank_in_another_group_comes_before_what_follows_from_it():
     first, second, _ = stores([0, 2, 4])
-    first.report_waiting([2], gives_up=True)
+    first.begin_search([2], "ring")
     second.report_elsewhere(["global rank 3 is dead: its process has ended"])
     follows = ["global rank 3 is dead: its process has ended", "global rank 2 did not arrive within 3 s"]
     assert first.causes_of_absence("did not arrive within 3 s") == follows
-    second.report_waiting([8])  # in a group that it has made since
+    second.report_waiting([8], "barrier", here=False)  # in a group that it has made since
     assert first.causes_of_absence("did not arrive within 3 s") == follows
     first.report_end(1, "its process has ended")
     assert first.causes_of_end([1]) == [follows[0], "global rank 2 is dead: its process has ended"]
+
+
+def test_threads_that_ask_for_the_monitor_at_once_get_one():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            monitor = Monitor(stores([0])[0], 0, [0], {}, set())
+            with ThreadPoolExecutor(8) as pool:
+                assert len(set(pool.map(lambda _, m=monitor: m.call(threading.get_ident), range(16)))) == 1
+            monitor.stop()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def error_of(action) -> str:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm import CommError, comm_from, process_group
+from attnmesh.comm import liveness as liveness_module
 from attnmesh.comm.liveness import ENDED, Liveness, liveness
 from helpers.faults import fail
 from helpers.processes import Died, run_processes
@@ -49,6 +51,23 @@ def test_the_end_of_a_process_is_noticed_and_nothing_else():
         os.kill(child, signal.SIGKILL)
         process.kill()
         process.join()
+
+
+def test_a_slow_name_server_is_asked_once(monkeypatch):
+    addresses = liveness_module._hosts(dist.HashStore())
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(60))
+    assert liveness_module._hosts(dist.HashStore()) == addresses
+
+
+def test_those_who_watch_a_process_hear_its_last_words():
+    own, other = Liveness(), Liveness()
+    watch = own.watch(other.address(dist.HashStore()))
+    await_until(lambda: watch.state == "verified")
+    assert watch.last_words == ""
+    for line in ("first", "x" * 10000, '["out of memory"]'):
+        other.tell(line)
+    await_until(lambda: watch.last_words == '["out of memory"]')
+    assert watch.verdict is None
 
 
 def await_until(condition):

@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh import ContextParallel
-from attnmesh.comm import Comm, CommError, comm_from, run_virtual
+from attnmesh.comm import Comm, CommError, SubComm, comm_from, run_virtual
 from helpers.processes import Died, Raised, run_processes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn]
@@ -91,6 +92,36 @@ def subsets(comm: Comm) -> None:
         pair.agree("op", {"n": pair.rank})
 
 
+def two_threads(comm: Comm) -> None:
+    """A second thread is refused while another waits, which goes on; one thread after the other is not."""
+    own, store = comm_from(dist.new_group(), timeout=20), dist.distributed_c10d._get_default_store()
+    sub = SubComm(own, range(own.world))
+    own.agree("start", {})
+    if comm.rank == 0:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(own.barrier)
+            while own.waiting_thread is None:
+                time.sleep(0.001)
+            calls = own.log.count
+            for call in (
+                lambda: own.agree("start", {}),
+                lambda: own.note("backward"),
+                lambda: own.exchange([], []),
+                lambda: own.all_reduce(torch.ones(1)),
+                lambda: sub.all_reduce(torch.ones(1)),
+            ):
+                with pytest.raises(RuntimeError, match="two threads use one comm at the same time"):
+                    call()
+            assert own.log.count == calls
+            store.set("refused", "yes")
+            waiting.result()
+            assert pool.submit(own.all_reduce, torch.ones(1)).result().item() == comm.world
+    else:
+        store.wait(["refused"])
+        own.barrier()
+        own.all_reduce(torch.ones(1))
+
+
 def meshes(comm: Comm) -> None:
     mesh = init_device_mesh("cpu", (1, comm.world), mesh_dim_names=("dp", "cp"))
     with pytest.raises(ValueError, match=r"one-dimensional, got 2 dimensions \('dp', 'cp'\).*mesh\[\"cp\"\]"):
@@ -150,6 +181,7 @@ def all_that_works(comm: Comm) -> dict[str, object]:
     misused(comm)
     agreements(comm)
     subsets(comm)
+    two_threads(comm)
     meshes(comm)
     padded_all_gather(comm)
     reinitialised(comm)

@@ -311,6 +311,39 @@ def test_a_killed_rank_is_noticed_by_those_who_send_and_those_who_receive():
     assert seconds < 10
 
 
+def connect_with_myself(last_answer):
+    """Two ranks of one process, of which the other one answers at last."""
+    mine = f"{local_peers._host()}|{os.getpid()}"
+
+    def share(name, value, ranks):
+        return {"host": {0: mine, 1: mine}, "segment": {0: value}}.get(name) or last_answer()
+
+    return local_peers.connect(0, 2, share)
+
+
+@pytest.mark.skipif(not local_peers._host(), reason="needs shared memory")
+def test_nothing_is_left_open_if_the_others_do_not_answer():
+    def fails():
+        raise CommError("rank 1 is dead")
+
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(CommError):
+        connect_with_myself(fails)
+    assert connect_with_myself(lambda: {0: "yes", 1: "no"}) is None
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.skipif(not local_peers._host(), reason="needs shared memory")
+def test_ranks_of_all_groups_count_as_those_who_share_the_cores(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    first = connect_with_myself(lambda: {0: "yes", 1: "yes"})
+    assert not first._is_crowded
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "10000")
+    second = connect_with_myself(lambda: {0: "yes", 1: "yes"})
+    assert first._is_crowded
+    assert second._is_crowded
+
+
 # Random programs.
 
 

@@ -177,7 +177,7 @@ class AgreementStore(FailureNotices):
             if time.monotonic() > deadline:
                 raise _LateError(missing, purpose)
             if self.is_searching():
-                self.report_waiting(self.globally(missing))
+                self.report_waiting(self.globally(missing), purpose)
             meanwhile()
             time.sleep(interval)
             interval = min(2 * interval, _MAX_POLL_INTERVAL)
@@ -186,7 +186,7 @@ class AgreementStore(FailureNotices):
     def _search(self, late: _LateError, timeout: float, meanwhile: Callable[[], None]) -> CommError:
         """The error of this rank, which has waited for too long."""
         deadline = time.monotonic() + CAUSE_SEARCH
-        self.report_waiting(self.globally(late.missing), gives_up=True)
+        self.begin_search(self.globally(late.missing), late.purpose)
         while not (causes := self.causes()) and time.monotonic() < deadline:
             meanwhile()
             time.sleep(_MAX_POLL_INTERVAL)

@@ -17,6 +17,7 @@ from torch import Tensor
 from attnmesh.comm.agreement import Signature, disagreement
 from attnmesh.comm.group_store import CommError
 from attnmesh.core.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
+from attnmesh.core.text import counted
 from attnmesh.core.validation import check_device, check_timeout, check_type
 from attnmesh.trace.recorder import Recorder
 
@@ -132,6 +133,7 @@ class Comm(ABC):
         Several messages between the same two ranks match in order. Buffers must be contiguous and may not be touched
         before `wait()` returns.
         """
+        self._check_one_thread("exchange")
         self._check_messages(sends, "sends")
         self._check_messages(recvs, "recvs")
         sends = [message for message in sends if message[0].numel()]
@@ -205,6 +207,7 @@ class Comm(ABC):
         logged (`log`), and messages pass only between ranks with equal logs. Ranks that are out of step, because one
         remembers what is new to another or because their states differ, raise CommError.
         """
+        self._check_one_thread(operation)
         self._operation = operation
         key: object = operation, tuple(values.items())
         try:
@@ -231,7 +234,7 @@ class Comm(ABC):
         problem = disagreement(signatures, self.global_ranks)
         if problem is not None:
             raise ValueError(problem)
-        calls = {rank: signature.calls for rank, signature in signatures.items()}
+        calls = {rank: signature.calls for rank, signature in sorted(signatures.items())}
         if len({latest[-1].digest if latest else 0 for latest in calls.values()}) > 1:
             raise CommError(out_of_step(calls, self.global_ranks) or more_calls(calls, self.global_ranks))
         return text_digest(call_text(operation, dict(sorted(texts.items()))))
@@ -239,6 +242,7 @@ class Comm(ABC):
     @final
     def note(self, operation: str, detail: str | None = None) -> None:
         """Log an operation that follows from an earlier call, such as its backward. Nothing is compared now."""
+        self._check_one_thread(operation)
         self._operation = operation
         if self.world > 1:
             self.log.add(operation, text_digest(call_text(operation, detail)), detail)
@@ -327,6 +331,12 @@ class Comm(ABC):
 
     # Checks.
 
+    def _check_one_thread(self, operation: str) -> None:
+        """Raise if another thread is in an operation of this comm. A transport that is used by processes overrides it.
+
+        Nothing has been logged or sent before, so that the other thread can go on.
+        """
+
     def _check_messages(self, messages: Sequence[Message], name: str) -> None:
         for i, (tensor, peer) in enumerate(messages):
             if not 0 <= peer < self.world:
@@ -339,7 +349,7 @@ class Comm(ABC):
 
     def _check_count(self, given: Sequence[object], name: str) -> None:
         if len(given) != self.world:
-            raise ValueError(f"{name} must have one entry for each of {self.world} ranks, got {len(given)}")
+            raise ValueError(f"{name} must have one entry for each of {counted(self.world, 'rank')}, got {len(given)}")
 
     def _check_shape(self, x: Tensor, shape: Shape, name: str) -> None:
         if tuple(x.shape) != tuple(shape):
@@ -347,6 +357,7 @@ class Comm(ABC):
 
     def _log_collective(self, op: str, shapes: Sequence[Shape], x: Tensor | None) -> None:
         """Log a collective, unless other subgroups, whose collectives may differ, share the log."""
+        self._check_one_thread(op)
         if self.world > 1 and not self._shares_log:
             sizes = tuple(map(tuple, shapes))
             itemsize = 0 if x is None else x.element_size()

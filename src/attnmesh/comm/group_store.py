@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from attnmesh.core.call_log import format_ranks
+from attnmesh.core.call_log import alternatives, format_ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -150,12 +150,15 @@ class FailureNotices(GroupStore):
     # Ranks that wait for one another in a chain time out together. The one that did not arrive is the one that others
     # wait for and that does not say that it waits. Ranks are global here: a rank may wait in another group.
 
-    def report_waiting(self, global_ranks: Collection[int], gives_up: bool = False) -> None:
-        """Publish for whom this rank waits. A rank that gives up begins a search, in which all others say so too."""
-        self._set(f"waiting/{self._rank}", json.dumps(sorted(global_ranks)))
-        if gives_up:
-            self._set("search", "yes")
-            self._set("failure", "yes")
+    def report_waiting(self, global_ranks: Collection[int], call: str, *, here: bool = True) -> None:
+        """Publish for whom this rank waits, in which call, and whether in this group, in a search for a cause."""
+        self._set(f"waiting/{self._rank}", json.dumps([sorted(global_ranks), call, here]))
+
+    def begin_search(self, global_ranks: Collection[int], call: str) -> None:
+        """`report_waiting` of a rank that gives up and does not know the cause: all that wait say so too."""
+        self.report_waiting(global_ranks, call)
+        self._set("search", "yes")
+        self._set("failure", "yes")
 
     def is_searching(self) -> bool:
         """Whether a rank has given up and does not know the cause yet."""
@@ -163,12 +166,13 @@ class FailureNotices(GroupStore):
 
     def causes_of_absence(self, how: str) -> list[str]:
         """Why ranks did not arrive, or `how`, by what those that wait have reported."""
-        texts = self._values("waiting", range(self._world))
-        waiting = {self._global_ranks[rank]: json.loads(text) for rank, text in texts.items()}
-        missed = {rank for ranks in waiting.values() for rank in ranks}
+        waiting = {rank: json.loads(text) for rank, text in self._values("waiting", range(self._world)).items()}
+        missed = {rank for ranks, _, _ in waiting.values() for rank in ranks}
         members = {rank: member for member, rank in enumerate(self._global_ranks) if rank in missed}
         gave_up = self._values("elsewhere", sorted(members.values()))
-        absent = {rank for rank in missed if members.get(rank) in gave_up} or missed - waiting.keys()
+        absent = {rank for rank in missed if members.get(rank) in gave_up} or missed - self.globally(waiting)
+        if missed and not absent:
+            return self._circle({rank: (call, here) for rank, (_, call, here) in sorted(waiting.items())}, how)
         ended = self.ended().keys() & {member for rank, member in members.items() if rank in absent}
         late = sorted(rank for rank in absent if members.get(rank) not in ended)
         causes = _each_once(gave_up) + self._ends(ended)
@@ -176,7 +180,20 @@ class FailureNotices(GroupStore):
             causes.append(f"{'' if self._has_global_numbers else 'global '}{format_ranks(late)} {how}")
         return causes
 
+    def _circle(self, waiting: Mapping[int, tuple[str, bool]], how: str) -> list[str]:
+        """What is wrong if all ranks wait for one another: those in another group, or calls that differ."""
+        away = {rank: call for rank, (call, here) in waiting.items() if not here}
+        if away:
+            return [f"{self.names(away)} {how}, waiting in another group: {', '.join(dict.fromkeys(away.values()))}"]
+        calls = {rank: call for rank, (call, _) in waiting.items()}
+        return [f"ranks wait for one another: {alternatives(calls, self._global_ranks)}"]
+
+
+_OUT_OF_STEP = "ranks are out of step"  # each rank compares itself with others
+
 
 def _each_once(causes: Mapping[int, str]) -> list[str]:
     """The causes that ranks have published."""
-    return list(dict.fromkeys(cause for text in causes.values() for cause in json.loads(text)))
+    published = dict.fromkeys(cause for text in causes.values() for cause in json.loads(text))
+    first = next((cause for cause in published if cause.startswith(_OUT_OF_STEP)), None)
+    return [cause for cause in published if cause == first or not cause.startswith(_OUT_OF_STEP)]

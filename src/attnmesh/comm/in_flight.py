@@ -160,6 +160,7 @@ class BatchComm(Protocol):
     nccl: NcclSide
     waiting_for: Collection[int]
     waiting_peer: int | None
+    waiting_thread: int | None
     waiting_since: float | None
 
     def queued(self, op: str, messages: Sequence[InFlightMessage], /) -> QueuedOperation:
@@ -200,10 +201,11 @@ class Batch(Pending):
         comm, now = self._comm, time.monotonic()
         # As `_waiting`, which would take longer than some messages.
         comm.waiting_for, comm.waiting_since = {message.peer for message in self._messages}, now
+        comm.waiting_thread = threading.get_ident()
         try:
             self._wait_for_each(now + comm.timeout)
         finally:
-            comm.waiting_for, comm.waiting_since, comm.waiting_peer = (), None, None
+            comm.waiting_for, comm.waiting_since, comm.waiting_peer, comm.waiting_thread = (), None, None, None
 
     def _wait_for_each(self, deadline: float) -> None:
         for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):

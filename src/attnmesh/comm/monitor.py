@@ -56,8 +56,11 @@ class Monitored(Protocol):
     def is_waiting(self) -> bool:
         """Whether this process waits for other ranks, in any of its groups."""
 
-    def waits_for(self) -> Collection[int]:
-        """The ranks that this process waits for now, in any of its groups, by their global numbers."""
+    def waits_for(self) -> tuple[Collection[int], str]:
+        """The ranks that this process waits for now, in any of its groups, by their global numbers, and the call."""
+
+    def is_here(self) -> bool:
+        """Whether this process waits in this group."""
 
     def interrupt(self, causes: Sequence[str]) -> None:
         """Fail, and end what the rank waits for."""
@@ -191,7 +194,7 @@ class Monitor:
             elif not comm.is_waiting():
                 return True
             if not causes and self._store.is_searching():
-                self._store.report_waiting(comm.waits_for())
+                self._store.report_waiting(*comm.waits_for(), here=comm.is_here())
         except CommError:  # the rank notices that the store is lost when it needs it
             self._is_store_lost = True
             return True
@@ -243,8 +246,8 @@ class Monitor:
         others = {*missing, *((self._rank + step) % self._world for step in (1, self._beat))}
         return sorted(others - {self._rank})
 
-    def find_causes(self, peers: Collection[int], how: str, otherwise: str, seconds: float) -> list[str]:
-        """Why messages of `peers` did not arrive, `how` they failed to if nobody knows, or something else.
+    def find_causes(self, peers: Collection[int], call: str, how: str, otherwise: str, seconds: float) -> list[str]:
+        """Why messages of `peers` did not arrive in a call, `how` they failed to if nobody knows, or something else.
 
         Gives other ranks some seconds to publish what they know, and that they wait.
         """
@@ -255,7 +258,7 @@ class Monitor:
                 return causes
             if ended := self._store.ended().keys() & set(peers):
                 return self._store.causes_of_end(ended)
-            self._store.report_waiting(self._store.globally(peers), gives_up=True)
+            self._store.begin_search(self._store.globally(peers), call)
             if time.monotonic() > deadline:
                 return self._store.causes_of_absence(how) or self._waiting_to_agree() or [otherwise]
             time.sleep(_INTERVAL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from threading import Lock, get_ident
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,7 @@ class GroupComm(Comm):
         self._group_ref = weakref.ref(group, lambda _: end_monitor())
         self.waiting_since: float | None = None  # since when it waits for other ranks, by time.monotonic()
         self.waiting_for: Collection[int] = ()  # ranks, if it waits for messages on the host
+        self.waiting_thread: int | None = None
         self.waiting_peer: int | None = None  # the one of these whose message it waits for first
         self._calls_watched = 0  # that NCCL carries
         self._broken: str | None = None
@@ -154,11 +155,11 @@ class GroupComm(Comm):
     @contextmanager
     def _waiting(self, ranks: Collection[int] = ()) -> Iterator[None]:
         """This rank waits on the host for other ranks, and for messages of some of them."""
-        self.waiting_for, self.waiting_since = ranks, time.monotonic()
+        self.waiting_for, self.waiting_since, self.waiting_thread = ranks, time.monotonic(), get_ident()
         try:
             yield
         finally:
-            self.waiting_for, self.waiting_since = (), None
+            self.waiting_for, self.waiting_since, self.waiting_thread = (), None, None
 
     def _connect_local_peers(self) -> None:
         """Find the ranks that small messages reach through shared memory; the others are reached over gloo."""
@@ -186,6 +187,14 @@ class GroupComm(Comm):
         """Send and receive through shared memory while this rank waits for something else (on the monitor's thread)."""
         if self._local_peers is not None:
             self._local_peers.progress_unless_waiting()
+
+    def _check_one_thread(self, operation: str) -> None:
+        if self.waiting_thread is not None and self.waiting_thread != get_ident():
+            raise RuntimeError(
+                f"two threads use one comm at the same time: one calls {operation} while another waits for other ranks "
+                f"in {self._operation}. Ranks must make the same calls in the same order: make all calls in one thread "
+                "at a time, or give each thread a process group of its own"
+            )
 
     def _check_usable(self) -> None:
         """Raise after a failure, or if other ranks did not read the disagreement that this rank raised before."""
@@ -230,13 +239,20 @@ class GroupComm(Comm):
         """Whether this process waits for other ranks in any of its groups, on the host or on the device."""
         return any(comm.waiting_since is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in _all_comms())
 
-    def waits_for(self) -> set[int]:
-        """The ranks that this process waits for on the host, in any of its groups, by their global numbers."""
-        found = set[int]()
+    def waits_for(self) -> tuple[set[int], str]:
+        """The ranks that this process waits for, in any of its groups, by their global numbers, and the calls."""
+        found, calls = set[int](), []
         for comm in _all_comms():
             peer = comm.waiting_peer
-            found |= comm._store.globally([peer] if peer is not None else comm._store.missing or comm.missing_ranks())
-        return found
+            ranks = [peer] if peer is not None else comm._store.missing or comm.missing_ranks()
+            found |= comm._store.globally(ranks)
+            if ranks:
+                calls.append(comm._operation)
+        return found, ", ".join(calls)
+
+    def is_here(self) -> bool:
+        """Whether it waits in this group."""
+        return self.waiting_since is not None or self.nccl.oldest() is not None
 
     def interrupt(self, causes: Sequence[str]) -> None:
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
@@ -427,8 +443,9 @@ class GroupComm(Comm):
         return self._failed(self._store.error(self._causes(peers, how, otherwise, seconds), doing))
 
     def _causes(self, peers: Collection[int], how: str, otherwise: str, seconds: float = CAUSE_SEARCH) -> list[str]:
+        call = self._operation
         try:
-            return self._monitor.call(lambda: self._monitor.find_causes(peers, how, otherwise, seconds), seconds)
+            return self._monitor.call(lambda: self._monitor.find_causes(peers, call, how, otherwise, seconds), seconds)
         except StoreLostError as error:
             return self._monitor.causes_without_store(error)
 
@@ -523,7 +540,7 @@ def _reason(error: Exception) -> str:
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupComm] = weakref.WeakKeyDictionary()
 """One comm per process group, because it counts the group's agreements. Removed when the group is destroyed."""
-_comms_lock = threading.Lock()
+_comms_lock = Lock()
 
 
 def _all_comms() -> list[GroupComm]:

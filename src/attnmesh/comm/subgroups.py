@@ -59,6 +59,9 @@ class SubComm(Comm):
         with self._parent.replaying(operation):
             yield
 
+    def _check_one_thread(self, operation: str) -> None:
+        self._parent._check_one_thread(operation)
+
     def _parent_log(self) -> CallLog:
         return self._parent.log
 

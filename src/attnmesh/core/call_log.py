@@ -68,8 +68,13 @@ def call_text(operation: str, detail: object) -> str:
         detail, last_call = detail
         return call_text(operation, detail) + (f" after {call_text(*last_call)}" if last_call else "")
     if isinstance(detail, Mapping):
-        detail = ", ".join(f"{name}={value}" for name, value in detail.items())
+        detail = ", ".join(f"{name}={_as_tuples(value)}" for name, value in detail.items())
     return f"{operation}({detail})"
+
+
+def _as_tuples(value: object) -> object:
+    """A torch.Size or a list as a tuple, as agreements compare them."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def out_of_step(by_rank: Mapping[int, Sequence[LoggedCall]], global_ranks: Sequence[int] | None = None) -> str | None:
@@ -93,10 +98,14 @@ def out_of_step(by_rank: Mapping[int, Sequence[LoggedCall]], global_ranks: Seque
 def more_calls(by_rank: Mapping[int, Sequence[LoggedCall]], global_ranks: Sequence[int] | None = None) -> str:
     """How many calls ranks have made, if those that can be compared are equal."""
     texts = {
-        rank: f"{calls[-1].number} calls, the last one {calls[-1].text}," if calls else "no call"
+        rank: f"{_counted(calls[-1].number)}, the last one {calls[-1].text}," if calls else "no call"
         for rank, calls in by_rank.items()
     }
     return f"ranks are out of step: {alternatives(texts, global_ranks)}"
+
+
+def _counted(calls: int) -> str:
+    return f"{calls} call{'' if calls == 1 else 's'}"
 
 
 def alternatives(by_rank: Mapping[int, str], global_ranks: Sequence[int] | None = None) -> str:
