@@ -8,8 +8,11 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
+from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +41,7 @@ from benchmarks.rehearsal.ranks import link_figures
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_context_parallel.py"
 SCHEDULE = "ring"
 TRAINED, PROMPT, SHORT_PROMPT, SEQUENCES = 1024, 2048, 16, 16
-STEPS = 2  # that are counted, after one that also agrees, plans and connects
+STEPS = 3  # that are counted, after one that also agrees, plans and connects
 _ONE_ROUND = 1 << 16  # bytes of all ranks below which an all-reduce of gloo tensors is one round
 _HIDDEN, _LAYERS, _VOCABULARY = 256, 2, 128
 _LOGITS = _VOCABULARY * 4  # bytes
@@ -50,7 +53,7 @@ class Measured:
 
     name: str
     runs: int
-    seconds: float  # of one
+    seconds: float  # of the fastest one, on the slowest rank
     own_seconds: float  # of one without attention and messages
     counters: list[Counters]  # of every node
     shape: Shape  # of attention
@@ -138,12 +141,14 @@ class _Marks:
         self._found.append((time.perf_counter(), Counters.read(INTERFACE)))
 
     def steps(self) -> tuple[float, list[Counters]]:
-        """Seconds of one of the latest steps, on the slowest rank, and what every node counted over all of them."""
-        (begin, before), (end, after) = self._found[-1 - STEPS], self._found[-1]
-        comm, per_node = self._comm, int(os.environ["LOCAL_WORLD_SIZE"])
-        mine = torch.tensor([(end - begin) / STEPS, *astuple(after.since(before))], dtype=torch.float64, device="cpu")
+        """Seconds of the fastest of the latest steps, and what every node counted over all of them."""
+        comm, per_node, marks = self._comm, int(os.environ["LOCAL_WORLD_SIZE"]), self._found[-1 - STEPS :]
+        seconds = [end - begin for (begin, _), (end, _) in pairwise(marks)]
+        counted = marks[-1][1].since(marks[0][1])
+        mine = torch.tensor([*seconds, *astuple(counted)], dtype=torch.float64, device="cpu")
         gathered = torch.stack(comm.all_gather(mine, [mine.shape] * comm.world))
-        return float(gathered[:, 0].max()), [Counters(*map(int, row)) for row in gathered[::per_node, 1:].tolist()]
+        nodes = [Counters(*map(int, row)) for row in gathered[::per_node, STEPS:].tolist()]
+        return float(gathered[:, :STEPS].max(0).values.min()), nodes
 
 
 def _training(comm: Comm) -> Measured:
@@ -199,7 +204,8 @@ def load_example() -> Any:
 
 def losses_of_one_process() -> list[float]:
     """The losses of the training example without ranks."""
-    losses: list[float] = load_example().train(training_arguments(), torch.device("cpu"))
+    with redirect_stdout(StringIO()):
+        losses: list[float] = load_example().train(training_arguments(), torch.device("cpu"))
     return losses
 
 
