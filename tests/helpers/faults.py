@@ -280,6 +280,10 @@ class Setting:
         """Seconds that a rank is stopped or sleeps: the others must have raised before."""
         return self.timeout + 10
 
+    def is_named(self, error: str) -> bool:
+        """Whether an error names the rank that fails, first of all if it was found on the host."""
+        return error.startswith(f"rank {FAULTY} ") or (self.device == "cuda" and f"rank {FAULTY}" in error)
+
 
 def run_cells(comm: am.Comm, program: str, cells: list[Cell], setting: Setting) -> dict[Any, Any]:
     """The outcome of every cell on this rank. The rank that is away comes back when all others have raised."""
@@ -330,7 +334,7 @@ def problems_of(cell: Cell, found: list[Any], expected: list[list[float]], setti
         elif cell[0] == "disagreeing":
             if kind not in ("CommError", "ValueError") or f"rank {FAULTY}" not in text:
                 problems.append(f"rank {rank}: {kind} after {seconds:.1f} s: {text}")
-        elif rank != FAULTY and (kind != "CommError" or seconds > setting.away or f"rank {FAULTY}" not in text):
+        elif rank != FAULTY and (kind != "CommError" or seconds > setting.away or not setting.is_named(text)):
             problems.append(f"rank {rank}: {kind} after {seconds:.1f} s: {text}")
     return problems
 
@@ -370,6 +374,6 @@ def check_killed(
     for outcome in survivors:
         assert isinstance(outcome, tuple), outcome
         assert outcome[0] == "CommError", outcome
-        assert f"rank {FAULTY}" in outcome[1], outcome
+        assert setting.is_named(outcome[1]), outcome
         assert outcome[2] < limit, outcome
     report((program, "killed", moment), [*survivors[:FAULTY], ("", "", 0.0, []), *survivors[FAULTY:]])

@@ -14,7 +14,8 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import CommError, Signature, disagreement
+from attnmesh.comm.agreement import Signature, disagreement
+from attnmesh.comm.group_store import CommError
 from attnmesh.core.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
 from attnmesh.core.validation import check_device, check_timeout, check_type
 from attnmesh.trace.recorder import Recorder
@@ -87,6 +88,8 @@ class Comm(ABC):
     shares_stream = False
     """Whether other ranks queue work on this rank's CUDA stream."""
     _shares_log = False  # whether other subgroups use the same log
+    global_ranks: Sequence[int] | None = None
+    """The ranks by their numbers in the default process group, which errors name; None if they are the same."""
     is_own_group = False
     """Whether this is a process group of its own, which needs all its ranks in the first operation (NCCL)."""
 
@@ -225,12 +228,12 @@ class Comm(ABC):
         """The digest of values, once all ranks have compared them."""
         texts = {name: str(_hashable(value)) for name, value in values.items()}
         signatures = self._compare(Signature(operation, texts, error, tuple(self.log.latest(COMPARED_CALLS))))
-        problem = disagreement(signatures)
+        problem = disagreement(signatures, self.global_ranks)
         if problem is not None:
             raise ValueError(problem)
         calls = {rank: signature.calls for rank, signature in signatures.items()}
         if len({latest[-1].digest if latest else 0 for latest in calls.values()}) > 1:
-            raise CommError(out_of_step(calls) or more_calls(calls))
+            raise CommError(out_of_step(calls, self.global_ranks) or more_calls(calls, self.global_ranks))
         return text_digest(call_text(operation, dict(sorted(texts.items()))))
 
     @final

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch
 
-from attnmesh.comm.agreement import CommError
+from attnmesh.comm.group_store import CommError
 
 lock = threading.RLock()
 """Held while an error becomes known, and while it is sent or withdrawn: it is raised once."""

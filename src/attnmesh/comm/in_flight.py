@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import CommError
 from attnmesh.comm.base import Pending
+from attnmesh.comm.group_store import CommError
 from attnmesh.comm.local_peers import SharedWork
 from attnmesh.comm.nccl import NcclSide
 from attnmesh.comm.stream_watch import QueuedOperation
@@ -49,9 +49,15 @@ class InFlightMessage:
         if self.staged is not None and not self.send:
             self.tensor.copy_(self.staged, non_blocking=True)
 
-    def __str__(self) -> str:
-        action, preposition = ("sending", "to") if self.send else ("receiving", "from")
-        return f"{action} {self.tensor.nbytes} bytes {preposition} rank {self.peer}"
+
+def describe(messages: Sequence[InFlightMessage], names: Callable[[Iterable[int]], str]) -> str:
+    """`, receiving 8 bytes from ranks 1, 2 and sending 16 bytes to rank 0`, or nothing."""
+    peers: dict[tuple[str, int, str], set[int]] = {}
+    for message in messages:
+        action, preposition = ("sending", "to") if message.send else ("receiving", "from")
+        peers.setdefault((action, message.tensor.nbytes, preposition), set()).add(message.peer)
+    parts = (f"{action} {nbytes} bytes {word} {names(ranks)}" for (action, nbytes, word), ranks in peers.items())
+    return f", {' and '.join(parts)}" if peers else ""
 
 
 def stage(messages: Sequence[InFlightMessage]) -> None:
@@ -153,6 +159,7 @@ class BatchComm(Protocol):
     timeout: float
     nccl: NcclSide
     waiting_for: Collection[int]
+    waiting_peer: int | None
     waiting_since: float | None
 
     def queued(self, op: str, messages: Sequence[InFlightMessage], /) -> QueuedOperation:
@@ -196,10 +203,11 @@ class Batch(Pending):
         try:
             self._wait_for_each(now + comm.timeout)
         finally:
-            comm.waiting_for, comm.waiting_since = (), None
+            comm.waiting_for, comm.waiting_since, comm.waiting_peer = (), None, None
 
     def _wait_for_each(self, deadline: float) -> None:
         for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
+            self._comm.waiting_peer = message.peer
             try:
                 if isinstance(work, SharedWork):
                     work.wait_until(deadline)

@@ -250,7 +250,7 @@ class LocalPeers:
             if self._unusable is not None:
                 raise RuntimeError(self._unusable)
             if is_lost:
-                raise RuntimeError(f"Connection closed by peer: the process of rank {work.peer} has ended or given up")
+                raise RuntimeError("Connection closed by peer")
             if time.monotonic() > deadline:
                 raise RuntimeError("Timed out")
             is_lost = peer.has_ended() or self._segment.memory[peer.state] != 0  # and looks once more

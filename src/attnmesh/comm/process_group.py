@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import caller_error
-from attnmesh.comm.agreement import AgreementStore, CommError, Signature, disagreement
+from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature, disagreement
 from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, detached, split_buffer
 from attnmesh.comm.caller_error import Caller
-from attnmesh.comm.in_flight import Batch, InFlightMessage, Waitable, record_on_stream, record_on_threads, stage
+from attnmesh.comm.group_settings import store_of, timeout_of
+from attnmesh.comm.group_store import CommError, StoreLostError
+from attnmesh.comm.in_flight import (
+    Batch,
+    InFlightMessage,
+    Waitable,
+    describe,
+    record_on_stream,
+    record_on_threads,
+    stage,
+)
+from attnmesh.comm.liveness import tell_watchers
 from attnmesh.comm.local_peers import LocalPeers, connect
 from attnmesh.comm.monitor import SEARCH, Monitor
-from attnmesh.comm.nccl import NcclSide, abort_all, own_timeout
+from attnmesh.comm.nccl import NcclSide, abort_all
 from attnmesh.comm.stream_watch import QueuedOperation
 from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import MAX_TIMEOUT, check_timeout, check_type
+from attnmesh.core.validation import check_timeout, check_type
 from attnmesh.trace.recorder import Recorder
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-
 _PATIENCE = 0.2  # seconds that a rank waits for messages before its calls are compared with those of other ranks
+_LONGEST_CAUSE, _TELL = 1000, 1.0  # characters, and seconds, to tell those in other groups why this rank gives up
 _TAGS, _SIZE_FACTOR = (1 << 31) - 1, 0x9E3779B1  # tags are 31-bit integers
 
 
@@ -53,16 +61,18 @@ class GroupComm(Comm):
     is_own_group = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), _timeout_of(group))
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_of(group))
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self._backend_of: dict[torch.device, str] = {}
-        self._store = AgreementStore(_store_of(group), self.rank, self.world)
-        self._monitor = Monitor(self._store, self.rank, self.world, self._logs, self)
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self._store = AgreementStore(store_of(group), self.rank, self.world, self.global_ranks)
+        self._monitor = Monitor(self._store, self.rank, self.global_ranks, self._logs, self)
         # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
         end_monitor = self._monitor.end
         self._group_ref = weakref.ref(group, lambda _: end_monitor())
         self.waiting_since: float | None = None  # since when it waits for other ranks, by time.monotonic()
         self.waiting_for: Collection[int] = ()  # ranks, if it waits for messages on the host
+        self.waiting_peer: int | None = None  # the one of these whose message it waits for first
         self._calls_watched = 0  # that NCCL carries
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
@@ -89,11 +99,22 @@ class GroupComm(Comm):
         """
         if os.getpid() != self._process:  # forked: the group is the parent's, which has not failed
             return
+        self._give_up(message, [f"{self._store.own_name} failed: {message}"])
+
+    def _give_up(self, message: str, causes: Sequence[str]) -> None:
         with caller_error.lock:
             self._broken = self._broken or message
         with suppress(CommError):  # before an abort, which may take seconds: others would search for the rank to blame
-            self._monitor.call(lambda: self._store.report_failure(message))
+            self._monitor.call(lambda: self._store.report_causes(causes))
+        self._tell_others(causes)
         abort_all([self.nccl])
+
+    def _tell_others(self, causes: Sequence[str]) -> None:
+        """Give the causes to those who will miss this rank elsewhere: without the store, and in its other groups."""
+        tell_watchers(json.dumps([cause[:_LONGEST_CAUSE] for cause in causes[:2]]))
+        others = [comm for comm in _all_comms() if comm is not self and comm.world > 1]
+        told = [comm._monitor.submit(partial(comm._store.report_elsewhere, causes)) for comm in others]
+        wait(told, _TELL)
 
     # Agreement.
 
@@ -105,9 +126,9 @@ class GroupComm(Comm):
             with self._waiting():
                 signatures = self._monitor.compare(signature, self.timeout, self._make_progress)
         except CommError as error:
-            raise self._failed(str(error)) from error
+            raise self._failed(error, f"was about to start {signature.short}") from error
         if len(signatures) < self.world:
-            self._unread = disagreement(signatures)
+            self._unread = disagreement(signatures, self.global_ranks)
         elif disagreement(signatures) is None:
             if self._will_use_nccl(signature):
                 self._initialize_nccl()
@@ -127,7 +148,8 @@ class GroupComm(Comm):
                     self.nccl.initialize(self.timeout, lambda: self._broken is not None)
             except (TimeoutError, RuntimeError) as error:
                 self._raise_if_broken()
-                raise self._failed(f"rank {self.rank}: {_reason(error)}{self._explain()}") from error
+                causes = self._causes((), "did not arrive", f"{self._store.own_name}: {_reason(error)}")
+                raise self._failed(self._store.error(causes, "was about to connect over NCCL")) from error
 
     @contextmanager
     def _waiting(self, ranks: Collection[int] = ()) -> Iterator[None]:
@@ -150,7 +172,7 @@ class GroupComm(Comm):
         try:
             peers = self._monitor.call(lambda: connect(self.rank, self.world, share), self.timeout)
         except CommError as error:
-            raise self._failed(str(error)) from error
+            raise self._failed(error, "was about to connect with other ranks") from error
         if peers is not None:
             self._local_peers = peers
             weakref.finalize(self.group, peers.leave)
@@ -173,7 +195,7 @@ class GroupComm(Comm):
             problem, self._unread = self._unread, None
             watch = self._monitor.watch_neighbors
             if not self._monitor.call(lambda: self._store.all_arrived(self.timeout, watch), self.timeout):
-                raise self._failed(f"rank {self.rank}: not all ranks arrived to learn that {problem}")
+                raise self._failed(CommError(f"not all ranks arrived to learn that {problem}"))
 
     def _raise_if_broken(self) -> None:
         if os.getpid() != self._process:
@@ -208,12 +230,22 @@ class GroupComm(Comm):
         """Whether this process waits for other ranks in any of its groups, on the host or on the device."""
         return any(comm.waiting_since is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in _all_comms())
 
-    def interrupt(self, problem: str) -> None:
+    def waits_for(self) -> set[int]:
+        """The ranks that this process waits for on the host, in any of its groups, by their global numbers."""
+        found = set[int]()
+        for comm in _all_comms():
+            peer = comm.waiting_peer
+            found |= comm._store.globally([peer] if peer is not None else comm._store.missing or comm.missing_ranks())
+        return found
+
+    def interrupt(self, causes: Sequence[str]) -> None:
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
-        self._store.report_failure(f"rank {self.rank}: {problem}")
-        self._end_all(f"rank {self.rank}: {problem}")
+        error = self._store.error(causes, f"was in {self._operation}")
+        self._store.report_causes(causes)
+        self._end_all(str(error))
+        self._tell_others(causes)
         if self._local_peers is not None:
-            self._local_peers.stop(problem)
+            self._local_peers.stop(str(error))
             self._local_peers.leave()
         if self.world > 1 and "gloo" in self._backends.values():
             # A message that times out closes all connections of the group: the only way to end a wait of gloo. One that
@@ -380,23 +412,34 @@ class GroupComm(Comm):
         if self._broken is not None:  # the monitor ended the wait
             self._caller.withdraw()
             return CommError(self._broken)
-        in_flight = f" while {' and '.join(map(str, messages))}" if messages else ""
         abort_all([self.nccl])
-        message = f"rank {self.rank} failed in {op} ({self._operation}){in_flight}: {_reason(error)}"
-        return self._failed(message + self._explain(message))
+        reason, peers, how, seconds = _reason(error), [message.peer for message in messages[:1]], "", CAUSE_SEARCH
+        if "Timed out" in reason:
+            how = f"did not arrive within {self.timeout:g} s"
+        elif "by peer" in reason:  # closed, reset
+            how = "has closed its connection: its process has ended, or it has given up or destroyed the group"
+            seconds = 2 * CAUSE_SEARCH  # others will probably tell the cause at once
+        if peers and how:
+            otherwise = f"{self._store.names(peers)} {how}"
+        else:
+            peers, otherwise = [], f"{self._store.own_name} failed in {op}: {reason}"
+        doing = f"was in {op} ({self._operation}){describe(messages, self._store.names)}: {reason}"
+        return self._failed(self._store.error(self._causes(peers, how, otherwise, seconds), doing))
 
-    def _explain(self, failure: str | None = None) -> str:
+    def _causes(self, peers: Collection[int], how: str, otherwise: str, seconds: float = CAUSE_SEARCH) -> list[str]:
         try:
-            return self._monitor.call(self._store.explain) or self._monitor.call(lambda: self._monitor.explain(failure))
-        except CommError as error:
-            return f"; {error}"
+            return self._monitor.call(lambda: self._monitor.find_causes(peers, how, otherwise, seconds), seconds)
+        except StoreLostError as error:
+            return self._monitor.causes_without_store(error)
 
-    def _failed(self, message: str) -> CommError:
-        self._broken = message
-        self.fail(message)
+    def _failed(self, error: CommError, doing: str = "") -> CommError:
+        if isinstance(error, StoreLostError):
+            error = self._store.error(self._monitor.causes_without_store(error), doing)
+        self._broken = str(error)
+        self._give_up(str(error), error.causes)
         if self._local_peers is not None:
             self._local_peers.leave()  # after the reason is known: those who wait for this rank ask for it
-        return CommError(message)
+        return error
 
     # Operations that NCCL does better than a batch of messages.
 
@@ -470,33 +513,6 @@ class GroupComm(Comm):
         else:
             self._all_reduce(op, torch.zeros(1, dtype=torch.float32, device="cuda"))
             torch.cuda.current_stream().synchronize()
-
-
-def _store_of(group: dist.ProcessGroup) -> Store:
-    try:
-        return group.get_group_store()
-    except (AttributeError, RuntimeError):  # a group that was created without setting its store
-        return dist.distributed_c10d._get_process_group_store(group)
-
-
-_DEFAULT_TIMEOUT = 300.0  # seconds, for a backend that does not tell its own
-
-
-def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that `group` was created with; those of the default group if it was created with torch's default."""
-    timeout = _own_timeout(group)
-    if timeout in (default_pg_timeout, default_pg_nccl_timeout) and dist.group.WORLD is not None:
-        timeout = _own_timeout(dist.group.WORLD)
-    return _DEFAULT_TIMEOUT if timeout is None else min(timeout.total_seconds(), MAX_TIMEOUT)
-
-
-def _own_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The shortest timeout of the group's backends; None if they do not tell."""
-    try:
-        backends = (group._get_backend(device).options._timeout for device in group._device_types)
-        return own_timeout(group) or min(backends)
-    except (AttributeError, RuntimeError, ValueError):  # a backend without options, or without backends
-        return None
 
 
 def _reason(error: Exception) -> str:

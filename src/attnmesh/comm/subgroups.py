@@ -26,6 +26,7 @@ class SubComm(Comm):
             raise ValueError(f"members must include this rank ({parent.rank}), got {list(members)}")
         super().__init__(members.index(parent.rank), len(members), parent.timeout)
         self._parent, self._members = parent, tuple(members)
+        self.global_ranks = parent.global_ranks  # agreement is between the ranks of the parent
         self.log = self._parent_log()
         self._shares_log = self.log is parent.log
         self.shares_stream = parent.shares_stream
@@ -86,4 +87,4 @@ class IndependentSubComm(SubComm):
         return self._parent.log_of(self._members)
 
     def _compare(self, signature: Signature) -> Mapping[int, Signature]:
-        return {self.rank: signature}
+        return {self._parent.rank: signature}
