@@ -26,7 +26,7 @@ from benchmarks.rehearsal.study import (
     failure_rows,
     generate_row,
     is_wrong,
-    training_row,
+    program_rows,
 )
 
 
@@ -84,7 +84,7 @@ def _interrupted(number: int, frame: object) -> NoReturn:
 
 
 def _sections(folder: Path, megabits: float, parts: Collection[Part], quick: bool) -> Iterator[tuple[str, Rows]]:
-    if Part.ATTENTION in parts:
+    if Part.ATTENTION in parts or Part.PROGRAMS in parts:
         with output.status("measuring this machine"):
             machine = Machine(*measure_cpu("this-machine", "measured", quick=True))
     for count in (2,) if quick else (2, 4):
@@ -95,10 +95,11 @@ def _sections(folder: Path, megabits: float, parts: Collection[Part], quick: boo
             yield from ((f"{shape}: {title}", rows) for title, rows in sections)
         if Part.PROGRAMS in parts:
             with Nodes(count, megabits) as nodes, output.status(f"{shape}: programs"):
-                rows = [training_row(nodes, folder, 2 if quick else 8)]
-                if not quick:
-                    rows.append(generate_row(nodes, folder, 6))
-            yield f"{shape}: programs", rows
+                rows = program_rows(nodes, machine, folder)
+                generated = [] if quick else [generate_row(nodes, folder, 6)]
+            yield f"{shape}: programs over links of {megabits:g} Mbit/s", rows
+            if generated:
+                yield f"{shape}: attnmesh generate", generated
     if Part.FAILURES in parts:
         yield "2 nodes x 2 ranks: a node fails", list(_failures(folder, megabits))
 
