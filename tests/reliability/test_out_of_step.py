@@ -314,9 +314,9 @@ def nccl_cases(comm, names):
 
 @pytest.mark.cuda
 @pytest.mark.slow
-def test_nccl_ranks_out_of_step():
+def test_nccl_ranks_out_of_step(nccl_ranks):
     names = ["ulysses, another mask", "ulysses, another scale"]  # other sizes are an error of NCCL itself
-    ranks = run_processes(2, nccl_cases, names, timeout=300, backend="nccl")
+    ranks = nccl_ranks(2, nccl_cases, names, timeout=300)
     assert all(is_reported([rank[name] for rank in ranks]) for name in names), ranks
 
 
