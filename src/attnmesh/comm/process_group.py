@@ -276,13 +276,34 @@ class GroupComm(Comm):
         tag = log.digest ^ text_digest(op)
         # Receives first: gloo announces them on the connection that also carries this rank's data to that peer. Behind
         # a large send the announcement would arrive late, and two ranks would send one after the other.
-        messages = [InFlightMessage(detached(tensor), peer, False, tag) for tensor, peer in recvs]
-        messages += [InFlightMessage(detached(tensor), peer, True, tag) for tensor, peer in sends]
+        messages = _in_flight(recvs, sends, tag)
         if backend != "nccl":
             stage(messages)
         if self.recorder is not None:
             return self._recorded_exchange(op, messages, self.recorder, blocking=backend != "nccl")
         return _Batch(self, op, messages, self._post(op, messages), blocking=backend != "nccl")
+
+    def _exchange_now(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+        peers, messages = self._local_peers, (*recvs, *sends)
+        if (
+            peers is None or peers.ranks < self.world or self.recorder is not None
+            or any(tensor.nbytes > peers.largest or not tensor.is_cpu for tensor, _ in messages)
+        ):  # fmt: skip
+            super()._exchange_now(op, sends, recvs)
+            return
+        # As `_exchange` and `wait`, without what only larger messages and other devices need.
+        self._check_usable()
+        now, done = time.monotonic(), 0
+        self.missing_from, self.waiting_since = {rank for _, rank in messages}, now
+        try:
+            for work in peers.post(self.log.digest ^ text_digest(op), recvs, sends):
+                assert work is not None
+                work.wait_until(now + self.timeout)
+                done += 1
+        except RuntimeError as error:
+            raise self.message_error(op, _in_flight(recvs, sends)[done:], error) from error
+        finally:
+            self.missing_from, self.waiting_since = (), None
 
     def _recorded_exchange(
         self, op: str, messages: list[InFlightMessage], recorder: Recorder, *, blocking: bool
@@ -301,7 +322,8 @@ class GroupComm(Comm):
         try:
             if self._local_peers is None or messages[0].wire_buffer.is_cuda:
                 return self._post_to_backend(messages)
-            works = self._local_peers.post(messages)
+            recvs, sends = ([(m.wire_buffer, m.peer) for m in messages if m.send is send] for send in (False, True))
+            works = self._local_peers.post(messages[0].tag, recvs, sends)
             others = [message for message, work in zip(messages, works, strict=True) if work is None]
             posted = iter(self._post_to_backend(others) if others else ())
             return [work or next(posted) for work in works]
@@ -479,6 +501,11 @@ class _Batch(Pending):
                 raise self._comm.message_error(self._op, self._messages[i:], error) from error
             if message.staged is not None:
                 message.unstage()
+
+
+def _in_flight(recvs: Sequence[Message], sends: Sequence[Message], tag: int = 0) -> list[InFlightMessage]:
+    received = [InFlightMessage(detached(tensor), peer, False, tag) for tensor, peer in recvs]
+    return received + [InFlightMessage(detached(tensor), peer, True, tag) for tensor, peer in sends]
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:
