@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
+# Ranks are processes of their own: without byte code, each would compile all modules again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help demo verify test test-all test-slow lint bench rehearse clean
 
 help:

@@ -17,7 +17,7 @@ import typer
 from attnmesh.calibration.cpu import measure_cpu
 from attnmesh.cli import output
 from attnmesh.cli.output import Rows
-from benchmarks.common import JsonOption, QuickOption, make_app, publish
+from benchmarks.common import JsonOption, make_app, publish
 from benchmarks.rehearsal.nodes import Namespace, Nodes, missing
 from benchmarks.rehearsal.study import (
     WORLD,
@@ -26,7 +26,7 @@ from benchmarks.rehearsal.study import (
     failure_rows,
     generate_row,
     is_wrong,
-    training_row,
+    program_rows,
 )
 
 
@@ -42,7 +42,12 @@ FAILURES = {"node killed": Namespace.end, "node unreachable": Namespace.disconne
 
 
 def main(
-    quick: QuickOption = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Two nodes, prefill once and two training steps; without backward, generation and failures."
+        ),
+    ] = False,
     megabits: Annotated[
         float, typer.Option(min=1, max=1000, help="Speed of every node's link, in megabits per second.")
     ] = 100,
@@ -79,7 +84,7 @@ def _interrupted(number: int, frame: object) -> NoReturn:
 
 
 def _sections(folder: Path, megabits: float, parts: Collection[Part], quick: bool) -> Iterator[tuple[str, Rows]]:
-    if Part.ATTENTION in parts:
+    if Part.ATTENTION in parts or Part.PROGRAMS in parts:
         with output.status("measuring this machine"):
             machine = Machine(*measure_cpu("this-machine", "measured", quick=True))
     for count in (2,) if quick else (2, 4):
@@ -90,10 +95,11 @@ def _sections(folder: Path, megabits: float, parts: Collection[Part], quick: boo
             yield from ((f"{shape}: {title}", rows) for title, rows in sections)
         if Part.PROGRAMS in parts:
             with Nodes(count, megabits) as nodes, output.status(f"{shape}: programs"):
-                rows = [training_row(nodes, folder, 2 if quick else 8)]
-                if not quick:
-                    rows.append(generate_row(nodes, folder, 6))
-            yield f"{shape}: programs", rows
+                rows = program_rows(nodes, machine, folder)
+                generated = [] if quick else [generate_row(nodes, folder, 6)]
+            yield f"{shape}: programs over links of {megabits:g} Mbit/s", rows
+            if generated:
+                yield f"{shape}: attnmesh generate", generated
     if Part.FAILURES in parts:
         yield "2 nodes x 2 ranks: a node fails", list(_failures(folder, megabits))
 

@@ -52,7 +52,7 @@ def missing() -> str | None:
             veth = f"ip link add {INTERFACE} type veth peer name peer"
             probe.configure(veth, "ip link add bridge type bridge", _shape(INTERFACE, 100))
     except RuntimeError as error:
-        return f"namespaces with shaped veth links are needed ({error})"
+        return f"namespaces with shaped veth links are needed ({' '.join(str(error).split())})"
     return None
 
 

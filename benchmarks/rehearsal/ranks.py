@@ -85,14 +85,7 @@ class Report:
 
 def rehearse_cases(comm: Comm, *, cases: Sequence[Case], runs: int, path: Path) -> None:
     """Run all cases on this rank; rank 0 writes the report."""
-    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    groups = node_groups(comm, per_node)
-    figures = LinkFigures(0.0, 0.0, 0.0)
-    if comm.rank % per_node == 0:
-        times = time_exchanges(groups.inter_node, "cpu", quick=True)
-        if times:
-            figures = LinkFigures.from_times(times)
-    comm.barrier()
+    per_node, figures = int(os.environ["LOCAL_WORLD_SIZE"]), link_figures(comm)
     single = {length: _single_process(length) for length in {case.length for case in cases}}
     outcomes = []
     for case in cases:
@@ -115,6 +108,19 @@ def rehearse_cases(comm: Comm, *, cases: Sequence[Case], runs: int, path: Path) 
         outcomes.append(Outcome(case, slowest, nodes, worst))
     if comm.rank == 0:
         Report(figures, outcomes).save(path)
+
+
+def link_figures(comm: Comm) -> LinkFigures:
+    """The link between the first ranks of two nodes, as rank 0 sees it."""
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    groups = node_groups(comm, per_node)
+    figures = LinkFigures(0.0, 0.0, 0.0)
+    if comm.rank % per_node == 0:
+        times = time_exchanges(groups.inter_node, "cpu", quick=True)
+        if times:
+            figures = LinkFigures.from_times(times)
+    comm.barrier()
+    return figures
 
 
 def _inputs(length: int) -> list[Tensor]:

@@ -6,31 +6,32 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from attnmesh.core.layouts import Zigzag
 from attnmesh.core.masks import Causal
+from attnmesh.plan.program import Program
 from attnmesh.plan.schedules import SCHEDULES, refusal
 from attnmesh.plan.shards import shards
 from attnmesh.planner.hardware import Cluster, Device, Link
 from attnmesh.planner.simulator.network import Slowdown
 from attnmesh.planner.simulator.simulate import simulate
 from benchmarks.rehearsal.failing import PROMISED, WITHOUT_STORE
-from benchmarks.rehearsal.links import HEADERS, counted_links, planned_links
+from benchmarks.rehearsal.links import HEADERS, Counters, LinkBytes, counted_links, planned_links
 from benchmarks.rehearsal.nodes import MTU, Namespace, Nodes
+from benchmarks.rehearsal.programs import SCHEDULE, ProgramReport, losses_of_one_process, planned_programs
 from benchmarks.rehearsal.ranks import Case, Outcome, Report
 
 Row = dict[str, object]
 
 WORLD = 4
 LENGTH = 512
-BYTES_WITHIN, TIME_WITHIN, ERROR_WITHIN = 0.02, 0.20, 1e-5
+BYTES_WITHIN, TIME_WITHIN, ERROR_WITHIN, LOSS_WITHIN = 0.02, 0.20, 1e-5, 1e-4
 TWO_LEVEL = {"ulysses+ring": "ring", "ulysses+allgather": "allgather", "ring+ring": "ring"}
 """The flat schedule that each schedule of two levels must send less than, between nodes."""
 
-_EXAMPLE = Path(__file__).parents[2] / "examples" / "train_context_parallel.py"
 _PROMPT = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
 _LONGEST = 100.0  # seconds of any run
 
@@ -46,13 +47,12 @@ class Machine:
     device: Device
     intra_node: Link
 
-    def simulated_seconds(self, case: Case, nodes: int, link: Link) -> float:
-        """The time of a case on nodes that share the cores of this machine."""
+    def simulated_seconds(self, programs: Iterable[Program], nodes: int, link: Link) -> float:
+        """The time of programs, one after the other, on nodes that share the cores of this machine."""
         ranks_per_node, cores = WORLD // nodes, self.device.cores or 1
         device = replace(self.device, cores=max(cores // nodes, 1))
         slower = Slowdown({rank: max(nodes / cores, 1.0) for rank in range(WORLD)})
         cluster = Cluster(device, self.intra_node, link, ranks_per_node, rails=1)
-        programs = case.programs(WORLD, ranks_per_node)
         return sum(simulate(program, cluster, slow=slower).seconds for program in programs)
 
 
@@ -131,29 +131,45 @@ def _exchange_row(rate: float, link: Link) -> Row:
 
 def attention_row(outcome: Outcome, runs: int, machine: Machine, nodes: int, link: Link) -> Row:
     """Bytes of the busiest link, the ratio of the link that differs most from the plan, and times."""
-    case = outcome.case
-    planned = planned_links(case.programs(WORLD, WORLD // nodes), WORLD // nodes)
-    counted = counted_links(outcome.counters, runs)
-    simulated, measured = machine.simulated_seconds(case, nodes, link), min(outcome.seconds)
+    programs = outcome.case.programs(WORLD, WORLD // nodes)
+    return _compared_row(
+        {"run": outcome.case.name, "schedule": outcome.case.schedule, "error": f"{outcome.error:.0e}"},
+        planned_links(programs, WORLD // nodes),
+        outcome.counters,
+        runs,
+        (machine.simulated_seconds(programs, nodes, link), min(outcome.seconds)),
+        [] if outcome.error <= ERROR_WITHIN else ["result"],
+    )
+
+
+def _compared_row(
+    first: Row,
+    planned: LinkBytes,
+    counters: Sequence[Counters],
+    runs: int,
+    times: tuple[float, float],
+    wrong: Sequence[str],
+    judge_time: bool = True,
+) -> Row:
+    """A row with bytes against the plan and the `times`, simulated and measured."""
+    counted = counted_links(counters, runs)
+    simulated, measured = times
     busiest, ratio = int(planned.sent.argmax()), counted.ratio_to(planned)
-    wrong = {
-        "result": not outcome.error <= ERROR_WITHIN,
-        "bytes": outside(ratio, BYTES_WITHIN),
-        "time": outside(measured / simulated, TIME_WITHIN),
-    }
-    cells = row(case.name, "", [name for name, it_is in wrong.items() if it_is])
+    wrong = list(wrong)
+    if outside(ratio, BYTES_WITHIN):
+        wrong.append("bytes")
+    if judge_time and outside(measured / simulated, TIME_WITHIN):
+        wrong.append("time")
     return {
-        "run": case.name,
-        "schedule": case.schedule,
-        "error": f"{outcome.error:.0e}",
+        **first,
         "planned MB": f"{planned.sent[busiest] / 1e6:.2f}",
         "counted MB": f"{counted.sent[busiest] / 1e6:.2f}",
         "worst link": f"{ratio:.4f}",
-        "headers": f"{sum(each.overhead for each in outcome.counters) / len(outcome.counters):.1%}",
+        "headers": f"{sum(each.overhead for each in counters) / len(counters):.1%}",
         "simulated s": f"{simulated:.2f}",
         "measured s": f"{measured:.2f}",
         "ratio": f"{measured / simulated:.2f}",
-        "verdict": cells["verdict"],
+        "verdict": row("", "", wrong)["verdict"],
     }
 
 
@@ -173,20 +189,36 @@ def fewer_rows(outcomes: Sequence[Outcome], runs: int) -> list[Row]:
 # Whole programs.
 
 
-def training_row(nodes: Nodes, folder: Path, steps: int) -> Row:
-    """The training example must have the losses of a single process."""
-    words = ["--steps", str(steps), "--device", "cpu"]
-    alone, over = folder / "losses-alone", folder / "losses"
+def program_rows(nodes: Nodes, machine: Machine, folder: Path) -> list[Row]:
+    """The training example, prefill and decode steps: bytes of every link against the plan, and times.
+
+    A time is that of the model's own operations on all ranks at once, which is measured, and the simulator's for
+    attention and messages. That of a decode step is mostly latency, and is not judged.
+    """
+    alone, path = folder / "losses-alone", folder / "programs"
     if not alone.exists():
-        command = [sys.executable, str(_EXAMPLE), *words, "--losses", str(alone)]
-        subprocess.run(command, check=True, capture_output=True, timeout=_LONGEST)
-    before = _sent(nodes)
-    run_on(nodes, [str(_EXAMPLE), *words, "--losses", str(over)], folder)
-    expected, losses = (json.loads(path.read_text()) for path in (alone, over))
-    over.unlink()
-    worst = max(abs(a - b) / abs(a) for a, b in zip(expected, losses, strict=True))
-    seen = f"losses differ by {worst:.0e} from one process, {(_sent(nodes) - before) / 1e6:.2f} MB between nodes"
-    return row("training example", seen, [] if worst < 1e-4 else ["losses"])
+        alone.write_text(json.dumps(losses_of_one_process()))
+    run_on(nodes, ["-m", "benchmarks.rehearsal.programs", str(path)], folder)
+    report, rows = ProgramReport.load(path), []
+    link = Link("veth", "tc tbf", report.link.latency, goodput(nodes.megabits), report.link.message)
+    per_node, expected = WORLD // len(nodes.nodes), json.loads(alone.read_text())
+    for each in report.programs:
+        programs = planned_programs(each, WORLD, per_node)
+        simulated = each.own_seconds + machine.simulated_seconds(programs, len(nodes.nodes), link)
+        pairs = list(zip(expected, each.losses, strict=True)) if each.losses else []
+        error = max((abs(a - b) / a for a, b in pairs), default=0.0)
+        rows.append(
+            _compared_row(
+                {"run": each.name, "schedule": SCHEDULE, "error": f"{error:.0e}" if pairs else "-"},
+                planned_links(programs, per_node),
+                each.counters,
+                each.runs,
+                (simulated, each.seconds),
+                [] if error < LOSS_WITHIN else ["losses"],
+                judge_time=each.name != "decode",
+            )
+        )
+    return rows
 
 
 def generate_row(nodes: Nodes, folder: Path, tokens: int) -> Row:

@@ -7,17 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from attnmesh.comm import VirtualComm, run_virtual
+from attnmesh.comm.base import Message, Pending
 from attnmesh.plan.program import program_loads
 from attnmesh.planner.hardware import Curve, Device, Link
 from benchmarks.rehearsal import __main__ as command
-from benchmarks.rehearsal import nodes
+from benchmarks.rehearsal import nodes, programs
 from benchmarks.rehearsal.links import HEADERS, Counters, LinkBytes, planned_links
 from benchmarks.rehearsal.ranks import Case, Outcome
 from benchmarks.rehearsal.study import (
@@ -94,7 +98,7 @@ def _outcome(case: Case, per_node: int, factor: float = 1.0) -> Outcome:
 def test_rows_say_what_is_wrong() -> None:
     machine, link = _machine(), Link("veth", "test", 1e-4, goodput(100), 1e-4)
     case = cases(2, quick=True)[0]
-    right = replace(_outcome(case, 2), seconds=[machine.simulated_seconds(case, 2, link)])
+    right = replace(_outcome(case, 2), seconds=[machine.simulated_seconds(case.programs(WORLD, 2), 2, link)])
     assert attention_row(right, 1, machine, 2, link)["verdict"] == "ok"
     for wrong, outcome in {
         "bytes": replace(right, counters=_outcome(case, 2, 1.03).counters),
@@ -104,6 +108,30 @@ def test_rows_say_what_is_wrong() -> None:
         row = attention_row(outcome, 1, machine, 2, link)
         assert is_wrong(row), wrong
         assert row["verdict"] == f"WRONG: {wrong}"
+
+
+@pytest.mark.parametrize("elements", [1, 4095, 4097, 50001])
+def test_a_planned_all_reduce_sends_what_ranks_send(elements: int) -> None:
+    sent = []
+
+    def rank(comm: VirtualComm) -> None:
+        exchange = comm._exchange
+
+        def noted(op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+            sent.extend((comm.rank, peer, x.nbytes) for x, peer in sends)
+            return exchange(op, sends, recvs)
+
+        comm._exchange = noted  # type: ignore[method-assign]
+        comm.all_reduce(torch.ones(elements))
+
+    run_virtual(WORLD, rank)
+    planned = [
+        message
+        for round_ in programs.planned_all_reduce(4 * elements, WORLD).rounds()
+        for each in round_.starts.values()
+        for message in zip(each.source.tolist(), each.target.tolist(), each.nbytes.tolist(), strict=True)
+    ]
+    assert sorted(planned) == sorted(sent)
 
 
 def test_two_levels_must_send_less_than_flat_schedules() -> None:

@@ -231,7 +231,9 @@ def made_again(comm: Comm) -> None:
         dist.destroy_process_group(group)
         del group, fresh
     else:
-        with pytest.raises(CommError, match=r"receiving 4 bytes from rank 1: Connection closed by peer"):
+        with pytest.raises(
+            CommError, match=r"^rank 1 has closed its connection: .*receiving 4 bytes from rank 1: Conn"
+        ):
             fresh.exchange([], [(torch.empty(1), 1)]).wait()
     assert time.monotonic() - begin < 10
 
@@ -264,7 +266,7 @@ def interrupted(comm: Comm) -> None:
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             fresh.exchange([], [(torch.empty(1), 1)]).wait()
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
         with pytest.raises(CommError, match="earlier wait for a message was interrupted"):
             fresh.exchange([], [(torch.empty(1), 1)])
     comm.barrier()
@@ -304,10 +306,42 @@ def test_a_killed_rank_is_noticed_by_those_who_send_and_those_who_receive():
     (sending, seconds), gone, (receiving, _) = run_processes(3, lost, strict=False)
     assert gone == Died(-9)
     # The first to notice tells the other one.
-    closed = "rank 0 failed in exchange (ring) while sending 8 bytes to rank 1: Connection closed by peer"
-    assert closed in sending or "rank 2 failed" in sending
-    assert "from rank 1" in receiving or "rank 0 failed" in receiving
-    assert seconds < 3
+    assert sending.startswith("rank 1 is dead: its process has ended [rank 0 was in ")
+    assert receiving.startswith("rank 1 is dead: its process has ended [rank 2 was in ")
+    assert seconds < 10
+
+
+def connect_with_myself(last_answer):
+    """Two ranks of one process, of which the other one answers at last."""
+    mine = f"{local_peers._host()}|{os.getpid()}"
+
+    def share(name, value, ranks):
+        return {"host": {0: mine, 1: mine}, "segment": {0: value}}.get(name) or last_answer()
+
+    return local_peers.connect(0, 2, share)
+
+
+@pytest.mark.skipif(not local_peers._host(), reason="needs shared memory")
+def test_nothing_is_left_open_if_the_others_do_not_answer():
+    def fails():
+        raise CommError("rank 1 is dead")
+
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(CommError):
+        connect_with_myself(fails)
+    assert connect_with_myself(lambda: {0: "yes", 1: "no"}) is None
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.skipif(not local_peers._host(), reason="needs shared memory")
+def test_ranks_of_all_groups_count_as_those_who_share_the_cores(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    first = connect_with_myself(lambda: {0: "yes", 1: "yes"})
+    assert not first._is_crowded
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "10000")
+    second = connect_with_myself(lambda: {0: "yes", 1: "yes"})
+    assert first._is_crowded
+    assert second._is_crowded
 
 
 # Random programs.

@@ -1,14 +1,19 @@
 """Operations that do not complete in time are noticed beside the rank, and its thread raises the error once."""
 
+import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
 
-from attnmesh.comm import CommError
-from attnmesh.comm.caller_error import CallerError
-from attnmesh.comm.stream_watch import StreamWatch
+import pytest
+import torch.distributed as dist
+
+from attnmesh.comm import CommError, comm_from
+from attnmesh.comm.caller_error import Caller, lock
+from attnmesh.comm.stream_watch import QueuedOperation, StreamWatch
+from helpers.processes import run_processes
 
 
 class Event:
@@ -32,32 +37,52 @@ class Overdue:
 def test_the_oldest_operation_that_has_not_completed_is_known():
     overdue, now = Overdue(), time.monotonic()
     watch, events = StreamWatch(overdue.note), [Event(), Event(True), Event()]
-    for number, event in enumerate(events):
-        watch.add(str(number), now - 3 + number, 60, event)
+    operations = [QueuedOperation(str(i), {1}, now - 3 + i, 60, event) for i, event in enumerate(events)]
+    for operation in operations:
+        watch.add(operation)
+    watch.drop_completed()
     assert watch.oldest().name == "0"
     assert watch.oldest(age=100) is None
     events[0].done = True
+    watch.drop_completed()
     assert watch.oldest().name == "2"
     assert watch.oldest(age=2) is None
+    assert [operation.has_completed for operation in operations] == [True, True, False]
     events[2].done = True
+    watch.drop_completed()
     assert watch.oldest() is None
 
 
+class BlockedEvent(Event):
+    """CUDA does not answer, because another thread waits for the device inside of it."""
+
+    def query(self) -> bool:
+        while not self.done:
+            time.sleep(0.01)
+        return True
+
+
 def test_an_operation_that_does_not_complete_in_time_is_reported():
-    overdue = Overdue()
-    watch, event = StreamWatch(overdue.note), Event()
-    watch.add("ring", time.monotonic(), 0.3, event)
-    watch.report_overdue()
-    assert not overdue.names
-    deadline = time.monotonic() + 5
-    while not overdue.names and time.monotonic() < deadline:  # the thread notices
-        time.sleep(0.02)
-    assert overdue.names[0] == "ring"
-    event.done = True
+    """Whether it is queued, CUDA does not say so, or it is still being posted."""
+    blocked = BlockedEvent()
+    for event in (Event(), None, blocked, Event()):
+        overdue = Overdue()
+        watch = StreamWatch(overdue.note)
+        operation = QueuedOperation("ring", {1}, time.monotonic(), 0.3, event)
+        watch.add(operation)
+        watch.report_overdue()
+        assert not overdue.names
+        deadline = time.monotonic() + 5
+        while not overdue.names and time.monotonic() < deadline:  # the thread notices
+            time.sleep(0.02)
+        assert overdue.names[0] == "ring"
+        watch.remove(operation)
+        assert watch.oldest() is None
+    blocked.done = True
 
 
 def test_a_thread_that_waits_raises_the_error_once_and_its_result_is_not_used():
-    error, released, used, caught = CallerError(), threading.Event(), [], []
+    error, released, used, caught = Caller(), threading.Event(), [], []
     ready = threading.Event()
 
     def rank() -> None:
@@ -83,7 +108,7 @@ def test_a_thread_that_waits_raises_the_error_once_and_its_result_is_not_used():
 
 
 def test_an_error_that_is_raised_otherwise_is_withdrawn():
-    error, ready, withdrawn, ended = CallerError(), threading.Event(), threading.Event(), []
+    error, ready, withdrawn, ended = Caller(), threading.Event(), threading.Event(), []
 
     def rank() -> None:
         error.remember_thread()
@@ -93,7 +118,7 @@ def test_an_error_that_is_raised_otherwise_is_withdrawn():
     thread = threading.Thread(target=rank)
     thread.start()
     ready.wait(5)
-    with error.lock:
+    with lock:
         error.send("late")
         error.withdraw()
     withdrawn.set()
@@ -104,9 +129,9 @@ def test_an_error_that_is_raised_otherwise_is_withdrawn():
 TRACED = """
 import sys
 from attnmesh.comm import CommError
-from attnmesh.comm.caller_error import CallerError
+from attnmesh.comm.caller_error import Caller, lock
 
-error = CallerError()
+error = Caller()
 try:
     error.send("raised")
     while True:
@@ -114,7 +139,7 @@ try:
 except CommError:
     error.withdraw()  # has been raised
 try:
-    with error.lock:
+    with lock:
         error.send("raised by the lock's end at the latest")
 except CommError:
     error.withdraw()
@@ -127,3 +152,76 @@ print("traced")
 def test_a_program_can_be_traced_after_an_error_was_withdrawn():
     done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=60)
     assert done.stdout == "traced\n", done.stderr
+
+
+# Ranks with operations that never complete, as if NCCL carried them.
+
+
+def wait_for_rank_1(comm, timeout):
+    """What a rank raises that waits for its device, while rank 1 does something else or has ended."""
+    group = comm_from(dist.new_group(list(range(comm.world))), timeout=timeout)
+    group.agree("start", {})
+    group.nccl.is_initialized = True
+    group.barrier()
+    begin = time.monotonic()
+    if comm.rank == 1 and timeout > 10:
+        os._exit(0)
+    try:
+        if comm.rank != 1:
+            group.note("ring")
+            operation = group.queued("ring")
+            operation.event = Event()
+            group.nccl._in_flight.add(operation)
+        while time.monotonic() < begin + (8 if comm.rank != 1 else 2.5):  # as in torch.cuda.synchronize()
+            time.sleep(0.05)
+        return "nothing", time.monotonic() - begin
+    except CommError as error:
+        with pytest.raises(CommError, match="this comm has failed before"):
+            group.barrier()
+        return str(error), time.monotonic() - begin
+
+
+def test_a_rank_that_does_not_arrive_is_named():
+    ranks = run_processes(3, wait_for_rank_1, 0.5)
+    for text, seconds in (ranks[0], ranks[2]):
+        assert "rank 1 did not arrive" in text
+        assert seconds < 8
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_ended_is_noticed_long_before_the_timeout():
+    ranks = run_processes(3, wait_for_rank_1, 100, strict=False)
+    for text, seconds in (ranks[0], ranks[2]):
+        assert "rank 1 is dead" in text
+        assert seconds < 8
+
+
+def wait_in_two_groups(comm):
+    """Rank 2 waits for rank 3, which does nothing; the others wait for rank 2, in a group without rank 3."""
+    pair, three = dist.new_group([2, 3]), dist.new_group([0, 1, 2])
+    mine = comm_from(pair if comm.rank > 1 else three, timeout=0.5)
+    for group in (pair, three):
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            comm_from(group).nccl.is_initialized = True
+    begin = time.monotonic()
+    if comm.rank == 3:
+        time.sleep(4)
+        return ""
+    try:
+        mine.note("ring")
+        operation = mine.queued("ring")
+        operation.event = Event()
+        mine.nccl._in_flight.add(operation)
+        while time.monotonic() < begin + 8:
+            time.sleep(0.05)
+        return "nothing"
+    except CommError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_another_group_has_not_arrived():
+    ranks = run_processes(4, wait_in_two_groups)
+    assert "rank 2 did not arrive" in ranks[0]
+    assert "rank 2 did not arrive" in ranks[1]
+    assert "rank 1 did not arrive" in ranks[2]  # of the pair

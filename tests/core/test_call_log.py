@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,8 +26,8 @@ def test_digests_are_equal_exactly_for_equal_calls(a, b):
 def test_a_digest_is_the_same_in_every_process():
     # The file alone: importing the package takes seconds.
     program = f"import runpy; print(runpy.run_path({call_log.__file__!r})['text_digest']('attention(mask=Causal())'))"
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert int(printed) == text_digest("attention(mask=Causal())")
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert int(ran.stdout) == text_digest("attention(mask=Causal())")
 
 
 def test_the_first_difference_is_described():
@@ -38,7 +39,7 @@ def test_a_rank_that_is_behind_is_not_out_of_step():
     logs = {0: log_of("a", "b").latest(8), 1: log_of("a").latest(8), 2: []}
     assert out_of_step(logs) is None
     assert more_calls(logs) == (
-        "ranks are out of step: 2 calls, the last one b, on rank 0 but 1 calls, the last one a, on rank 1 but no call "
+        "ranks are out of step: 2 calls, the last one b, on rank 0 but 1 call, the last one a, on rank 1 but no call "
         "on rank 2"
     )
 
@@ -66,3 +67,8 @@ def test_texts():
     assert call_text("f", {"n": 1, "shape": (2, 3)}) == "f(n=1, shape=(2, 3))"
     assert call_text("f", ({"n": 1}, ("append", {"tokens": 1}))) == "f(n=1) after append(tokens=1)"
     assert call_text("f", ({"n": 1}, None)) == "f(n=1)"
+
+
+def test_shapes_are_shown_as_tuples():
+    text = call_text("exchange", {"shape": torch.Size([1, 2]), "shapes": [torch.Size([3])], "n": 4})
+    assert text == "exchange(shape=(1, 2), shapes=((3,),), n=4)"

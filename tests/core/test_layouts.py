@@ -205,7 +205,7 @@ def test_a_number_of_pairs_that_cannot_be_is_refused(pairs):
 @pytest.mark.parametrize("world", [1, 3])
 def test_pairs_for_another_number_of_ranks_are_refused(world):
     for ask in (Zigzag((2, 1)).ranges, Zigzag((2, 1)).chunks, Zigzag((2, 1)).positions):
-        with pytest.raises(ValueError, match=rf"one entry for each of {world} ranks, got \(2, 1\)"):
+        with pytest.raises(ValueError, match=rf"one entry for each of {world} ranks?, got \(2, 1\)"):
             ask(8, world, 0)
 
 

@@ -4,9 +4,9 @@ import unicodedata
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from attnmesh.core.text import one_line, printable
+from helpers.texts import any_text
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_control_characters_are_shown_as_escapes(text, shown):
     assert printable(text) == shown
 
 
-@given(st.text(st.characters(), max_size=40))
+@given(any_text(40, surrogates=True))
 def test_nothing_is_left_that_moves_the_cursor_or_turns_the_line(text):
     shown = printable(text)
     left = {character for character in shown if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from attnmesh.comm import SoloComm, comm_from, run_virtual
 from attnmesh.core.validation import MAX_TIMEOUT, check_timeout, parse_length
+from helpers.texts import any_text
 
 SUFFIXES = {"": 1, "k": 1024, "K": 1024, "m": 1024**2, "M": 1024**2}
 
@@ -69,7 +70,7 @@ def test_other_text_raises(text):
 
 
 @settings(max_examples=30)
-@given(st.text(max_size=12))
+@given(any_text(12))
 def test_text_without_digits_raises(text):
     if any(character.isascii() and character.isdigit() for character in text):
         return

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmesh.generation.sampling import PromptLookup, Sampling, TextStream
+from helpers.texts import any_text
 
 SHARES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1], dtype=torch.float64)
 DRAWS = 2000
@@ -173,7 +174,7 @@ def test_a_character_comes_with_its_last_byte(tokenizer):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.text(max_size=30))
+@given(any_text(30))
 def test_the_pieces_make_the_text(tokenizer, text):
     if text.endswith("\ufffd"):
         text += "."  # what a tokenizer says of half a character, too: it is held back until more comes

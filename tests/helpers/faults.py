@@ -6,17 +6,23 @@ import ctypes
 import itertools
 import os
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm import CommError
 from attnmesh.testing.block import poisoned_cache, random_block, shard_block
+from helpers.processes import Died, run_processes
 
 FAULTY = 1
 """The rank that fails."""
@@ -199,27 +205,31 @@ def fail(fault: str, comm: am.Comm, *, late: float, away: float, is_over: Callab
 
 
 def inject(comm: am.Comm, moment: str | int, fault: Callable[[], None]) -> None:
-    """Let the next message in forward or backward, or that with a number, meet the fault, once."""
-    exchange, done, posted = comm._exchange_with, [], itertools.count()
+    """Let the next operation in forward or backward, or that with a number, meet the fault, once."""
+    done, posted = [], itertools.count()
 
     def is_due() -> bool:
         if isinstance(moment, int):
             return next(posted) == moment
         return (torch._C._current_graph_task_id() != -1) == (moment == "backward")
 
-    def exchange_or_fail(*args: Any) -> Any:
-        if not done and is_due():
-            done.append(True)
-            fault()
-        return exchange(*args)
+    def failing(post: Callable[..., Any]) -> Callable[..., Any]:
+        def post_or_fail(*args: Any) -> Any:
+            if not done and is_due():
+                done.append(True)
+                fault()
+            return post(*args)
 
-    comm._exchange_with = exchange_or_fail  # type: ignore[method-assign]
+        return post_or_fail
+
+    comm._exchange_with = failing(comm._exchange_with)  # type: ignore[method-assign]
+    comm._native = failing(comm._native)  # type: ignore[attr-defined]
 
 
 def run_steps(
-    comm: am.Comm, program: str, device: str, moment: str | int, fault: Callable[[], None] | None
+    comm: am.Comm, program: str, device: str, moment: str | int, fault: Callable[[], None] | None, seconds: float = 0
 ) -> tuple[str, str, float, list[float]]:
-    """Make the steps of a program, with a fault of this rank if one is given.
+    """Make the steps of a program, with a fault of this rank if one is given, for so many seconds at least.
 
     Returns the type and the message of what it raises, the seconds since the step of the fault began, and the results.
     """
@@ -237,8 +247,133 @@ def run_steps(
                 fault()
             elif fault is not None:
                 inject(comm, moment, fault)
-        while len(results) < STEPS:
-            results.append(step().detach().double().sum().item())
+        while len(results) < STEPS or time.monotonic() < begin + seconds:
+            result = step().detach().double().sum()
+            if device == "cuda" and len(results) % 2:
+                torch.cuda.synchronize()
+            results.append(result.item())
     except (CommError, InjectedError, ValueError) as error:
         return type(error).__name__, str(error), time.monotonic() - begin, []
     return "nothing", "", time.monotonic() - begin, results
+
+
+# Cells: a fault at a moment, each on a process group of its own.
+
+Cell = tuple[str, str | int]
+LONG = 120.0
+"""Seconds: the timeout of a group in which the end of a process is noticed long before."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where cells run. `new_comm(world, timeout)` makes a comm on all ranks, whose default group is on gloo."""
+
+    new_comm: Callable[[int, float], am.Comm]
+    device: str = "cpu"
+    timeout: float = 2.0
+    late: float = 1.0
+    disagreeing: float = 0.0  # seconds in which ranks that disagree may go on
+    tolerance: float = 0.0
+
+    @property
+    def away(self) -> float:
+        """Seconds that a rank is stopped or sleeps: the others must have raised before."""
+        return self.timeout + 10
+
+    def is_named(self, error: str) -> bool:
+        """Whether an error names the rank that fails, first of all if it was found on the host."""
+        return error.startswith(f"rank {FAULTY} ") or (self.device == "cuda" and f"rank {FAULTY}" in error)
+
+
+def run_cells(comm: am.Comm, program: str, cells: list[Cell], setting: Setting) -> dict[Any, Any]:
+    """The outcome of every cell on this rank. The rank that is away comes back when all others have raised."""
+    comm.timeout = 60
+    found: dict[Any, Any] = {"pid": os.getpid()}
+    found["expected"] = run_steps(setting.new_comm(comm.world, 60), program, setting.device, "before", None)[3]
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"pid {comm.rank}", str(os.getpid()))
+    for fault, moment in cells:
+        own, raised = setting.new_comm(comm.world, setting.timeout), f"raised {fault} {moment}"
+        if comm.rank == FAULTY:
+            is_over = partial(_all_raised, store, raised, comm.world)
+            injected = partial(fail, fault, own, late=setting.late, away=setting.away, is_over=is_over)
+        else:
+            injected = None
+        seconds = setting.disagreeing if fault == "disagreeing" else 0
+        found[fault, moment] = outcome = run_steps(own, program, setting.device, moment, injected, seconds)
+        print(program, fault, moment, "rank", comm.rank, *outcome[:3], flush=True)
+        if comm.rank != FAULTY and store.add(raised, 1) == comm.world - 1:
+            os.kill(int(store.get(f"pid {FAULTY}")), signal.SIGCONT)
+        comm.barrier()
+    return found
+
+
+def _all_raised(store: Any, key: str, world: int) -> bool:
+    return store.add(key, 0) == world - 1
+
+
+def run_killed(comm: am.Comm, program: str, moment: str | int, setting: Setting) -> tuple[str, str, float, list[float]]:
+    """The outcome on a rank that is left after one was killed."""
+    comm.timeout = 60
+    warm = run_steps(setting.new_comm(comm.world, 60), program, setting.device, "before", None)
+    assert len(warm[3]) == STEPS, warm  # what is imported and compiled takes time
+    comm.barrier()
+    own = setting.new_comm(comm.world, LONG)
+    fault = partial(fail, "killed", own, late=0, away=0) if comm.rank == FAULTY else None
+    return run_steps(own, program, setting.device, moment, fault)
+
+
+def problems_of(cell: Cell, found: list[Any], expected: list[list[float]], setting: Setting) -> list[str]:
+    """What is wrong with the outcomes of a cell, by rank; empty if nothing is."""
+    problems = []
+    for rank, (kind, text, seconds, results) in enumerate(found):
+        if cell[0] in HARMLESS:
+            wanted = [pytest.approx(value, rel=setting.tolerance, abs=setting.tolerance) for value in expected[rank]]
+            if len(wanted) != STEPS or results != wanted:
+                problems.append(f"rank {rank}: {kind} {text}, {results} instead of {expected[rank]}")
+        elif cell[0] == "disagreeing":
+            if kind not in ("CommError", "ValueError") or f"rank {FAULTY}" not in text:
+                problems.append(f"rank {rank}: {kind} after {seconds:.1f} s: {text}")
+        elif rank != FAULTY and (kind != "CommError" or seconds > setting.away or not setting.is_named(text)):
+            problems.append(f"rank {rank}: {kind} after {seconds:.1f} s: {text}")
+    return problems
+
+
+def report(cell: tuple[Any, ...], found: list[Any]) -> None:
+    """Print the seconds after which the other ranks raised."""
+    seconds = [outcome[2] for rank, outcome in enumerate(found) if rank != FAULTY]
+    print(f"cell | {' | '.join(map(str, cell))} | {statistics.median(seconds):.2f} | {max(seconds):.2f}")
+
+
+def check_cells(program: str, cells: list[Cell], setting: Setting, *, timeout: float, backend: str = "gloo") -> None:
+    """Run cells on processes, all of which end."""
+    world = PROGRAMS[program][0]
+    ranks = run_processes(world, run_cells, program, cells, setting, timeout=timeout, backend=backend, ends=True)
+    expected, problems = [rank["expected"] for rank in ranks], {}
+    for cell in cells:
+        found = [rank[cell] for rank in ranks]
+        report((program, *cell), found)
+        if wrong := problems_of(cell, found, expected, setting):
+            problems[cell] = wrong
+    assert not problems
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank["pid"], 0)
+
+
+def check_killed(
+    program: str, moment: str | int, setting: Setting, *, timeout: float, backend: str = "gloo", limit: float = 10
+) -> None:
+    """Kill a rank: the others raise within so many seconds."""
+    world, _ = PROGRAMS[program]
+    ranks = run_processes(
+        world, run_killed, program, moment, setting, timeout=timeout, strict=False, ends=True, backend=backend
+    )
+    assert ranks[FAULTY] == Died(-signal.SIGKILL)
+    survivors = [ranks[rank] for rank in range(world) if rank != FAULTY]
+    for outcome in survivors:
+        assert isinstance(outcome, tuple), outcome
+        assert outcome[0] == "CommError", outcome
+        assert setting.is_named(outcome[1]), outcome
+        assert outcome[2] < limit, outcome
+    report((program, "killed", moment), [*survivors[:FAULTY], ("", "", 0.0, []), *survivors[FAULTY:]])

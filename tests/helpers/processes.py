@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import time
@@ -20,7 +21,7 @@ from attnmesh.comm.launch import share_gpu_environment
 
 # A fork server imports torch once for all tests of a session; its forks start in milliseconds, not seconds.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "attnmesh.comm"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "attnmesh", "pytest"])
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def _rank_main(
     ends: bool = False,
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork is no garbage: trainers look for it again and again
     if backend == "nccl":
         os.environ.update(share_gpu_environment(rank))
         backend = "cpu:gloo,cuda:nccl"

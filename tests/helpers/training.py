@@ -1,24 +1,23 @@
-"""Training runs of tiny models in one process and over ranks, with what a trainer logs about them.
-
-Importing Transformers and TRL takes seconds. One process imports them, and the ranks are forks of it.
-"""
+"""Training runs of tiny models in one process and over ranks, with what a trainer logs about them."""
 
 from __future__ import annotations
 
 import copy
 import fcntl
+import importlib
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from helpers.processes import _context, _rank_main, _result
+from helpers.processes import Died, Raised, _context, _rank_main, _result
 
 VOCABULARY = 64
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -27,11 +26,19 @@ _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_
 # Processes.
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 280) -> list[Any]:
-    """Return `fn(comm, *args)` of every rank, as `run_processes`; Transformers, TRL and PEFT are imported once."""
+TRAINERS = ("datasets", "peft", "transformers.trainer", "trl.trainer.sft_trainer")
+
+
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, imports: Sequence[str] = TRAINERS, timeout: float = 280
+) -> list[Any]:
+    """Return `fn(comm, *args)` of every rank, as `run_processes`, after imports that take seconds.
+
+    One process imports them, and the ranks are forks of it.
+    """
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     ours, theirs = _context.Pipe(duplex=False)
-    process = _context.Process(target=_fork_ranks, args=(theirs, world, store.port, fn, args, timeout))
+    process = _context.Process(target=_fork_ranks, args=(theirs, world, store.port, fn, args, imports, timeout))
     process.start()
     theirs.close()
     try:
@@ -41,19 +48,17 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 2
     finally:
         process.kill()
         process.join()
-    if isinstance(results, str) or not isinstance(results, list):
+    if not isinstance(results, list):
         raise AssertionError(f"the ranks failed: {results}")
     return results
 
 
-def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, timeout: float) -> None:
-    import datasets
-    import peft  # noqa: F401
-    import transformers.trainer
-    import trl.trainer.sft_trainer  # noqa: F401
-
-    datasets.disable_progress_bars()
-    transformers.logging.set_verbosity_error()
+def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, imports: Sequence[str], timeout: float) -> None:
+    for name in imports:
+        importlib.import_module(name)
+    if "datasets" in imports:
+        sys.modules["datasets"].disable_progress_bars()
+        sys.modules["transformers"].logging.set_verbosity_error()
     context = mp.get_context("fork")
     pipes, processes, results = [], [], []
     for rank in range(world):
@@ -69,7 +74,7 @@ def _fork_ranks(pipe: Any, world: int, port: int, fn: Any, args: Any, timeout: f
                 results = f"rank {rank} had no result after {timeout} s"
                 break
             result = _result(ours, processes[rank])
-            if not isinstance(result, dict):
+            if isinstance(result, Raised | Died):
                 results = f"rank {rank}: {getattr(result, 'traceback', result)}"
                 break
             results.append(result)

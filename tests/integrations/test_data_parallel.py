@@ -22,7 +22,7 @@ from attnmesh import Causal, Comm, ContextParallel, register_attention, shard_in
 from attnmesh.comm import SoloComm
 from attnmesh.integrations.data_parallel import GradientReduction
 from attnmesh.integrations.sharded_batch import ShardedPass, gather_log_probs
-from helpers.processes import run_processes
+from helpers.training import run_ranks
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 23, 16, 2, 20
 
@@ -275,12 +275,12 @@ def resume(mesh: Any, cp: ContextParallel, every: list[list[dict[str, Tensor]]])
 
 
 def test_gradients_of_data_and_context_parallelism_are_those_of_one_process():
-    run_processes(4, two_by_two, False)
+    run_ranks(4, two_by_two, False, imports=["torch._dynamo"])  # DDP imports it
 
 
 @pytest.mark.slow
 def test_checkpoints_autocast_and_resuming():
-    run_processes(4, two_by_two, True, timeout=300)
+    run_ranks(4, two_by_two, True, imports=["torch._dynamo"])
 
 
 def transformers_model(comm: Comm) -> None:
@@ -326,4 +326,4 @@ def transformers_model(comm: Comm) -> None:
 @pytest.mark.slow
 def test_models_of_transformers():
     pytest.importorskip("transformers")
-    run_processes(2, transformers_model, timeout=300)
+    run_ranks(2, transformers_model, imports=["torch._dynamo", "transformers"])

@@ -115,7 +115,7 @@ def test_a_script_under_torchrun(tmp_path):
 
 
 def one_dies(comm: Comm, when: str) -> tuple[str, float]:
-    comm.timeout = 5
+    comm.timeout = 30
     cp = ContextParallel(comm, schedule="ring")
     inputs = random_inputs(66)
     q, k, v = (cp.shard(x, 2).clone().requires_grad_() for x in inputs[:3])
@@ -138,12 +138,13 @@ def test_a_rank_that_dies_during_attention_is_noticed_in_time(when):
     first, gone, third = run_processes(3, one_dies, when, strict=False)
     assert gone == Died(7)
     for message, seconds in (first, third):
-        assert "failed in exchange (ContextParallel.attention) while" in message
+        assert message.startswith("rank 1 is dead: its process has ended [rank ")
+        assert "was in exchange (ContextParallel.attention), " in message
         assert seconds < 10
 
 
 def one_raises(comm: Comm) -> tuple[str, float]:
-    comm.timeout = 5
+    comm.timeout = 30
     cp = ContextParallel(comm, schedule="ring")
     q, k, v = (cp.shard(x, 2) for x in random_inputs(66)[:3])
     cp.attention(q, k, v)
@@ -160,7 +161,7 @@ def one_raises(comm: Comm) -> tuple[str, float]:
 def test_a_rank_that_raises_between_two_calls_is_noticed_in_time():
     gone, second = run_processes(2, one_raises, strict=False)
     assert gone.type == "ZeroDivisionError"
-    assert "rank 1 failed in exchange (ContextParallel.attention)" in second[0]
+    assert second[0].startswith("rank 0 is dead: its process has ended [rank 1 was in exchange")
     assert second[1] < 10
 
 

@@ -228,7 +228,7 @@ def refusals(comm: Comm) -> list[str]:
 
 
 def one_dies(comm: Comm, schedule: str, when: str) -> tuple[str, float]:
-    comm.timeout = 4
+    comm.timeout = 30
     cp = ContextParallel(comm, layout=Contiguous(), schedule=schedule, ranks_per_node=2)
     q, k, v = (cp.shard(x, 2).clone().requires_grad_() for x in random_inputs(32)[:3])
 
@@ -263,5 +263,5 @@ def test_a_rank_that_dies_is_noticed_in_time(schedule, when):
     first, gone, *others = run_processes(4, one_dies, schedule, when, strict=False)
     assert gone == Died(7)
     for message, seconds in (first, *others):
-        assert "failed in exchange" in message
+        assert message.startswith("rank 1 is dead: its process has ended [rank ")
         assert seconds < 10

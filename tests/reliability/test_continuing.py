@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -89,6 +89,13 @@ def sockets() -> set[str]:
     return {link for link in links if link.startswith("socket:")}
 
 
+def await_until(condition: Callable[[], bool]) -> None:
+    """Wait until what is ending has ended, at most 10 s."""
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def continue_training(comm: Comm, port: int, file: Path, faults: Faults, timeout: float) -> dict[str, Any]:
     rank, world = comm.rank, comm.world
     comm.agree("start", {})  # starts what a process has once
@@ -96,7 +103,7 @@ def continue_training(comm: Comm, port: int, file: Path, faults: Faults, timeout
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"pid/{rank}", str(os.getpid()))
-    time.sleep(0.5)  # more than a look of the monitor
+    await_until(lambda: "attnmesh monitor" not in thread_names())
     began, before, threads = time.monotonic(), sockets(), thread_names()
     assert "attnmesh monitor" not in threads
     run = recipe("train_on_survivors")
@@ -104,7 +111,7 @@ def continue_training(comm: Comm, port: int, file: Path, faults: Faults, timeout
     seconds = time.monotonic() - began
     if any(kind == "stop" for _, _, kind in faults.values()):
         os.kill(int(store.get(f"pid/{faults[world][0]}")), signal.SIGCONT)
-    time.sleep(0.5)
+    await_until(lambda: thread_names() <= threads and sockets() <= before)
     return {
         "losses": losses, "ranks": ranks, "seconds": seconds, "groups": len(_kept),
         "threads left": thread_names() - threads,

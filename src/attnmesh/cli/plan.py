@@ -27,6 +27,7 @@ from attnmesh.cli.options import (
     resolve_cluster,
 )
 from attnmesh.cli.plan_tables import fitting_advice, ranking_facts, show_ranking, show_sharding
+from attnmesh.core.text import counted
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.planner.counts import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_RANKS, MAX_TOKENS
 from attnmesh.planner.decode import DecodeRequest, decode_memory, decode_ranking, shardings
@@ -69,7 +70,7 @@ def plan_prefill(
     chosen = known_model(model)
     cluster = resolve_cluster(hardware, links, ranks_per_node, rails, hardware_file)
     task = PrefillRequest(chosen, length, batch, ranks, cluster, _bytes_per_number(storage, chosen))
-    with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
+    with output.status(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
         ranking = prefill_ranking(task)
 
         def least_memory(devices: int) -> Memory | None:
@@ -139,7 +140,7 @@ def plan_decode(
         cluster = resolve_cluster("h200" if hardware is None else hardware, links, ranks_per_node, rails, hardware_file)
     if model is None:
         heads = _heads(config, q_heads, kv_heads, head_dim, hidden)
-        with output.status(f"comparing shardings over {ranks} ranks"):
+        with output.status(f"comparing shardings over {counted(ranks, 'rank')}"):
             show_sharding(
                 heads, batch, ranks, length=length, tokens=tokens, storage=storage, cluster=cluster, as_json=as_json
             )
@@ -151,7 +152,7 @@ def plan_decode(
     chosen = known_model(model)
     number = _bytes_per_number(storage, chosen)
     task = DecodeRequest(chosen, length, batch, ranks, cluster, tokens, number)
-    with output.status(f"ranking plans for {chosen.name} on {ranks} ranks"):
+    with output.status(f"ranking plans for {chosen.name} on {counted(ranks, 'rank')}"):
         ranking = decode_ranking(task)
 
         def least_memory(devices: int) -> Memory | None:

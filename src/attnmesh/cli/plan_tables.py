@@ -9,6 +9,7 @@ from dataclasses import astuple
 from rich.console import Console
 
 from attnmesh.cli import output
+from attnmesh.core.text import counted
 from attnmesh.ops.storage import bytes_per_token
 from attnmesh.planner.counts import MAX_RANKS
 from attnmesh.planner.hardware import Cluster
@@ -118,7 +119,7 @@ def fitting_advice(
     if needed is None:
         most = next((n for n in range(ranks - 1, 0, -1) if least_memory(n) is not None), 0)
         why = next(iter(ranking.refused.values()), "no division is even")
-        return f"No plan for {ranks} ranks: {why}. At most {most} ranks can be used."
+        return f"No plan for {counted(ranks, 'rank')}: {why}. At most {counted(most, 'rank')} can be used."
     parts = {"weights": needed.weights, "KV cache": needed.cache, "activations": needed.working}
     largest = max(parts, key=lambda part: parts[part])
     usable = (1 - RESERVED_MEMORY) * ranking.device_memory
@@ -141,7 +142,7 @@ def _enough_ranks(ranks: int, least_memory: Callable[[int], Memory | None], usab
         most = most if needed is None else n
     if most is None:
         return "No plan uses more ranks."
-    return f"Even {most} ranks, the most that a plan can use, would not be enough."
+    return f"Even {counted(most, 'rank')}, the most that a plan can use, would not be enough."
 
 
 def _larger_clusters(ranks: int) -> list[int]:
@@ -175,7 +176,7 @@ def show_sharding(
         print(json.dumps({"best": str(found.choice.sharding), "ranks": ranks, "plans": options}, indent=2))
         return
     console = output.console()
-    console.print(f"{found.choice.sharding} over {ranks} ranks", style="bold")
+    console.print(f"{found.choice.sharding} over {counted(ranks, 'rank')}", style="bold")
     console.print(found.reason)
     sent = ", ".join(f"{name} {readable_bytes(nbytes)}" for name, nbytes in found.choice.sent.items() if nbytes)
     console.print(f"Bytes sent per rank, step and layer, with 16-bit activations: {sent or 'none'}")

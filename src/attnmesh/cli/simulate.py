@@ -31,6 +31,7 @@ from attnmesh.cli.options import (
     resolve_cluster,
 )
 from attnmesh.core.layouts import LAYOUTS
+from attnmesh.core.text import counted
 from attnmesh.plan.program import Load, LoadCounter
 from attnmesh.plan.schedules import SCHEDULES, check_schedule, program
 from attnmesh.plan.shards import shards
@@ -121,11 +122,11 @@ def simulate_command(
     nodes = cluster.with_ranks_per_node(workload.ranks_per_node)
     runs = []
     for way in (False, True) if backward else (False,):
-        with output.status(f"simulating {chosen} {'backward' if way else 'forward'} on {ranks:,} ranks"):
+        with output.status(f"simulating {chosen} {'backward' if way else 'forward'} on {counted(ranks, 'rank')}"):
             runs.append(_simulate(chosen, workload, nodes, way, slow, keep))
     if trace is not None:
         _write_trace(trace, runs, ranks)
-    title = f"{chosen}: {length:,} tokens over {ranks:,} ranks, {layout.value}, {mask}"
+    title = f"{chosen}: {length:,} tokens over {counted(ranks, 'rank')}, {layout.value}, {mask}"
     if as_json:
         facts = {
             "schedule": chosen, "ranks": ranks, "length": length, "layout": layout.value, "mask": mask,

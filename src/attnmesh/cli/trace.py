@@ -39,6 +39,7 @@ from attnmesh.cli.options import (
 )
 from attnmesh.comm import Comm, VirtualComm, launch, recording
 from attnmesh.core.layouts import LAYOUTS
+from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
 from attnmesh.integrations.checkpoint import free_memory, readable_gib
 from attnmesh.parallel.context import ContextParallel
@@ -140,7 +141,7 @@ class TraceCase:
 
 def _trace(comm: Comm, *, case: TraceCase, out: Path) -> None:
     """One rank's run; rank 0 writes the file and prints the summary."""
-    with output.status(f"tracing {case.schedule} on {comm.world} ranks", quiet=comm.rank > 0):
+    with output.status(f"tracing {case.schedule} on {counted(comm.world, 'rank')}", quiet=comm.rank > 0):
         spans = record_attention(comm, case)
     if comm.rank > 0:
         return
@@ -205,7 +206,7 @@ def _show(spans: Sequence[Span], title: str, out: Path, *, virtual: bool) -> Non
 
 def _title(comm: Comm, case: TraceCase, schedule: str) -> str:
     direction = "forward+backward" if case.backward else "forward"
-    ranks = f"{comm.world} virtual ranks" if isinstance(comm, VirtualComm) else f"{comm.world} ranks"
+    ranks = counted(comm.world, "virtual rank" if isinstance(comm, VirtualComm) else "rank")
     shape = f"{case.length} tokens, {case.q_heads}/{case.kv_heads} heads, head dim {case.head_dim}, {case.dtype}"
     return f"{schedule}, {direction}, {ranks}, {case.device}, {shape}, {case.layout}, {case.mask}"
 

@@ -24,6 +24,7 @@ from attnmesh.cli.options import (
     check_share_gpu,
 )
 from attnmesh.comm import Comm, launch
+from attnmesh.core.text import counted
 from attnmesh.core.validation import MAX_TIMEOUT, check_number, check_timeout, shown
 from attnmesh.verify import run as verify
 from attnmesh.verify.mode import Outcome
@@ -88,7 +89,7 @@ def _verify(comm: Comm, *, device: str, only: str | None, time_limit: float | No
     rows = [[o.mode.name, o.mode.shape, o.worst, o.error, o.bound, _verdict(o)] for o in outcomes]
     failed = sum(not o.passed for o in outcomes)
     console = output.console()
-    title = f"attnmesh verify: {comm.world} ranks, {device}, seed {seed}"
+    title = f"attnmesh verify: {counted(comm.world, 'rank')}, {device}, seed {seed}"
     console.print(output.table(title, ["mode", "shape", "worst tensor", "error", "bound", "verdict"], rows))
     rest = len(chosen) - len(outcomes)
     stopped = f", {rest} not run (--time-limit {time_limit:g}, {time.monotonic() - begin:.0f} s)" if rest else ""

@@ -1,6 +1,5 @@
 """Communication between ranks: process groups, virtual ranks in one process, or a single rank."""
 
-from attnmesh.comm.agreement import CommError
 from attnmesh.comm.base import (
     Comm,
     Pending,
@@ -9,6 +8,7 @@ from attnmesh.comm.base import (
     Traffic,
     recording,
 )
+from attnmesh.comm.group_store import CommError
 from attnmesh.comm.process_group import GroupComm, comm_from
 from attnmesh.comm.rank_groups import RankGroups, check_on_all_ranks, propagate_failure
 from attnmesh.comm.subgroups import IndependentSubComm, SubComm

@@ -14,8 +14,10 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import CommError, Signature, disagreement
+from attnmesh.comm.agreement import Signature, disagreement
+from attnmesh.comm.group_store import CommError
 from attnmesh.core.call_log import CallLog, call_text, more_calls, out_of_step, text_digest
+from attnmesh.core.text import counted
 from attnmesh.core.validation import check_device, check_timeout, check_type
 from attnmesh.trace.recorder import Recorder
 
@@ -87,6 +89,8 @@ class Comm(ABC):
     shares_stream = False
     """Whether other ranks queue work on this rank's CUDA stream."""
     _shares_log = False  # whether other subgroups use the same log
+    global_ranks: Sequence[int] | None = None
+    """The ranks by their numbers in the default process group, which errors name; None if they are the same."""
     is_own_group = False
     """Whether this is a process group of its own, which needs all its ranks in the first operation (NCCL)."""
 
@@ -129,6 +133,7 @@ class Comm(ABC):
         Several messages between the same two ranks match in order. Buffers must be contiguous and may not be touched
         before `wait()` returns.
         """
+        self._check_one_thread("exchange")
         self._check_messages(sends, "sends")
         self._check_messages(recvs, "recvs")
         sends = [message for message in sends if message[0].numel()]
@@ -202,6 +207,7 @@ class Comm(ABC):
         logged (`log`), and messages pass only between ranks with equal logs. Ranks that are out of step, because one
         remembers what is new to another or because their states differ, raise CommError.
         """
+        self._check_one_thread(operation)
         self._operation = operation
         key: object = operation, tuple(values.items())
         try:
@@ -225,17 +231,18 @@ class Comm(ABC):
         """The digest of values, once all ranks have compared them."""
         texts = {name: str(_hashable(value)) for name, value in values.items()}
         signatures = self._compare(Signature(operation, texts, error, tuple(self.log.latest(COMPARED_CALLS))))
-        problem = disagreement(signatures)
+        problem = disagreement(signatures, self.global_ranks)
         if problem is not None:
             raise ValueError(problem)
-        calls = {rank: signature.calls for rank, signature in signatures.items()}
+        calls = {rank: signature.calls for rank, signature in sorted(signatures.items())}
         if len({latest[-1].digest if latest else 0 for latest in calls.values()}) > 1:
-            raise CommError(out_of_step(calls) or more_calls(calls))
+            raise CommError(out_of_step(calls, self.global_ranks) or more_calls(calls, self.global_ranks))
         return text_digest(call_text(operation, dict(sorted(texts.items()))))
 
     @final
     def note(self, operation: str, detail: str | None = None) -> None:
         """Log an operation that follows from an earlier call, such as its backward. Nothing is compared now."""
+        self._check_one_thread(operation)
         self._operation = operation
         if self.world > 1:
             self.log.add(operation, text_digest(call_text(operation, detail)), detail)
@@ -328,6 +335,12 @@ class Comm(ABC):
 
     # Checks.
 
+    def _check_one_thread(self, operation: str) -> None:
+        """Raise if another thread is in an operation of this comm. A transport that is used by processes overrides it.
+
+        Nothing has been logged or sent before, so that the other thread can go on.
+        """
+
     def _check_messages(self, messages: Sequence[Message], name: str) -> None:
         for i, (tensor, peer) in enumerate(messages):
             if not 0 <= peer < self.world:
@@ -340,7 +353,7 @@ class Comm(ABC):
 
     def _check_count(self, given: Sequence[object], name: str) -> None:
         if len(given) != self.world:
-            raise ValueError(f"{name} must have one entry for each of {self.world} ranks, got {len(given)}")
+            raise ValueError(f"{name} must have one entry for each of {counted(self.world, 'rank')}, got {len(given)}")
 
     def _check_shape(self, x: Tensor, shape: Shape, name: str) -> None:
         if tuple(x.shape) != tuple(shape):
@@ -348,6 +361,7 @@ class Comm(ABC):
 
     def _log_collective(self, op: str, shapes: Sequence[Shape], x: Tensor | None) -> None:
         """Log a collective, unless other subgroups, whose collectives may differ, share the log."""
+        self._check_one_thread(op)
         if self.world > 1 and not self._shares_log:
             sizes = tuple(map(tuple, shapes))
             itemsize = 0 if x is None else x.element_size()

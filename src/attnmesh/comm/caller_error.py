@@ -9,20 +9,23 @@ from contextlib import suppress
 
 import torch
 
-from attnmesh.comm.agreement import CommError
+from attnmesh.comm.group_store import CommError
+
+lock = threading.RLock()
+"""Held while an error becomes known, and while it is sent or withdrawn: it is raised once."""
+_sent_to: set[int] = set()
+"""Threads in which an error is to be raised, and has not been yet."""
 
 
-class CallerError:
-    """Raises CommError in the thread that made the latest calls, as soon as it runs Python code again.
+class Caller:
+    """The thread that makes the calls of a comm.
 
-    A thread that waits for the device, in `torch.cuda.synchronize()` or `item()`, raises when that returns. Hold `lock`
-    while the error becomes known, and call `withdraw` before raising it in any other way: it is raised once.
+    Python raises an error that is sent to it as soon as the thread runs Python code again. A thread that waits for the
+    device, in `torch.cuda.synchronize()` or `item()`, raises when that returns.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         self._thread = threading.get_ident()
-        self._is_sent = False
 
     def remember_thread(self) -> None:
         """This thread makes calls. A thread of autograd does not count: its errors reach the one that it works for."""
@@ -30,17 +33,17 @@ class CallerError:
             self._thread = threading.get_ident()
 
     def send(self, message: str) -> None:
-        """Raise CommError in the thread that makes calls."""
-        with self.lock:
-            self._is_sent = True
-            _set_async_exception(self._thread, _with_message(message))
+        """Raise CommError in the thread, unless another comm has sent one that has not been raised yet."""
+        with lock:
+            if self._thread not in _sent_to and _set_async_exception(self._thread, _with_message(message)):
+                _sent_to.add(self._thread)
 
     def withdraw(self) -> None:
-        """Do not raise an error that was sent and has not been raised yet."""
-        with self.lock:
-            if self._is_sent:
-                self._is_sent = False
-                _set_async_exception(self._thread, None)
+        """Do not raise an error that was sent and has not been raised yet. Call it before raising in any other way."""
+        with lock:
+            for thread in {self._thread, threading.get_ident()} & _sent_to:
+                _sent_to.discard(thread)
+                _set_async_exception(thread, None)
                 _finish_signal()
 
 
@@ -50,6 +53,7 @@ def _with_message(message: str) -> type[CommError]:
     class SentError(CommError):
         def __init__(self, *_: object) -> None:
             super().__init__(message)
+            _sent_to.discard(threading.get_ident())
 
         def __reduce__(self) -> tuple[type[CommError], tuple[str]]:
             return CommError, (message,)
@@ -75,7 +79,10 @@ def _finish_signal() -> None:
             time.sleep(0)
 
 
-def _set_async_exception(thread: int, exception: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), None if exception is None else ctypes.py_object(exception)
+def _set_async_exception(thread: int, exception: type[BaseException] | None) -> bool:
+    """Whether there is such a thread."""
+    return bool(
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread), None if exception is None else ctypes.py_object(exception)
+        )
     )

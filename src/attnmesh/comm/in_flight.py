@@ -1,10 +1,12 @@
-"""Messages in flight between processes: staging of CUDA tensors for gloo, and recording of when messages complete."""
+"""Messages in flight between processes: staging for gloo, recording of when they complete, and waiting for them."""
 
 from __future__ import annotations
 
 import _thread
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -12,7 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnmesh.comm.local_peers import SharedWork
+from attnmesh.comm.base import Message, Pending, detached
+from attnmesh.comm.group_store import CommError
+from attnmesh.comm.local_peers import LocalPeers, SharedWork
+from attnmesh.comm.nccl import NcclSide
+from attnmesh.comm.stream_watch import QueuedOperation
 from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
 
 
@@ -43,9 +49,21 @@ class InFlightMessage:
         if self.staged is not None and not self.send:
             self.tensor.copy_(self.staged, non_blocking=True)
 
-    def __str__(self) -> str:
-        action, preposition = ("sending", "to") if self.send else ("receiving", "from")
-        return f"{action} {self.tensor.nbytes} bytes {preposition} rank {self.peer}"
+
+def messages_of(recvs: Sequence[Message], sends: Sequence[Message], tag: int = 0) -> list[InFlightMessage]:
+    """The messages of an exchange, in the order in which they are posted."""
+    received = [InFlightMessage(detached(tensor), peer, False, tag) for tensor, peer in recvs]
+    return received + [InFlightMessage(detached(tensor), peer, True, tag) for tensor, peer in sends]
+
+
+def describe(messages: Sequence[InFlightMessage], names: Callable[[Iterable[int]], str]) -> str:
+    """`, receiving 8 bytes from ranks 1, 2 and sending 16 bytes to rank 0`, or nothing."""
+    peers: dict[tuple[str, int, str], set[int]] = {}
+    for message in messages:
+        action, preposition = ("sending", "to") if message.send else ("receiving", "from")
+        peers.setdefault((action, message.tensor.nbytes, preposition), set()).add(message.peer)
+    parts = (f"{action} {nbytes} bytes {word} {names(ranks)}" for (action, nbytes, word), ranks in peers.items())
+    return f", {' and '.join(parts)}" if peers else ""
 
 
 def stage(messages: Sequence[InFlightMessage]) -> None:
@@ -136,3 +154,93 @@ def record_on_stream(
 
 def _message_records(messages: Sequence[InFlightMessage], op: str, recorder: Recorder) -> list[MessageRecord]:
     return [recorder.message("send" if m.send else "receive", op, m.peer, m.tensor.nbytes) for m in messages]
+
+
+# Waiting for messages.
+
+
+class BatchComm(Protocol):
+    """The part of a comm that its batches use."""
+
+    timeout: float
+    nccl: NcclSide
+    waiting_for: Collection[int]
+    waiting_peer: int | None
+    waiting_thread: int | None
+    waiting_since: float | None
+
+    def queued(self, op: str, messages: Sequence[InFlightMessage], /) -> QueuedOperation:
+        """Messages that NCCL carries, as an operation to watch."""
+
+    def message_errors(self, op: str, messages: Sequence[InFlightMessage], /) -> AbstractContextManager[None]:
+        """Errors of the backend as CommError."""
+
+    def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception, /) -> CommError:
+        """An error of the backend, after which the comm has failed."""
+
+
+class Batch(Pending):
+    """Messages that were posted together. With `blocking`, waiting blocks the host; otherwise it orders streams."""
+
+    def __init__(
+        self, comm: BatchComm, op: str, messages: list[InFlightMessage], works: Sequence[Waitable], *, blocking: bool
+    ) -> None:
+        self._comm, self._op, self._messages, self._works = comm, op, messages, works
+        self._blocking = blocking
+
+    def wait(self) -> None:
+        if self._blocking:
+            self._wait_on_host()
+        else:
+            self._wait_on_stream()
+        self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
+
+    def _wait_on_stream(self) -> None:
+        comm = self._comm
+        with comm.message_errors(self._op, self._messages):
+            for work in self._works:
+                work.wait()
+        if self._works:
+            comm.nccl.watch(comm.queued(self._op, self._messages))
+
+    def _wait_on_host(self) -> None:
+        comm, now = self._comm, time.monotonic()
+        # As `_waiting`, which would take longer than some messages.
+        comm.waiting_for, comm.waiting_since = {message.peer for message in self._messages}, now
+        comm.waiting_thread = threading.get_ident()
+        try:
+            self._wait_for_each(now + comm.timeout)
+        finally:
+            comm.waiting_for, comm.waiting_since, comm.waiting_peer, comm.waiting_thread = (), None, None, None
+
+    def _wait_for_each(self, deadline: float) -> None:
+        for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
+            self._comm.waiting_peer = message.peer
+            try:
+                if isinstance(work, SharedWork):
+                    work.wait_until(deadline)
+                else:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                raise self._comm.message_error(self._op, self._messages[i:], error) from error
+            if message.staged is not None:
+                message.unstage()
+
+
+def exchange_in_memory(
+    comm: BatchComm, peers: LocalPeers, op: str, tag: int, sends: Sequence[Message], recvs: Sequence[Message]
+) -> None:
+    """Post messages that all go through shared memory, and wait: as a `Batch`, in half the time."""
+    now, done = time.monotonic(), 0
+    comm.waiting_for, comm.waiting_since = {peer for _, peer in (*recvs, *sends)}, now
+    comm.waiting_thread = threading.get_ident()
+    try:
+        for work in peers.post(tag, recvs, sends):
+            assert work is not None
+            comm.waiting_peer = work.peer
+            work.wait_until(now + comm.timeout)
+            done += 1
+    except RuntimeError as error:
+        raise comm.message_error(op, messages_of(recvs, sends)[done:], error) from error
+    finally:
+        comm.waiting_for, comm.waiting_since, comm.waiting_peer, comm.waiting_thread = (), None, None, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import secrets
@@ -29,13 +30,17 @@ _CONNECT = 5.0  # seconds that an attempt may take
 _TOKEN_BYTES = 16
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5}  # a host that is gone is noticed after 8 s
 _BACKLOG = 1024
+_LONGEST_LINE = 4096  # bytes that a process tells those who watch it
 
 ENDED = "its process has ended"
 UNREACHABLE = "its host does not respond"
 
 
 class Watch:
-    """A process that is watched through one connection. `verdict` tells how it ended, None while nothing is known."""
+    """A process that is watched through one connection. `verdict` tells how it ended, None while nothing is known.
+
+    `last_words` is what it has told before it ended.
+    """
 
     def __init__(self, address: str, machine: str) -> None:
         fields = json.loads(address)
@@ -44,11 +49,16 @@ class Watch:
         self._hosts = ["127.0.0.1"] if self.is_local else fields["hosts"]
         self.attempts = 0
         self.state: State = "connecting"
-        self.received = b""
+        self.received = self.words = b""
         self.socket: socket.socket | None = None
         self.next_attempt = 0.0  # by time.monotonic()
         self.verdict: str | None = None
         self.verdict_at = 0.0
+
+    @property
+    def last_words(self) -> str:
+        """The latest line that the process has told."""
+        return self.words.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
 
     def connect(self) -> socket.socket | None:
         """Begin a connection to one of the addresses of the process, to another each time."""
@@ -56,7 +66,7 @@ class Watch:
             return None
         host = self._hosts[self.attempts % len(self._hosts)]
         self.attempts += 1
-        self.state, self.received = "connecting", b""
+        self.state, self.received, self.words = "connecting", b"", b""
         self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -115,6 +125,12 @@ class Liveness:
         with contextlib.suppress(OSError):  # it will wake up anyway, or this process was forked
             self._wake_up.send(b"w")
 
+    def tell(self, line: str) -> None:
+        """Tell those who watch this process why it may end. It needs no store, which may end with the process."""
+        for visitor in list(self._visitors):
+            with contextlib.suppress(OSError):
+                visitor.send(line.encode()[: _LONGEST_LINE - 1] + b"\n")
+
     def close_sockets(self) -> None:
         """Close the sockets of this process's copy after a fork: the connections are those of the parent."""
         mine = (self._listener, self._wake_up, self._woken, *self._visitors, *(watch.socket for watch in self._watches))
@@ -164,14 +180,16 @@ class Liveness:
                 watch.state = "verifying"
                 self._selector.modify(watch.socket, selectors.EVENT_READ, lambda: self._advance(watch))
                 return
-            data = watch.socket.recv(_TOKEN_BYTES)
+            data = watch.socket.recv(_LONGEST_LINE)
         except BlockingIOError:
             return
         except OSError as error:
             self._lost(watch, error.errno)
             return
-        watch.received += data
-        if not data or (watch.state == "verified" or not watch.token.startswith(watch.received)):
+        missing = _TOKEN_BYTES - len(watch.received)
+        watch.received += data[:missing]
+        watch.words = (watch.words + data[missing:])[-_LONGEST_LINE:]
+        if not data or not watch.token.startswith(watch.received):
             self._lost(watch, None)
         elif watch.received == watch.token:
             watch.state = "verified"
@@ -226,6 +244,12 @@ def liveness() -> Liveness | None:
         return _liveness
 
 
+def tell_watchers(line: str) -> None:
+    """`Liveness.tell`, if any process may watch this one."""
+    if _liveness is not None:
+        _liveness.tell(line)
+
+
 def _forget_after_fork() -> None:
     global _liveness, _lock
     _lock = threading.Lock()
@@ -251,8 +275,14 @@ def _hosts(store: Store) -> list[str]:
     """Addresses at which other hosts may reach this one, the likeliest first."""
     found = [_source_address(host, port) for host, port in _servers(store)]
     with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+        found += [str(info[4][0]) for info in _resolved(socket.gethostname(), None, socket.SOCK_STREAM)]
     return [host for host in dict.fromkeys(found) if host and not host.startswith(("127.", "::1", "fe80"))]
+
+
+@functools.cache
+def _resolved(host: str, port: int | None, kind: socket.SocketKind) -> list[Any]:
+    """`socket.getaddrinfo`, once per process: a slow name server would delay every new group."""
+    return socket.getaddrinfo(host, port, type=kind)
 
 
 def _servers(store: Any) -> list[tuple[str, int]]:
@@ -267,7 +297,7 @@ def _servers(store: Any) -> list[tuple[str, int]]:
 def _source_address(host: str, port: int) -> str | None:
     """The address of this host in connections to another one."""
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = _resolved(host, port, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
@@ -276,10 +306,13 @@ def _source_address(host: str, port: int) -> str | None:
 
 
 class Neighbors:
-    """The two neighbors of a rank in its group, which it watches for all ranks; one that has ended is passed over."""
+    """The two neighbors of a rank in its group, which it watches for all ranks; one that has ended is passed over.
 
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
+    Every rank also watches `server`, which probably serves the store: its end must be known without the store.
+    """
+
+    def __init__(self, rank: int, world: int, server: int | None = None) -> None:
+        self._rank, self._world, self._server = rank, world, server
         self._watches: dict[int, Watch] = {}
         self._reported: set[int] = set()
 
@@ -292,12 +325,25 @@ class Neighbors:
             neighbor = (self._rank + step) % self._world
             while neighbor in self._watches and self._watches[neighbor].verdict is not None:
                 neighbor = (neighbor + step) % self._world
-            if neighbor != self._rank and neighbor not in self._watches and (address := address_of(neighbor)):
-                self._watches[neighbor] = own.watch(address)
+            self._begin(neighbor, own, address_of)
+        if self._server is not None:
+            self._begin(self._server, own, address_of)
         for rank, watch in self._watches.items():
             if watch.verdict is not None and rank not in self._reported:
                 report(rank, watch.verdict)
                 self._reported.add(rank)
+
+    def _begin(self, rank: int, own: Liveness, address_of: Callable[[int], str | None]) -> None:
+        if rank != self._rank and rank not in self._watches and (address := address_of(rank)):
+            self._watches[rank] = own.watch(address)
+
+    def end_of_server(self, seconds: float) -> Watch | None:
+        """The rank that probably serves the store, if it ends within some seconds."""
+        watch = None if self._server is None else self._watches.get(self._server)
+        deadline = time.monotonic() + seconds
+        while watch is not None and watch.verdict is None and time.monotonic() < deadline:
+            time.sleep(_ACCEPT_AGAIN)
+        return None if watch is None or watch.verdict is None else watch
 
     def close(self) -> None:
         """Watch nobody."""

@@ -15,7 +15,7 @@ import select
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from ctypes import addressof, create_string_buffer, memmove
 from datetime import timedelta
 from threading import Lock
@@ -149,10 +149,11 @@ class _Peer:
 class LocalPeers:
     """The messages between this rank and the other ranks of its host.
 
-    `processes` holds a file descriptor of the process of each rank of this host, in rank order.
+    `processes` holds a file descriptor of the process of each rank of this host, in rank order, and `process_ids` their
+    numbers.
     """
 
-    def __init__(self, rank: int, processes: Mapping[int, int], segment: Segment) -> None:
+    def __init__(self, rank: int, processes: Mapping[int, int], process_ids: Collection[int], segment: Segment) -> None:
         for descriptor in processes.values():
             weakref.finalize(self, os.close, descriptor)
         members = list(processes)
@@ -165,16 +166,23 @@ class LocalPeers:
         }
         self.largest = largest_message(_ring_bytes(len(members)))
         """The bytes of the largest message that is sent through shared memory."""
-        self._is_crowded = len(members) > len(os.sched_getaffinity(0))
+        self._is_crowded = False
         self._lock = Lock()
         self._unusable: str | None = None
-        self._sleepers = 0  # threads that wait for messages
+        self._sleepers: set[SharedWork] = set()  # messages that threads wait for
+        self._processes = set(process_ids)
         _all_peers.add(self)
+        _count_processes()
 
     @property
     def ranks(self) -> int:
         """The number of ranks on this host that share memory, this one included."""
         return len(self._peers) + 1
+
+    def carries(self, world: int, messages: Sequence[Message]) -> bool:
+        """Whether all messages of a comm of `world` ranks go through shared memory."""
+        largest = self.largest
+        return self.ranks == world and all(x.nbytes <= largest and x.is_cpu for x, _ in messages)
 
     def post(self, tag: int, recvs: Sequence[Message], sends: Sequence[Message]) -> list[SharedWork | None]:
         """Post the messages that go through shared memory, and return None for each of the others.
@@ -205,15 +213,15 @@ class LocalPeers:
         try:
             peer = self._peers[work.peer]
             if work.waits_for_room or not self._look_often(peer, work):
-                self._sleepers += 1
+                self._sleepers.add(work)
                 try:
                     self._sleep_until_completed(peer, work, deadline)
                 finally:
-                    self._sleepers -= 1
+                    self._sleepers.discard(work)
         except RuntimeError:
             raise
         except BaseException:  # KeyboardInterrupt may have come between taking a message and reading it
-            self._unusable = "an earlier wait for a message was interrupted"
+            self._unusable = "an earlier wait for a message was interrupted (by Ctrl-C, say): make a new process group"
             raise
 
     def _look_often(self, peer: _Peer, work: SharedWork) -> bool:
@@ -242,7 +250,7 @@ class LocalPeers:
             if self._unusable is not None:
                 raise RuntimeError(self._unusable)
             if is_lost:
-                raise RuntimeError(f"Connection closed by peer: the process of rank {work.peer} has ended or given up")
+                raise RuntimeError("Connection closed by peer")
             if time.monotonic() > deadline:
                 raise RuntimeError("Timed out")
             is_lost = peer.has_ended() or self._segment.memory[peer.state] != 0  # and looks once more
@@ -277,6 +285,15 @@ class LocalPeers:
 
 
 _all_peers: weakref.WeakSet[LocalPeers] = weakref.WeakSet()
+
+
+def _count_processes() -> None:
+    """Note whether ranks outnumber processor cores: those of all groups of this process, and those torchrun tells."""
+    known = set[int]().union(*(peers._processes for peers in _all_peers))
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(len(known), int(told) if told.isdecimal() else 0)
+    for peers in _all_peers:
+        peers._is_crowded = ranks > len(os.sched_getaffinity(0))
 
 
 def _after_fork() -> None:
@@ -341,21 +358,24 @@ def connect(rank: int, world: int, share: Callable[[str, str, Sequence[int]], di
     members = [other for other in range(world) if hosts[other][0] == hosts[rank][0]]
     if not hosts[rank][0] or len(members) < 2 or not _ring_bytes(len(members)):
         return None
-    segment, name = _created(len(members)) if rank == members[0] else (None, "")
-    name = share("segment", name, members[:1])[members[0]]
+    ids = {other: int(hosts[other][1]) for other in members}
+    created, name = _created(len(members)) if rank == members[0] else (None, "")
     processes: dict[int, int] = {}
+    peers = None
     try:
-        if name and segment is None:
-            segment = Segment.open(name)
-        for other in members if segment is not None else ():
-            processes[other] = os.pidfd_open(int(hosts[other][1]))
-    except (OSError, ValueError):
-        segment = None
-    answers = share("shared", "no" if segment is None else "yes", members)
-    if rank == members[0] and segment is not None:
-        segment.forget_name()
-    if segment is None or "no" in answers.values():
-        for descriptor in processes.values():
+        name = share("segment", name, members[:1])[members[0]]
+        try:
+            segment = Segment.open(name) if name and created is None else created
+            for other in members if segment is not None else ():
+                processes[other] = os.pidfd_open(ids[other])
+        except (OSError, ValueError):
+            segment = None
+        answers = share("shared", "no" if segment is None else "yes", members)
+        if segment is not None and "no" not in answers.values():
+            peers = LocalPeers(rank, processes, ids.values(), segment)
+        return peers
+    finally:
+        if created is not None:
+            created.forget_name()
+        for descriptor in processes.values() if peers is None else ():
             os.close(descriptor)
-        return None
-    return LocalPeers(rank, processes, segment)

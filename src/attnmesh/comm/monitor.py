@@ -13,13 +13,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from attnmesh.comm.agreement import AgreementStore, CommError, Signature
+from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature
 from attnmesh.comm.base import COMPARED_CALLS
+from attnmesh.comm.group_store import CommError, StoreLostError
 from attnmesh.comm.liveness import UNREACHABLE, Neighbors
 from attnmesh.core.call_log import CallLog, LoggedCall, alternatives, format_ranks, out_of_step
 
@@ -30,6 +31,7 @@ GRACE = 5.0
 
 _INTERVAL = 0.2  # seconds between two looks at the rank
 _ARRIVAL = 5.0  # seconds in which messages may still arrive from a process that has ended
+_FEW = 8  # ranks that each rank looks at
 _STILL = 1.5  # seconds without news after which a rank is taken for one that does not wait
 SEARCH = 3.0
 """Seconds that `Monitor.find_absent` takes, beyond the grace."""
@@ -45,8 +47,8 @@ class Monitored(Protocol):
     def has_failed(self) -> bool:
         """Whether it is of no more use."""
 
-    missing_from: Collection[int]
-    """The ranks whose messages it waits for."""
+    def missing_ranks(self) -> Collection[int]:
+        """The ranks that it waits for."""
 
     def is_watched(self) -> bool:
         """Whether to compare calls with those of other ranks now."""
@@ -54,7 +56,13 @@ class Monitored(Protocol):
     def is_waiting(self) -> bool:
         """Whether this process waits for other ranks, in any of its groups."""
 
-    def interrupt(self, problem: str) -> None:
+    def waits_for(self) -> tuple[Collection[int], str]:
+        """The ranks that this process waits for now, in any of its groups, by their global numbers, and the call."""
+
+    def is_here(self) -> bool:
+        """Whether this process waits in this group."""
+
+    def interrupt(self, causes: Sequence[str]) -> None:
         """Fail, and end what the rank waits for."""
 
 
@@ -64,14 +72,20 @@ class Monitor:
     It does not keep the comm alive.
     """
 
-    def __init__(self, store: AgreementStore, rank: int, world: int, logs: Logs, comm: Monitored) -> None:
-        self._store, self._rank, self._world, self._logs = store, rank, world, logs
+    def __init__(
+        self, store: AgreementStore, rank: int, global_ranks: Sequence[int], logs: Logs, comm: Monitored
+    ) -> None:
+        self._store, self._rank, self._world, self._logs = store, rank, len(global_ranks), logs
+        self._global_ranks = global_ranks
         self._comm = weakref.ref(comm)
         self._beat = 0  # how often this rank has published
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._neighbors = Neighbors(rank, world)
+        self._running: dict[Future[Any], float] = {}  # requests, and the seconds that each may take
+        server = global_ranks.index(0) if 0 in global_ranks else None  # of the store, usually
+        self._neighbors = Neighbors(rank, self._world, server)
         self._seen_ended: dict[int, float] = {}  # when this rank learned that others have ended, by time.monotonic()
         self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()
         self._is_stuck = self._is_store_lost = False
 
     def start(self, timeout: float) -> None:
@@ -81,21 +95,34 @@ class Monitor:
 
     def call(self, fn: Callable[[], T], timeout: float = 0) -> T:
         """The result of `fn` on the monitor's thread; CommError if it takes longer than `timeout` and the grace."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="attnmesh monitor", daemon=True)
-            _monitors.add(self)
-            self._thread.start()
-        future: Future[T] = Future()
+        future = Future[T]()
+        self._running[future] = timeout + GRACE
         try:
             if not self._is_stuck:
-                self._requests.put((fn, future))
-                return future.result(timeout + GRACE)
+                self._submit(fn, future)
+                return future.result(sum(list(self._running.values())))  # those of other threads may run before
         except TimeoutError:
             self._is_stuck = True
-        raise CommError(
-            f"rank {self._rank}: the store of the process group did not answer within {timeout + GRACE:g} s: the rank "
-            "that serves it (usually rank 0) is stopped or unreachable"
+        finally:
+            del self._running[future]
+        raise StoreLostError(
+            f"the group's store did not answer within {timeout + GRACE:g} s: its process, usually that of rank 0, is "
+            "stopped or unreachable"
         )
+
+    def submit(self, fn: Callable[[], T]) -> Future[T]:
+        """Begin to run `fn` on the monitor's thread."""
+        future = Future[T]()
+        self._submit(fn, future)
+        return future
+
+    def _submit(self, fn: Callable[[], T], future: Future[T]) -> None:
+        with self._start_lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="attnmesh monitor", daemon=True)
+                _monitors.add(self)
+                self._thread.start()
+        self._requests.put((fn, future))
 
     def compare(
         self, signature: Signature, timeout: float, meanwhile: Callable[[], None] = lambda: None
@@ -113,7 +140,7 @@ class Monitor:
                 meanwhile()
                 problem = self.out_of_step() or self._overtaken(signature)
                 if problem is not None:
-                    raise CommError(problem)
+                    raise self._store.error([problem], f"was about to start {signature.short}")
                 last_check = time.monotonic()
 
         return self.call(lambda: self._store.compare(signature, timeout, check_missing_ranks), timeout)
@@ -159,85 +186,133 @@ class Monitor:
             return False
         if self._is_store_lost or comm.has_failed:
             return True
+        causes: list[str] = []
         try:
             self.watch_neighbors()
-            if not comm.is_watched():
+            if comm.is_watched():
+                causes = self._store.causes() or self._lost_peers(comm.missing_ranks()) or self._differences()
+            elif not comm.is_waiting():
                 return True
-            problem = (
-                self._store.failures() or self._lost_peers(comm.missing_from) or self.out_of_step() or self._overtook()
-            )
+            if not causes and self._store.is_searching():
+                self._store.report_waiting(*comm.waits_for(), here=comm.is_here())
         except CommError:  # the rank notices that the store is lost when it needs it
             self._is_store_lost = True
             return True
         except Exception:  # its group is being destroyed
             return True
-        if problem:
-            comm.interrupt(problem)
+        if causes:
+            comm.interrupt(causes)
         return True
 
     def watch_neighbors(self) -> None:
         """Report neighbors that have ended (on this thread)."""
         self._neighbors.look(self._store.address, self._store.report_end)
 
-    def _lost_peers(self, missing_from: Collection[int]) -> str | None:
+    def _lost_peers(self, missing: Collection[int]) -> list[str]:
         """Which ranks that messages are missing from are dead. What a process has sent before it ended may arrive."""
         ended, now = self._store.ended(), time.monotonic()
         dead = [
             rank
-            for rank in set(ended).intersection(missing_from)
+            for rank in set(ended).intersection(missing)
             if ended[rank] == UNREACHABLE or now - self._seen_ended.setdefault(rank, now) > _ARRIVAL
         ]
-        return self._store.describe_ended(dead) or None
+        return self._store.causes_of_end(dead)
+
+    def _differences(self) -> list[str]:
+        """How the calls of ranks differ, if they do."""
+        problem = self.out_of_step() or self._overtook()
+        return [problem] if problem else []
 
     def out_of_step(self) -> str | None:
         """Publish the calls of this rank, and compare them with those that other ranks have published."""
         self._publish()
         own = {members: log.digests() for members, log in self._logs.items()}
-        for rank, text in self._store.published().items():
+        for rank, text in self._store.published(self._compared_ranks()).items():
             for members, (digests, calls) in _from_json(text).logs.items():
                 known = own.get(members, {})
                 if any(known.get(number, digest) != digest for number, digest in digests.items()):
                     both = {self._rank: self._logs[members].latest(COMPARED_CALLS), rank: calls}
-                    return out_of_step(both) or f"ranks {self._rank} and {rank} are out of step since earlier calls"
+                    names = self._store.names([self._rank, rank])
+                    return out_of_step(both, self._global_ranks) or f"{names} are out of step since earlier calls"
         return None
 
-    def explain(self, failure: str | None = None) -> str:
-        """How calls differ, as a part of an error message. Gives other ranks the time to publish theirs.
+    def _compared_ranks(self) -> list[int]:
+        """The ranks that this rank compares its calls with: all, or of many ranks the next, those that it waits for,
+        and in turn each of the others. The store would not bear that all ask for all."""
+        if self._world <= _FEW:
+            return [rank for rank in range(self._world) if rank != self._rank]
+        comm = self._comm()
+        missing = sorted(comm.missing_ranks() if comm is not None else ())[: _FEW // 2]
+        others = {*missing, *((self._rank + step) % self._world for step in (1, self._beat))}
+        return sorted(others - {self._rank})
 
-        If they do not differ, ranks that wait for one another in a chain all time out at once: each reports its
-        `failure`, of which one has the rank that did not arrive.
+    def find_causes(self, peers: Collection[int], call: str, how: str, otherwise: str, seconds: float) -> list[str]:
+        """Why messages of `peers` did not arrive in a call, `how` they failed to if nobody knows, or something else.
+
+        Gives other ranks some seconds to publish what they know, and that they wait.
         """
-        for _ in range(3):
-            if problem := self.out_of_step() or self._overtook():
-                return f"; {problem}"
-            if failure is not None:
-                self._store.report_failure(failure)
+        deadline = time.monotonic() + seconds
+        while True:
+            self.watch_neighbors()
+            if causes := self._store.causes() or self._differences() or self._errors_of_others():
+                return causes
+            if ended := self._store.ended().keys() & set(peers):
+                return self._store.causes_of_end(ended)
+            self._store.begin_search(self._store.globally(peers), call)
+            if time.monotonic() > deadline:
+                return self._store.causes_of_absence(how) or self._waiting_to_agree() or [otherwise]
             time.sleep(_INTERVAL)
-        failures = self._store.failures()
-        return f"; {failures}" if failures else ""
+
+    def _errors_of_others(self) -> list[str]:
+        """The errors that others report in an agreement that this rank has not entered."""
+        waiting = self._store.waiting(self._compared_ranks())
+        return [
+            f"{self._store.names([rank])} failed in {signature.operation}: {signature.error}"
+            for rank, signature in waiting.items()
+            if signature.error is not None
+        ]
+
+    def _waiting_to_agree(self) -> list[str]:
+        return [
+            f"{self._store.names([rank])} is about to start {signature.short}"
+            for rank, signature in self._store.waiting(self._compared_ranks()).items()
+        ]
+
+    def causes_without_store(self, error: StoreLostError) -> list[str]:
+        """Why the store is lost, by the connection to the rank that probably serves it."""
+        server = None if self._is_stuck else self._neighbors.end_of_server(CAUSE_SEARCH)
+        if server is None:
+            return [str(error)]
+        with suppress(ValueError):  # it has told nothing
+            return list(map(str, json.loads(server.last_words)))
+        return [f"rank 0 is dead: {server.verdict}"]
 
     def find_absent(self) -> str:
-        """Why this rank waits for so long: the ranks of the group that do not wait, or the failure of one.
+        """Why this rank waits for so long: the ranks of the group that have not arrived, or the failure of one.
 
-        A rank waits if it says so and goes on to say so. A process that is stopped says nothing any more. If all wait,
-        they wait for a rank of another group, and one of them will report it.
+        A rank has arrived if it is in the same call or a later one, says that it waits, and goes on to say so. A
+        process that is stopped says nothing any more. Of many ranks, each looks at the next ones and reads what others
+        report.
         """
-        begin, before = time.monotonic(), self._statuses()
+        next_ranks = [(self._rank + step) % self._world for step in range(1, min(self._world, _FEW + 1))]
+        begin, before = time.monotonic(), self._statuses(next_ranks)
         while True:
             time.sleep(_INTERVAL)
             self._publish()
             if failures := self._store.failures():
                 return failures
-            now = self._statuses()
-            here = {
-                rank
-                for rank, (beat, waits) in now.items()
-                if waits and beat > before.setdefault(rank, (beat, waits))[0]
+            now, own = self._statuses(next_ranks), next(iter(self._logs.values())).count
+            waiting = {
+                rank: status
+                for rank, status in now.items()
+                if status.waits and status.beat > before.setdefault(rank, status).beat
             }
-            absent = sorted(set(range(self._world)) - here - {self._rank})
+            absent = sorted(rank for rank in next_ranks if rank not in waiting or _count(waiting[rank]) < own)
             passed = time.monotonic() - begin
             if absent and passed > _STILL:
-                return f"{format_ranks(absent)} did not arrive"
+                elsewhere = waiting.keys() & absent
+                why = f" ({format_ranks(sorted(elsewhere))} in another call, waiting)" if elsewhere else ""
+                return f"{format_ranks(absent)} did not arrive{why}"
             if passed > SEARCH:
                 return "all ranks of this group wait, for a rank that is not in it"
 
@@ -247,36 +322,34 @@ class Monitor:
         waits = comm is not None and comm.is_waiting()
         self._store.publish(_to_json(self._logs, self._store.round, self._beat, waits))
 
-    def _statuses(self) -> dict[int, tuple[int, bool]]:
-        """How often each other rank has published, and whether it waits."""
-        published = {rank: _from_json(text) for rank, text in self._store.published().items()}
-        return {rank: (each.beat, each.waits) for rank, each in published.items()}
+    def _statuses(self, ranks: Collection[int]) -> dict[int, _Published]:
+        return {rank: _from_json(text) for rank, text in self._store.published(ranks).items()}
 
     def _overtaken(self, signature: Signature) -> str | None:
         """Whether another rank, which did not compare, is already in the call that this rank wants to compare."""
         number = _next_number(signature)
-        for rank, text in self._store.published().items():
+        for rank, text in self._store.published(self._compared_ranks()).items():
             published = _from_json(text)
             calls = {call.number: call for _, latest in list(published.logs.values())[:1] for call in latest}
             if published.rounds < self._store.round and max(calls, default=0) >= number:
                 text = calls[number].text if number in calls else "another call"
-                return _both_sides(number, {self._rank: str(signature), rank: text})
+                return self._both_sides(number, {self._rank: str(signature), rank: text})
         return None
 
     def _overtook(self) -> str | None:
         """Whether another rank waits to compare a call that this rank is already in."""
         log = next(iter(self._logs.values()))
-        for rank, signature in self._store.waiting().items():
+        for rank, signature in self._store.waiting(self._compared_ranks()).items():
             number = _next_number(signature)
             if log.count >= number:
                 own = {call.number: call.text for call in log.latest(COMPARED_CALLS)}
-                error = f" with error: {signature.error}" if signature.error else ""
-                return _both_sides(number, {self._rank: own.get(number, "another call"), rank: f"{signature}{error}"})
+                text = f"{signature} with error: {signature.error}" if signature.error else str(signature)
+                return self._both_sides(number, {self._rank: own.get(number, "another call"), rank: text})
         return None
 
-
-def _both_sides(number: int, by_rank: dict[int, str]) -> str:
-    return f"ranks are out of step at call {number}: {alternatives(dict(sorted(by_rank.items())))}"
+    def _both_sides(self, number: int, by_rank: dict[int, str]) -> str:
+        sides = alternatives(dict(sorted(by_rank.items())), self._global_ranks)
+        return f"ranks are out of step at call {number}: {sides}"
 
 
 def _next_number(signature: Signature) -> int:
@@ -290,6 +363,11 @@ class _Published(NamedTuple):
     logs: dict[tuple[int, ...], tuple[dict[int, int], list[LoggedCall]]]
     beat: int
     waits: bool
+
+
+def _count(published: _Published) -> int:
+    """The number of calls that a rank has made in the group."""
+    return max((call.number for _, calls in list(published.logs.values())[:1] for call in calls), default=0)
 
 
 def _to_json(logs: Logs, rounds: int, beat: int, waits: bool) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -59,20 +59,26 @@ class NcclSide:
             raise errors[0]
         self.is_initialized = True
 
-    def watch(self, name: str, posted: float, timeout: float) -> None:
-        """Watch what is queued on the current stream: an operation that was posted at a time.
+    @contextmanager
+    def posting(self, operation: QueuedOperation) -> Iterator[None]:
+        """Around the call that posts an operation: NCCL may have to connect, and wait for other ranks on the host."""
+        if self._watchdog_timeout != operation.timeout:
+            self._set_watchdog(operation.timeout)
+        self._in_flight.add(operation)
+        try:
+            yield
+        finally:
+            self._in_flight.remove(operation)
 
-        Nothing is queued while a graph is captured.
-        """
-        if self._watchdog_timeout != timeout:
-            self._set_watchdog(timeout)
+    def watch(self, operation: QueuedOperation) -> None:
+        """Watch what an operation has queued on the current stream. Nothing is queued while a graph is captured."""
         if not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
-            event.record()
-            self._in_flight.add(name, posted, timeout, event)
+            operation.event = torch.cuda.Event()
+            operation.event.record()
+            self._in_flight.add(operation)
 
     def oldest(self, age: float = 0) -> QueuedOperation | None:
-        """The oldest operation that has not completed, if it was posted at least `age` seconds ago."""
+        """The oldest operation that has not completed, as `StreamWatch.oldest`."""
         return self._in_flight.oldest(age)
 
     def abort(self) -> None:

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import wait
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from threading import Lock, get_ident
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.agreement import AgreementStore, CommError, Signature, disagreement
-from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, detached, split_buffer
-from attnmesh.comm.caller_error import CallerError
-from attnmesh.comm.in_flight import InFlightMessage, Waitable, record_on_stream, record_on_threads, stage
-from attnmesh.comm.local_peers import LocalPeers, SharedWork, connect
+from attnmesh.comm import caller_error, in_flight
+from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature, disagreement
+from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
+from attnmesh.comm.caller_error import Caller
+from attnmesh.comm.group_settings import store_of, timeout_of
+from attnmesh.comm.group_store import CommError, StoreLostError
+from attnmesh.comm.in_flight import Batch, InFlightMessage, Waitable, describe, messages_of, stage
+from attnmesh.comm.liveness import tell_watchers
+from attnmesh.comm.local_peers import LocalPeers, connect
 from attnmesh.comm.monitor import SEARCH, Monitor
-from attnmesh.comm.nccl import NcclSide, abort_all, own_timeout
+from attnmesh.comm.nccl import NcclSide, abort_all
 from attnmesh.comm.stream_watch import QueuedOperation
 from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import MAX_TIMEOUT, check_timeout, check_type
+from attnmesh.core.validation import check_timeout, check_type
 from attnmesh.trace.recorder import Recorder
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-
 _PATIENCE = 0.2  # seconds that a rank waits for messages before its calls are compared with those of other ranks
+_LONGEST_CAUSE, _TELL = 1000, 1.0  # characters, and seconds, to tell those in other groups why this rank gives up
 _TAGS, _SIZE_FACTOR = (1 << 31) - 1, 0x9E3779B1  # tags are 31-bit integers
 
 
@@ -51,20 +53,24 @@ class GroupComm(Comm):
     is_own_group = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), _timeout_of(group))
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_of(group))
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self._backend_of: dict[torch.device, str] = {}
-        self._store = AgreementStore(_store_of(group), self.rank, self.world)
-        self._monitor = Monitor(self._store, self.rank, self.world, self._logs, self)
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self._store = AgreementStore(store_of(group), self.rank, self.world, self.global_ranks)
+        self._monitor = Monitor(self._store, self.rank, self.global_ranks, self._logs, self)
         # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
         end_monitor = self._monitor.end
         self._group_ref = weakref.ref(group, lambda _: end_monitor())
         self.waiting_since: float | None = None  # since when it waits for other ranks, by time.monotonic()
-        self.missing_from: Collection[int] = ()
+        self.waiting_for: Collection[int] = ()  # ranks, if it waits for messages on the host
+        self.waiting_thread: int | None = None
+        self.waiting_peer: int | None = None  # the one of these whose message it waits for first
         self._calls_watched = 0  # that NCCL carries
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
         self.nccl = NcclSide(group, self._overdue)
+        self._caller = Caller()
         self._process = os.getpid()
         self._is_connected = False
         self._local_peers: LocalPeers | None = None  # ranks that small messages reach through shared memory
@@ -86,11 +92,22 @@ class GroupComm(Comm):
         """
         if os.getpid() != self._process:  # forked: the group is the parent's, which has not failed
             return
-        with _caller_error.lock:
+        self._give_up(message, [f"{self._store.own_name} failed: {message}"])
+
+    def _give_up(self, message: str, causes: Sequence[str]) -> None:
+        with caller_error.lock:
             self._broken = self._broken or message
         with suppress(CommError):  # before an abort, which may take seconds: others would search for the rank to blame
-            self._monitor.call(lambda: self._store.report_failure(message))
+            self._monitor.call(lambda: self._store.report_causes(causes))
+        self._tell_others(causes)
         abort_all([self.nccl])
+
+    def _tell_others(self, causes: Sequence[str]) -> None:
+        """Give the causes to those who will miss this rank elsewhere: without the store, and in its other groups."""
+        tell_watchers(json.dumps([cause[:_LONGEST_CAUSE] for cause in causes[:2]]))
+        others = [comm for comm in _all_comms() if comm is not self and comm.world > 1]
+        told = [comm._monitor.submit(partial(comm._store.report_elsewhere, causes)) for comm in others]
+        wait(told, _TELL)
 
     # Agreement.
 
@@ -102,9 +119,9 @@ class GroupComm(Comm):
             with self._waiting():
                 signatures = self._monitor.compare(signature, self.timeout, self._make_progress)
         except CommError as error:
-            raise self._failed(str(error)) from error
+            raise self._failed(error, f"was about to start {signature.short}") from error
         if len(signatures) < self.world:
-            self._unread = disagreement(signatures)
+            self._unread = disagreement(signatures, self.global_ranks)
         elif disagreement(signatures) is None:
             if self._will_use_nccl(signature):
                 self._initialize_nccl()
@@ -120,20 +137,21 @@ class GroupComm(Comm):
     def _initialize_nccl(self) -> None:
         if not self.nccl.is_initialized:
             try:
-                with self._waiting():
+                with self._waiting(set(range(self.world)) - {self.rank}):
                     self.nccl.initialize(self.timeout, lambda: self._broken is not None)
             except (TimeoutError, RuntimeError) as error:
                 self._raise_if_broken()
-                raise self._failed(f"rank {self.rank}: {_reason(error)}{self._explain()}") from error
+                causes = self._causes((), "did not arrive", f"{self._store.own_name}: {_reason(error)}")
+                raise self._failed(self._store.error(causes, "was about to connect over NCCL")) from error
 
     @contextmanager
-    def _waiting(self, missing_from: Collection[int] = ()) -> Iterator[None]:
+    def _waiting(self, ranks: Collection[int] = ()) -> Iterator[None]:
         """This rank waits on the host for other ranks, and for messages of some of them."""
-        self.missing_from, self.waiting_since = missing_from, time.monotonic()
+        self.waiting_for, self.waiting_since, self.waiting_thread = ranks, time.monotonic(), get_ident()
         try:
             yield
         finally:
-            self.missing_from, self.waiting_since = (), None
+            self.waiting_for, self.waiting_since, self.waiting_thread = (), None, None
 
     def _connect_local_peers(self) -> None:
         """Find the ranks that small messages reach through shared memory; the others are reached over gloo."""
@@ -147,7 +165,7 @@ class GroupComm(Comm):
         try:
             peers = self._monitor.call(lambda: connect(self.rank, self.world, share), self.timeout)
         except CommError as error:
-            raise self._failed(str(error)) from error
+            raise self._failed(error, "was about to connect with other ranks") from error
         if peers is not None:
             self._local_peers = peers
             weakref.finalize(self.group, peers.leave)
@@ -162,6 +180,14 @@ class GroupComm(Comm):
         if self._local_peers is not None:
             self._local_peers.progress_unless_waiting()
 
+    def _check_one_thread(self, operation: str) -> None:
+        if self.waiting_thread is not None and self.waiting_thread != get_ident():
+            raise RuntimeError(
+                f"two threads use one comm at the same time: one calls {operation} while another waits for other ranks "
+                f"in {self._operation}. Ranks must make the same calls in the same order: make all calls in one thread "
+                "at a time, or give each thread a process group of its own"
+            )
+
     def _check_usable(self) -> None:
         """Raise after a failure, or if other ranks did not read the disagreement that this rank raised before."""
         self._raise_if_broken()
@@ -170,13 +196,13 @@ class GroupComm(Comm):
             problem, self._unread = self._unread, None
             watch = self._monitor.watch_neighbors
             if not self._monitor.call(lambda: self._store.all_arrived(self.timeout, watch), self.timeout):
-                raise self._failed(f"rank {self.rank}: not all ranks arrived to learn that {problem}")
+                raise self._failed(CommError(f"not all ranks arrived to learn that {problem}"))
 
     def _raise_if_broken(self) -> None:
         if os.getpid() != self._process:
             raise CommError("this process was forked from the one that owns the process group: make a group of its own")
         if self._broken is not None:
-            _caller_error.withdraw()
+            self._caller.withdraw()
             raise CommError(f"this comm has failed before: {self._broken}")
 
     # Ranks that are out of step, or do not arrive.
@@ -196,16 +222,38 @@ class GroupComm(Comm):
         calls, self._calls_watched = self._calls_watched, self.log.count
         return self.nccl.is_initialized and (calls != self.log.count or self.is_waiting())
 
+    def missing_ranks(self) -> Collection[int]:
+        """The ranks that it waits for, on the host or in the oldest operation of NCCL."""
+        oldest = None if self.waiting_for else self.nccl.oldest(_PATIENCE)
+        return self.waiting_for if oldest is None else oldest.peers
+
     def is_waiting(self) -> bool:
         """Whether this process waits for other ranks in any of its groups, on the host or on the device."""
         return any(comm.waiting_since is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in _all_comms())
 
-    def interrupt(self, problem: str) -> None:
+    def waits_for(self) -> tuple[set[int], str]:
+        """The ranks that this process waits for, in any of its groups, by their global numbers, and the calls."""
+        found, calls = set[int](), []
+        for comm in _all_comms():
+            peer = comm.waiting_peer
+            ranks = [peer] if peer is not None else comm._store.missing or comm.missing_ranks()
+            found |= comm._store.globally(ranks)
+            if ranks:
+                calls.append(comm._operation)
+        return found, ", ".join(calls)
+
+    def is_here(self) -> bool:
+        """Whether it waits in this group."""
+        return self.waiting_since is not None or self.nccl.oldest() is not None
+
+    def interrupt(self, causes: Sequence[str]) -> None:
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
-        self._store.report_failure(f"rank {self.rank}: {problem}")
-        self._end_all(f"rank {self.rank}: {problem}")
+        error = self._store.error(causes, f"was in {self._operation}")
+        self._store.report_causes(causes)
+        self._end_all(str(error))
+        self._tell_others(causes)
         if self._local_peers is not None:
-            self._local_peers.stop(problem)
+            self._local_peers.stop(str(error))
             self._local_peers.leave()
         if self.world > 1 and "gloo" in self._backends.values():
             # A message that times out closes all connections of the group: the only way to end a wait of gloo. One that
@@ -219,11 +267,13 @@ class GroupComm(Comm):
                         work.wait(timedelta(milliseconds=1))
 
     def _overdue(self, operation: QueuedOperation) -> None:
-        """Fail, because NCCL did not complete an operation in time (on the thread that watches streams)."""
+        """Fail, because NCCL did not complete an operation in time (on a thread of its own)."""
         try:
             reason = self._monitor.call(self._monitor.find_absent, SEARCH)
         except CommError as error:
             reason = str(error)
+        if operation.has_completed or self._broken is not None:
+            return
         members = dist.get_process_group_ranks(self.group)
         where = "" if members == list(range(self.world)) else f" (in the group of ranks {members})"
         message = f"rank {self.rank}: {operation.name} did not complete within {operation.timeout:g} s: {reason}{where}"
@@ -236,17 +286,18 @@ class GroupComm(Comm):
 
         The thread that makes the calls may wait for the device, or use what was not received: it raises the error.
         """
-        with _caller_error.lock:
+        with caller_error.lock:
             if self._broken is not None:  # the rank itself has noticed
                 return
             blocked = [comm for comm in _all_comms() if comm is not self and comm.nccl.oldest() is not None]
-            if blocked or self.nccl.oldest() is not None:
-                _caller_error.send(message)
             for comm in (self, *blocked):
-                comm._broken = message
+                if comm.nccl.oldest() is not None:
+                    comm._caller.send(message)
+                comm._broken = comm._broken or message
+        for comm in blocked:  # before the abort, which may take seconds
+            with suppress(CommError):
+                comm._monitor.call(partial(comm._store.report_failure, message))
         abort_all(comm.nccl for comm in (self, *blocked))
-        for comm in blocked:
-            comm.fail(message)
 
     @contextmanager
     def replaying(self, operation: str) -> Iterator[None]:
@@ -254,15 +305,26 @@ class GroupComm(Comm):
         check_type("operation", operation, str, "a string")
         self._check_usable()
         self.note(operation)
-        yield
         if self.nccl.is_initialized:
-            self._watch(operation)
+            with self._watched(operation):
+                yield
+        else:
+            yield
 
-    def _watch(self, op: str, posted: float | None = None) -> None:
-        """Watch what NCCL has queued on the current stream."""
-        _caller_error.remember_thread()
+    def queued(self, op: str, messages: Sequence[InFlightMessage] = ()) -> QueuedOperation:
+        """An operation of NCCL that this rank posts now: messages, or a collective of all ranks."""
+        self._caller.remember_thread()
         name = op if op == self._operation else f"{op} ({self._operation})"
-        self.nccl.watch(name, time.monotonic() if posted is None else posted, self.timeout)
+        peers = {message.peer for message in messages} or set(range(self.world)) - {self.rank}
+        return QueuedOperation(name, peers, time.monotonic(), self.timeout)
+
+    @contextmanager
+    def _watched(self, op: str) -> Iterator[None]:
+        """Around a collective of all ranks that NCCL carries: it is watched until it has completed."""
+        operation = self.queued(op)
+        with self.nccl.posting(operation):
+            yield
+        self.nccl.watch(operation)
 
     # Messages.
 
@@ -276,34 +338,20 @@ class GroupComm(Comm):
         tag = log.digest ^ text_digest(op)
         # Receives first: gloo announces them on the connection that also carries this rank's data to that peer. Behind
         # a large send the announcement would arrive late, and two ranks would send one after the other.
-        messages = _in_flight(recvs, sends, tag)
+        messages = messages_of(recvs, sends, tag)
         if backend != "nccl":
             stage(messages)
         if self.recorder is not None:
             return self._recorded_exchange(op, messages, self.recorder, blocking=backend != "nccl")
-        return _Batch(self, op, messages, self._post(op, messages), blocking=backend != "nccl")
+        return Batch(self, op, messages, self._post(op, messages), blocking=backend != "nccl")
 
     def _exchange_now(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
-        peers, messages = self._local_peers, (*recvs, *sends)
-        if (
-            peers is None or peers.ranks < self.world or self.recorder is not None
-            or any(tensor.nbytes > peers.largest or not tensor.is_cpu for tensor, _ in messages)
-        ):  # fmt: skip
+        peers = self._local_peers
+        if peers is None or self.recorder is not None or not peers.carries(self.world, (*sends, *recvs)):
             super()._exchange_now(op, sends, recvs)
             return
-        # As `_exchange` and `wait`, without what only larger messages and other devices need.
         self._check_usable()
-        now, done = time.monotonic(), 0
-        self.missing_from, self.waiting_since = {rank for _, rank in messages}, now
-        try:
-            for work in peers.post(self.log.digest ^ text_digest(op), recvs, sends):
-                assert work is not None
-                work.wait_until(now + self.timeout)
-                done += 1
-        except RuntimeError as error:
-            raise self.message_error(op, _in_flight(recvs, sends)[done:], error) from error
-        finally:
-            self.missing_from, self.waiting_since = (), None
+        in_flight.exchange_in_memory(self, peers, op, self.log.digest ^ text_digest(op), sends, recvs)
 
     def _recorded_exchange(
         self, op: str, messages: list[InFlightMessage], recorder: Recorder, *, blocking: bool
@@ -313,14 +361,18 @@ class GroupComm(Comm):
         posted = recorder.now(device)
         works: Sequence[Waitable] = self._post(op, messages)
         if blocking:
-            works = record_on_threads(works, messages, op, recorder, self.timeout, posted)
+            works = in_flight.record_on_threads(works, messages, op, recorder, self.timeout, posted)
         else:
-            record_on_stream(works, messages, op, recorder, posted)
-        return RecordedPending(_Batch(self, op, messages, works, blocking=blocking), op, recorder, device)
+            with self.message_errors(op, messages):
+                in_flight.record_on_stream(works, messages, op, recorder, posted)
+        return RecordedPending(Batch(self, op, messages, works, blocking=blocking), op, recorder, device)
 
     def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[Waitable]:
         try:
-            if self._local_peers is None or messages[0].wire_buffer.is_cuda:
+            if messages[0].wire_buffer.is_cuda:
+                with self.nccl.posting(self.queued(op, messages)):
+                    return self._post_to_backend(messages)
+            if self._local_peers is None:
                 return self._post_to_backend(messages)
             recvs, sends = ([(m.wire_buffer, m.peer) for m in messages if m.send is send] for send in (False, True))
             works = self._local_peers.post(messages[0].tag, recvs, sends)
@@ -363,40 +415,56 @@ class GroupComm(Comm):
             self._backend_of[device] = backend
         return backend
 
+    @contextmanager
+    def message_errors(self, op: str, messages: Sequence[InFlightMessage]) -> Iterator[None]:
+        """Errors of the backend as CommError. NCCL refuses operations once a rank has left."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.message_error(op, messages, error) from error
+
     def message_error(self, op: str, messages: Sequence[InFlightMessage], error: Exception) -> CommError:
         """Mark this comm as failed because of undelivered messages, and return the error to raise."""
         if self._broken is not None:  # the monitor ended the wait
-            _caller_error.withdraw()
+            self._caller.withdraw()
             return CommError(self._broken)
-        in_flight = f" while {' and '.join(map(str, messages))}" if messages else ""
         abort_all([self.nccl])
-        message = f"rank {self.rank} failed in {op} ({self._operation}){in_flight}: {_reason(error)}"
-        return self._failed(message + self._explain(message))
+        reason, peers, how, seconds = _reason(error), [message.peer for message in messages[:1]], "", CAUSE_SEARCH
+        if "Timed out" in reason:
+            how = f"did not arrive within {self.timeout:g} s"
+        elif "by peer" in reason:  # closed, reset
+            how = "has closed its connection: its process has ended, or it has given up or destroyed the group"
+            seconds = 2 * CAUSE_SEARCH  # others will probably tell the cause at once
+        if peers and how:
+            otherwise = f"{self._store.names(peers)} {how}"
+        else:
+            peers, otherwise = [], f"{self._store.own_name} failed in {op}: {reason}"
+        doing = f"was in {op} ({self._operation}){describe(messages, self._store.names)}: {reason}"
+        return self._failed(self._store.error(self._causes(peers, how, otherwise, seconds), doing))
 
-    def _explain(self, failure: str | None = None) -> str:
+    def _causes(self, peers: Collection[int], how: str, otherwise: str, seconds: float = CAUSE_SEARCH) -> list[str]:
+        call = self._operation
         try:
-            return self._monitor.call(self._store.explain) or self._monitor.call(lambda: self._monitor.explain(failure))
-        except CommError as error:
-            return f"; {error}"
+            return self._monitor.call(lambda: self._monitor.find_causes(peers, call, how, otherwise, seconds), seconds)
+        except StoreLostError as error:
+            return self._monitor.causes_without_store(error)
 
-    def _failed(self, message: str) -> CommError:
-        self._broken = message
-        self.fail(message)
+    def _failed(self, error: CommError, doing: str = "") -> CommError:
+        if isinstance(error, StoreLostError):
+            error = self._store.error(self._monitor.causes_without_store(error), doing)
+        self._broken = str(error)
+        self._give_up(str(error), error.causes)
         if self._local_peers is not None:
             self._local_peers.leave()  # after the reason is known: those who wait for this rank ask for it
-        return CommError(message)
+        return error
 
     # Operations that NCCL does better than a batch of messages.
 
     @contextmanager
     def _native(self, op: str, x: Tensor) -> Iterator[None]:
-        """Around a collective of the backend, which is watched. NCCL refuses it once a rank has left."""
-        try:
+        """Around a collective of the backend."""
+        with self.message_errors(op, ()), self._watched(op) if x.is_cuda else nullcontext():
             yield
-        except RuntimeError as error:
-            raise self.message_error(op, (), error) from error
-        if x.is_cuda:
-            self._watch(op)
 
     def _all_gather(self, op: str, x: Tensor, shapes: Sequence[Shape], into: Tensor | None = None) -> list[Tensor]:
         if self._backend(x.device) != "nccl":
@@ -464,87 +532,15 @@ class GroupComm(Comm):
             torch.cuda.current_stream().synchronize()
 
 
-class _Batch(Pending):
-    def __init__(
-        self, comm: GroupComm, op: str, messages: list[InFlightMessage], works: Sequence[Waitable], *, blocking: bool
-    ) -> None:
-        self._comm, self._op, self._messages, self._works = comm, op, messages, works
-        self._blocking, self._posted = blocking, time.monotonic()
-
-    def wait(self) -> None:
-        if self._blocking:
-            self._wait_on_host()
-        else:
-            for work in self._works:
-                work.wait()
-            if self._works:
-                self._comm._watch(self._op, self._posted)
-        self._messages, self._works = [], []  # a second wait returns at once, and buffers are released
-
-    def _wait_on_host(self) -> None:
-        comm, now = self._comm, time.monotonic()
-        # As `_waiting`, which would take longer than some messages.
-        comm.missing_from, comm.waiting_since = {message.peer for message in self._messages}, now
-        try:
-            self._wait_for_each(now + comm.timeout)
-        finally:
-            comm.missing_from, comm.waiting_since = (), None
-
-    def _wait_for_each(self, deadline: float) -> None:
-        for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
-            try:
-                if isinstance(work, SharedWork):
-                    work.wait_until(deadline)
-                else:
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except RuntimeError as error:
-                raise self._comm.message_error(self._op, self._messages[i:], error) from error
-            if message.staged is not None:
-                message.unstage()
-
-
-def _in_flight(recvs: Sequence[Message], sends: Sequence[Message], tag: int = 0) -> list[InFlightMessage]:
-    received = [InFlightMessage(detached(tensor), peer, False, tag) for tensor, peer in recvs]
-    return received + [InFlightMessage(detached(tensor), peer, True, tag) for tensor, peer in sends]
-
-
-def _store_of(group: dist.ProcessGroup) -> Store:
-    try:
-        return group.get_group_store()
-    except (AttributeError, RuntimeError):  # a group that was created without setting its store
-        return dist.distributed_c10d._get_process_group_store(group)
-
-
-_DEFAULT_TIMEOUT = 300.0  # seconds, for a backend that does not tell its own
-
-
-def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that `group` was created with; those of the default group if it was created with torch's default."""
-    timeout = _own_timeout(group)
-    if timeout in (default_pg_timeout, default_pg_nccl_timeout) and dist.group.WORLD is not None:
-        timeout = _own_timeout(dist.group.WORLD)
-    return _DEFAULT_TIMEOUT if timeout is None else min(timeout.total_seconds(), MAX_TIMEOUT)
-
-
-def _own_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The shortest timeout of the group's backends; None if they do not tell."""
-    try:
-        backends = (group._get_backend(device).options._timeout for device in group._device_types)
-        return own_timeout(group) or min(backends)
-    except (AttributeError, RuntimeError, ValueError):  # a backend without options, or without backends
-        return None
-
-
 def _reason(error: Exception) -> str:
     """The message of a backend's error without its source line and general advice."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+\.cc:\d+\] ", "", text).partition(". This is typically")[0]
 
 
-_caller_error = CallerError()
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupComm] = weakref.WeakKeyDictionary()
 """One comm per process group, because it counts the group's agreements. Removed when the group is destroyed."""
-_comms_lock = threading.Lock()
+_comms_lock = Lock()
 
 
 def _all_comms() -> list[GroupComm]:

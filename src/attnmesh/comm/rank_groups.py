@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from attnmesh.comm.agreement import CommError
 from attnmesh.comm.base import Comm, SharedValues
+from attnmesh.comm.group_store import CommError
 from attnmesh.core.call_log import CallLog
 
 T = TypeVar("T")

@@ -26,6 +26,7 @@ class SubComm(Comm):
             raise ValueError(f"members must include this rank ({parent.rank}), got {list(members)}")
         super().__init__(members.index(parent.rank), len(members), parent.timeout)
         self._parent, self._members = parent, tuple(members)
+        self.global_ranks = parent.global_ranks  # agreement is between the ranks of the parent
         self.log = self._parent_log()
         self._shares_log = self.log is parent.log
         self.shares_stream = parent.shares_stream
@@ -58,6 +59,9 @@ class SubComm(Comm):
         with self._parent.replaying(operation):
             yield
 
+    def _check_one_thread(self, operation: str) -> None:
+        self._parent._check_one_thread(operation)
+
     def _parent_log(self) -> CallLog:
         return self._parent.log
 
@@ -86,4 +90,4 @@ class IndependentSubComm(SubComm):
         return self._parent.log_of(self._members)
 
     def _compare(self, signature: Signature) -> Mapping[int, Signature]:
-        return {self.rank: signature}
+        return {self._parent.rank: signature}

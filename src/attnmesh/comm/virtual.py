@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnmesh.comm.agreement import CommError, Signature, disagreement
+from attnmesh.comm.agreement import Signature, disagreement
 from attnmesh.comm.base import COMPARED_CALLS, Comm, Message, Pending, RecordedPending
+from attnmesh.comm.group_store import CommError
 from attnmesh.core.call_log import CallLog, format_ranks, out_of_step
 from attnmesh.core.validation import check_count, shown
 from attnmesh.trace.recorder import MessageRecord, Recorder

@@ -68,14 +68,20 @@ def call_text(operation: str, detail: object) -> str:
         detail, last_call = detail
         return call_text(operation, detail) + (f" after {call_text(*last_call)}" if last_call else "")
     if isinstance(detail, Mapping):
-        detail = ", ".join(f"{name}={value}" for name, value in detail.items())
+        detail = ", ".join(f"{name}={_as_tuples(value)}" for name, value in detail.items())
     return f"{operation}({detail})"
 
 
-def out_of_step(by_rank: Mapping[int, Sequence[LoggedCall]]) -> str | None:
+def _as_tuples(value: object) -> object:
+    """A torch.Size or a list as a tuple, as agreements compare them."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def out_of_step(by_rank: Mapping[int, Sequence[LoggedCall]], global_ranks: Sequence[int] | None = None) -> str | None:
     """How the calls of ranks differ; None if all that can be compared are equal.
 
-    The first call that differs is described. A rank that is behind is not out of step.
+    The first call that differs is described. A rank that is behind is not out of step. `global_ranks` as in
+    `format_ranks`.
     """
     calls = {rank: {call.number: call for call in log} for rank, log in by_rank.items()}
     for number in sorted({number for log in calls.values() for number in log}):
@@ -85,22 +91,27 @@ def out_of_step(by_rank: Mapping[int, Sequence[LoggedCall]]) -> str | None:
             if len(set(texts.values())) == 1:
                 texts = {rank: f"{call.text} [digest {call.digest:016x}]" for rank, call in known.items()}
             earlier = "" if number - 1 in set().union(*calls.values()) or number == 1 else " or before"
-            return f"ranks are out of step at call {number}{earlier}: {alternatives(texts)}"
+            return f"ranks are out of step at call {number}{earlier}: {alternatives(texts, global_ranks)}"
     return None
 
 
-def more_calls(by_rank: Mapping[int, Sequence[LoggedCall]]) -> str:
+def more_calls(by_rank: Mapping[int, Sequence[LoggedCall]], global_ranks: Sequence[int] | None = None) -> str:
     """How many calls ranks have made, if those that can be compared are equal."""
     texts = {
-        rank: f"{calls[-1].number} calls, the last one {calls[-1].text}," if calls else "no call"
+        rank: f"{_counted(calls[-1].number)}, the last one {calls[-1].text}," if calls else "no call"
         for rank, calls in by_rank.items()
     }
-    return f"ranks are out of step: {alternatives(texts)}"
+    return f"ranks are out of step: {alternatives(texts, global_ranks)}"
 
 
-def alternatives(by_rank: Mapping[int, str]) -> str:
+def _counted(calls: int) -> str:
+    return f"{calls} call{'' if calls == 1 else 's'}"
+
+
+def alternatives(by_rank: Mapping[int, str], global_ranks: Sequence[int] | None = None) -> str:
     """`X on ranks 0, 2 but Y on rank 1`."""
-    return " but ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in ranks_by_value(by_rank).items())
+    values = ranks_by_value(by_rank)
+    return " but ".join(f"{value} on {format_ranks(ranks, global_ranks)}" for value, ranks in values.items())
 
 
 def ranks_by_value(by_rank: Mapping[int, str]) -> dict[str, list[int]]:
@@ -111,6 +122,8 @@ def ranks_by_value(by_rank: Mapping[int, str]) -> dict[str, list[int]]:
     return groups
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 2`."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+def format_ranks(ranks: Sequence[int], global_ranks: Sequence[int] | None = None) -> str:
+    """`rank 3`, or `ranks 0, 2`; `global rank 7` if the ranks of a group have other numbers in the default group."""
+    is_global = global_ranks is None or list(global_ranks) == list(range(len(global_ranks)))
+    numbers = ranks if is_global or global_ranks is None else [global_ranks[rank] for rank in ranks]
+    return f"{'' if is_global else 'global '}{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, numbers))}"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attnmesh.core.mask import Mask, check_mask, sequence_intervals
 from attnmesh.core.ranges import Ranges, as_tensor, narrow
+from attnmesh.core.text import counted
 from attnmesh.core.validation import MAX_COUNT, MAX_RANKS, check_count, check_index, check_tensor, check_type, shown
 
 _MAX_PAIRS = 2**16  # chunks are listed one by one
@@ -141,7 +142,9 @@ class Zigzag(Layout):
         if isinstance(self.pairs, int):
             return range(rank, self.pairs * world, world), self.pairs * world
         if len(self.pairs) != world:
-            raise ValueError(f"Zigzag.pairs must have one entry for each of {world} ranks, got {self.pairs!r}")
+            raise ValueError(
+                f"Zigzag.pairs must have one entry for each of {counted(world, 'rank')}, got {self.pairs!r}"
+            )
         owners = [owner for turn in range(max(self.pairs)) for owner, n in enumerate(self.pairs) if turn < n]
         return [pair for pair, owner in enumerate(owners) if owner == rank], len(owners)
 

@@ -1,4 +1,4 @@
-"""Text that comes from elsewhere, made safe to show."""
+"""Text for people: what comes from elsewhere is made safe to show."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def one_line(text: str, *, most: int = 2000) -> str:
     """The text on one line of at most `most` characters, without control characters."""
     line = printable(" ".join(part.strip() for part in text.splitlines() if part.strip()), keep="")
     return line if len(line) <= most else f"{line[: most - 4]} ..."
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `1,024 ranks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _escaped(character: str) -> str:

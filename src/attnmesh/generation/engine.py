@@ -20,6 +20,7 @@ from attnmesh.comm import Comm, comm_from
 from attnmesh.core import ranges
 from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
+from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_positive
 from attnmesh.generation.passes import CachePass, DecodeGraphs, DecodePass, PrefillPass
 from attnmesh.generation.tensor_parallel import TensorParallel
@@ -95,12 +96,14 @@ class Engine:
         if self.prefill_chunk < min_prefill_chunk(world):
             raise ValueError(
                 f"prefill_chunk must be at least {_MIN_TOKENS_PER_RANK} tokens per rank, {min_prefill_chunk(world)} "
-                f"for {world} ranks, got {prefill_chunk}"
+                f"for {counted(world, 'rank')}, got {prefill_chunk}"
             )
         config, weight = model.config, model.get_input_embeddings().weight
         self.cache_tokens, self.max_sequences, self.device = cache_tokens, max_sequences, weight.device
         if not all(layout.ranges(min_prefill_chunk(world), world, rank) for rank in range(world)):
-            raise ValueError(f"layout must give every one of {world} ranks a part of the sequence, got {layout}")
+            raise ValueError(
+                f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {layout}"
+            )
         # A shorter sequence may give a rank one or two tokens more than the longest does; decode adds at most one.
         self._capacity = max(self._tokens_per_rank([0] * world, 0, cache_tokens, 0)) + _SPARE_TOKENS
         plain = {dtype: name for name, dtype in PLAIN.items()}

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, RankGroups, SubComm, comm_from
+from attnmesh.core.text import counted
 from attnmesh.core.validation import shown
 
 
@@ -107,7 +108,7 @@ def node_groups(group: Comm | ProcessGroup | DeviceMesh | None, ranks_per_node: 
         or world % ranks_per_node
     ):
         raise ValueError(
-            f"ranks_per_node must be an integer that divides the {world} ranks, got {shown(ranks_per_node)}"
+            f"ranks_per_node must be an integer that divides the {counted(world, 'rank')}, got {shown(ranks_per_node)}"
         )
     node, i = divmod(all_ranks.rank, ranks_per_node)
     intra_node = SubComm(all_ranks, range(node * ranks_per_node, (node + 1) * ranks_per_node))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from attnmesh.core import ranges
 from attnmesh.core.ranges import Ranges
+from attnmesh.core.text import counted
 from attnmesh.plan.allgather import gather_plan
 from attnmesh.plan.program import Load, imbalance
 from attnmesh.plan.schedules import loads
@@ -36,7 +37,11 @@ class Explanation:
         rows = [head, *(self._row(rank) for rank in range(self.workload.shards.world))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        lines = [f"{self.schedule} over {self.workload.shards.world} ranks", *table, f"imbalance {self.imbalance:.4f}"]
+        lines = [
+            f"{self.schedule} over {counted(self.workload.shards.world, 'rank')}",
+            *table,
+            f"imbalance {self.imbalance:.4f}",
+        ]
         return "\n".join([*lines, *self._reasons()])
 
     def _row(self, rank: int) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
+from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_type
 from attnmesh.plan.decode import Copies, DecodeShape, DecodeSharding, bytes_sent, cache_bytes, weight_copies
 from attnmesh.planner.cost import Cost, cost
@@ -74,7 +75,7 @@ class Recommendation:
         cells = [list(rows[0]), *(list(row.values()) for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in cells]
-        return "\n".join([f"{self.choice.sharding} over {self.choice.sharding.ranks} ranks", *lines])
+        return "\n".join([f"{self.choice.sharding} over {counted(self.choice.sharding.ranks, 'rank')}", *lines])
 
 
 def recommend_sharding(
@@ -232,7 +233,9 @@ def _advantages(sharding: DecodeSharding, shape: DecodeShape) -> list[str]:
     if tp == shape.kv_heads:
         reasons = [f"TP{tp} gives every rank one kv head"]
     else:
-        reasons = [f"TP{tp} is the largest that divides {shape.kv_heads} kv heads and {sharding.ranks} ranks"]
+        reasons = [
+            f"TP{tp} is the largest that divides {shape.kv_heads} kv heads and {counted(sharding.ranks, 'rank')}"
+        ]
     if kvdp * cp == 1:
         reasons.append("no ranks are left for KVDP or CP")
     if kvdp > 1:

@@ -26,6 +26,7 @@ from attnmesh.core.masks import (
     SlidingWindow,
     check_mask,
 )
+from attnmesh.core.text import counted
 from attnmesh.core.validation import check_bool, check_count, check_device, check_list, check_type, shown
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.plan.program import Load, imbalance
@@ -356,14 +357,14 @@ def _checked_node(world: int, ranks_per_node: int | None) -> int:
         return default_ranks_per_node(world)
     check_count("ranks_per_node", ranks_per_node, least=1)
     if world % ranks_per_node:
-        raise ValueError(f"ranks_per_node must divide the {world} ranks, got {ranks_per_node}")
+        raise ValueError(f"ranks_per_node must divide the {counted(world, 'rank')}, got {ranks_per_node}")
     return ranks_per_node
 
 
 def _ranks(world: int, ranks_per_node: int) -> str:
     if ranks_per_node == world:
         return f"{world}"
-    return f"{world}: {world // ranks_per_node} nodes, {ranks_per_node} ranks per node"
+    return f"{world}: {counted(world // ranks_per_node, 'node')}, {counted(ranks_per_node, 'rank')} per node"
 
 
 def _count(n: int, noun: str) -> str:

@@ -102,7 +102,7 @@ def test_a_failure_is_reported_to_both_groups(operation, schedule, monkeypatch):
 
 
 def _process(comm: am.Comm, operation: str, schedule: str) -> str:
-    comm.timeout = 1
+    comm.timeout = 20
     with failing(operation, lambda: comm.rank == GUILTY):
         try:
             call(operation, am.SparseParallel(cp=comm, schedule=schedule))

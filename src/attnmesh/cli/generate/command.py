@@ -43,6 +43,7 @@ from attnmesh.cli.options import (
 from attnmesh.comm import Comm, launch
 from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.optional import require
+from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
 from attnmesh.generation.engine import check_generation
 from attnmesh.generation.generator import GenerationStats, Generator
@@ -132,7 +133,7 @@ def generate_command(
     check_job(job, config, world)
     check_memory(job, config, world, copies=_models_per_device(device.value, world, virtual, share_gpu))
     kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
-    display.note(f"Prompt of {len(job.prompts[0]):,} tokens on {world} {kind} ranks, {device.value}.")
+    display.note(f"Prompt of {len(job.prompts[0]):,} tokens on {counted(world, f'{kind} rank')}, {device.value}.")
     result = _run(job, ranks, virtual, share_gpu, timeout)
     if result is None:  # rank 0 of torchrun prints the results
         return
@@ -211,7 +212,7 @@ def answer_prompts(comm: Comm, *, job: Job, shared_model: tuple[Any, Any] | None
 
 def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) -> Result:
     display = Display(visible=comm.rank == 0)
-    with display.status(f"loading the model on {comm.world} ranks"):
+    with display.status(f"loading the model on {counted(comm.world, 'rank')}"):
         model, tokenizer = shared_model or _load_own_model(job)
         comm.barrier()
     logits: list[Tensor] = []

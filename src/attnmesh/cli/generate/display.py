@@ -14,6 +14,7 @@ from rich.table import Table
 from attnmesh.cli import output
 from attnmesh.cli.generate.job import Comparison, Job, Result
 from attnmesh.cli.report import run_facts
+from attnmesh.core.text import counted
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.report import GeneratedAnswer, generation_report, write_report
 from attnmesh.report.data import in_words
@@ -68,7 +69,7 @@ class Display:
 def rank_table(job: Job, result: Result) -> Table:
     """One row per rank."""
     rows = [_row(job, stats) for stats in result.stats]
-    return output.table(f"attnmesh generate: {len(rows)} ranks, {job.device}", _columns(job), rows)
+    return output.table(f"attnmesh generate: {counted(len(rows), 'rank')}, {job.device}", _columns(job), rows)
 
 
 def summary(job: Job, result: Result) -> list[str]:

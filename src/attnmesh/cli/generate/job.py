@@ -14,6 +14,7 @@ from torch import Tensor
 from attnmesh.core.files import read_text
 from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
+from attnmesh.core.text import counted
 from attnmesh.generation.engine import kv_bytes_per_token, min_prefill_chunk
 from attnmesh.generation.generator import GenerationStats
 from attnmesh.generation.sampling import Sampling
@@ -113,7 +114,9 @@ def check_job(job: Job, config: Any, ranks: int) -> None:
         raise ValueError(f"the prompt must have at least one token per rank ({ranks}), got {shortest} tokens")
     if job.prefill_chunk < min_prefill_chunk(ranks):
         least = min_prefill_chunk(ranks)
-        raise ValueError(f"--prefill-chunk must be at least {least} tokens on {ranks} ranks, got {job.prefill_chunk}")
+        raise ValueError(
+            f"--prefill-chunk must be at least {least} tokens on {counted(ranks, 'rank')}, got {job.prefill_chunk}"
+        )
     largest = max(max(prompt) for prompt in job.prompts)
     if largest >= config.vocab_size:
         raise ValueError(

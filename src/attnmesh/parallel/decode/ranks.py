@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import Comm, RankGroups, SubComm, comm_from
+from attnmesh.core.text import counted
 from attnmesh.core.validation import check_type
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding, Place
@@ -53,7 +54,7 @@ def decode_ranks(
     if all_ranks.world != sharding.ranks:
         raise ValueError(
             f"sharding must have as many ranks as the group, got tp x kvdp x cp = {sharding.tp} x {sharding.kvdp} x "
-            f"{sharding.cp} = {sharding.ranks} for {all_ranks.world} ranks"
+            f"{sharding.cp} = {sharding.ranks} for {counted(all_ranks.world, 'rank')}"
         )
     if isinstance(group, DeviceMesh) and (group.ndim > 1 or set(group.mesh_dim_names or ()) & set(_DIMENSIONS)):
         return _on_mesh(group, all_ranks, sharding)

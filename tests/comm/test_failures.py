@@ -1,0 +1,171 @@
+"""What the error of each rank says when one fails: the first cause, once, with ranks as the whole job numbers them."""
+
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from attnmesh.comm import Comm, CommError, comm_from
+from attnmesh.comm.agreement import AgreementStore
+from attnmesh.comm.monitor import Monitor
+from helpers.processes import Died, run_processes
+
+
+def stores(global_ranks):
+    store = dist.HashStore()
+    return [AgreementStore(store, rank, len(global_ranks), global_ranks) for rank in range(len(global_ranks))]
+
+
+def test_a_cause_that_many_ranks_report_is_told_once():
+    first, second, third = stores([0, 1, 2])
+    assert (third.failures(), third.causes()) == ("", [])
+    first.report_failure("out of memory")
+    second.report_causes(third.causes())
+    assert third.failures() == "rank 0 failed: out of memory"
+
+
+def test_ranks_of_a_subgroup_are_named_by_their_global_numbers():
+    first, second = stores([4, 7])
+    assert first.names([0, 1]) == "global ranks 4, 7"
+    first.report_failure("out of memory")
+    error = second.error(second.causes(), "was in ring")
+    assert str(error) == (
+        "global rank 4 failed: out of memory [global rank 7 was in ring, in the group of global ranks 4, 7]"
+    )
+
+
+def test_the_rank_that_everyone_waits_for_is_found_behind_those_who_wait():
+    first, second, third, _ = stores([0, 1, 2, 3])
+    first.begin_search([1], "ring")
+    assert second.is_searching()
+    second.report_waiting([2], "ring")
+    third.report_waiting([8], "barrier", here=False)
+    assert first.causes_of_absence("did not arrive within 3 s") == ["rank 8 did not arrive within 3 s"]
+    third.report_waiting([3], "ring")
+    first.report_end(3, "its process has ended")
+    assert first.causes_of_absence("did not arrive") == ["rank 3 is dead: its process has ended"]
+
+
+def test_ranks_that_wait_for_one_another_are_told_apart_by_their_calls():
+    first, second, third = stores([0, 1, 2])
+    first.begin_search([1], "ring")
+    second.report_waiting([0], "gather")
+    third.report_waiting([0], "ring")
+    assert first.causes_of_absence("") == ["ranks wait for one another: ring on ranks 0, 2 but gather on rank 1"]
+    second.report_waiting([2], "barrier", here=False)
+    late = "rank 1 did not arrive within 3 s, waiting in another group: barrier"
+    assert first.causes_of_absence("did not arrive within 3 s") == [late]
+
+
+def test_one_comparison_tells_that_ranks_are_out_of_step():
+    first, second, third = stores([0, 1, 2])
+    first.report_causes(["ranks are out of step at call 3: a on rank 0 but b on rank 1"])
+    second.report_causes(["ranks are out of step at call 3: b on rank 1 but a on rank 2"])
+    assert third.causes() == ["ranks are out of step at call 3: a on rank 0 but b on rank 1"]
+
+
+def test_the_failure_of_a_rank_in_another_group_comes_before_what_follows_from_it():
+    first, second, _ = stores([0, 2, 4])
+    first.begin_search([2], "ring")
+    second.report_elsewhere(["global rank 3 is dead: its process has ended"])
+    follows = ["global rank 3 is dead: its process has ended", "global rank 2 did not arrive within 3 s"]
+    assert first.causes_of_absence("did not arrive within 3 s") == follows
+    second.report_waiting([8], "barrier", here=False)  # in a group that it has made since
+    assert first.causes_of_absence("did not arrive within 3 s") == follows
+    first.report_end(1, "its process has ended")
+    assert first.causes_of_end([1]) == [follows[0], "global rank 2 is dead: its process has ended"]
+
+
+def test_threads_that_ask_for_the_monitor_at_once_get_one():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            monitor = Monitor(stores([0])[0], 0, [0], {}, set())
+            with ThreadPoolExecutor(8) as pool:
+                assert len(set(pool.map(lambda _, m=monitor: m.call(threading.get_ident), range(16)))) == 1
+            monitor.stop()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def error_of(action) -> str:
+    with pytest.raises(CommError) as caught:
+        action()
+    return str(caught.value)
+
+
+def fails_in_a_mesh(comm: Comm, fault: str) -> str:
+    """Rank 3 fails in its row, {2, 3}. Rank 0 waits for rank 2 in a column, and rank 1 for rank 3."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    row, column = (comm_from(mesh[name]) for name in ("cp", "dp"))
+    for each in (row, column):
+        each.agree("start", {})
+        each.timeout = 1.0
+    comm.barrier()
+
+    def step() -> None:
+        row.barrier()
+        column.barrier()
+
+    raised = dist.distributed_c10d._get_default_store()
+    if comm.rank < 3:
+        error = error_of(step)
+        raised.add("raised", 1)
+        return error
+    if fault == "raises":
+        row.fail("ValueError: bad batch")
+    while raised.add("raised", 0) < 3:
+        time.sleep(0.05)
+    return ""
+
+
+@pytest.mark.parametrize("fault", ["hangs", pytest.param("raises", marks=pytest.mark.slow)])
+def test_all_groups_of_a_mesh_learn_the_first_cause(fault):
+    cause = "did not arrive within 1 s" if fault == "hangs" else "failed: ValueError: bad batch"
+    for rank, error in enumerate(run_processes(4, fails_in_a_mesh, fault)[:3]):
+        group = {0: "0, 2", 1: "1, 3", 2: "2, 3"}[rank]
+        assert error.startswith(f"global rank 3 {cause}")
+        assert f"[global rank {rank} was in " in error
+        assert error.endswith(f", in the group of global ranks {group}]")
+        assert len(error) < 300
+
+
+def served_by_rank_0(comm: Comm, fault: str) -> str:
+    """Rank 0 serves the store of the group, and ends."""
+    served, rank, world = dist.distributed_c10d._get_default_store(), comm.rank, comm.world
+    dist.destroy_process_group()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        served.set("port of rank 0", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(served.get("port of rank 0")), None, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    own = comm_from(timeout=60)
+    own.agree("start", {})
+    own.barrier()
+    watches = own._monitor._neighbors._watches
+    while rank > 0 and not (0 in watches and watches[0].state == "verified"):
+        time.sleep(0.05)
+    own.barrier()
+    if rank == 0:
+        if fault == "raises":
+            own.fail("ValueError: bad batch")
+        os._exit(7)
+    return error_of(lambda: own.exchange([], [(torch.empty(1), rank - 1)]).wait())
+
+
+@pytest.mark.parametrize("fault", ["raises", pytest.param("dies", marks=pytest.mark.slow)])
+def test_the_cause_is_known_although_the_store_has_ended_with_its_rank(fault):
+    ended, *errors = run_processes(4, served_by_rank_0, fault, strict=False)
+    assert ended == Died(7)
+    cause = "rank 0 failed: ValueError: bad batch" if fault == "raises" else "rank 0 is dead: its process has ended"
+    for rank, error in enumerate(errors, 1):
+        assert isinstance(error, str), error
+        assert error.startswith(f"{cause} [rank {rank} was in ")
