@@ -447,7 +447,9 @@ class GroupComm(Comm):
         try:
             return self._monitor.call(lambda: self._monitor.find_causes(peers, call, how, otherwise, seconds), seconds)
         except StoreLostError as error:
-            return self._monitor.causes_without_store(error)
+            causes = self._monitor.causes_without_store(error)
+            is_server = 0 in self._store.globally(peers)  # usually
+            return [otherwise, *causes] if is_server and causes == [str(error)] else causes
 
     def _failed(self, error: CommError, doing: str = "") -> CommError:
         if isinstance(error, StoreLostError):
