@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +44,7 @@ from attnmesh.ops.storage import Stored, values_of
 from attnmesh.plan.decode import Combine
 
 
-@dataclass(frozen=True)
-class LocalKV:
+class LocalKV(NamedTuple):
     """The keys and values of one layer that this rank stores, for B sequences.
 
     `block_table` is int32 [B, blocks], and `cur_pos` int32 [B] the index of the last key stored here. `key_range`
