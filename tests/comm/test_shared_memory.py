@@ -80,8 +80,8 @@ def test_a_segment_is_opened_by_its_own_name_only():
 
 def test_memory_is_bounded_for_any_number_of_ranks():
     sizes = {n: local_peers._ring_bytes(n) for n in range(2, 1025)}
-    assert sizes[2] == sizes[11] == 260 << 10
-    assert 64 << 10 <= largest_message(sizes[2]) < 65 << 10
+    assert sizes[2] == sizes[8] == 516 << 10
+    assert 128 << 10 <= largest_message(sizes[2]) < 129 << 10
     assert largest_message(8 << 10) > 1900
     assert sizes[64] == 8 << 10
     assert {sizes[n] for n in range(65, 1025)} == {0}  # over gloo

@@ -1,15 +1,19 @@
 """Sequences spread over ranks: the logits of one process, every position held once, and room that is kept."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnmesh as am
 from attnmesh.core import ranges
 from attnmesh.generation.engine import BLOCK_SIZE, Engine
+from attnmesh.generation.norms import use_one_call
 from helpers.models import KINDS, LAYOUTS, VOCABULARY, attnmesh_model, logits_of, on_virtual_ranks, random_ids
 
 TEXT = random_ids(80, seed=1)
@@ -438,3 +442,23 @@ def test_models_of_other_numbers_are_refused():
     strange._weight = torch.zeros(1, 16, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"model must be of dtype .*torch\.float32.*, got torch\.float64"):
         Engine(strange, cache_tokens=10)
+
+
+def test_an_rms_norm_takes_one_call_only_where_that_has_its_bits():
+    class ScaledRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    norms = nn.ModuleDict({"plain": LlamaRMSNorm(48), "scaled": ScaledRMSNorm(48), "narrow": LlamaRMSNorm(48).half()})
+    for norm in norms.values():
+        nn.init.normal_(norm.weight)
+    use_one_call(norms)
+    assert [name for name, norm in norms.items() if "forward" in vars(norm)] == ["plain"]
+    x = torch.randn(2, 3, 48)
+    assert torch.equal(norms["plain"](x), LlamaRMSNorm.forward(norms["plain"], x))
+    copied = copy.deepcopy(norms["plain"])
+    nn.init.zeros_(copied.weight)
+    assert not copied(x).any()
+    assert norms["plain"](x).any()
+    norms.bfloat16()
+    assert norms["plain"](x.bfloat16()).dtype == torch.bfloat16

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnmesh.comm.base import Pending
+from attnmesh.comm.base import Message, Pending, detached
 from attnmesh.comm.group_store import CommError
-from attnmesh.comm.local_peers import SharedWork
+from attnmesh.comm.local_peers import LocalPeers, SharedWork
 from attnmesh.comm.nccl import NcclSide
 from attnmesh.comm.stream_watch import QueuedOperation
 from attnmesh.trace.recorder import MessageRecord, Recorder, Timestamp
@@ -48,6 +48,12 @@ class InFlightMessage:
         """Copy a received message from its staging buffer to the tensor."""
         if self.staged is not None and not self.send:
             self.tensor.copy_(self.staged, non_blocking=True)
+
+
+def messages_of(recvs: Sequence[Message], sends: Sequence[Message], tag: int = 0) -> list[InFlightMessage]:
+    """The messages of an exchange, in the order in which they are posted."""
+    received = [InFlightMessage(detached(tensor), peer, False, tag) for tensor, peer in recvs]
+    return received + [InFlightMessage(detached(tensor), peer, True, tag) for tensor, peer in sends]
 
 
 def describe(messages: Sequence[InFlightMessage], names: Callable[[Iterable[int]], str]) -> str:
@@ -219,3 +225,22 @@ class Batch(Pending):
                 raise self._comm.message_error(self._op, self._messages[i:], error) from error
             if message.staged is not None:
                 message.unstage()
+
+
+def exchange_in_memory(
+    comm: BatchComm, peers: LocalPeers, op: str, tag: int, sends: Sequence[Message], recvs: Sequence[Message]
+) -> None:
+    """Post messages that all go through shared memory, and wait: as a `Batch`, in half the time."""
+    now, done = time.monotonic(), 0
+    comm.waiting_for, comm.waiting_since = {peer for _, peer in (*recvs, *sends)}, now
+    comm.waiting_thread = threading.get_ident()
+    try:
+        for work in peers.post(tag, recvs, sends):
+            assert work is not None
+            comm.waiting_peer = work.peer
+            work.wait_until(now + comm.timeout)
+            done += 1
+    except RuntimeError as error:
+        raise comm.message_error(op, messages_of(recvs, sends)[done:], error) from error
+    finally:
+        comm.waiting_for, comm.waiting_since, comm.waiting_peer, comm.waiting_thread = (), None, None, None

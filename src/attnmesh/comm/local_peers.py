@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ctypes import addressof, create_string_buffer, memmove
 from datetime import timedelta
 from threading import Lock
-from typing import Protocol
 
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from attnmesh.comm.shared_memory import IS_AVAILABLE, RingReader, RingWriter, Se
 VARIABLE = "ATTNMESH_SHARED_MEMORY"
 """The environment variable that is set to 0 to send all messages over the network."""
 
-_RING, _SMALLEST_RING = 260 << 10, 8 << 10  # bytes; messages of up to 64 KiB, and of 1.9 KiB
+_RING, _SMALLEST_RING = 516 << 10, 8 << 10  # bytes; messages of up to 128 KiB, and of 1.9 KiB
 _MAX_SEGMENT = 32 << 20  # bytes for all rings of a process group on one host: with more ranks, rings are smaller
 _STATES = 4096  # bytes at the start of a segment, in which each rank says that it has left
 
@@ -37,20 +36,10 @@ _YIELDS = 8  # looks between which a rank lets others run, where ranks outnumber
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.02  # seconds between looks at everything else
 
 _NO_LIMIT = timedelta(days=1)
+Message = tuple[Tensor, int]
+"""A buffer and the rank at its other end."""
 _Key = tuple[int, int]  # tag and bytes; of a receipt, the bytes of the message as a negative number
 _PLAIN, _WITH_RECEIPT, _RECEIPT = 0, 1, 2  # kinds of messages; a receipt adds the bytes of the message
-
-
-class Message(Protocol):
-    """A message to or from a rank, and the buffer on the host that it is copied from or to."""
-
-    peer: int
-    send: bool
-    tag: int
-
-    @property
-    def wire_buffer(self) -> Tensor:
-        """The buffer."""
 
 
 class SharedWork:
@@ -58,10 +47,10 @@ class SharedWork:
 
     __slots__ = ("_peers", "address", "buffer", "completed", "nbytes", "peer", "tag", "waits_for_room")
 
-    def __init__(self, peers: LocalPeers, message: Message, buffer: Tensor, nbytes: int) -> None:
+    def __init__(self, peers: LocalPeers, peer: int, tag: int, buffer: Tensor, nbytes: int) -> None:
         self._peers, self.buffer = peers, buffer
         self.address, self.nbytes = buffer.data_ptr(), nbytes
-        self.peer, self.tag = message.peer, message.tag
+        self.peer, self.tag = peer, tag
         self.waits_for_room = False  # in the ring to the peer, rather than for a message or a receipt from it
         self.completed = 0.0
         """When the message or its receipt was sent, by `time.perf_counter`, which all processes of a host share."""
@@ -97,6 +86,9 @@ class _Peer:
     def post_send(self, work: SharedWork, kind: int) -> None:
         if kind == _WITH_RECEIPT:
             self.posted.setdefault((work.tag, -work.nbytes), deque()).append(work)
+        elif not self.unsent and (sent := self.writer.write(work.tag, work.address, work.nbytes, kind)):
+            work.completed = sent
+            return
         else:
             work.waits_for_room = True
         self.unsent.append((work, kind))
@@ -187,7 +179,12 @@ class LocalPeers:
         """The number of ranks on this host that share memory, this one included."""
         return len(self._peers) + 1
 
-    def post(self, messages: Sequence[Message]) -> list[SharedWork | None]:
+    def carries(self, world: int, messages: Sequence[Message]) -> bool:
+        """Whether all messages of a comm of `world` ranks go through shared memory."""
+        largest = self.largest
+        return self.ranks == world and all(x.nbytes <= largest and x.is_cpu for x, _ in messages)
+
+    def post(self, tag: int, recvs: Sequence[Message], sends: Sequence[Message]) -> list[SharedWork | None]:
         """Post the messages that go through shared memory, and return None for each of the others.
 
         The rule is the same at both ends. Buffers are contiguous and on the host.
@@ -195,20 +192,20 @@ class LocalPeers:
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
         works: list[SharedWork | None] = []
-        answering = {message.peer for message in messages if not message.send}
+        answering = {rank for _, rank in recvs}
         with self._lock:
-            for message in messages:
-                buffer, peer = message.wire_buffer, self._peers.get(message.peer)
-                nbytes = buffer.nbytes
-                if peer is None or nbytes > self.largest:
-                    works.append(None)
-                    continue
-                work = SharedWork(self, message, buffer, nbytes)
-                if message.send:
-                    peer.post_send(work, _PLAIN if message.peer in answering else _WITH_RECEIPT)
-                else:
-                    peer.post_receive(work)
-                works.append(work)
+            for messages in (recvs, sends):
+                for buffer, rank in messages:
+                    peer, nbytes = self._peers.get(rank), buffer.nbytes
+                    if peer is None or nbytes > self.largest:
+                        works.append(None)
+                        continue
+                    work = SharedWork(self, rank, tag, buffer, nbytes)
+                    if messages is recvs:
+                        peer.post_receive(work)
+                    else:
+                        peer.post_send(work, _PLAIN if rank in answering else _WITH_RECEIPT)
+                    works.append(work)
         return works
 
     def wait_for(self, work: SharedWork, deadline: float) -> None:

@@ -19,21 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import caller_error
+from attnmesh.comm import caller_error, in_flight
 from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature, disagreement
-from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, detached, split_buffer
+from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
 from attnmesh.comm.caller_error import Caller
 from attnmesh.comm.group_settings import store_of, timeout_of
 from attnmesh.comm.group_store import CommError, StoreLostError
-from attnmesh.comm.in_flight import (
-    Batch,
-    InFlightMessage,
-    Waitable,
-    describe,
-    record_on_stream,
-    record_on_threads,
-    stage,
-)
+from attnmesh.comm.in_flight import Batch, InFlightMessage, Waitable, describe, messages_of, stage
 from attnmesh.comm.liveness import tell_watchers
 from attnmesh.comm.local_peers import LocalPeers, connect
 from attnmesh.comm.monitor import SEARCH, Monitor
@@ -346,13 +338,20 @@ class GroupComm(Comm):
         tag = log.digest ^ text_digest(op)
         # Receives first: gloo announces them on the connection that also carries this rank's data to that peer. Behind
         # a large send the announcement would arrive late, and two ranks would send one after the other.
-        messages = [InFlightMessage(detached(tensor), peer, False, tag) for tensor, peer in recvs]
-        messages += [InFlightMessage(detached(tensor), peer, True, tag) for tensor, peer in sends]
+        messages = messages_of(recvs, sends, tag)
         if backend != "nccl":
             stage(messages)
         if self.recorder is not None:
             return self._recorded_exchange(op, messages, self.recorder, blocking=backend != "nccl")
         return Batch(self, op, messages, self._post(op, messages), blocking=backend != "nccl")
+
+    def _exchange_now(self, op: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+        peers = self._local_peers
+        if peers is None or self.recorder is not None or not peers.carries(self.world, (*sends, *recvs)):
+            super()._exchange_now(op, sends, recvs)
+            return
+        self._check_usable()
+        in_flight.exchange_in_memory(self, peers, op, self.log.digest ^ text_digest(op), sends, recvs)
 
     def _recorded_exchange(
         self, op: str, messages: list[InFlightMessage], recorder: Recorder, *, blocking: bool
@@ -362,10 +361,10 @@ class GroupComm(Comm):
         posted = recorder.now(device)
         works: Sequence[Waitable] = self._post(op, messages)
         if blocking:
-            works = record_on_threads(works, messages, op, recorder, self.timeout, posted)
+            works = in_flight.record_on_threads(works, messages, op, recorder, self.timeout, posted)
         else:
             with self.message_errors(op, messages):
-                record_on_stream(works, messages, op, recorder, posted)
+                in_flight.record_on_stream(works, messages, op, recorder, posted)
         return RecordedPending(Batch(self, op, messages, works, blocking=blocking), op, recorder, device)
 
     def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[Waitable]:
@@ -375,7 +374,8 @@ class GroupComm(Comm):
                     return self._post_to_backend(messages)
             if self._local_peers is None:
                 return self._post_to_backend(messages)
-            works = self._local_peers.post(messages)
+            recvs, sends = ([(m.wire_buffer, m.peer) for m in messages if m.send is send] for send in (False, True))
+            works = self._local_peers.post(messages[0].tag, recvs, sends)
             others = [message for message, work in zip(messages, works, strict=True) if work is None]
             posted = iter(self._post_to_backend(others) if others else ())
             return [work or next(posted) for work in works]
@@ -447,7 +447,9 @@ class GroupComm(Comm):
         try:
             return self._monitor.call(lambda: self._monitor.find_causes(peers, call, how, otherwise, seconds), seconds)
         except StoreLostError as error:
-            return self._monitor.causes_without_store(error)
+            causes = self._monitor.causes_without_store(error)
+            is_server = 0 in self._store.globally(peers)  # usually
+            return [otherwise, *causes] if is_server and causes == [str(error)] else causes
 
     def _failed(self, error: CommError, doing: str = "") -> CommError:
         if isinstance(error, StoreLostError):

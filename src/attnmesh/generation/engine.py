@@ -22,6 +22,7 @@ from attnmesh.core.layouts import Layout, Zigzag
 from attnmesh.core.ranges import Ranges
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_count, check_positive
+from attnmesh.generation.norms import use_one_call
 from attnmesh.generation.passes import CachePass, DecodeGraphs, DecodePass, PrefillPass
 from attnmesh.generation.tensor_parallel import TensorParallel
 from attnmesh.integrations.transformers_models import check_config, check_model
@@ -125,6 +126,7 @@ class Engine:
         # communicator before the last graph with its messages: an engine that is still referred to, as by the traceback
         # of an exception, would block the end of its process.
         graphs = self.device.type == "cuda" and world == 1 and not hasattr(config, "num_local_experts")
+        use_one_call(model)
         self._forward = partial(_logits, model)
         self._forward_step = DecodeGraphs(self._forward) if graphs else self._forward
         self.kv_bytes_per_token = kv_bytes_per_token(config, weight.dtype)

@@ -101,6 +101,7 @@ class DecodePass(CachePass):
     positions: Sequence[range]
     stored: Sequence[LocalPositions]
     _key_ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _attentions: dict[tuple[Mask, float, int, int], DecodeAttention] = field(default_factory=dict)  # shared by layers
 
     @cached_property
     def _step(self) -> PagedStep:
@@ -112,7 +113,6 @@ class DecodePass(CachePass):
         """The output of the new tokens over all positions, the same on every rank."""
         if not isinstance(mask, (Causal, SlidingWindow)):
             raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
-        window = mask.left + 1 if isinstance(mask, SlidingWindow) else None
         kv = LocalKV(
             self.cache.keys(layer),
             self.cache.values(layer),
@@ -121,8 +121,13 @@ class DecodePass(CachePass):
             self._key_range,
             self._step,
         )
-        states = StateExchange(self.comm, (q.shape[1],) * self.comm.world)  # every rank has all heads
-        return DecodeAttention(states, scale, window, sinks)(q, kv, "all_gather")
+        layers = mask, scale, q.shape[1], id(sinks)
+        attention = self._attentions.get(layers)
+        if attention is None:
+            states = StateExchange(self.comm, (q.shape[1],) * self.comm.world)  # every rank has all heads
+            window = mask.left + 1 if isinstance(mask, SlidingWindow) else None
+            attention = self._attentions[layers] = DecodeAttention(states, scale, window, sinks)
+        return attention(q, kv, "all_gather")
 
     def _key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
         """The keys stored here that each new token attends to: the same for all layers with this window."""

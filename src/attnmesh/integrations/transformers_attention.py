@@ -148,7 +148,8 @@ def _checked_mask(
     window = getattr(mask.kind, "left", None)
     if sliding_window is not None and window != sliding_window - 1:
         raise ValueError(f"{name}: the mask must have the layer's sliding window {sliding_window}, got {mask.kind}")
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and v is not False and k not in served)
-    if unknown:
-        raise ValueError(f"{name}: unsupported attention arguments {', '.join(unknown)}")
+    if not kwargs.keys() <= served:
+        unknown = sorted(k for k, v in kwargs.items() if v is not None and v is not False and k not in served)
+        if unknown:
+            raise ValueError(f"{name}: unsupported attention arguments {', '.join(unknown)}")
     return mask

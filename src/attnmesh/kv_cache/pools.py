@@ -159,7 +159,7 @@ def _write(pool: Stored, slots: Tensor, x: Tensor) -> None:
     if slots.numel() == 1 and isinstance(pool, Tensor):  # a decode step: no index tensors
         block, offset = divmod(int(slots), pool.shape[1])
         if block >= 0:
-            pool[block, offset] = x[0, :, 0]
+            pool[block][offset].copy_(x.view(x.shape[1], x.shape[3]))
         return
     kept = slots >= 0
     at = slots[kept]

@@ -90,7 +90,7 @@ def test_four_processes_do_a_whole_step_as_one_device_does_and_hear_of_one_rank_
             assert_exact(x, y, 2e-5)
     words = [
         "indices must be an int32 tensor, got torch.int64",
-        "scale is 2.0 on rank 0 but 1.0 on rank 1",
+        "scale is 2.0 on global rank 2 but 1.0 on global rank 3",
         r"those of tp rank 1 differ from tp rank 0's \(on cp rank 1\)",
         "nothing was raised",
     ]

@@ -167,26 +167,29 @@ class PagedStep:
 
     def __call__(
         self, q: Tensor, k_pool: Stored, v_pool: Stored, *, scale: float | None, window: int | None = None,
-        sinks: Tensor | None = None, key_range: KeyRange | None = None, into: State | None = None,
-        backend: str = "auto",
+        sinks: Tensor | None = None, key_range: KeyRange | None = None, partial: bool = False,
+        into: State | None = None, backend: str = "auto",
     ) -> State:  # fmt: skip
-        """Out and lse of one layer. Arguments are those of `paged_decode_attention`."""
+        """Out and lse of one layer. Arguments are those of `paged_decode_attention`.
+
+        A `partial` state is one to be merged with others: out is not rounded. Otherwise only out is defined.
+        """
         key = (
             q.shape, q.dtype, values_of(k_pool).shape, values_of(v_pool).shape, type(k_pool), scale, window, backend,
-            sinks is None, id(key_range), None if into is None else (into.out.dtype, into.out.shape),
+            sinks is None, id(key_range), partial, None if into is None else (into.out.dtype, into.out.shape),
         )  # fmt: skip
         if key not in self._checked:
             call = build_call(
                 q, k_pool, v_pool, self.block_table, cur_pos=self.cur_pos, mask=None, tree=None, scale=scale,
                 window=window, sinks=sinks, share_cache=False, max_splits=None, split_size=None, key_range=key_range,
             )  # fmt: skip
-            call = call if into is None else check_into(into, call, None)
+            call = replace(call, rounded=not partial) if into is None else check_into(into, call, None)
             chosen = choose(call, backend)
             if q.device.type == "cpu":
                 check_positions(call)
             self._checked[key] = replace(call, memo={}), chosen
         call, chosen = self._checked[key]
-        return chosen.run(replace(call, q=q, k=k_pool, v=v_pool, sinks=sinks), into)
+        return chosen.run(call.of_layer(q, k_pool, v_pool, sinks), into)
 
 
 def _run(call: DecodeCall, backend: str, return_lse: bool, into: State | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -74,12 +74,14 @@ def _memoized(call: DecodeCall, name: str, compute: Callable[[], T]) -> T:
 def _adjacent(call: DecodeCall, keys: list[AdjacentKeys], into: State | None) -> State:
     assert isinstance(call.k, Tensor)
     assert isinstance(call.v, Tensor)
-    needs_lse = into is not None or call.sinks is not None or call.memo is None  # a step without `into` reads out only
-    q = call.q.to(call.k.dtype)
-    q = (q if q.stride(3) == 1 or q.shape[3] == 1 else q.contiguous())[:, :, 0]
+    needs_lse = into is not None or not call.rounded or call.sinks is not None or call.memo is None  # no step
+    q = call.q if call.q.dtype == call.k.dtype else call.q.to(call.k.dtype)
+    if q.stride(3) != 1 and q.shape[3] > 1:
+        q = q.contiguous()
+    sequences = (q,) if len(keys) == 1 else q.split(1)
     states = [
-        own.state(rows, call.k, call.v, call.scale, needs_lse=needs_lse)
-        for own, rows in zip(keys, q.unbind(0), strict=True)
+        own.state(query, call.k, call.v, call.scale, needs_lse=needs_lse)
+        for own, query in zip(keys, sequences, strict=True)
     ]
     if call.sinks is not None:
         states = [add_sinks(state, call.sinks[:, None]) for state in states]
@@ -89,7 +91,8 @@ def _adjacent(call: DecodeCall, keys: list[AdjacentKeys], into: State | None) ->
             into.lse[sequence] = state.lse[0]
         return into
     if len(states) == 1:
-        return State(states[0].out.to(call.out_dtype), states[0].lse)
+        out, lse = states[0]
+        return State(out if out.dtype == call.out_dtype else out.to(call.out_dtype), lse)
     return State(torch.cat([out for out, _ in states]).to(call.out_dtype), torch.cat([lse for _, lse in states]))
 
 

@@ -16,7 +16,7 @@ from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.cpu_keys import VisibleKeys, adjacent_blocks
 
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash = torch._scaled_dot_product_flash_attention_for_cpu
 MIN_PART = 256  # keys that are worth a task of their own
 MAX_SINGLE_ROWS = 3
 
@@ -52,29 +52,31 @@ class AdjacentKeys:
         return cls(begin, size, step, parts, together, bias)
 
     def state(self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, needs_lse: bool) -> State:
-        """Out [1, Hq, 1, D] and lse [1, Hq, 1] of q [Hq, D] over pools k and v [blocks, block_size, Hkv, D].
+        """Out [1, Hq, 1, D] and lse [1, Hq, 1] of q [1, Hq, 1, D] over pools k and v [blocks, block_size, Hkv, D].
 
         Without `needs_lse` the lse is undefined.
         """
-        (heads, width), kv_heads = q.shape, k.shape[2]
-        rows = heads // kv_heads if self.together else 1
-        head = q.stride(0)
-        queries = q.as_strided((self.parts, heads // rows, rows, width), (0, rows * head, head, 1))
-        keys, values = (
-            x.as_strided(
-                (self.parts, kv_heads, self.size, width), (self.step * x.stride(1), x.stride(2), x.stride(1), 1),
-                x.storage_offset() + self.begin * x.stride(1),
-            )
-            for x in (k, v)
-        )  # fmt: skip
+        shape = q.shape
+        rows = q.reshape(1, k.shape[2], -1, shape[3]) if self.together else q
+        keys, values = self._in_pool(k), self._in_pool(v)
         if self.parts == 1 and not needs_lse:  # the same kernel, by a shorter way
-            out = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=not self.together)
-            return State(out.reshape(1, heads, 1, width), q[None, :, :1])
-        out, lse = _FLASH(queries, keys, values, 0.0, False, attn_mask=self.bias, scale=scale)
+            out = F.scaled_dot_product_attention(rows, keys, values, scale=scale, enable_gqa=not self.together)
+            return State(out.view(shape) if self.together else out, out)
+        if self.parts > 1:
+            rows = rows.expand(self.parts, -1, -1, -1)
+        out, lse = _flash(rows, keys, values, 0.0, False, attn_mask=self.bias, scale=scale)
         if self.parts > 1:
             out = (out * torch.softmax(lse, 0).unsqueeze(-1)).sum(0)
             lse = lse.logsumexp(0) if needs_lse else lse[0]
-        return State(out.reshape(1, heads, 1, width), lse.reshape(1, heads, 1))
+        return State(out.reshape(shape), lse.reshape(shape[:3]))
+
+    def _in_pool(self, pool: Tensor) -> Tensor:
+        """The keys or values of each part and head, [parts, Hkv, size, D], in place."""
+        _, token, head, _ = pool.stride()
+        return pool.as_strided(
+            (self.parts, pool.shape[2], self.size, pool.shape[3]), (self.step * token, head, token, 1),
+            pool.storage_offset() + self.begin * token,
+        )  # fmt: skip
 
 
 def adjacent_keys(call: DecodeCall) -> list[AdjacentKeys] | None:

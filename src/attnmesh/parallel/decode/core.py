@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +44,7 @@ from attnmesh.ops.storage import Stored, values_of
 from attnmesh.plan.decode import Combine
 
 
-@dataclass(frozen=True)
-class LocalKV:
+class LocalKV(NamedTuple):
     """The keys and values of one layer that this rank stores, for B sequences.
 
     `block_table` is int32 [B, blocks], and `cur_pos` int32 [B] the index of the last key stored here. `key_range`
@@ -139,13 +138,14 @@ class DecodeAttention:
             return kv.paged_step()(
                 q, kv.keys, kv.values, scale=self.scale, window=self.window, sinks=self.sinks, backend=self.backend
             ).out
-        packed = _empty_packed(q)
         # One token without a window attends to all keys stored here: the kernel needs no range.
         key_range = kv.key_range(self.window) if q.shape[2] > 1 or self.window is not None else None
-        kv.paged_step()(
-            q, kv.keys, kv.values, scale=self.scale, key_range=key_range, into=unpack_state(packed),
-            backend=self.backend,
+        packed = _empty_packed(q) if q.is_cuda else None  # on the CPU, packing a state costs less than views of it
+        state = kv.paged_step()(
+            q, kv.keys, kv.values, scale=self.scale, key_range=key_range, partial=True,
+            into=None if packed is None else unpack_state(packed), backend=self.backend,
         )  # fmt: skip
+        packed = _pack_state(state) if packed is None else packed
         return self.states.combine(packed, self.sinks, q.dtype, combine)
 
     def _with_fixed_splits(self, q: Tensor, kv: LocalKV, size: int) -> Tensor:
@@ -220,17 +220,22 @@ def all_to_all_states(comm: Comm, parts: Sequence[Tensor]) -> Tensor:
 
 def all_gather_states(comm: Comm, packed: Tensor) -> Tensor:
     """The states (or lse) of every rank, [world, ...], all of the same shape."""
+    shapes = [packed.shape] * comm.world
+    if not packed.is_cuda:
+        return torch.stack(comm.all_gather(packed, shapes))
     received = _receive_buffer(comm, (comm.world, *packed.shape), packed)
-    comm.all_gather(packed, [packed.shape] * comm.world, into=received)
+    comm.all_gather(packed, shapes, into=received)
     return received
 
 
 def _merge_on_cpu(packed: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
     """As `merge_packed`, in few torch calls: the same bits on every rank, but not for every number of ranks."""
     if sinks is None:
-        weight = torch.softmax(packed[..., -1:], 0)
+        out, lse = packed.split_with_sizes([packed.shape[-1] - 1, 1], -1)
+        weight = torch.softmax(lse, 0)
         if math.isfinite(weight.sum().item()):  # no row is empty on all ranks or has an infinite lse
-            return (packed[..., :-1] * weight).sum(0).transpose(0, 1).to(dtype)
+            merged = (out * weight).sum(0).transpose(0, 1)
+            return merged if merged.dtype == dtype else merged.to(dtype)
     out, lse = merge_stacked([State(packed[..., :-1], packed[..., -1])], 1)
     if sinks is not None:
         out = discount_sinks_batch_invariant(out, lse, sinks[:, None, None])
