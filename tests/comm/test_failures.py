@@ -1,10 +1,13 @@
 """What the error of each rank says when one fails: the first cause, once, with ranks as the whole job numbers them."""
 
+import multiprocessing
 import os
+import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.comm import Comm, CommError, comm_from
 from attnmesh.comm.agreement import AgreementStore
+from attnmesh.comm.in_flight import Batch, InFlightMessage
 from attnmesh.comm.monitor import Monitor
 from helpers.processes import Died, run_processes
 
@@ -90,9 +94,74 @@ def test_threads_that_ask_for_the_monitor_at_once_get_one():
             monitor = Monitor(stores([0])[0], 0, [0], {}, set())
             with ThreadPoolExecutor(8) as pool:
                 assert len(set(pool.map(lambda _, m=monitor: m.call(threading.get_ident), range(16)))) == 1
-            monitor.stop()
+            monitor.end()
+            monitor.join(time.monotonic() + 1)
     finally:
         sys.setswitchinterval(interval)
+
+
+class Queued:
+    """A work of NCCL: waiting for it orders streams, whatever becomes of its messages."""
+
+    def wait(self, *_) -> bool:
+        return True
+
+
+def begins_twice_and_waits_too_late(comm):
+    """Threads ask for the comm of a new group at once; then its messages are ended before they are waited for."""
+    group = dist.new_group([0, 1])
+    with ThreadPoolExecutor(4) as pool:
+        made = set(pool.map(comm_from, [group] * 8))
+    assert len(made) == 1
+    own = made.pop()
+    own.agree("start", {})
+    own.nccl.watch = lambda operation: None
+    batch = Batch(own, "exchange", [InFlightMessage(torch.zeros(1), 1 - comm.rank, False)], [Queued()], blocking=False)
+    own._end_all(["rank 5 is dead"], "was in exchange")
+    return error_of(batch.wait)
+
+
+def test_one_comm_for_all_threads_and_no_result_of_ended_messages():
+    for error in run_processes(2, begins_twice_and_waits_too_late):
+        assert error.startswith("rank 5 is dead")
+
+
+def waits_for_the_rank_before(rank, world, port, results):
+    """Rank 0 serves the store and ends; each rank waits for the one before it, and stays after its error."""
+    os.environ["ATTNMESH_SHARED_MEMORY"] = "0"
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    comm = comm_from(None)
+    comm.agree("start", {})
+    comm.barrier()
+    if rank == 0:
+        os._exit(1)
+    begin = time.monotonic()
+    error = error_of(comm.exchange([], [(torch.zeros(4), rank - 1)]).wait)
+    results.put((error, time.monotonic() - begin))
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_a_lost_store_does_not_keep_ranks_waiting():
+    context = multiprocessing.get_context("forkserver")
+    results = context.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        context.Process(target=waits_for_the_rank_before, args=(i, 4, port, results), daemon=True) for i in range(4)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        for _ in range(3):
+            error, seconds = results.get(timeout=50)
+            assert "rank 0" in error
+            assert seconds < 12
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
 
 
 def error_of(action) -> str:

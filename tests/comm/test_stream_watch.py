@@ -224,4 +224,4 @@ def test_a_rank_that_waits_in_another_group_has_not_arrived():
     ranks = run_processes(4, wait_in_two_groups)
     assert "rank 2 did not arrive" in ranks[0]
     assert "rank 2 did not arrive" in ranks[1]
-    assert "rank 1 did not arrive" in ranks[2]  # of the pair
+    assert "global rank 3 did not arrive" in ranks[2]

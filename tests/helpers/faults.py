@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm import CommError
+from attnmesh.comm import CommError, in_flight
 from attnmesh.testing.block import poisoned_cache, random_block, shard_block
 from helpers.processes import Died, run_processes
 
@@ -204,8 +204,11 @@ def fail(fault: str, comm: am.Comm, *, late: float, away: float, is_over: Callab
             time.sleep(0.05)
 
 
-def inject(comm: am.Comm, moment: str | int, fault: Callable[[], None]) -> None:
-    """Let the next operation in forward or backward, or that with a number, meet the fault, once."""
+def inject(comm: am.Comm, moment: str | int, fault: Callable[[], None]) -> Callable[[], bool]:
+    """Let the next operation in forward or backward, or that with a number, meet the fault, once.
+
+    Returns a function that tells whether it has.
+    """
     done, posted = [], itertools.count()
 
     def is_due() -> bool:
@@ -224,6 +227,13 @@ def inject(comm: am.Comm, moment: str | int, fault: Callable[[], None]) -> None:
 
     comm._exchange_with = failing(comm._exchange_with)  # type: ignore[method-assign]
     comm._native = failing(comm._native)  # type: ignore[attr-defined]
+    exchange, failing_exchange = in_flight.exchange_in_memory, failing(in_flight.exchange_in_memory)
+
+    def exchange_in_memory(by: Any, *args: Any) -> None:
+        (failing_exchange if by is comm else exchange)(by, *args)
+
+    in_flight.exchange_in_memory = exchange_in_memory
+    return lambda: bool(done)
 
 
 def run_steps(
@@ -235,6 +245,7 @@ def run_steps(
     """
     torch.manual_seed(7)
     results: list[float] = []
+    has_met: Callable[[], bool] = lambda: True  # noqa: E731
     begin = time.monotonic()
     try:
         if fault is not None and moment == "before":
@@ -246,7 +257,7 @@ def run_steps(
             if fault is not None and moment == "between":
                 fault()
             elif fault is not None:
-                inject(comm, moment, fault)
+                has_met = inject(comm, moment, fault)
         while len(results) < STEPS or time.monotonic() < begin + seconds:
             result = step().detach().double().sum()
             if device == "cuda" and len(results) % 2:
@@ -254,6 +265,7 @@ def run_steps(
             results.append(result.item())
     except (CommError, InjectedError, ValueError) as error:
         return type(error).__name__, str(error), time.monotonic() - begin, []
+    assert has_met(), f"{program} posts nothing at {moment}"
     return "nothing", "", time.monotonic() - begin, results
 
 

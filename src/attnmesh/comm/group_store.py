@@ -186,6 +186,8 @@ class FailureNotices(GroupStore):
         if away:
             return [f"{self.names(away)} {how}, waiting in another group: {', '.join(dict.fromkeys(away.values()))}"]
         calls = {rank: call for rank, (call, _) in waiting.items()}
+        if len(set(calls.values())) == 1:
+            return [f"all ranks wait in {next(iter(calls.values()))}, for messages that no other rank has sent"]
         return [f"ranks wait for one another: {alternatives(calls, self._global_ranks)}"]
 
 

@@ -172,6 +172,9 @@ class BatchComm(Protocol):
     def queued(self, op: str, messages: Sequence[InFlightMessage], /) -> QueuedOperation:
         """Messages that NCCL carries, as an operation to watch."""
 
+    def watch(self, operation: QueuedOperation, /) -> None:
+        """Watch it; CommError if it was ended."""
+
     def message_errors(self, op: str, messages: Sequence[InFlightMessage], /) -> AbstractContextManager[None]:
         """Errors of the backend as CommError."""
 
@@ -201,14 +204,14 @@ class Batch(Pending):
             for work in self._works:
                 work.wait()
         if self._works:
-            comm.nccl.watch(comm.queued(self._op, self._messages))
+            comm.watch(comm.queued(self._op, self._messages))
 
     def _wait_on_host(self) -> None:
         comm, now = self._comm, time.monotonic()
-        # As `_waiting`, which would take longer than some messages.
-        comm.waiting_for, comm.waiting_since = {message.peer for message in self._messages}, now
-        comm.waiting_thread = threading.get_ident()
         try:
+            # As `_waiting`, which would take longer than some messages.
+            comm.waiting_for, comm.waiting_since = {message.peer for message in self._messages}, now
+            comm.waiting_thread = threading.get_ident()
             self._wait_for_each(now + comm.timeout)
         finally:
             comm.waiting_for, comm.waiting_since, comm.waiting_peer, comm.waiting_thread = (), None, None, None
@@ -232,9 +235,9 @@ def exchange_in_memory(
 ) -> None:
     """Post messages that all go through shared memory, and wait: as a `Batch`, in half the time."""
     now, done = time.monotonic(), 0
-    comm.waiting_for, comm.waiting_since = {peer for _, peer in (*recvs, *sends)}, now
-    comm.waiting_thread = threading.get_ident()
     try:
+        comm.waiting_for, comm.waiting_since = {peer for _, peer in (*recvs, *sends)}, now
+        comm.waiting_thread = threading.get_ident()
         for work in peers.post(tag, recvs, sends):
             assert work is not None
             comm.waiting_peer = work.peer

@@ -22,7 +22,7 @@ from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature
 from attnmesh.comm.base import COMPARED_CALLS
 from attnmesh.comm.group_store import CommError, StoreLostError
 from attnmesh.comm.liveness import UNREACHABLE, Neighbors
-from attnmesh.core.call_log import CallLog, LoggedCall, alternatives, format_ranks, out_of_step
+from attnmesh.core.call_log import CallLog, LoggedCall, alternatives, out_of_step
 
 T = TypeVar("T")
 
@@ -32,6 +32,7 @@ GRACE = 5.0
 _INTERVAL = 0.2  # seconds between two looks at the rank
 _ARRIVAL = 5.0  # seconds in which messages may still arrive from a process that has ended
 _FEW = 8  # ranks that each rank looks at
+_MOST_WATCHERS = 256  # ranks that are connected to rank 0
 _STILL = 1.5  # seconds without news after which a rank is taken for one that does not wait
 SEARCH = 3.0
 """Seconds that `Monitor.find_absent` takes, beyond the grace."""
@@ -81,12 +82,15 @@ class Monitor:
         self._beat = 0  # how often this rank has published
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._running: dict[Future[Any], float] = {}  # requests, and the seconds that each may take
-        server = global_ranks.index(0) if 0 in global_ranks else None  # of the store, usually
+        # That of the store, usually. It has a connection to each rank that watches it: not to thousands.
+        server = global_ranks.index(0) if 0 in global_ranks and len(global_ranks) <= _MOST_WATCHERS else None
         self._neighbors = Neighbors(rank, self._world, server)
         self._seen_ended: dict[int, float] = {}  # when this rank learned that others have ended, by time.monotonic()
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
-        self._is_stuck = self._is_store_lost = False
+        self._is_stuck = False
+        self._store_lost: StoreLostError | None = None
+        self._store_lost_at = 0.0  # by time.monotonic()
 
     def start(self, timeout: float) -> None:
         """Publish how to reach this process, and begin to watch the neighbors of the rank."""
@@ -150,11 +154,10 @@ class Monitor:
         if self._thread is not None:
             self._requests.put(None)
 
-    def stop(self) -> None:
-        """End the thread, unless the store blocks it."""
-        self.end()
+    def join(self, deadline: float) -> None:
+        """Wait until the thread has ended, or a time by time.monotonic(): the store may block it."""
         if self._thread is not None and not self._is_stuck:
-            self._thread.join(1)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         try:
@@ -184,7 +187,12 @@ class Monitor:
         comm = self._comm()
         if comm is None:
             return False
-        if self._is_store_lost or comm.has_failed:
+        if comm.has_failed:
+            return True
+        if self._store_lost is not None:
+            # Nobody can tell any more which ranks are missing: give up, unless messages that are on their way arrive.
+            if time.monotonic() - self._store_lost_at > _ARRIVAL and comm.is_watched():
+                comm.interrupt(self.causes_without_store(self._store_lost))
             return True
         causes: list[str] = []
         try:
@@ -195,8 +203,8 @@ class Monitor:
                 return True
             if not causes and self._store.is_searching():
                 self._store.report_waiting(*comm.waits_for(), here=comm.is_here())
-        except CommError:  # the rank notices that the store is lost when it needs it
-            self._is_store_lost = True
+        except StoreLostError as error:
+            self._store_lost, self._store_lost_at = error, time.monotonic()
             return True
         except Exception:  # its group is being destroyed
             return True
@@ -287,7 +295,7 @@ class Monitor:
             return list(map(str, json.loads(server.last_words)))
         return [f"rank 0 is dead: {server.verdict}"]
 
-    def find_absent(self) -> str:
+    def find_absent(self) -> list[str]:
         """Why this rank waits for so long: the ranks of the group that have not arrived, or the failure of one.
 
         A rank has arrived if it is in the same call or a later one, says that it waits, and goes on to say so. A
@@ -299,8 +307,8 @@ class Monitor:
         while True:
             time.sleep(_INTERVAL)
             self._publish()
-            if failures := self._store.failures():
-                return failures
+            if causes := self._store.causes():
+                return causes
             now, own = self._statuses(next_ranks), next(iter(self._logs.values())).count
             waiting = {
                 rank: status
@@ -311,10 +319,10 @@ class Monitor:
             passed = time.monotonic() - begin
             if absent and passed > _STILL:
                 elsewhere = waiting.keys() & absent
-                why = f" ({format_ranks(sorted(elsewhere))} in another call, waiting)" if elsewhere else ""
-                return f"{format_ranks(absent)} did not arrive{why}"
+                why = f" ({self._store.names(elsewhere)} in another call, waiting)" if elsewhere else ""
+                return [f"{self._store.names(absent)} did not arrive{why}"]
             if passed > SEARCH:
-                return "all ranks of this group wait, for a rank that is not in it"
+                return ["all ranks of this group wait, for a rank that is not in it"]
 
     def _publish(self) -> None:
         comm = self._comm()
@@ -391,5 +399,9 @@ _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 @atexit.register
 def _stop_all() -> None:
     """A thread that returns from the store while the interpreter shuts down would abort the process."""
-    for monitor in list(_monitors):
-        monitor.stop()
+    monitors = list(_monitors)
+    for monitor in monitors:
+        monitor.end()
+    deadline = time.monotonic() + 1
+    for monitor in monitors:
+        monitor.join(deadline)

@@ -17,11 +17,10 @@ from threading import Lock, get_ident
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import caller_error, in_flight
 from attnmesh.comm.agreement import CAUSE_SEARCH, AgreementStore, Signature, disagreement
-from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, SoloComm, split_buffer
+from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, split_buffer
 from attnmesh.comm.caller_error import Caller
 from attnmesh.comm.group_settings import store_of, timeout_of
 from attnmesh.comm.group_store import CommError, StoreLostError
@@ -32,7 +31,7 @@ from attnmesh.comm.monitor import SEARCH, Monitor
 from attnmesh.comm.nccl import NcclSide, abort_all
 from attnmesh.comm.stream_watch import QueuedOperation
 from attnmesh.core.call_log import CallLog, text_digest
-from attnmesh.core.validation import check_timeout, check_type
+from attnmesh.core.validation import check_type
 from attnmesh.trace.recorder import Recorder
 
 _PATIENCE = 0.2  # seconds that a rank waits for messages before its calls are compared with those of other ranks
@@ -248,12 +247,11 @@ class GroupComm(Comm):
 
     def interrupt(self, causes: Sequence[str]) -> None:
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
-        error = self._store.error(causes, f"was in {self._operation}")
         self._store.report_causes(causes)
-        self._end_all(str(error))
+        self._end_all(causes, f"was in {self._operation}")
         self._tell_others(causes)
         if self._local_peers is not None:
-            self._local_peers.stop(str(error))
+            self._local_peers.stop(self._broken or "; ".join(causes))
             self._local_peers.leave()
         if self.world > 1 and "gloo" in self._backends.values():
             # A message that times out closes all connections of the group: the only way to end a wait of gloo. One that
@@ -269,23 +267,20 @@ class GroupComm(Comm):
     def _overdue(self, operation: QueuedOperation) -> None:
         """Fail, because NCCL did not complete an operation in time (on a thread of its own)."""
         try:
-            reason = self._monitor.call(self._monitor.find_absent, SEARCH)
+            causes = self._monitor.call(self._monitor.find_absent, SEARCH)
         except CommError as error:
-            reason = str(error)
+            causes = list(error.causes)
         if operation.has_completed or self._broken is not None:
             return
-        members = dist.get_process_group_ranks(self.group)
-        where = "" if members == list(range(self.world)) else f" (in the group of ranks {members})"
-        message = f"rank {self.rank}: {operation.name} did not complete within {operation.timeout:g} s: {reason}{where}"
-        with suppress(CommError):
-            self._monitor.call(lambda: self._store.report_failure(message))
-        self._end_all(message)
+        wait([self._monitor.submit(partial(self._store.report_causes, causes))], _TELL)
+        self._end_all(causes, f"was in {operation.name}, which did not complete within {operation.timeout:g} s")
 
-    def _end_all(self, message: str) -> None:
+    def _end_all(self, causes: Sequence[str], doing: str) -> None:
         """Fail in this group and in all others with operations in flight, which may wait for the same rank.
 
         The thread that makes the calls may wait for the device, or use what was not received: it raises the error.
         """
+        message = str(self._store.error(causes, doing))
         with caller_error.lock:
             if self._broken is not None:  # the rank itself has noticed
                 return
@@ -294,9 +289,8 @@ class GroupComm(Comm):
                 if comm.nccl.oldest() is not None:
                     comm._caller.send(message)
                 comm._broken = comm._broken or message
-        for comm in blocked:  # before the abort, which may take seconds
-            with suppress(CommError):
-                comm._monitor.call(partial(comm._store.report_failure, message))
+        # Before the abort, which may take seconds.
+        wait([comm._monitor.submit(partial(comm._store.report_causes, causes)) for comm in blocked], _TELL)
         abort_all(comm.nccl for comm in (self, *blocked))
 
     @contextmanager
@@ -324,7 +318,14 @@ class GroupComm(Comm):
         operation = self.queued(op)
         with self.nccl.posting(operation):
             yield
+        self.watch(operation)
+
+    def watch(self, operation: QueuedOperation) -> None:
+        """Watch what an operation has queued; CommError if it was ended before: what it received is not to be used."""
         self.nccl.watch(operation)
+        if self._broken is not None:
+            self._caller.withdraw()
+            raise CommError(self._broken)
 
     # Messages.
 
@@ -542,7 +543,7 @@ def _reason(error: Exception) -> str:
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupComm] = weakref.WeakKeyDictionary()
 """One comm per process group, because it counts the group's agreements. Removed when the group is destroyed."""
-_comms_lock = Lock()
+_comms_lock, _making = Lock(), Lock()
 
 
 def _all_comms() -> list[GroupComm]:
@@ -550,48 +551,11 @@ def _all_comms() -> list[GroupComm]:
         return list(_comms.values())
 
 
-def comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None) -> Comm:
-    """The comm over `group`: a ProcessGroup, a one-dimensional DeviceMesh, or a comm, which is returned as is.
-
-    None is the default process group, or a single rank if torch.distributed is not initialized. `timeout`, in seconds,
-    is set on the comm for all its users. Without it, the comm has the timeout that the group was created with, or the
-    default group's if that group was created without one.
-    """
-    seconds = None if timeout is None else check_timeout(timeout)
-    comm = _comm_from(group)
-    if seconds is not None:
-        comm.timeout = seconds
-    return comm
-
-
-def _comm_from(group: Comm | dist.ProcessGroup | DeviceMesh | None) -> Comm:
-    if isinstance(group, Comm):
-        return group
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return SoloComm()
-        group = dist.group.WORLD
-    if isinstance(group, DeviceMesh):
-        group = _group_of(group)
-    if not isinstance(group, dist.ProcessGroup):
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("group must contain this rank, which is not a member of it")
-        raise ValueError(f"group must be a Comm, ProcessGroup, DeviceMesh or None, got {type(group).__name__}")
-    if group not in _comms:
-        comm = GroupComm(group)
-        with _comms_lock:
-            _comms.setdefault(group, comm)
-    return _comms[group]
-
-
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names
-        example = 'mesh["cp"], after naming its dimensions with mesh_dim_names'
-        if names:
-            example = f'mesh["{"cp" if "cp" in names else names[-1]}"]'
-        raise ValueError(
-            f"the mesh must be one-dimensional, got {mesh.ndim} dimensions {names or ''} of shape "
-            f"{tuple(mesh.shape)}: slice it, for example {example}"
-        )
-    return mesh.get_group()
+def group_comm(group: dist.ProcessGroup) -> GroupComm:
+    """The comm over a process group, made at the first call."""
+    with _making:  # not the other lock, which monitors take: a new comm asks the store
+        if group not in _comms:
+            comm = GroupComm(group)
+            with _comms_lock:
+                _comms[group] = comm
+        return _comms[group]
