@@ -135,7 +135,7 @@ def test_a_new_group_ignores_the_keys_of_the_last_one():
                 both = list(pool.map(lambda store, signature=signature: store.compare(signature, timeout=10), stores))
             assert both == [{0: signature, 1: signature}] * 2
         stores[generation % 2].report_failure("the end")
-        assert "the end" in stores[1 - generation % 2].failures()
+        assert "the end" in stores[1 - generation % 2].causes()[0]
 
 
 class LostStore:

@@ -100,7 +100,7 @@ def two_threads(comm: Comm) -> None:
     if comm.rank == 0:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(own.barrier)
-            while own.waiting_thread is None:
+            while own.waiting is None:
                 time.sleep(0.001)
             calls = own.log.count
             for call in (

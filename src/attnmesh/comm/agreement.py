@@ -199,7 +199,7 @@ class AgreementStore(FailureNotices):
         deadline, missing = time.monotonic() + timeout, set(range(self._world)) if self._round else set()
         while True:
             missing -= self._signatures(self._round, missing).keys()
-            if not missing or time.monotonic() > deadline or self.failures() or self.ended().keys() & missing:
+            if not missing or time.monotonic() > deadline or self.causes() or self.ended().keys() & missing:
                 return not missing
             watch_neighbors()
             time.sleep(_MAX_POLL_INTERVAL)

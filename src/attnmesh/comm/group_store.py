@@ -122,10 +122,6 @@ class FailureNotices(GroupStore):
             return []
         return _each_once(self._values("failure", self._others))
 
-    def failures(self) -> str:
-        """`causes` as one text; empty if there are none."""
-        return "; ".join(self.causes())
-
     def report_elsewhere(self, causes: Sequence[str]) -> None:
         """Publish why this rank has given up in another of its groups. It may be missed in this one, or not."""
         self._set(f"elsewhere/{self._rank}", json.dumps(causes))

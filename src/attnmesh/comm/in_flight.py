@@ -159,15 +159,22 @@ def _message_records(messages: Sequence[InFlightMessage], op: str, recorder: Rec
 # Waiting for messages.
 
 
+@dataclass(slots=True)
+class Waiting:
+    """A thread waits on the host, since a time of `time.monotonic`, for messages of `ranks`, now for that of `peer`."""
+
+    ranks: Collection[int]
+    since: float
+    thread: int
+    peer: int | None = None
+
+
 class BatchComm(Protocol):
     """The part of a comm that its batches use."""
 
     timeout: float
     nccl: NcclSide
-    waiting_for: Collection[int]
-    waiting_peer: int | None
-    waiting_thread: int | None
-    waiting_since: float | None
+    waiting: Waiting | None
 
     def queued(self, op: str, messages: Sequence[InFlightMessage], /) -> QueuedOperation:
         """Messages that NCCL carries, as an operation to watch."""
@@ -209,16 +216,14 @@ class Batch(Pending):
     def _wait_on_host(self) -> None:
         comm, now = self._comm, time.monotonic()
         try:
-            # As `_waiting`, which would take longer than some messages.
-            comm.waiting_for, comm.waiting_since = {message.peer for message in self._messages}, now
-            comm.waiting_thread = threading.get_ident()
-            self._wait_for_each(now + comm.timeout)
+            comm.waiting = waiting = Waiting({message.peer for message in self._messages}, now, threading.get_ident())
+            self._wait_for_each(waiting, now + comm.timeout)
         finally:
-            comm.waiting_for, comm.waiting_since, comm.waiting_peer, comm.waiting_thread = (), None, None, None
+            comm.waiting = None
 
-    def _wait_for_each(self, deadline: float) -> None:
+    def _wait_for_each(self, waiting: Waiting, deadline: float) -> None:
         for i, (message, work) in enumerate(zip(self._messages, self._works, strict=True)):
-            self._comm.waiting_peer = message.peer
+            waiting.peer = message.peer
             try:
                 if isinstance(work, SharedWork):
                     work.wait_until(deadline)
@@ -236,14 +241,13 @@ def exchange_in_memory(
     """Post messages that all go through shared memory, and wait: as a `Batch`, in half the time."""
     now, done = time.monotonic(), 0
     try:
-        comm.waiting_for, comm.waiting_since = {peer for _, peer in (*recvs, *sends)}, now
-        comm.waiting_thread = threading.get_ident()
+        comm.waiting = waiting = Waiting({peer for _, peer in (*recvs, *sends)}, now, threading.get_ident())
         for work in peers.post(tag, recvs, sends):
             assert work is not None
-            comm.waiting_peer = work.peer
+            waiting.peer = work.peer
             work.wait_until(now + comm.timeout)
             done += 1
     except RuntimeError as error:
         raise comm.message_error(op, messages_of(recvs, sends)[done:], error) from error
     finally:
-        comm.waiting_for, comm.waiting_since, comm.waiting_peer, comm.waiting_thread = (), None, None, None
+        comm.waiting = None

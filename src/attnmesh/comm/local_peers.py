@@ -22,6 +22,7 @@ from threading import Lock
 
 from torch import Tensor
 
+from attnmesh.comm.base import Message
 from attnmesh.comm.shared_memory import IS_AVAILABLE, RingReader, RingWriter, Segment, largest_message
 
 VARIABLE = "ATTNMESH_SHARED_MEMORY"
@@ -36,8 +37,6 @@ _YIELDS = 8  # looks between which a rank lets others run, where ranks outnumber
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.02  # seconds between looks at everything else
 
 _NO_LIMIT = timedelta(days=1)
-Message = tuple[Tensor, int]
-"""A buffer and the rank at its other end."""
 _Key = tuple[int, int]  # tag and bytes; of a receipt, the bytes of the message as a negative number
 _PLAIN, _WITH_RECEIPT, _RECEIPT = 0, 1, 2  # kinds of messages; a receipt adds the bytes of the message
 

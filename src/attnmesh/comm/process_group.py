@@ -24,7 +24,7 @@ from attnmesh.comm.base import Comm, Message, Pending, RecordedPending, Shape, s
 from attnmesh.comm.caller_error import Caller
 from attnmesh.comm.group_settings import store_of, timeout_of
 from attnmesh.comm.group_store import CommError, StoreLostError
-from attnmesh.comm.in_flight import Batch, InFlightMessage, Waitable, describe, messages_of, stage
+from attnmesh.comm.in_flight import Batch, InFlightMessage, Waitable, Waiting, describe, messages_of, stage
 from attnmesh.comm.liveness import tell_watchers
 from attnmesh.comm.local_peers import LocalPeers, connect
 from attnmesh.comm.monitor import SEARCH, Monitor
@@ -61,10 +61,7 @@ class GroupComm(Comm):
         # Weak, or a destroyed group would keep its sockets open for as long as a comm refers to it.
         end_monitor = self._monitor.end
         self._group_ref = weakref.ref(group, lambda _: end_monitor())
-        self.waiting_since: float | None = None  # since when it waits for other ranks, by time.monotonic()
-        self.waiting_for: Collection[int] = ()  # ranks, if it waits for messages on the host
-        self.waiting_thread: int | None = None
-        self.waiting_peer: int | None = None  # the one of these whose message it waits for first
+        self.waiting: Waiting | None = None  # for other ranks, on the host
         self._calls_watched = 0  # that NCCL carries
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
@@ -146,11 +143,11 @@ class GroupComm(Comm):
     @contextmanager
     def _waiting(self, ranks: Collection[int] = ()) -> Iterator[None]:
         """This rank waits on the host for other ranks, and for messages of some of them."""
-        self.waiting_for, self.waiting_since, self.waiting_thread = ranks, time.monotonic(), get_ident()
         try:
+            self.waiting = Waiting(ranks, time.monotonic(), get_ident())
             yield
         finally:
-            self.waiting_for, self.waiting_since, self.waiting_thread = (), None, None
+            self.waiting = None
 
     def _connect_local_peers(self) -> None:
         """Find the ranks that small messages reach through shared memory; the others are reached over gloo."""
@@ -180,7 +177,8 @@ class GroupComm(Comm):
             self._local_peers.progress_unless_waiting()
 
     def _check_one_thread(self, operation: str) -> None:
-        if self.waiting_thread is not None and self.waiting_thread != get_ident():
+        waiting = self.waiting
+        if waiting is not None and waiting.thread != get_ident():
             raise RuntimeError(
                 f"two threads use one comm at the same time: one calls {operation} while another waits for other ranks "
                 f"in {self._operation}. Ranks must make the same calls in the same order: make all calls in one thread "
@@ -216,25 +214,30 @@ class GroupComm(Comm):
         if self._broken is not None:
             return False
         self._make_progress()
-        if self.waiting_since is not None and time.monotonic() - self.waiting_since > _PATIENCE:
+        waiting = self.waiting
+        if waiting is not None and time.monotonic() - waiting.since > _PATIENCE:
             return True
         calls, self._calls_watched = self._calls_watched, self.log.count
         return self.nccl.is_initialized and (calls != self.log.count or self.is_waiting())
 
     def missing_ranks(self) -> Collection[int]:
         """The ranks that it waits for, on the host or in the oldest operation of NCCL."""
-        oldest = None if self.waiting_for else self.nccl.oldest(_PATIENCE)
-        return self.waiting_for if oldest is None else oldest.peers
+        waiting = self.waiting
+        if waiting is not None and waiting.ranks:
+            return waiting.ranks
+        oldest = self.nccl.oldest(_PATIENCE)
+        return () if oldest is None else oldest.peers
 
     def is_waiting(self) -> bool:
         """Whether this process waits for other ranks in any of its groups, on the host or on the device."""
-        return any(comm.waiting_since is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in _all_comms())
+        return any(comm.waiting is not None or comm.nccl.oldest(_PATIENCE) is not None for comm in _all_comms())
 
     def waits_for(self) -> tuple[set[int], str]:
         """The ranks that this process waits for, in any of its groups, by their global numbers, and the calls."""
         found, calls = set[int](), []
         for comm in _all_comms():
-            peer = comm.waiting_peer
+            waiting = comm.waiting
+            peer = None if waiting is None else waiting.peer
             ranks = [peer] if peer is not None else comm._store.missing or comm.missing_ranks()
             found |= comm._store.globally(ranks)
             if ranks:
@@ -243,7 +246,7 @@ class GroupComm(Comm):
 
     def is_here(self) -> bool:
         """Whether it waits in this group."""
-        return self.waiting_since is not None or self.nccl.oldest() is not None
+        return self.waiting is not None or self.nccl.oldest() is not None
 
     def interrupt(self, causes: Sequence[str]) -> None:
         """Fail, and release this rank if it waits for messages (on the monitor's thread)."""
