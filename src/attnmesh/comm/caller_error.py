@@ -32,10 +32,10 @@ class Caller:
         if torch._C._current_graph_task_id() == -1:
             self._thread = threading.get_ident()
 
-    def send(self, message: str) -> None:
-        """Raise CommError in the thread, unless another comm has sent one that has not been raised yet."""
+    def send(self, error: CommError) -> None:
+        """Raise an error in the thread, unless another comm has sent one that has not been raised yet."""
         with lock:
-            if self._thread not in _sent_to and _set_async_exception(self._thread, _with_message(message)):
+            if self._thread not in _sent_to and _set_async_exception(self._thread, _class_of(error)):
                 _sent_to.add(self._thread)
 
     def withdraw(self) -> None:
@@ -47,16 +47,16 @@ class Caller:
                 _finish_signal()
 
 
-def _with_message(message: str) -> type[CommError]:
-    """A class, because Python raises classes in other threads; an instance has the message, and is pickled as such."""
+def _class_of(error: CommError) -> type[CommError]:
+    """A class, because Python raises classes in other threads; an instance equals the error, and is pickled as such."""
 
     class SentError(CommError):
         def __init__(self, *_: object) -> None:
-            super().__init__(message)
+            super().__init__(str(error), error.causes)
             _sent_to.discard(threading.get_ident())
 
-        def __reduce__(self) -> tuple[type[CommError], tuple[str]]:
-            return CommError, (message,)
+        def __reduce__(self) -> tuple[type[CommError], tuple[str, tuple[str, ...]]]:
+            return CommError, (str(error), error.causes)
 
     SentError.__name__ = SentError.__qualname__ = CommError.__name__
     SentError.__module__ = CommError.__module__

@@ -133,12 +133,19 @@ class GroupComm(Comm):
     def _initialize_nccl(self) -> None:
         if not self.nccl.is_initialized:
             try:
-                with self._waiting(set(range(self.world)) - {self.rank}):
+                with self._waiting(self._peers):
                     self.nccl.initialize(self.timeout, lambda: self._broken is not None)
             except (TimeoutError, RuntimeError) as error:
                 self._raise_if_broken()
+                if isinstance(error, CommError):  # sent to this thread by another comm
+                    self._failed(error)
+                    raise
                 causes = self._causes((), "did not arrive", f"{self._store.own_name}: {_reason(error)}")
                 raise self._failed(self._store.error(causes, "was about to connect over NCCL")) from error
+
+    @property
+    def _peers(self) -> set[int]:
+        return set(range(self.world)) - {self.rank}
 
     @contextmanager
     def _waiting(self, ranks: Collection[int] = ()) -> Iterator[None]:
@@ -283,15 +290,15 @@ class GroupComm(Comm):
 
         The thread that makes the calls may wait for the device, or use what was not received: it raises the error.
         """
-        message = str(self._store.error(causes, doing))
+        error = self._store.error(causes, doing)
         with caller_error.lock:
             if self._broken is not None:  # the rank itself has noticed
                 return
             blocked = [comm for comm in _all_comms() if comm is not self and comm.nccl.oldest() is not None]
             for comm in (self, *blocked):
                 if comm.nccl.oldest() is not None:
-                    comm._caller.send(message)
-                comm._broken = comm._broken or message
+                    comm._caller.send(error)
+                comm._broken = comm._broken or str(error)
         # Before the abort, which may take seconds.
         wait([comm._monitor.submit(partial(comm._store.report_causes, causes)) for comm in blocked], _TELL)
         abort_all(comm.nccl for comm in (self, *blocked))
@@ -312,7 +319,7 @@ class GroupComm(Comm):
         """An operation of NCCL that this rank posts now: messages, or a collective of all ranks."""
         self._caller.remember_thread()
         name = op if op == self._operation else f"{op} ({self._operation})"
-        peers = {message.peer for message in messages} or set(range(self.world)) - {self.rank}
+        peers = {message.peer for message in messages} or self._peers
         return QueuedOperation(name, peers, time.monotonic(), self.timeout)
 
     @contextmanager
@@ -432,17 +439,21 @@ class GroupComm(Comm):
         if self._broken is not None:  # the monitor ended the wait
             self._caller.withdraw()
             return CommError(self._broken)
+        if isinstance(error, CommError):  # sent to this thread by another comm
+            return self._failed(CommError(str(error), error.causes))
         abort_all([self.nccl])
-        reason, peers, how, seconds = _reason(error), [message.peer for message in messages[:1]], "", CAUSE_SEARCH
+        reason, how, seconds = _reason(error), "", CAUSE_SEARCH
+        is_nccl = reason.startswith("NCCL error")  # which names no peer
+        peers = {message.peer for message in (messages if is_nccl else messages[:1])} or self._peers
         if "Timed out" in reason:
             how = f"did not arrive within {self.timeout:g} s"
-        elif "by peer" in reason:  # closed, reset
+        elif "by peer" in reason or "remote process exited" in reason:  # closed, reset
             how = "has closed its connection: its process has ended, or it has given up or destroyed the group"
             seconds = 2 * CAUSE_SEARCH  # others will probably tell the cause at once
-        if peers and how:
-            otherwise = f"{self._store.names(peers)} {how}"
+        if how:
+            otherwise = f"{'one of ' if len(peers) > 1 else ''}{self._store.names(peers)} {how}"
         else:
-            peers, otherwise = [], f"{self._store.own_name} failed in {op}: {reason}"
+            otherwise = f"{self._store.own_name} failed in {op}: {reason}"
         doing = f"was in {op} ({self._operation}){describe(messages, self._store.names)}: {reason}"
         return self._failed(self._store.error(self._causes(peers, how, otherwise, seconds), doing))
 
