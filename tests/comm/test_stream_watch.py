@@ -252,3 +252,24 @@ def test_the_rank_that_has_ended_is_named_where_nccl_reports_a_closed_connection
     ranks = run_processes(3, end_or_raise_as_nccl, strict=False)
     for error in (ranks[0], ranks[2]):
         assert error.startswith("rank 1 is dead: its process has ended [")
+
+
+def go_on_after_a_pause(comm):
+    """What rank 1 raises in its next operation, if rank 0 has failed meanwhile."""
+    group = comm_from(dist.new_group([0, 1]), timeout=100)
+    group.agree("start", {})
+    group.nccl.has_begun = True
+    group.barrier()
+    time.sleep(0.6)  # the monitor has nothing more to compare
+    if comm.rank == 0:
+        group.fail("injected")
+        return ""
+    time.sleep(1.2)
+    assert not group.has_failed
+    with pytest.raises(CommError) as error:
+        group._check_usable()
+    return str(error.value)
+
+
+def test_a_rank_that_comes_back_learns_that_others_have_given_up_before_it_sends_anything():
+    assert run_processes(2, go_on_after_a_pause)[1].startswith("rank 0 failed: injected [")

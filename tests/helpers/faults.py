@@ -372,7 +372,7 @@ def check_cells(program: str, cells: list[Cell], setting: Setting, *, timeout: f
         report((program, *cell), found)
         if wrong := problems_of(cell, found, expected, setting):
             problems[cell] = wrong
-    assert not problems
+    assert not problems, problems
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank["pid"], 0)

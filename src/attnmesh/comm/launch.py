@@ -142,6 +142,8 @@ class RendezvousError(CommError):
 
 
 def _rendezvous(backend: str, timeout: float, **group: Any) -> None:
+    # After an error of NCCL, torch would keep the process from ending for four times this long: 60 s by default.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **group)
     except RuntimeError as error:  # of the store or of the backend: a timeout, or a connection that is refused

@@ -35,6 +35,7 @@ from attnmesh.core.validation import check_type
 from attnmesh.trace.recorder import Recorder
 
 _PATIENCE = 0.2  # seconds that a rank waits for messages before its calls are compared with those of other ranks
+_PAUSE = 1.0  # seconds between two operations of NCCL, after which others may have given up
 _LONGEST_CAUSE, _TELL = 1000, 1.0  # characters, and seconds, to tell those in other groups why this rank gives up
 _TAGS, _SIZE_FACTOR = (1 << 31) - 1, 0x9E3779B1  # tags are 31-bit integers
 
@@ -63,6 +64,7 @@ class GroupComm(Comm):
         self._group_ref = weakref.ref(group, lambda _: end_monitor())
         self.waiting: Waiting | None = None  # for other ranks, on the host
         self._calls_watched = 0  # that NCCL carries
+        self._used_at = time.monotonic()
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
         self.nccl = NcclSide(group, self._overdue)
@@ -196,11 +198,21 @@ class GroupComm(Comm):
         """Raise after a failure, or if other ranks did not read the disagreement that this rank raised before."""
         self._raise_if_broken()
         _ = self.group  # raises if it has been destroyed
+        self._check_after_pause()
         if self._unread is not None:
             problem, self._unread = self._unread, None
             watch = self._monitor.watch_neighbors
             if not self._monitor.call(lambda: self._store.all_arrived(self.timeout, watch), self.timeout):
                 raise self._failed(CommError(f"not all ranks arrived to learn that {problem}"))
+
+    def _check_after_pause(self) -> None:
+        """Raise if others have given up while this rank was away: NCCL would send to nobody, and complete."""
+        used, self._used_at, causes = self._used_at, time.monotonic(), list[str]()
+        if self.nccl.has_begun and self._used_at - used > _PAUSE:
+            with suppress(StoreLostError):  # the monitor notices that too
+                causes = self._monitor.call(self._store.causes)
+        if causes:
+            raise self._failed(self._store.error(causes, f"was in {self._operation}"))
 
     def _raise_if_broken(self) -> None:
         if os.getpid() != self._process:
@@ -225,7 +237,7 @@ class GroupComm(Comm):
         if waiting is not None and time.monotonic() - waiting.since > _PATIENCE:
             return True
         calls, self._calls_watched = self._calls_watched, self.log.count
-        return self.nccl.is_initialized and (calls != self.log.count or self.is_waiting())
+        return self.nccl.has_begun and (calls != self.log.count or self.is_waiting())
 
     def missing_ranks(self) -> Collection[int]:
         """The ranks that it waits for, on the host or in the oldest operation of NCCL."""
@@ -309,7 +321,7 @@ class GroupComm(Comm):
         check_type("operation", operation, str, "a string")
         self._check_usable()
         self.note(operation)
-        if self.nccl.is_initialized:
+        if self.nccl.has_begun:
             with self._watched(operation):
                 yield
         else:
