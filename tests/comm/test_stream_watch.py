@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm import CommError, comm_from
-from attnmesh.comm.caller_error import Caller, lock
+from attnmesh.comm.caller_error import Caller, lock, uninterrupted
 from attnmesh.comm.in_flight import InFlightMessage
 from attnmesh.comm.stream_watch import QueuedOperation, StreamWatch
 from helpers.processes import run_processes
@@ -131,7 +131,7 @@ def test_an_error_that_is_raised_otherwise_is_withdrawn():
 TRACED = """
 import sys
 from attnmesh.comm import CommError
-from attnmesh.comm.caller_error import Caller, lock
+from attnmesh.comm.caller_error import Caller, lock, uninterrupted
 
 error = Caller()
 try:
@@ -273,3 +273,29 @@ def go_on_after_a_pause(comm):
 
 def test_a_rank_that_comes_back_learns_that_others_have_given_up_before_it_sends_anything():
     assert run_processes(2, go_on_after_a_pause)[1].startswith("rank 0 failed: injected [")
+
+
+def test_an_error_does_not_interrupt_a_batch_of_messages():
+    """NCCL would wait for the end of the batch, and send nothing any more."""
+    error, ready, sent, steps = Caller(), threading.Event(), threading.Event(), []
+
+    def rank() -> None:
+        error.remember_thread()
+        try:
+            with uninterrupted():
+                ready.set()
+                sent.wait(5)
+                for _ in range(100):
+                    time.sleep(0)
+                steps.append("posted")
+            steps.append("used")
+        except CommError as raised:
+            steps.append(str(raised))
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    ready.wait(5)
+    error.send(CommError("rank 1 is dead"))
+    sent.set()
+    thread.join(5)
+    assert steps == ["posted", "rank 1 is dead"]

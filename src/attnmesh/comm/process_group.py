@@ -393,7 +393,9 @@ class GroupComm(Comm):
     def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[Waitable]:
         try:
             if messages[0].wire_buffer.is_cuda:
-                with self.nccl.posting(self.queued(op, messages)):
+                # An error between the begin and the end of a batch would leave NCCL waiting for the end: whatever this
+                # thread posts from then on, in any group, would not be sent, and seem to complete.
+                with self.nccl.posting(self.queued(op, messages)), caller_error.uninterrupted():
                     return self._post_to_backend(messages)
             if self._local_peers is None:
                 return self._post_to_backend(messages)
@@ -481,7 +483,9 @@ class GroupComm(Comm):
     def _failed(self, error: CommError, doing: str = "") -> CommError:
         if isinstance(error, StoreLostError):
             error = self._store.error(self._monitor.causes_without_store(error), doing)
-        self._broken = str(error)
+        with caller_error.lock:
+            self._broken = str(error)
+            self._caller.withdraw()  # what the monitor has sent at the same time
         self._give_up(str(error), error.causes)
         if self._local_peers is not None:
             self._local_peers.leave()  # after the reason is known: those who wait for this rank ask for it
