@@ -22,8 +22,10 @@ from attnmesh.core.masks import (
 )
 from attnmesh.core.merge import merge
 from attnmesh.core.state import State
-from attnmesh.generation.generator import GenerationStats, Generator, Token, generate
+from attnmesh.generation.generator import Generator, generate
+from attnmesh.generation.requests import Request, Token
 from attnmesh.generation.sampling import Sampling
+from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.attention_weights import attention_from_transformers
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_model
@@ -88,6 +90,7 @@ __all__ = [
     "PerSequence",
     "Prefix",
     "Quantized",
+    "Request",
     "Rope",
     "Sampling",
     "ShardedCache",

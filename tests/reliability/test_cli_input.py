@@ -16,7 +16,7 @@ from attnmesh.cli import output, simulate
 from attnmesh.cli.errors import Terminated
 from attnmesh.cli.generate.display import Display
 from attnmesh.comm import CommError, launch
-from attnmesh.generation.generator import GenerationStats
+from attnmesh.generation.stats import GenerationStats
 from attnmesh.report import GeneratedAnswer, generation_report
 from attnmesh.report.page import page
 from helpers.cli import run

@@ -106,14 +106,14 @@ class Engine:
                 f"layout must give every one of {counted(world, 'rank')} a part of the sequence, got {layout}"
             )
         # A shorter sequence may give a rank one or two tokens more than the longest does; decode adds at most one.
-        self._capacity = max(self._tokens_per_rank([0] * world, 0, cache_tokens, 0)) + _SPARE_TOKENS
+        self.capacity = max(self._tokens_per_rank([0] * world, 0, cache_tokens, 0)) + _SPARE_TOKENS
         plain = {dtype: name for name, dtype in PLAIN.items()}
         if weight.dtype not in plain:
             raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {weight.dtype}")
         self.cache = BlockCache(
-            layers=config.num_hidden_layers, num_blocks=_num_blocks(self._capacity) + 4 * max_sequences,
+            layers=config.num_hidden_layers, num_blocks=_num_blocks(self.capacity) + 4 * max_sequences,
             block_size=BLOCK_SIZE, kv_heads=_kv_heads(config), head_dim=_head_dim(config),
-            storage=plain[weight.dtype], device=weight.device, max_sequences=max_sequences, max_length=self._capacity,
+            storage=plain[weight.dtype], device=weight.device, max_sequences=max_sequences, max_length=self.capacity,
         )  # fmt: skip
         self.sequences: list[EngineSequence] = []
         self.passes = 0
@@ -148,28 +148,38 @@ class Engine:
         per_rank: list[int] = []
         if cached is not None:
             per_rank = self._tokens_per_rank(cached.shards.truncated(begin).counts, begin, len(ids), max_new_tokens)
-        if cached is None or max(per_rank) > self._capacity:  # too uneven: one rank stores most of the prefix
+        if cached is None or max(per_rank) > self.capacity:  # too uneven: one rank stores most of the prefix
             cached, begin = None, 0
             per_rank = self._tokens_per_rank([0] * self.comm.world, 0, len(ids), max_new_tokens)
         evicted = self._room_for(len(ids) + max_new_tokens, per_rank, cached)
         with self._change():
             for inactive in evicted:
                 self.free(inactive)
-            sequence = self._start_from(cached)
-            self.truncate(sequence, begin)
-            sequence.active, sequence.reused = True, begin
+            sequence = self.start(cached, begin)
             sequence.max_tokens, sequence.max_tokens_per_rank = len(ids) + max_new_tokens, per_rank
-            self.reused_tokens += begin
-            self.prefill_tokens += len(ids) - begin
         while len(sequence.ids) < len(ids):
-            chunk = ids[len(sequence.ids) : len(sequence.ids) + self.prefill_chunk]
-            if len(chunk) >= min_prefill_chunk(self.comm.world):
-                sequence.logits = self._prefill_chunk(sequence, chunk)
-            else:  # too short to shard
-                self.decode([sequence], [chunk[:MAX_DECODE_TOKENS]])
+            self.extend(sequence, ids[len(sequence.ids) : len(sequence.ids) + self.prefill_chunk])
             if self._on_prefill is not None:
                 self._on_prefill(len(sequence.ids), len(ids))
         return sequence
+
+    def start(self, cached: EngineSequence | None, length: int) -> EngineSequence:
+        """An active sequence with the first `length` tokens of a cached one: a fork of an active one, or it itself."""
+        with self._change():
+            sequence = self._start_from(cached)
+            self.truncate(sequence, length)
+            sequence.active, sequence.reused = True, length
+            self.reused_tokens += length
+        return sequence
+
+    def extend(self, sequence: EngineSequence, ids: list[int]) -> None:
+        """Append a chunk of a prompt to a sequence, at most `prefill_chunk` tokens; sets its next `logits`."""
+        if len(ids) >= min_prefill_chunk(self.comm.world):
+            sequence.logits = self._prefill_chunk(sequence, ids)
+        else:  # too short to shard
+            for at in range(0, len(ids), MAX_DECODE_TOKENS):
+                self.decode([sequence], [ids[at : at + MAX_DECODE_TOKENS]])
+        self.prefill_tokens += len(ids)
 
     def decode(self, sequences: Sequence[EngineSequence], ids: Sequence[Sequence[int]]) -> Tensor:
         """Append T tokens to each sequence: logits [B, T, vocabulary] for what follows each, the same on every rank."""
@@ -189,12 +199,19 @@ class Engine:
     def release(self, sequence: EngineSequence) -> None:
         """Mark a sequence as finished: it stays cached for reuse until room is needed."""
         sequence.active, sequence.max_tokens = False, len(sequence.ids)
+        sequence.max_tokens_per_rank = sequence.shards.counts
 
     def free(self, sequence: EngineSequence) -> None:
         """Remove a sequence from the cache."""
         with self._change():
             self.cache.free(sequence.stored)
             self.sequences.remove(sequence)
+
+    def clear(self) -> None:
+        """Remove all sequences from the cache."""
+        self.sequences.clear()
+        self.cache.clear()
+        self._changes = 0
 
     # Interruption: by an exception of the model or of a callback, or by a KeyboardInterrupt, which comes at any time.
 
@@ -211,9 +228,7 @@ class Engine:
         if self.is_out_of_step:
             return
         if self._changes:  # nothing is known about the cache
-            self.sequences.clear()
-            self.cache.clear()
-            self._changes = 0
+            self.clear()
         for sequence in [sequence for sequence in self.sequences if sequence.active]:
             self.truncate(sequence, len(sequence.ids))
             self.release(sequence)
@@ -268,7 +283,7 @@ class Engine:
         self.sequences.append(sequence)
         return sequence
 
-    def _shard(self, counts: Sequence[int], new: range) -> list[Ranges]:
+    def shard(self, counts: Sequence[int], new: range) -> list[Ranges]:
         """The new positions that each rank stores, where the ranks store `counts` positions before them."""
         world = self.comm.world
         if len(new) < min_prefill_chunk(world):
@@ -280,7 +295,7 @@ class Engine:
     def _tokens_per_rank(self, counts: Sequence[int], begin: int, length: int, max_new_tokens: int) -> list[int]:
         """The tokens per rank after prefill from `begin` (with `counts` per rank) to `length`, and all new tokens."""
         for at in range(begin, length, self.prefill_chunk):
-            parts = self._shard(counts, range(at, min(length, at + self.prefill_chunk)))
+            parts = self.shard(counts, range(at, min(length, at + self.prefill_chunk)))
             counts = [count + ranges.size(part) for count, part in zip(counts, parts, strict=True)]
         return [count + -(-max_new_tokens // self.comm.world) for count in counts]
 
@@ -318,7 +333,7 @@ class Engine:
     def _prefill_chunk(self, sequence: EngineSequence, ids: list[int]) -> Tensor:
         """Prefill a chunk, sharded over the ranks; returns the logits of its last token on every rank."""
         begin = len(sequence.ids)
-        parts = self._shard(sequence.shards.counts, range(begin, begin + len(ids)))
+        parts = self.shard(sequence.shards.counts, range(begin, begin + len(ids)))
         own = parts[self.comm.rank]
         with self._change():
             new = self.cache.append([sequence.stored], ranges.size(own))

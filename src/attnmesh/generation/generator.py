@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, IndependentSubComm, SharedValues, check_on_all_ranks
 from attnmesh.core.layouts import Layout, Zigzag
-from attnmesh.core.validation import check_bool, check_list, check_positive, check_type, shown
+from attnmesh.core.validation import check_bool, check_count, check_positive, check_type, shown
 from attnmesh.generation.agreement import (
     Progress,
     check_same_weights,
@@ -28,7 +28,17 @@ from attnmesh.generation.agreement import (
     model_values,
     report_error,
 )
-from attnmesh.generation.engine import Engine, EngineSequence
+from attnmesh.generation.batching import BatchRanks, ContinuousBatch
+from attnmesh.generation.engine import Engine, EngineSequence, min_prefill_chunk
+from attnmesh.generation.prompts import (
+    check_prompt,
+    check_stop_strings,
+    check_tokenizer,
+    eos_tokens,
+    one_prompt,
+    prompt_ids,
+)
+from attnmesh.generation.requests import Request, RequestOptions, Token
 from attnmesh.generation.sampling import (
     INVALID_TOKEN,
     InvalidLogits,
@@ -37,46 +47,15 @@ from attnmesh.generation.sampling import (
     TextStream,
     most_likely,
 )
-from attnmesh.integrations.transformers_models import changing_rotary
+from attnmesh.generation.stats import GenerationStats
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.node_groups import comm_named
 from attnmesh.plan.decode import DecodeSharding
 
 _GREEDY = Sampling()
+_STEP_TOKENS = 2048
 _PADDING = -1  # in place of tokens of rows that are finished
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token of a row of the batch, and the text that it completes."""
-
-    row: int
-    id: int
-    text: str
-
-
-@dataclass
-class GenerationStats:
-    """What one rank has computed, sent and stored.
-
-    `kv_bytes` are those that this rank stores, `kv_bytes_unsharded` those that a single device would store.
-    `generated_tokens` and `decode_steps` are those of this rank's group.
-    """
-
-    rank: int
-    cached_tokens: int = 0
-    kv_bytes: int = 0
-    kv_bytes_unsharded: int = 0
-    bytes_sent: int = 0
-    prefill_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    decode_steps: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -85,7 +64,6 @@ class _Row:
 
     number: int
     sequence: EngineSequence
-    random: torch.Generator
     lookup: PromptLookup = field(default_factory=PromptLookup)
     new: list[int] = field(default_factory=list)
 
@@ -108,7 +86,12 @@ class Generator:
     groups (kvdp), by default what `recommend_sharding` returns for `max_sequences` sequences. `layout`, `schedule`,
     `prefill_chunk` and `on_prefill` are those of `Engine`.
 
-    `on_logits` is called with a row and the logits [vocabulary] of each of its new tokens, on the ranks of its group.
+    `generate` answers a batch of prompts. `submit` takes one request at a time, and `step` computes the next token of
+    all requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if
+    `max_sequences` requires it), so that long prompts do not delay answers.
+
+    `on_logits` is called with a row, or the number of a request, and the logits [vocabulary] of each of its new tokens,
+    on the ranks of its group.
     """
 
     def __init__(
@@ -123,6 +106,7 @@ class Generator:
         layout: Layout = Zigzag(),  # noqa: B008  (immutable)
         schedule: str = "auto",
         prefill_chunk: int | None = None,
+        step_tokens: int | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> None:
@@ -132,7 +116,7 @@ class Generator:
 
         def check_arguments() -> tuple[DecodeSharding, SharedValues]:
             check_positive(cache_tokens=cache_tokens, max_sequences=max_sequences)
-            _check_tokenizer(tokenizer)
+            check_tokenizer(tokenizer)
             for name, callback in (("on_prefill", on_prefill), ("on_logits", on_logits)):
                 if callback is not None and not callable(callback):
                     raise ValueError(f"{name} must be a function or None, got {shown(callback)}")
@@ -146,9 +130,10 @@ class Generator:
                 model, self._group, cache_tokens=cache_tokens, max_sequences=-(-max_sequences // chosen.kvdp),
                 layout=layout, schedule=schedule, prefill_chunk=prefill_chunk, on_prefill=on_prefill,
             )  # fmt: skip
+            self._step_tokens = self._checked_step_tokens(step_tokens)
             return chosen, {
                 "cache_tokens": cache_tokens, "max_sequences": max_sequences, "sharding": repr(chosen),
-                "layout": layout, "schedule": schedule, "prefill_chunk": prefill_chunk,
+                "layout": layout, "schedule": schedule, "prefill_chunk": prefill_chunk, "step_tokens": step_tokens,
                 "dtype": self.model.get_input_embeddings().weight.dtype, "device": self.engine.device.type,
                 **model_values(model),
             }  # fmt: skip
@@ -166,6 +151,9 @@ class Generator:
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
         self._progress = Progress()
         self._iterator: weakref.ref[abc.Generator[Token, None, None]] | None = None  # of the latest call
+        self._batch: ContinuousBatch | None = None  # submitted requests; None after a call of generate
+        self._submitted = 0
+        self._owner = object()  # of requests: without a reference to this
 
     def generate(
         self,
@@ -188,13 +176,16 @@ class Generator:
         """
 
         def check_arguments() -> tuple[tuple[list[list[int]], _Request], SharedValues]:
-            if self._is_running():
-                raise ValueError("another generate() of this Generator is in progress: exhaust or close it first")
-            ends = sorted(self._eos() if stop is None else set(token_ids("stop", stop)))
+            self._check_not_running()
+            if self.num_unfinished:
+                raise ValueError(
+                    f"generate needs all submitted requests to be finished, got {self.num_unfinished} more"
+                )
+            ends = sorted(eos_tokens(self.model) if stop is None else set(token_ids("stop", stop)))
             check_type("sampling", sampling, Sampling)
             check_bool(speculative=speculative)
             request = _Request(max_new_tokens, sampling, frozenset(ends), speculative)
-            rows = _prompt_ids(self.tokenizer, prompts)
+            rows = prompt_ids(self.tokenizer, prompts)
             self._check(rows, request)
             return (rows, request), {
                 "prompts": f"{len(rows)} of {', '.join(str(len(row)) for row in rows)} tokens {digest(rows)}",
@@ -205,9 +196,144 @@ class Generator:
         self._check_in_step()
         rows, request = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
         self._progress.begin_call(rows)
+        self._batch = None
         iterator = self._generate(rows, request)
         self._iterator = weakref.ref(iterator)
         return iterator
+
+    # Continuous batching.
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = _GREEDY,
+        stop: Sequence[int] | None = None,
+        stop_strings: Sequence[str] = (),
+        min_new_tokens: int = 0,
+        logprobs: int | None = None,
+    ) -> Request:
+        """A request for an answer to one prompt, which `step` computes together with all others.
+
+        `prompt`, `max_new_tokens`, `sampling` and `stop` are as for `generate`. The answer also ends where its text has
+        one of the `stop_strings`, but not before `min_new_tokens` tokens. With `logprobs=n`, tokens come with their
+        log-probability by the model and the n most likely tokens. Requests wait while the cache has no room for them.
+        The tokens are those that `generate` returns for the prompt alone.
+        """
+
+        def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
+            self._check_not_running()
+            ends = sorted(eos_tokens(self.model) if stop is None else set(token_ids("stop", stop)))
+            check_positive(max_new_tokens=max_new_tokens)
+            check_type("sampling", sampling, Sampling)
+            vocabulary = self.model.config.vocab_size
+            check_count("min_new_tokens", min_new_tokens, most=max_new_tokens)
+            if logprobs is not None:
+                check_count("logprobs", logprobs, most=vocabulary)
+            strings = check_stop_strings(self.tokenizer, stop_strings)
+            ids = one_prompt(self.tokenizer, "prompt", prompt)
+            check_prompt(self.model, "prompt", ids, max_new_tokens, self._group.world)
+            if len(ids) + max_new_tokens > self.engine.cache_tokens:
+                raise ValueError(
+                    f"prompt has {len(ids)} tokens, and max_new_tokens={max_new_tokens} may follow: the cache never "
+                    f"holds more than cache_tokens={self.engine.cache_tokens}"
+                )
+            ends = [token for token in ends if 0 <= token < vocabulary]
+            options = RequestOptions(max_new_tokens, sampling, frozenset(ends), strings, min_new_tokens, logprobs)
+            return (ids, options), {
+                "prompt": f"{len(ids)} tokens {digest(ids)}", "stop": ends, "stop_strings": strings,
+                "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "sampling": sampling,
+                "logprobs": logprobs,
+            }  # fmt: skip
+
+        self._check_in_step()
+        ids, options = check_on_all_ranks(self.comm, "submit", check_arguments, force=True)
+        self._progress.begin_call([ids])
+        if self._batch is None:
+            self._batch = ContinuousBatch(
+                self.engine, BatchRanks(self._group, self._across_groups), step_tokens=self._step_tokens,
+                stats=self.stats, on_logits=self._on_logits,
+            )  # fmt: skip
+        request = Request(self._submitted, ids, options, self.tokenizer, self._owner)
+        self._submitted += 1
+        self._batch.submit(request)
+        return request
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of submitted requests that are not finished."""
+        return 0 if self._batch is None else len(self._batch.requests)
+
+    def step(self) -> list[Token]:
+        """The next tokens of submitted requests, at most one of each, by their numbers; the same on every rank.
+
+        A request in which an error occurs ends with it, and the others go on. After an exception, such as that of a
+        callback, the next step computes all requests again from the tokens that they have, unless the ranks were
+        interrupted at different points: then every rank raises CommError.
+        """
+        self._raise_if_out_of_step("step")
+        self._check_not_running()
+        if self._batch is None or not self._batch.requests:
+            return []
+        bytes_before = self.comm.traffic.bytes
+        try:
+            tokens = self._batch.step()
+        except BaseException as error:
+            self._report_interruption("step", error)
+            raise
+        finally:
+            self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
+            self._update_stats()
+        self._progress.add_step([(token.row, [token.id]) for token in tokens])
+        return tokens
+
+    def stream(self, request: Request) -> Iterator[Token]:
+        """The tokens of a request, from its first one on; runs steps, of all requests, while it is in progress.
+
+        Raises the error of a request that ends with one.
+        """
+        self._check_request(request)
+        return self._stream(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request that is not finished; what was computed stays cached for reuse."""
+
+        def check_arguments() -> tuple[None, SharedValues]:
+            self._check_not_running()
+            self._check_request(request)
+            if request.finished:
+                raise ValueError(f"request must be in progress, got {request!r}")
+            return None, {"request": request.number}
+
+        self._check_in_step()
+        check_on_all_ranks(self.comm, "cancel", check_arguments, force=True)
+        assert self._batch is not None
+        self._batch.cancel(request)
+
+    def _stream(self, request: Request) -> Iterator[Token]:
+        at = 0
+        while True:
+            while at < len(request.tokens):
+                yield request.tokens[at]
+                at += 1
+            if request.finished:
+                break
+            self.step()
+        if request.error is not None:
+            raise request.error
+
+    def _check_request(self, request: Request) -> None:
+        if not isinstance(request, Request) or request.owner is not self._owner:
+            raise ValueError(f"request must be one that submit() of this Generator returned, got {shown(request)}")
+
+    def _checked_step_tokens(self, step_tokens: int | None) -> int:
+        least = self.engine.max_sequences + min_prefill_chunk(self._group.world)
+        return max(_STEP_TOKENS, least) if step_tokens is None else check_count("step_tokens", step_tokens, least)
+
+    def _check_not_running(self) -> None:
+        if self._is_running():
+            raise ValueError("another generate() of this Generator is in progress: exhaust or close it first")
 
     def _all_share_memory(self) -> bool:
         """Whether all ranks exchange small messages through memory. Over sockets tensor parallelism does not pay."""
@@ -221,15 +347,18 @@ class Generator:
 
     def _check_in_step(self) -> None:
         """Raise CommError after an interrupted exchange; log how far this rank is, to be compared with the others."""
-        if self.engine.is_out_of_step:
-            raise CommError(
-                f"generate: an earlier call was interrupted on rank {self.comm.rank} while ranks exchanged messages: "
-                "ranks are out of step; start them again, or make a new Generator on a new process group"
-            )
-        if not self._is_running():
+        self._raise_if_out_of_step("generate")
+        if not self._is_running() and not self.num_unfinished:
             self.engine.release_all()  # again, in case that was interrupted, too
         self.comm.note("earlier calls", str(self._progress))
         self._group.note("cached sequences", self.engine.state())
+
+    def _raise_if_out_of_step(self, operation: str) -> None:
+        if self.engine.is_out_of_step:
+            raise CommError(
+                f"{operation}: an earlier call was interrupted on rank {self.comm.rank} while ranks exchanged "
+                "messages: ranks are out of step; start them again, or make a new Generator on a new process group"
+            )
 
     def _generate(self, prompts: list[list[int]], request: _Request) -> abc.Generator[Token, None, None]:
         batch = len(prompts)
@@ -240,7 +369,7 @@ class Generator:
             with self._timed("prefill_seconds"):
                 for number in self.sharding.sequences(self.comm.rank, batch):
                     sequence = self.engine.prefill(prompts[number], request.max_new_tokens + MAX_DECODE_TOKENS)
-                    own.append(_Row(number, sequence, request.sampling.generator(number)))
+                    own.append(_Row(number, sequence))
                 logits = [row.sequence.logits[None] for row in own]
                 new = self._broadcast(_sample(request.sampling, own, logits))
                 self._report_logits(own, logits, new)
@@ -264,7 +393,7 @@ class Generator:
         except (GeneratorExit, InvalidLogits):  # closed, or raised on all ranks together
             raise
         except BaseException as error:
-            self._report_interruption(error)
+            self._report_interruption("generate", error)
             raise
         finally:
             self.stats.bytes_sent += self.comm.traffic.bytes - bytes_before
@@ -283,12 +412,12 @@ class Generator:
                 f"model and the range of its dtype, {self.model.get_input_embeddings().weight.dtype}"
             )
 
-    def _report_interruption(self, error: BaseException) -> None:
+    def _report_interruption(self, operation: str, error: BaseException) -> None:
         """Tell the other ranks, which may wait for this one."""
         if not self.engine.is_out_of_step:
-            report_error(self.comm, "generate", error)
+            report_error(self.comm, operation, error)
         elif not isinstance(error, CommError):
-            self.comm.fail(f"generate was interrupted by {type(error).__name__}: {error}")
+            self.comm.fail(f"{operation} was interrupted by {type(error).__name__}: {error}")
 
     def _decode_step(self, active: list[_Row], request: _Request) -> list[list[int]]:
         """One decode step of the group's rows: the new tokens of each, one or (with drafts) more."""
@@ -362,38 +491,17 @@ class Generator:
         ]
         return [(number, tokens) for number, tokens in sorted(unpadded) if tokens]
 
-    def _eos(self) -> set[int]:
-        eos = getattr(self.model.generation_config, "eos_token_id", None)
-        return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-
     def _check(self, rows: list[list[int]], request: _Request) -> None:
         if not 1 <= len(rows) <= self.max_sequences:
             raise ValueError(f"prompts must be 1 to max_sequences={self.max_sequences}, got {len(rows)}")
         new = request.max_new_tokens
         check_positive(max_new_tokens=new)
-        if request.speculative and not request.sampling.greedy:
-            raise ValueError(f"sampling must be greedy (temperature 0) with speculative, got {request.sampling}")
-        limit, why = getattr(self.model.config, "max_position_embeddings", None), ""
-        rotary = changing_rotary(self.model.config)
-        if rotary is not None:
-            limit, why = rotary[1], f" before rope_type {rotary[0]!r} changes its frequencies"
-        vocabulary = self.model.config.vocab_size
+        if request.speculative and (not request.sampling.greedy or request.sampling.has_penalties):
+            raise ValueError(
+                f"sampling must be greedy (temperature 0), without penalties, with speculative, got {request.sampling}"
+            )
         for number, ids in enumerate(rows):
-            if not ids:
-                raise ValueError(f"prompts[{number}] is empty")
-            if len(ids) < self._group.world:
-                raise ValueError(
-                    f"prompts[{number}] has {len(ids)} tokens, fewer than the {self._group.world} ranks that shard it"
-                )
-            if limit is not None and len(ids) + new > limit:
-                raise ValueError(
-                    f"prompts[{number}] has {len(ids)} tokens, and max_new_tokens={new} may follow: the model has "
-                    f"{limit} positions{why}"
-                )
-            if not 0 <= min(ids) <= max(ids) < vocabulary:
-                raise ValueError(
-                    f"prompts[{number}] must have token ids 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}"
-                )
+            check_prompt(self.model, f"prompts[{number}]", ids, new, self._group.world)
         # Rows of this group only: if one group has no room, all ranks raise before any of them starts.
         own = [rows[number] for number in self.sharding.sequences(self.comm.rank, len(rows))]
         self.engine.check_room([len(ids) + new + MAX_DECODE_TOKENS for ids in own])
@@ -436,8 +544,8 @@ def generate(
 
     def check_arguments() -> tuple[list[list[int]], SharedValues]:
         check_positive(max_new_tokens=max_new_tokens)
-        _check_tokenizer(tokenizer)
-        return _prompt_ids(tokenizer, prompts), {}
+        check_tokenizer(tokenizer)
+        return prompt_ids(tokenizer, prompts), {}
 
     rows = check_on_all_ranks(comm, "generate", check_arguments, force=True)
     generator = Generator(
@@ -457,34 +565,17 @@ def _recommended(sequences: int, ranks: int) -> DecodeSharding:
     return recommend_sharding(sequences, ranks, 1, ranks).choice.sharding
 
 
-def _check_tokenizer(tokenizer: Any) -> None:
-    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-        raise ValueError(f"tokenizer must be a tokenizer of Transformers or None, got {shown(tokenizer)}")
-
-
-def _prompt_ids(tokenizer: Any, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-    """The token ids of every prompt."""
-    is_matrix = isinstance(prompts, Tensor) and prompts.ndim == 2
-    rows: list[Any] = list(prompts) if is_matrix else check_list("prompts", prompts, "prompts")
-    for i, prompt in enumerate(rows):
-        if not isinstance(prompt, str):
-            rows[i] = list(token_ids(f"prompts[{i}]", prompt))
-        elif tokenizer is None:
-            raise ValueError(f"prompts must be token ids without a tokenizer, got text, {shown(prompt)}")
-        else:
-            rows[i] = tokenizer(prompt)["input_ids"]
-    return rows
-
-
 def _sample(sampling: Sampling, rows: list[_Row], logits: list[Tensor] | Tensor) -> list[list[int]]:
     """The next token of each row, from its logits [1, vocabulary]; `INVALID_TOKEN` where these are invalid."""
-    if sampling.greedy and rows:  # one transfer for all rows
+    if sampling.greedy and not sampling.has_penalties and rows:  # one transfer for all rows
         tokens: list[list[int]] = most_likely(logits if isinstance(logits, Tensor) else torch.stack(logits)).tolist()
         return tokens
     sampled = []
     for row, of_row in zip(rows, logits, strict=True):
         try:
-            sampled.append([sampling.sample(of_row[0], row.random)])
+            ids, new = row.sequence.ids, len(row.new)
+            dice = sampling.generator(row.number, new)
+            sampled.append([sampling.sample(of_row[0], dice, ids[: len(ids) - new], row.new)])
         except InvalidLogits:
             sampled.append([INVALID_TOKEN])
     return sampled

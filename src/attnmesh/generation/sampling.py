@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.core.validation import check_index, check_tensor, check_type, is_number, shown
+from attnmesh.core.validation import (
+    check_count,
+    check_index,
+    check_number,
+    check_tensor,
+    check_type,
+    is_number,
+    shown,
+)
+from attnmesh.kv_cache.sequence import token_ids
 
 _ROW_BITS = 20  # bits of a seed for the row of the batch
 _MAX_SEED = (1 << (63 - _ROW_BITS)) - 1
@@ -25,11 +34,21 @@ class InvalidLogits(ValueError):  # noqa: N818 - says what is wrong, as CacheFul
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters: greedy at temperature 0, otherwise among the most likely tokens that make up `top_p`."""
+    """Sampling parameters: greedy at temperature 0, otherwise among the most likely tokens that make up `top_p`.
+
+    With `top_k` above 0, of the `top_k` most likely tokens only; with `min_p`, of those only that are at least `min_p`
+    times as likely as the most likely one. `repetition_penalty` divides positive logits, and multiplies negative ones,
+    of tokens that the prompt or the answer has; `presence_penalty` is subtracted from logits of tokens that the answer
+    has. The order is that of Transformers: penalties, temperature, top_k, top_p of what is left, min_p.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:
@@ -38,25 +57,46 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {shown(self.top_p)}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed <= _MAX_SEED:
             raise ValueError(f"seed must be an integer from 0 to {_MAX_SEED}, got {shown(self.seed)}")
+        check_count("top_k", self.top_k)
+        if not is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 to 1, got {shown(self.min_p)}")
+        check_number("repetition_penalty", self.repetition_penalty, above=0)
+        check_number("presence_penalty", self.presence_penalty)
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always taken, after penalties."""
         return self.temperature == 0.0
 
-    def generator(self, row: int) -> torch.Generator:
-        """The random generator of a row of the batch, independent of the other rows and the number of ranks."""
-        check_index("row", row, 1 << _ROW_BITS)
-        return torch.Generator().manual_seed((self.seed << _ROW_BITS) + row)
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens before them."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
 
-    def sample(self, logits: Tensor, generator: torch.Generator) -> int:
-        """A token from logits [vocabulary]; raises InvalidLogits where they give no probabilities."""
+    def generator(self, row: int, token: int = 0) -> torch.Generator:
+        """The random generator of a token of a row of the batch, independent of all others and the number of ranks.
+
+        It does not depend on how earlier tokens were computed, either: a request can move to other ranks.
+        """
+        check_index("row", row, 1 << _ROW_BITS)
+        check_count("token", token)
+        return torch.Generator().manual_seed(_mix(_mix((self.seed << _ROW_BITS) + row) + token))
+
+    def sample(
+        self, logits: Tensor, generator: torch.Generator, prompt: Sequence[int] = (), answer: Sequence[int] = ()
+    ) -> int:
+        """A token from logits [vocabulary]; raises InvalidLogits where they give no probabilities.
+
+        `prompt` and `answer` are the tokens before it, for penalties.
+        """
         check_tensor("logits", logits)
         if logits.ndim != 1 or not logits.numel() or not logits.is_floating_point() or logits.is_meta:
             raise ValueError(f"logits must be floating point [vocabulary], got {shown(logits)}")
         check_type("generator", generator, torch.Generator)
         if not self.greedy:
             logits = logits.double().cpu()
+        if self.has_penalties:
+            logits = self._penalize(logits, _ids_below("prompt", prompt, logits), _ids_below("answer", answer, logits))
         token = int(most_likely(logits))
         if token == INVALID_TOKEN:
             raise InvalidLogits(f"logits must have a finite maximum and no NaN, got {shown(logits)} with one")
@@ -66,9 +106,36 @@ class Sampling:
         # Subtracting the maximum first keeps it 0: divided by a tiny temperature, it would be infinite.
         probabilities = torch.softmax((logits - top) / self.temperature, -1)
         ordered, ids = probabilities.sort(descending=True, stable=True)
+        if self.top_k:
+            ordered = ordered[: self.top_k] / ordered[: self.top_k].sum()
         before = ordered.cumsum(-1) - ordered  # 0 for the most likely token, so at least one token is left
-        ordered = torch.where(before < self.top_p, ordered, 0.0)
-        return int(ids[torch.multinomial(ordered, 1, generator=generator)])
+        kept = (before < self.top_p) & (ordered >= self.min_p * ordered[0])
+        return int(ids[torch.multinomial(torch.where(kept, ordered, 0.0), 1, generator=generator)])
+
+    def _penalize(self, logits: Tensor, prompt: Tensor, answer: Tensor) -> Tensor:
+        logits = logits.clone()
+        if self.repetition_penalty != 1.0:
+            earlier = torch.cat([prompt, answer]).unique()
+            x = logits[earlier]
+            logits[earlier] = torch.where(x > 0, x / self.repetition_penalty, x * self.repetition_penalty)
+        logits[answer.unique()] -= self.presence_penalty
+        return logits
+
+
+def _mix(x: int) -> int:
+    """The 64 bits of x, mixed (splitmix64): torch seeds a generator with the low 32 bits only."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def _ids_below(name: str, ids: Sequence[int], logits: Tensor) -> Tensor:
+    """Token ids as a tensor; raises ValueError unless all are in the vocabulary of logits [vocabulary]."""
+    given = token_ids(name, ids)
+    if given and not 0 <= min(given) <= max(given) < len(logits):
+        raise ValueError(f"{name} must have token ids 0 to {len(logits) - 1}, got {min(given)} to {max(given)}")
+    return torch.tensor(given.tolist(), dtype=torch.int64, device=logits.device)
 
 
 def most_likely(logits: Tensor) -> Tensor:

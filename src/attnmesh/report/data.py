@@ -28,7 +28,7 @@ from attnmesh.core.masks import (
 )
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_bool, check_count, check_device, check_list, check_type, shown
-from attnmesh.generation.generator import GenerationStats
+from attnmesh.generation.stats import GenerationStats
 from attnmesh.plan.program import Load, imbalance
 from attnmesh.plan.schedule import Step, is_step
 from attnmesh.plan.schedules import SCHEDULES, loads, program, refusal, steps

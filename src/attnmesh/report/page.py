@@ -12,7 +12,7 @@ from string import Template
 
 from attnmesh.core.text import printable
 from attnmesh.core.validation import check_path, check_type
-from attnmesh.generation.generator import GenerationStats
+from attnmesh.generation.stats import GenerationStats
 from attnmesh.report.data import GeneratedAnswer, GenerationReport, RankGroups, Rows, ScheduleReport
 from attnmesh.report.drawing import drawing_data
 

@@ -46,8 +46,9 @@ from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
 from attnmesh.generation.engine import check_generation
-from attnmesh.generation.generator import GenerationStats, Generator
+from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
+from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
 from attnmesh.planner.counts import MAX_LENGTH

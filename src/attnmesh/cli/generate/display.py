@@ -15,7 +15,7 @@ from attnmesh.cli import output
 from attnmesh.cli.generate.job import Comparison, Job, Result
 from attnmesh.cli.report import run_facts
 from attnmesh.core.text import counted
-from attnmesh.generation.generator import GenerationStats
+from attnmesh.generation.stats import GenerationStats
 from attnmesh.report import GeneratedAnswer, generation_report, write_report
 from attnmesh.report.data import in_words
 

@@ -16,8 +16,8 @@ from attnmesh.core.layouts import Layout
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.generation.engine import kv_bytes_per_token, min_prefill_chunk
-from attnmesh.generation.generator import GenerationStats
 from attnmesh.generation.sampling import Sampling
+from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.checkpoint import free_memory, readable_gib, translated_errors
 from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model

@@ -1,0 +1,248 @@
+"""`ContinuousBatch`: submitted requests, computed step by step; they join and leave at any step.
+
+In a step, a group of ranks computes the next token of all its answers in one pass, then chunks of prompts, one pass for
+each. The new tokens are exchanged within groups (all ranks continue with those of the first) and between groups.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm import Comm
+from attnmesh.generation.cached_sequences import CachedSequence, CacheLimits, GroupCache
+from attnmesh.generation.engine import BLOCK_SIZE, Engine, EngineSequence, min_prefill_chunk
+from attnmesh.generation.requests import Request, Token
+from attnmesh.generation.sampling import INVALID_TOKEN, InvalidLogits, most_likely
+from attnmesh.generation.scheduler import GroupPlan, Job, Scheduler, StepPlan
+from attnmesh.generation.stats import GenerationStats
+
+
+@dataclass(frozen=True)
+class BatchRanks:
+    """The groups of ranks: those that share sequences with this rank, and those with the same part in other groups."""
+
+    group: Comm
+    across_groups: Comm
+
+    @property
+    def groups(self) -> int:
+        """The number of groups."""
+        return self.across_groups.world
+
+    @property
+    def own(self) -> int:
+        """The number of this rank's group."""
+        return self.across_groups.rank
+
+
+class ContinuousBatch:
+    """The requests of a `Generator`. It starts with an empty cache: all ranks track what all groups store.
+
+    All ranks make the same calls. After a call that was interrupted, the next one computes all requests again from the
+    tokens that they have.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: BatchRanks,
+        *,
+        step_tokens: int,
+        stats: GenerationStats,
+        on_logits: Callable[[int, Tensor], None] | None,
+    ) -> None:
+        limits = CacheLimits(
+            # What `cache_tokens` tokens need, and the rest of a block for each sequence.
+            blocks=-(-engine.capacity // BLOCK_SIZE) + engine.max_sequences,
+            block_size=BLOCK_SIZE,
+            max_sequences=engine.max_sequences,
+            max_length=engine.capacity,
+        )
+        world = ranks.group.world
+        self.scheduler = Scheduler(
+            [GroupCache(world, engine.shard, limits) for _ in range(ranks.groups)],
+            step_tokens=step_tokens, max_chunk=engine.prefill_chunk, min_chunk=min_prefill_chunk(world),
+        )  # fmt: skip
+        engine.clear()
+        self._engine, self._ranks, self._stats, self._on_logits = engine, ranks, stats, on_logits
+        self._requests: dict[Job, Request] = {}
+        self._stored: dict[CachedSequence, EngineSequence] = {}  # of this rank's group
+        self._changing = False  # also after an interruption
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests in progress."""
+        return list(self._requests.values())
+
+    def submit(self, request: Request) -> None:
+        """Take a request."""
+        with self._change():
+            length = len(request.prompt) + request.options.max_new_tokens
+            job = Job(request.number, list(request.prompt), length)
+            self._requests[job] = request
+            self.scheduler.add(job)
+
+    def cancel(self, request: Request) -> None:
+        """End a request; what was computed stays cached for reuse."""
+        with self._change():
+            request.finish_reason = "cancelled"
+            self._end(next(job for job, each in self._requests.items() if each is request), keep=True)
+
+    def step(self) -> list[Token]:
+        """Compute the next step of all groups; returns the new tokens, by the number of the request."""
+        with self._change():
+            began = time.perf_counter()
+            plan = self.scheduler.plan()
+            own = plan.groups[self._ranks.own]
+            for comm in (self._ranks.group, self._ranks.across_groups):  # compared with the next message
+                comm.note("step", str([each.digest for each in plan.groups]))
+            self._compute(own)
+            new = self._exchange(plan, self._choose(own.sampled))
+            seconds = time.perf_counter() - began
+            if own.chunks:
+                self._stats.prefill_seconds += seconds
+            else:
+                self._stats.decode_seconds += seconds
+            return self._commit(plan, new)
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        if self._changing:
+            self._restore()
+        self._changing = True
+        yield
+        self._changing = False
+
+    def _restore(self) -> None:
+        """Compute all requests again from the tokens that they have."""
+        self._engine.clear()
+        self._stored.clear()
+        for request in self._requests.values():
+            if request.finish_reason not in ("cancelled", "error"):
+                request.restore()
+        self._requests = {
+            Job(request.number, [*request.prompt, *request.ids], job.max_length): request
+            for job, request in self._requests.items()
+            if not request.finished
+        }
+        self.scheduler.reset(list(self._requests))
+
+    def _compute(self, plan: GroupPlan) -> None:
+        """Run the passes of this rank's group."""
+        engine, stored = self._engine, self._stored
+        self._stats.preemptions += plan.preemptions
+        for sequence in plan.freed:
+            engine.free(stored.pop(sequence))
+        if plan.decode:
+            self._stats.decode_steps += 1
+            engine.decode([self._stored_for(job) for job in plan.decode], [job.ids[-1:] for job in plan.decode])
+        for chunk in plan.chunks:
+            if chunk.is_new and chunk.job.sequence is not None:
+                source = None if chunk.source is None else stored[chunk.source]
+                stored[chunk.job.sequence] = engine.start(source, chunk.begin)
+            if chunk.ids:
+                engine.extend(self._stored_for(chunk.job), chunk.ids)
+
+    def _stored_for(self, job: Job) -> EngineSequence:
+        assert job.sequence is not None
+        return self._stored[job.sequence]
+
+    def _choose(self, jobs: list[Job]) -> list[list[float]]:
+        """The next token of each request of this rank's group, in numbers."""
+        logits = {job: self._stored_for(job).logits for job in jobs}
+        if self._on_logits is not None:
+            for job, of_job in logits.items():
+                self._on_logits(job.number, of_job)
+        requests = {job: self._requests[job] for job in jobs}
+        simple = [job for job in jobs if requests[job].takes_most_likely]
+        # One transfer for all of them.
+        tokens = most_likely(torch.stack([logits[job] for job in simple])).tolist() if simple else []
+        found: dict[Job, list[float]] = {job: [token] for job, token in zip(simple, tokens, strict=True)}
+        return [found.get(job) or requests[job].choose(logits[job]) for job in jobs]
+
+    def _exchange(self, plan: StepPlan, own: list[list[float]]) -> list[tuple[Job, list[float]]]:
+        """The next tokens of all groups, by the number of the request.
+
+        Ranks of a group may round differently: all take the tokens of the first. A token is invalid if any rank finds
+        it invalid.
+        """
+        group, across, device = self._ranks.group, self._ranks.across_groups, self._engine.device
+        jobs = [of_group.sampled for of_group in plan.groups]
+        widths = [[self._requests[job].options.width for job in of_group] for of_group in jobs]
+        if group.world > 1 and own:
+            x = torch.tensor([n for row in own for n in row], dtype=torch.float64, device=device)
+            with self._engine.exchange(group):
+                received = [each.tolist() for each in group.all_gather(x, [x.shape] * group.world)]
+            by_rank = [_split(numbers, widths[self._ranks.own]) for numbers in received]
+            own = [
+                next((row for row in rows if row[0] == INVALID_TOKEN), rows[0]) for rows in zip(*by_rank, strict=True)
+            ]
+        rows = [own]
+        if across.world > 1 and any(widths):
+            x = torch.tensor([n for row in own for n in row], dtype=torch.float64, device=device)
+            with self._engine.exchange(across):
+                gathered = [each.tolist() for each in across.all_gather(x, [(sum(each),) for each in widths])]
+            rows = [_split(numbers, each) for numbers, each in zip(gathered, widths, strict=True)]
+        elif across.world > 1:
+            rows = [[] for _ in jobs]
+        pairs = [pair for both in zip(jobs, rows, strict=True) for pair in zip(*both, strict=True)]
+        return sorted(pairs, key=lambda pair: pair[0].number)
+
+    def _commit(self, plan: StepPlan, new: list[tuple[Job, list[float]]]) -> list[Token]:
+        """Append the new tokens to their requests, and end those that are complete."""
+        tokens = []
+        for job in plan.failed:
+            request = self._requests[job]
+            request.fail(_no_room(request, self._engine))
+            del self._requests[job]
+        for job, numbers in new:
+            request = self._requests[job]
+            if numbers[0] == INVALID_TOKEN:
+                request.fail(_invalid(request, self._engine))
+                self._end(job, keep=False)  # its keys and values may be invalid, too
+                continue
+            tokens.append(request.add(numbers))
+            job.ids.append(tokens[-1].id)
+            self._stats.generated_tokens += job.group == self._ranks.own
+            if request.finished:
+                self._end(job, keep=True)
+        return tokens
+
+    def _end(self, job: Job, *, keep: bool) -> None:
+        sequence = job.sequence
+        freed = self.scheduler.remove(job, keep=keep)
+        if sequence is not None and job.group == self._ranks.own:
+            if freed is None:
+                self._engine.release(self._stored[sequence])
+            else:
+                self._engine.free(self._stored.pop(sequence))
+        del self._requests[job]
+
+
+def _split(numbers: list[float], widths: list[int]) -> list[list[float]]:
+    parts, at = [], 0
+    for width in widths:
+        parts.append(numbers[at : at + width])
+        at += width
+    return parts
+
+
+def _no_room(request: Request, engine: Engine) -> Exception:
+    return RuntimeError(
+        f"request {request.number}: {len(request.prompt)} + {len(request.tokens)} tokens do not fit into a cache of "
+        f"cache_tokens={engine.cache_tokens}, because the layout gives one rank too many of them"
+    )
+
+
+def _invalid(request: Request, engine: Engine) -> Exception:
+    dtype = engine.model.get_input_embeddings().weight.dtype
+    return InvalidLogits(
+        f"request {request.number}: the logits have a NaN or +inf, or -inf only, after {len(request.tokens)} tokens: "
+        f"no token can be chosen; check the weights of the model and the range of its dtype, {dtype}"
+    )

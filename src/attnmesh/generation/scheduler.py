@@ -1,0 +1,254 @@
+"""`Scheduler`: which requests compute which tokens in the next step of continuous batching.
+
+Requests are served in the order of their numbers. Every step computes the next token of all answers in progress, and
+chunks of prompts with what is left of a budget of tokens. A waiting request is admitted to the group of ranks that has
+the longest prefix of it, if there is room for its whole prompt. Where a group runs out of blocks, the sequences that
+are kept for reuse are evicted first; then its latest request is preempted: it waits, and is computed again later.
+
+No tensors, no messages: the plan depends on earlier calls only, so that all ranks that make the same calls have the
+same plan, for all groups.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from attnmesh.generation.cached_sequences import CachedSequence, GroupCache
+
+
+@dataclass(eq=False)
+class Job:
+    """A request: its number, the ids of its prompt and its answer so far, and the most that they can become."""
+
+    number: int
+    ids: list[int]
+    max_length: int
+    group: int = 0
+    sequence: CachedSequence | None = None  # while it is running
+
+    @property
+    def pending(self) -> int:
+        """The number of tokens that are not in the cache."""
+        return len(self.ids) - (0 if self.sequence is None else len(self.sequence.ids))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some tokens of one request. A new sequence starts with the first `begin` tokens of `source`."""
+
+    job: Job
+    begin: int
+    ids: list[int]
+    is_new: bool = False
+    source: CachedSequence | None = None
+
+
+@dataclass
+class GroupPlan:
+    """What a group does in a step, in this order. `decode` are answers, each of which is extended by one token."""
+
+    freed: list[CachedSequence] = field(default_factory=list)
+    decode: list[Job] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    preemptions: int = 0
+    budget: int = 0  # tokens that it may compute in addition
+
+    @property
+    def sampled(self) -> list[Job]:
+        """The requests that get their next token."""
+        return [*self.decode, *(chunk.job for chunk in self.chunks if not chunk.job.pending)]
+
+    @property
+    def digest(self) -> int:
+        """Equal on ranks with the same plan."""
+        chunks = tuple((chunk.job.number, chunk.begin, len(chunk.ids)) for chunk in self.chunks)
+        return hash((len(self.freed), tuple(job.number for job in self.decode), chunks))
+
+
+@dataclass
+class StepPlan:
+    """The plans of all groups, and the requests that no cache can hold any more."""
+
+    groups: list[GroupPlan]
+    failed: list[Job] = field(default_factory=list)
+
+
+class Scheduler:
+    """The requests of some groups of ranks. `caches[g]` is changed by planning, as group g will change its cache.
+
+    A group computes at most `step_tokens` tokens per step, and at most `max_chunk` of one prompt. A chunk has at least
+    `min_chunk` tokens, unless it ends a prompt.
+    """
+
+    def __init__(self, caches: Sequence[GroupCache], *, step_tokens: int, max_chunk: int, min_chunk: int) -> None:
+        least = max(cache.limits.max_sequences for cache in caches) + min_chunk
+        if step_tokens < least:  # otherwise answers in progress could leave nothing for a prompt
+            raise ValueError(
+                f"step_tokens must be at least {least}, one for each sequence of a group and {min_chunk} for a "
+                f"prompt, got {step_tokens}"
+            )
+        self.caches = list(caches)
+        self._step_tokens, self._max_chunk, self._min_chunk = step_tokens, max_chunk, min_chunk
+        self.waiting: list[Job] = []
+        self.running: list[list[Job]] = [[] for _ in caches]
+
+    def add(self, job: Job) -> None:
+        """Take a request."""
+        insort(self.waiting, job, key=_number)
+
+    def plan(self) -> StepPlan:
+        """The next step. The caller computes it, then appends the new tokens to the `ids` of sampled requests."""
+        step = StepPlan([GroupPlan() for _ in self.caches])
+        for group in range(len(self.caches)):
+            self._continue(group, step)
+        while self.waiting and self._admit(self.waiting[0], step):
+            pass
+        return step
+
+    def remove(self, job: Job, *, keep: bool) -> CachedSequence | None:
+        """End a request. Its sequence is kept for reuse or, if there is nothing to keep, freed and returned."""
+        if job.sequence is None:
+            self.waiting.remove(job)
+            return None
+        sequence, cache = job.sequence, self.caches[job.group]
+        self.running[job.group].remove(job)
+        job.sequence = None
+        if keep and sequence.ids:
+            cache.release(sequence)
+            return None
+        cache.free(sequence)
+        return sequence
+
+    def reset(self, jobs: Sequence[Job]) -> None:
+        """Let these requests wait, in place of all others, with empty caches."""
+        for cache in self.caches:
+            cache.clear()
+        self.waiting, self.running = sorted(jobs, key=_number), [[] for _ in self.caches]
+
+    def _continue(self, group: int, step: StepPlan) -> None:
+        """Plan for the running requests of a group, the oldest first."""
+        plan = step.groups[group]
+        running = list(self.running[group])
+        plan.budget = self._step_tokens - sum(job.pending == 1 for job in running)
+        for job in running:
+            if job.sequence is None:  # preempted for an older one
+                continue
+            is_decode = job.pending == 1
+            tokens = 1 if is_decode else self._chunk_size(job.pending, plan.budget)
+            if not tokens or not self._make_room(job, tokens, step):
+                continue
+            chunk = self._grow(job, tokens)
+            if is_decode:
+                plan.decode.append(job)
+            else:
+                plan.chunks.append(chunk)
+                plan.budget -= tokens
+
+    def _chunk_size(self, pending: int, budget: int) -> int:
+        """The tokens of the next chunk, or 0 if the budget is too small."""
+        tokens = min(pending, budget, self._max_chunk)
+        return tokens if tokens == pending or tokens >= self._min_chunk else 0
+
+    def _make_room(self, job: Job, tokens: int, step: StepPlan) -> bool:
+        """Evict and preempt until a request can grow; False if it is preempted itself, or can never grow."""
+        assert job.sequence is not None
+        cache, running, plan = self.caches[job.group], self.running[job.group], step.groups[job.group]
+        growth = cache.growth(job.sequence, tokens)
+        if cache.is_too_long(job.sequence, growth):
+            self._fail(job, step)
+            return False
+        while not cache.has_room(job.sequence, growth):
+            inactive = cache.oldest_inactive()
+            if inactive is not None:
+                cache.free(inactive)
+                plan.freed.append(inactive)
+            elif running == [job]:
+                self._fail(job, step)
+                return False
+            else:
+                latest = running[-1]
+                self._preempt(latest, plan)
+                if latest is job:
+                    return False
+        return True
+
+    def _preempt(self, job: Job, plan: GroupPlan) -> None:
+        freed = self.remove(job, keep=False)
+        assert freed is not None
+        plan.freed.append(freed)
+        plan.preemptions += 1
+        self.add(job)
+
+    def _fail(self, job: Job, step: StepPlan) -> None:
+        freed = self.remove(job, keep=False)
+        assert freed is not None
+        step.groups[job.group].freed.append(freed)
+        step.failed.append(job)
+
+    def _admit(self, job: Job, step: StepPlan) -> bool:
+        """Start the first waiting request in the best group that has room for it; False if none has."""
+        found = []
+        for group, cache in enumerate(self.caches):
+            least = min(len(job.ids), self._min_chunk)
+            if step.groups[group].budget < least or len(self.running[group]) == cache.limits.max_sequences:
+                continue
+            source, prefix = cache.longest_prefix(job.ids)
+            if source is not None and cache.is_uneven(source, prefix, len(job.ids), job.max_length):
+                source, prefix = None, 0
+            # A short common prefix, such as a template, does not outweigh an even load.
+            saved = prefix if 2 * prefix >= len(job.ids) else 0
+            found.append((-saved, len(self.running[group]), group, prefix, source))
+        for _, _, group, prefix, source in sorted(found, key=lambda each: each[:3]):
+            cache = self.caches[group]
+            # An empty group takes any request: those that it can never hold are refused before.
+            if not self.running[group] or cache.can_hold(job.ids, source, prefix, self._reserved(group)):
+                self._start(job, group, source, prefix, step.groups[group])
+                return True
+        return False
+
+    def _reserved(self, group: int) -> list[int]:
+        """The blocks per rank that the running requests still need for their prompts."""
+        cache = self.caches[group]
+        missing = [
+            cache.missing_blocks(job.sequence, len(job.ids))
+            for job in self.running[group]
+            if job.sequence is not None and job.pending > 1
+        ]
+        return [sum(of_rank) for of_rank in zip(*missing, strict=True)] if missing else [0] * len(cache.used)
+
+    def _start(self, job: Job, group: int, source: CachedSequence | None, prefix: int, plan: GroupPlan) -> None:
+        cache = self.caches[group]
+        takes_over = source is not None and not source.active
+        if not takes_over and len(cache.sequences) == cache.limits.max_sequences:
+            evicted = cache.oldest_inactive()
+            assert evicted is not None  # fewer requests are running
+            cache.free(evicted)
+            plan.freed.append(evicted)
+        self.waiting.remove(job)
+        insort(self.running[group], job, key=_number)
+        job.group, job.sequence = group, cache.start(source, prefix)
+        tokens = self._chunk_size(job.pending, plan.budget)
+        growth = cache.growth(job.sequence, tokens) if tokens else {}
+        while not cache.has_room(job.sequence, growth) and (inactive := cache.oldest_inactive()) is not None:
+            cache.free(inactive)
+            plan.freed.append(inactive)
+        if cache.is_too_long(job.sequence, growth) or not cache.has_room(job.sequence, growth):
+            tokens = 0  # the next step makes room
+        chunk = self._grow(job, tokens)
+        plan.chunks.append(Chunk(job, prefix, chunk.ids, is_new=True, source=source))
+        plan.budget -= tokens
+
+    def _grow(self, job: Job, tokens: int) -> Chunk:
+        assert job.sequence is not None
+        begin = len(job.sequence.ids)
+        ids = job.ids[begin : begin + tokens]
+        if tokens:
+            cache = self.caches[job.group]
+            cache.grow(job.sequence, ids, cache.growth(job.sequence, tokens))
+        return Chunk(job, begin, ids)
+
+
+def _number(job: Job) -> int:
+    return job.number
