@@ -10,7 +10,9 @@ import torch
 import attnmesh as am
 from attnmesh.comm import CommError
 from attnmesh.generation.engine import MODELS, Engine, check_generation
-from attnmesh.generation.generator import Generator, Token, generate
+from attnmesh.generation.generator import Generator, generate
+from attnmesh.generation.prompts import eos_tokens
+from attnmesh.generation.requests import Token
 from attnmesh.generation.sampling import PromptLookup, Sampling
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.plan.decode import DecodeSharding
@@ -309,7 +311,7 @@ def test_a_row_ends_with_a_stop_token_and_the_others_go_on():
 
 def test_stops_are_the_model_s_own_unless_given():
     generator = Generator(attnmesh_model("llama"), None, cache_tokens=200)
-    assert generator._eos() == {STOP}
+    assert eos_tokens(generator.model) == {STOP}
     prompt = random_ids(12, seed=10)
     row = greedy_tokens("llama", prompt, 20)
     assert (len(row), row[-1]) == (5, STOP)

@@ -155,7 +155,7 @@ def test_checksums_tell_all_bits_and_places(dtype, monkeypatch):
 def test_generate_tells_all_ranks_of_an_error_of_one():
     def rank(comm):
         prompts = ["text"] if comm.rank == 1 else PROMPTS[:1]
-        with pytest.raises(ValueError, match="prompts must be token ids without a tokenizer, got text"):
+        with pytest.raises(ValueError, match=r"prompts\[0\] must be token ids without a tokenizer, got text"):
             generate(OneLayer(), None, prompts, comm, max_new_tokens=2)
         with pytest.raises(ValueError, match="max_new_tokens must be a positive integer, got '2'"):
             generate(OneLayer(), None, PROMPTS, comm, max_new_tokens="2" if comm.rank == 1 else 2)
