@@ -142,12 +142,19 @@ def model_folder() -> Path:
 def _generator() -> Arguments:
     return {
         "model": model(), "tokenizer": None, "comm": SoloComm(), "cache_tokens": 64, "max_sequences": 2,
-        "prefill_chunk": 8,
+        "prefill_chunk": 8, "step_tokens": 16,
     }  # fmt: skip
 
 
 def _generate() -> Arguments:
     return {"prompts": [[9, 10, 11, 12], [13, 14, 15]], "max_new_tokens": 1, "sampling": am.Sampling(), "stop": [7]}
+
+
+def _submit() -> Arguments:
+    return {
+        "prompt": [9, 10, 11, 12], "max_new_tokens": 2, "sampling": am.Sampling(), "stop": [7], "stop_strings": [],
+        "min_new_tokens": 1, "logprobs": 2,
+    }  # fmt: skip
 
 
 def _shape() -> Shape:
@@ -384,11 +391,23 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     ],
     # Language models.
     "load_model": [lambda: {"path": model_folder(), "device": "cpu", "dtype": torch.float32}],
-    "Sampling": [lambda: {"temperature": 0.5, "top_p": 0.9, "seed": 1}],
-    "Sampling.generator": [lambda sampling: {"row": 1}],
-    "Sampling.sample": [lambda sampling: {"logits": rows(16), "generator": sampling.generator(0)}],
+    "Sampling": [
+        lambda: {
+            "temperature": 0.5, "top_p": 0.9, "seed": 1, "top_k": 8, "min_p": 0.1, "repetition_penalty": 1.5,
+            "presence_penalty": 0.5,
+        },
+    ],
+    "Sampling.generator": [lambda sampling: {"row": 1, "token": 2}],
+    "Sampling.sample": [
+        lambda sampling: {
+            "logits": rows(16), "generator": sampling.generator(0), "prompt": [1, 2, 3], "answer": [4, 5],
+        },
+    ],
     "Generator": [_generator],
     "Generator.generate": [lambda generator: _generate()],
+    "Generator.submit": [lambda generator: _submit()],
+    "Generator.stream": [lambda generator: {"request": generator.submit(**_submit())}],
+    "Generator.cancel": [lambda generator: {"request": generator.submit(**_submit())}],
     "generate": [lambda: {"model": model(), "tokenizer": None, **_generate(), "comm": SoloComm(), "prefill_chunk": 8}],
     # Sparse attention.
     "sparse_attention": [lambda: _sparse(d_v=8, sinks=rows(2)), lambda: _sparse(v=rows(6, 4))],
@@ -509,6 +528,11 @@ def _sparse_on_ranks(arguments: Callable[[], Arguments]) -> Callable[[am.Comm], 
     return lambda comm: (am.SparseParallel(cp=comm), _rows_of(comm, **arguments()))
 
 
+def _cancel_on_ranks(comm: am.Comm) -> tuple[Any, Arguments]:
+    generator = am.Generator(**{**_generator(), "comm": comm})
+    return generator, {"request": generator.submit(**_submit())}
+
+
 COLLECTIVE: dict[str, Callable[[am.Comm], tuple[Any, Arguments]]] = {
     "ContextParallel.attention": lambda comm: (
         am.ContextParallel(comm, schedule="ring"), {**_qkv(3), "length": 6, "mask": am.Causal(), **_score_terms()},
@@ -525,6 +549,8 @@ COLLECTIVE: dict[str, Callable[[am.Comm], tuple[Any, Arguments]]] = {
     "SparseParallel.indexer_kl_loss": _sparse_on_ranks(_dense_loss),
     "Generator": lambda comm: (None, {**_generator(), "comm": comm}),
     "Generator.generate": lambda comm: (am.Generator(**{**_generator(), "comm": comm}), _generate()),
+    "Generator.submit": lambda comm: (am.Generator(**{**_generator(), "comm": comm}), _submit()),
+    "Generator.cancel": _cancel_on_ranks,
 }  # fmt: skip
 """Calls that all ranks make together, on `WORLD` ranks: an error on one rank is raised on all of them."""
 
@@ -565,6 +591,7 @@ NOT_FUZZED = {
     ),
     "GenerationStats": "a result",
     "Token": "a result",
+    **dict.fromkeys(("Request", "Request.choose", "Request.add", "Request.fail"), "made and changed by a Generator"),
     "GeneratedAnswer": "a record that is only shown",
     "GenerationReport": "a result",
     "ScheduleReport": "a result",

@@ -13,7 +13,10 @@ FUZZER = Fuzzer(CALLS, RECEIVERS, NOT_FUZZED, SKIPPED)
 SAMPLED_CALLABLES, SAMPLED_CASES = 60, 16  # cases of each callable
 SEED = 17
 # These import Transformers.
-SLOW = {"load_model", "generate", "Generator", "Generator.generate", "attention_from_transformers", "shard_inputs"}
+SLOW = {
+    "load_model", "generate", "Generator", "Generator.generate", "Generator.submit", "Generator.stream",
+    "Generator.cancel", "attention_from_transformers", "shard_inputs",
+}  # fmt: skip
 GUILTY = 1  # the rank that gets a bad value
 
 

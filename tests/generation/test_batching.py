@@ -1,0 +1,372 @@
+"""Continuous batching: every answer is that of the request alone, whatever runs beside it and on however many ranks."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import attnmesh as am
+from attnmesh.generation.engine import BLOCK_SIZE
+from attnmesh.generation.generator import Generator
+from attnmesh.generation.sampling import InvalidLogits, Sampling
+from attnmesh.plan.decode import DecodeSharding
+from helpers.models import (
+    STOP,
+    VOCABULARY,
+    OneLayer,
+    attnmesh_model,
+    generated_rows,
+    greedy_tokens,
+    logits_of,
+    on_virtual_ranks,
+    random_ids,
+)
+from helpers.processes import run_processes
+
+DOCUMENT = random_ids(40, 1, high=30)
+SAMPLED = Sampling(0.8, 0.95, seed=5, top_k=20, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.3)
+# (step of submission, prompt, max_new_tokens, sampling): some begin alike.
+REQUESTS = [
+    (0, DOCUMENT, 30, Sampling()),
+    (0, [*DOCUMENT[:33], 9, 9], 12, SAMPLED),
+    (1, random_ids(9, 2), 40, Sampling()),
+    (3, [*DOCUMENT, 10], 25, Sampling(1.0, seed=3)),
+    (3, random_ids(5, 4), 1, Sampling()),
+    (20, DOCUMENT, 8, Sampling()),
+]
+
+
+def make(comm=None, sharding=None, model=None, **how):
+    how = {"cache_tokens": 72, "max_sequences": 4, "step_tokens": 16, **how}
+    model = attnmesh_model("llama") if model is None else model
+    return Generator(model, None, comm, sharding=sharding, **how)
+
+
+def check_blocks(generator):
+    """The scheduler's count of blocks is that of the cache."""
+    scheduler, engine = generator._batch.scheduler, generator.engine
+    own = scheduler.caches[generator._across_groups.rank]
+    assert own.used[engine.comm.rank] == engine.cache.stats().used
+    assert sorted(each.ids for each in own.sequences) == sorted(each.ids for each in engine.sequences)
+
+
+def answers(comm=None, sharding=None):
+    """Submit requests at different steps, and cancel one that is not in the list."""
+    generator = make(comm, sharding)
+    handles, steps, cancelled, events = [], 0, None, []
+    while len(handles) < len(REQUESTS) or generator.num_unfinished:
+        for at, prompt, most, sampling in REQUESTS[len(handles) :]:
+            if at <= steps:
+                handles.append(generator.submit(prompt, max_new_tokens=most, sampling=sampling))
+        if steps == 4:
+            cancelled = generator.submit(random_ids(20, 7), max_new_tokens=40)
+        if steps == 12:
+            generator.cancel(cancelled)
+        events += generator.step()
+        check_blocks(generator)
+        steps += 1
+    by_request = [[token for token in events if token.row == handle.number] for handle in handles]
+    assert by_request == [handle.tokens for handle in handles]
+    assert cancelled.finish_reason == "cancelled"
+    assert all(handle.finish_reason in ("stop", "length") for handle in handles)
+    return [handle.ids for handle in handles], generator.stats
+
+
+def alone(prompt, most, sampling):
+    if sampling.greedy:
+        return greedy_tokens("llama", prompt, most)
+    return generated_rows(make(cache_tokens=200), [prompt], max_new_tokens=most, sampling=sampling)[0]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return [alone(*request) for _, *request in REQUESTS]
+
+
+@pytest.mark.parametrize(
+    ("world", "sharding"),
+    [
+        (1, DecodeSharding()),
+        (2, DecodeSharding(cp=2)),
+        (2, DecodeSharding(kvdp=2)),
+        (4, DecodeSharding(kvdp=2, cp=2)),
+        pytest.param(4, DecodeSharding(cp=4), marks=pytest.mark.slow),
+        pytest.param(4, DecodeSharding(kvdp=4), marks=pytest.mark.slow),
+        pytest.param(3, DecodeSharding(cp=3), marks=pytest.mark.slow),
+    ],
+)
+def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, monkeypatch):
+    for module in ("engine", "batching"):  # small blocks: without room for all requests at once
+        monkeypatch.setattr(f"attnmesh.generation.{module}.BLOCK_SIZE", 8 // sharding.cp)
+    found = on_virtual_ranks(world, lambda comm: answers(comm, sharding))
+    assert all(ids == expected for ids, _ in found)
+    assert all(stats.reused_tokens for _, stats in found) or sharding.kvdp > 1
+    assert found[0][1].preemptions > 0 or sharding.kvdp > 1  # more groups have more room
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
+def test_every_answer_over_processes(sharding, expected):
+    assert [ids for ids, _ in run_processes(2, answers, sharding)] == [expected] * 2
+
+
+def test_streams_of_several_requests_may_be_read_in_any_order(expected):
+    generator = make(cache_tokens=200)
+    handles = [generator.submit(p, max_new_tokens=n, sampling=s) for _, p, n, s in REQUESTS[:4]]
+    first = generator.stream(handles[0])
+    assert next(first).id == expected[0][0]
+    assert [token.id for token in generator.stream(handles[2])] == expected[2]
+    assert [expected[0][0], *(token.id for token in first)] == expected[0]
+    assert [token.id for token in generator.stream(handles[0])] == expected[0]  # a finished one, again
+    assert [token.id for token in generator.stream(handles[3])] == expected[3]
+    while generator.num_unfinished:
+        generator.step()
+    assert generator.step() == []
+    assert handles[1].ids == expected[1]
+
+
+def test_long_prompts_do_not_delay_answers():
+    generator = make(cache_tokens=400, step_tokens=16)
+    answer = generator.submit(random_ids(6, 1), max_new_tokens=20, stop=())
+    generator.step()
+    long = generator.submit(random_ids(120, 2), max_new_tokens=4, stop=())
+    for n in range(2, 9):
+        assert [token.row for token in generator.step()] == [answer.number]
+        assert len(answer.tokens) == n
+    assert [token.row for token in generator.step()] == [answer.number, long.number]  # 15 tokens a step
+
+
+def test_requests_share_the_blocks_of_a_common_prefix():
+    generator = make(cache_tokens=4 * BLOCK_SIZE, max_sequences=4, step_tokens=600)
+    prompt = random_ids(3 * BLOCK_SIZE, 3)
+    handles = [generator.submit([*prompt, n], max_new_tokens=6, stop=()) for n in (8, 9, 10)]
+    generator.step()
+    assert generator.engine.cache.stats().used == 3 + len(handles)
+    while generator.num_unfinished:
+        generator.step()
+    assert generator.stats.preemptions == 0
+    assert generator.stats.reused_tokens == 2 * len(prompt)
+    assert [handle.ids for handle in handles] == [
+        generated_rows(make(cache_tokens=300), [handle.prompt], max_new_tokens=6, stop=())[0] for handle in handles
+    ]
+
+
+def test_an_answer_is_reused_by_the_next_question():
+    generator = make(cache_tokens=200)
+    handle = generator.submit(DOCUMENT, max_new_tokens=10, stop=())
+    list(generator.stream(handle))
+    again = generator.submit([*DOCUMENT, *handle.ids, 9, 9], max_new_tokens=3)
+    list(generator.stream(again))
+    assert generator.stats.reused_tokens == len(DOCUMENT) + 9
+
+
+# Options.
+
+
+def test_log_probabilities_are_those_of_the_model():
+    generator = make(cache_tokens=200)
+    handle = generator.submit(DOCUMENT, max_new_tokens=5, logprobs=3, sampling=Sampling(2.0, seed=1))
+    greedy = generator.submit(DOCUMENT, max_new_tokens=5, logprobs=0)
+    tokens = list(generator.stream(handle))
+    scores = logits_of("llama", [*DOCUMENT, *handle.ids])[len(DOCUMENT) - 1 : -1].double().log_softmax(-1)
+    for token, row in zip(tokens, scores, strict=True):
+        assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
+        assert [id for id, _ in token.top_logprobs] == row.topk(3).indices.tolist()
+        assert [x for _, x in token.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    assert all(token.top_logprobs == () and token.logprob < 0 for token in generator.stream(greedy))
+
+
+def test_the_fewest_new_tokens_come_before_any_stop():
+    free = greedy_tokens("llama", DOCUMENT, 6)
+    generator = make(cache_tokens=200)
+    handle = generator.submit(DOCUMENT, max_new_tokens=6, stop=free[:1], min_new_tokens=3)
+    list(generator.stream(handle))
+    assert free[0] not in handle.ids[:3]
+    assert len(handle.ids) >= 3
+    stopped = generator.submit(DOCUMENT, max_new_tokens=6, stop=free[:1])
+    list(generator.stream(stopped))
+    assert stopped.ids == free[:1]
+    assert stopped.finish_reason == "stop"
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def __call__(self, text):
+        return {"input_ids": [ord(letter) - ord("a") + 8 for letter in text]}
+
+    def decode(self, ids, **_):
+        return "".join(chr(ord("a") + (token - 8) % 26) for token in ids)
+
+
+def test_stop_strings_end_an_answer_and_are_not_part_of_its_text():
+    generator = make(cache_tokens=200)
+    generator.tokenizer = Letters()
+    free = generator.submit("hello", max_new_tokens=12, stop=())
+    text = "".join(token.text for token in generator.stream(free))
+    assert len(text) == 12
+    end = text[5:8]
+    assert text.find(end) == 5
+    handle = generator.submit("hello", max_new_tokens=12, stop=(), stop_strings=["?", end, text[6:]])
+    pieces = [token.text for token in generator.stream(handle)]
+    assert ("".join(pieces), handle.text, handle.finish_reason) == (text[:5], text[:5], "stop")
+    assert len(handle.tokens) == 8
+    assert pieces[5:] == ["", "", ""]  # held back, not returned and taken back
+    cut = generator.submit("hello", max_new_tokens=6, stop=(), stop_strings=[end])
+    list(generator.stream(cut))
+    assert (cut.text, cut.finish_reason) == (text[:6], "length")  # what was held back is returned at the end
+    late = generator.submit("hello", max_new_tokens=12, stop=(), stop_strings=[end], min_new_tokens=9)
+    list(generator.stream(late))
+    assert late.text.startswith(text[:9])
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"prompt": random_ids(60, 1)}, "prompt has 60 tokens, and max_new_tokens=20 .* more than cache_tokens=72"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [1, VOCABULARY]}, f"prompt must have token ids 0 to {VOCABULARY - 1}"),
+        ({"prompt": "text"}, "prompt must be token ids without a tokenizer, got text, 'text'"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer, got 0"),
+        ({"min_new_tokens": 21}, "min_new_tokens must be at most 20, got 21"),
+        ({"logprobs": VOCABULARY + 1}, f"logprobs must be at most {VOCABULARY}, got"),
+        ({"sampling": 0.5}, "sampling must be .*Sampling, got 0.5"),
+        ({"stop_strings": ["."]}, "stop_strings must be empty without a tokenizer"),
+        ({"stop": ["a"]}, "stop must be 64-bit integers"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_others_go_on(how, message):
+    generator = make()
+    handle = generator.submit(DOCUMENT[:9], max_new_tokens=3, stop=())
+    generator.step()
+    with pytest.raises(ValueError, match=message):
+        generator.submit(**{"prompt": DOCUMENT, "max_new_tokens": 20, **how})
+    assert [token.id for token in generator.stream(handle)] == handle.ids
+    assert len(handle.ids) == 3
+
+
+def test_handles_that_are_unknown_or_finished():
+    generator, other = make(), make()
+    handle, foreign = generator.submit([8, 9], max_new_tokens=1), other.submit([8, 9], max_new_tokens=1)
+    for unknown in (foreign, 0, None):
+        for operation in (generator.cancel, generator.stream):
+            with pytest.raises(ValueError, match=r"request must be one that submit\(\) of this Generator returned"):
+                operation(unknown)
+    generator.step()
+    with pytest.raises(ValueError, match=r"request must be in progress, got Request\(0: 2 \+ 1 tokens, length\)"):
+        generator.cancel(handle)
+    waiting = [generator.submit([8, n], max_new_tokens=4) for n in range(10, 16)]
+    generator.cancel(waiting[-1])  # before it was admitted
+    with pytest.raises(ValueError, match=r"got Request\(6: 2 \+ 0 tokens, cancelled\)"):
+        generator.cancel(waiting[-1])
+    assert list(generator.stream(waiting[-1])) == []
+
+
+def test_generate_and_submit_exclude_each_other_only_while_they_run(expected):
+    generator = make(cache_tokens=200)
+    handle = generator.submit(DOCUMENT, max_new_tokens=30)
+    generator.step()
+    with pytest.raises(ValueError, match="generate needs all submitted requests to be finished, got 1 more"):
+        generator.generate([DOCUMENT])
+    list(generator.stream(handle))
+    assert handle.ids == expected[0]
+    tokens = generator.generate([DOCUMENT], max_new_tokens=30)
+    assert next(tokens).id == expected[0][0]
+    for operation in (generator.step, lambda: generator.submit(DOCUMENT, max_new_tokens=9), lambda: generator.cancel(handle)):
+        with pytest.raises(ValueError, match=r"another generate\(\) of this Generator is in progress"):
+            operation()
+    assert [token.id for token in tokens] == expected[0][1:]
+    assert generator.stats.reused_tokens == len(DOCUMENT) - 1  # of the request
+    again = generator.submit(DOCUMENT, max_new_tokens=30)
+    assert [token.id for token in generator.stream(again)] == expected[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_invalid_logits_end_their_request_only(world, expected):
+    model = copy.deepcopy(attnmesh_model("llama"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[VOCABULARY - 1] = math.nan  # no other prompt or answer has it
+
+    def rank(comm):
+        generator = make(comm, DecodeSharding(cp=world), model, cache_tokens=200)
+        good, bad = generator.submit(DOCUMENT, max_new_tokens=30), generator.submit([9, 9, VOCABULARY - 1])
+        while generator.num_unfinished:
+            generator.step()
+        assert good.ids == expected[0]
+        assert (bad.finish_reason, bad.ids) == ("error", [])
+        with pytest.raises(InvalidLogits, match="request 1: the logits have a NaN .* after 0 tokens"):
+            list(generator.stream(bad))
+        check_blocks(generator)
+
+    on_virtual_ranks(world, rank)
+
+
+def test_ranks_that_differ_raise_on_all():
+    def rank(comm):
+        generator = make(comm)
+        handles = [generator.submit(DOCUMENT[:n], max_new_tokens=3, stop=()) for n in (8, 9)]
+        with pytest.raises(ValueError, match="submit: ranks disagree: prompt is"):
+            generator.submit(DOCUMENT[: 9 + comm.rank], max_new_tokens=3)
+        with pytest.raises(ValueError, match="cancel: ranks disagree: request is 0 on rank 0 but 1 on rank 1"):
+            generator.cancel(handles[comm.rank])
+        with pytest.raises(ValueError, match="max_new_tokens must be a positive integer, got 0 .on rank 1"):
+            generator.submit(DOCUMENT, max_new_tokens=1 - comm.rank)
+        while generator.num_unfinished:
+            generator.step()
+        return [handle.ids for handle in handles]
+
+    expected = [generated_rows(make(cache_tokens=200), [DOCUMENT[:n]], max_new_tokens=3, stop=())[0] for n in (8, 9)]
+    assert on_virtual_ranks(2, rank) == [expected] * 2
+
+
+def test_a_rank_that_makes_another_number_of_steps_is_reported():
+    def rank(comm):
+        generator = make(comm, DecodeSharding(cp=2))
+        generator.submit(DOCUMENT, max_new_tokens=9, stop=())
+        generator.step()
+        if comm.rank:
+            generator.submit(DOCUMENT, max_new_tokens=9)
+        else:
+            generator.step()
+
+    with pytest.raises((am.CommError, ValueError)):
+        am.run_virtual(2, rank, timeout=5)
+
+
+# Interruption.
+
+
+def test_after_an_interruption_every_answer_is_still_right():
+    model, prompts = OneLayer(), [random_ids(n, n, high=30) for n in (13, 30, 5)]
+    samplings = [Sampling(), Sampling(1.0, seed=4), Sampling(0.7, 0.9, seed=1)]
+
+    def finish(fail_at=None):
+        """Raise in pass number `fail_at`, and go on."""
+        passes = iter(range(10**6))
+
+        def hook(*_):
+            if next(passes) == fail_at:
+                raise KeyboardInterrupt
+
+        generator = Generator(model, None, cache_tokens=100, max_sequences=2, step_tokens=12)
+        handles = [
+            generator.submit(p, max_new_tokens=7, sampling=s, stop=[STOP])
+            for p, s in zip(prompts, samplings, strict=True)
+        ]
+        interrupted = False
+        with model.embedding.register_forward_hook(hook):
+            while generator.num_unfinished:
+                try:
+                    generator.step()
+                except KeyboardInterrupt:
+                    interrupted = True
+        return [handle.ids for handle in handles], interrupted
+
+    expected, _ = finish()
+    results = [finish(at) for at in range(0, 20, 3)]
+    assert all(ids == expected for ids, _ in results)
+    assert all(interrupted for _, interrupted in results)
