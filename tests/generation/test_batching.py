@@ -5,10 +5,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import attnmesh as am
 from attnmesh.generation.engine import BLOCK_SIZE
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.requests import StopStrings
 from attnmesh.generation.sampling import InvalidLogits, Sampling
 from attnmesh.plan.decode import DecodeSharding
 from helpers.models import (
@@ -221,6 +224,24 @@ def test_stop_strings_end_an_answer_and_are_not_part_of_its_text():
     assert late.text.startswith(text[:9])
 
 
+@given(
+    st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.lists(st.integers(1, 5))
+)
+def test_stop_strings_are_found_however_the_text_is_divided(text, strings, sizes):
+    stop, returned, found, at = StopStrings(strings), "", False, 0
+    while at < len(text) and not found:
+        size = sizes.pop() if sizes else 1
+        piece, found = stop.add(text[at : at + size])
+        returned, at = returned + piece, at + size
+    places = [place for string in strings if (place := text[:at].find(string)) >= 0]
+    assert found == bool(places)
+    if found:
+        assert returned == text[: min(places)]
+    else:
+        assert returned + stop.held == text
+        assert not stop.held or any(string.startswith(stop.held) for string in strings)
+
+
 # Errors.
 
 
@@ -276,7 +297,11 @@ def test_generate_and_submit_exclude_each_other_only_while_they_run(expected):
     assert handle.ids == expected[0]
     tokens = generator.generate([DOCUMENT], max_new_tokens=30)
     assert next(tokens).id == expected[0][0]
-    for operation in (generator.step, lambda: generator.submit(DOCUMENT, max_new_tokens=9), lambda: generator.cancel(handle)):
+    for operation in (
+        generator.step,
+        lambda: generator.submit(DOCUMENT, max_new_tokens=9),
+        lambda: generator.cancel(handle),
+    ):
         with pytest.raises(ValueError, match=r"another generate\(\) of this Generator is in progress"):
             operation()
     assert [token.id for token in tokens] == expected[0][1:]
@@ -298,7 +323,7 @@ def test_invalid_logits_end_their_request_only(world, expected):
             generator.step()
         assert good.ids == expected[0]
         assert (bad.finish_reason, bad.ids) == ("error", [])
-        with pytest.raises(InvalidLogits, match="request 1: the logits have a NaN .* after 0 tokens"):
+        with pytest.raises(InvalidLogits, match=r"request 1: the logits have a NaN .* after 0 tokens"):
             list(generator.stream(bad))
         check_blocks(generator)
 
@@ -313,7 +338,7 @@ def test_ranks_that_differ_raise_on_all():
             generator.submit(DOCUMENT[: 9 + comm.rank], max_new_tokens=3)
         with pytest.raises(ValueError, match="cancel: ranks disagree: request is 0 on rank 0 but 1 on rank 1"):
             generator.cancel(handles[comm.rank])
-        with pytest.raises(ValueError, match="max_new_tokens must be a positive integer, got 0 .on rank 1"):
+        with pytest.raises(ValueError, match=r"max_new_tokens must be a positive integer, got 0 .on rank 1"):
             generator.submit(DOCUMENT, max_new_tokens=1 - comm.rank)
         while generator.num_unfinished:
             generator.step()

@@ -14,6 +14,7 @@ import attnmesh.generation
 import attnmesh.kv_cache
 from attnmesh.comm import CommError, comm_from
 from attnmesh.generation.generator import Generator
+from attnmesh.generation.sampling import Sampling
 from attnmesh.plan.decode import DecodeSharding
 from helpers.models import OneLayer, generated_rows, on_virtual_ranks, random_ids
 from helpers.processes import run_processes
@@ -178,6 +179,38 @@ def test_after_a_keyboard_interrupt_at_some_line_the_next_call_works():
 @pytest.mark.slow
 def test_after_a_keyboard_interrupt_at_any_line_the_next_call_works():
     print(check_every_line(step=1), "lines")
+
+
+def stepped(generator, interruption):
+    """The answers to three requests, two of which come late; a step that is interrupted is followed by another."""
+    handles = [generator.submit(PROMPTS[0], max_new_tokens=3, stop=(), sampling=Sampling(1.0, seed=3))]
+    while generator.num_unfinished:
+        with suppress(KeyboardInterrupt), interruption:
+            generator.step()
+        if len(handles) == 1:
+            handles += [generator.submit(prompt, max_new_tokens=2, stop=()) for prompt in NEXT]
+    return [handle.ids for handle in handles]
+
+
+def check_every_line_of_steps(step):
+    expected = stepped(make(), InterruptedLine(0))
+    generator, tried, line = make(), 0, 1
+    while True:
+        interruption = InterruptedLine(line)
+        found = stepped(generator, interruption)
+        assert found == expected, f"after an interruption at line {line}, {interruption.where}"
+        if interruption.where is None:
+            return tried
+        tried, line = tried + 1, line + step
+
+
+def test_after_a_keyboard_interrupt_at_some_line_of_a_step_every_answer_is_right():
+    assert check_every_line_of_steps(step=601) > 5
+
+
+@pytest.mark.slow
+def test_after_a_keyboard_interrupt_at_any_line_of_a_step_every_answer_is_right():
+    print(check_every_line_of_steps(step=1), "lines")
 
 
 # Several ranks.

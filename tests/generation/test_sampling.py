@@ -55,6 +55,67 @@ def test_temperature_comes_before_top_p():
     assert (frequencies(Sampling(10.0, float(flat.max()) * 0.9), draws=300) > 0).sum() == 1
 
 
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(1.0, top_k=1), [1]),
+        (Sampling(1.0, top_k=3), [1, 3, 2]),
+        (Sampling(1.0, 0.56, top_k=2), [1]),  # 0.4 / 0.7 is more than top_p
+        (Sampling(1.0, top_k=9), range(5)),
+        (Sampling(1.0, min_p=0.37), [1, 3, 2]),
+        (Sampling(1.0, min_p=1.0), [1]),
+        (Sampling(2.0, min_p=0.49), [1, 3, 2, 4]),  # after the temperature: 0.1 ** 0.5 is half of 0.4 ** 0.5
+    ],
+)
+def test_top_k_and_min_p_keep_the_likeliest(sampling, kept):
+    share = torch.zeros(5, dtype=torch.float64)
+    share[list(kept)] = SHARES[list(kept)] ** (1 / sampling.temperature)
+    found = frequencies(sampling)
+    assert (found[share == 0] == 0).all()
+    assert close(found, share / share.sum())
+
+
+def test_what_is_kept_is_what_transformers_keeps():
+    from transformers import generation as hf
+
+    logits = torch.randn(40, dtype=torch.float64)
+    prompt, answer = [3, 4, 5, 3], [6, 7, 4]
+    sampling = Sampling(0.7, 0.9, top_k=12, min_p=0.02, repetition_penalty=1.3)
+    ids = torch.tensor([[*prompt, *answer]])
+    scores = hf.RepetitionPenaltyLogitsProcessor(1.3)(ids, logits[None])
+    for processor in (
+        hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(12), hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.02),
+    ):  # fmt: skip
+        scores = processor(ids, scores)
+    dice = sampling.generator(0)
+    drawn = torch.tensor([sampling.sample(logits, dice, prompt, answer) for _ in range(DRAWS)])
+    found, expected = torch.bincount(drawn, minlength=40) / DRAWS, scores[0].softmax(-1)
+    assert 2 < (expected > 0).sum() < 12
+    assert (found[expected == 0] == 0).all()
+    assert close(found, expected)
+
+
+def test_penalties_are_for_tokens_that_came_before():
+    logits = torch.tensor([2.0, 1.9, -1.0, 1.8])
+    greedy = Sampling(presence_penalty=0.15)
+    assert greedy.sample(logits, greedy.generator(0), prompt=[0]) == 0  # of the answer only
+    assert greedy.sample(logits, greedy.generator(0), answer=[0, 0]) == 1
+    assert greedy.sample(logits, greedy.generator(0), answer=[0, 1]) == 0
+    greedy = Sampling(repetition_penalty=1.2)
+    assert greedy.sample(logits, greedy.generator(0), prompt=[0], answer=[1]) == 3
+    assert logits[0] == 2.0  # not changed
+    with pytest.raises(ValueError, match="answer must have token ids 0 to 3, got 4 to 4"):
+        greedy.sample(logits, greedy.generator(0), answer=[4])
+
+
+def test_seeds_rows_and_tokens_have_random_numbers_of_their_own():
+    def first(seed, row=0, token=0):
+        return float(torch.rand((), generator=Sampling(seed=seed).generator(row, token)))
+
+    numbers = [first(seed, row, token) for seed in (0, 1, 4096, 2**40) for row in (0, 1) for token in (0, 1, 2)]
+    assert len(set(numbers)) == len(numbers)
+
+
 def test_a_tiny_top_p_and_a_tiny_temperature_are_greedy():
     logits = torch.randn(200)
     for sampling in (Sampling(), Sampling(1.0, 1e-12), Sampling(1e-6), Sampling(1e-320)):
@@ -101,6 +162,10 @@ def test_impossible_tokens_are_never_drawn():
         ({"seed": -1}, "seed must be an integer from 0 to .*, got -1"),
         ({"seed": 2**60}, "seed must be an integer from 0 to .*, got 1152921504606846976"),
         ({"seed": 1.5}, "seed must be an integer from 0 to .*, got 1.5"),
+        ({"top_k": -1}, "top_k must be an integer >= 0, got -1"),
+        ({"min_p": 1.5}, "min_p must be from 0 to 1, got 1.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a positive number, got 0"),
+        ({"presence_penalty": math.inf}, "presence_penalty must be a finite number, got inf"),
     ],
 )
 def test_invalid_options(options, message):

@@ -327,7 +327,7 @@ def test_a_sequence_that_one_rank_cannot_hold_fails_alone():
 
 
 def test_a_budget_that_answers_could_use_up_is_refused():
-    with pytest.raises(ValueError, match="step_tokens must be at least 6, one for each sequence .*, got 5"):
+    with pytest.raises(ValueError, match=r"step_tokens must be at least 6, one for each sequence .*, got 5"):
         make(step_tokens=5)
 
 
