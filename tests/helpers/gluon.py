@@ -11,6 +11,7 @@ a barrier with bytes that never come. What reads too early computes NaN. Layouts
 """
 
 import ast
+import math
 import random
 import threading
 from pathlib import Path
@@ -91,7 +92,8 @@ class Descriptor:
         assert all(n <= 256 for n in block_shape[:-1]), "a side of a block is longer than 256"
         self.x = base.as_strided(tuple(shape), tuple(strides))
         self.dtype, self.block_shape = base.dtype, list(block_shape)
-        self.block_type = SimpleNamespace(shape=self.block_shape, element_ty=base.dtype)
+        nbytes = math.prod(block_shape) * size
+        self.block_type = SimpleNamespace(shape=self.block_shape, element_ty=base.dtype, nbytes=nbytes)
         self.layout = layout
 
     def inside(self, coord) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
@@ -124,7 +126,7 @@ class Shared:
 
     def __init__(self, machine, x: Tensor, hidden: Tensor):
         self.machine, self.x, self.hidden = machine, x, hidden
-        self.dtype = x.dtype
+        self.dtype, self.shape = x.dtype, x.shape
 
     def view(self, change):
         return Shared(self.machine, change(self.x), change(self.hidden))
@@ -394,7 +396,8 @@ class Machine:
             barriers = [Barrier() for _ in range(shape[0])]
             self.barriers += barriers
             return SimpleNamespace(index=lambda i: barriers[int(i)])
-        return Shared(self, torch.full(shape, torch.nan, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
+        unset = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+        return Shared(self, torch.full(shape, unset, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
 
     def names(self) -> dict:
         layouts = (
