@@ -58,6 +58,7 @@ class Sizes(NamedTuple):
     q_heads: Any
     group: Any
     items: Any
+    counter: Any  # of the items taken, if programs take them when they are free
 
 
 class Shape(NamedTuple):
@@ -69,6 +70,8 @@ class Shape(NamedTuple):
     attenders: Any
     keys: Any
     stages: Any
+    turns: Any
+    dynamic: Any
     v_main: Any  # columns of the blocks of values
     v_rest: Any
 
@@ -102,6 +105,8 @@ class GluonTiles(NamedTuple):
     attenders: int
     keys: int
     stages: int
+    turns: bool = True  # attenders take turns
+    dynamic: bool = False  # a program takes its next item when it is free, instead of a fixed share
 
 
 # By the widths of keys and values, the widest that is not wider than the entry.
@@ -115,7 +120,8 @@ TILES = {
     (256, 256): GluonTiles(2, 64, 2),
 }
 # Registers per thread; the first attender has what is left.
-_ATTENDER_OF_TWO, _ATTENDER_OF_THREE, _LOADER = gl.constexpr(232), gl.constexpr(160), gl.constexpr(32)
+_ATTENDER_OF_TWO, _LOADER_OF_TWO = gl.constexpr(232), gl.constexpr(40)
+_ATTENDER_OF_THREE, _LOADER_OF_THREE = gl.constexpr(160), gl.constexpr(32)
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
@@ -171,12 +177,13 @@ def forward(
     k_blocks = _descriptors(k, 1, tiles.keys, key_blocks)
     v_blocks = _descriptors(v, 1, tiles.keys, value_blocks)
     items = triton.cdiv(q_len, tiles.attenders * rows) * batch * (q_heads // pack)
+    counter = torch.zeros((), dtype=torch.int32, device=q.device) if tiles.dynamic else None
     with torch.cuda.device_of(q):
         _forward_kernel[(min(items, _processors(q)),)](
             *q_blocks, *k_blocks, *v_blocks, visible.first, visible.end, visible.strides,
             state_out, state_strides, state_lse, (0, 0, 0) if state_lse is None else state_lse.stride(),
             result.out, out_strides, result.lse, result.lse.stride(),
-            q_len, kv_len, q_heads, q_heads // kv_heads, items, scale, softcap,
+            q_len, kv_len, q_heads, q_heads // kv_heads, items, counter, scale, softcap,
             SHAPE=Shape(causal, 0 if bounds is None else visible.parts, pack, *tiles, *value_blocks), num_warps=4,
         )  # fmt: skip
     return result
@@ -226,7 +233,7 @@ def _forward_kernel(
     q_main, q_rest, k_main, k_rest, v_main, v_rest, first, end, bounds_strides,
     state_out, state_out_strides, state_lse, state_lse_strides,
     out, out_strides, lse, lse_strides,
-    q_len, kv_len, q_heads, group, items, scale, softcap,
+    q_len, kv_len, q_heads, group, items, counter, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     ATTENDERS: gl.constexpr = SHAPE.attenders
@@ -264,20 +271,20 @@ def _forward_kernel(
     mask = (first, end, bounds_strides)
     before = (state_out, state_out_strides, state_lse, state_lse_strides)
     after = (out, out_strides, lse, lse_strides)
-    sizes = Sizes(q_len, kv_len, q_heads, group, items)
+    sizes = Sizes(q_len, kv_len, q_heads, group, items, counter)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
     if ATTENDERS == 1:
         gl.warp_specialize(
             [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
              (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
-            [1], [_LOADER],
+            [1], [_LOADER_OF_TWO],
         )  # fmt: skip
     elif ATTENDERS == 2:
         gl.warp_specialize(
             [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
              (_attend, (1, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
              (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
-            [4, 1], [_ATTENDER_OF_TWO, _LOADER],
+            [4, 1], [_ATTENDER_OF_TWO, _LOADER_OF_TWO],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -285,7 +292,7 @@ def _forward_kernel(
              (_attend, (1, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
              (_attend, (2, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
              (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
-            [4, 4, 1], [_ATTENDER_OF_THREE, _ATTENDER_OF_THREE, _LOADER],
+            [4, 4, 1], [_ATTENDER_OF_THREE, _ATTENDER_OF_THREE, _LOADER_OF_THREE],
         )  # fmt: skip
 
 
@@ -326,38 +333,44 @@ def _load(q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE: gl
     served = 0  # items so far that see any key
     programs = gl.num_programs(0)
     program = gl.program_id(0)
-    for wave in range((sizes.items + programs - 1) // programs):
-        # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
-        item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
-        if item < sizes.items:
-            row_begin, head, batch = _locate(item, sizes, SHAPE)
-            row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
-            kv_head = head // sizes.group
-            fetched = served  # and one more as soon as the queries are fetched, which needs a key to be seen
-            for part in range(PARTS):
-                begin, inner, edge, stop = _key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
-                _publish(memory.work, barriers, record, item, begin, inner, edge, stop)
-                record += 1
-                for tile in range((stop - begin + KEYS - 1) // KEYS):
-                    at = begin + tile * KEYS
-                    _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
-                    # After the first keys, which may arrive while the last products still read the queries before.
-                    if fetched == served:
-                        _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, served, SHAPE)
-                        fetched += 1
-                    # The values of a tile are needed after the keys of the next one.
-                    if tile > 0:
-                        _fetch(
-                            v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
-                            STAGES,
-                        )  # fmt: skip
-                    step += 1
-                if stop > begin:
-                    last = begin + (stop - begin - 1) // KEYS * KEYS
+    wave = 0
+    item = program
+    while item < sizes.items:
+        if SHAPE.dynamic:
+            following = programs + gl.atomic_add(sizes.counter, 1, sem="relaxed")
+        else:
+            # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
+            wave += 1
+            following = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
+        row_begin, head, batch = _locate(item, sizes, SHAPE)
+        row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
+        kv_head = head // sizes.group
+        fetched = served  # and one more as soon as the queries are fetched, which needs a key to be seen
+        for part in range(PARTS):
+            begin, inner, edge, stop = _key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE)
+            _publish(memory.work, barriers, record, item, begin, inner, edge, stop)
+            record += 1
+            for tile in range((stop - begin + KEYS - 1) // KEYS):
+                at = begin + tile * KEYS
+                _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
+                # After the first keys, which may arrive while the last products still read the queries before.
+                if fetched == served:
+                    _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, served, SHAPE)
+                    fetched += 1
+                # The values of a tile are needed after the keys of the next one.
+                if tile > 0:
                     _fetch(
-                        v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES
-                    )
-            served = fetched
+                        v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
+                        STAGES,
+                    )  # fmt: skip
+                step += 1
+            if stop > begin:
+                last = begin + (stop - begin - 1) // KEYS * KEYS
+                _fetch(
+                    v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES
+                )
+        served = fetched
+        item = following
     _publish(memory.work, barriers, record, -1, 0, 0, 0, 0)
 
 
@@ -408,8 +421,8 @@ def _key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE: gl.constex
     KEYS: gl.constexpr = SHAPE.keys
     if SHAPE.parts > 0:
         first, end = _at_part(mask, part, batch)
-        begin, full_begin = gl.load(first + row_begin), gl.load(first + row_stop - 1)
-        full_end, stop = gl.load(end + row_begin), gl.load(end + row_stop - 1)
+        begin, full_begin = gl.load(first + row_begin), gl.load(first + (row_stop - 1))
+        full_end, stop = gl.load(end + row_begin), gl.load(end + (row_stop - 1))
         if (begin == full_end) | (full_begin == stop):
             # The first or the last row is empty. Its bounds may be far from those of the other rows.
             rows = row_begin + gl.arange(0, _SPAN, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -487,13 +500,13 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
                 weights = _operand(weights, memory, wide)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
-                    if ATTENDERS > 1:
+                    if SHAPE.turns and ATTENDERS > 1:
                         mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
                     mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
                     scores = _score(memory, INDEX, next_stage, KEYS, grid)
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     sums = _add_values(acc, weights, memory, stage)
-                    if ATTENDERS > 1:
+                    if SHAPE.turns and ATTENDERS > 1:
                         mbarrier.arrive(barriers.turn.index((INDEX + 1) % ATTENDERS), count=1)
                         turns += 1
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
