@@ -44,6 +44,11 @@ from attnmesh.ops.dense.triton_tiles import LENGTHS, LOG2_E, Bounds, blocks_of, 
 from attnmesh.ops.merge import empty_out
 
 _LOG2_E = gl.constexpr(LOG2_E)
+# Lengths and heads, and the strides of what has one element per row: each would recompile for another alignment.
+_NOT_SPECIALIZED = [
+    *LENGTHS, "q_heads", "group", "items", "scale", "softcap", "part_stride", "sequence_stride",
+    *(f"{name}_{dim}" for name in ("state_lse", "lse") for dim in ("batch", "head", "row")),
+]  # fmt: skip
 ROWS = 64  # per attender: the rows of one matrix instruction
 _ROWS = gl.constexpr(ROWS)
 _SPAN = gl.constexpr(256)  # at least the rows of a tile
@@ -180,9 +185,9 @@ def forward(
     counter = torch.zeros((), dtype=torch.int32, device=q.device) if tiles.dynamic else None
     with torch.cuda.device_of(q):
         _forward_kernel[(min(items, _processors(q)),)](
-            *q_blocks, *k_blocks, *v_blocks, visible.first, visible.end, visible.strides,
-            state_out, state_strides, state_lse, (0, 0, 0) if state_lse is None else state_lse.stride(),
-            result.out, out_strides, result.lse, result.lse.stride(),
+            *q_blocks, *k_blocks, *v_blocks, visible.first, visible.end, *visible.strides,
+            state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
+            result.out, out_strides, result.lse, *result.lse.stride(),
             q_len, kv_len, q_heads, q_heads // kv_heads, items, counter, scale, softcap,
             SHAPE=Shape(causal, 0 if bounds is None else visible.parts, pack, *tiles, *value_blocks), num_warps=4,
         )  # fmt: skip
@@ -228,11 +233,11 @@ def _processors(q: Tensor) -> int:
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
 
 
-@gluon.jit(do_not_specialize=[*LENGTHS, "items", "scale", "softcap"])
+@gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _forward_kernel(
-    q_main, q_rest, k_main, k_rest, v_main, v_rest, first, end, bounds_strides,
-    state_out, state_out_strides, state_lse, state_lse_strides,
-    out, out_strides, lse, lse_strides,
+    q_main, q_rest, k_main, k_rest, v_main, v_rest, first, end, part_stride, sequence_stride,
+    state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
+    out, out_strides, lse, lse_batch, lse_head, lse_row,
     q_len, kv_len, q_heads, group, items, counter, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
@@ -268,9 +273,9 @@ def _forward_kernel(
 
     memory = Memory(queries, keys, values, work)
     barriers = Barriers(work_ready, work_free, q_ready, q_free, turn, k_ready, k_free, v_ready, v_free)
-    mask = (first, end, bounds_strides)
-    before = (state_out, state_out_strides, state_lse, state_lse_strides)
-    after = (out, out_strides, lse, lse_strides)
+    mask = (first, end, (part_stride, sequence_stride))
+    before = (state_out, state_out_strides, state_lse, (state_lse_batch, state_lse_head, state_lse_row))
+    after = (out, out_strides, lse, (lse_batch, lse_head, lse_row))
     sizes = Sizes(q_len, kv_len, q_heads, group, items, counter)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
     if ATTENDERS == 1:
