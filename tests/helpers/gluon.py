@@ -11,6 +11,7 @@ a barrier with bytes that never come. What reads too early computes NaN. Layouts
 """
 
 import ast
+import importlib
 import math
 import random
 import threading
@@ -25,16 +26,29 @@ THREADS = 128  # of a group of four warps, each of which reports its own copies
 
 def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None) -> ModuleType:
     """The module once more, with kernels that run here, on a schedule of their own; `planted` replaces some source."""
-    source = Path(module.__file__).read_text()
-    if planted:
-        assert source.count(planted[0]) == 1
-        source = source.replace(*planted)
-    tree = ast.parse(source)
-    tree.body = [x for x in tree.body if not (isinstance(x, ast.ImportFrom) and x.module.startswith("triton"))]
-    again = ModuleType("emulated")
-    vars(again).update(Machine(seed).names())
-    exec(compile(tree, module.__file__, "exec"), vars(again))
+    again, found = _rewritten(module, Machine(seed).names(), planted)
+    assert found == (planted is not None)
     return again
+
+
+def _rewritten(module: ModuleType, names: dict, planted: tuple[str, str] | None) -> tuple[ModuleType, int]:
+    """The module and the Gluon modules that it imports from, and how often the source to be replaced was found."""
+    source = Path(module.__file__).read_text()
+    found = source.count(planted[0]) if planted else 0
+    tree = ast.parse(source.replace(*planted) if planted else source)
+    again = ModuleType("emulated")
+    vars(again).update(names)
+    for x in [x for x in tree.body if isinstance(x, ast.ImportFrom)]:
+        part = x.module.split(".")[-1]
+        if x.module.startswith("triton"):
+            tree.body.remove(x)
+        elif part.startswith("gluon_"):
+            tree.body.remove(x)
+            imported, more = _rewritten(importlib.import_module(x.module), names, planted)
+            found += more
+            vars(again).update({name.name: vars(imported)[name.name] for name in x.names})
+    exec(compile(tree, module.__file__, "exec"), vars(again))
+    return again, found
 
 
 class Pointer:

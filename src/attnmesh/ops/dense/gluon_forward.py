@@ -40,16 +40,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.core.state import State
-from attnmesh.ops.dense.triton_tiles import LENGTHS, LOG2_E, Bounds, blocks_of, row_strides
+from attnmesh.ops.dense.call import aligned
+from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax, store_state
+from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.merge import empty_out
 
-_LOG2_E = gl.constexpr(LOG2_E)
 # Lengths and heads, and the strides of what has one element per row: each would recompile for another alignment.
 _NOT_SPECIALIZED = [
     *LENGTHS, "q_heads", "group", "items", "scale", "softcap", "part_stride", "sequence_stride",
     *(f"{name}_{dim}" for name in ("state_lse", "lse") for dim in ("batch", "head", "row")),
 ]  # fmt: skip
-ROWS = 64  # per attender: the rows of one matrix instruction
 _ROWS = gl.constexpr(ROWS)
 _SPAN = gl.constexpr(256)  # at least the rows of a tile
 _RECORD = gl.constexpr(8)  # integers of a work record: item, begin, inner, edge, stop
@@ -149,7 +149,7 @@ def forward(
     bounds: tuple[Tensor, Tensor] | None,
     state: State | None,
     out_dtype: torch.dtype,
-    softcap: float | None = None,
+    terms: ScoreTerms = PLAIN,
     tiles: GluonTiles | None = None,
     pack: int | None = None,
 ) -> State:
@@ -171,6 +171,9 @@ def forward(
     if scale <= 0:  # the kernel takes the maximum before it scales
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
 
+    if kv_len == 0:  # the copy engine takes no empty tensor
+        k, v = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
+
     tiles = tiles or TILES[key_dim, value_dim]
     pack = pack or _packed_heads(q_heads // kv_heads, q_len, tiles)
     rows = ROWS // pack
@@ -188,7 +191,7 @@ def forward(
             *q_blocks, *k_blocks, *v_blocks, visible.first, visible.end, *visible.strides,
             state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
             result.out, out_strides, result.lse, *result.lse.stride(),
-            q_len, kv_len, q_heads, q_heads // kv_heads, items, counter, scale, softcap,
+            q_len, kv_len, q_heads, q_heads // kv_heads, items, counter, scale, terms.softcap,
             SHAPE=Shape(causal, 0 if bounds is None else visible.parts, pack, *tiles, *value_blocks), num_warps=4,
         )  # fmt: skip
     return result
@@ -204,6 +207,7 @@ def _packed_heads(group: int, q_len: int, tiles: GluonTiles) -> int:
 
 def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> list[Any]:
     """The copy engine's view of x [B, H, S, D], in tiles of `rows` rows of `heads` heads, for each block of columns."""
+    x = aligned(x if all(x.stride()) else x.contiguous())
     # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
     strides = [x.shape[3] if n == 1 else stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
     found: list[Any] = []
@@ -215,17 +219,6 @@ def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> l
             ) if width else None
         )  # fmt: skip
     return found
-
-
-@triton.constexpr_function
-def _lines(width):
-    """The layout in which 16-bit results are stored: 16 bytes per lane, 64 bytes of a row in four lanes.
-
-    Four lanes exchange pairs of columns until each has eight in a row; no shared memory is needed.
-    """
-    registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, n] for n in (32, 64, 128) if n < width]
-    lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS, width])
 
 
 def _processors(q: Tensor) -> int:
@@ -304,12 +297,18 @@ def _forward_kernel(
 @gluon.jit
 def _allocate(main, rest, STAGES: gl.constexpr):
     """Shared memory for the blocks of some tiles."""
-    first = gl.allocate_shared_memory(main.dtype, [STAGES] + main.block_type.shape, main.layout)
+    first = _allocate_block(main, STAGES)
     if rest is not None:
-        result = (first, gl.allocate_shared_memory(rest.dtype, [STAGES] + rest.block_type.shape, rest.layout))
+        result = (first, _allocate_block(rest, STAGES))
     else:
         result = (first,)
     return result
+
+
+@gluon.jit
+def _allocate_block(block, STAGES: gl.constexpr):
+    shape: gl.constexpr = [STAGES] + block.block_type.shape  # noqa: RUF005 - Gluon has no starred elements
+    return gl.allocate_shared_memory(block.dtype, shape, block.layout)
 
 
 @gluon.jit
@@ -371,9 +370,7 @@ def _load(q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE: gl
                 step += 1
             if stop > begin:
                 last = begin + (stop - begin - 1) // KEYS * KEYS
-                _fetch(
-                    v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES
-                )
+                _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES)
         served = fetched
         item = following
     _publish(memory.work, barriers, record, -1, 0, 0, 0, 0)
@@ -479,7 +476,7 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
         within = gl.arange(0, _ROWS, layout=down)
         rows = row_begin + within % APART
         # The carry: `acc / total` is the output so far, `peak + log2(total)` its log-sum-exp in base 2.
-        acc, total, peak = _initial(before, batch, head, row_begin, sizes, SHAPE, down)
+        acc, total, peak = initial(before, batch, head, row_begin, sizes, SHAPE, down)
         seen = served
         for part in range(PARTS):
             if part > 0:
@@ -498,11 +495,11 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
                 scores = _score(memory, INDEX, stage, KEYS, grid)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(barriers.k_free.index(stage), count=1)
-                weights, decay, total, peak = _softmax(
+                weights, decay, total, peak = softmax(
                     scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
                 )
-                acc = _rescale(acc, decay)
-                weights = _operand(weights, memory, wide)
+                acc = rescale(acc, decay)
+                weights = operand(weights, memory, wide)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
                     if SHAPE.turns and ATTENDERS > 1:
@@ -516,15 +513,15 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
                         turns += 1
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
                     mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
-                    next_weights, decay, total, peak = _softmax(
+                    next_weights, decay, total, peak = softmax(
                         scores, total, peak, key_begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
                     )
                     # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     acc = _finish(sums, weights)
                     mbarrier.arrive(barriers.v_free.index(stage), count=1)
-                    acc = _rescale(acc, decay)
-                    weights = _operand(next_weights, memory, wide)
+                    acc = rescale(acc, decay)
+                    weights = operand(next_weights, memory, wide)
                     step += 1
                     stage = next_stage
                     phase = step // STAGES & 1
@@ -534,12 +531,11 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
                 acc = _finish(_add_values(acc, weights, memory, stage), weights)
                 mbarrier.arrive(barriers.v_free.index(stage), count=1)
                 step += 1
-        if PARTS > 1:
-            if seen > served:
-                mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
+        if (PARTS > 1) & (seen > served):
+            mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
         served = seen
 
-        _store_state(after, acc, total, peak, batch, head, row_begin, sizes, SHAPE, down)
+        store_state(after, acc, total, peak, batch, head, row_begin, sizes, SHAPE, down)
         item, begin, inner, edge, stop = _read(memory.work, barriers, record)
 
 
@@ -594,44 +590,6 @@ def _tile(memory, stage):
 
 
 @gluon.jit
-def _softmax(
-    scores, total, peak, key_begin, inner, edge, row_first, row_end, scale, softcap,
-    SHAPE: gl.constexpr, grid: gl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax: the weights of a tile, the decay of what was before, and the new carry."""
-    if softcap is None:
-        factor = scale * _LOG2_E
-    else:
-        scores = _tanh(scores * (scale / softcap))
-        factor = softcap * _LOG2_E
-    if (key_begin < inner) | (key_begin >= edge):
-        key = gl.arange(0, SHAPE.keys, layout=gl.SliceLayout(0, grid))[None, :]
-        visible = key < (row_end - key_begin)[:, None]
-        if SHAPE.parts > 0:
-            visible &= key >= (row_first - key_begin)[:, None]
-        scores = gl.where(visible, scores, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(scores, 1) * factor)
-    # No key so far: subtract 0, since -inf - -inf would be NaN.
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    # The scale is part of the multiply-add in the exponent instead of a separate pass.
-    weights = gl.exp2(scores * factor - shift[:, None])
-    decay = gl.exp2(peak - shift)
-    return weights, decay, total * decay + gl.sum(weights, 1), new_peak
-
-
-@gluon.jit
-def _tanh(x):
-    """tanh, with an error of about 1e-7."""
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * _LOG2_E)))
-
-
-@gluon.jit
-def _operand(weights, memory, wide: gl.constexpr):
-    """The weights as the left operand of the products with values."""
-    return gl.convert_layout(weights.to(memory.v[0].dtype), gl.DotOperandLayout(0, wide, 2))
-
-
-@gluon.jit
 def _add_values(acc, weights, memory, stage):
     """Starts acc + weights @ values."""
     main = warpgroup_mma(weights, _tile(memory.v[0], stage), acc[0], is_async=True)
@@ -652,100 +610,3 @@ def _finish(sums, weights):
         main, _ = warpgroup_mma_wait(0, [sums[0], weights])
         result = (main,)
     return result
-
-
-@gluon.jit
-def _rescale(acc, factor):
-    """The rows of all blocks times a factor."""
-    main = _times(acc[0], factor)
-    if len(acc) > 1:
-        result = (main, _times(acc[1], factor))
-    else:
-        result = (main,)
-    return result
-
-
-@gluon.jit
-def _times(block, factor):
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block.shape[1], 16])
-    return block * gl.convert_layout(factor, gl.SliceLayout(1, grid))[:, None]
-
-
-@gluon.jit
-def _initial(before, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
-    """The carry of the state before: (acc, total, peak)."""
-    state_out, out_strides, state_lse, lse_strides = before
-    if state_out is None:
-        total = gl.zeros([_ROWS], gl.float32, down)
-        peak = gl.full([_ROWS], float("-inf"), gl.float32, down)
-        main = _zeros(SHAPE.v_main)
-        if SHAPE.v_rest > 0:
-            acc = (main, _zeros(SHAPE.v_rest))
-        else:
-            acc = (main,)
-    else:
-        place, real = _places(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
-        peak = gl.load(state_lse + place, mask=real, other=float("-inf")) * _LOG2_E
-        total = gl.where(peak == float("-inf"), 0.0, 1.0)
-        main = _load_block(state_out, out_strides, total, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
-        if SHAPE.v_rest > 0:
-            acc = (main, _load_block(
-                state_out, out_strides, total, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest
-            ))  # fmt: skip
-        else:
-            acc = (main,)
-    return acc, total, peak
-
-
-@gluon.jit
-def _zeros(WIDTH: gl.constexpr):
-    return gl.zeros([_ROWS, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
-
-
-@gluon.jit
-def _places(strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
-    """The offsets of this attender's rows in a tensor [B, H, S, ...], and which of them exist."""
-    APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
-    within = gl.arange(0, _ROWS, layout=down)
-    row = row_begin + within % APART
-    heads = head + within // APART
-    return batch.to(gl.int64) * strides[0] + heads.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[
-        2
-    ], row < sizes.q_len
-
-
-@gluon.jit
-def _load_block(state_out, strides, total, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin, WIDTH: gl.constexpr):
-    """A block of the output so far. That of an empty state does not count: it may hold anything."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, down)
-    real &= gl.convert_layout(total, down) > 0.0
-    column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))
-    return gl.load(state_out + place[:, None] + column[None, :], mask=real[:, None], other=0.0)
-
-
-@gluon.jit
-def _store_state(after, acc, total, peak, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
-    """Writes the carry as a state."""
-    out, out_strides, lse, lse_strides = after
-    place, real = _places(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
-    # A row without keys has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
-    gl.store(lse + place, (peak + gl.log2(total)) / _LOG2_E, mask=real)
-    acc = _rescale(acc, 1.0 / gl.where(total == 0.0, 1.0, total))
-    _store_block(out, out_strides, acc[0], batch, head, row_begin, sizes, SHAPE, 0)
-    if SHAPE.v_rest > 0:
-        _store_block(out, out_strides, acc[1], batch, head, row_begin, sizes, SHAPE, SHAPE.v_main)
-
-
-@gluon.jit
-def _store_block(out, strides, block, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin):
-    WIDTH: gl.constexpr = block.shape[1]
-    if out.dtype.element_ty == gl.float32:
-        lines: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    else:
-        lines: gl.constexpr = _lines(WIDTH)
-    block = gl.convert_layout(block.to(out.dtype.element_ty), lines)
-    place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, gl.SliceLayout(1, lines))
-    column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, lines))
-    gl.store(out + place[:, None] + column[None, :], block, mask=real[:, None])
