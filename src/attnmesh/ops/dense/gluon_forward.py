@@ -22,7 +22,7 @@ read as zero, by the copy engine, and are masked.
 
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
 from typing import Any, NamedTuple
 
 import torch
@@ -114,8 +114,7 @@ class GluonTiles(NamedTuple):
     dynamic: bool = False  # a program takes its next item when it is free, instead of a fixed share
 
 
-# By the widths of keys and values, the widest that is not wider than the entry.
-WIDTHS = (64, 96, 128, 192, 256)
+# By the widths of keys and values.
 TILES = {
     (64, 64): GluonTiles(3, 128, 2),
     (96, 96): GluonTiles(2, 128, 2),
@@ -271,13 +270,7 @@ def _forward_kernel(
     after = (out, out_strides, lse, (lse_batch, lse_head, lse_row))
     sizes = Sizes(q_len, kv_len, q_heads, group, items, counter)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
-    if ATTENDERS == 1:
-        gl.warp_specialize(
-            [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
-            [1], [_LOADER_OF_TWO],
-        )  # fmt: skip
-    elif ATTENDERS == 2:
+    if ATTENDERS == 2:
         gl.warp_specialize(
             [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
              (_attend, (1, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
@@ -297,11 +290,10 @@ def _forward_kernel(
 @gluon.jit
 def _allocate(main, rest, STAGES: gl.constexpr):
     """Shared memory for the blocks of some tiles."""
-    first = _allocate_block(main, STAGES)
-    if rest is not None:
-        result = (first, _allocate_block(rest, STAGES))
+    if rest is None:
+        result = (_allocate_block(main, STAGES),)
     else:
-        result = (first,)
+        result = (_allocate_block(main, STAGES), _allocate_block(rest, STAGES))
     return result
 
 
@@ -335,10 +327,8 @@ def _load(q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE: gl
     step = 0  # tiles of keys so far, of all items
     record = 0  # records so far
     served = 0  # items so far that see any key
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    wave = 0
-    item = program
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    wave, item = 0, program
     while item < sizes.items:
         if SHAPE.dynamic:
             following = programs + gl.atomic_add(sizes.counter, 1, sem="relaxed")
@@ -502,13 +492,13 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
                 weights = operand(weights, memory, wide)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
-                    if SHAPE.turns and ATTENDERS > 1:
+                    if SHAPE.turns:
                         mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
                     mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
                     scores = _score(memory, INDEX, next_stage, KEYS, grid)
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     sums = _add_values(acc, weights, memory, stage)
-                    if SHAPE.turns and ATTENDERS > 1:
+                    if SHAPE.turns:
                         mbarrier.arrive(barriers.turn.index((INDEX + 1) % ATTENDERS), count=1)
                         turns += 1
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
@@ -534,7 +524,6 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
         if (PARTS > 1) & (seen > served):
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
         served = seen
-
         store_state(after, acc, total, peak, batch, head, row_begin, sizes, SHAPE, down)
         item, begin, inner, edge, stop = _read(memory.work, barriers, record)
 

@@ -7,7 +7,7 @@ are tuples of one or two blocks of columns.
 
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -145,10 +145,7 @@ def store_state(after, acc, total, peak, batch, head, row_begin, sizes, SHAPE: g
 @gluon.jit
 def _store_block(out, strides, block, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin):
     WIDTH: gl.constexpr = block.shape[1]
-    if out.dtype.element_ty == gl.float32:
-        lines: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    else:
-        lines: gl.constexpr = _lines(WIDTH)
+    lines: gl.constexpr = _lines(WIDTH, out.dtype.element_ty == gl.float32)
     block = gl.convert_layout(block.to(out.dtype.element_ty), lines)
     place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, gl.SliceLayout(1, lines))
     column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, lines))
@@ -156,11 +153,10 @@ def _store_block(out, strides, block, batch, head, row_begin, sizes, SHAPE: gl.c
 
 
 @triton.constexpr_function
-def _lines(width):
-    """The layout in which 16-bit results are stored: 16 bytes per lane, 64 bytes of a row in four lanes.
-
-    Four lanes exchange pairs of columns until each has eight in a row; no shared memory is needed.
-    """
+def _lines(width, wide):
+    """The layout in which results are stored: that of the products if wide, else 16 bytes per lane."""
+    if wide:
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, n] for n in (32, 64, 128) if n < width]
     lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS, width])
