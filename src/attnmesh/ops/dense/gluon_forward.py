@@ -116,7 +116,7 @@ class GluonTiles(NamedTuple):
 
 # By the widths of keys and values.
 TILES = {
-    (64, 64): GluonTiles(3, 128, 2),
+    (64, 64): GluonTiles(2, 128, 3),
     (96, 96): GluonTiles(2, 128, 2),
     (128, 128): GluonTiles(2, 128, 2),
     (192, 128): GluonTiles(2, 128, 2),
@@ -305,10 +305,7 @@ def _allocate_block(block, STAGES: gl.constexpr):
 
 @gluon.jit
 def _locate(item, sizes, SHAPE: gl.constexpr):
-    """The first row of an item, its first head and its sequence.
-
-    Items of the last rows, which have the most keys under most masks, come first. Heads that share keys are adjacent.
-    """
+    """The first row, head and sequence of an item: the last rows first, which usually have the most keys."""
     TILE: gl.constexpr = SHAPE.attenders * _ROWS // SHAPE.pack
     tile_count = (sizes.q_len + TILE - 1) // TILE
     columns = sizes.items // tile_count
