@@ -13,6 +13,7 @@ a barrier with bytes that never come. What reads too early computes NaN. Layouts
 import ast
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -29,7 +30,8 @@ def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None 
         assert source.count(planted[0]) == 1
         source = source.replace(*planted)
     tree = ast.parse(source)
-    tree.body = [x for x in tree.body if not (isinstance(x, ast.ImportFrom) and x.module.startswith("triton"))]
+    emulates = ("triton", "attnmesh.ops.dense.gluon_tma")
+    tree.body = [x for x in tree.body if not (isinstance(x, ast.ImportFrom) and x.module.startswith(emulates))]
     again = ModuleType("emulated")
     vars(again).update(Machine(seed).names())
     exec(compile(tree, module.__file__, "exec"), vars(again))
@@ -112,6 +114,10 @@ class Descriptor:
     def write(self, coord, block: Tensor) -> None:
         there, here = self.inside(coord)
         self.x[there] = block[here]
+
+    def add(self, coord, block: Tensor) -> None:
+        there, here = self.inside(coord)
+        self.x[there] += block[here]
 
 
 def value(x) -> Tensor:
@@ -335,19 +341,19 @@ class Machine:
             shared.x.fill_(torch.nan)
             self.landing.append((descriptor, coord, shared, barrier))
 
-    def store_block(self, descriptor: Descriptor, coord, shared: Shared):
+    def store_block(self, descriptor: Descriptor, coord, shared: Shared, *, adds: bool = False):
         assert list(shared.x.shape) == descriptor.block_shape
         assert shared.dtype == descriptor.dtype
         self.pause()
         assert not shared.hidden.any(), "no fence showed this to a store"
-        self.current.stores.append((descriptor, coord, shared.x, shared.x.clone()))
+        self.current.stores.append((descriptor.add if adds else descriptor.write, coord, shared.x, shared.x.clone()))
 
     def wait_for_stores(self, outstanding):
         self.pause()
         while len(self.current.stores) > outstanding:
-            descriptor, coord, now, before = self.current.stores.pop(0)
+            write, coord, now, before = self.current.stores.pop(0)
             assert torch.equal(now.nan_to_num(7.0), before.nan_to_num(7.0)), "a block changed under a store"
-            descriptor.write(coord, before)
+            write(coord, before)
 
     def land(self):
         at = self.random.randrange(len(self.landing))
@@ -394,7 +400,8 @@ class Machine:
             barriers = [Barrier() for _ in range(shape[0])]
             self.barriers += barriers
             return SimpleNamespace(index=lambda i: barriers[int(i)])
-        return Shared(self, torch.full(shape, torch.nan, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
+        unknown = torch.nan if dtype.is_floating_point else -(2**31)
+        return Shared(self, torch.full(shape, unknown, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
 
     def names(self) -> dict:
         layouts = (
@@ -447,6 +454,7 @@ class Machine:
                 async_copy_shared_to_global=self.store_block,
                 store_wait=self.wait_for_stores,
             ),
+            "async_add_shared_to_global": partial(self.store_block, adds=True),
             "TensorDescriptor": Descriptor,
             "async_copy": SimpleNamespace(
                 async_copy_global_to_shared=self.copy, mbarrier_arrive=self.arrive_when_copied

@@ -1,0 +1,430 @@
+"""The backward of attention on Hopper in Gluon: one pass over the keys, adding into float32 gradients.
+
+A program has 128 keys of one kv head, and loops over the rows that see any of them, in every query head of the group.
+It recomputes the weights p from the log-sum-exp of the whole softmax::
+
+    grad_v += p^T @ grad_out          ds = p * (grad_out @ v^T - delta)
+    grad_q += scale * ds @ k          grad_k += scale * ds^T @ q
+
+Three groups of warps share the work:
+
+- the loader copies a tile of q and grad_out, and the terms of its rows, two or more tiles ahead;
+- two differentiators each have 64 of the keys, whose gradients they keep in registers. Scores are computed transposed,
+  [keys, rows]: p^T and ds^T are left operands of the next products as they are, without leaving registers.
+
+grad_q sums over all keys: the differentiators exchange ds in shared memory, each multiplies it with half of the columns
+of k (or half of the rows of ds), and adds the result to memory atomically. The scores of the next rows are computed
+behind these products, so that the tensor cores have work while weights and sums are.
+"""
+
+# Kernels are written in Gluon's language, whose names have no Python types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global
+from attnmesh.ops.dense.triton_backward import rows_per_key_tile
+from attnmesh.ops.dense.triton_tiles import LOG2_E, PLAIN, Bounds, ScoreTerms, padded
+
+_LOG2_E = gl.constexpr(LOG2_E)
+KEYS = 64  # of each differentiator: the rows of one matrix instruction
+_DIFFERENTIATOR, _LOADER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
+
+
+class BackwardTiles(NamedTuple):
+    """Sizes of a launch: rows per step, tiles of q and grad_out in shared memory, query heads and kv heads together.
+
+    A program sums over `heads` query heads of a group (None: all of them; else programs add to grad_k and grad_v
+    atomically). Programs of `section` kv heads run at the same time, those of longest tiles first (None: all).
+    """
+
+    rows: int
+    stages: int = 2
+    heads: int | None = None
+    section: int | None = None
+    bulk: bool = True
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    bounds: tuple[Tensor, Tensor] | None,
+    grad_q: Tensor | None,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    terms: ScoreTerms = PLAIN,
+    tiles: BackwardTiles | None = None,
+) -> None:
+    """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed."""
+    batch, q_heads, q_len, key_dim = q.shape
+    kv_heads, kv_len, value_dim = v.shape[1:]
+    if 0 in (q.numel(), k.numel()):
+        return
+    width = padded(key_dim)
+    tiles = tiles or BackwardTiles(rows=128 if width == 64 else 64)
+    group = q_heads // kv_heads
+    members = tiles.heads or group
+    splits = group // members
+    tile_count = triton.cdiv(kv_len, 2 * KEYS)
+    streams = batch * kv_heads * splits
+    with torch.cuda.device_of(q):
+        descriptors = [
+            _descriptor(x, rows) for x, rows in ((q, tiles.rows), (grad_out, tiles.rows), (k, KEYS), (v, KEYS))
+        ]
+        columns = padded(key_dim) if tiles.rows == 128 else padded(key_dim) // 2
+        grad_q_blocks = _descriptor(grad_q, 64, columns) if grad_q is not None and tiles.bulk else None
+        for part in range(1 if bounds is None else bounds[0].shape[0]):
+            visible = Bounds.of(None if bounds is None else (bounds[0][part : part + 1], bounds[1][part : part + 1]))
+            ranges = None if bounds is None else rows_per_key_tile(visible, q_len, kv_len, 2 * KEYS)
+            _backward_kernel[(streams * tile_count,)](
+                *descriptors, lse, lse.stride(), delta, delta.stride(),
+                visible.first, visible.end, visible.strides[1], ranges,
+                grad_q_blocks, grad_q, (0, 0, 0) if grad_q is None else grad_q.stride()[:3],
+                grad_k, grad_k.stride()[:3], grad_v, grad_v.stride()[:3],
+                q_len, kv_len, kv_heads, splits, members, streams, tiles.section or streams, scale, terms.softcap,
+                CAUSAL=causal, ATOMIC=splits > 1, D=key_dim, WIDTH=width,
+                ROWS=tiles.rows, KEYS=KEYS, STAGES=tiles.stages, num_warps=4,
+            )  # fmt: skip
+
+
+def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    block = [1, 1, rows, columns or padded(x.shape[-1])]
+    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), 4)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "kv_heads", "splits", "members", "streams", "section"])
+def _backward_kernel(
+    q, grad_out, k, v, lse, lse_strides, delta, delta_strides, first, end, bounds_stride, ranges,
+    grad_q_blocks, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
+    q_len, kv_len, kv_heads, splits, members, streams, section, scale, softcap,
+    CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q.dtype
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # The tiles of one section, longest first, and then the next section.
+    tile_count = gl.cdiv(kv_len, 2 * KEYS)
+    in_section = gl.program_id(0) % (section * tile_count)
+    section_begin = gl.program_id(0) // (section * tile_count) * section
+    section_size = gl.minimum(section, streams - section_begin)
+    stream = section_begin + in_section % section_size
+    key_begin = in_section // section_size * (2 * KEYS)
+    kv_head = stream // splits % kv_heads
+    batch = stream // splits // kv_heads
+    head = stream % (splits * kv_heads) * members  # the first of the query heads
+    begin, inner, edge, stop = _row_phases(
+        ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_count, CAUSAL, ROWS, 2 * KEYS
+    )
+    steps = gl.cdiv(stop - begin, ROWS) * members
+    if steps <= 0:
+        return
+
+    k_tiles = gl.allocate_shared_memory(dtype, [2, KEYS, WIDTH], wide)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, KEYS, WIDTH], wide)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], wide)
+    grad_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], wide)
+    ds_tiles = gl.allocate_shared_memory(dtype, [4, KEYS, ROWS], wide)  # of two steps, of both differentiators
+    Q_COLUMNS: gl.constexpr = WIDTH if ROWS == 128 else WIDTH // 2
+    if grad_q_blocks is not None:
+        floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, Q_COLUMNS], floats)
+    else:
+        grad_q_tiles: gl.constexpr = None
+    lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], flat)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], flat)
+    row_bounds = gl.allocate_shared_memory(gl.int32, [2 * STAGES, ROWS], flat)
+
+    once: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
+    v_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
+    grad_out_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
+    grad_out_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
+    ds_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
+    mbarrier.init(k_ready.index(0), count=1)
+    mbarrier.init(v_ready.index(0), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(stage), count=2)  # the copies and, once, the terms of the rows
+        mbarrier.init(grad_out_ready.index(stage), count=2)
+        mbarrier.init(q_free.index(stage), count=2)
+        mbarrier.init(grad_out_free.index(stage), count=2)
+    for stage in gl.static_range(2):
+        mbarrier.init(ds_ready.index(stage), count=2)
+    fence_async_shared()
+
+    gl.warp_specialize(
+        [
+            (_differentiate, (
+                k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
+                k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
+                grad_q_blocks, grad_q_tiles, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
+                q_len, kv_len, batch, head, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
+                first is not None, CAUSAL, ATOMIC, D, WIDTH, ROWS, KEYS, STAGES, 0)),
+            (_differentiate, (
+                k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
+                k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
+                grad_q_blocks, grad_q_tiles, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
+                q_len, kv_len, batch, head, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
+                first is not None, CAUSAL, ATOMIC, D, WIDTH, ROWS, KEYS, STAGES, 1)),
+            (_load, (
+                q, grad_out, k, v, lse, lse_strides, delta, delta_strides, first, end, bounds_stride,
+                k_tiles, v_tiles, q_tiles, grad_out_tiles, lse_rows, delta_rows, row_bounds,
+                k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free,
+                q_len, kv_len, batch, head, kv_head, key_begin, begin, stop, steps, WIDTH, ROWS, KEYS, STAGES)),
+        ],
+        [4, 1],
+        [_DIFFERENTIATOR, _LOADER],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _row_phases(
+    ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_count,
+    CAUSAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """Rows [begin, stop) see some key of the tile; those of [inner, edge) see all of them, and need no mask."""
+    begin, full_begin, full_end, stop = 0, 0, q_len, q_len
+    if ranges is not None:
+        of_tile = ranges + (gl.where(bounds_stride != 0, batch, 0) * tile_count + key_begin // KEYS) * 4
+        begin, full_begin = gl.load(of_tile), gl.load(of_tile + 1)
+        full_end, stop = gl.load(of_tile + 2), gl.load(of_tile + 3)
+    elif CAUSAL:
+        begin, full_begin = gl.minimum(key_begin, q_len), key_begin + KEYS - 1
+    begin = begin // ROWS * ROWS
+    inner = gl.cdiv(full_begin, ROWS) * ROWS
+    edge = gl.where(full_end >= q_len, q_len, full_end // ROWS * ROWS)  # rows beyond the last have no weights
+    edge = gl.where(key_begin + KEYS > kv_len, 0, edge)
+    return begin, inner, edge, stop
+
+
+@gluon.jit
+def _load(
+    q, grad_out, k, v, lse, lse_strides, delta, delta_strides, first, end, bounds_stride,
+    k_tiles, v_tiles, q_tiles, grad_out_tiles, lse_rows, delta_rows, row_bounds,
+    k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free,
+    q_len, kv_len, batch, head, kv_head, key_begin, begin, stop, steps,
+    WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copies keys and values once, and then the rows of every step."""
+    block: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    near = gl.arange(0, ROWS, layout=line)
+    lse_head = lse + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
+    delta_head = delta + batch.to(gl.int64) * delta_strides[0] + head.to(gl.int64) * delta_strides[1]
+    mbarrier.expect(k_ready.index(0), 2 * KEYS * WIDTH * 2)
+    for half in gl.static_range(2):
+        tma.async_copy_global_to_shared(
+            k, [batch, kv_head, key_begin + half * KEYS, 0], k_ready.index(0),
+            k_tiles.index(half)._reinterpret(k.dtype, [1, 1, KEYS, WIDTH], block),
+        )  # fmt: skip
+    row = begin
+    for step in range(steps):
+        stage = step % STAGES
+        turn = (step // STAGES) & 1
+        rows = row + near
+        row_lse = gl.load(lse_head + rows * lse_strides[2], mask=rows < q_len, other=float("-inf"))
+        row_delta = gl.load(delta_head + rows * delta_strides[2], mask=rows < q_len, other=0.0)
+        empty = row_lse == float("-inf")
+        mbarrier.wait(q_free.index(stage), turn ^ 1)
+        mbarrier.expect(q_ready.index(stage), ROWS * WIDTH * 2)
+        tma.async_copy_global_to_shared(
+            q, [batch, head, row, 0], q_ready.index(stage),
+            q_tiles.index(stage)._reinterpret(q.dtype, [1, 1, ROWS, WIDTH], block),
+        )  # fmt: skip
+        # Rows without keys have weights of 0.
+        lse_rows.index(stage).store(gl.where(empty, float("inf"), row_lse * _LOG2_E))
+        if first is not None:
+            row_first = gl.load(first + batch.to(gl.int64) * bounds_stride + rows, mask=rows < q_len, other=0)
+            row_end = gl.load(end + batch.to(gl.int64) * bounds_stride + rows, mask=rows < q_len, other=0)
+            row_bounds.index(2 * stage).store(row_first)
+            row_bounds.index(2 * stage + 1).store(gl.minimum(row_end, kv_len))
+        mbarrier.arrive(q_ready.index(stage), count=1)
+        if step == 0:
+            mbarrier.expect(v_ready.index(0), 2 * KEYS * WIDTH * 2)
+            for half in gl.static_range(2):
+                tma.async_copy_global_to_shared(
+                    v, [batch, kv_head, key_begin + half * KEYS, 0], v_ready.index(0),
+                    v_tiles.index(half)._reinterpret(v.dtype, [1, 1, KEYS, WIDTH], block),
+                )  # fmt: skip
+        mbarrier.wait(grad_out_free.index(stage), turn ^ 1)
+        mbarrier.expect(grad_out_ready.index(stage), ROWS * WIDTH * 2)
+        tma.async_copy_global_to_shared(
+            grad_out, [batch, head, row, 0], grad_out_ready.index(stage),
+            grad_out_tiles.index(stage)._reinterpret(grad_out.dtype, [1, 1, ROWS, WIDTH], block),
+        )  # fmt: skip
+        delta_rows.index(stage).store(gl.where(empty, 0.0, row_delta))
+        mbarrier.arrive(grad_out_ready.index(stage), count=1)
+        # The next rows, or the first rows of the next head.
+        row = row + ROWS
+        if row >= stop:
+            row = begin
+            head = head + 1
+            lse_head += lse_strides[1]
+            delta_head += delta_strides[1]
+
+
+@gluon.jit
+def _differentiate(
+    k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
+    k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
+    grad_q_blocks, grad_q_tiles, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
+    q_len, kv_len, batch, head, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
+    BOUNDED: gl.constexpr, CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """The gradients of 64 keys, and half of those of the queries."""
+    dtype: gl.constexpr = k_tiles.dtype
+    score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    grad_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    across: gl.constexpr = gl.SliceLayout(0, score_grid)
+    held: gl.constexpr = gl.DotOperandLayout(0, grad_grid, 2)
+    # Half of the rows of grad_q, or half of its columns.
+    Q_COLUMNS: gl.constexpr = WIDTH if ROWS == 128 else WIDTH // 2
+    blocks: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
+    q_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_COLUMNS, 16])
+
+    my_k, my_v = k_tiles.index(HALF), v_tiles.index(HALF)
+    acc_k = gl.zeros([KEYS, WIDTH], gl.float32, grad_grid)
+    acc_v = gl.zeros([KEYS, WIDTH], gl.float32, grad_grid)
+    nothing = gl.zeros([KEYS, ROWS], gl.float32, score_grid)
+    no_grad_q = gl.zeros([64, Q_COLUMNS], gl.float32, q_grid)
+    scale_log2 = scale * _LOG2_E
+    near = gl.arange(0, 64, layout=gl.SliceLayout(1, q_grid)) + (HALF * 64 if ROWS == 128 else 0)
+    column = gl.arange(0, Q_COLUMNS, layout=gl.SliceLayout(0, q_grid)) + (0 if ROWS == 128 else HALF * Q_COLUMNS)
+    if grad_q is not None:
+        grad_q_head = grad_q + batch.to(gl.int64) * grad_q_strides[0] + head.to(gl.int64) * grad_q_strides[1]
+    row = begin
+
+    mbarrier.wait(k_ready.index(0), 0)
+    mbarrier.wait(v_ready.index(0), 0)
+    for step in range(steps):
+        stage = step % STAGES
+        turn = (step // STAGES) & 1
+        mbarrier.wait(q_ready.index(stage), turn)
+        products = warpgroup_mma(my_k, q_tiles.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)
+        mbarrier.wait(grad_out_ready.index(stage), turn)
+        grad_weights = warpgroup_mma(
+            my_v, grad_out_tiles.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True
+        )
+        row_lse = lse_rows.index(stage).load(across)
+        products = warpgroup_mma_wait(1, [products])
+        if softcap is not None:
+            capped = _tanh(products * (scale / softcap))
+            weights = gl.exp2(capped * (softcap * _LOG2_E) - row_lse[None, :])
+        else:
+            weights = gl.exp2(products * scale_log2 - row_lse[None, :])
+        if (row < inner) | (row >= edge):
+            key = key_begin + HALF * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, score_grid))[:, None]
+            if BOUNDED:
+                row_first = row_bounds.index(2 * stage).load(across)[None, :]
+                row_end = row_bounds.index(2 * stage + 1).load(across)[None, :]
+                weights = gl.where((key >= row_first) & (key < row_end), weights, 0.0)
+            elif CAUSAL:
+                last = gl.minimum(row + gl.arange(0, ROWS, layout=across), kv_len - 1)[None, :]
+                weights = gl.where(key <= last, weights, 0.0)
+            else:
+                weights = gl.where(key < kv_len, weights, 0.0)
+        acc_v = warpgroup_mma(
+            gl.convert_layout(weights.to(dtype), held), grad_out_tiles.index(stage), acc_v, is_async=True
+        )
+        row_delta = delta_rows.index(stage).load(across)
+        grad_weights = warpgroup_mma_wait(1, [grad_weights])
+        grad_scores = weights * (grad_weights - row_delta[None, :])
+        if softcap is not None:
+            grad_scores = grad_scores * (1.0 - capped * capped)
+        ds = grad_scores.to(dtype)
+        ds_stage = step % 2
+        if grad_q is not None:
+            # What was there two steps ago, both have multiplied before they came to the last step's barrier.
+            ds_tiles.index(2 * ds_stage + HALF).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(ds_ready.index(ds_stage), count=1)
+            mbarrier.wait(ds_ready.index(ds_stage), (step // 2) & 1)
+            part = no_grad_q
+            for half in gl.static_range(2):
+                left = ds_tiles.index(2 * ds_stage + half).permute([1, 0])
+                right = k_tiles.index(half)
+                if ROWS == 128:
+                    left = left.slice(HALF * 64, 64, dim=0)
+                else:
+                    right = right.slice(HALF * Q_COLUMNS, Q_COLUMNS, dim=1)
+                part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
+        acc_k = warpgroup_mma(gl.convert_layout(ds, held), q_tiles.index(stage), acc_k, is_async=True)
+        if grad_q is not None:
+            part, acc_v = warpgroup_mma_wait(1, [part, acc_v])
+        else:
+            acc_v = warpgroup_mma_wait(1, [acc_v])
+        mbarrier.arrive(grad_out_free.index(stage), count=1)
+        if grad_q_blocks is not None:
+            tma.store_wait(0)
+            grad_q_tiles.index(HALF).store(part * scale)
+            fence_async_shared()
+            async_add_shared_to_global(
+                grad_q_blocks,
+                [batch, head, row + (HALF * 64 if ROWS == 128 else 0), 0 if ROWS == 128 else HALF * Q_COLUMNS],
+                grad_q_tiles.index(HALF)._reinterpret(gl.float32, [1, 1, 64, Q_COLUMNS], blocks),
+            )
+        elif grad_q is not None:
+            real = (row + near < q_len)[:, None] & (column < D)[None, :]
+            places = (grad_q_head + (row + near).to(gl.int64) * grad_q_strides[2])[:, None] + column[None, :]
+            gl.atomic_add(places, part * scale, mask=real, sem="relaxed")
+        row = row + ROWS
+        if row >= stop:
+            row = begin
+            head = head + 1
+            if grad_q is not None:
+                grad_q_head += grad_q_strides[1]
+        acc_k = warpgroup_mma_wait(0, [acc_k])
+        mbarrier.arrive(q_free.index(stage), count=1)
+
+    if grad_q_blocks is not None:
+        tma.store_wait(0)
+    key = key_begin + HALF * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, grad_grid))
+    _add(grad_k, grad_k_strides, acc_k * scale, batch, kv_head, key, kv_len, ATOMIC, D, WIDTH, grad_grid)
+    _add(grad_v, grad_v_strides, acc_v, batch, kv_head, key, kv_len, ATOMIC, D, WIDTH, grad_grid)
+
+
+@gluon.jit
+def _add(
+    grad, strides, x, batch, head, key, kv_len,
+    ATOMIC: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, grid: gl.constexpr,
+):  # fmt: skip
+    """Adds to the gradients of some keys."""
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))[None, :]
+    of_head = grad + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+    places = of_head + (key.to(gl.int64) * strides[2])[:, None] + column
+    real = (key < kv_len)[:, None] & (column < D)
+    if ATOMIC:
+        gl.atomic_add(places, x, mask=real, sem="relaxed")
+    else:
+        gl.store(places, gl.load(places, mask=real, other=0.0) + x, mask=real)
+
+
+@gluon.jit
+def _tanh(x):
+    """tanh, with an absolute error of about 1e-7."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * _LOG2_E)))
