@@ -57,6 +57,7 @@ class BackwardTiles(NamedTuple):
     heads: int | None = None
     section: int | None = None
     bulk: bool = True
+    unrolled: int = 2
 
 
 def backward(
@@ -104,7 +105,7 @@ def backward(
                 grad_k, grad_k.stride()[:3], grad_v, grad_v.stride()[:3],
                 q_len, kv_len, kv_heads, splits, members, streams, tiles.section or streams, scale, terms.softcap,
                 CAUSAL=causal, ATOMIC=splits > 1, D=key_dim, WIDTH=width,
-                ROWS=tiles.rows, KEYS=KEYS, STAGES=tiles.stages, num_warps=4,
+                ROWS=tiles.rows, KEYS=KEYS, STAGES=tiles.stages, UNROLLED=tiles.unrolled, num_warps=4,
             )  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def _backward_kernel(
     grad_q_blocks, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, kv_heads, splits, members, streams, section, scale, softcap,
     CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -138,7 +139,8 @@ def _backward_kernel(
     begin, inner, edge, stop = _row_phases(
         ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_count, CAUSAL, ROWS, 2 * KEYS
     )
-    steps = gl.cdiv(stop - begin, ROWS) * members
+    head_end = head + members
+    steps = gl.cdiv(gl.cdiv(stop - begin, ROWS) * members, UNROLLED) * UNROLLED
     if steps <= 0:
         return
 
@@ -182,19 +184,19 @@ def _backward_kernel(
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
                 grad_q_blocks, grad_q_tiles, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
-                q_len, kv_len, batch, head, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
-                first is not None, CAUSAL, ATOMIC, D, WIDTH, ROWS, KEYS, STAGES, 0)),
+                q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
+                first is not None, CAUSAL, ATOMIC, D, WIDTH, ROWS, KEYS, STAGES, UNROLLED, 0)),
             (_differentiate, (
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
                 grad_q_blocks, grad_q_tiles, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
-                q_len, kv_len, batch, head, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
-                first is not None, CAUSAL, ATOMIC, D, WIDTH, ROWS, KEYS, STAGES, 1)),
+                q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
+                first is not None, CAUSAL, ATOMIC, D, WIDTH, ROWS, KEYS, STAGES, UNROLLED, 1)),
             (_load, (
                 q, grad_out, k, v, lse, lse_strides, delta, delta_strides, first, end, bounds_stride,
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, lse_rows, delta_rows, row_bounds,
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free,
-                q_len, kv_len, batch, head, kv_head, key_begin, begin, stop, steps, WIDTH, ROWS, KEYS, STAGES)),
+                q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, stop, steps, WIDTH, ROWS, KEYS, STAGES)),
         ],
         [4, 1],
         [_DIFFERENTIATOR, _LOADER],
@@ -226,7 +228,7 @@ def _load(
     q, grad_out, k, v, lse, lse_strides, delta, delta_strides, first, end, bounds_stride,
     k_tiles, v_tiles, q_tiles, grad_out_tiles, lse_rows, delta_rows, row_bounds,
     k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free,
-    q_len, kv_len, batch, head, kv_head, key_begin, begin, stop, steps,
+    q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, stop, steps,
     WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies keys and values once, and then the rows of every step."""
@@ -281,8 +283,8 @@ def _load(
         # The next rows, or the first rows of the next head.
         row = row + ROWS
         if row >= stop:
-            row = begin
             head = head + 1
+            row = gl.where(head < head_end, begin, q_len)  # no rows, to make the steps even
             lse_head += lse_strides[1]
             delta_head += delta_strides[1]
 
@@ -292,9 +294,10 @@ def _differentiate(
     k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
     k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
     grad_q_blocks, grad_q_tiles, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
-    q_len, kv_len, batch, head, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
+    q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
     BOUNDED: gl.constexpr, CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr,
+    HALF: gl.constexpr,
 ):  # fmt: skip
     """The gradients of 64 keys, and half of those of the queries."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -318,88 +321,106 @@ def _differentiate(
     if grad_q is not None:
         grad_q_head = grad_q + batch.to(gl.int64) * grad_q_strides[0] + head.to(gl.int64) * grad_q_strides[1]
     row = begin
+    # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
+    origin = gl.minimum(q_len, 0)
 
     mbarrier.wait(k_ready.index(0), 0)
     mbarrier.wait(v_ready.index(0), 0)
-    for step in range(steps):
-        stage = step % STAGES
-        turn = (step // STAGES) & 1
-        mbarrier.wait(q_ready.index(stage), turn)
-        products = warpgroup_mma(my_k, q_tiles.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(grad_out_ready.index(stage), turn)
-        grad_weights = warpgroup_mma(
-            my_v, grad_out_tiles.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True
-        )
-        row_lse = lse_rows.index(stage).load(across)
-        products = warpgroup_mma_wait(1, [products])
-        if softcap is not None:
-            capped = _tanh(products * (scale / softcap))
-            weights = gl.exp2(capped * (softcap * _LOG2_E) - row_lse[None, :])
-        else:
-            weights = gl.exp2(products * scale_log2 - row_lse[None, :])
-        if (row < inner) | (row >= edge):
-            key = key_begin + HALF * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, score_grid))[:, None]
-            if BOUNDED:
-                row_first = row_bounds.index(2 * stage).load(across)[None, :]
-                row_end = row_bounds.index(2 * stage + 1).load(across)[None, :]
-                weights = gl.where((key >= row_first) & (key < row_end), weights, 0.0)
-            elif CAUSAL:
-                last = gl.minimum(row + gl.arange(0, ROWS, layout=across), kv_len - 1)[None, :]
-                weights = gl.where(key <= last, weights, 0.0)
-            else:
-                weights = gl.where(key < kv_len, weights, 0.0)
-        acc_v = warpgroup_mma(
-            gl.convert_layout(weights.to(dtype), held), grad_out_tiles.index(stage), acc_v, is_async=True
-        )
-        row_delta = delta_rows.index(stage).load(across)
-        grad_weights = warpgroup_mma_wait(1, [grad_weights])
-        grad_scores = weights * (grad_weights - row_delta[None, :])
-        if softcap is not None:
-            grad_scores = grad_scores * (1.0 - capped * capped)
-        ds = grad_scores.to(dtype)
-        ds_stage = step % 2
-        if grad_q is not None:
-            # What was there two steps ago, both have multiplied before they came to the last step's barrier.
-            ds_tiles.index(2 * ds_stage + HALF).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(ds_ready.index(ds_stage), count=1)
-            mbarrier.wait(ds_ready.index(ds_stage), (step // 2) & 1)
-            part = no_grad_q
-            for half in gl.static_range(2):
-                left = ds_tiles.index(2 * ds_stage + half).permute([1, 0])
-                right = k_tiles.index(half)
-                if ROWS == 128:
-                    left = left.slice(HALF * 64, 64, dim=0)
-                else:
-                    right = right.slice(HALF * Q_COLUMNS, Q_COLUMNS, dim=1)
-                part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
-        acc_k = warpgroup_mma(gl.convert_layout(ds, held), q_tiles.index(stage), acc_k, is_async=True)
-        if grad_q is not None:
-            part, acc_v = warpgroup_mma_wait(1, [part, acc_v])
-        else:
-            acc_v = warpgroup_mma_wait(1, [acc_v])
-        mbarrier.arrive(grad_out_free.index(stage), count=1)
-        if grad_q_blocks is not None:
-            tma.store_wait(0)
-            grad_q_tiles.index(HALF).store(part * scale)
-            fence_async_shared()
-            async_add_shared_to_global(
-                grad_q_blocks,
-                [batch, head, row + (HALF * 64 if ROWS == 128 else 0), 0 if ROWS == 128 else HALF * Q_COLUMNS],
-                grad_q_tiles.index(HALF)._reinterpret(gl.float32, [1, 1, 64, Q_COLUMNS], blocks),
+    for turns in range(steps // UNROLLED):
+        for within in gl.static_range(UNROLLED):
+            step = origin + turns * UNROLLED + within
+            stage = step % STAGES
+            turn = (step // STAGES) & 1
+            if within == 0:
+                mbarrier.wait(q_ready.index(stage), turn)
+                products = warpgroup_mma(
+                    my_k, q_tiles.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True
+                )
+            mbarrier.wait(grad_out_ready.index(stage), turn)
+            grad_weights = warpgroup_mma(
+                my_v, grad_out_tiles.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True
             )
-        elif grad_q is not None:
-            real = (row + near < q_len)[:, None] & (column < D)[None, :]
-            places = (grad_q_head + (row + near).to(gl.int64) * grad_q_strides[2])[:, None] + column[None, :]
-            gl.atomic_add(places, part * scale, mask=real, sem="relaxed")
-        row = row + ROWS
-        if row >= stop:
-            row = begin
-            head = head + 1
+            row_lse = lse_rows.index(stage).load(across)
+            if within == 0:
+                products = warpgroup_mma_wait(1, [products])
+            else:
+                products, acc_k = warpgroup_mma_wait(1, [products, acc_k])
+                mbarrier.arrive(q_free.index((step + STAGES - 1) % STAGES), count=1)
+            if softcap is not None:
+                capped = _tanh(products * (scale / softcap))
+                weights = gl.exp2(capped * (softcap * _LOG2_E) - row_lse[None, :])
+            else:
+                weights = gl.exp2(products * scale_log2 - row_lse[None, :])
+            if (row < inner) | (row >= edge):
+                key = key_begin + HALF * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, score_grid))[:, None]
+                if BOUNDED:
+                    row_first = row_bounds.index(2 * stage).load(across)[None, :]
+                    row_end = row_bounds.index(2 * stage + 1).load(across)[None, :]
+                    weights = gl.where((key >= row_first) & (key < row_end), weights, 0.0)
+                elif CAUSAL:
+                    last = gl.minimum(row + gl.arange(0, ROWS, layout=across), kv_len - 1)[None, :]
+                    weights = gl.where(key <= last, weights, 0.0)
+                else:
+                    weights = gl.where(key < kv_len, weights, 0.0)
+            acc_v = warpgroup_mma(
+                gl.convert_layout(weights.to(dtype), held), grad_out_tiles.index(stage), acc_v, is_async=True
+            )
+            row_delta = delta_rows.index(stage).load(across)
+            grad_weights = warpgroup_mma_wait(1, [grad_weights])
+            grad_scores = weights * (grad_weights - row_delta[None, :])
+            if softcap is not None:
+                grad_scores = grad_scores * (1.0 - capped * capped)
+            ds = grad_scores.to(dtype)
+            ds_stage = step % 2
             if grad_q is not None:
-                grad_q_head += grad_q_strides[1]
+                # What was there two steps ago, both have multiplied before they came to the last step's barrier.
+                ds_tiles.index(2 * ds_stage + HALF).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(ds_ready.index(ds_stage), count=1)
+                mbarrier.wait(ds_ready.index(ds_stage), (step // 2) & 1)
+                part = no_grad_q
+                for half in gl.static_range(2):
+                    left = ds_tiles.index(2 * ds_stage + half).permute([1, 0])
+                    right = k_tiles.index(half)
+                    if ROWS == 128:
+                        left = left.slice(HALF * 64, 64, dim=0)
+                    else:
+                        right = right.slice(HALF * Q_COLUMNS, Q_COLUMNS, dim=1)
+                    part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
+            acc_k = warpgroup_mma(gl.convert_layout(ds, held), q_tiles.index(stage), acc_k, is_async=True)
+            if grad_q is not None:
+                part, acc_v = warpgroup_mma_wait(1, [part, acc_v])
+            else:
+                acc_v = warpgroup_mma_wait(1, [acc_v])
+            mbarrier.arrive(grad_out_free.index(stage), count=1)
+            if grad_q_blocks is not None:
+                tma.store_wait(0)
+                grad_q_tiles.index(HALF).store(part * scale)
+                fence_async_shared()
+                async_add_shared_to_global(
+                    grad_q_blocks,
+                    [batch, head, row + (HALF * 64 if ROWS == 128 else 0), 0 if ROWS == 128 else HALF * Q_COLUMNS],
+                    grad_q_tiles.index(HALF)._reinterpret(gl.float32, [1, 1, 64, Q_COLUMNS], blocks),
+                )
+            elif grad_q is not None:
+                real = (row + near < q_len)[:, None] & (column < D)[None, :]
+                places = (grad_q_head + (row + near).to(gl.int64) * grad_q_strides[2])[:, None] + column[None, :]
+                gl.atomic_add(places, part * scale, mask=real, sem="relaxed")
+            if within + 1 < UNROLLED:
+                following = (step + 1) % STAGES
+                mbarrier.wait(q_ready.index(following), ((step + 1) // STAGES) & 1)
+                products = warpgroup_mma(
+                    my_k, q_tiles.index(following).permute([1, 0]), nothing, use_acc=False, is_async=True
+                )
+            row = row + ROWS
+            if row >= stop:
+                head = head + 1
+                row = gl.where(head < head_end, begin, q_len)
+                if grad_q is not None:
+                    grad_q_head += grad_q_strides[1]
+        # The compiler would serialize products that are under way from one turn to the next.
         acc_k = warpgroup_mma_wait(0, [acc_k])
-        mbarrier.arrive(q_free.index(stage), count=1)
+        mbarrier.arrive(q_free.index((origin + turns * UNROLLED + UNROLLED - 1) % STAGES), count=1)
 
     if grad_q_blocks is not None:
         tma.store_wait(0)
