@@ -167,6 +167,8 @@ def _backward_kernel(
     grad_out_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     grad_out_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     ds_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
+    grad_q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
+    grad_q_free = gl.allocate_shared_memory(gl.int64, [2, 1], once)
     mbarrier.init(k_ready.index(0), count=1)
     mbarrier.init(v_ready.index(0), count=1)
     for stage in gl.static_range(STAGES):
@@ -176,6 +178,8 @@ def _backward_kernel(
         mbarrier.init(grad_out_free.index(stage), count=2)
     for stage in gl.static_range(2):
         mbarrier.init(ds_ready.index(stage), count=2)
+        mbarrier.init(grad_q_ready.index(stage), count=1)
+        mbarrier.init(grad_q_free.index(stage), count=1)
     fence_async_shared()
 
     gl.warp_specialize(
@@ -183,13 +187,13 @@ def _backward_kernel(
             (_differentiate, (
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
-                grad_q_blocks, grad_q_tiles, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
+                grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
                 q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
                 first is not None, CAUSAL, ATOMIC, D, WIDTH, ROWS, KEYS, STAGES, UNROLLED, 0)),
             (_differentiate, (
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
-                grad_q_blocks, grad_q_tiles, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
+                grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
                 q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
                 first is not None, CAUSAL, ATOMIC, D, WIDTH, ROWS, KEYS, STAGES, UNROLLED, 1)),
             (_load, (
@@ -197,9 +201,12 @@ def _backward_kernel(
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, lse_rows, delta_rows, row_bounds,
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free,
                 q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, stop, steps, WIDTH, ROWS, KEYS, STAGES)),
+            (_add_rows, (
+                grad_q_blocks, grad_q_tiles, grad_q_ready, grad_q_free,
+                q_len, batch, head, head_end, begin, stop, steps, WIDTH, ROWS)),
         ],
-        [4, 1],
-        [_DIFFERENTIATOR, _LOADER],
+        [4, 1, 1],
+        [_DIFFERENTIATOR, _LOADER, _LOADER],
     )  # fmt: skip
 
 
@@ -290,10 +297,38 @@ def _load(
 
 
 @gluon.jit
+def _add_rows(
+    grad_q_blocks, grad_q_tiles, grad_q_ready, grad_q_free,
+    q_len, batch, head, head_end, begin, stop, steps, WIDTH: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Adds what the differentiators leave in shared memory to grad_q, by the copy engine."""
+    Q_COLUMNS: gl.constexpr = WIDTH if ROWS == 128 else WIDTH // 2
+    block: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
+    if grad_q_blocks is not None:
+        row = begin
+        for step in range(steps):
+            for half in gl.static_range(2):
+                mbarrier.wait(grad_q_ready.index(half), step & 1)
+                row_begin = row + (half * 64 if ROWS == 128 else 0)
+                column_begin = 0 if ROWS == 128 else half * Q_COLUMNS
+                async_add_shared_to_global(
+                    grad_q_blocks, [batch, head, row_begin, column_begin],
+                    grad_q_tiles.index(half)._reinterpret(gl.float32, [1, 1, 64, Q_COLUMNS], block),
+                )  # fmt: skip
+            for half in gl.static_range(2):
+                tma.store_wait(1 - half)
+                mbarrier.arrive(grad_q_free.index(half), count=1)
+            row = row + ROWS
+            if row >= stop:
+                head = head + 1
+                row = gl.where(head < head_end, begin, q_len)
+
+
+@gluon.jit
 def _differentiate(
     k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
     k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
-    grad_q_blocks, grad_q_tiles, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
+    grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
     BOUNDED: gl.constexpr, CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr,
@@ -307,7 +342,6 @@ def _differentiate(
     held: gl.constexpr = gl.DotOperandLayout(0, grad_grid, 2)
     # Half of the rows of grad_q, or half of its columns.
     Q_COLUMNS: gl.constexpr = WIDTH if ROWS == 128 else WIDTH // 2
-    blocks: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
     q_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_COLUMNS, 16])
 
     my_k, my_v = k_tiles.index(HALF), v_tiles.index(HALF)
@@ -318,7 +352,7 @@ def _differentiate(
     scale_log2 = scale * _LOG2_E
     near = gl.arange(0, 64, layout=gl.SliceLayout(1, q_grid)) + (HALF * 64 if ROWS == 128 else 0)
     column = gl.arange(0, Q_COLUMNS, layout=gl.SliceLayout(0, q_grid)) + (0 if ROWS == 128 else HALF * Q_COLUMNS)
-    if grad_q is not None:
+    if grad_q is not None and grad_q_tiles is None:
         grad_q_head = grad_q + batch.to(gl.int64) * grad_q_strides[0] + head.to(gl.int64) * grad_q_strides[1]
     row = begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
@@ -393,15 +427,11 @@ def _differentiate(
             else:
                 acc_v = warpgroup_mma_wait(1, [acc_v])
             mbarrier.arrive(grad_out_free.index(stage), count=1)
-            if grad_q_blocks is not None:
-                tma.store_wait(0)
+            if grad_q_tiles is not None:
+                mbarrier.wait(grad_q_free.index(HALF), (step & 1) ^ 1)
                 grad_q_tiles.index(HALF).store(part * scale)
                 fence_async_shared()
-                async_add_shared_to_global(
-                    grad_q_blocks,
-                    [batch, head, row + (HALF * 64 if ROWS == 128 else 0), 0 if ROWS == 128 else HALF * Q_COLUMNS],
-                    grad_q_tiles.index(HALF)._reinterpret(gl.float32, [1, 1, 64, Q_COLUMNS], blocks),
-                )
+                mbarrier.arrive(grad_q_ready.index(HALF), count=1)
             elif grad_q is not None:
                 real = (row + near < q_len)[:, None] & (column < D)[None, :]
                 places = (grad_q_head + (row + near).to(gl.int64) * grad_q_strides[2])[:, None] + column[None, :]
@@ -414,16 +444,15 @@ def _differentiate(
                 )
             row = row + ROWS
             if row >= stop:
-                head = head + 1
-                row = gl.where(head < head_end, begin, q_len)
-                if grad_q is not None:
+                row = begin
+                if grad_q is not None and grad_q_tiles is None:
+                    head = head + 1
                     grad_q_head += grad_q_strides[1]
+                    row = gl.where(head < head_end, begin, q_len)
         # The compiler would serialize products that are under way from one turn to the next.
         acc_k = warpgroup_mma_wait(0, [acc_k])
         mbarrier.arrive(q_free.index((origin + turns * UNROLLED + UNROLLED - 1) % STAGES), count=1)
 
-    if grad_q_blocks is not None:
-        tma.store_wait(0)
     key = key_begin + HALF * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, grad_grid))
     _add(grad_k, grad_k_strides, acc_k * scale, batch, kv_head, key, kv_len, ATOMIC, D, WIDTH, grad_grid)
     _add(grad_v, grad_v_strides, acc_v, batch, kv_head, key, kv_len, ATOMIC, D, WIDTH, grad_grid)
