@@ -20,7 +20,7 @@ behind these products, so that the tensor cores have work while weights and sums
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,28 +36,42 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attnmesh.ops.dense import triton_backward
 from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global
-from attnmesh.ops.dense.triton_backward import rows_per_key_tile
 from attnmesh.ops.dense.triton_tiles import LOG2_E, PLAIN, Bounds, ScoreTerms, padded
 
 _LOG2_E = gl.constexpr(LOG2_E)
 KEYS = 64  # of each differentiator: the rows of one matrix instruction
+MAX_WIDTH = 128  # of keys and values: both gradients of 64 keys are in registers
 _DIFFERENTIATOR, _LOADER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
 
 
 class BackwardTiles(NamedTuple):
-    """Sizes of a launch: rows per step, tiles of q and grad_out in shared memory, query heads and kv heads together.
+    """How a launch is divided, and how a step runs.
 
-    A program sums over `heads` query heads of a group (None: all of them; else programs add to grad_k and grad_v
-    atomically). Programs of `section` kv heads run at the same time, those of longest tiles first (None: all).
+    `rows` of a step, `stages` of q and grad_out in shared memory, `unrolled` steps in a turn of the loop. A program sums
+    over `heads` query heads of a group (None: all of them; else programs add to grad_k and grad_v atomically). Programs
+    of `section` kv heads are launched together, those of the first keys first (None: of all heads). `bulk`: the copy
+    engine adds to grad_q.
     """
 
-    rows: int
+    rows: int = 64
     stages: int = 2
+    unrolled: int = 2
     heads: int | None = None
     section: int | None = None
     bulk: bool = True
-    unrolled: int = 2
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, *, terms: ScoreTerms = PLAIN) -> bool:
+    """Whether the kernel can serve the call: 16 bits, head dims of up to 128, scores without slopes, on Hopper."""
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and all(x.shape[-1] % 8 == 0 and x.shape[-1] <= MAX_WIDTH for x in (q, v))
+        and terms.slopes is None
+        and q.is_cuda
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+    )
 
 
 def backward(
@@ -71,48 +85,95 @@ def backward(
     scale: float,
     causal: bool,
     bounds: tuple[Tensor, Tensor] | None,
-    grad_q: Tensor | None,
-    grad_k: Tensor,
-    grad_v: Tensor,
+    grad_q: Tensor | None = None,
+    grad_k: Tensor | None = None,
+    grad_v: Tensor | None = None,
+    overwrite: bool = False,
     terms: ScoreTerms = PLAIN,
+    deterministic: bool = False,
     tiles: BackwardTiles | None = None,
 ) -> None:
-    """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed."""
+    """`triton_backward.backward` for arguments that satisfy `supports`.
+
+    Programs add to grad_q in the order in which they come. If `deterministic`, a second pass, in Triton, computes it.
+    """
+    if deterministic:
+        tiles = (tiles or BackwardTiles())._replace(heads=None)
+        common: dict[str, Any] = {"scale": scale, "causal": causal, "bounds": bounds, "overwrite": overwrite, "terms": terms}
+        triton_backward.backward(q, k, v, grad_out, lse, delta, grad_q=grad_q, **common)
+        grad_q = None
+    if grad_q is grad_k is grad_v is None:
+        return
+    if q.numel() == 0 or k.numel() == 0:
+        for grad in (grad_q, grad_k, grad_v) if overwrite else ():
+            if grad is not None:
+                grad.zero_()
+        return
+    tiles = tiles or BackwardTiles()
+    q, k, v, grad_out = (_loadable(x) for x in (q, k, v, grad_out))
+    once = overwrite and tiles.heads is None and (bounds is None or bounds[0].shape[0] == 1)
+    sum_q = None if grad_q is None else _sums(grad_q, q, overwrite)
+    sum_k, sum_v = _sums(grad_k, k, overwrite, once), _sums(grad_v, v, overwrite, once)
+    with torch.cuda.device_of(q):
+        _launch(q, k, v, grad_out, lse, delta, sum_q, sum_k, sum_v, scale, causal, bounds, terms.softcap, once, tiles)
+    for grad, total in ((grad_q, sum_q), (grad_k, sum_k), (grad_v, sum_v)):
+        if grad is not None and total is not None and grad is not total:
+            grad.copy_(total)
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """The tensor itself if the copy engine can load from it, else a copy."""
+    strides = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    aligned = x.data_ptr() % 16 == 0 and all(n == 1 or (stride % 8 == 0 and stride > 0) for n, stride in strides)
+    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _sums(grad: Tensor | None, x: Tensor, overwrite: bool, once: bool = False) -> Tensor:
+    """Where the kernel adds the gradient of x; it writes to the gradient itself if it writes `once`."""
+    if once and grad is not None:
+        return grad
+    if grad is None or overwrite:
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return grad
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor,
+    grad_q: Tensor | None, grad_k: Tensor, grad_v: Tensor,
+    scale: float, causal: bool, bounds: tuple[Tensor, Tensor] | None, softcap: float | None, overwrite: bool,
+    tiles: BackwardTiles,
+) -> None:  # fmt: skip
+    """One launch for each part of the mask."""
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
-    if 0 in (q.numel(), k.numel()):
-        return
-    width = padded(key_dim)
-    tiles = tiles or BackwardTiles(rows=128 if width == 64 else 64)
-    group = q_heads // kv_heads
-    members = tiles.heads or group
-    splits = group // members
-    tile_count = triton.cdiv(kv_len, 2 * KEYS)
+    key_width, value_width = max(64, padded(key_dim)), max(64, padded(value_dim))
+    members = tiles.heads or q_heads // kv_heads
+    splits = q_heads // kv_heads // members
     streams = batch * kv_heads * splits
-    with torch.cuda.device_of(q):
-        descriptors = [
-            _descriptor(x, rows) for x, rows in ((q, tiles.rows), (grad_out, tiles.rows), (k, KEYS), (v, KEYS))
-        ]
-        columns = padded(key_dim) if tiles.rows == 128 else padded(key_dim) // 2
-        grad_q_blocks = _descriptor(grad_q, 64, columns) if grad_q is not None and tiles.bulk else None
-        for part in range(1 if bounds is None else bounds[0].shape[0]):
-            visible = Bounds.of(None if bounds is None else (bounds[0][part : part + 1], bounds[1][part : part + 1]))
-            ranges = None if bounds is None else rows_per_key_tile(visible, q_len, kv_len, 2 * KEYS)
-            _backward_kernel[(streams * tile_count,)](
-                *descriptors, lse, lse.stride(), delta, delta.stride(),
-                visible.first, visible.end, visible.strides[1], ranges,
-                grad_q_blocks, grad_q, (0, 0, 0) if grad_q is None else grad_q.stride()[:3],
-                grad_k, grad_k.stride()[:3], grad_v, grad_v.stride()[:3],
-                q_len, kv_len, kv_heads, splits, members, streams, tiles.section or streams, scale, terms.softcap,
-                CAUSAL=causal, ATOMIC=splits > 1, D=key_dim, WIDTH=width,
-                ROWS=tiles.rows, KEYS=KEYS, STAGES=tiles.stages, UNROLLED=tiles.unrolled, num_warps=4,
-            )  # fmt: skip
+    q_blocks, k_blocks = _descriptor(q, tiles.rows, key_width), _descriptor(k, KEYS, key_width)
+    grad_out_blocks, v_blocks = _descriptor(grad_out, tiles.rows, value_width), _descriptor(v, KEYS, value_width)
+    grad_q_blocks = None
+    if grad_q is not None and tiles.bulk:
+        grad_q_blocks = _descriptor(grad_q, KEYS, key_width if tiles.rows == 2 * KEYS else key_width // 2)
+    for part in range(1 if bounds is None else bounds[0].shape[0]):
+        visible = Bounds.of(None if bounds is None else (bounds[0][part : part + 1], bounds[1][part : part + 1]))
+        ranges = None if bounds is None else triton_backward.rows_per_key_tile(visible, q_len, kv_len, 2 * KEYS)
+        _backward_kernel[(streams * triton.cdiv(kv_len, 2 * KEYS),)](
+            q_blocks, grad_out_blocks, k_blocks, v_blocks, lse, lse.stride(), delta, delta.stride(),
+            visible.first, visible.end, visible.strides[1], ranges,
+            grad_q_blocks, grad_q, (0, 0, 0) if grad_q is None else grad_q.stride()[:3],
+            grad_k, grad_k.stride()[:3], grad_v, grad_v.stride()[:3],
+            q_len, kv_len, kv_heads, splits, members, streams, tiles.section or streams, scale, softcap,
+            CAUSAL=causal, ATOMIC=splits > 1, OVERWRITE=overwrite, D=key_dim, K_WIDTH=key_width,
+            DV=value_dim, V_WIDTH=value_width, ROWS=tiles.rows, KEYS=KEYS,
+            STAGES=tiles.stages, UNROLLED=tiles.unrolled, num_warps=4,
+        )  # fmt: skip
 
 
-def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    block = [1, 1, rows, columns or padded(x.shape[-1])]
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    strides = [stride if n > 1 else 64 for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), 4)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns], layout)
 
 
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "kv_heads", "splits", "members", "streams", "section"])
@@ -120,8 +181,8 @@ def _backward_kernel(
     q, grad_out, k, v, lse, lse_strides, delta, delta_strides, first, end, bounds_stride, ranges,
     grad_q_blocks, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, kv_heads, splits, members, streams, section, scale, softcap,
-    CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr,
+    CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, OVERWRITE: gl.constexpr, D: gl.constexpr, K_WIDTH: gl.constexpr,
+    DV: gl.constexpr, V_WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -142,14 +203,20 @@ def _backward_kernel(
     head_end = head + members
     steps = gl.cdiv(gl.cdiv(stop - begin, ROWS) * members, UNROLLED) * UNROLLED
     if steps <= 0:
+        if OVERWRITE:
+            grid: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+            no_grad_k = gl.zeros([2 * KEYS, K_WIDTH], gl.float32, grid)
+            no_grad_v = gl.zeros([2 * KEYS, V_WIDTH], gl.float32, grid)
+            _add(grad_k, grad_k_strides, no_grad_k, batch, kv_head, key_begin, kv_len, False, True, D, 2 * KEYS, grid)
+            _add(grad_v, grad_v_strides, no_grad_v, batch, kv_head, key_begin, kv_len, False, True, DV, 2 * KEYS, grid)
         return
 
-    k_tiles = gl.allocate_shared_memory(dtype, [2, KEYS, WIDTH], wide)
-    v_tiles = gl.allocate_shared_memory(dtype, [2, KEYS, WIDTH], wide)
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], wide)
-    grad_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], wide)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, KEYS, K_WIDTH], wide)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, KEYS, V_WIDTH], wide)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K_WIDTH], wide)
+    grad_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, V_WIDTH], wide)
     ds_tiles = gl.allocate_shared_memory(dtype, [4, KEYS, ROWS], wide)  # of two steps, of both differentiators
-    Q_COLUMNS: gl.constexpr = WIDTH if ROWS == 128 else WIDTH // 2
+    Q_COLUMNS: gl.constexpr = K_WIDTH if ROWS == 128 else K_WIDTH // 2
     if grad_q_blocks is not None:
         floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, Q_COLUMNS], floats)
@@ -189,21 +256,22 @@ def _backward_kernel(
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
                 grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
                 q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
-                first is not None, CAUSAL, ATOMIC, D, WIDTH, ROWS, KEYS, STAGES, UNROLLED, 0)),
+                first is not None, CAUSAL, ATOMIC, OVERWRITE, D, K_WIDTH, DV, V_WIDTH, ROWS, KEYS, STAGES, UNROLLED, 0)),
             (_differentiate, (
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
                 grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
                 q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
-                first is not None, CAUSAL, ATOMIC, D, WIDTH, ROWS, KEYS, STAGES, UNROLLED, 1)),
+                first is not None, CAUSAL, ATOMIC, OVERWRITE, D, K_WIDTH, DV, V_WIDTH, ROWS, KEYS, STAGES, UNROLLED, 1)),
             (_load, (
                 q, grad_out, k, v, lse, lse_strides, delta, delta_strides, first, end, bounds_stride,
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, lse_rows, delta_rows, row_bounds,
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free,
-                q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, stop, steps, WIDTH, ROWS, KEYS, STAGES)),
+                q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, stop, steps,
+                K_WIDTH, V_WIDTH, ROWS, KEYS, STAGES)),
             (_add_rows, (
                 grad_q_blocks, grad_q_tiles, grad_q_ready, grad_q_free,
-                q_len, batch, head, head_end, begin, stop, steps, WIDTH, ROWS)),
+                q_len, batch, head, head_end, begin, stop, steps, K_WIDTH, ROWS)),
         ],
         [4, 1, 1],
         [_DIFFERENTIATOR, _LOADER, _LOADER],
@@ -236,7 +304,7 @@ def _load(
     k_tiles, v_tiles, q_tiles, grad_out_tiles, lse_rows, delta_rows, row_bounds,
     k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free,
     q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, stop, steps,
-    WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    K_WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies keys and values once, and then the rows of every step."""
     block: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
@@ -244,11 +312,11 @@ def _load(
     near = gl.arange(0, ROWS, layout=line)
     lse_head = lse + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
     delta_head = delta + batch.to(gl.int64) * delta_strides[0] + head.to(gl.int64) * delta_strides[1]
-    mbarrier.expect(k_ready.index(0), 2 * KEYS * WIDTH * 2)
+    mbarrier.expect(k_ready.index(0), 2 * KEYS * K_WIDTH * 2)
     for half in gl.static_range(2):
         tma.async_copy_global_to_shared(
             k, [batch, kv_head, key_begin + half * KEYS, 0], k_ready.index(0),
-            k_tiles.index(half)._reinterpret(k.dtype, [1, 1, KEYS, WIDTH], block),
+            k_tiles.index(half)._reinterpret(k.dtype, [1, 1, KEYS, K_WIDTH], block),
         )  # fmt: skip
     row = begin
     for step in range(steps):
@@ -259,10 +327,10 @@ def _load(
         row_delta = gl.load(delta_head + rows * delta_strides[2], mask=rows < q_len, other=0.0)
         empty = row_lse == float("-inf")
         mbarrier.wait(q_free.index(stage), turn ^ 1)
-        mbarrier.expect(q_ready.index(stage), ROWS * WIDTH * 2)
+        mbarrier.expect(q_ready.index(stage), ROWS * K_WIDTH * 2)
         tma.async_copy_global_to_shared(
             q, [batch, head, row, 0], q_ready.index(stage),
-            q_tiles.index(stage)._reinterpret(q.dtype, [1, 1, ROWS, WIDTH], block),
+            q_tiles.index(stage)._reinterpret(q.dtype, [1, 1, ROWS, K_WIDTH], block),
         )  # fmt: skip
         # Rows without keys have weights of 0.
         lse_rows.index(stage).store(gl.where(empty, float("inf"), row_lse * _LOG2_E))
@@ -273,17 +341,17 @@ def _load(
             row_bounds.index(2 * stage + 1).store(gl.minimum(row_end, kv_len))
         mbarrier.arrive(q_ready.index(stage), count=1)
         if step == 0:
-            mbarrier.expect(v_ready.index(0), 2 * KEYS * WIDTH * 2)
+            mbarrier.expect(v_ready.index(0), 2 * KEYS * V_WIDTH * 2)
             for half in gl.static_range(2):
                 tma.async_copy_global_to_shared(
                     v, [batch, kv_head, key_begin + half * KEYS, 0], v_ready.index(0),
-                    v_tiles.index(half)._reinterpret(v.dtype, [1, 1, KEYS, WIDTH], block),
+                    v_tiles.index(half)._reinterpret(v.dtype, [1, 1, KEYS, V_WIDTH], block),
                 )  # fmt: skip
         mbarrier.wait(grad_out_free.index(stage), turn ^ 1)
-        mbarrier.expect(grad_out_ready.index(stage), ROWS * WIDTH * 2)
+        mbarrier.expect(grad_out_ready.index(stage), ROWS * V_WIDTH * 2)
         tma.async_copy_global_to_shared(
             grad_out, [batch, head, row, 0], grad_out_ready.index(stage),
-            grad_out_tiles.index(stage)._reinterpret(grad_out.dtype, [1, 1, ROWS, WIDTH], block),
+            grad_out_tiles.index(stage)._reinterpret(grad_out.dtype, [1, 1, ROWS, V_WIDTH], block),
         )  # fmt: skip
         delta_rows.index(stage).store(gl.where(empty, 0.0, row_delta))
         mbarrier.arrive(grad_out_ready.index(stage), count=1)
@@ -299,10 +367,10 @@ def _load(
 @gluon.jit
 def _add_rows(
     grad_q_blocks, grad_q_tiles, grad_q_ready, grad_q_free,
-    q_len, batch, head, head_end, begin, stop, steps, WIDTH: gl.constexpr, ROWS: gl.constexpr,
+    q_len, batch, head, head_end, begin, stop, steps, K_WIDTH: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Adds what the differentiators leave in shared memory to grad_q, by the copy engine."""
-    Q_COLUMNS: gl.constexpr = WIDTH if ROWS == 128 else WIDTH // 2
+    Q_COLUMNS: gl.constexpr = K_WIDTH if ROWS == 128 else K_WIDTH // 2
     block: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
     if grad_q_blocks is not None:
         row = begin
@@ -330,23 +398,25 @@ def _differentiate(
     k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
     grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
-    BOUNDED: gl.constexpr, CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr,
+    BOUNDED: gl.constexpr, CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, OVERWRITE: gl.constexpr,
+    D: gl.constexpr, K_WIDTH: gl.constexpr, DV: gl.constexpr, V_WIDTH: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr,
     HALF: gl.constexpr,
 ):  # fmt: skip
     """The gradients of 64 keys, and half of those of the queries."""
     dtype: gl.constexpr = k_tiles.dtype
     score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    grad_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    k_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_WIDTH, 16])
+    v_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
     across: gl.constexpr = gl.SliceLayout(0, score_grid)
-    held: gl.constexpr = gl.DotOperandLayout(0, grad_grid, 2)
     # Half of the rows of grad_q, or half of its columns.
-    Q_COLUMNS: gl.constexpr = WIDTH if ROWS == 128 else WIDTH // 2
+    Q_COLUMNS: gl.constexpr = K_WIDTH if ROWS == 128 else K_WIDTH // 2
     q_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_COLUMNS, 16])
 
     my_k, my_v = k_tiles.index(HALF), v_tiles.index(HALF)
-    acc_k = gl.zeros([KEYS, WIDTH], gl.float32, grad_grid)
-    acc_v = gl.zeros([KEYS, WIDTH], gl.float32, grad_grid)
+    my_keys = key_begin + HALF * KEYS
+    acc_k = gl.zeros([KEYS, K_WIDTH], gl.float32, k_grid)
+    acc_v = gl.zeros([KEYS, V_WIDTH], gl.float32, v_grid)
     nothing = gl.zeros([KEYS, ROWS], gl.float32, score_grid)
     no_grad_q = gl.zeros([64, Q_COLUMNS], gl.float32, q_grid)
     scale_log2 = scale * _LOG2_E
@@ -386,7 +456,7 @@ def _differentiate(
             else:
                 weights = gl.exp2(products * scale_log2 - row_lse[None, :])
             if (row < inner) | (row >= edge):
-                key = key_begin + HALF * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, score_grid))[:, None]
+                key = my_keys + gl.arange(0, KEYS, layout=gl.SliceLayout(1, score_grid))[:, None]
                 if BOUNDED:
                     row_first = row_bounds.index(2 * stage).load(across)[None, :]
                     row_end = row_bounds.index(2 * stage + 1).load(across)[None, :]
@@ -396,9 +466,8 @@ def _differentiate(
                     weights = gl.where(key <= last, weights, 0.0)
                 else:
                     weights = gl.where(key < kv_len, weights, 0.0)
-            acc_v = warpgroup_mma(
-                gl.convert_layout(weights.to(dtype), held), grad_out_tiles.index(stage), acc_v, is_async=True
-            )
+            left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, v_grid, 2))
+            acc_v = warpgroup_mma(left, grad_out_tiles.index(stage), acc_v, is_async=True)
             row_delta = delta_rows.index(stage).load(across)
             grad_weights = warpgroup_mma_wait(1, [grad_weights])
             grad_scores = weights * (grad_weights - row_delta[None, :])
@@ -421,7 +490,8 @@ def _differentiate(
                     else:
                         right = right.slice(HALF * Q_COLUMNS, Q_COLUMNS, dim=1)
                     part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
-            acc_k = warpgroup_mma(gl.convert_layout(ds, held), q_tiles.index(stage), acc_k, is_async=True)
+            ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
+            acc_k = warpgroup_mma(ds, q_tiles.index(stage), acc_k, is_async=True)
             if grad_q is not None:
                 part, acc_v = warpgroup_mma_wait(1, [part, acc_v])
             else:
@@ -453,23 +523,25 @@ def _differentiate(
         acc_k = warpgroup_mma_wait(0, [acc_k])
         mbarrier.arrive(q_free.index((origin + turns * UNROLLED + UNROLLED - 1) % STAGES), count=1)
 
-    key = key_begin + HALF * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, grad_grid))
-    _add(grad_k, grad_k_strides, acc_k * scale, batch, kv_head, key, kv_len, ATOMIC, D, WIDTH, grad_grid)
-    _add(grad_v, grad_v_strides, acc_v, batch, kv_head, key, kv_len, ATOMIC, D, WIDTH, grad_grid)
+    _add(grad_k, grad_k_strides, acc_k * scale, batch, kv_head, my_keys, kv_len, ATOMIC, OVERWRITE, D, KEYS, k_grid)
+    _add(grad_v, grad_v_strides, acc_v, batch, kv_head, my_keys, kv_len, ATOMIC, OVERWRITE, DV, KEYS, v_grid)
 
 
 @gluon.jit
 def _add(
-    grad, strides, x, batch, head, key, kv_len,
-    ATOMIC: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, grid: gl.constexpr,
+    grad, strides, x, batch, head, key_begin, kv_len,
+    ATOMIC: gl.constexpr, OVERWRITE: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, grid: gl.constexpr,
 ):  # fmt: skip
-    """Adds to the gradients of some keys."""
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))[None, :]
+    """Adds to the gradients of some keys, or overwrites them."""
+    key = key_begin + gl.arange(0, KEYS, layout=gl.SliceLayout(1, grid))
+    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
     of_head = grad + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
-    places = of_head + (key.to(gl.int64) * strides[2])[:, None] + column
+    places = (of_head + key.to(gl.int64) * strides[2])[:, None] + column
     real = (key < kv_len)[:, None] & (column < D)
     if ATOMIC:
         gl.atomic_add(places, x, mask=real, sem="relaxed")
+    elif OVERWRITE:
+        gl.store(places, x.to(grad.dtype.element_ty), mask=real)
     else:
         gl.store(places, gl.load(places, mask=real, other=0.0) + x, mask=real)
 
