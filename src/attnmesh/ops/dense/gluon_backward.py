@@ -46,6 +46,28 @@ MAX_WIDTH = 128  # of keys and values: both gradients of 64 keys are in register
 _DIFFERENTIATOR, _LOADER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
 
 
+def _adding(count: int) -> tuple[str, str]:
+    """PTX that adds the `count` values of a thread to the rows of a tile of a matrix instruction, and its constraints.
+
+    Values come in pairs of columns, of two rows in turn, 32 bytes apart; a row without an address is left out. Written
+    out because the compiler would keep an address for every pair.
+    """
+    first, rows = count // 4, count // 4 + count  # operands: results that are not used, values, addresses
+    lines = [
+        ".reg .pred real<2>; .reg .b32 lane; .reg .b64 column, row<2>;",
+        "mov.u32 lane, %laneid; and.b32 lane, lane, 3; mul.wide.u32 column, lane, 8;",
+        *(f"setp.ne.u64 real{i}, ${rows + 2 * i}, 0; add.u64 row{i}, ${rows + 2 * i}, column;" for i in range(2)),
+        *(f"@real{i % 2} red.relaxed.gpu.global.add.v2.f32 [row{i % 2} + {i // 2 * 32}], "
+          f"{{${first + 2 * i}, ${first + 2 * i + 1}}};" for i in range(count // 2)),
+    ]  # fmt: skip
+    return "{" + " ".join(lines) + "}", ",".join(["=r"] * first + ["f"] * count + ["l"] * count)
+
+
+_ADDING = {columns: _adding(columns // 2) for columns in (32, 64, 128)}
+_ADD_32, _ADD_64, _ADD_128 = (gl.constexpr(_ADDING[columns][0]) for columns in (32, 64, 128))
+_OPERANDS_32, _OPERANDS_64, _OPERANDS_128 = (gl.constexpr(_ADDING[columns][1]) for columns in (32, 64, 128))
+
+
 class BackwardTiles(NamedTuple):
     """How a launch is divided, and how a step runs.
 
@@ -421,7 +443,8 @@ def _differentiate(
     no_grad_q = gl.zeros([64, Q_COLUMNS], gl.float32, q_grid)
     scale_log2 = scale * _LOG2_E
     near = gl.arange(0, 64, layout=gl.SliceLayout(1, q_grid)) + (HALF * 64 if ROWS == 128 else 0)
-    column = gl.arange(0, Q_COLUMNS, layout=gl.SliceLayout(0, q_grid)) + (0 if ROWS == 128 else HALF * Q_COLUMNS)
+    column_begin: gl.constexpr = 0 if ROWS == 128 else HALF * Q_COLUMNS
+    column = column_begin + gl.arange(0, Q_COLUMNS, layout=gl.SliceLayout(0, q_grid))
     if grad_q is not None and grad_q_tiles is None:
         grad_q_head = grad_q + batch.to(gl.int64) * grad_q_strides[0] + head.to(gl.int64) * grad_q_strides[1]
     row = begin
@@ -503,9 +526,12 @@ def _differentiate(
                 fence_async_shared()
                 mbarrier.arrive(grad_q_ready.index(HALF), count=1)
             elif grad_q is not None:
-                real = (row + near < q_len)[:, None] & (column < D)[None, :]
-                places = (grad_q_head + (row + near).to(gl.int64) * grad_q_strides[2])[:, None] + column[None, :]
-                gl.atomic_add(places, part * scale, mask=real, sem="relaxed")
+                rows = grad_q_head + (row + near).to(gl.int64) * grad_q_strides[2]
+                if D == K_WIDTH:
+                    _add_pairs(rows + column_begin, row + near < q_len, part * scale, Q_COLUMNS)
+                else:
+                    real = (row + near < q_len)[:, None] & (column < D)[None, :]
+                    gl.atomic_add(rows[:, None] + column[None, :], part * scale, mask=real, sem="relaxed")
             if within + 1 < UNROLLED:
                 following = (step + 1) % STAGES
                 mbarrier.wait(q_ready.index(following), ((step + 1) // STAGES) & 1)
@@ -544,6 +570,18 @@ def _add(
         gl.store(places, x.to(grad.dtype.element_ty), mask=real)
     else:
         gl.store(places, gl.load(places, mask=real, other=0.0) + x, mask=real)
+
+
+@gluon.jit
+def _add_pairs(rows, real, x, COLUMNS: gl.constexpr):
+    """Adds a tile of a matrix instruction to memory, two columns at a time; `rows` are where its rows begin."""
+    addresses = gl.where(real, rows.to(gl.int64), 0)[:, None]
+    if COLUMNS == 32:
+        gl.inline_asm_elementwise(_ADD_32, _OPERANDS_32, [x, addresses], gl.int8, is_pure=False, pack=16)
+    elif COLUMNS == 64:
+        gl.inline_asm_elementwise(_ADD_64, _OPERANDS_64, [x, addresses], gl.int8, is_pure=False, pack=32)
+    else:
+        gl.inline_asm_elementwise(_ADD_128, _OPERANDS_128, [x, addresses], gl.int8, is_pure=False, pack=64)
 
 
 @gluon.jit
