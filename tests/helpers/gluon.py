@@ -11,6 +11,8 @@ a barrier with bytes that never come. What reads too early computes NaN. Layouts
 """
 
 import ast
+import importlib
+import math
 import random
 import threading
 from functools import partial
@@ -25,17 +27,29 @@ THREADS = 128  # of a group of four warps, each of which reports its own copies
 
 def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None) -> ModuleType:
     """The module once more, with kernels that run here, on a schedule of their own; `planted` replaces some source."""
-    source = Path(module.__file__).read_text()
-    if planted:
-        assert source.count(planted[0]) == 1
-        source = source.replace(*planted)
-    tree = ast.parse(source)
-    emulates = ("triton", "attnmesh.ops.dense.gluon_tma")
-    tree.body = [x for x in tree.body if not (isinstance(x, ast.ImportFrom) and x.module.startswith(emulates))]
-    again = ModuleType("emulated")
-    vars(again).update(Machine(seed).names())
-    exec(compile(tree, module.__file__, "exec"), vars(again))
+    again, found = _rewritten(module, Machine(seed).names(), planted)
+    assert found == (planted is not None)
     return again
+
+
+def _rewritten(module: ModuleType, names: dict, planted: tuple[str, str] | None) -> tuple[ModuleType, int]:
+    """The module and the Gluon modules that it imports from, and how often the source to be replaced was found."""
+    source = Path(module.__file__).read_text()
+    found = source.count(planted[0]) if planted else 0
+    tree = ast.parse(source.replace(*planted) if planted else source)
+    again = ModuleType("emulated")
+    vars(again).update(names)
+    for x in [x for x in tree.body if isinstance(x, ast.ImportFrom)]:
+        part = x.module.split(".")[-1]
+        if x.module.startswith("triton") or all(name.name in names for name in x.names):
+            tree.body.remove(x)
+        elif part.startswith("gluon_"):
+            tree.body.remove(x)
+            imported, more = _rewritten(importlib.import_module(x.module), names, planted)
+            found += more
+            vars(again).update({name.name: vars(imported)[name.name] for name in x.names})
+    exec(compile(tree, module.__file__, "exec"), vars(again))
+    return again, found
 
 
 class Pointer:
@@ -93,7 +107,8 @@ class Descriptor:
         assert all(n <= 256 for n in block_shape[:-1]), "a side of a block is longer than 256"
         self.x = base.as_strided(tuple(shape), tuple(strides))
         self.dtype, self.block_shape = base.dtype, list(block_shape)
-        self.block_type = SimpleNamespace(shape=self.block_shape, element_ty=base.dtype)
+        nbytes = math.prod(block_shape) * size
+        self.block_type = SimpleNamespace(shape=self.block_shape, element_ty=base.dtype, nbytes=nbytes)
         self.layout = layout
 
     def inside(self, coord) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
@@ -130,7 +145,7 @@ class Shared:
 
     def __init__(self, machine, x: Tensor, hidden: Tensor):
         self.machine, self.x, self.hidden = machine, x, hidden
-        self.dtype = x.dtype
+        self.dtype, self.shape = x.dtype, x.shape
 
     def view(self, change):
         return Shared(self.machine, change(self.x), change(self.hidden))
@@ -400,8 +415,8 @@ class Machine:
             barriers = [Barrier() for _ in range(shape[0])]
             self.barriers += barriers
             return SimpleNamespace(index=lambda i: barriers[int(i)])
-        unknown = torch.nan if dtype.is_floating_point else -(2**31)
-        return Shared(self, torch.full(shape, unknown, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
+        unset = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+        return Shared(self, torch.full(shape, unset, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
 
     def names(self) -> dict:
         layouts = (
