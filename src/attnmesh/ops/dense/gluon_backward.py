@@ -83,6 +83,8 @@ class BackwardTiles(NamedTuple):
     heads: int | None = None
     section: int | None = None
     bulk: bool = True
+    paired: bool = True
+    held: bool = False
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *, terms: ScoreTerms = PLAIN) -> bool:
@@ -176,7 +178,7 @@ def _launch(
     grad_out_blocks, v_blocks = _descriptor(grad_out, tiles.rows, value_width), _descriptor(v, KEYS, value_width)
     grad_q_blocks = None
     if grad_q is not None and tiles.bulk:
-        grad_q_blocks = _descriptor(grad_q, KEYS, key_width if tiles.rows == 2 * KEYS else key_width // 2)
+        grad_q_blocks = _descriptor(grad_q, KEYS, key_width if tiles.rows == 2 * KEYS or tiles.paired else key_width // 2)
     for part in range(1 if bounds is None else bounds[0].shape[0]):
         visible = Bounds.of(None if bounds is None else (bounds[0][part : part + 1], bounds[1][part : part + 1]))
         ranges = None if bounds is None else triton_backward.rows_per_key_tile(visible, q_len, kv_len, 2 * KEYS)
@@ -188,7 +190,7 @@ def _launch(
             q_len, kv_len, kv_heads, splits, members, streams, tiles.section or streams, scale, softcap,
             CAUSAL=causal, ATOMIC=splits > 1, OVERWRITE=overwrite, D=key_dim, K_WIDTH=key_width,
             DV=value_dim, V_WIDTH=value_width, ROWS=tiles.rows, KEYS=KEYS,
-            STAGES=tiles.stages, UNROLLED=tiles.unrolled, num_warps=4,
+            STAGES=tiles.stages, UNROLLED=tiles.unrolled, PAIRED=tiles.paired, HELD=tiles.held, num_warps=4,
         )  # fmt: skip
 
 
@@ -205,6 +207,7 @@ def _backward_kernel(
     q_len, kv_len, kv_heads, splits, members, streams, section, scale, softcap,
     CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, OVERWRITE: gl.constexpr, D: gl.constexpr, K_WIDTH: gl.constexpr,
     DV: gl.constexpr, V_WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr,
+    PAIRED: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -238,7 +241,7 @@ def _backward_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K_WIDTH], wide)
     grad_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, V_WIDTH], wide)
     ds_tiles = gl.allocate_shared_memory(dtype, [4, KEYS, ROWS], wide)  # of two steps, of both differentiators
-    Q_COLUMNS: gl.constexpr = K_WIDTH if ROWS == 128 else K_WIDTH // 2
+    Q_COLUMNS: gl.constexpr = K_WIDTH if ROWS == 128 or PAIRED else K_WIDTH // 2
     if grad_q_blocks is not None:
         floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, Q_COLUMNS], floats)
@@ -254,8 +257,8 @@ def _backward_kernel(
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     grad_out_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
-    grad_out_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     ds_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
+    ds_free = gl.allocate_shared_memory(gl.int64, [1, 1], once)
     grad_q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
     grad_q_free = gl.allocate_shared_memory(gl.int64, [2, 1], once)
     mbarrier.init(k_ready.index(0), count=1)
@@ -264,7 +267,7 @@ def _backward_kernel(
         mbarrier.init(q_ready.index(stage), count=2)  # the copies and, once, the terms of the rows
         mbarrier.init(grad_out_ready.index(stage), count=2)
         mbarrier.init(q_free.index(stage), count=2)
-        mbarrier.init(grad_out_free.index(stage), count=2)
+    mbarrier.init(ds_free.index(0), count=2)
     for stage in gl.static_range(2):
         mbarrier.init(ds_ready.index(stage), count=2)
         mbarrier.init(grad_q_ready.index(stage), count=1)
@@ -275,25 +278,25 @@ def _backward_kernel(
         [
             (_differentiate, (
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
-                k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
+                k_ready, v_ready, q_ready, q_free, grad_out_ready, ds_ready, ds_free,
                 grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
                 q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
-                first is not None, CAUSAL, ATOMIC, OVERWRITE, D, K_WIDTH, DV, V_WIDTH, ROWS, KEYS, STAGES, UNROLLED, 0)),
+                first is not None, CAUSAL, ATOMIC, OVERWRITE, D, K_WIDTH, DV, V_WIDTH, ROWS, KEYS, STAGES, UNROLLED, PAIRED, HELD, 0)),
             (_differentiate, (
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
-                k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
+                k_ready, v_ready, q_ready, q_free, grad_out_ready, ds_ready, ds_free,
                 grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
                 q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
-                first is not None, CAUSAL, ATOMIC, OVERWRITE, D, K_WIDTH, DV, V_WIDTH, ROWS, KEYS, STAGES, UNROLLED, 1)),
+                first is not None, CAUSAL, ATOMIC, OVERWRITE, D, K_WIDTH, DV, V_WIDTH, ROWS, KEYS, STAGES, UNROLLED, PAIRED, HELD, 1)),
             (_load, (
                 q, grad_out, k, v, lse, lse_strides, delta, delta_strides, first, end, bounds_stride,
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, lse_rows, delta_rows, row_bounds,
-                k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free,
+                k_ready, v_ready, q_ready, q_free, grad_out_ready,
                 q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, stop, steps,
                 K_WIDTH, V_WIDTH, ROWS, KEYS, STAGES)),
             (_add_rows, (
                 grad_q_blocks, grad_q_tiles, grad_q_ready, grad_q_free,
-                q_len, batch, head, head_end, begin, stop, steps, K_WIDTH, ROWS)),
+                q_len, batch, head, head_end, begin, stop, steps, K_WIDTH, ROWS, PAIRED)),
         ],
         [4, 1, 1],
         [_DIFFERENTIATOR, _LOADER, _LOADER],
@@ -324,7 +327,7 @@ def _row_phases(
 def _load(
     q, grad_out, k, v, lse, lse_strides, delta, delta_strides, first, end, bounds_stride,
     k_tiles, v_tiles, q_tiles, grad_out_tiles, lse_rows, delta_rows, row_bounds,
-    k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free,
+    k_ready, v_ready, q_ready, q_free, grad_out_ready,
     q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, stop, steps,
     K_WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -369,7 +372,6 @@ def _load(
                     v, [batch, kv_head, key_begin + half * KEYS, 0], v_ready.index(0),
                     v_tiles.index(half)._reinterpret(v.dtype, [1, 1, KEYS, V_WIDTH], block),
                 )  # fmt: skip
-        mbarrier.wait(grad_out_free.index(stage), turn ^ 1)
         mbarrier.expect(grad_out_ready.index(stage), ROWS * V_WIDTH * 2)
         tma.async_copy_global_to_shared(
             grad_out, [batch, head, row, 0], grad_out_ready.index(stage),
@@ -389,41 +391,42 @@ def _load(
 @gluon.jit
 def _add_rows(
     grad_q_blocks, grad_q_tiles, grad_q_ready, grad_q_free,
-    q_len, batch, head, head_end, begin, stop, steps, K_WIDTH: gl.constexpr, ROWS: gl.constexpr,
+    q_len, batch, head, head_end, begin, stop, steps, K_WIDTH: gl.constexpr, ROWS: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     """Adds what the differentiators leave in shared memory to grad_q, by the copy engine."""
-    Q_COLUMNS: gl.constexpr = K_WIDTH if ROWS == 128 else K_WIDTH // 2
+    Q_COLUMNS: gl.constexpr = K_WIDTH if ROWS == 128 or PAIRED else K_WIDTH // 2
     block: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
     if grad_q_blocks is not None:
         row = begin
-        for step in range(steps):
+        for step in range(steps // 2 if PAIRED else steps):
             for half in gl.static_range(2):
                 mbarrier.wait(grad_q_ready.index(half), step & 1)
                 row_begin = row + (half * 64 if ROWS == 128 else 0)
-                column_begin = 0 if ROWS == 128 else half * Q_COLUMNS
+                column_begin = 0 if ROWS == 128 or PAIRED else half * Q_COLUMNS
                 async_add_shared_to_global(
                     grad_q_blocks, [batch, head, row_begin, column_begin],
                     grad_q_tiles.index(half)._reinterpret(gl.float32, [1, 1, 64, Q_COLUMNS], block),
                 )  # fmt: skip
+                if PAIRED or half == 1:
+                    row = row + ROWS
+                    if row >= stop:
+                        head = head + 1
+                        row = gl.where(head < head_end, begin, q_len)
             for half in gl.static_range(2):
                 tma.store_wait(1 - half)
                 mbarrier.arrive(grad_q_free.index(half), count=1)
-            row = row + ROWS
-            if row >= stop:
-                head = head + 1
-                row = gl.where(head < head_end, begin, q_len)
 
 
 @gluon.jit
 def _differentiate(
     k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
-    k_ready, v_ready, q_ready, q_free, grad_out_ready, grad_out_free, ds_ready,
+    k_ready, v_ready, q_ready, q_free, grad_out_ready, ds_ready, ds_free,
     grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
     BOUNDED: gl.constexpr, CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, OVERWRITE: gl.constexpr,
     D: gl.constexpr, K_WIDTH: gl.constexpr, DV: gl.constexpr, V_WIDTH: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr,
-    HALF: gl.constexpr,
+    PAIRED: gl.constexpr, HELD: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """The gradients of 64 keys, and half of those of the queries."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -432,10 +435,9 @@ def _differentiate(
     v_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
     across: gl.constexpr = gl.SliceLayout(0, score_grid)
     # Half of the rows of grad_q, or half of its columns.
-    Q_COLUMNS: gl.constexpr = K_WIDTH if ROWS == 128 else K_WIDTH // 2
+    Q_COLUMNS: gl.constexpr = K_WIDTH if ROWS == 128 or PAIRED else K_WIDTH // 2
     q_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_COLUMNS, 16])
 
-    my_k, my_v = k_tiles.index(HALF), v_tiles.index(HALF)
     my_keys = key_begin + HALF * KEYS
     acc_k = gl.zeros([KEYS, K_WIDTH], gl.float32, k_grid)
     acc_v = gl.zeros([KEYS, V_WIDTH], gl.float32, v_grid)
@@ -443,16 +445,21 @@ def _differentiate(
     no_grad_q = gl.zeros([64, Q_COLUMNS], gl.float32, q_grid)
     scale_log2 = scale * _LOG2_E
     near = gl.arange(0, 64, layout=gl.SliceLayout(1, q_grid)) + (HALF * 64 if ROWS == 128 else 0)
-    column_begin: gl.constexpr = 0 if ROWS == 128 else HALF * Q_COLUMNS
+    column_begin: gl.constexpr = 0 if ROWS == 128 or PAIRED else HALF * Q_COLUMNS
     column = column_begin + gl.arange(0, Q_COLUMNS, layout=gl.SliceLayout(0, q_grid))
     if grad_q is not None and grad_q_tiles is None:
         grad_q_head = grad_q + batch.to(gl.int64) * grad_q_strides[0] + head.to(gl.int64) * grad_q_strides[1]
     row = begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(q_len, 0)
+    drift = origin
 
     mbarrier.wait(k_ready.index(0), 0)
     mbarrier.wait(v_ready.index(0), 0)
+    my_k, my_v = k_tiles.index(HALF), v_tiles.index(HALF)
+    if HELD:
+        my_k = my_k.load(gl.DotOperandLayout(0, score_grid, 2))
+        my_v = my_v.load(gl.DotOperandLayout(0, score_grid, 2))
     for turns in range(steps // UNROLLED):
         for within in gl.static_range(UNROLLED):
             step = origin + turns * UNROLLED + within
@@ -497,41 +504,55 @@ def _differentiate(
             if softcap is not None:
                 grad_scores = grad_scores * (1.0 - capped * capped)
             ds = grad_scores.to(dtype)
+            # Of every step, or of two steps at a time: then each differentiator has the rows of one.
             ds_stage = step % 2
             if grad_q is not None:
-                # What was there two steps ago, both have multiplied before they came to the last step's barrier.
+                if PAIRED and within % 2 == 0:
+                    mbarrier.wait(ds_free.index(0), (step // 2 & 1) ^ 1)
+                # Unless in pairs: what was there two steps ago, both have multiplied before the last step's barrier.
                 ds_tiles.index(2 * ds_stage + HALF).store(ds)
+                if PAIRED and within % 2 == HALF:
+                    my_row = row
+            if grad_q is not None and (within % 2 == 1 or not PAIRED):
                 fence_async_shared()
-                mbarrier.arrive(ds_ready.index(ds_stage), count=1)
-                mbarrier.wait(ds_ready.index(ds_stage), (step // 2) & 1)
+                at = 0 if PAIRED else ds_stage
+                mbarrier.arrive(ds_ready.index(at), count=1)
+                mbarrier.wait(ds_ready.index(at), (step // 2) & 1)
+                if PAIRED:
+                    acc_v = warpgroup_mma_wait(0, [acc_v])
                 part = no_grad_q
                 for half in gl.static_range(2):
-                    left = ds_tiles.index(2 * ds_stage + half).permute([1, 0])
-                    right = k_tiles.index(half)
+                    left = ds_tiles.index(2 * (drift + HALF if PAIRED else ds_stage) + half).permute([1, 0])
+                    right = k_tiles.index(drift + half)
                     if ROWS == 128:
                         left = left.slice(HALF * 64, 64, dim=0)
-                    else:
+                    elif not PAIRED:
                         right = right.slice(HALF * Q_COLUMNS, Q_COLUMNS, dim=1)
                     part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
             ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
             acc_k = warpgroup_mma(ds, q_tiles.index(stage), acc_k, is_async=True)
-            if grad_q is not None:
+            if grad_q is not None and (within % 2 == 1 or not PAIRED):
                 part, acc_v = warpgroup_mma_wait(1, [part, acc_v])
+                if PAIRED:
+                    mbarrier.arrive(ds_free.index(0), count=1)
+                if grad_q_tiles is not None:
+                    mbarrier.wait(grad_q_free.index(HALF), ((step // 2 if PAIRED else step) & 1) ^ 1)
+                    grad_q_tiles.index(HALF).store(part * scale)
+                    fence_async_shared()
+                    mbarrier.arrive(grad_q_ready.index(HALF), count=1)
+                else:
+                    if PAIRED:
+                        rows = my_row + near
+                    else:
+                        rows = row + near
+                    places = grad_q_head + rows.to(gl.int64) * grad_q_strides[2]
+                    if D == K_WIDTH:
+                        _add_pairs(places + column_begin, rows < q_len, part * scale, Q_COLUMNS)
+                    else:
+                        real = (rows < q_len)[:, None] & (column < D)[None, :]
+                        gl.atomic_add(places[:, None] + column[None, :], part * scale, mask=real, sem="relaxed")
             else:
                 acc_v = warpgroup_mma_wait(1, [acc_v])
-            mbarrier.arrive(grad_out_free.index(stage), count=1)
-            if grad_q_tiles is not None:
-                mbarrier.wait(grad_q_free.index(HALF), (step & 1) ^ 1)
-                grad_q_tiles.index(HALF).store(part * scale)
-                fence_async_shared()
-                mbarrier.arrive(grad_q_ready.index(HALF), count=1)
-            elif grad_q is not None:
-                rows = grad_q_head + (row + near).to(gl.int64) * grad_q_strides[2]
-                if D == K_WIDTH:
-                    _add_pairs(rows + column_begin, row + near < q_len, part * scale, Q_COLUMNS)
-                else:
-                    real = (row + near < q_len)[:, None] & (column < D)[None, :]
-                    gl.atomic_add(rows[:, None] + column[None, :], part * scale, mask=real, sem="relaxed")
             if within + 1 < UNROLLED:
                 following = (step + 1) % STAGES
                 mbarrier.wait(q_ready.index(following), ((step + 1) // STAGES) & 1)
@@ -545,6 +566,7 @@ def _differentiate(
                     head = head + 1
                     grad_q_head += grad_q_strides[1]
                     row = gl.where(head < head_end, begin, q_len)
+        drift = drift * 2
         # The compiler would serialize products that are under way from one turn to the next.
         acc_k = warpgroup_mma_wait(0, [acc_k])
         mbarrier.arrive(q_free.index((origin + turns * UNROLLED + UNROLLED - 1) % STAGES), count=1)
