@@ -113,8 +113,9 @@ def test_bf16_and_softcap():
 @pytest.mark.parametrize(
     "tiles",
     [
-        BackwardTiles(unrolled=1), BackwardTiles(unrolled=4, stages=4), BackwardTiles(stages=3), BackwardTiles(rows=128),
-        BackwardTiles(heads=1), BackwardTiles(heads=2, section=3), BackwardTiles(section=1),
+        BackwardTiles(unrolled=1, paired=False), BackwardTiles(unrolled=4, stages=4), BackwardTiles(stages=3),
+        BackwardTiles(rows=128, paired=False), BackwardTiles(heads=1), BackwardTiles(heads=2, section=3),
+        BackwardTiles(section=1), BackwardTiles(held=True),
     ],
 )  # fmt: skip
 def test_tiles(tiles):

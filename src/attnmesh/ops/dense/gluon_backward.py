@@ -86,6 +86,11 @@ class BackwardTiles(NamedTuple):
     paired: bool = True
     held: bool = False
 
+    @classmethod
+    def pick(cls, q: Tensor, v: Tensor) -> "BackwardTiles":
+        """What was fastest for the head dims."""
+        return cls(stages=4, held=True) if max(q.shape[-1], v.shape[-1]) <= 64 else cls()
+
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *, terms: ScoreTerms = PLAIN) -> bool:
     """Whether the kernel can serve the call: 16 bits, head dims of up to 128, scores without slopes, on Hopper."""
@@ -122,7 +127,7 @@ def backward(
     Programs add to grad_q in the order in which they come. If `deterministic`, a second pass, in Triton, computes it.
     """
     if deterministic:
-        tiles = (tiles or BackwardTiles())._replace(heads=None)
+        tiles = (tiles or BackwardTiles.pick(q, v))._replace(heads=None)
         common: dict[str, Any] = {"scale": scale, "causal": causal, "bounds": bounds, "overwrite": overwrite, "terms": terms}
         triton_backward.backward(q, k, v, grad_out, lse, delta, grad_q=grad_q, **common)
         grad_q = None
@@ -133,7 +138,7 @@ def backward(
             if grad is not None:
                 grad.zero_()
         return
-    tiles = tiles or BackwardTiles()
+    tiles = tiles or BackwardTiles.pick(q, v)
     q, k, v, grad_out = (_loadable(x) for x in (q, k, v, grad_out))
     once = overwrite and tiles.heads is None and (bounds is None or bounds[0].shape[0] == 1)
     sum_q = None if grad_q is None else _sums(grad_q, q, overwrite)
@@ -190,7 +195,7 @@ def _launch(
             q_len, kv_len, kv_heads, splits, members, streams, tiles.section or streams, scale, softcap,
             CAUSAL=causal, ATOMIC=splits > 1, OVERWRITE=overwrite, D=key_dim, K_WIDTH=key_width,
             DV=value_dim, V_WIDTH=value_width, ROWS=tiles.rows, KEYS=KEYS,
-            STAGES=tiles.stages, UNROLLED=tiles.unrolled, PAIRED=tiles.paired, HELD=tiles.held, num_warps=4,
+            STAGES=tiles.stages, UNROLLED=1 if grad_q is None else tiles.unrolled, PAIRED=tiles.paired, HELD=tiles.held, num_warps=4,
         )  # fmt: skip
 
 
@@ -551,7 +556,7 @@ def _differentiate(
                     else:
                         real = (rows < q_len)[:, None] & (column < D)[None, :]
                         gl.atomic_add(places[:, None] + column[None, :], part * scale, mask=real, sem="relaxed")
-            else:
+            if grad_q is None:
                 acc_v = warpgroup_mma_wait(1, [acc_v])
             if within + 1 < UNROLLED:
                 following = (step + 1) % STAGES
@@ -559,6 +564,8 @@ def _differentiate(
                 products = warpgroup_mma(
                     my_k, q_tiles.index(following).permute([1, 0]), nothing, use_acc=False, is_async=True
                 )
+            if grad_q is not None and PAIRED and within % 2 == 0:
+                acc_v = warpgroup_mma_wait(2, [acc_v])
             row = row + ROWS
             if row >= stop:
                 row = begin
