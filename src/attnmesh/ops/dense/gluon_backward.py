@@ -71,10 +71,11 @@ _OPERANDS_32, _OPERANDS_64, _OPERANDS_128 = (gl.constexpr(_ADDING[columns][1]) f
 class BackwardTiles(NamedTuple):
     """How a launch is divided, and how a step runs.
 
-    `rows` of a step, `stages` of q and grad_out in shared memory, `unrolled` steps in a turn of the loop. A program sums
-    over `heads` query heads of a group (None: all of them; else programs add to grad_k and grad_v atomically). Programs
-    of `section` kv heads are launched together, those of the first keys first (None: of all heads). `bulk`: the copy
-    engine adds to grad_q.
+    `rows` of a step, `stages` of q and grad_out in shared memory, `unrolled` steps in a turn of the loop. A program
+    sums over `heads` query heads of a group (None: all of them; else programs add to grad_k and grad_v atomically).
+    Programs of `section` kv heads are launched together, those of the first keys first (None: of all heads). `bulk`:
+    the copy engine adds to grad_q, else atomics do. `paired`: ds is exchanged once in two steps, each differentiator
+    multiplies the rows of one. `held`: keys and values stay in registers.
     """
 
     rows: int = 64
@@ -128,7 +129,13 @@ def backward(
     """
     if deterministic:
         tiles = (tiles or BackwardTiles.pick(q, v))._replace(heads=None)
-        common: dict[str, Any] = {"scale": scale, "causal": causal, "bounds": bounds, "overwrite": overwrite, "terms": terms}
+        common: dict[str, Any] = {
+            "scale": scale,
+            "causal": causal,
+            "bounds": bounds,
+            "overwrite": overwrite,
+            "terms": terms,
+        }
         triton_backward.backward(q, k, v, grad_out, lse, delta, grad_q=grad_q, **common)
         grad_q = None
     if grad_q is grad_k is grad_v is None:
@@ -183,7 +190,9 @@ def _launch(
     grad_out_blocks, v_blocks = _descriptor(grad_out, tiles.rows, value_width), _descriptor(v, KEYS, value_width)
     grad_q_blocks = None
     if grad_q is not None and tiles.bulk:
-        grad_q_blocks = _descriptor(grad_q, KEYS, key_width if tiles.rows == 2 * KEYS or tiles.paired else key_width // 2)
+        grad_q_blocks = _descriptor(
+            grad_q, KEYS, key_width if tiles.rows == 2 * KEYS or tiles.paired else key_width // 2
+        )
     for part in range(1 if bounds is None else bounds[0].shape[0]):
         visible = Bounds.of(None if bounds is None else (bounds[0][part : part + 1], bounds[1][part : part + 1]))
         ranges = None if bounds is None else triton_backward.rows_per_key_tile(visible, q_len, kv_len, 2 * KEYS)
@@ -195,7 +204,8 @@ def _launch(
             q_len, kv_len, kv_heads, splits, members, streams, tiles.section or streams, scale, softcap,
             CAUSAL=causal, ATOMIC=splits > 1, OVERWRITE=overwrite, D=key_dim, K_WIDTH=key_width,
             DV=value_dim, V_WIDTH=value_width, ROWS=tiles.rows, KEYS=KEYS,
-            STAGES=tiles.stages, UNROLLED=1 if grad_q is None else tiles.unrolled, PAIRED=tiles.paired, HELD=tiles.held, num_warps=4,
+            STAGES=tiles.stages, UNROLLED=1 if grad_q is None else tiles.unrolled, PAIRED=tiles.paired,
+            HELD=tiles.held, num_warps=4,
         )  # fmt: skip
 
 
@@ -211,8 +221,8 @@ def _backward_kernel(
     grad_q_blocks, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, kv_heads, splits, members, streams, section, scale, softcap,
     CAUSAL: gl.constexpr, ATOMIC: gl.constexpr, OVERWRITE: gl.constexpr, D: gl.constexpr, K_WIDTH: gl.constexpr,
-    DV: gl.constexpr, V_WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr,
-    PAIRED: gl.constexpr, HELD: gl.constexpr,
+    DV: gl.constexpr, V_WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    UNROLLED: gl.constexpr, PAIRED: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -284,15 +294,21 @@ def _backward_kernel(
             (_differentiate, (
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, ds_ready, ds_free,
-                grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
-                q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
-                first is not None, CAUSAL, ATOMIC, OVERWRITE, D, K_WIDTH, DV, V_WIDTH, ROWS, KEYS, STAGES, UNROLLED, PAIRED, HELD, 0)),
+                grad_q_tiles, grad_q_ready, grad_q_free,
+                grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
+                q_len, kv_len, batch, head, head_end, kv_head, key_begin,
+                begin, inner, edge, stop, steps, scale, softcap,
+                first is not None, CAUSAL, ATOMIC, OVERWRITE, D, K_WIDTH, DV, V_WIDTH,
+                ROWS, KEYS, STAGES, UNROLLED, PAIRED, HELD, 0)),
             (_differentiate, (
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, ds_tiles, lse_rows, delta_rows, row_bounds,
                 k_ready, v_ready, q_ready, q_free, grad_out_ready, ds_ready, ds_free,
-                grad_q_tiles, grad_q_ready, grad_q_free, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
-                q_len, kv_len, batch, head, head_end, kv_head, key_begin, begin, inner, edge, stop, steps, scale, softcap,
-                first is not None, CAUSAL, ATOMIC, OVERWRITE, D, K_WIDTH, DV, V_WIDTH, ROWS, KEYS, STAGES, UNROLLED, PAIRED, HELD, 1)),
+                grad_q_tiles, grad_q_ready, grad_q_free,
+                grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
+                q_len, kv_len, batch, head, head_end, kv_head, key_begin,
+                begin, inner, edge, stop, steps, scale, softcap,
+                first is not None, CAUSAL, ATOMIC, OVERWRITE, D, K_WIDTH, DV, V_WIDTH,
+                ROWS, KEYS, STAGES, UNROLLED, PAIRED, HELD, 1)),
             (_load, (
                 q, grad_out, k, v, lse, lse_strides, delta, delta_strides, first, end, bounds_stride,
                 k_tiles, v_tiles, q_tiles, grad_out_tiles, lse_rows, delta_rows, row_bounds,
