@@ -257,11 +257,10 @@ def _backward_kernel(
     grad_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, V_WIDTH], wide)
     ds_tiles = gl.allocate_shared_memory(dtype, [4, KEYS, ROWS], wide)  # of two steps, of both differentiators
     Q_COLUMNS: gl.constexpr = K_WIDTH if ROWS == 128 or PAIRED else K_WIDTH // 2
+    grad_q_tiles: gl.constexpr = None
     if grad_q_blocks is not None:
         floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, Q_COLUMNS], floats)
-    else:
-        grad_q_tiles: gl.constexpr = None
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], flat)
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], flat)
     row_bounds = gl.allocate_shared_memory(gl.int32, [2 * STAGES, ROWS], flat)
