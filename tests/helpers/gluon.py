@@ -19,10 +19,16 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 
 THREADS = 128  # of a group of four warps, each of which reports its own copies
+
+
+def mostly_slow(cases: list[tuple], every: int) -> list:
+    """The cases as parameters, of which all but each `every`-th are slow: an emulated launch takes a second."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] if i % every else []) for i, case in enumerate(cases)]
 
 
 def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None) -> ModuleType:

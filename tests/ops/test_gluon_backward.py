@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.dense_kernels import dense, mask_case, relative, score_terms
-from helpers.gluon import emulated
+from helpers.dense_kernels import MASKS, dense, mask_case, relative, score_terms
+from helpers.gluon import emulated, mostly_slow
 from helpers.triton_compile import assert_fit, compiled_for_hopper, count
 
 pytest.importorskip("triton")
@@ -16,7 +16,6 @@ from attnmesh.ops.dense import gluon_backward
 from attnmesh.ops.dense.gluon_backward import BackwardTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
 
-MASKS = ["full", "causal", "window", "documents", "random", "union", "slices", "sequences"]
 ONE_AND_MANY = [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)]
 CPU = torch.device("cpu")
 
@@ -80,7 +79,7 @@ def emulation(seed: int = 0, planted: tuple[str, str] | None = None):
     return emulated(gluon_backward, seed, planted)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", mostly_slow([(mask,) for mask in MASKS], 4))
 @pytest.mark.parametrize("seeds", ONE_AND_MANY, ids=["one", "many"])
 def test_adds_all_gradients_under_hostile_schedules(mask, seeds):
     for seed in seeds:
@@ -88,9 +87,18 @@ def test_adds_all_gradients_under_hostile_schedules(mask, seeds):
         Case(mask, batch=2 if mask == "sequences" else 1).check(emulation(seed))
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (3, 1)])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (70, 300), (300, 70), (129, 128), (64, 129)])
-@pytest.mark.parametrize("mask", ["full", "causal", "random"])
+@pytest.mark.parametrize(
+    ("mask", "q_len", "kv_len", "heads"),
+    mostly_slow(
+        [
+            (mask, *lengths, heads)
+            for mask in ("full", "causal", "random")
+            for lengths in ((1, 1), (70, 300), (300, 70), (129, 128), (64, 129))
+            for heads in ((6, 2), (1, 1), (3, 1))
+        ],
+        11,
+    ),
+)
 def test_heads_and_lengths(mask, q_len, kv_len, heads):
     if mask == "random" and q_len == 1:
         pytest.skip("has rows at both ends that see nothing")
@@ -98,8 +106,10 @@ def test_heads_and_lengths(mask, q_len, kv_len, heads):
     Case(mask, q_len, kv_len, heads).check(emulation())
 
 
-@pytest.mark.parametrize("widths", [(128, 128), (64, 128), (128, 64), (96, 96), (32, 80)])
-@pytest.mark.parametrize("mask", ["causal", "union"])
+@pytest.mark.parametrize(
+    ("mask", "widths"),
+    mostly_slow(list(product(["causal", "union"], [(128, 128), (64, 128), (128, 64), (96, 96), (32, 80)])), 9),
+)
 def test_widths(mask, widths):
     torch.manual_seed(0)
     Case(mask, 100, 140, (2, 1), *widths).check(emulation())
@@ -112,18 +122,20 @@ def test_bf16_and_softcap():
 
 @pytest.mark.parametrize(
     "tiles",
-    [
+    mostly_slow([(tiles,) for tiles in [
         BackwardTiles(unrolled=1, paired=False), BackwardTiles(unrolled=4, stages=4), BackwardTiles(stages=3),
         BackwardTiles(rows=128, paired=False), BackwardTiles(heads=1), BackwardTiles(heads=2, section=3),
         BackwardTiles(section=1), BackwardTiles(held=True),
-    ],
+    ]], 7),
 )  # fmt: skip
 def test_tiles(tiles):
     torch.manual_seed(0)
     Case("causal", heads=(8, 2), batch=2).check(emulation(), tiles=tiles)
 
 
-@pytest.mark.parametrize(("mask", "tiles"), [("causal", None), ("union", None), ("causal", BackwardTiles(heads=1))])
+@pytest.mark.parametrize(
+    ("mask", "tiles"), mostly_slow([("causal", None), ("union", None), ("causal", BackwardTiles(heads=1))], 3)
+)
 def test_overwrites_in_any_dtype(mask, tiles):
     torch.manual_seed(0)
     case = Case(mask, 150, 400)  # causal: nobody sees the last keys
@@ -203,7 +215,7 @@ PLANTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("fault", mostly_slow([(fault,) for fault in PLANTED], 6))
 def test_the_emulation_finds_planted_faults(fault):
     torch.manual_seed(0)
     case = Case("causal", 300, 150, (4, 2))

@@ -14,7 +14,7 @@ from attnmesh.ops.dense import gluon_forward
 from attnmesh.ops.dense.gluon_forward import TILES, GluonTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
 from helpers.dense_kernels import MASKS, dense, mask_case, relative
-from helpers.gluon import emulated
+from helpers.gluon import emulated, mostly_slow
 from helpers.triton_compile import assert_fit, compiled_for_hopper, count
 
 SMALL = GluonTiles(attenders=2, keys=64, stages=2)
@@ -48,11 +48,6 @@ def assert_right(
         assert relative(mine, exact) <= 2 * relative(theirs, exact) + 1e-6
     assert (result.out[truth.lse.isneginf()] == 0).all()
     return result
-
-
-def mostly_slow(cases, every):
-    """The cases, of which all but each `every`-th are slow."""
-    return [pytest.param(*case, marks=[pytest.mark.slow] if i % every else []) for i, case in enumerate(cases)]
 
 
 WIDTHS = sorted(TILES)

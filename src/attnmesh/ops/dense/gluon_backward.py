@@ -37,6 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.ops.dense import triton_backward
+from attnmesh.ops.dense.gluon_atomics import add_pairs
+from attnmesh.ops.dense.gluon_online_softmax import tanh
 from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global
 from attnmesh.ops.dense.triton_tiles import LOG2_E, PLAIN, Bounds, ScoreTerms, padded
 
@@ -44,28 +46,6 @@ _LOG2_E = gl.constexpr(LOG2_E)
 KEYS = 64  # of each differentiator: the rows of one matrix instruction
 MAX_WIDTH = 128  # of keys and values: both gradients of 64 keys are in registers
 _DIFFERENTIATOR, _LOADER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
-
-
-def _adding(count: int) -> tuple[str, str]:
-    """PTX that adds the `count` values of a thread to the rows of a tile of a matrix instruction, and its constraints.
-
-    Values come in pairs of columns, of two rows in turn, 32 bytes apart; a row without an address is left out. Written
-    out because the compiler would keep an address for every pair.
-    """
-    first, rows = count // 4, count // 4 + count  # operands: results that are not used, values, addresses
-    lines = [
-        ".reg .pred real<2>; .reg .b32 lane; .reg .b64 column, row<2>;",
-        "mov.u32 lane, %laneid; and.b32 lane, lane, 3; mul.wide.u32 column, lane, 8;",
-        *(f"setp.ne.u64 real{i}, ${rows + 2 * i}, 0; add.u64 row{i}, ${rows + 2 * i}, column;" for i in range(2)),
-        *(f"@real{i % 2} red.relaxed.gpu.global.add.v2.f32 [row{i % 2} + {i // 2 * 32}], "
-          f"{{${first + 2 * i}, ${first + 2 * i + 1}}};" for i in range(count // 2)),
-    ]  # fmt: skip
-    return "{" + " ".join(lines) + "}", ",".join(["=r"] * first + ["f"] * count + ["l"] * count)
-
-
-_ADDING = {columns: _adding(columns // 2) for columns in (32, 64, 128)}
-_ADD_32, _ADD_64, _ADD_128 = (gl.constexpr(_ADDING[columns][0]) for columns in (32, 64, 128))
-_OPERANDS_32, _OPERANDS_64, _OPERANDS_128 = (gl.constexpr(_ADDING[columns][1]) for columns in (32, 64, 128))
 
 
 class BackwardTiles(NamedTuple):
@@ -501,7 +481,7 @@ def _differentiate(
                 products, acc_k = warpgroup_mma_wait(1, [products, acc_k])
                 mbarrier.arrive(q_free.index((step + STAGES - 1) % STAGES), count=1)
             if softcap is not None:
-                capped = _tanh(products * (scale / softcap))
+                capped = tanh(products * (scale / softcap))
                 weights = gl.exp2(capped * (softcap * _LOG2_E) - row_lse[None, :])
             else:
                 weights = gl.exp2(products * scale_log2 - row_lse[None, :])
@@ -567,7 +547,7 @@ def _differentiate(
                         rows = row + near
                     places = grad_q_head + rows.to(gl.int64) * grad_q_strides[2]
                     if D == K_WIDTH:
-                        _add_pairs(places + column_begin, rows < q_len, part * scale, Q_COLUMNS)
+                        add_pairs(places + column_begin, rows < q_len, part * scale, Q_COLUMNS)
                     else:
                         real = (rows < q_len)[:, None] & (column < D)[None, :]
                         gl.atomic_add(places[:, None] + column[None, :], part * scale, mask=real, sem="relaxed")
@@ -614,21 +594,3 @@ def _add(
         gl.store(places, x.to(grad.dtype.element_ty), mask=real)
     else:
         gl.store(places, gl.load(places, mask=real, other=0.0) + x, mask=real)
-
-
-@gluon.jit
-def _add_pairs(rows, real, x, COLUMNS: gl.constexpr):
-    """Adds a tile of a matrix instruction to memory, two columns at a time; `rows` are where its rows begin."""
-    addresses = gl.where(real, rows.to(gl.int64), 0)[:, None]
-    if COLUMNS == 32:
-        gl.inline_asm_elementwise(_ADD_32, _OPERANDS_32, [x, addresses], gl.int8, is_pure=False, pack=16)
-    elif COLUMNS == 64:
-        gl.inline_asm_elementwise(_ADD_64, _OPERANDS_64, [x, addresses], gl.int8, is_pure=False, pack=32)
-    else:
-        gl.inline_asm_elementwise(_ADD_128, _OPERANDS_128, [x, addresses], gl.int8, is_pure=False, pack=64)
-
-
-@gluon.jit
-def _tanh(x):
-    """tanh, with an absolute error of about 1e-7."""
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * _LOG2_E)))
