@@ -137,11 +137,18 @@ def _join(fn: Callable[..., T], device: str, share_gpu: bool, timeout: float, op
             dist.destroy_process_group()
 
 
+_END_SOON = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""After an error of NCCL, torch would keep a process from ending: one that has noticed it for four times the first
+setting, 60 s by default, and all of them to write what they have recorded, for up to 8 minutes."""
+
+
 class RendezvousError(CommError):
     """Not all ranks joined the process group."""
 
 
 def _rendezvous(backend: str, timeout: float, **group: Any) -> None:
+    for name, value in _END_SOON.items():
+        os.environ.setdefault(name, value)
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **group)
     except RuntimeError as error:  # of the store or of the backend: a timeout, or a connection that is refused

@@ -27,7 +27,8 @@ class NcclSide:
         self._group = weakref.ref(group)
         self._in_flight = StreamWatch(on_overdue)
         self._watchdog_timeout = 0.0
-        self.is_initialized = self._has_begun = False
+        self.is_initialized = self.has_begun = False
+        """Whether all ranks are connected, and whether this rank has tried to send anything."""
 
     def initialize(self, timeout: float, is_given_up: Callable[[], bool]) -> None:
         """Run a first operation: NCCL needs all ranks in it, and the first messages of a ring may leave some out.
@@ -35,7 +36,7 @@ class NcclSide:
         Raises TimeoutError if NCCL does not find all ranks, or once the caller has given up: NCCL itself would wait
         forever, and cannot be interrupted.
         """
-        self._has_begun = True
+        self.has_begun = True
         self._set_watchdog(timeout)
         device, done = torch.cuda.current_device(), threading.Event()
         errors: list[Exception] = []
@@ -64,6 +65,7 @@ class NcclSide:
         """Around the call that posts an operation: NCCL may have to connect, and wait for other ranks on the host."""
         if self._watchdog_timeout != operation.timeout:
             self._set_watchdog(operation.timeout)
+        self.has_begun = True
         self._in_flight.add(operation)
         try:
             yield
@@ -84,8 +86,8 @@ class NcclSide:
     def abort(self) -> None:
         """End all operations, which may wait for other ranks and block the device."""
         group = self._group()
-        if group is not None and self._has_begun:
-            self.is_initialized = self._has_begun = False
+        if group is not None and self.has_begun:
+            self.is_initialized = self.has_begun = False
             with suppress(RuntimeError):
                 group._get_backend(torch.device("cuda")).abort()
             self._in_flight.clear()
