@@ -137,9 +137,10 @@ def _join(fn: Callable[..., T], device: str, share_gpu: bool, timeout: float, op
             dist.destroy_process_group()
 
 
-_END_SOON = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+_END_SOON = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "3000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """After an error of NCCL, torch would keep a process from ending: one that has noticed it for four times the first
-setting, 60 s by default, and all of them to write what they have recorded, for up to 8 minutes."""
+setting, 60 s by default, and all of them to write what they have recorded, for up to 8 minutes. Then its watchdog
+aborts the process: not before the comm has raised, which notices the end of another process 5 s later."""
 
 
 class RendezvousError(CommError):
