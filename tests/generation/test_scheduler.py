@@ -76,6 +76,7 @@ class FakeGroup:
                 self.start(chunk)
             stored = self.stored[chunk.job.sequence]
             assert len(stored.ids) == chunk.begin
+            assert chunk.ids or chunk.job.pending  # the next token follows from one that is computed
             self.append(stored, chunk.ids)
 
     def start(self, chunk):
@@ -219,7 +220,7 @@ class World:
 @pytest.mark.parametrize(("groups", "world"), [(1, 1), (2, 2), (1, 4), (3, 1)])
 def test_random_requests_are_answered_as_alone(groups, world):
     model = World(groups * 10 + world, groups, world, blocks=6 + 10 // world, step_tokens=10 + 2 * world)
-    model.run(400)
+    model.run(250)
     assert model.preempted > 0
     assert model.reused > 0
 
@@ -234,7 +235,7 @@ def test_10000_steps_of_random_requests(groups, world, layout):
     assert model.preempted > 100
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**32), groups=st.integers(1, 3), world=st.integers(1, 3), sequences=st.integers(1, 4),
     blocks=st.integers(16, 24), budget=st.integers(0, 40),
@@ -331,6 +332,7 @@ def test_a_budget_that_answers_could_use_up_is_refused():
         make(step_tokens=5)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40), st.integers(0, 3000))
 def test_the_common_prefix(a, b, zeros):
     a, b = [0] * zeros + a, [0] * zeros + b
