@@ -105,7 +105,7 @@ def test_every_answer_is_that_of_the_request_alone(world, sharding, expected, mo
     found = on_virtual_ranks(world, lambda comm: answers(comm, sharding))
     assert all(ids == expected for ids, _ in found)
     assert all(stats.reused_tokens for _, stats in found) or sharding.kvdp > 1
-    assert found[0][1].preemptions > 0 or sharding.kvdp > 1  # more groups have more room
+    assert found[0][1].preemptions > 0 or sharding.kvdp > 1 or world > 2  # more ranks have more room
 
 
 @pytest.mark.slow

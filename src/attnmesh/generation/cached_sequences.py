@@ -16,6 +16,9 @@ from attnmesh.parallel.decode.positions import SequenceShards
 Shard = Callable[[Sequence[int], range], Sequence[Ranges]]
 """The new positions that each rank stores, where the ranks store so many positions before them."""
 
+Growth = dict[int, Ranges]
+"""The new positions of a sequence that each rank stores, without ranks that store none."""
+
 _COMPARED = 1024  # tokens that are compared at a time
 
 
@@ -103,7 +106,7 @@ class GroupCache:
 
     # Room.
 
-    def growth(self, sequence: CachedSequence, tokens: int) -> dict[int, Ranges]:
+    def growth(self, sequence: CachedSequence, tokens: int) -> Growth:
         """The positions that ranks store of the next `tokens` tokens; ranks that store none are left out."""
         begin = len(sequence.ids)
         if tokens == 1:  # as a decode step stores it
@@ -111,11 +114,11 @@ class GroupCache:
         parts = self._shard(sequence.counts, range(begin, begin + tokens))
         return {rank: part for rank, part in enumerate(parts) if part}
 
-    def is_too_long(self, sequence: CachedSequence, growth: dict[int, Ranges]) -> bool:
+    def is_too_long(self, sequence: CachedSequence, growth: Growth) -> bool:
         """Whether a rank could not store this much of one sequence, however empty the cache is."""
         return any(sequence.counts[rank] + ranges.size(part) > self.limits.max_length for rank, part in growth.items())
 
-    def has_room(self, sequence: CachedSequence, growth: dict[int, Ranges]) -> bool:
+    def has_room(self, sequence: CachedSequence, growth: Growth) -> bool:
         """Whether all ranks have the blocks to grow by this."""
         return all(
             len(self._blocks[rank].references) + self._new_blocks(sequence, rank, part) <= self.limits.blocks
@@ -177,7 +180,7 @@ class GroupCache:
         self._truncate(sequence, prefix)
         return sequence
 
-    def grow(self, sequence: CachedSequence, ids: Sequence[int], growth: dict[int, Ranges]) -> None:
+    def grow(self, sequence: CachedSequence, ids: Sequence[int], growth: Growth) -> None:
         """Append tokens. There must be room for them."""
         size = self.limits.block_size
         for rank, part in growth.items():

@@ -88,7 +88,7 @@ class Generator:
 
     `generate` answers a batch of prompts. `submit` takes one request at a time, and `step` computes the next token of
     all requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if
-    `max_sequences` requires it), so that long prompts do not delay answers.
+    `max_sequences` requires it), so that long prompts do not delay answers. `on_prefill` is for `generate` only.
 
     `on_logits` is called with a row, or the number of a request, and the logits [vocabulary] of each of its new tokens,
     on the ranks of its group.

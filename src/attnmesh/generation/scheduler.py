@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from attnmesh.generation.cached_sequences import CachedSequence, GroupCache
+from attnmesh.generation.cached_sequences import CachedSequence, GroupCache, Growth
 
 
 @dataclass(eq=False)
@@ -137,9 +137,10 @@ class Scheduler:
                 continue
             is_decode = job.pending == 1
             tokens = 1 if is_decode else self._chunk_size(job.pending, plan.budget)
-            if not tokens or not self._make_room(job, tokens, step):
+            growth = self._make_room(job, tokens, step) if tokens else None
+            if growth is None:
                 continue
-            chunk = self._grow(job, tokens)
+            chunk = self._grow(job, tokens, growth)
             if is_decode:
                 plan.decode.append(job)
             else:
@@ -151,14 +152,14 @@ class Scheduler:
         tokens = min(pending, budget, self._max_chunk)
         return tokens if tokens == pending or tokens >= self._min_chunk else 0
 
-    def _make_room(self, job: Job, tokens: int, step: StepPlan) -> bool:
-        """Evict and preempt until a request can grow; False if it is preempted itself, or can never grow."""
+    def _make_room(self, job: Job, tokens: int, step: StepPlan) -> Growth | None:
+        """Evict and preempt until a request can grow; None if it is preempted itself, or can never grow."""
         assert job.sequence is not None
         cache, running, plan = self.caches[job.group], self.running[job.group], step.groups[job.group]
         growth = cache.growth(job.sequence, tokens)
         if cache.is_too_long(job.sequence, growth):
             self._fail(job, step)
-            return False
+            return None
         while not cache.has_room(job.sequence, growth):
             inactive = cache.oldest_inactive()
             if inactive is not None:
@@ -166,13 +167,13 @@ class Scheduler:
                 plan.freed.append(inactive)
             elif running == [job]:
                 self._fail(job, step)
-                return False
+                return None
             else:
                 latest = running[-1]
                 self._preempt(latest, plan)
                 if latest is job:
-                    return False
-        return True
+                    return None
+        return growth
 
     def _preempt(self, job: Job, plan: GroupPlan) -> None:
         freed = self.remove(job, keep=False)
@@ -235,18 +236,16 @@ class Scheduler:
             cache.free(inactive)
             plan.freed.append(inactive)
         if cache.is_too_long(job.sequence, growth) or not cache.has_room(job.sequence, growth):
-            tokens = 0  # the next step makes room
-        chunk = self._grow(job, tokens)
+            tokens, growth = 0, {}  # the next step makes room
+        chunk = self._grow(job, tokens, growth)
         plan.chunks.append(Chunk(job, prefix, chunk.ids, is_new=True, source=source))
         plan.budget -= tokens
 
-    def _grow(self, job: Job, tokens: int) -> Chunk:
+    def _grow(self, job: Job, tokens: int, growth: Growth) -> Chunk:
         assert job.sequence is not None
         begin = len(job.sequence.ids)
         ids = job.ids[begin : begin + tokens]
-        if tokens:
-            cache = self.caches[job.group]
-            cache.grow(job.sequence, ids, cache.growth(job.sequence, tokens))
+        self.caches[job.group].grow(job.sequence, ids, growth)
         return Chunk(job, begin, ids)
 
 
