@@ -32,6 +32,7 @@ NOT_COMPUTED = {
     "GradientReduction.loss": "adds one number, by torch",
     "AttentionBlock.make_cache": "scales as in BlockCache",
     "Generator": "a callback that takes tensors",
+    "Request.choose": "called by a Generator with logits that it computed",
     "explain_attention": "computes nothing",
 }
 
