@@ -8,10 +8,12 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from attnmesh.comm import CommError, comm_from
-from attnmesh.comm.caller_error import Caller, lock
+from attnmesh.comm.caller_error import Caller, lock, uninterrupted
+from attnmesh.comm.in_flight import InFlightMessage
 from attnmesh.comm.stream_watch import QueuedOperation, StreamWatch
 from helpers.processes import run_processes
 
@@ -97,7 +99,7 @@ def test_a_thread_that_waits_raises_the_error_once_and_its_result_is_not_used():
     thread = threading.Thread(target=rank)
     thread.start()
     ready.wait(5)
-    error.send("rank 1 did not arrive")
+    error.send(CommError("rank 1 did not arrive"))
     released.set()
     thread.join(5)
     assert not used
@@ -119,7 +121,7 @@ def test_an_error_that_is_raised_otherwise_is_withdrawn():
     thread.start()
     ready.wait(5)
     with lock:
-        error.send("late")
+        error.send(CommError("late"))
         error.withdraw()
     withdrawn.set()
     thread.join(5)
@@ -129,18 +131,18 @@ def test_an_error_that_is_raised_otherwise_is_withdrawn():
 TRACED = """
 import sys
 from attnmesh.comm import CommError
-from attnmesh.comm.caller_error import Caller, lock
+from attnmesh.comm.caller_error import Caller, lock, uninterrupted
 
 error = Caller()
 try:
-    error.send("raised")
+    error.send(CommError("raised"))
     while True:
         pass
 except CommError:
     error.withdraw()  # has been raised
 try:
     with lock:
-        error.send("raised by the lock's end at the latest")
+        error.send(CommError("raised by the lock's end at the latest"))
 except CommError:
     error.withdraw()
 sys.settrace(lambda *_: None)
@@ -161,7 +163,7 @@ def wait_for_rank_1(comm, timeout):
     """What a rank raises that waits for its device, while rank 1 does something else or has ended."""
     group = comm_from(dist.new_group(list(range(comm.world))), timeout=timeout)
     group.agree("start", {})
-    group.nccl.is_initialized = True
+    group.nccl.has_begun = True
     group.barrier()
     begin = time.monotonic()
     if comm.rank == 1 and timeout > 10:
@@ -169,6 +171,8 @@ def wait_for_rank_1(comm, timeout):
     try:
         if comm.rank != 1:
             group.note("ring")
+            if comm.rank == 0:
+                group.note("another ring")  # rank 2 waits too, in an earlier call
             operation = group.queued("ring")
             operation.event = Event()
             group.nccl._in_flight.add(operation)
@@ -184,7 +188,7 @@ def wait_for_rank_1(comm, timeout):
 def test_a_rank_that_does_not_arrive_is_named():
     ranks = run_processes(3, wait_for_rank_1, 0.5)
     for text, seconds in (ranks[0], ranks[2]):
-        assert "rank 1 did not arrive" in text
+        assert text.startswith("rank 1 did not arrive [")
         assert seconds < 8
 
 
@@ -197,15 +201,20 @@ def test_a_rank_that_has_ended_is_noticed_long_before_the_timeout():
 
 
 def wait_in_two_groups(comm):
-    """Rank 2 waits for rank 3, which does nothing; the others wait for rank 2, in a group without rank 3."""
+    """Rank 2 waits for rank 3, which does nothing; the others wait for rank 2, in a group without rank 3.
+
+    All are in the same call of that group: rank 2 has failed there, say.
+    """
     pair, three = dist.new_group([2, 3]), dist.new_group([0, 1, 2])
-    mine = comm_from(pair if comm.rank > 1 else three, timeout=0.5)
+    mine = comm_from(pair if comm.rank > 1 else three, timeout=0.5 if comm.rank < 2 else 8)
     for group in (pair, three):
         if group != dist.GroupMember.NON_GROUP_MEMBER:
-            comm_from(group).nccl.is_initialized = True
+            comm_from(group).nccl.has_begun = True
+    if comm.rank == 2:
+        comm_from(three).note("ring")
     begin = time.monotonic()
     if comm.rank == 3:
-        time.sleep(4)
+        time.sleep(6)
         return ""
     try:
         mine.note("ring")
@@ -222,6 +231,71 @@ def wait_in_two_groups(comm):
 @pytest.mark.slow
 def test_a_rank_that_waits_in_another_group_has_not_arrived():
     ranks = run_processes(4, wait_in_two_groups)
-    assert "rank 2 did not arrive" in ranks[0]
-    assert "rank 2 did not arrive" in ranks[1]
-    assert "global rank 3 did not arrive" in ranks[2]
+    for error in ranks[:2]:
+        assert error.startswith("rank 2 did not arrive, waiting in another group [")
+    assert "rank 2 did not arrive" in ranks[2]  # the others have told it
+
+
+def end_or_raise_as_nccl(comm):
+    """What a rank raises if NCCL reports that a connection was closed: rank 1 has ended."""
+    group = comm_from(dist.new_group(list(range(comm.world))), timeout=100)
+    group.agree("start", {})
+    group.barrier()
+    if comm.rank == 1:
+        os._exit(0)
+    error = RuntimeError("NCCL error in: p.cpp:1, remote process exited or there was a network error, NCCL version 2")
+    messages = [InFlightMessage(torch.zeros(1), peer, False) for peer in range(comm.world) if peer != comm.rank]
+    return str(group.message_error("exchange", messages if comm.rank == 0 else (), error))
+
+
+def test_the_rank_that_has_ended_is_named_where_nccl_reports_a_closed_connection():
+    ranks = run_processes(3, end_or_raise_as_nccl, strict=False)
+    for error in (ranks[0], ranks[2]):
+        assert error.startswith("rank 1 is dead: its process has ended [")
+
+
+def go_on_after_a_pause(comm):
+    """What rank 1 raises in its next operation, if rank 0 has failed meanwhile."""
+    group = comm_from(dist.new_group([0, 1]), timeout=100)
+    group.agree("start", {})
+    group.nccl.has_begun = True
+    group.barrier()
+    time.sleep(0.6)  # the monitor has nothing more to compare
+    if comm.rank == 0:
+        group.fail("injected")
+        return ""
+    time.sleep(1.2)
+    assert not group.has_failed
+    with pytest.raises(CommError) as error:
+        group._check_usable()
+    return str(error.value)
+
+
+def test_a_rank_that_comes_back_learns_that_others_have_given_up_before_it_sends_anything():
+    assert run_processes(2, go_on_after_a_pause)[1].startswith("rank 0 failed: injected [")
+
+
+def test_an_error_does_not_interrupt_a_batch_of_messages():
+    """NCCL would wait for the end of the batch, and send nothing any more."""
+    error, ready, sent, steps = Caller(), threading.Event(), threading.Event(), []
+
+    def rank() -> None:
+        error.remember_thread()
+        try:
+            with uninterrupted():
+                ready.set()
+                sent.wait(5)
+                for _ in range(100):
+                    time.sleep(0)
+                steps.append("posted")
+            steps.append("used")
+        except CommError as raised:
+            steps.append(str(raised))
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    ready.wait(5)
+    error.send(CommError("rank 1 is dead"))
+    sent.set()
+    thread.join(5)
+    assert steps == ["posted", "rank 1 is dead"]

@@ -263,6 +263,8 @@ def run_steps(
             if device == "cuda" and len(results) % 2:
                 torch.cuda.synchronize()
             results.append(result.item())
+        if device == "cuda":
+            torch.cuda.synchronize()  # what it has sent may not have arrived: that too raises here, not later
     except (CommError, InjectedError, ValueError) as error:
         return type(error).__name__, str(error), time.monotonic() - begin, []
     assert has_met(), f"{program} posts nothing at {moment}"
@@ -339,14 +341,17 @@ def problems_of(cell: Cell, found: list[Any], expected: list[list[float]], setti
     """What is wrong with the outcomes of a cell, by rank; empty if nothing is."""
     problems = []
     for rank, (kind, text, seconds, results) in enumerate(found):
+        wanted = [pytest.approx(value, rel=setting.tolerance, abs=setting.tolerance) for value in expected[rank]]
         if cell[0] in HARMLESS:
-            wanted = [pytest.approx(value, rel=setting.tolerance, abs=setting.tolerance) for value in expected[rank]]
             if len(wanted) != STEPS or results != wanted:
                 problems.append(f"rank {rank}: {kind} {text}, {results} instead of {expected[rank]}")
         elif cell[0] == "disagreeing":
             if kind not in ("CommError", "ValueError") or f"rank {FAULTY}" not in text:
                 problems.append(f"rank {rank}: {kind} after {seconds:.1f} s: {text}")
-        elif rank != FAULTY and (kind != "CommError" or seconds > setting.away or not setting.is_named(text)):
+        elif rank == FAULTY:  # away, and back: it may have everything that it needs, but nothing else
+            if kind == "nothing" and results != wanted:
+                problems.append(f"rank {rank}: {results} instead of {expected[rank]}")
+        elif kind != "CommError" or seconds > setting.away or not setting.is_named(text):
             problems.append(f"rank {rank}: {kind} after {seconds:.1f} s: {text}")
     return problems
 
@@ -367,7 +372,7 @@ def check_cells(program: str, cells: list[Cell], setting: Setting, *, timeout: f
         report((program, *cell), found)
         if wrong := problems_of(cell, found, expected, setting):
             problems[cell] = wrong
-    assert not problems
+    assert not problems, problems
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank["pid"], 0)

@@ -15,13 +15,20 @@ import importlib
 import math
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 
 THREADS = 128  # of a group of four warps, each of which reports its own copies
+
+
+def mostly_slow(cases: list[tuple], every: int) -> list:
+    """The cases as parameters, of which all but each `every`-th are slow: an emulated launch takes a second."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] if i % every else []) for i, case in enumerate(cases)]
 
 
 def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None) -> ModuleType:
@@ -40,7 +47,7 @@ def _rewritten(module: ModuleType, names: dict, planted: tuple[str, str] | None)
     vars(again).update(names)
     for x in [x for x in tree.body if isinstance(x, ast.ImportFrom)]:
         part = x.module.split(".")[-1]
-        if x.module.startswith("triton"):
+        if x.module.startswith("triton") or all(name.name in names for name in x.names):
             tree.body.remove(x)
         elif part.startswith("gluon_"):
             tree.body.remove(x)
@@ -128,6 +135,10 @@ class Descriptor:
     def write(self, coord, block: Tensor) -> None:
         there, here = self.inside(coord)
         self.x[there] = block[here]
+
+    def add(self, coord, block: Tensor) -> None:
+        there, here = self.inside(coord)
+        self.x[there] += block[here]
 
 
 def value(x) -> Tensor:
@@ -351,19 +362,19 @@ class Machine:
             shared.x.fill_(torch.nan)
             self.landing.append((descriptor, coord, shared, barrier))
 
-    def store_block(self, descriptor: Descriptor, coord, shared: Shared):
+    def store_block(self, descriptor: Descriptor, coord, shared: Shared, *, adds: bool = False):
         assert list(shared.x.shape) == descriptor.block_shape
         assert shared.dtype == descriptor.dtype
         self.pause()
         assert not shared.hidden.any(), "no fence showed this to a store"
-        self.current.stores.append((descriptor, coord, shared.x, shared.x.clone()))
+        self.current.stores.append((descriptor.add if adds else descriptor.write, coord, shared.x, shared.x.clone()))
 
     def wait_for_stores(self, outstanding):
         self.pause()
         while len(self.current.stores) > outstanding:
-            descriptor, coord, now, before = self.current.stores.pop(0)
+            write, coord, now, before = self.current.stores.pop(0)
             assert torch.equal(now.nan_to_num(7.0), before.nan_to_num(7.0)), "a block changed under a store"
-            descriptor.write(coord, before)
+            write(coord, before)
 
     def land(self):
         at = self.random.randrange(len(self.landing))
@@ -464,6 +475,7 @@ class Machine:
                 async_copy_shared_to_global=self.store_block,
                 store_wait=self.wait_for_stores,
             ),
+            "async_add_shared_to_global": partial(self.store_block, adds=True),
             "TensorDescriptor": Descriptor,
             "async_copy": SimpleNamespace(
                 async_copy_global_to_shared=self.copy, mbarrier_arrive=self.arrive_when_copied

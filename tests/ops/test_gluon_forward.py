@@ -14,7 +14,7 @@ from attnmesh.ops.dense import gluon_forward
 from attnmesh.ops.dense.gluon_forward import TILES, GluonTiles
 from attnmesh.ops.dense.triton_tiles import ScoreTerms
 from helpers.dense_kernels import MASKS, dense, mask_case, relative
-from helpers.gluon import emulated
+from helpers.gluon import emulated, mostly_slow
 from helpers.triton_compile import assert_fit, compiled_for_hopper, count
 
 SMALL = GluonTiles(attenders=2, keys=64, stages=2)
@@ -60,19 +60,19 @@ CASES = [  # mask, heads, widths, lengths
 ]
 
 
-@pytest.mark.parametrize(("mask", "heads", "widths", "lengths"), CASES)
+@pytest.mark.parametrize(("mask", "heads", "widths", "lengths"), mostly_slow(CASES, 5))
 def test_masks_widths_and_lengths(mask, heads, widths, lengths):
     batch = 3 if mask == "sequences" else 1
     assert_right(emulated(gluon_forward), *inputs(heads, *lengths, *widths, batch=batch), mask, tiles=SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_the_tiles_of_every_width(widths):
     assert_right(emulated(gluon_forward), *inputs((4, 2), 230, 230, *widths), "causal")
 
 
-@pytest.mark.parametrize("pack", [2, 4, 8])
-@pytest.mark.parametrize("mask", ["causal", "window", "union"])
+@pytest.mark.parametrize(("pack", "mask"), mostly_slow(list(product([2, 4, 8], ["causal", "window", "union"])), 4))
 def test_heads_of_a_group_share_a_tile(pack, mask):
     assert_right(emulated(gluon_forward), *inputs((8, 1), 45, 45), mask, tiles=SMALL, pack=pack)
 
@@ -120,8 +120,17 @@ def continued(
     return state, dense(q, k, v, 0.2, visible, torch.float64)
 
 
-@pytest.mark.parametrize("stages", [2, 3, 8])
-@pytest.mark.parametrize(("mask", "widths"), [("random", (64, 64)), ("window", (192, 128)), ("union", (96, 96))])
+@pytest.mark.parametrize(
+    ("mask", "widths", "stages"),
+    mostly_slow(
+        [
+            (*case, stages)
+            for stages in (3, 2, 8)
+            for case in (("random", (64, 64)), ("window", (192, 128)), ("union", (96, 96)))
+        ],
+        9,
+    ),
+)
 def test_states_are_continued(mask, widths, stages):
     q, k, v = inputs((4, 2), 140, 200, *widths)
     state, truth = continued(emulated(gluon_forward), q, k, v, mask, stages, tiles=SMALL)
@@ -168,7 +177,7 @@ def test_rows_that_are_not_aligned_are_copied():
 SCHEDULES = [SMALL, SMALL._replace(attenders=3, stages=3), SMALL._replace(turns=False), SMALL._replace(dynamic=True)]
 
 
-@pytest.mark.parametrize("tiles", SCHEDULES)
+@pytest.mark.parametrize("tiles", mostly_slow([(tiles,) for tiles in SCHEDULES], 4))
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_under_hostile_schedules(tiles, seeds):
     for seed in seeds:
@@ -215,7 +224,7 @@ PLANTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("fault", mostly_slow([(fault,) for fault in PLANTED], 4))
 def test_the_emulation_finds_planted_faults(fault):
     q, k, v = inputs((2, 1), 300, 300)
 

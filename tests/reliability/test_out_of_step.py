@@ -278,7 +278,7 @@ def check_processes(world, names):
     ranks = run_processes(world, every_case, names, timeout=60 + 5 * len(names))
     found = {name: [rank[name] for rank in ranks] for name in names}
     wrong = {name: outcomes for name, outcomes in found.items() if not is_reported(outcomes)}
-    assert not wrong
+    assert not wrong, wrong
     return ranks
 
 
@@ -302,6 +302,7 @@ def call_until_it_fails(comm, name):
 
 def nccl_cases(comm, names):
     torch.set_default_device("cuda")
+    attend(am.ContextParallel(am.comm_from(dist.new_group(backend="nccl")), schedule="ulysses"))  # kernels are loaded
     outcomes = {}
     for name in names:
         group = dist.new_group(list(range(comm.world)), backend="nccl")

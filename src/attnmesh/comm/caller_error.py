@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -13,8 +14,10 @@ from attnmesh.comm.group_store import CommError
 
 lock = threading.RLock()
 """Held while an error becomes known, and while it is sent or withdrawn: it is raised once."""
-_sent_to: set[int] = set()
-"""Threads in which an error is to be raised, and has not been yet."""
+_sent: dict[int, CommError] = {}
+"""Errors that are to be raised in threads, and have not been yet."""
+_uninterrupted: dict[int, CommError | None] = {}
+"""Threads in which no error is to be raised now, and that which comes after."""
 
 
 class Caller:
@@ -32,31 +35,59 @@ class Caller:
         if torch._C._current_graph_task_id() == -1:
             self._thread = threading.get_ident()
 
-    def send(self, message: str) -> None:
-        """Raise CommError in the thread, unless another comm has sent one that has not been raised yet."""
+    def send(self, error: CommError) -> None:
+        """Raise an error in the thread, unless another comm has sent one that has not been raised yet."""
         with lock:
-            if self._thread not in _sent_to and _set_async_exception(self._thread, _with_message(message)):
-                _sent_to.add(self._thread)
+            if self._thread in _uninterrupted:
+                _uninterrupted[self._thread] = _uninterrupted[self._thread] or error
+            elif self._thread not in _sent and _set_async_exception(self._thread, _class_of(error)):
+                _sent[self._thread] = error
 
     def withdraw(self) -> None:
         """Do not raise an error that was sent and has not been raised yet. Call it before raising in any other way."""
         with lock:
-            for thread in {self._thread, threading.get_ident()} & _sent_to:
-                _sent_to.discard(thread)
-                _set_async_exception(thread, None)
-                _finish_signal()
+            for thread in (self._thread, threading.get_ident()):
+                _take_back(thread)
+                if thread in _uninterrupted:
+                    _uninterrupted[thread] = None
 
 
-def _with_message(message: str) -> type[CommError]:
-    """A class, because Python raises classes in other threads; an instance has the message, and is pickled as such."""
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Around what must not be left half-way: an error that is sent to this thread meanwhile is raised at the end."""
+    thread = threading.get_ident()
+    with lock:
+        if (error := _take_back(thread)) is not None:
+            raise error
+        _uninterrupted[thread] = None
+    try:
+        yield
+    finally:
+        with lock:
+            error = _uninterrupted.pop(thread)
+        if error is not None:
+            raise error
+
+
+def _take_back(thread: int) -> CommError | None:
+    """An error that was sent to a thread and has not been raised."""
+    error = _sent.pop(thread, None)
+    if error is not None:
+        _set_async_exception(thread, None)
+        _finish_signal()
+    return error
+
+
+def _class_of(error: CommError) -> type[CommError]:
+    """A class, because Python raises classes in other threads; an instance equals the error, and is pickled as such."""
 
     class SentError(CommError):
         def __init__(self, *_: object) -> None:
-            super().__init__(message)
-            _sent_to.discard(threading.get_ident())
+            super().__init__(str(error), error.causes)
+            _sent.pop(threading.get_ident(), None)
 
-        def __reduce__(self) -> tuple[type[CommError], tuple[str]]:
-            return CommError, (message,)
+        def __reduce__(self) -> tuple[type[CommError], tuple[str, tuple[str, ...]]]:
+            return CommError, (str(error), error.causes)
 
     SentError.__name__ = SentError.__qualname__ = CommError.__name__
     SentError.__module__ = CommError.__module__

@@ -257,7 +257,8 @@ class Monitor:
     def find_causes(self, peers: Collection[int], call: str, how: str, otherwise: str, seconds: float) -> list[str]:
         """Why messages of `peers` did not arrive in a call, `how` they failed to if nobody knows, or something else.
 
-        Gives other ranks some seconds to publish what they know, and that they wait.
+        Without `how` this rank itself failed, unless a peer has ended. Gives other ranks some seconds to publish what
+        they know, and that they wait.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -266,9 +267,10 @@ class Monitor:
                 return causes
             if ended := self._store.ended().keys() & set(peers):
                 return self._store.causes_of_end(ended)
-            self._store.begin_search(self._store.globally(peers), call)
+            self._store.begin_search(self._store.globally(peers if how else ()), call)
             if time.monotonic() > deadline:
-                return self._store.causes_of_absence(how) or self._waiting_to_agree() or [otherwise]
+                absent = self._store.causes_of_absence(how) if how else []
+                return absent or self._waiting_to_agree() or [otherwise]
             time.sleep(_INTERVAL)
 
     def _errors_of_others(self) -> list[str]:
@@ -298,9 +300,10 @@ class Monitor:
     def find_absent(self) -> list[str]:
         """Why this rank waits for so long: the ranks of the group that have not arrived, or the failure of one.
 
-        A rank has arrived if it is in the same call or a later one, says that it waits, and goes on to say so. A
-        process that is stopped says nothing any more. Of many ranks, each looks at the next ones and reads what others
-        report.
+        A rank has arrived if it is in the same call or a later one, says that it waits in this group, and goes on to
+        say so. A process that is stopped says nothing any more. Ranks that wait in an earlier call or in another group
+        are named only if no rank is silent: they may wait for that one. Of many ranks, each looks at the next ones and
+        reads what others report.
         """
         next_ranks = [(self._rank + step) % self._world for step in range(1, min(self._world, _FEW + 1))]
         begin, before = time.monotonic(), self._statuses(next_ranks)
@@ -315,20 +318,23 @@ class Monitor:
                 for rank, status in now.items()
                 if status.waits and status.beat > before.setdefault(rank, status).beat
             }
-            absent = sorted(rank for rank in next_ranks if rank not in waiting or _count(waiting[rank]) < own)
             passed = time.monotonic() - begin
-            if absent and passed > _STILL:
-                elsewhere = waiting.keys() & absent
-                why = f" ({self._store.names(elsewhere)} in another call, waiting)" if elsewhere else ""
-                return [f"{self._store.names(absent)} did not arrive{why}"]
+            if passed <= _STILL:
+                continue
+            if silent := set(next_ranks) - waiting.keys():
+                return [f"{self._store.names(silent)} did not arrive"]
+            if behind := [rank for rank, status in waiting.items() if _count(status) < own]:
+                return [f"{self._store.names(behind)} did not arrive, waiting in another call"]
             if passed > SEARCH:
+                if elsewhere := [rank for rank, status in waiting.items() if not status.here]:
+                    return [f"{self._store.names(elsewhere)} did not arrive, waiting in another group"]
                 return ["all ranks of this group wait, for a rank that is not in it"]
 
     def _publish(self) -> None:
         comm = self._comm()
         self._beat += 1
-        waits = comm is not None and comm.is_waiting()
-        self._store.publish(_to_json(self._logs, self._store.round, self._beat, waits))
+        waits, here = comm is not None and comm.is_waiting(), comm is not None and comm.is_here()
+        self._store.publish(_to_json(self._logs, self._store.round, self._beat, waits, here))
 
     def _statuses(self, ranks: Collection[int]) -> dict[int, _Published]:
         return {rank: _from_json(text) for rank, text in self._store.published(ranks).items()}
@@ -365,12 +371,13 @@ def _next_number(signature: Signature) -> int:
 
 
 class _Published(NamedTuple):
-    """What a rank tells the others: its agreements, its calls by members of a group, and how it is."""
+    """What a rank tells the others: its agreements, its calls by members of a group, whether it waits, and here."""
 
     rounds: int
     logs: dict[tuple[int, ...], tuple[dict[int, int], list[LoggedCall]]]
     beat: int
     waits: bool
+    here: bool
 
 
 def _count(published: _Published) -> int:
@@ -378,19 +385,19 @@ def _count(published: _Published) -> int:
     return max((call.number for _, calls in list(published.logs.values())[:1] for call in calls), default=0)
 
 
-def _to_json(logs: Logs, rounds: int, beat: int, waits: bool) -> str:
+def _to_json(logs: Logs, rounds: int, beat: int, waits: bool, here: bool) -> str:
     calls = [
         (members, list(log.sampled_digests().items()), log.latest(COMPARED_CALLS)) for members, log in logs.items()
     ]
-    return json.dumps([rounds, calls, beat, waits])
+    return json.dumps([rounds, calls, beat, waits, here])
 
 
 def _from_json(text: str) -> _Published:
-    rounds, published, beat, waits = json.loads(text)
+    rounds, published, beat, waits, here = json.loads(text)
     logs = {
         tuple(members): (dict(digests), [LoggedCall(*call) for call in calls]) for members, digests, calls in published
     }
-    return _Published(rounds, logs, beat, waits)
+    return _Published(rounds, logs, beat, waits, here)
 
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()

@@ -35,6 +35,7 @@ from attnmesh.core.validation import check_type
 from attnmesh.trace.recorder import Recorder
 
 _PATIENCE = 0.2  # seconds that a rank waits for messages before its calls are compared with those of other ranks
+_PAUSE = 1.0  # seconds between two operations of NCCL, after which others may have given up
 _LONGEST_CAUSE, _TELL = 1000, 1.0  # characters, and seconds, to tell those in other groups why this rank gives up
 _TAGS, _SIZE_FACTOR = (1 << 31) - 1, 0x9E3779B1  # tags are 31-bit integers
 
@@ -63,6 +64,7 @@ class GroupComm(Comm):
         self._group_ref = weakref.ref(group, lambda _: end_monitor())
         self.waiting: Waiting | None = None  # for other ranks, on the host
         self._calls_watched = 0  # that NCCL carries
+        self._used_at = time.monotonic()
         self._broken: str | None = None
         self._unread: str | None = None  # a disagreement that not all ranks have read yet
         self.nccl = NcclSide(group, self._overdue)
@@ -133,12 +135,19 @@ class GroupComm(Comm):
     def _initialize_nccl(self) -> None:
         if not self.nccl.is_initialized:
             try:
-                with self._waiting(set(range(self.world)) - {self.rank}):
+                with self._waiting(self._peers):
                     self.nccl.initialize(self.timeout, lambda: self._broken is not None)
             except (TimeoutError, RuntimeError) as error:
                 self._raise_if_broken()
+                if isinstance(error, CommError):  # sent to this thread by another comm
+                    self._failed(error)
+                    raise
                 causes = self._causes((), "did not arrive", f"{self._store.own_name}: {_reason(error)}")
                 raise self._failed(self._store.error(causes, "was about to connect over NCCL")) from error
+
+    @property
+    def _peers(self) -> set[int]:
+        return set(range(self.world)) - {self.rank}
 
     @contextmanager
     def _waiting(self, ranks: Collection[int] = ()) -> Iterator[None]:
@@ -189,11 +198,22 @@ class GroupComm(Comm):
         """Raise after a failure, or if other ranks did not read the disagreement that this rank raised before."""
         self._raise_if_broken()
         _ = self.group  # raises if it has been destroyed
+        self._check_after_pause()
         if self._unread is not None:
             problem, self._unread = self._unread, None
             watch = self._monitor.watch_neighbors
             if not self._monitor.call(lambda: self._store.all_arrived(self.timeout, watch), self.timeout):
                 raise self._failed(CommError(f"not all ranks arrived to learn that {problem}"))
+
+    def _check_after_pause(self) -> None:
+        """Raise if others have given up while this rank was away: NCCL would send to nobody, and complete."""
+        used, self._used_at, causes = self._used_at, time.monotonic(), list[str]()
+        if self.nccl.has_begun and self._used_at - used > _PAUSE:
+            with suppress(StoreLostError):  # the monitor notices that too
+                causes = self._monitor.call(self._store.causes)
+            self._raise_if_broken()  # the monitor may have noticed it first
+        if causes:
+            raise self._failed(self._store.error(causes, f"was in {self._operation}"))
 
     def _raise_if_broken(self) -> None:
         if os.getpid() != self._process:
@@ -218,7 +238,7 @@ class GroupComm(Comm):
         if waiting is not None and time.monotonic() - waiting.since > _PATIENCE:
             return True
         calls, self._calls_watched = self._calls_watched, self.log.count
-        return self.nccl.is_initialized and (calls != self.log.count or self.is_waiting())
+        return self.nccl.has_begun and (calls != self.log.count or self.is_waiting())
 
     def missing_ranks(self) -> Collection[int]:
         """The ranks that it waits for, on the host or in the oldest operation of NCCL."""
@@ -283,15 +303,15 @@ class GroupComm(Comm):
 
         The thread that makes the calls may wait for the device, or use what was not received: it raises the error.
         """
-        message = str(self._store.error(causes, doing))
+        error = self._store.error(causes, doing)
         with caller_error.lock:
             if self._broken is not None:  # the rank itself has noticed
                 return
             blocked = [comm for comm in _all_comms() if comm is not self and comm.nccl.oldest() is not None]
             for comm in (self, *blocked):
                 if comm.nccl.oldest() is not None:
-                    comm._caller.send(message)
-                comm._broken = comm._broken or message
+                    comm._caller.send(error)
+                comm._broken = comm._broken or str(error)
         # Before the abort, which may take seconds.
         wait([comm._monitor.submit(partial(comm._store.report_causes, causes)) for comm in blocked], _TELL)
         abort_all(comm.nccl for comm in (self, *blocked))
@@ -302,7 +322,7 @@ class GroupComm(Comm):
         check_type("operation", operation, str, "a string")
         self._check_usable()
         self.note(operation)
-        if self.nccl.is_initialized:
+        if self.nccl.has_begun:
             with self._watched(operation):
                 yield
         else:
@@ -312,7 +332,7 @@ class GroupComm(Comm):
         """An operation of NCCL that this rank posts now: messages, or a collective of all ranks."""
         self._caller.remember_thread()
         name = op if op == self._operation else f"{op} ({self._operation})"
-        peers = {message.peer for message in messages} or set(range(self.world)) - {self.rank}
+        peers = {message.peer for message in messages} or self._peers
         return QueuedOperation(name, peers, time.monotonic(), self.timeout)
 
     @contextmanager
@@ -374,8 +394,7 @@ class GroupComm(Comm):
     def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[Waitable]:
         try:
             if messages[0].wire_buffer.is_cuda:
-                with self.nccl.posting(self.queued(op, messages)):
-                    return self._post_to_backend(messages)
+                return list(self.nccl.post(self._p2p_ops(messages), self.queued(op, messages)))
             if self._local_peers is None:
                 return self._post_to_backend(messages)
             recvs, sends = ([(m.wire_buffer, m.peer) for m in messages if m.send is send] for send in (False, True))
@@ -387,8 +406,11 @@ class GroupComm(Comm):
             raise self.message_error(op, messages, error) from error
 
     def _post_to_backend(self, messages: Sequence[InFlightMessage]) -> list[Waitable]:
+        return list(dist.batch_isend_irecv(self._p2p_ops(messages)))
+
+    def _p2p_ops(self, messages: Sequence[InFlightMessage]) -> list[dist.P2POp]:
         # As bytes, so that every dtype can be sent, whether the backend knows it or not.
-        operations = [
+        return [
             dist.P2POp(
                 dist.isend if message.send else dist.irecv,
                 message.wire_buffer.view(-1).view(torch.uint8),
@@ -398,7 +420,6 @@ class GroupComm(Comm):
             )
             for message in messages
         ]
-        return list(dist.batch_isend_irecv(operations))
 
     def _common_backend(self, sends: Sequence[Message], recvs: Sequence[Message]) -> str:
         devices = {tensor.device for tensor, _ in sends} | {tensor.device for tensor, _ in recvs}
@@ -432,17 +453,21 @@ class GroupComm(Comm):
         if self._broken is not None:  # the monitor ended the wait
             self._caller.withdraw()
             return CommError(self._broken)
+        if isinstance(error, CommError):  # sent to this thread by another comm
+            return self._failed(CommError(str(error), error.causes))
         abort_all([self.nccl])
-        reason, peers, how, seconds = _reason(error), [message.peer for message in messages[:1]], "", CAUSE_SEARCH
+        reason, how, seconds = _reason(error), "", CAUSE_SEARCH
+        is_nccl = reason.startswith("NCCL error")  # which names no peer
+        peers = {message.peer for message in (messages if is_nccl else messages[:1])} or self._peers
         if "Timed out" in reason:
             how = f"did not arrive within {self.timeout:g} s"
-        elif "by peer" in reason:  # closed, reset
+        elif "by peer" in reason or "remote process exited" in reason:  # closed, reset
             how = "has closed its connection: its process has ended, or it has given up or destroyed the group"
             seconds = 2 * CAUSE_SEARCH  # others will probably tell the cause at once
-        if peers and how:
-            otherwise = f"{self._store.names(peers)} {how}"
+        if how:
+            otherwise = f"{'one of ' if len(peers) > 1 else ''}{self._store.names(peers)} {how}"
         else:
-            peers, otherwise = [], f"{self._store.own_name} failed in {op}: {reason}"
+            otherwise = f"{self._store.own_name} failed in {op}: {reason}"
         doing = f"was in {op} ({self._operation}){describe(messages, self._store.names)}: {reason}"
         return self._failed(self._store.error(self._causes(peers, how, otherwise, seconds), doing))
 
@@ -458,7 +483,9 @@ class GroupComm(Comm):
     def _failed(self, error: CommError, doing: str = "") -> CommError:
         if isinstance(error, StoreLostError):
             error = self._store.error(self._monitor.causes_without_store(error), doing)
-        self._broken = str(error)
+        with caller_error.lock:
+            self._broken = str(error)
+            self._caller.withdraw()  # what the monitor has sent at the same time
         self._give_up(str(error), error.causes)
         if self._local_peers is not None:
             self._local_peers.leave()  # after the reason is known: those who wait for this rank ask for it

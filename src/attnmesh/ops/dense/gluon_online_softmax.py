@@ -27,7 +27,7 @@ def softmax(
     if softcap is None:
         factor = scale * _LOG2_E
     else:
-        scores = _tanh(scores * (scale / softcap))
+        scores = tanh(scores * (scale / softcap))
         factor = softcap * _LOG2_E
     if (key_begin < inner) | (key_begin >= edge):
         key = gl.arange(0, SHAPE.keys, layout=gl.SliceLayout(0, grid))[None, :]
@@ -45,7 +45,7 @@ def softmax(
 
 
 @gluon.jit
-def _tanh(x):
+def tanh(x):
     """tanh, with an error of about 1e-7."""
     return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * _LOG2_E)))
 
