@@ -24,7 +24,7 @@ from attnmesh.core.masks import BlockCausal, Causal, Chunked, Documents, Global,
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.plan.blocks import Patch
 from benchmarks.common import JsonOption, LengthsOption, QuickOption, make_app, publish
-from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS, random_inputs, run_backward
+from benchmarks.peers import HEAD_DIM, HEADS, KV_HEADS, compile_flex, random_inputs, run_backward
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 _FLOPS = {"forward": 4, "forward+backward": 14}
@@ -71,15 +71,10 @@ def cases(length: int) -> list[Case]:
 
 def measure_masks(length: int, *, rounds: int, only: Sequence[str] = ()) -> Iterator[tuple[str, Rows]]:
     """A section for every mask, with a line for each direction: bf16, batch 1, 32/8 heads, D=128."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # slow to import
-
     for case in cases(length):
         if only and case.name not in only:
             continue
-        torch.compiler.reset()  # a graph for each mask; a function has eight at most
-        flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        blocks = torch.compile(create_block_mask)(case.mask_mod, None, None, length, length, device="cuda")
-        run_flex = partial(flex, block_mask=blocks, enable_gqa=True)
+        run_flex = compile_flex(case.mask_mod, length)
         pairs = Patch(case.mask, (range(length),), (range(length),)).pairs
         lines: Rows = []
         for direction, flops in _FLOPS.items():

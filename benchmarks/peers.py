@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,3 +38,13 @@ def run_backward(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor | None) -
     if grad is None:
         return out
     return torch.autograd.grad(out, inputs, grad)[0]
+
+
+def compile_flex(mask_mod: Callable[[Any, Any, Any, Any], Any], length: int) -> Callable[..., Tensor]:
+    """FlexAttention of q, k, v under a mask, compiled, with a block mask that is made here."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # slow to import
+
+    torch.compiler.reset()  # a graph for each mask; a function has eight at most
+    flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    blocks = torch.compile(create_block_mask)(mask_mod, None, None, length, length, device="cuda")
+    return partial(flex, block_mask=blocks, enable_gqa=True)

@@ -29,7 +29,7 @@ from attnmesh.ops.dense.api import attention
 from attnmesh.parallel.context import ContextParallel
 from benchmarks.common import JsonOption, make_app, publish
 from benchmarks.one_rank import AllocatingComm, OneRankComm
-from benchmarks.peers import one_device, random_inputs, run_backward
+from benchmarks.peers import Inputs, one_device, random_inputs, run_backward
 
 
 @dataclass(frozen=True)
@@ -48,25 +48,26 @@ class Efficiency:
     host_ms: float
 
 
-def measure_cuda(lengths: Sequence[int], worlds: Sequence[int]) -> list[dict[str, object]]:
+def measure_cuda(
+    lengths: Sequence[int], worlds: Sequence[int], directions: Sequence[bool] = (False, True), backend: str = "auto"
+) -> list[dict[str, object]]:
     """Efficiency of every world at every length, forward and forward with backward, bf16, causal, zigzag."""
     return [
-        asdict(_efficiency(length, world, backward))
+        asdict(_efficiency(length, world, backward, backend))
         for length in lengths
-        for backward in (False, True)
+        for backward in directions
         for world in worlds
     ]
 
 
-def _efficiency(length: int, world: int, backward: bool) -> Efficiency:
+def _efficiency(length: int, world: int, backward: bool, backend: str) -> Efficiency:
     whole = random_inputs(length, backward)
     runs: dict[tuple[object, ...], Run] = {("one",): partial(one_device, "cuDNN", *whole)}
     for rank in range(world):
         shard = random_inputs(Zigzag().local_length(length, world, rank), backward)
         for copies in (True, False):
             comm = OneRankComm(rank, world, copies=copies)
-            cp = ContextParallel(comm, layout=Zigzag(), schedule="ring")
-            runs[rank, copies] = partial(run_rank, comm, cp, length, *shard)
+            runs[rank, copies] = rank_program(comm, length, shard, backend)
     times = interleaved(runs)
     one = times["one",]
     alone, copied = ([times[rank, copies] for rank in range(world)] for copies in (False, True))
@@ -75,6 +76,12 @@ def _efficiency(length: int, world: int, backward: bool) -> Efficiency:
         one, max(alone), statistics.mean(alone), one / (world * max(alone)),
         max(copied), one / (world * max(copied)), host_ms(runs[world - 1, False]),
     )  # fmt: skip
+
+
+def rank_program(comm: OneRankComm, length: int, shard: Inputs, backend: str) -> Run:
+    """The program of one rank of a ring, on its shard of the inputs."""
+    cp = ContextParallel(comm, layout=Zigzag(), schedule="ring", backend=backend)
+    return partial(run_rank, comm, cp, length, *shard)
 
 
 def run_rank(

@@ -22,14 +22,18 @@ _COLD_ROUNDS = 15
 _FLUSH = 256 * 2**20  # bytes, several times any L2
 
 
-def interleaved(runs: Mapping[Name, Run], rounds: int = _ROUNDS) -> dict[Name, float]:
+def interleaved(
+    runs: Mapping[Name, Run], rounds: int = _ROUNDS, *, failures: dict[Name, str] | None = None
+) -> dict[Name, float]:
     """Median milliseconds of every run on the device.
 
     Runs are captured as graphs, so that the host does not count, and replayed in turns for a slice of time that is long
     enough for the clocks to settle under load: a short run after a pause would be faster on a cool chip.
+
+    A run that cannot be captured is left out and the reason stored in `failures`; without `failures` it raises.
     """
-    graphs = {name: _captured(name, run) for name, run in runs.items()}
-    samples: dict[Name, list[float]] = {name: [] for name in runs}
+    graphs = _graphs(runs, failures)
+    samples: dict[Name, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
             warm = _between_events(graph.replay, 1)
@@ -68,16 +72,7 @@ def cold(
 
     A run that cannot be captured is left out and the reason stored in `failures`; without `failures` it raises.
     """
-    graphs: dict[Name, torch.cuda.CUDAGraph] = {}
-    stream = torch.cuda.current_stream()
-    for name, run in runs.items():
-        try:
-            graphs[name] = _captured(name, run)
-        except Exception as error:
-            if failures is None:
-                raise
-            failures[name] = reason(error)
-            torch.cuda.set_stream(stream)  # a failed capture may have left another one
+    graphs = _graphs(runs, failures)
     marks: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
     buffer = _buffer()
     torch.cuda.synchronize()
@@ -125,6 +120,20 @@ def reason(error: BaseException) -> str:
 @functools.cache
 def _buffer() -> Tensor:
     return torch.ones(_FLUSH // 4, dtype=torch.float32, device="cuda")
+
+
+def _graphs(runs: Mapping[Name, Run], failures: dict[Name, str] | None) -> dict[Name, torch.cuda.CUDAGraph]:
+    graphs: dict[Name, torch.cuda.CUDAGraph] = {}
+    stream = torch.cuda.current_stream()
+    for name, run in runs.items():
+        try:
+            graphs[name] = _captured(name, run)
+        except Exception as error:
+            if failures is None:
+                raise
+            failures[name] = reason(error)
+            torch.cuda.set_stream(stream)  # a failed capture may have left another one
+    return graphs
 
 
 def _captured(name: object, run: Run) -> torch.cuda.CUDAGraph:

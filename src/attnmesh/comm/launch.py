@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
@@ -133,7 +133,13 @@ def _join(fn: Callable[..., T], device: str, share_gpu: bool, timeout: float, op
         error.add_note(f"raised on rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
         raise
     finally:
-        if dist.is_initialized():
+        _destroy_group()
+
+
+def _destroy_group() -> None:
+    """Destroy the default group, if there is one. What torch raises after an error of NCCL would hide that error."""
+    if dist.is_initialized():
+        with suppress(dist.DistBackendError):
             dist.destroy_process_group()
 
 
@@ -232,8 +238,7 @@ def _process(
         _save(_error(folder, rank), _picklable(error))  # before other ranks notice that this one is gone
         raise SystemExit(1) from None
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _destroy_group()
 
 
 def _end_with_parent() -> None:
