@@ -46,7 +46,9 @@ from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.decode.exchange import Exchange
 from attnmesh.parallel.decode.ranks import decode_rank
+from attnmesh.parallel.prefill_kv import PrefillKV
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
+from attnmesh.parallel.reshard import reshard
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.plan.decode import DecodeSharding
@@ -86,6 +88,7 @@ __all__ = [
     "Norm",
     "Padding",
     "PerSequence",
+    "PrefillKV",
     "Prefix",
     "Quantized",
     "Rope",
@@ -123,6 +126,7 @@ __all__ = [
     "quantize",
     "recommend_sharding",
     "register_attention",
+    "reshard",
     "ring_chunks",
     "ring_distributed_attention",
     "run_virtual",
