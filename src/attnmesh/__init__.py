@@ -46,9 +46,10 @@ from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.decode.exchange import Exchange
 from attnmesh.parallel.decode.ranks import decode_rank
-from attnmesh.parallel.prefill_kv import PrefillKV
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
-from attnmesh.parallel.reshard import reshard
+from attnmesh.parallel.reshard.api import reshard
+from attnmesh.parallel.reshard.files import load_cache, save_cache
+from attnmesh.parallel.reshard.prefill import PrefillKV
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.plan.decode import DecodeSharding
@@ -120,6 +121,7 @@ __all__ = [
     "indexer_kl_loss",
     "indexer_scores_at",
     "indexer_topk",
+    "load_cache",
     "load_model",
     "merge",
     "paged_decode_attention",
@@ -130,6 +132,7 @@ __all__ = [
     "ring_chunks",
     "ring_distributed_attention",
     "run_virtual",
+    "save_cache",
     "shard_inputs",
     "sparse_attention",
 ]

@@ -1,15 +1,11 @@
 """`reshard` of caches in any state: every bit arrives, sharing is kept, and later operations go on as before."""
 
-import itertools
-
 import pytest
 import torch
 from sharded_model import LAYERS, Mesh
 
 import attnmesh as am
 from attnmesh.kv_cache import cache as cache_module
-from attnmesh.kv_cache.contents import CacheContents, contents_of
-from attnmesh.parallel.cache_tokens import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
 from helpers.blocks import factorizations
 

@@ -124,10 +124,7 @@ class CacheContents:
     def placements(self, sharding: DecodeSharding, block_size: int) -> list[Placement]:
         """Where each sequence goes: it keeps its row, and shares blocks with an earlier one of the same KVDP rank."""
         layout = BlockLayout(InterleavedShard(sharding.cp, 0, sharding.interleave), block_size)
-        rows = [
-            sharding.sequences(sharding.rank(Place(0, 0, peer)), self.batch)
-            for peer in range(sharding.kvdp)
-        ]
+        rows = [sharding.sequences(sharding.rank(Place(0, 0, peer)), self.batch) for peer in range(sharding.kvdp)]
         placed: list[Placement] = []
         for sequence in self.sequences:
             kvdp_rank = next(peer for peer, own in enumerate(rows) if sequence.row in own)
@@ -200,13 +197,10 @@ class CacheContents:
         device: torch.device | str | None,
     ) -> ShardedCache:  # fmt: skip
         """A rank's cache with all sequences, in the same rows. Their keys and values are still to be copied."""
-        scales = {
-            name: torch.tensor(scale, dtype=torch.float32, device="cpu") if isinstance(scale, tuple) else scale
-            for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale))
-        }
         cache = ShardedCache(
             sharding, rank, **{name: getattr(self, name) for name in _SIZES}, storage=self.storage,
-            num_blocks=num_blocks, block_size=block_size, device=device, **scales,
+            num_blocks=num_blocks, block_size=block_size, device=device, k_scale=_scale(self.k_scale),
+            v_scale=_scale(self.v_scale),
         )  # fmt: skip
         made: dict[int, ShardedSequence] = {}
         for placed in self.placements(sharding, block_size):
@@ -284,6 +278,10 @@ def _scale_numbers(scale: float | Tensor | None) -> float | tuple[float, ...] | 
     return tuple(numbers.tolist()) if numbers.ndim else float(numbers)
 
 
+def _scale(numbers: float | tuple[float, ...] | None) -> float | Tensor | None:
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu") if isinstance(numbers, tuple) else numbers
+
+
 def _check_scale(name: str, scale: object, kv_heads: int) -> None:
     if isinstance(scale, tuple):
         if len(scale) != kv_heads:
@@ -309,4 +307,3 @@ def _record(name: str, value: object, kind: type) -> dict[str, Any]:
 
 def _tuple(value: object) -> Any:
     return tuple(value) if isinstance(value, list) else value
-

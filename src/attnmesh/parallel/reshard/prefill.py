@@ -16,7 +16,7 @@ from attnmesh.kv_cache.block_pool import root_hash
 from attnmesh.kv_cache.contents import CacheContents, SequenceContents
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.ops.storage import PLAIN
-from attnmesh.parallel.cache_tokens import as_integers
+from attnmesh.parallel.reshard.tokens import as_integers
 from attnmesh.plan.reshard import Piece
 
 
@@ -75,13 +75,15 @@ class PrefillKV:
 
     def contents(self) -> CacheContents:
         """The sequences, as those of a cache."""
-        ids = [()] * self.batch if self.ids is None else [tuple(map(int, one)) for one in self.ids]
+        ids: list[tuple[int, ...]] = [()] * self.batch
+        if self.ids is not None:
+            ids = [tuple(token_ids("ids", one)) for one in self.ids]
         storage = {dtype: name for name, dtype in PLAIN.items()}[self.keys[0].dtype]
         root = root_hash("").hex()
         _, kv_heads, _, head_dim = self.keys[0].shape
         return CacheContents(
             self.batch, len(self.keys), kv_heads, head_dim, self.values[0].shape[-1], self.length, storage, None, None,
-            tuple(SequenceContents(row, self.length, 0, self.length, ids[row], root, -1, 0) for row in range(self.batch)),
+            tuple(SequenceContents(row, self.length, 0, self.length, own, root, -1, 0) for row, own in enumerate(ids)),
         )  # fmt: skip
 
     def read(self, pieces: Sequence[Piece], heads: range) -> list[Tensor]:
