@@ -1,8 +1,8 @@
 """`CacheFile`: the keys and values of one rank in a safetensors file.
 
 Per sequence it has the tensors `sequence.ROW.keys` and `.values`, and with int8 and bfp8 `.key_scales` and
-`.value_scales`: [tokens, layers, kv heads, ...] of the positions that the rank holds, in ascending order. Positions that
-a sequence shares with an earlier one are stored with that one only. `checksums` has a CRC-32 for each chunk of tokens.
+`.value_scales`: [tokens, layers, kv heads, ...] of the positions that the rank holds, in ascending order. Positions
+that a sequence shares with an earlier one are stored with that one only. `checksums` has a CRC-32 for each chunk.
 
 The header of a file follows from the manifest: a file with another one is not read. Files are read and written chunk by
 chunk, `CHUNK_BYTES` (or one token) at a time.
@@ -96,22 +96,29 @@ class CacheFile:
             slots = tokens.slots([(chunk.row, self._positions(chunk.row, indices))])
             stored = tokens.read_slots(slots, self.part.heads)
             for i, (x, entry) in enumerate(zip(stored, self._sequences[chunk.row], strict=True)):
-                data = x.transpose(0, 1).contiguous().cpu().view(-1).view(torch.uint8).numpy()
+                data = _buffer(x.transpose(0, 1).contiguous())
                 checksums[chunk.checksum + i] = zlib.crc32(data)
                 out.seek(self._place(entry, chunk)[0])
                 out.write(data)
         out.seek(len(self.header) + self._offsets["checksums"])
-        out.write(checksums.to(torch.uint32).numpy())
+        out.write(_buffer(checksums.to(torch.uint32)))
 
-    def read(self, path: Path, move: Move, tokens: CacheTokens) -> None:
-        """Read the tokens of a move and store them; raises ValueError if the file is damaged or another one."""
-        name = f"folder: {path}"
-        check_file(path, name, most=_MAX_FILE_BYTES)
-        if path.stat().st_size != self.size:
-            raise ValueError(f"{name} must have {self.size:,} bytes by {MANIFEST}, got {path.stat().st_size:,}")
+    def check(self, folder: Path) -> None:
+        """Raise ValueError unless the folder has a file of this size with this header."""
+        path = folder / self.name
+        check_file(path, f"folder: {path}", most=_MAX_FILE_BYTES)
+        size = path.stat().st_size
+        if size != self.size:
+            raise ValueError(f"folder: {path} must have {self.size:,} bytes by {MANIFEST}, got {size:,}")
         with open(path, "rb") as opened:
             if opened.read(len(self.header)) != self.header:
-                raise ValueError(f"{name} must have the header that {MANIFEST} requires, but is damaged or another's")
+                raise ValueError(f"folder: {path} must have the header that {MANIFEST} requires: it belongs elsewhere")
+
+    def read(self, folder: Path, move: Move, tokens: CacheTokens) -> None:
+        """Read the tokens of a move and store them; raises ValueError if they are damaged."""
+        path = folder / self.name
+        name = f"folder: {path}"
+        with open(path, "rb") as opened:
             opened.seek(len(self.header) + self._offsets["checksums"])
             checksums = torch.frombuffer(bytearray(opened.read(self._checksums.nbytes)), dtype=torch.uint32).tolist()
             wanted = self._wanted(move)
@@ -214,6 +221,11 @@ class CacheFile:
 
     def _positions(self, row: int, indices: Tensor) -> Tensor:
         return self.sharding.position_shard(self.rank).position(indices + self._first[row])
+
+
+def _buffer(x: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, without a copy on the CPU."""
+    return memoryview(x.cpu().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _within(tokens: range, wanted: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:

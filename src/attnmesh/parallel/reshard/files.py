@@ -19,7 +19,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks, propagate_failure
 from attnmesh.core.files import read_json
 from attnmesh.core.validation import check_count, check_list, check_path, check_type, shown
 from attnmesh.kv_cache.contents import CacheContents
@@ -109,18 +109,22 @@ def load_cache(
         if comm.rank not in target.ranks:
             return None, {}
         rank = target.ranks.index(comm.rank)
-        made = goal.make_cache(rank, on)
         files = manifest.files()
         sources = [None if file is None else file.part for file in files]
-        wanted: list[Part | None] = [None] * len(files)  # no rank of the files is one of this comm
-        for move in plan_moves([*sources, None], [*wanted, goal.needs()[rank]]):
-            file = files[move.source]
-            assert file is not None
-            with _file_errors(path / file.name, "read"):
-                file.read(path / file.name, move, CacheTokens(made))
+        # The ranks of the files are not those of the comm: this rank comes after them.
+        nothing: list[Part | None] = [None] * len(files)
+        moves = plan_moves([*sources, None], [*nothing, goal.needs()[rank]])
+        needed = [(file, move) for move in moves if (file := files[move.source]) is not None]
+        with _file_errors(path, "read"):
+            for file, _ in needed:
+                file.check(path)
+            made = goal.make_cache(rank, on)
+            for file, move in needed:
+                file.read(path, move, CacheTokens(made))
         return made, {}
 
-    return check_on_all_ranks(comm, "load_cache files", read, force=True)
+    with propagate_failure(comm):
+        return check_on_all_ranks(comm, "load_cache files", read, force=True)
 
 
 @contextmanager
