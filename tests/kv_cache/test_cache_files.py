@@ -23,9 +23,8 @@ def loaded(mesh: Mesh, folder, to: DecodeSharding, **options) -> Mesh:
 @pytest.fixture
 def in_use() -> Mesh:
     mesh = Mesh(DecodeSharding(tp=4, cp=2, interleave=2), num_blocks=20)
-    for _ in range(60):
+    while len(mesh.live) < 3:
         mesh.step()
-    assert len(mesh.live) > 2
     return mesh
 
 
@@ -34,7 +33,7 @@ def test_a_cache_in_use_is_loaded_by_other_ranks(in_use, to, tmp_path, monkeypat
     monkeypatch.setattr(cache_file, "CHUNK_BYTES", 200)  # several chunks per sequence
     saved(in_use, tmp_path / "cache")
     mesh = loaded(in_use, tmp_path / "cache", to, block_size=2)
-    for _ in range(40):
+    for _ in range(20):
         mesh.step()
 
 
