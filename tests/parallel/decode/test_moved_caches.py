@@ -10,7 +10,7 @@ from attnmesh.parallel.reshard.tokens import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
 from attnmesh.plan.reshard import Move, Piece
 from attnmesh.testing.block import BlockRunner, poisoned_cache, random_block, reference_block, shard_block
-from helpers.blocks import assert_outputs_close, exact_weights
+from helpers.blocks import assert_outputs_close, exact_weights, fed_lengths
 from helpers.memory import peak_bytes
 from helpers.processes import run_processes
 
