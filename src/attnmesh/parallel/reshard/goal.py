@@ -86,10 +86,11 @@ def target_ranks(ranks: object, to: DecodeSharding, world: int) -> tuple[int, ..
             raise ValueError(f"to must have at most the {world} ranks of comm, got {to!r} with {to.ranks} ranks")
         return tuple(range(to.ranks))
     given = check_list("ranks", ranks, "ranks")
-    for rank in given:
-        check_count("each of ranks", rank, most=world - 1)
-    if len(set(given)) < len(given) or len(given) != to.ranks:
-        raise ValueError(f"ranks must be {to.ranks} different ranks, one for each of {to}, got {shown(ranks)}")
+    known = all(isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < world for rank in given)
+    if not known or len(set(given)) < len(given) or len(given) != to.ranks:
+        raise ValueError(
+            f"ranks must be {to.ranks} different ranks from 0 to {world - 1}, one for each of {to}, got {shown(ranks)}"
+        )
     return tuple(given)
 
 

@@ -46,7 +46,9 @@ class PrefillKV:
         for name in ("keys", "values"):
             layers = check_list(name, getattr(self, name), "tensors, one for each layer")
             if not layers or len(layers) != len(self.keys):
-                raise ValueError(f"{name} must have a tensor for each layer, as many as keys, got {shown(layers)}")
+                raise ValueError(
+                    f"{name} must have a tensor for each layer, as many as keys, got {shown(getattr(self, name))}"
+                )
             for layer, x in enumerate(layers):
                 check_tensor(f"{name}[{layer}]", x, "[batch, kv heads, positions, D]")
                 first = x if first is None else first
