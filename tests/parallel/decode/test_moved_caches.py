@@ -164,7 +164,8 @@ def test_decode_goes_on_as_if_the_cache_had_always_been_there():
 @pytest.mark.parametrize("layout", [am.Zigzag(), am.Striped(), am.Contiguous()], ids=str)
 def test_a_prefill_is_moved_from_its_layout(layout):
     world, length, to = 8, 29, DecodeSharding(tp=2, kvdp=2)
-    k, v = torch.randn(2, 3, 2, 4, length, 16).to(torch.bfloat16)  # layers, batch, heads
+    k = torch.randn(3, 2, 4, length, 16).to(torch.bfloat16)  # layers, batch, heads
+    v = torch.randn(3, 2, 4, length, 8).to(torch.bfloat16)
     ids = [[b] * length for b in range(2)]
 
     def program(comm):
@@ -173,8 +174,7 @@ def test_a_prefill_is_moved_from_its_layout(layout):
         cache = am.reshard(prefill, to, comm, max_length=40)
         if cache is None:
             return None
-        again = cache.allocate([*ids[0][:20], 7]) if len(cache.sequences) < cache.batch else None
-        assert again is None
+        assert cache.local.find_prefix([*ids[cache.rows.start][:20], 7]) == 16  # a block serves later prompts
         return stored(cache), cache.storage, cache.max_length
 
     results = am.run_virtual(world, program)
@@ -273,7 +273,7 @@ def test_a_part_that_is_missing_or_given_twice():
 
 
 def test_memory_is_bounded_by_the_messages():
-    """Beyond both caches: two messages at most, and 64 bytes of indices per token of each."""
+    """Beyond both caches a rank alone needs one message, with others two; and 64 bytes of indices per token."""
     cache = filled(DecodeSharding(), 0, num_blocks=400, max_length=1000)
     long = cache.sequences[2]
     step = cache.append([long], 900)
@@ -285,7 +285,7 @@ def test_memory_is_bounded_by_the_messages():
         limit = tokens * token
         peak = peak_bytes(lambda limit=limit: kept.append(am.reshard(cache, DecodeSharding(), message_bytes=limit)))
         pools = sum(x.nbytes for x in kept[-1].local.stored_tensors)
-        assert peak - pools < 2 * limit + 64 * 2 * tokens + 40_000  # tables of max_length and lists of blocks
+        assert peak - pools < limit + 64 * tokens + 40_000  # tables of max_length and lists of blocks
         assert_same(stored(kept[-1]), stored(cache))
     assert kept[-1].local.stored_tensors[0].data_ptr() != cache.local.stored_tensors[0].data_ptr()
 

@@ -118,13 +118,13 @@ def load_cache(
         with _file_errors(path, "read"):
             for file, _ in needed:
                 file.check(path)
-            made = goal.make_cache(rank, on)
+            with propagate_failure(comm):  # too little memory
+                made = goal.make_cache(rank, on)
             for file, move in needed:
                 file.read(path, move, CacheTokens(made))
         return made, {}
 
-    with propagate_failure(comm):
-        return check_on_all_ranks(comm, "load_cache files", read, force=True)
+    return check_on_all_ranks(comm, "load_cache files", read, force=True)
 
 
 @contextmanager

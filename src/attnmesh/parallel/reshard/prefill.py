@@ -52,7 +52,7 @@ class PrefillKV:
             for layer, x in enumerate(layers):
                 check_tensor(f"{name}[{layer}]", x, "[batch, kv heads, positions, D]")
                 first = x if first is None else first
-                _check_layer(f"{name}[{layer}]", x, first if name == "keys" or layer == 0 else layers[0], first, own)
+                _check_layer(f"{name}[{layer}]", x, layers[0], first, own)
         if self.ids is not None:
             given = check_list("ids", self.ids, "token ids for each sequence")
             lengths = [len(token_ids(f"ids[{i}]", one)) for i, one in enumerate(given)]
@@ -94,10 +94,14 @@ class PrefillKV:
         at = [torch.searchsorted(own, ranges.as_tensor(piece.positions)) for piece in pieces]
         rows = torch.cat([torch.full_like(index, piece.row) for index, piece in zip(at, pieces, strict=True)])
         rows, index = rows.to(self.device), torch.cat(at).to(self.device)
-        return [
-            torch.stack([as_integers(x)[:, heads.start : heads.stop].transpose(1, 2)[rows, index] for x in layers])
-            for layers in (self.keys, self.values)
-        ]
+        stored = []
+        for layers in (self.keys, self.values):
+            of_heads = [as_integers(x)[:, heads.start : heads.stop].transpose(1, 2) for x in layers]
+            tokens = of_heads[0].new_empty((len(layers), len(index), len(heads), layers[0].shape[-1]))
+            for layer, x in enumerate(of_heads):  # not stacked: the tokens of one layer are copied at a time
+                tokens[layer] = x[rows, index]
+            stored.append(tokens)
+        return stored
 
 
 def _check_layer(name: str, x: Tensor, like: Tensor, keys: Tensor, own: int) -> None:
