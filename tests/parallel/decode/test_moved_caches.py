@@ -290,6 +290,23 @@ def test_memory_is_bounded_by_the_messages():
     assert kept[-1].local.stored_tensors[0].data_ptr() != cache.local.stored_tensors[0].data_ptr()
 
 
+def peak_of_a_move(comm, limit):
+    """The peak memory of a rank beyond its new cache, while half of a long sequence is sent."""
+    cache = filled(DecodeSharding(cp=2), comm.rank, num_blocks=400, max_length=1600)
+    step = cache.append([cache.sequences[2]], 1500)
+    for layer in range(2):
+        cache.write(layer, step, *torch.randn(2, 3, 4, 1500, 16))
+    kept = []
+    peak = peak_bytes(lambda: kept.append(am.reshard(cache, DecodeSharding(tp=2), comm, message_bytes=limit)))
+    return peak - sum(x.nbytes for x in kept[0].local.stored_tensors)
+
+
+def test_memory_between_processes_is_bounded_by_two_messages():
+    limit = 64 * 1024
+    for peak in run_processes(2, peak_of_a_move, limit):
+        assert limit < peak < 2 * limit + 64 * 128 + 60_000  # both messages are 64 KiB; the cache is 1.6 MB
+
+
 def test_a_cache_is_freed_with_its_last_reference():
     import weakref
 
