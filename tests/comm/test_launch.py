@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from attnmesh.comm import Comm, CommError, VirtualComm, launch
+from attnmesh.comm import Comm, CommError, VirtualComm, launch, monitor
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +104,8 @@ def test_a_rank_of_torchrun_returns_its_own_result(monkeypatch):
         monkeypatch.setenv(name, value)
     assert [result[:3] for result in launch.run(work, add=0.5)] == [(0, 1, 0.5)]
     assert not torch.distributed.is_initialized()
+
+
+def test_torch_does_not_abort_a_process_before_the_end_of_another_is_raised():
+    """Its watchdog does that after four times this setting, once NCCL reports an error."""
+    assert 4 * int(launch._END_SOON["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) / 1000 >= 2 * monitor._ARRIVAL

@@ -163,7 +163,7 @@ def wait_for_rank_1(comm, timeout):
     """What a rank raises that waits for its device, while rank 1 does something else or has ended."""
     group = comm_from(dist.new_group(list(range(comm.world))), timeout=timeout)
     group.agree("start", {})
-    group.nccl.is_initialized = True
+    group.nccl.has_begun = True
     group.barrier()
     begin = time.monotonic()
     if comm.rank == 1 and timeout > 10:
@@ -209,7 +209,7 @@ def wait_in_two_groups(comm):
     mine = comm_from(pair if comm.rank > 1 else three, timeout=0.5 if comm.rank < 2 else 8)
     for group in (pair, three):
         if group != dist.GroupMember.NON_GROUP_MEMBER:
-            comm_from(group).nccl.is_initialized = True
+            comm_from(group).nccl.has_begun = True
     if comm.rank == 2:
         comm_from(three).note("ring")
     begin = time.monotonic()

@@ -3,36 +3,59 @@
 Triton's interpreter does not know Gluon. What such a kernel can get wrong that no compiler sees is its protocol: who
 waits for whom, in which phase, how often, and what lies in shared memory meanwhile. So one group runs at a time, and a
 seed decides which one goes on, wherever another could see what it does next: any may be held up while others run
-ahead. Copies land late, and what was there is gone at once. An error is: to wait for ever; to arrive more often than
-a barrier counts; to change what a matrix product reads before it is waited for; to use its result earlier; to let the
-matrix units read what no fence has shown them; to access memory outside of a tensor; to leave copies or products
-behind. What reads too early computes NaN. Layouts mean nothing here.
+ahead. Copies land late, and what was there is gone at once; blocks that the copy engine (TMA) loads land in any order.
+An error is: to wait for ever; to arrive more often than a barrier counts; to change what a matrix product or a store of
+the copy engine reads before it is waited for; to use its result earlier; to let the matrix units or the copy engine
+read what no fence has shown them; to access memory outside of a tensor; to leave copies, stores or products behind, or
+a barrier with bytes that never come. What reads too early computes NaN. Layouts mean nothing here.
 """
 
 import ast
+import importlib
+import math
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 
 THREADS = 128  # of a group of four warps, each of which reports its own copies
 
 
+def mostly_slow(cases: list[tuple], every: int) -> list:
+    """The cases as parameters, of which all but each `every`-th are slow: an emulated launch takes a second."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] if i % every else []) for i, case in enumerate(cases)]
+
+
 def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None) -> ModuleType:
     """The module once more, with kernels that run here, on a schedule of their own; `planted` replaces some source."""
-    source = Path(module.__file__).read_text()
-    if planted:
-        assert source.count(planted[0]) == 1
-        source = source.replace(*planted)
-    tree = ast.parse(source)
-    tree.body = [x for x in tree.body if not (isinstance(x, ast.ImportFrom) and x.module.startswith("triton"))]
-    again = ModuleType("emulated")
-    vars(again).update(Machine(seed).names())
-    exec(compile(tree, module.__file__, "exec"), vars(again))
+    again, found = _rewritten(module, Machine(seed).names(), planted)
+    assert found == (planted is not None)
     return again
+
+
+def _rewritten(module: ModuleType, names: dict, planted: tuple[str, str] | None) -> tuple[ModuleType, int]:
+    """The module and the Gluon modules that it imports from, and how often the source to be replaced was found."""
+    source = Path(module.__file__).read_text()
+    found = source.count(planted[0]) if planted else 0
+    tree = ast.parse(source.replace(*planted) if planted else source)
+    again = ModuleType("emulated")
+    vars(again).update(names)
+    for x in [x for x in tree.body if isinstance(x, ast.ImportFrom)]:
+        part = x.module.split(".")[-1]
+        if x.module.startswith("triton") or all(name.name in names for name in x.names):
+            tree.body.remove(x)
+        elif part.startswith("gluon_"):
+            tree.body.remove(x)
+            imported, more = _rewritten(importlib.import_module(x.module), names, planted)
+            found += more
+            vars(again).update({name.name: vars(imported)[name.name] for name in x.names})
+    exec(compile(tree, module.__file__, "exec"), vars(again))
+    return again, found
 
 
 class Pointer:
@@ -64,7 +87,58 @@ class Pointer:
 
     def write(self, x: Tensor, mask=None) -> None:
         offset, mask = self.places(mask)
-        self.memory[offset[mask]] = x.to(self.memory.dtype).broadcast_to(offset.shape)[mask]
+        self.memory[offset[mask]] = value(x).to(self.memory.dtype).broadcast_to(offset.shape)[mask]
+
+    def add(self, x: Tensor, mask=None) -> Tensor:
+        """Adds as atomics do, element by element where several have one address; returns what was there before."""
+        before = self.read(mask)
+        offset, mask = self.places(mask)
+        added = value(x).to(self.memory.dtype).broadcast_to(offset.shape)[mask]
+        self.memory.index_put_((offset[mask],), added, accumulate=True)
+        return before
+
+
+class Descriptor:
+    """A tensor for the copy engine, which reads zeros beyond its ends and writes nothing there."""
+
+    def __init__(self, base: Tensor, shape, strides, block_shape, layout, padding="zero"):
+        size = base.element_size()
+        assert len(shape) == len(strides) == len(block_shape) <= 5
+        assert padding == "zero"
+        assert base.data_ptr() % 16 == 0, "the tensor is not aligned to 16 bytes"
+        assert all(stride * size % 16 == 0 for stride in strides[:-1]), "a stride is not a multiple of 16 bytes"
+        assert strides[-1] == 1
+        assert all(n > 0 for n in shape)
+        assert all(n & (n - 1) == 0 for n in block_shape), "the sides of a block are powers of two"
+        assert all(n <= 256 for n in block_shape[:-1]), "a side of a block is longer than 256"
+        self.x = base.as_strided(tuple(shape), tuple(strides))
+        self.dtype, self.block_shape = base.dtype, list(block_shape)
+        nbytes = math.prod(block_shape) * size
+        self.block_type = SimpleNamespace(shape=self.block_shape, element_ty=base.dtype, nbytes=nbytes)
+        self.layout = layout
+
+    def inside(self, coord) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """The part of a block that is inside of the tensor: where it lies in the tensor, and where in the block."""
+        begin = [int(at) for at in coord]
+        assert len(begin) == self.x.ndim
+        real = [range(max(at, 0), max(min(at + n, end), max(at, 0)))
+                for at, n, end in zip(begin, self.block_shape, self.x.shape, strict=True)]  # fmt: skip
+        there = tuple(slice(at.start, at.stop) for at in real)
+        return there, tuple(slice(x.start - at, x.stop - at) for x, at in zip(real, begin, strict=True))
+
+    def read(self, coord) -> Tensor:
+        block = torch.zeros(self.block_shape, dtype=self.dtype)
+        there, here = self.inside(coord)
+        block[here] = self.x[there]
+        return block
+
+    def write(self, coord, block: Tensor) -> None:
+        there, here = self.inside(coord)
+        self.x[there] = block[here]
+
+    def add(self, coord, block: Tensor) -> None:
+        there, here = self.inside(coord)
+        self.x[there] += block[here]
 
 
 def value(x) -> Tensor:
@@ -77,7 +151,7 @@ class Shared:
 
     def __init__(self, machine, x: Tensor, hidden: Tensor):
         self.machine, self.x, self.hidden = machine, x, hidden
-        self.dtype = x.dtype
+        self.dtype, self.shape = x.dtype, x.shape
 
     def view(self, change):
         return Shared(self.machine, change(self.x), change(self.hidden))
@@ -91,6 +165,9 @@ class Shared:
 
     def permute(self, order):
         return self.view(lambda x: x.permute(*order))
+
+    def reshape(self, shape):
+        return self.view(lambda x: x.view(shape))
 
     def _reinterpret(self, dtype, shape, layout):
         assert dtype.itemsize == self.dtype.itemsize
@@ -112,18 +189,26 @@ class Shared:
 
 
 class Barrier:
-    """Completes a phase after `count` arrivals, and tells odd phases from even ones only."""
+    """Completes a phase after `count` arrivals and all bytes expected, and tells odd phases from even ones only."""
 
     def __init__(self):
-        self.count = self.pending = self.phase = 0
+        self.count = self.pending = self.phase = self.bytes = 0
 
     def init(self, count):
         self.count = self.pending = count
 
-    def arrive(self, count):
+    def arrive(self, count, expected=0):
         self.pending -= count
+        self.bytes += expected
         assert self.pending >= 0, "more arrivals than the barrier counts"
-        if self.pending == 0:
+        self.complete()
+
+    def receive(self, size):
+        self.bytes -= size  # may come before they are expected: the phase has an arrival to wait for
+        self.complete()
+
+    def complete(self):
+        if self.pending == 0 and self.bytes == 0:
             self.pending, self.phase = self.count, self.phase + 1
 
 
@@ -154,7 +239,7 @@ class Kernel:
         return self.function(*args)
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps, maxnreg=None, **constants):
+        def launch(*args, num_warps, maxnreg=None, num_stages=None, **constants):
             args = [Pointer.to(x) if isinstance(x, Tensor) else x for x in args]
             for program in range(grid[0]):
                 self.machine.program, self.machine.programs = program, grid[0]
@@ -168,7 +253,7 @@ class Group:
 
     def __init__(self, kernel: Kernel, args: tuple):
         self.name = kernel.function.__name__
-        self.copies, self.products = [], []  # that it started, and that nobody waits for yet
+        self.copies, self.products, self.stores = [], [], []  # that it started, and that nobody waits for yet
         self.done = self.abandoned = False
         self.failure, self.until = None, lambda: True
         self.go, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -180,7 +265,8 @@ class Group:
         try:
             if not self.abandoned:
                 kernel(*args)
-                assert not self.copies and not self.products, "copies or products are left behind"  # noqa: PT018
+                left = self.copies or self.products or self.stores
+                assert not left, "copies, products or stores are left behind"
         except BaseException as failure:
             self.failure = failure
         self.done = True
@@ -206,10 +292,12 @@ class Machine:
         self.program = self.programs = 0
         self.current: Group | None = None
         self.unfenced: list[Tensor] = []
+        self.barriers: list[Barrier] = []
+        self.landing: list[tuple] = []  # copies on their way, and whom to tell
 
     def warp_specialize(self, functions, warps, registers):
+        assert len(warps) == len(registers) == len(functions) - 1
         groups = [Group(*function) for function in functions]
-        self.landing: list[tuple] = []  # copies on their way, in order, and whom to tell
         # Each group, and the memory, has its own pace: now one runs ahead, now another.
         pace = {x: self.random.choice((0.02, 1.0, 1.0, 5.0)) for x in (*groups, self.land)}
         while not any(group.failure for group in groups):
@@ -224,6 +312,7 @@ class Machine:
                 chosen.step()
         self.current = None
         failures = [group.failure for group in groups if group.failure]
+        self.landing = self.landing if not failures else []
         stuck = [group for group in groups if not group.done]
         for group in stuck:
             group.abandoned = True
@@ -231,6 +320,8 @@ class Machine:
         if failures:
             raise failures[0]
         assert not stuck, f"these wait for ever: {[group.name for group in stuck]}"
+        assert not any(barrier.bytes for barrier in self.barriers), "a barrier expects bytes that never come"
+        self.barriers = []
 
     def pause(self, until=lambda: True):
         """Where another group may go on: before all that others can see."""
@@ -240,9 +331,16 @@ class Machine:
     def wait(self, barrier: Barrier, parity, pred=True):
         self.pause(lambda: not pred or barrier.phase % 2 != parity)
 
-    def arrive(self, barrier: Barrier, count=1):
+    def arrive(self, barrier: Barrier, *, count=1, pred=True):
         self.pause()
-        barrier.arrive(count)
+        if pred:
+            barrier.arrive(count)
+
+    def expect(self, barrier: Barrier, size, pred=True):
+        """One arrival, and bytes that the copy engine will bring."""
+        self.pause()
+        if pred:
+            barrier.arrive(1, int(size))
 
     def copy(self, shared: Shared, pointer: Pointer, mask=None):
         assert pointer.offset.shape == shared.x.shape
@@ -256,11 +354,44 @@ class Machine:
         self.landing.append((self.current.copies, barrier))
         self.current.copies = []
 
+    def load_block(self, descriptor: Descriptor, coord, barrier: Barrier, shared: Shared, pred=True):
+        assert list(shared.x.shape) == descriptor.block_shape
+        assert shared.dtype == descriptor.dtype
+        self.pause()
+        if pred:
+            shared.x.fill_(torch.nan)
+            self.landing.append((descriptor, coord, shared, barrier))
+
+    def store_block(self, descriptor: Descriptor, coord, shared: Shared, *, adds: bool = False):
+        assert list(shared.x.shape) == descriptor.block_shape
+        assert shared.dtype == descriptor.dtype
+        self.pause()
+        assert not shared.hidden.any(), "no fence showed this to a store"
+        self.current.stores.append((descriptor.add if adds else descriptor.write, coord, shared.x, shared.x.clone()))
+
+    def wait_for_stores(self, outstanding):
+        self.pause()
+        while len(self.current.stores) > outstanding:
+            write, coord, now, before = self.current.stores.pop(0)
+            assert torch.equal(now.nan_to_num(7.0), before.nan_to_num(7.0)), "a block changed under a store"
+            write(coord, before)
+
     def land(self):
-        copies, barrier = self.landing.pop(0)
+        at = self.random.randrange(len(self.landing))
+        if len(self.landing[at]) == 4:
+            descriptor, coord, shared, barrier = self.landing.pop(at)
+            shared.x.copy_(descriptor.read(coord))  # the matrix units see it without a fence
+            barrier.receive(shared.x.numel() * shared.x.element_size())
+            return
+        # The copies of threads arrive in order.
+        copies, barrier = self.landing.pop(next(i for i, each in enumerate(self.landing) if len(each) == 2))
         for shared, pointer, mask in copies:
             shared.fill(pointer.read(mask))
         barrier.arrive(THREADS)
+
+    def add(self, pointer: Pointer, x, mask=None, sem=None, scope=None):
+        self.pause()
+        return pointer.add(x, mask)
 
     def fence(self):
         """By whomever: a fence too few, or too early, shows where no other comes in between."""
@@ -281,14 +412,17 @@ class Machine:
         self.pause()
         while len(self.current.products) > outstanding:
             self.current.products.pop(0).finish()
-        assert all(product.done for product in deps), "a product is used before it is done"
-        return deps[0].result if len(deps) == 1 else tuple(product.result for product in deps)
+        assert all(x.done for x in deps if isinstance(x, Product)), "a product is used before it is done"
+        results = [x.result if isinstance(x, Product) else x for x in deps]  # what a product reads may be among them
+        return results[0] if len(deps) == 1 else tuple(results)
 
     def allocate(self, dtype, shape, layout):
         if layout == "barriers":
             barriers = [Barrier() for _ in range(shape[0])]
+            self.barriers += barriers
             return SimpleNamespace(index=lambda i: barriers[int(i)])
-        return Shared(self, torch.full(shape, torch.nan, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
+        unset = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+        return Shared(self, torch.full(shape, unset, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
 
     def names(self) -> dict:
         layouts = (
@@ -296,7 +430,10 @@ class Machine:
         )  # fmt: skip
         language = {
             **{f"{name}Layout": lambda *_, **__: None for name in layouts},
-            **{name: getattr(torch, name) for name in ("float32", "int32", "int64", "exp2", "log2", "sum")},
+            **{
+                name: getattr(torch, name)
+                for name in ("float32", "float16", "bfloat16", "int32", "int64", "abs", "exp", "exp2", "log2", "sum")
+            },
             "constexpr": lambda x: x,
             "static_range": range,
             "program_id": lambda axis: value(self.program),
@@ -313,6 +450,8 @@ class Machine:
             "convert_layout": lambda x, layout: x,
             "load": Pointer.read,
             "store": Pointer.write,
+            "atomic_add": self.add,
+            "thread_barrier": self.pause,
             "allocate_shared_memory": self.allocate,
             "warp_specialize": self.warp_specialize,
         }
@@ -325,8 +464,19 @@ class Machine:
             "gl": SimpleNamespace(**language),
             "range": lambda *bounds: map(value, range(*map(int, bounds))),
             "mbarrier": SimpleNamespace(
-                MBarrierLayout=lambda: "barriers", init=Barrier.init, wait=self.wait, arrive=self.arrive
+                MBarrierLayout=lambda: "barriers",
+                init=Barrier.init,
+                wait=self.wait,
+                arrive=self.arrive,
+                expect=self.expect,
             ),
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=self.load_block,
+                async_copy_shared_to_global=self.store_block,
+                store_wait=self.wait_for_stores,
+            ),
+            "async_add_shared_to_global": partial(self.store_block, adds=True),
+            "TensorDescriptor": Descriptor,
             "async_copy": SimpleNamespace(
                 async_copy_global_to_shared=self.copy, mbarrier_arrive=self.arrive_when_copied
             ),

@@ -124,6 +124,8 @@ def _rank_main(
         # After an error, torch would keep the process from ending, once for each operation that has failed.
         os.environ |= {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
         os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+        # Nor does torch abort it, so that it can go on: in no group, that of all ranks and those of a mesh included.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         backend = "cpu:gloo,cuda:nccl"
     try:
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False)

@@ -454,6 +454,7 @@ def test_the_choice_can_be_asked_why():
     assert str(choice).splitlines() == [
         f"aten: {choice.reason}",
         "  triton cannot: its kernels take head_dim 16 to 576, not 8",
+        "  gluon cannot: its kernel needs a Hopper GPU (compute capability 9.0)",
     ]
     assert explain_attention(q, k, v, backend="reference").backend == "reference"
 
@@ -518,7 +519,7 @@ BAD = {
     "yes and no": ({"k_positions": torch.ones(6).bool()}, "k_positions must be integers, got torch.bool"),
     "a list of positions": ({"q_positions": [0, 1, 2, 3, 4, 5]}, "q_positions must be .*list"),
     "positions elsewhere": ({"q_positions": torch.arange(6, device="meta")}, "q_positions .* cpu, got meta"),
-    "an unknown backend": ({"backend": "cuda"}, "auto, aten, triton, torch, reference, got 'cuda'"),
+    "an unknown backend": ({"backend": "cuda"}, "auto, aten, triton, gluon, torch, reference, got 'cuda'"),
 }
 
 

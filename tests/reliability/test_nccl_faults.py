@@ -4,7 +4,6 @@ Three or four ranks share one GPU. The ranks of a program go through all its cel
 a rank that was stopped goes on later. Killed ranks have worlds of their own. `-s` shows the outcome of every cell.
 """
 
-import os
 import time
 from datetime import timedelta
 
@@ -29,7 +28,6 @@ FAULTS = ("late", "disagreeing", "raising", "sleeping", "hung")
 def new_comm(world, timeout):
     """A group of all ranks whose communicator exists: many of them start at the same time on one GPU."""
     torch.cuda.set_device(0)
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torch ends no process, so that it can go on after an error
     group = dist.new_group(list(range(world)), backend="nccl", timeout=timedelta(seconds=timeout))
     comm = am.comm_from(group, timeout=60)
     comm.agree("warm up", {"device": "cuda"})

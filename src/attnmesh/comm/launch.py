@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
@@ -133,13 +133,20 @@ def _join(fn: Callable[..., T], device: str, share_gpu: bool, timeout: float, op
         error.add_note(f"raised on rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
         raise
     finally:
-        if dist.is_initialized():
+        _destroy_group()
+
+
+def _destroy_group() -> None:
+    """Destroy the default group, if there is one. What torch raises after an error of NCCL would hide that error."""
+    if dist.is_initialized():
+        with suppress(dist.DistBackendError):
             dist.destroy_process_group()
 
 
-_END_SOON = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+_END_SOON = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "3000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """After an error of NCCL, torch would keep a process from ending: one that has noticed it for four times the first
-setting, 60 s by default, and all of them to write what they have recorded, for up to 8 minutes."""
+setting, 60 s by default, and all of them to write what they have recorded, for up to 8 minutes. Then its watchdog
+aborts the process: not before the comm has raised, which notices the end of another process 5 s later."""
 
 
 class RendezvousError(CommError):
@@ -231,8 +238,7 @@ def _process(
         _save(_error(folder, rank), _picklable(error))  # before other ranks notice that this one is gone
         raise SystemExit(1) from None
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _destroy_group()
 
 
 def _end_with_parent() -> None:

@@ -12,10 +12,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from attnmesh.comm import caller_error
+from attnmesh.comm.group_store import CommError
 from attnmesh.comm.stream_watch import QueuedOperation, StreamWatch
 
 _WATCHDOG_DELAY = 60.0  # seconds by which torch's watchdog, which ends the process, waits longer than the comm
 _ABORT_LIMIT = 5.0  # seconds
+_POSTING_LIMIT = 1.0  # seconds that an abort waits for a call that posts an operation
 _POLL_INTERVAL = 0.05  # seconds
 _LEAST_TIME = 30.0  # seconds that NCCL has to connect all ranks, however short the timeout of messages
 
@@ -27,6 +30,8 @@ class NcclSide:
         self._group = weakref.ref(group)
         self._in_flight = StreamWatch(on_overdue)
         self._watchdog_timeout = 0.0
+        self._posting = threading.RLock()  # held by a call that posts an operation
+        self._is_over = False
         self.is_initialized = self.has_begun = False
         """Whether all ranks are connected, and whether this rank has tried to send anything."""
 
@@ -62,15 +67,42 @@ class NcclSide:
 
     @contextmanager
     def posting(self, operation: QueuedOperation) -> Iterator[None]:
-        """Around the call that posts an operation: NCCL may have to connect, and wait for other ranks on the host."""
+        """Around the call that posts an operation: NCCL may have to connect, and wait for other ranks on the host.
+
+        Raises CommError after an abort.
+        """
         if self._watchdog_timeout != operation.timeout:
             self._set_watchdog(operation.timeout)
         self.has_begun = True
         self._in_flight.add(operation)
         try:
-            yield
+            with self._posting:
+                if self._is_over:
+                    raise CommError("the operations of this group have been ended")
+                yield
         finally:
             self._in_flight.remove(operation)
+
+    def post(self, messages: list[dist.P2POp], operation: QueuedOperation) -> list[dist.Work]:
+        """Post messages as one batch, which is begun and ended in this thread, whatever happens in between.
+
+        NCCL keeps a batch per thread. If one is not ended, by an error of NCCL or by one that is sent to the thread,
+        whatever the thread posts from then on, in any group, is not sent, and seems to complete.
+        """
+        with self.posting(operation), caller_error.uninterrupted():
+            try:
+                return list(dist.batch_isend_irecv(messages))
+            except BaseException:
+                self._end_batch(messages[0].tensor.device)
+                raise
+
+    def _end_batch(self, device: torch.device) -> None:
+        """End a batch that has failed, which torch leaves open. If it was not begun, NCCL refuses that."""
+        group = self._group()
+        if group is not None:
+            with suppress(RuntimeError):
+                group._end_coalescing(device)
+            dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)
 
     def watch(self, operation: QueuedOperation) -> None:
         """Watch what an operation has queued on the current stream. Nothing is queued while a graph is captured."""
@@ -84,7 +116,13 @@ class NcclSide:
         return self._in_flight.oldest(age)
 
     def abort(self) -> None:
-        """End all operations, which may wait for other ranks and block the device."""
+        """End all operations, which may wait for other ranks and block the device.
+
+        A call that is about to post one returns before, unless it waits for other ranks: NCCL would use what is gone.
+        """
+        self._is_over = True  # for calls that have not begun to post
+        if self._posting.acquire(timeout=_POSTING_LIMIT):
+            self._posting.release()
         group = self._group()
         if group is not None and self.has_begun:
             self.is_initialized = self.has_begun = False

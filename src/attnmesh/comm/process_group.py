@@ -211,6 +211,7 @@ class GroupComm(Comm):
         if self.nccl.has_begun and self._used_at - used > _PAUSE:
             with suppress(StoreLostError):  # the monitor notices that too
                 causes = self._monitor.call(self._store.causes)
+            self._raise_if_broken()  # the monitor may have noticed it first
         if causes:
             raise self._failed(self._store.error(causes, f"was in {self._operation}"))
 
@@ -393,10 +394,7 @@ class GroupComm(Comm):
     def _post(self, op: str, messages: Sequence[InFlightMessage]) -> list[Waitable]:
         try:
             if messages[0].wire_buffer.is_cuda:
-                # An error between the begin and the end of a batch would leave NCCL waiting for the end: whatever this
-                # thread posts from then on, in any group, would not be sent, and seem to complete.
-                with self.nccl.posting(self.queued(op, messages)), caller_error.uninterrupted():
-                    return self._post_to_backend(messages)
+                return list(self.nccl.post(self._p2p_ops(messages), self.queued(op, messages)))
             if self._local_peers is None:
                 return self._post_to_backend(messages)
             recvs, sends = ([(m.wire_buffer, m.peer) for m in messages if m.send is send] for send in (False, True))
@@ -408,8 +406,11 @@ class GroupComm(Comm):
             raise self.message_error(op, messages, error) from error
 
     def _post_to_backend(self, messages: Sequence[InFlightMessage]) -> list[Waitable]:
+        return list(dist.batch_isend_irecv(self._p2p_ops(messages)))
+
+    def _p2p_ops(self, messages: Sequence[InFlightMessage]) -> list[dist.P2POp]:
         # As bytes, so that every dtype can be sent, whether the backend knows it or not.
-        operations = [
+        return [
             dist.P2POp(
                 dist.isend if message.send else dist.irecv,
                 message.wire_buffer.view(-1).view(torch.uint8),
@@ -419,7 +420,6 @@ class GroupComm(Comm):
             )
             for message in messages
         ]
-        return list(dist.batch_isend_irecv(operations))
 
     def _common_backend(self, sends: Sequence[Message], recvs: Sequence[Message]) -> str:
         devices = {tensor.device for tensor, _ in sends} | {tensor.device for tensor, _ in recvs}

@@ -25,7 +25,7 @@ from attnmesh.ops.dense.call import Call, Grads, Result, Scores, resolve_scores
 from attnmesh.parallel.node_groups import NodeGroups
 from attnmesh.plan.shards import Shards
 
-BACKENDS = ("auto", "aten", "triton", "torch")  # not "reference", which would hold every score in memory
+BACKENDS = ("auto", "aten", "triton", "gluon", "torch")  # not "reference", which would hold every score in memory
 
 
 class Inputs(NamedTuple):

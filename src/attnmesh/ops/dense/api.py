@@ -65,8 +65,9 @@ def attention(
             longer prompt is `q_positions=torch.arange(start, start + Sq)`. On CUDA, pass CPU tensors (or None) to allow
             the fastest kernels: reading positions back from the device would stall it.
         return_lse: also return the float32 lse [B,Hq,Sq], natural log. It is differentiable.
-        backend: "auto", "aten", "triton", "torch" or "reference". A backend that cannot serve the call raises
-            ValueError. `explain_attention` returns what "auto" chooses and why.
+        backend: "auto", "aten", "triton", "gluon" (Hopper; gradients by Triton's kernels), "torch" or "reference". A
+            backend that cannot serve the call raises ValueError. `explain_attention` returns what "auto" chooses and
+            why.
     """
     if torch.compiler.is_compiling() and backend != "reference":
         tensors = q, k, v, sinks, alibi_slopes, q_positions, k_positions

@@ -29,15 +29,16 @@ from attnmesh.ops.dense.call import (
     contiguous_last_dim,
     resolve_scores,
 )
+from attnmesh.ops.dense.gluon import Gluon
 from attnmesh.ops.dense.torch_tiles import TorchTiles
 from attnmesh.ops.dense.triton import Triton
 from attnmesh.ops.merge import GradAccumulator, StateAccumulator
 from attnmesh.plan.blocks import Block, Kind, Patch, bounds_of, stacked_bounds, unseen_of
 
-BACKENDS = ("auto", "aten", "triton", "torch", "reference")
+BACKENDS = ("auto", "aten", "triton", "gluon", "torch", "reference")
 
 _TRITON, _TORCH = Triton(), TorchTiles()
-_FUSED: dict[str, Backend] = {"aten": Aten(), "triton": _TRITON, "torch": _TORCH}
+_FUSED: dict[str, Backend] = {"aten": Aten(), "triton": _TRITON, "gluon": Gluon(), "torch": _TORCH}
 
 # Every pair of runs is planned; beyond this many, row bounds alone are cheaper than a plan.
 _MAX_RUN_PAIRS = 256
@@ -66,7 +67,8 @@ def choose(call: Call, backend: str) -> Choice:
     if backend != "auto":
         if refusals[backend] is not None:
             raise ValueError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
-        return Choice(backend, "requested by name", unsupported)
+        reason = "requested by name" + ("; gradients by Triton's kernels" if backend == "gluon" else "")
+        return Choice(backend, reason, unsupported)
     if refusals["aten"] is None:
         if not call.q.is_cuda:
             return Choice("aten", "torch's flash kernel is the fastest on the CPU", unsupported)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,9 +39,12 @@ class Triton:
         """The reason why this backend cannot serve the backward; None if it can."""
         return self.refusal(call)
 
+    def _forward(self) -> ModuleType:
+        return require("attnmesh.ops.dense.triton_forward", extra="triton")
+
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
-        kernel = require("attnmesh.ops.dense.triton_forward", extra="triton").forward
+        kernel = self._forward().forward
         call, blocks = _launches(call, zero_rows=False)  # the kernel selects scores of rows without keys away
         for block in blocks:
             q, k, v = _sliced(call, block)

@@ -146,7 +146,7 @@ def backward(
             if bounds is None:
                 # The same kernel for every mask: without bounds the compiler recomputes more in each step.
                 visible = Bounds.of(_as_bounds(causal, q_len, kv_len, q.device))
-            rows_per_tile = _rows_per_key_tile(visible, q_len, kv_len, tiles.keys)
+            rows_per_tile = rows_per_key_tile(visible, q_len, kv_len, tiles.keys)
             for keys, values in _key_targets(*sums):
                 turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
                 _grad_key_kernel[(programs * splits,)](
@@ -176,7 +176,7 @@ def _as_bounds(causal: bool, q_len: int, kv_len: int, device: torch.device) -> t
     return torch.zeros_like(end)[None, None], end[None, None]
 
 
-def _rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Tensor:
+def rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Tensor:
     """The rows that attend to each key tile: int32 [parts, B or 1, tiles, 4] of begin, full_begin, full_end, stop.
 
     Rows in [begin, stop) attend to some key of the tile, rows in [full_begin, full_end) to every key. Computed on the

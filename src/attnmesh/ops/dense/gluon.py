@@ -1,0 +1,31 @@
+"""Backend on the library's forward kernel for Hopper, written in Gluon. The backward is that of the Triton backend."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from attnmesh.core.optional import installed, require
+from attnmesh.ops.dense.call import Call
+from attnmesh.ops.dense.triton import Triton
+
+
+class Gluon(Triton):
+    """Backend on the kernel in `gluon_forward`, and for gradients on those in `triton_backward`."""
+
+    name = "gluon"
+
+    def refusal(self, call: Call) -> str | None:
+        """The reason why this backend cannot serve the forward; None if it can."""
+        if not installed("triton"):
+            return "triton is not installed (pip install 'attnmesh[triton]')"
+        if not call.q.is_cuda or torch.cuda.get_device_capability(call.q.device)[0] != 9:
+            return "its kernel needs a Hopper GPU (compute capability 9.0)"
+        if call.scores.alibi_slopes is not None:
+            return "its kernel does not take alibi_slopes"
+        reason: str | None = self._forward().refusal(call.q, call.v)
+        return reason
+
+    def _forward(self) -> ModuleType:
+        return require("attnmesh.ops.dense.gluon_forward", extra="triton")

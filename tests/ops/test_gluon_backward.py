@@ -1,0 +1,310 @@
+"""The backward for Hopper in Gluon: emulated against float64 autograd, compiled, and run where there is such a GPU."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.dense_kernels import MASKS, dense, mask_case, relative, score_terms
+from helpers.gluon import emulated, mostly_slow
+from helpers.triton_compile import assert_fit, compiled_for_hopper, count
+
+pytest.importorskip("triton")
+
+from attnmesh.ops.dense import gluon_backward
+from attnmesh.ops.dense.gluon_backward import BackwardTiles
+from attnmesh.ops.dense.triton_tiles import ScoreTerms
+
+ONE_AND_MANY = [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)]
+CPU = torch.device("cpu")
+
+
+class Case:
+    """Inputs within larger tensors of NaN, and the gradients that autograd gives in float64."""
+
+    def __init__(
+        self, mask, q_len=150, kv_len=150, heads=(4, 2), head_dim=64, value_dim=None, batch=1,
+        dtype=torch.float16, softcap=False, device=CPU,
+    ):  # fmt: skip
+        value_dim = value_dim or head_dim
+        sizes = [
+            (heads[0], q_len, head_dim), (heads[1], kv_len, head_dim), (heads[1], kv_len, value_dim),
+            (heads[0], q_len, value_dim),
+        ]  # fmt: skip
+        self.q, self.k, self.v, self.grad_out = (_amid_nan(batch, *size, dtype, device) for size in sizes)
+        self.scale = head_dim**-0.5
+        self.terms = score_terms(softcap, False, heads[0], q_len, kv_len, device)
+        self.seen, visible = mask_case(mask, q_len, kv_len, batch, device)
+        leaves = [x.double().requires_grad_() for x in (self.q, self.k, self.v)]
+        out, lse = dense(*leaves, self.scale, visible, torch.float64, self.terms)
+        self.lse = lse.detach().float()
+        # A part of the gradient may come through the lse; that of rows without keys is not defined.
+        grad_lse = torch.randn(lse.shape, dtype=torch.float64, device=device)
+        upstream = self.grad_out.double(), torch.where(lse.isneginf(), 0.0, grad_lse)
+        self.truth = torch.autograd.grad((out, lse), leaves, upstream)
+        delta = (out.detach() * upstream[0]).sum(-1) - grad_lse
+        self.delta = delta.masked_fill(lse.isneginf(), torch.nan).float()
+
+    def sums(self) -> list[Tensor]:
+        """Float32 gradients to add to."""
+        return [torch.randn(x.shape, dtype=torch.float32, device=x.device) for x in (self.q, self.k, self.v)]
+
+    def run(self, module, grads, **how) -> None:
+        grad_q, grad_k, grad_v = grads
+        module.backward(
+            self.q, self.k, self.v, self.grad_out, self.lse, self.delta, scale=self.scale, **self.seen,
+            terms=self.terms, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, **how,
+        )  # fmt: skip
+
+    def check(self, module, **how) -> None:
+        before = self.sums()
+        after = [x.clone() for x in before]
+        self.run(module, after, **how)
+        self.compare([y - x for x, y in zip(before, after, strict=True)])
+
+    def compare(self, grads) -> None:
+        tolerance = {torch.float16: 5e-4, torch.bfloat16: 4e-3}[self.q.dtype]
+        for grad, truth in zip(grads, self.truth, strict=True):
+            assert relative(grad, truth) < tolerance
+
+
+def _amid_nan(batch: int, heads: int, length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    memory = torch.full((batch + 1, length + 5, heads + 1, width), torch.nan, dtype=dtype, device=device)
+    x = memory[:batch, 3 : 3 + length, :heads].transpose(1, 2)
+    return x.copy_(torch.randn(x.shape, dtype=torch.float32, device=device))
+
+
+def emulation(seed: int = 0, planted: tuple[str, str] | None = None):
+    return emulated(gluon_backward, seed, planted)
+
+
+@pytest.mark.parametrize("mask", mostly_slow([(mask,) for mask in MASKS], 4))
+@pytest.mark.parametrize("seeds", ONE_AND_MANY, ids=["one", "many"])
+def test_adds_all_gradients_under_hostile_schedules(mask, seeds):
+    for seed in seeds:
+        torch.manual_seed(seed)
+        Case(mask, batch=2 if mask == "sequences" else 1).check(emulation(seed))
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_len", "kv_len", "heads"),
+    mostly_slow(
+        [
+            (mask, *lengths, heads)
+            for mask in ("full", "causal", "random")
+            for lengths in ((1, 1), (70, 300), (300, 70), (129, 128), (64, 129))
+            for heads in ((6, 2), (1, 1), (3, 1))
+        ],
+        11,
+    ),
+)
+def test_heads_and_lengths(mask, q_len, kv_len, heads):
+    if mask == "random" and q_len == 1:
+        pytest.skip("has rows at both ends that see nothing")
+    torch.manual_seed(0)
+    Case(mask, q_len, kv_len, heads).check(emulation())
+
+
+@pytest.mark.parametrize(
+    ("mask", "widths"),
+    mostly_slow(list(product(["causal", "union"], [(128, 128), (64, 128), (128, 64), (96, 96), (32, 80)])), 9),
+)
+def test_widths(mask, widths):
+    torch.manual_seed(0)
+    Case(mask, 100, 140, (2, 1), *widths).check(emulation())
+
+
+def test_bf16_and_softcap():
+    torch.manual_seed(0)
+    Case("causal", head_dim=128, dtype=torch.bfloat16, softcap=True).check(emulation())
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    mostly_slow([(tiles,) for tiles in [
+        BackwardTiles(unrolled=1, paired=False), BackwardTiles(unrolled=4, stages=4), BackwardTiles(stages=3),
+        BackwardTiles(rows=128, paired=False), BackwardTiles(heads=1), BackwardTiles(heads=2, section=3),
+        BackwardTiles(section=1), BackwardTiles(held=True),
+    ]], 7),
+)  # fmt: skip
+def test_tiles(tiles):
+    torch.manual_seed(0)
+    Case("causal", heads=(8, 2), batch=2).check(emulation(), tiles=tiles)
+
+
+@pytest.mark.parametrize(
+    ("mask", "tiles"), mostly_slow([("causal", None), ("union", None), ("causal", BackwardTiles(heads=1))], 3)
+)
+def test_overwrites_in_any_dtype(mask, tiles):
+    torch.manual_seed(0)
+    case = Case(mask, 150, 400)  # causal: nobody sees the last keys
+    grads = [torch.full(x.shape, torch.nan, dtype=x.dtype) for x in (case.q, case.k, case.v)]
+    case.run(emulation(), grads, overwrite=True, tiles=tiles)
+    case.compare(grads)
+
+
+def test_in_parts_that_add_up():
+    """As a ring does: the keys in several calls, the lse and the row sums of all of them."""
+    torch.manual_seed(0)
+    case = Case("causal", 150, 150)
+    first, end = torch.zeros(150, dtype=torch.int32), torch.arange(1, 151, dtype=torch.int32)
+    grads = [torch.zeros(x.shape, dtype=torch.float32) for x in (case.q, case.k, case.v)]
+    for keys in (range(40), range(40, 47), range(47, 150)):
+        at = slice(keys.start, keys.stop)
+        bounds = tuple((x.clamp(keys.start, keys.stop) - keys.start)[None, None] for x in (first, end))
+        emulation().backward(
+            case.q, case.k[:, :, at], case.v[:, :, at], case.grad_out, case.lse, case.delta, scale=case.scale,
+            causal=False, bounds=bounds, grad_q=grads[0], grad_k=grads[1][:, :, at], grad_v=grads[2][:, :, at],
+        )  # fmt: skip
+    case.compare(grads)
+
+
+def test_deterministic_and_single_gradients():
+    torch.manual_seed(0)
+    case = Case("causal")
+    case.check(emulation(), deterministic=True)
+    whole = case.sums()
+    for i, truth in enumerate(case.truth):
+        grads = [x.clone() if i == j else None for j, x in enumerate(whole)]
+        case.run(emulation(), grads)
+        assert relative(grads[i] - whole[i], truth) < 5e-4
+
+
+def test_nothing_to_add():
+    q, k = torch.empty(1, 2, 0, 64, dtype=torch.float16), torch.ones(1, 2, 5, 64, dtype=torch.float16)
+    grad = torch.ones(1, 2, 5, 64, dtype=torch.float16)
+    rows = torch.empty(1, 2, 0, dtype=torch.float32)
+    how = {"scale": 1.0, "causal": False, "bounds": None}
+    gluon_backward.backward(q, k, k, q, rows, rows, **how, grad_k=grad)
+    assert grad.eq(1).all()
+    gluon_backward.backward(q, k, k, q, rows, rows, **how, grad_k=grad, overwrite=True)
+    assert grad.eq(0).all()
+
+
+PLANTED = {
+    "nobody waits for the queries": (
+        "mbarrier.wait(q_ready.index(stage), turn)\n", "pass\n"),
+    "nobody waits for the next queries": (
+        "mbarrier.wait(q_ready.index(following), ((step + 1) // STAGES) & 1)", "pass"),
+    "ds of the last pair is overwritten": ("mbarrier.wait(ds_free.index(0), (step // 2 & 1) ^ 1)", "pass"),
+    "nobody waits for grad_out": ("mbarrier.wait(grad_out_ready.index(stage), turn)", "pass"),
+    "nobody waits for the values": ("mbarrier.wait(v_ready.index(0), 0)", "pass"),
+    "the loader overwrites queries": ("mbarrier.wait(q_free.index(stage), turn ^ 1)", "pass"),
+    "the loader expects too few bytes": (
+        "q_ready.index(stage), ROWS * K_WIDTH * 2)", "q_ready.index(stage), ROWS * 2)"),
+    "queries are given back too soon": (
+        "acc_k = warpgroup_mma_wait(0, [acc_k])\n",
+        "mbarrier.arrive(q_free.index(step % STAGES), count=1)\n        acc_k = warpgroup_mma_wait(0, [acc_k])\n"),
+    "queries are not given back": (
+        "mbarrier.arrive(q_free.index((step + STAGES - 1) % STAGES), count=1)", "pass"),
+    "ds is read before the other has written it": (
+        "mbarrier.wait(ds_ready.index(at), (step // 2) & 1)", "pass"),
+    "ds is not fenced": ("fence_async_shared()\n                at = 0", "at = 0"),
+    "ds has one stage": ("ds_stage = step % 2\n", "ds_stage = step % 2 * 0\n"),
+    "scores are used too early": (
+        "products, acc_k = warpgroup_mma_wait(1, [products, acc_k])", "products = warpgroup_mma_wait(3, [products])"),
+    "grad_q is used too early": ("warpgroup_mma_wait(1, [part, acc_v])", "warpgroup_mma_wait(2, [part, acc_v])"),
+    "grad_q is overwritten before it is added": ("mbarrier.wait(grad_q_free.index(HALF), (step & 1) ^ 1)", "pass"),
+    "grad_q is added before it is written": ("mbarrier.wait(grad_q_ready.index(half), step & 1)", "pass"),
+    "grad_q is given back too soon": ("tma.store_wait(1 - half)\n", "pass\n"),
+    "grad_q is not fenced": ("store(part * scale)\n                    fence_async_shared()", "store(part * scale)"),
+    "the last keys need no mask": ("edge = gl.where(key_begin + KEYS > kv_len, 0, edge)", "pass"),
+    "a tile too many needs no mask": ("inner = gl.cdiv(full_begin, ROWS) * ROWS", "inner = full_begin // ROWS * ROWS"),
+    "heads of the group are left out": ("kv_head = stream // splits % kv_heads", "kv_head = stream * 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", mostly_slow([(fault,) for fault in PLANTED], 6))
+def test_the_emulation_finds_planted_faults(fault):
+    torch.manual_seed(0)
+    case = Case("causal", 300, 150, (4, 2))
+    case.lse -= 200.0 * (fault == "the last keys need no mask")  # exp2 of it is infinite
+
+    def many_times():  # a race is lost sooner or later
+        for seed in range(20):
+            case.check(emulation(seed, PLANTED[fault]))
+
+    with pytest.raises(AssertionError):
+        many_times()
+
+
+def launch(visibility: str, dtype: str, head_dim: int, value_dim: int, how: dict) -> None:
+    """A case, in the process that compiles."""
+    how = dict(how)
+    softcap, needs_q, overwrite = how.pop("softcap", None), how.pop("needs_q", True), how.pop("overwrite", False)
+    q, k = (torch.empty(1, heads, 256, head_dim, dtype=getattr(torch, dtype)) for heads in (8, 2))
+    v, grad_out = (torch.empty(1, heads, 256, value_dim, dtype=getattr(torch, dtype)) for heads in (2, 8))
+    rows = torch.empty(1, 8, 256, dtype=torch.float32)
+    bounds = (torch.zeros(1, 1, 256, dtype=torch.int32),) * 2 if visibility == "bounds" else None
+    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+    gluon_backward.backward(
+        q, k, v, grad_out, rows, rows, scale=0.1, causal=visibility == "causal", bounds=bounds,
+        grad_q=grad_q if needs_q else None, grad_k=grad_k, grad_v=grad_v, overwrite=overwrite,
+        terms=ScoreTerms(softcap), tiles=BackwardTiles(**how),
+    )  # fmt: skip
+
+
+def assert_sound(kernels: list[dict]) -> None:
+    kernels = [kernel for kernel in kernels if kernel["kernel"] == "_backward_kernel"]
+    # What is spilled at width 128 are addresses and counters, of which a step loads a few while products run.
+    assert_fit(kernels, lambda kernel: 0 if max(kernel["case"][2:4]) <= 64 else 96)
+    for kernel in kernels:
+        how = kernel["case"][4]
+        needs_q = how.get("needs_q", True)
+        unrolled = how.get("unrolled", 2) if needs_q else 1
+        # Products are under way together: the compiler did not add a wait after each. Scores, grad_weights and grad_v
+        # are waited for in each step, grad_q in one of two, and grad_k at the end of each turn, by two differentiators.
+        assert count(kernel, "HGMMA") >= 2 * unrolled * 4 * 4
+        assert count(kernel, "WARPGROUP.DEPBAR") == 2 * (3 * unrolled + 1 + (unrolled // 2 if needs_q else 0))
+        assert (count(kernel, "UTMAREDG") > 0) == needs_q
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_usual_kernels_compile():
+    assert_sound(compiled_for_hopper(__file__, [
+        ("causal", "bfloat16", 128, 128, {}), ("bounds", "bfloat16", 128, 128, {}), ("causal", "bfloat16", 64, 64, {}),
+    ]))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_kernels_compile():
+    assert_sound(compiled_for_hopper(__file__, [
+        *((visibility, "float16", *widths, {"softcap": 30.0})
+          for visibility, widths in product(("full", "bounds"), ((64, 64), (32, 48)))),
+        *((visibility, "bfloat16", *widths, how)
+          for visibility in ("full", "causal", "bounds")
+          for widths in ((128, 128), (64, 64), (96, 96), (64, 128))
+          for how in ({"needs_q": False}, {"overwrite": True}, {"heads": 1})),
+    ]))  # fmt: skip
+
+
+NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (96, 96), (64, 128)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_kernel_on_hopper(device, mask, widths, dtype):
+    torch.manual_seed(0)
+    case = Case(mask, 777, 1001 if mask == "full" else 777, (8, 2), *widths, batch=2, dtype=dtype, device=device)
+    assert gluon_backward.supports(case.q, case.k, case.v, terms=case.terms)
+    for tiles in (None, BackwardTiles(heads=1, section=3), BackwardTiles(stages=2)):
+        case.check(gluon_backward, tiles=tiles)
+    case.check(gluon_backward, deterministic=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+def test_deterministic_on_hopper(device):
+    torch.manual_seed(0)
+    case = Case("causal", 2000, 2000, (8, 2), 128, dtype=torch.bfloat16, device=device)
+    results = []
+    for _ in range(5):
+        results.append([torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (case.q, case.k, case.v)])
+        case.run(gluon_backward, results[-1], deterministic=True)
+    assert all(torch.equal(x, y) for result in results for x, y in zip(result, results[0], strict=True))

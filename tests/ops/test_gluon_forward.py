@@ -1,0 +1,324 @@
+"""The dense forward kernel for Hopper against float64: emulated, on a Hopper GPU, and compiled."""
+
+from itertools import product
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from attnmesh.core.state import State
+from attnmesh.ops.dense import gluon_forward
+from attnmesh.ops.dense.gluon_forward import TILES, GluonTiles
+from attnmesh.ops.dense.triton_tiles import ScoreTerms
+from helpers.dense_kernels import MASKS, dense, mask_case, relative
+from helpers.gluon import emulated, mostly_slow
+from helpers.triton_compile import assert_fit, compiled_for_hopper, count
+
+SMALL = GluonTiles(attenders=2, keys=64, stages=2)
+
+
+def inputs(
+    heads: tuple[int, int], q_len: int, kv_len: int, key_dim: int = 64, value_dim: int | None = None, batch: int = 1,
+    device: str = "cpu", dtype: torch.dtype = torch.float16,
+) -> list[Tensor]:  # fmt: skip
+    """q, k, v as [B, S, H, D] tensors transposed, in the middle of others: NaN lies around them."""
+    sizes = [(q_len, heads[0], key_dim), (kv_len, heads[1], key_dim), (kv_len, heads[1], value_dim or key_dim)]
+    found = []
+    for s, h, d in sizes:
+        around = torch.full((batch, s + 5, h, d + 8), torch.nan, dtype=dtype, device=device)
+        around[:, 2 : 2 + s, :, :d] = torch.randn(batch, s, h, d, dtype=torch.float32, device=device).to(dtype)
+        found.append(around[:, 2 : 2 + s, :, :d].transpose(1, 2))
+    return found
+
+
+def assert_right(
+    kernel: ModuleType, q: Tensor, k: Tensor, v: Tensor, mask: str, *, softcap: float | None = None, **how: object
+) -> State:
+    """Against float64, with at most twice the error of the plain computation in the dtype of q."""
+    seen, visible = mask_case(mask, q.shape[2], k.shape[2], q.shape[0], q.device)
+    terms = ScoreTerms(softcap)
+    result = kernel.forward(q, k, v, scale=0.2, **seen, state=None, out_dtype=q.dtype, terms=terms, **how)
+    truth, plain = (dense(q, k, v, 0.2, visible, dtype, terms) for dtype in (torch.float64, q.dtype))
+    assert result.out.dtype == q.dtype
+    assert result.lse.dtype == torch.float32
+    for mine, exact, theirs in zip(result, truth, plain, strict=True):
+        assert relative(mine, exact) <= 2 * relative(theirs, exact) + 1e-6
+    assert (result.out[truth.lse.isneginf()] == 0).all()
+    return result
+
+
+WIDTHS = sorted(TILES)
+CASES = [  # mask, heads, widths, lengths
+    (mask, heads, WIDTHS[i % len(WIDTHS)], lengths)
+    for i, (mask, (heads, lengths)) in enumerate(
+        product(MASKS, [((2, 2), (150, 150)), ((4, 1), (77, 200)), ((6, 2), (193, 130))])
+    )
+    if mask != "causal" or lengths[0] == lengths[1]
+]
+
+
+@pytest.mark.parametrize(("mask", "heads", "widths", "lengths"), mostly_slow(CASES, 5))
+def test_masks_widths_and_lengths(mask, heads, widths, lengths):
+    batch = 3 if mask == "sequences" else 1
+    assert_right(emulated(gluon_forward), *inputs(heads, *lengths, *widths, batch=batch), mask, tiles=SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_the_tiles_of_every_width(widths):
+    assert_right(emulated(gluon_forward), *inputs((4, 2), 230, 230, *widths), "causal")
+
+
+@pytest.mark.parametrize(("pack", "mask"), mostly_slow(list(product([2, 4, 8], ["causal", "window", "union"])), 4))
+def test_heads_of_a_group_share_a_tile(pack, mask):
+    assert_right(emulated(gluon_forward), *inputs((8, 1), 45, 45), mask, tiles=SMALL, pack=pack)
+
+
+def test_few_rows_are_packed():
+    assert gluon_forward._packed_heads(8, 1, SMALL) == 8
+    assert gluon_forward._packed_heads(12, 1, SMALL) == 4
+    assert gluon_forward._packed_heads(8, 40, SMALL) == 2
+    assert gluon_forward._packed_heads(8, 4096, SMALL) == 1
+    assert_right(emulated(gluon_forward), *inputs((8, 1), 5, 300, batch=2), "full")
+
+
+@pytest.mark.parametrize("mask", ["causal", "random", "union"])
+def test_softcap(mask):
+    assert_right(emulated(gluon_forward), *inputs((2, 1), 130, 130), mask, softcap=2.0, tiles=SMALL)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_that_is_not_positive(scale):
+    q, k, v = inputs((2, 1), 100, 90)
+    result = emulated(gluon_forward).forward(
+        q, k, v, scale=scale, causal=False, bounds=None, state=None, out_dtype=torch.float32, tiles=SMALL
+    )
+    truth = dense(q, k, v, scale, torch.ones(1, 1, 100, 90, dtype=torch.bool), torch.float64)
+    assert relative(result.out, truth.out) < 1e-3
+    assert relative(result.lse, truth.lse) < 1e-6
+
+
+def continued(
+    kernel: ModuleType, q: Tensor, k: Tensor, v: Tensor, mask: str, stages: int, **how: object
+) -> tuple[State, State]:
+    """A launch per range of keys, from state to state, the last one in the dtype of q; and the truth."""
+    seen, visible = mask_case(mask, q.shape[2], k.shape[2], q.shape[0], q.device)
+    first, end = seen["bounds"]
+    state = None
+    for stage in range(stages):
+        begin, stop = (k.shape[2] * n // stages for n in (stage, stage + 1))
+        bounds = tuple(x.clamp(begin, stop) - begin for x in (first, end))
+        state = kernel.forward(
+            q, k[:, :, begin:stop], v[:, :, begin:stop], scale=0.2, causal=False, bounds=bounds, state=state,
+            out_dtype=q.dtype if stage == stages - 1 else torch.float32, **how,
+        )  # fmt: skip
+        if state is not None:
+            state.out[state.lse.isneginf()] = torch.nan if stage < stages - 1 else 0.0  # what is empty does not count
+    return state, dense(q, k, v, 0.2, visible, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("mask", "widths", "stages"),
+    mostly_slow(
+        [
+            (*case, stages)
+            for stages in (3, 2, 8)
+            for case in (("random", (64, 64)), ("window", (192, 128)), ("union", (96, 96)))
+        ],
+        9,
+    ),
+)
+def test_states_are_continued(mask, widths, stages):
+    q, k, v = inputs((4, 2), 140, 200, *widths)
+    state, truth = continued(emulated(gluon_forward), q, k, v, mask, stages, tiles=SMALL)
+    once = assert_right(emulated(gluon_forward), q, k, v, mask, tiles=SMALL)
+    assert state.out.dtype == q.dtype
+    # Weights are rounded relative to another maximum: the error moves a little, and does not grow with the stages.
+    assert relative(state.out, truth.out) <= 1.1 * relative(once.out, truth.out)
+    assert relative(state.lse, truth.lse) <= 1e-6
+
+
+def test_a_float32_state_is_overwritten():
+    q, k, v = inputs((2, 1), 70, 64)
+    state = State(torch.zeros(1, 2, 70, 64), torch.full((1, 2, 70), -torch.inf))
+    again = emulated(gluon_forward).forward(
+        q, k, v, scale=0.2, causal=False, bounds=None, state=state, out_dtype=torch.float32, tiles=SMALL
+    )
+    assert again.out is state.out
+    assert again.lse is state.lse
+    assert again.out.abs().max() > 0
+
+
+def test_no_keys_pass_the_state_through():
+    q, k, v = inputs((2, 1), 70, 0)
+    state = State(torch.randn(1, 2, 70, 64), torch.randn(1, 2, 70))
+    after = emulated(gluon_forward).forward(
+        q, k, v, scale=0.2, causal=False, bounds=None, state=state, out_dtype=q.dtype, tiles=SMALL
+    )
+    torch.testing.assert_close(after.out, state.out.half())
+    torch.testing.assert_close(after.lse, state.lse, rtol=1e-6, atol=1e-6)
+    empty = emulated(gluon_forward).forward(
+        q, k, v, scale=0.2, causal=False, bounds=None, state=None, out_dtype=q.dtype, tiles=SMALL
+    )
+    assert (empty.out == 0).all()
+    assert empty.lse.isneginf().all()
+
+
+def test_rows_that_are_not_aligned_are_copied():
+    q, k, v = (x[..., 3:67] for x in inputs((2, 1), 70, 64, 72, 72))
+    assert_right(emulated(gluon_forward), q, k, v, "full", tiles=SMALL)
+    k, v = (x.expand(1, 2, 64, 64) for x in (k, v))
+    assert_right(emulated(gluon_forward), q, k, v, "full", tiles=SMALL)
+
+
+SCHEDULES = [SMALL, SMALL._replace(attenders=3, stages=3), SMALL._replace(turns=False), SMALL._replace(dynamic=True)]
+
+
+@pytest.mark.parametrize("tiles", mostly_slow([(tiles,) for tiles in SCHEDULES], 4))
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_under_hostile_schedules(tiles, seeds):
+    for seed in seeds:
+        torch.manual_seed(seed)
+        mask = MASKS[seed % len(MASKS)]
+        batch = 3 if mask == "sequences" else 1
+        assert_right(emulated(gluon_forward, seed), *inputs((4, 2), 260, 260, batch=batch), mask, tiles=tiles)
+
+
+PLANTED = {
+    "the first turn never comes": ("(turns & 1) ^ FIRST", "turns & 1"),
+    "an attender does not wait for its queries": ("mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)", "pass"),
+    "an attender does not wait for the first keys": ("mbarrier.wait(barriers.k_ready.index(stage), phase)", "pass"),
+    "an attender does not wait for the next keys": (
+        "mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)", "pass",
+    ),
+    "an attender does not wait for the values": (
+        "mbarrier.wait(barriers.v_ready.index(stage), phase)\n                    sums", "sums",
+    ),
+    "the scores are read too early": ("1 if SHAPE.v_rest == 0 else 2, [scores]", "2, [scores]"),
+    "keys are given back before they are read": (
+        "scores = _score(memory, INDEX, next_stage, KEYS, grid)\n",
+        "scores = _score(memory, INDEX, next_stage, KEYS, grid)\n"
+        "                    mbarrier.arrive(barriers.k_free.index(next_stage), count=1)\n",
+    ),
+    "values are given back before they are read": (
+        "acc = _finish(sums, weights)\n                    mbarrier.arrive(barriers.v_free.index(stage), count=1)",
+        "mbarrier.arrive(barriers.v_free.index(stage), count=1)\n                    acc = _finish(sums, weights)",
+    ),
+    "queries are given back before they are read": (
+        "seen = served + 1\n",
+        "seen = served + 1\n                mbarrier.arrive(barriers.q_free.index(INDEX), count=1)\n",
+    ),
+    "the last sums are not waited for": ("wait(0, [sums[0], weights])", "wait(1, [sums[0], weights])"),
+    "the loader does not wait for a free stage": ("mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)", "pass"),
+    "the loader waits for a turn too many": ("(step // STAGES & 1) ^ 1)", "step // STAGES & 1)"),
+    "the loader overwrites the queries": ("mbarrier.wait(barriers.q_free.index(attender), (served & 1) ^ 1)", "pass"),
+    "the loader overwrites a record": ("mbarrier.wait(barriers.work_free.index(place), (record // 2 & 1) ^ 1)", "pass"),
+    "nobody gives records back": ("mbarrier.arrive(barriers.work_free.index(record % 2), count=1)", "pass"),
+    "fewer bytes are expected than come": ("blocks[0].block_type.nbytes)", "blocks[0].block_type.nbytes // 2)"),
+    "the loader forgets the last values": ("if stop > begin:\n                last", "if False:\n                last"),
+    "the edge of a mask is off by one": ("key < (row_end - key_begin)", "key <= (row_end - key_begin)"),
+    "the carry is not rescaled": ("acc = rescale(acc, decay)\n                    weights", "weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", mostly_slow([(fault,) for fault in PLANTED], 4))
+def test_the_emulation_finds_planted_faults(fault):
+    q, k, v = inputs((2, 1), 300, 300)
+
+    def many_times():  # a race is lost sooner or later
+        for seed in range(12):
+            kernel = emulated(gluon_forward, seed, PLANTED[fault])
+            assert_right(kernel, q, k, v, "causal", tiles=SMALL)
+            assert_right(kernel, *inputs((2, 1), 600, 100), "slices", tiles=SMALL)  # with rows that see nothing
+
+    with pytest.raises(AssertionError):
+        many_times()
+
+
+def test_what_it_refuses():
+    q, v = (torch.empty(1, 1, 4, d, dtype=torch.bfloat16) for d in (192, 128))
+    assert gluon_forward.refusal(q, v) is None
+    assert "fp16 and bf16" in gluon_forward.refusal(q.float(), v.float())
+    assert "head_dim" in gluon_forward.refusal(q[..., :128], v[..., :64])
+
+
+NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_on_hopper(widths, mask, dtype):
+    batch = 3 if mask == "sequences" else 1
+    for heads, length in (((8, 2), 777), ((3, 3), 128), ((4, 1), 13)):
+        q, k, v = inputs(heads, length, length, *widths, batch=batch, device="cuda", dtype=dtype)
+        assert_right(gluon_forward, q, k, v, mask)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_states_are_continued_on_hopper(stages):
+    q, k, v = inputs((8, 2), 1000, 1000, 128, device="cuda", dtype=torch.bfloat16)
+    state, truth = continued(gluon_forward, q, k, v, "random", stages)
+    once, _ = continued(gluon_forward, q, k, v, "random", 1)
+    assert relative(state.out, truth.out) <= 1.02 * relative(once.out, truth.out)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+def test_the_same_bits_again_and_again_on_hopper():
+    """A result that moves is a race: more items than the GPU has processors, many times."""
+    q, k, v = inputs((16, 4), 3000, 3000, 128, device="cuda", dtype=torch.bfloat16)
+    how = {"scale": 0.1, "causal": True, "bounds": None, "state": None, "out_dtype": torch.bfloat16}
+    first = gluon_forward.forward(q, k, v, **how)
+    for _ in range(20):
+        again = gluon_forward.forward(q, k, v, **how)
+        assert torch.equal(again.out, first.out)
+        assert torch.equal(again.lse, first.lse)
+
+
+def launch(key_dim: int, value_dim: int, dtype: str, mask: str, stage: str, softcap: float | None, pack: int) -> None:
+    """A case, in the process that compiles."""
+    dtype = getattr(torch, dtype)
+    q, k = (torch.empty(1, 300, heads, key_dim, dtype=dtype).transpose(1, 2) for heads in (8, 2))
+    v = torch.empty(1, 300, 2, value_dim, dtype=dtype).transpose(1, 2)
+    parts = {"bounds": 1, "union": 2}.get(mask)
+    bounds = None if parts is None else (torch.zeros(parts, 1, 300, dtype=torch.int32),) * 2
+    state = None if stage == "only" else State(torch.empty(1, 8, 300, value_dim), torch.empty(1, 8, 300))
+    gluon_forward.forward(
+        q, k, v, scale=0.1, causal=mask == "causal", bounds=bounds, state=state,
+        out_dtype=torch.float32 if stage == "middle" else dtype, terms=ScoreTerms(softcap), pack=pack,
+    )  # fmt: skip
+
+
+def tolerated(kernel: dict) -> int:
+    """Bytes that may be spilled: arguments and addresses of the loader, read once per item, not per tile."""
+    return 136
+
+
+USUAL = [(128, 128, "bfloat16", "causal", "only", None, 1), (64, 64, "float16", "bounds", "middle", None, 1)]
+EVERY = [
+    (*widths, dtype, mask, stage, None, 1)
+    for (widths, dtype), (mask, stage) in product(
+        [(widths, ("bfloat16", "float16")[i % 2]) for i, widths in enumerate(WIDTHS)],
+        [("causal", "only"), ("full", "middle"), ("bounds", "only"), ("bounds", "middle"), ("union", "last")],
+    )
+] + [(128, 128, "bfloat16", "causal", "only", 30.0, 1), (128, 128, "bfloat16", "full", "only", None, 8)]
+
+
+@pytest.mark.parametrize("cases", [USUAL, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["usual", "every"])
+@pytest.mark.timeout(900)
+def test_compiles_for_hopper(cases):
+    kernels = compiled_for_hopper(__file__, cases)
+    assert_fit(kernels, tolerated)
+    for kernel in kernels:
+        tiles = TILES[kernel["case"][:2]]
+        # All products of a tile are under way at once. Where the compiler cannot allow that, it waits for each.
+        assert count(kernel, "WARPGROUP.DEPBAR") == 4 * tiles.attenders
+        assert count(kernel, "UTMALDG") > 0
