@@ -1,6 +1,7 @@
 """`save_cache` and `load_cache`: every bit comes back on any number of ranks, and bad files are refused in one line."""
 
 import json
+from shutil import copytree
 
 import pytest
 import torch
@@ -174,8 +175,7 @@ def test_bad_files_are_refused_on_every_rank(tmp_path):
     saved(mesh, good)
     for number, (name, damage, message) in enumerate(BAD):
         folder = tmp_path / str(number)
-        saved(mesh, folder)
-        assert am.run_virtual(2, load) == [None, None]
+        copytree(good, folder)
         damage(folder / name)
         errors = am.run_virtual(2, load)
         for error in errors:
