@@ -19,7 +19,7 @@ PAGES = {
     "masks": 15,
     "layouts": 1,
     "decode": 3,
-    "sharded-generation": 3,
+    "sharded-generation": 6,
     "sparse-attention": 4,
     "debugging": 1,
     "planning": 1,

@@ -49,6 +49,9 @@ from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.decode.exchange import Exchange
 from attnmesh.parallel.decode.ranks import decode_rank
 from attnmesh.parallel.query_distributed import gather_ring_outputs, ring_chunks, ring_distributed_attention
+from attnmesh.parallel.reshard.api import reshard
+from attnmesh.parallel.reshard.files import load_cache, save_cache
+from attnmesh.parallel.reshard.prefill import PrefillKV
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
 from attnmesh.plan.decode import DecodeSharding
@@ -88,6 +91,7 @@ __all__ = [
     "Norm",
     "Padding",
     "PerSequence",
+    "PrefillKV",
     "Prefix",
     "Quantized",
     "Request",
@@ -120,15 +124,18 @@ __all__ = [
     "indexer_kl_loss",
     "indexer_scores_at",
     "indexer_topk",
+    "load_cache",
     "load_model",
     "merge",
     "paged_decode_attention",
     "quantize",
     "recommend_sharding",
     "register_attention",
+    "reshard",
     "ring_chunks",
     "ring_distributed_attention",
     "run_virtual",
+    "save_cache",
     "shard_inputs",
     "sparse_attention",
 ]

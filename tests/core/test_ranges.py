@@ -1,6 +1,7 @@
 """Positions as spans: there and back, and index arithmetic against brute force."""
 
 import itertools
+from random import Random
 
 import pytest
 import torch
@@ -204,3 +205,24 @@ def test_selected_rows_are_those_of_the_positions(kept):
     positions = listed(held)
     assert listed(ranges.select(held, kept)) == [positions[row] for row in listed(kept)]
     assert listed(ranges.rows_of(held)) == list(range(len(positions)))
+
+
+def test_common_positions_of_ranges_with_any_steps():
+    random = Random(3)
+    for _ in range(2000):
+        a, b = (
+            tuple(range(start, start + random.randint(1, 40), random.randint(1, 9)) for start in [random.randrange(30)])
+            for _ in range(2)
+        )
+        assert sorted(p for run in ranges.common(a, b) for p in run) == sorted(set(*a) & set(*b)), (a, b)
+
+
+def test_interleaved_positions_as_few_ranges():
+    for ranks, interleave, length, begin in itertools.product((1, 2, 3), (1, 2, 5), (0, 1, 7, 24, 61), (0, 1, 6, 30)):
+        for rank in range(ranks):
+            shard = ranges.InterleavedShard(ranks, rank, interleave)
+            runs = shard.ranges(length, begin)
+            own = [p for p in range(begin, length) if shard.owner(p) == rank]
+            assert sorted(p for run in runs for p in run) == own
+            assert all(runs)
+            assert len(runs) <= max(1, min(interleave, -(-length // (ranks * interleave)) + 1))

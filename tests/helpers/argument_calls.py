@@ -123,6 +123,18 @@ def _new(cache: am.BlockCache) -> Any:
     return cache.append([cache.allocate([1, 2, 3, 4])], 2)
 
 
+def _stored_cache(comm: am.Comm | None = None, sharding: am.DecodeSharding = SHARDING) -> am.ShardedCache:
+    cache = am.ShardedCache(sharding, 0 if comm is None else comm.rank, batch=2, **_sizes())
+    cache.mark_written(cache.append([cache.allocate([1, 2, 3])], 3))
+    return cache
+
+
+def _cache_folder() -> Path:
+    folder = Path(tempfile.mkdtemp())
+    am.save_cache(_stored_cache(), folder, SoloComm())
+    return folder
+
+
 def _step(cache: am.ShardedCache) -> Any:
     return cache.append([cache.allocate([1, 2, 3, 4])], 2)
 
@@ -337,6 +349,19 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "ShardedCache.write": [
         lambda cache: {"layer": 0, "step": _step(cache), "k": rows(2, 2, 2, 16), "v": rows(2, 2, 2, 16)},
     ],
+    "reshard": [
+        lambda: {"cache": _stored_cache(), "to": SHARDING, "comm": SoloComm(), "ranks": [0], "num_blocks": 8,
+                 "block_size": 4, "max_length": 16, "device": "cpu", "message_bytes": 4096},
+    ],
+    "save_cache": [lambda: {"cache": _stored_cache(), "folder": Path(tempfile.mkdtemp()), "comm": SoloComm()}],
+    "load_cache": [
+        lambda: {"folder": _cache_folder(), "to": SHARDING, "comm": SoloComm(), "ranks": [0], "num_blocks": 8,
+                 "block_size": 4, "max_length": 16, "device": "cpu"},
+    ],
+    "PrefillKV": [
+        lambda: {"keys": [rows(1, 2, 3, 16)], "values": [rows(1, 2, 3, 16)], "layout": am.Contiguous(), "length": 6,
+                 "rank": 1, "world": 2, "ids": [[1, 2, 3, 4, 5, 6]]},
+    ],
     # Sharded generation.
     "Norm": [lambda: {"eps": 1e-6}],
     "Rope": [lambda: {"frequencies": (1.0, 0.5), "layout": "halves", "factor": 1.0}],
@@ -547,6 +572,9 @@ COLLECTIVE: dict[str, Callable[[am.Comm], tuple[Any, Arguments]]] = {
     "SparseParallel.indexer_topk": _sparse_on_ranks(lambda: _indexer(topk=2)),
     "SparseParallel.indexer_scores_at": _sparse_on_ranks(lambda: _indexer(indices=_indices())),
     "SparseParallel.indexer_kl_loss": _sparse_on_ranks(_dense_loss),
+    "reshard": lambda comm: (
+        None, {"cache": _stored_cache(comm, SHARDED), "to": SHARDED, "comm": comm, "num_blocks": 8, "ranks": [1, 0]},
+    ),
     "Generator": lambda comm: (None, {**_generator(), "comm": comm}),
     "Generator.generate": lambda comm: (am.Generator(**{**_generator(), "comm": comm}), _generate()),
     "Generator.submit": lambda comm: (am.Generator(**{**_generator(), "comm": comm}), _submit()),
@@ -581,6 +609,9 @@ NOT_FUZZED = {
     "Intervals.key_ranges": "called by kernels with positions that were checked",
     "SparseMask.bounds": "called by kernels with the sizes of tensors that were checked",
     "BlockCache.append_with": "called by ShardedCache; `append` checks the same arguments",
+    "BlockCache.restore": "called by reshard with the sequences of another cache",
+    "ShardedCache.restore": "called by reshard with the sequences of another cache",
+    "PrefillKV.read": "called by reshard with the pieces of its plan",
     "BlockCache.upload": "called by ShardedCache with its own numbers",
     "ContextParallel.agreed_executor": "the interface of compiled operators, which pass checked options",
     "ContextParallel.executor": "the interface of compiled operators, which pass checked options",

@@ -7,6 +7,7 @@ cost does not depend on the number of positions.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -144,6 +145,24 @@ def difference(a: Ranges, b: Ranges) -> Ranges:
     return left
 
 
+def common(a: Ranges, b: Ranges) -> Ranges:
+    """The positions that are in both, of ascending ranges with any steps; not in ascending order."""
+    shared = (_common(x, y) for x in a for y in b if x[0] <= y[-1] and y[0] <= x[-1])
+    return tuple(run for run in shared if run)
+
+
+def _common(x: range, y: range) -> range:
+    """The positions that are in two ascending ranges: one range, whose step is a multiple of both."""
+    divisor = math.gcd(x.step, y.step)
+    if (y[0] - x[0]) % divisor:
+        return range(0)
+    steps = y.step // divisor
+    first = x[0] + x.step * ((y[0] - x[0]) // divisor * pow(x.step // divisor, -1, steps) % steps)
+    step = x.step * steps
+    first += max(0, -(-(y[0] - first) // step)) * step
+    return range(first, min(x[-1], y[-1]) + 1, step)
+
+
 def at_most(count: int, ranges: Ranges) -> Ranges:
     """The same ranges, or if there are more than `count`, with the smallest gaps between them closed."""
     if len(ranges) <= count:
@@ -194,6 +213,20 @@ class InterleavedShard:
         return (
             index // self.interleave * (self.ranks * self.interleave) + rank * self.interleave + index % self.interleave
         )
+
+    def ranges(self, length: int, begin: int = 0) -> Ranges:
+        """The positions from `begin` to `length` of this rank as few arithmetic ranges, each ascending."""
+        period = self.ranks * self.interleave
+        own = self.rank * self.interleave
+        if self.ranks == 1:
+            runs = [range(begin, length)]
+        elif self.interleave <= -(-(length - begin) // period):  # one range for each position of an interleave
+            offsets = ((own + offset - begin) % period for offset in range(self.interleave))
+            runs = [range(begin + offset, length, period) for offset in offsets]
+        else:
+            starts = range(begin // period * period + own, length, period)
+            runs = [range(max(begin, start), min(length, start + self.interleave)) for start in starts]
+        return tuple(run for run in runs if run)
 
     def _checked(self, rank: int) -> int:
         return check_index("rank", rank, self.ranks)

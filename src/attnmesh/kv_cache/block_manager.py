@@ -142,6 +142,23 @@ class BlockManager:
         ids = sequence.ids[: sequence.length]
         return self._new_sequence(sequence.length, shared, ids, sequence.root, list(sequence.hashes))
 
+    def restore(
+        self, row: int, length: int, reserved: int, ids: array[int], root: bytes, shared: list[int]
+    ) -> Sequence:
+        """A sequence of `length` tokens in a given free row, with blocks for `reserved` tokens.
+
+        It starts with the blocks `shared` of another sequence. Its content is that of a cache elsewhere, to be copied
+        by the caller before anything else is done.
+        """
+        blocks = [*shared, *self._pool.allocate(self._layout.num_blocks(reserved) - len(shared))]
+        for block in shared:
+            self._pool.acquire(block)
+        self._free_rows.remove(row)
+        heapq.heapify(self._free_rows)
+        sequence = self._place(row, length, blocks, ids, root, [])
+        self.cache_full_blocks(sequence)
+        return sequence
+
     def check_append(self, sequences: tuple[Sequence, ...], count: int) -> list[_TouchedBlock]:
         """The blocks that `count` more tokens per sequence go to; raises CacheFull if there are too few."""
         touched = self._touched_blocks(sequences, count)
@@ -211,7 +228,11 @@ class BlockManager:
         self, length: int, blocks: list[int], ids: array[int], root: bytes, hashes: list[bytes]
     ) -> Sequence:
         """A new sequence whose first `length` tokens are cached."""
-        row = heapq.heappop(self._free_rows)
+        return self._place(heapq.heappop(self._free_rows), length, blocks, ids, root, hashes)
+
+    def _place(
+        self, row: int, length: int, blocks: list[int], ids: array[int], root: bytes, hashes: list[bytes]
+    ) -> Sequence:
         self._tables.set_blocks(row, 0, blocks)
         self._set_length(row, length)
         return Sequence(row, length, length, self._owner, blocks, ids, root, hashes, {})

@@ -118,6 +118,19 @@ class BlockCache:
         """The number of sequences that can still be allocated."""
         return self._manager.free_rows
 
+    @property
+    def stored_tensors(self) -> tuple[Tensor, ...]:
+        """All that is stored per token, [layers, num_blocks, block_size, kv_heads, ...]: keys, values, their scales.
+
+        fp8 scales are not stored per token, and not among them.
+        """
+        return (*self._keys.tensors, *self._values.tensors)
+
+    @property
+    def layout(self) -> BlockLayout:
+        """The blocks that positions lie in."""
+        return self._layout
+
     def stats(self) -> CacheStats:
         """The number of free, used and cached blocks, prefix hits and evictions."""
         pool = self._pool
@@ -223,6 +236,14 @@ class BlockCache:
         forked = self._manager.fork(sequence)
         self._tables.upload()
         return forked
+
+    def restore(
+        self, row: int, length: int, reserved: int, ids: array[int], root: bytes, shared: list[int]
+    ) -> Sequence:
+        """A sequence whose keys and values the caller copies to its blocks, as `BlockManager.restore`."""
+        sequence = self._manager.restore(row, length, reserved, ids, root, shared)
+        self._tables.upload()
+        return sequence
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens, as after rejected drafts. Blocks reserved for a prompt are freed, too."""

@@ -54,7 +54,7 @@ class ShardedSequence:
     row: int
     kvdp_rank: int  # the KVDP rank that stores it
     sequence: Sequence  # in the cache of that KVDP rank
-    owner: object  # the cache
+    owner: object  # stands for the cache
 
     @property
     def length(self) -> int:

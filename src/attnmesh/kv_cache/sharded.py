@@ -177,7 +177,7 @@ class ShardedCache:
         self.sharding, self.rank, self.batch = sharding, rank, batch
         self.kv_heads, self.head_dim, self.value_dim = kv_heads, head_dim, value_dim or head_dim
         self.block_size, self.num_blocks, self.max_length, self.storage = block_size, num_blocks, max_length, storage
-        self._layers = layers
+        self.layers, self.scales = layers, (k_scale, v_scale)
         self._shape = (len(heads), head_dim, head_dim if value_dim is None else value_dim)
         self._rows_of_rank = [sharding.sequences(peer, batch) for peer in sharding.kvdp_peers(rank)]
         kvdp_rank = sharding.place(rank).kvdp
@@ -197,6 +197,8 @@ class ShardedCache:
         lengths = torch.arange(max_length + 1, device=self.block_table.device)
         self._local_lengths = shard.length(lengths).to(torch.int32)
         self._tensors: dict[int, StepTensors] = {}
+        self._sequences: dict[int, ShardedSequence] = {}
+        self._owner = object()  # not the cache itself: without a cycle, its memory is freed with the last reference
         self._current: Step | None = None
         self.log = CallLog()
 
@@ -207,6 +209,16 @@ class ShardedCache:
     def values(self, layer: int) -> Stored:
         """The pool of a layer's values, [num_blocks, block_size, own kv heads, value_dim]."""
         return self._local.values(layer)
+
+    @property
+    def sequences(self) -> dict[int, ShardedSequence]:
+        """All sequences that were not freed, by row."""
+        return dict(sorted(self._sequences.items()))
+
+    @property
+    def local(self) -> BlockCache:
+        """The cache of this rank's rows, which has its memory."""
+        return self._local
 
     def stats(self) -> list[CacheStats]:
         """The statistics of each KVDP rank's cache, the same on every rank."""
@@ -274,7 +286,7 @@ class ShardedCache:
 
         The step's own tokens must not be written there yet or, with `written`, must be.
         """
-        check_index("layer", layer, self._layers)
+        check_index("layer", layer, self.layers)
         check_bool(written=written)
         self._check_latest(step)
         if layer in step.skipped:
@@ -328,14 +340,27 @@ class ShardedCache:
         """End a sequence and free its blocks. Blocks with a prefix hash stay cached until they are evicted."""
         self._check_sequence(sequence)
         self._caches[sequence.kvdp_rank].free(sequence.sequence)
+        del self._sequences[sequence.row]
         self._log("free", row=sequence.row)
         self._invalidate_step(sequence)
+
+    def restore(
+        self, row: int, length: int, reserved: int, ids: array[int], root: bytes, shared: list[int]
+    ) -> ShardedSequence:
+        """A sequence in a given free row whose keys and values the caller copies, as `BlockManager.restore`."""
+        kvdp_rank = next(peer for peer, rows in enumerate(self._rows_of_rank) if row in rows)
+        local_row = self._rows_of_rank[kvdp_rank].index(row)
+        sequence = self._caches[kvdp_rank].restore(local_row, length, reserved, ids, root, shared)
+        self._log("restore", row=row, length=length, ids=hash(tuple(ids)))
+        return self._sharded(kvdp_rank, sequence)
 
     def _log(self, operation: str, **numbers: int | tuple[int, ...]) -> None:
         self.log.add(operation, hash((text_digest(operation), *numbers.values())), numbers)
 
     def _sharded(self, kvdp_rank: int, sequence: Sequence) -> ShardedSequence:
-        return ShardedSequence(self._rows_of_rank[kvdp_rank][sequence.row], kvdp_rank, sequence, self)
+        sharded = ShardedSequence(self._rows_of_rank[kvdp_rank][sequence.row], kvdp_rank, sequence, self._owner)
+        self._sequences[sharded.row] = sharded
+        return sharded
 
     def _tensors_for(self, tokens: int) -> StepTensors:
         """The tensors shared by all decode steps of `tokens` tokens; a longer step, of a prompt, gets its own."""
@@ -366,7 +391,7 @@ class ShardedCache:
         if not isinstance(sequence, ShardedSequence):
             name = "sequence" if at is None else f"sequences[{at}]"
             raise ValueError(f"{name} must be what allocate or fork returned, got {shown(sequence)}")
-        if sequence.owner is not self or sequence.freed:
+        if sequence.owner is not self._owner or sequence.freed:
             raise ValueError(f"{sequence} {'was freed' if sequence.freed else 'belongs to another cache'}")
 
 

@@ -1,0 +1,309 @@
+"""`CacheContents`: the sequences of a `ShardedCache` without its keys and values, and where each sharding stores them.
+
+It is what a rank needs to know of a cache that is on other ranks or in files, and it is written as JSON.
+
+Sequences with common blocks (prefixes, forks) are a tree: the first `common` positions of a sequence are those of its
+`base`, a sequence in an earlier row. Every key and value is thus stored, moved and written once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.ranges import InterleavedShard
+from attnmesh.core.validation import check_count, check_index, check_list, check_number, check_positive, shown
+from attnmesh.kv_cache.block_manager import BlockLayout
+from attnmesh.kv_cache.sequence import ShardedSequence, token_ids
+from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.ops.storage import check_storage
+from attnmesh.plan.decode import DecodeSharding, Place
+from attnmesh.plan.reshard import Part, Piece
+
+_HASH_BYTES = 32  # of a root
+
+
+@dataclass(frozen=True)
+class SequenceContents:
+    """A sequence: its tokens, and the earlier row `base` (-1: none) whose first `common` positions it shares.
+
+    `reserved` is the number of tokens that it has blocks for; `ids` are the token ids that are known.
+    """
+
+    row: int
+    length: int
+    cached: int
+    reserved: int
+    ids: tuple[int, ...]
+    root: str
+    base: int
+    common: int
+
+
+@dataclass(frozen=True)
+class CacheContents:
+    """The sizes of a cache, as `ShardedCache` takes them, and its sequences in the order of their rows."""
+
+    batch: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    max_length: int
+    storage: str
+    k_scale: float | tuple[float, ...] | None
+    v_scale: float | tuple[float, ...] | None
+    sequences: tuple[SequenceContents, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        check_positive(**sizes)
+        for dim in (self.head_dim, self.value_dim):
+            check_storage(self.storage, dim)
+        for name in ("k_scale", "v_scale"):
+            _check_scale(name, getattr(self, name), self.kv_heads)
+        lengths: dict[int, int] = {}
+        for at, sequence in enumerate(self.sequences):
+            try:
+                self._check(sequence, lengths)
+            except ValueError as error:
+                raise ValueError(f"sequences[{at}]: {error}") from None
+            lengths[sequence.row] = sequence.length
+
+    def _check(self, sequence: SequenceContents, lengths: dict[int, int]) -> None:
+        """Raise ValueError unless a sequence is valid after those of `lengths`, by row."""
+        check_index("row", sequence.row, self.batch)
+        if lengths and sequence.row <= max(lengths):
+            raise ValueError(f"row must be above {max(lengths)}, got {sequence.row}")
+        check_count("reserved", sequence.reserved, most=self.max_length)
+        check_count("length", sequence.length, most=sequence.reserved)
+        check_count("cached", sequence.cached, most=self.max_length)
+        if len(token_ids("ids", sequence.ids)) > sequence.reserved:
+            raise ValueError(f"ids must be at most reserved={sequence.reserved}, got {len(sequence.ids)}")
+        root = sequence.root
+        if not isinstance(root, str) or len(root) != 2 * _HASH_BYTES or set(root) - set("0123456789abcdef"):
+            raise ValueError(f"root must be {2 * _HASH_BYTES} hexadecimal digits, got {shown(root)}")
+        if sequence.base not in (-1, *lengths) or isinstance(sequence.base, bool):
+            raise ValueError(f"base must be an earlier row or -1, got {shown(sequence.base)}")
+        most = 0 if sequence.base == -1 else min(sequence.length, lengths[sequence.base])
+        check_count("common", sequence.common, most=most)
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents as numbers, strings, lists and dictionaries."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: object) -> CacheContents:
+        """The contents from what `to_json` returned; raises ValueError for anything else."""
+        given = _record("the cache", value, cls)
+        sequences = tuple(_sequence(one) for one in check_list("sequences", given["sequences"], "sequences"))
+        scales = {name: _tuple(given[name]) for name in ("k_scale", "v_scale")}
+        return cls(**{**given, **scales, "sequences": sequences})
+
+    # Where sequences are stored.
+
+    def common(self, a: int, b: int) -> int:
+        """The number of leading positions that the sequences in two rows share."""
+        shared = self.max_length
+        while a != b:
+            later = self._by_row[max(a, b)]
+            a, b, shared = min(a, b), later.base, min(shared, later.common)
+            if b == -1:
+                return 0
+        return min(shared, self._by_row[a].length)
+
+    @cached_property
+    def _by_row(self) -> dict[int, SequenceContents]:
+        return {sequence.row: sequence for sequence in self.sequences}
+
+    def placements(self, sharding: DecodeSharding, block_size: int) -> list[Placement]:
+        """Where each sequence goes: it keeps its row, and shares blocks with an earlier one of the same KVDP rank."""
+        layout = BlockLayout(InterleavedShard(sharding.cp, 0, sharding.interleave), block_size)
+        rows = [sharding.sequences(sharding.rank(Place(0, 0, peer)), self.batch) for peer in range(sharding.kvdp)]
+        placed: list[Placement] = []
+        for sequence in self.sequences:
+            kvdp_rank = next(peer for peer, own in enumerate(rows) if sequence.row in own)
+            sharers = [
+                (self._shared_blocks(earlier.sequence, sequence, layout), -earlier.sequence.row)
+                for earlier in placed
+                if earlier.kvdp_rank == kvdp_rank and sequence.base != -1
+            ]
+            shared, row = max(sharers, default=(0, 1))
+            placed.append(
+                Placement(sequence, kvdp_rank, -row if shared else -1, shared, layout.num_blocks(sequence.reserved))
+            )
+        return placed
+
+    def _shared_blocks(self, a: SequenceContents, b: SequenceContents, layout: BlockLayout) -> int:
+        """The blocks that two sequences can have in common: full ones, or all where both are the same throughout."""
+        common = self.common(a.row, b.row)
+        if common == a.length == b.length == a.reserved == b.reserved:
+            return layout.num_blocks(common)
+        return layout.num_full_blocks(common)
+
+    def parts(self, sharding: DecodeSharding) -> list[Part]:
+        """What each rank of a sharding holds: every position of every content once per replica of its heads."""
+        return [
+            Part(
+                sharding.kv_heads(rank, self.kv_heads),
+                tuple(
+                    Piece(one.row, one.row, positions)
+                    for one in self.sequences
+                    if one.row in sharding.sequences(rank, self.batch)
+                    and (positions := sharding.position_shard(rank).ranges(one.length, one.common))
+                ),
+            )
+            for rank in range(sharding.ranks)
+        ]
+
+    def needs(self, sharding: DecodeSharding, block_size: int) -> list[Part]:
+        """What each rank of a sharding is to hold in blocks of its own: all but the blocks that sequences share."""
+        placed = self.placements(sharding, block_size)
+        parts = []
+        for rank in range(sharding.ranks):
+            shard, kvdp_rank = sharding.position_shard(rank), sharding.place(rank).kvdp
+            pieces = []
+            for one in placed:
+                if one.kvdp_rank == kvdp_rank:
+                    pieces += self._pieces(one, shard, shard.position(one.shared * block_size))
+            parts.append(Part(sharding.kv_heads(rank, self.kv_heads), tuple(pieces)))
+        return parts
+
+    def _pieces(self, placed: Placement, shard: InterleavedShard, begin: int) -> list[Piece]:
+        """The positions from `begin` on of a sequence on a rank, by the row whose content they are."""
+        pieces, at, end = [], placed.sequence, placed.sequence.length
+        while begin < end:
+            if positions := shard.ranges(end, max(begin, at.common)):
+                pieces.append(Piece(placed.sequence.row, at.row, positions))
+            end = min(end, at.common)
+            at = self._by_row[at.base] if at.base != -1 else at
+        return pieces
+
+    def num_blocks(self, sharding: DecodeSharding, block_size: int) -> int:
+        """The blocks per rank that a sharding needs at least: for all sequences, and for one of `max_length`."""
+        layout = BlockLayout(InterleavedShard(sharding.cp, 0, sharding.interleave), block_size)
+        used = [0] * sharding.kvdp
+        for placed in self.placements(sharding, block_size):
+            used[placed.kvdp_rank] += placed.blocks - placed.shared
+        return max(layout.num_blocks(self.max_length), *used)
+
+    def make_cache(
+        self, sharding: DecodeSharding, rank: int, *, num_blocks: int, block_size: int,
+        device: torch.device | str | None,
+    ) -> ShardedCache:  # fmt: skip
+        """A rank's cache with all sequences, in the same rows. Their keys and values are still to be copied."""
+        cache = ShardedCache(
+            sharding, rank, **{name: getattr(self, name) for name in _SIZES}, storage=self.storage,
+            num_blocks=num_blocks, block_size=block_size, device=device, k_scale=_scale(self.k_scale),
+            v_scale=_scale(self.v_scale),
+        )  # fmt: skip
+        made: dict[int, ShardedSequence] = {}
+        for placed in self.placements(sharding, block_size):
+            one = placed.sequence
+            shared = made[placed.base].sequence.blocks[: placed.shared] if placed.shared else []
+            ids, root = array("q", one.ids), bytes.fromhex(one.root)
+            made[one.row] = cache.restore(one.row, one.length, one.reserved, ids, root, shared)
+            made[one.row].sequence.cached = one.cached
+        return cache
+
+
+class Placement(NamedTuple):
+    """Where a sequence is stored: its KVDP rank, and the number of blocks it shares with the one in row `base`."""
+
+    sequence: SequenceContents
+    kvdp_rank: int
+    base: int
+    shared: int
+    blocks: int  # with the shared ones
+
+
+_SIZES = ("batch", "layers", "kv_heads", "head_dim", "value_dim", "max_length")
+
+
+def contents_of(cache: ShardedCache) -> CacheContents:
+    """The contents of a cache, the same on all its ranks. Raises ValueError if a sequence has unwritten tokens."""
+    layout = cache.local.layout
+    first_row: dict[tuple[int, int], int] = {}  # of those that refer to a block, by KVDP rank and block
+    sequences: list[SequenceContents] = []
+    live = cache.sequences
+    for row, sharded in live.items():
+        one = sharded.sequence
+        if one.pending:
+            raise ValueError(
+                f"cache must be written in every layer, but {sharded} is not from token {one.written} on: write these "
+                f"tokens, or truncate it"
+            )
+        blocks = one.blocks[: layout.num_blocks(one.length)]
+        base, common = -1, 0
+        for block in blocks:
+            if (sharded.kvdp_rank, block) not in first_row:
+                break
+            base = first_row[sharded.kvdp_rank, block]
+        if base != -1:
+            common = _common(one.blocks, live[base].sequence.blocks, layout, min(one.length, live[base].length))
+        for block in blocks:
+            first_row.setdefault((sharded.kvdp_rank, block), row)
+        reserved = one.length
+        if len(one.blocks) > len(blocks):  # for a prompt: at most what fits into them
+            fits = layout.shard.position(len(one.blocks) * layout.block_size, 0)
+            reserved = min(cache.max_length, max(fits, len(one.ids)))
+        sequences.append(
+            SequenceContents(
+                row, one.length, one.cached, reserved, tuple(one.ids[:reserved]), one.root.hex(),
+                base if common else -1, common,
+            )
+        )  # fmt: skip
+    k_scale, v_scale = (_scale_numbers(scale) for scale in cache.scales)
+    return CacheContents(
+        **{name: getattr(cache, name) for name in _SIZES}, storage=cache.storage, k_scale=k_scale, v_scale=v_scale,
+        sequences=tuple(sequences),
+    )  # fmt: skip
+
+
+def _common(a: list[int], b: list[int], layout: BlockLayout, length: int) -> int:
+    """The leading positions, at most `length`, that lie in the same blocks of two sequences on every rank."""
+    equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return min(length, layout.shard.position(equal * layout.block_size, 0))
+
+
+def _scale_numbers(scale: float | Tensor | None) -> float | tuple[float, ...] | None:
+    if not isinstance(scale, Tensor):
+        return None if scale is None else float(scale)
+    numbers = scale.detach().float().cpu()
+    return tuple(numbers.tolist()) if numbers.ndim else float(numbers)
+
+
+def _scale(numbers: float | tuple[float, ...] | None) -> float | Tensor | None:
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu") if isinstance(numbers, tuple) else numbers
+
+
+def _check_scale(name: str, scale: object, kv_heads: int) -> None:
+    if isinstance(scale, tuple):
+        if len(scale) != kv_heads:
+            raise ValueError(f"{name} must have one number for each of {kv_heads} kv heads, got {shown(scale)}")
+        for number in scale:
+            check_number(name, number, above=0)
+    elif scale is not None:
+        check_number(name, scale, above=0)
+
+
+def _sequence(value: object) -> SequenceContents:
+    given = _record("a sequence", value, SequenceContents)
+    return SequenceContents(**{**given, "ids": tuple(check_list("ids", given["ids"], "token ids"))})
+
+
+def _record(name: str, value: object, kind: type) -> dict[str, Any]:
+    """A dictionary with exactly the fields of a dataclass."""
+    names = [field.name for field in fields(kind)]
+    if not isinstance(value, dict) or set(value) != set(names):
+        raise ValueError(f"{name} must have the fields {', '.join(names)}, got {shown(value)}")
+    return value
+
+
+def _tuple(value: object) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,1 @@
+"""KV caches that move: to another sharding, to other ranks, to files and back."""

@@ -1,0 +1,185 @@
+"""What is moved and what it becomes: `Holders` describe a cache and its ranks, `Target` and `Goal` the new one.
+
+Pure functions of their arguments: all ranks compute the same, and raise the same errors.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import torch
+
+from attnmesh.comm import SharedValues
+from attnmesh.core.validation import check_count, check_device, check_list, check_type, shown
+from attnmesh.kv_cache.contents import CacheContents, contents_of
+from attnmesh.kv_cache.sharded import ShardedCache
+from attnmesh.ops.storage import bytes_per_token
+from attnmesh.parallel.reshard.prefill import PrefillKV
+from attnmesh.plan.decode import DecodeSharding
+from attnmesh.plan.reshard import Move, Part, Piece
+
+MESSAGE_BYTES = 1 << 24
+_MAX_BLOCK_SIZE = 256
+_BLOCK_SIZE = 16  # of a cache for a prefill, unless it is given
+
+
+@dataclass(frozen=True)
+class Holders:
+    """A cache and the ranks that hold it: those of a `sharding`, or of a prefill with `positions` of every sequence.
+
+    `capacity` is the number of tokens that it can hold, over all sequences.
+    """
+
+    contents: CacheContents
+    block_size: int
+    capacity: int
+    sharding: tuple[int, ...] = ()  # tp, kvdp, cp, interleave
+    positions: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # by rank: start, stop and step of each range
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that hold a part."""
+        return DecodeSharding(*self.sharding).ranks if self.sharding else len(self.positions)
+
+    def parts(self) -> list[Part]:
+        """What each rank holds."""
+        if self.sharding:
+            return self.contents.parts(DecodeSharding(*self.sharding))
+        rows = range(len(self.contents.sequences))
+        by_rank = [tuple(range(*run) for run in runs) for runs in self.positions]
+        heads = range(self.contents.kv_heads)
+        return [Part(heads, tuple(Piece(row, row, own) for row in rows) if own else ()) for own in by_rank]
+
+    def to_text(self) -> bytes:
+        """The holders as JSON."""
+        return json.dumps({**vars(self), "contents": self.contents.to_json()}).encode()
+
+    @classmethod
+    def from_text(cls, text: bytes) -> Holders:
+        """The holders from JSON."""
+        given = json.loads(text)
+        positions = tuple(tuple(tuple(run) for run in runs) for runs in given["positions"])
+        contents = CacheContents.from_json(given["contents"])
+        return cls(contents, given["block_size"], given["capacity"], tuple(given["sharding"]), positions)
+
+
+def cache_holders(cache: ShardedCache) -> Holders:
+    """The contents of a cache and the ranks of its sharding."""
+    sharding = cache.sharding
+    capacity = cache.num_blocks * cache.block_size * sharding.kvdp * sharding.cp
+    numbers = (sharding.tp, sharding.kvdp, sharding.cp, sharding.interleave)
+    return Holders(contents_of(cache), cache.block_size, capacity, numbers)
+
+
+def prefill_holders(prefill: PrefillKV) -> Holders:
+    """The sequences of a prefill and the ranks of its layout."""
+    positions = tuple(tuple((run.start, run.stop, run.step) for run in own) for own in prefill.positions())
+    return Holders(prefill.contents(), _BLOCK_SIZE, prefill.batch * prefill.length, positions=positions)
+
+
+def target_ranks(ranks: object, to: DecodeSharding, world: int) -> tuple[int, ...]:
+    """The rank of a comm for each rank of a sharding, from the argument `ranks`."""
+    check_type("to", to, DecodeSharding)
+    if ranks is None:
+        if to.ranks > world:
+            raise ValueError(f"to must have at most the {world} ranks of comm, got {to!r} with {to.ranks} ranks")
+        return tuple(range(to.ranks))
+    given = check_list("ranks", ranks, "ranks")
+    known = all(isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < world for rank in given)
+    if not known or len(set(given)) < len(given) or len(given) != to.ranks:
+        raise ValueError(
+            f"ranks must be {to.ranks} different ranks from 0 to {world - 1}, one for each of {to}, got {shown(ranks)}"
+        )
+    return tuple(given)
+
+
+def device_of(of_cache: torch.device | None, given: torch.device | str | None) -> torch.device:
+    """The device of a new cache: that of the cache that is moved, the given one, or torch's default."""
+    if given is None:
+        return torch.get_default_device() if of_cache is None else of_cache
+    device = check_device("device", given)
+    if of_cache is not None and torch.empty(0, dtype=torch.uint8, device=device).device != of_cache:
+        raise ValueError(f"device must be that of the cache, {of_cache}, got {given}")
+    return device
+
+
+@dataclass(frozen=True)
+class Target:
+    """The sharding that a cache gets, its ranks, and the sizes that were given for it."""
+
+    sharding: DecodeSharding
+    ranks: tuple[int, ...]
+    num_blocks: int | None
+    block_size: int | None
+    max_length: int | None
+    message_bytes: int = MESSAGE_BYTES
+
+    def __post_init__(self) -> None:
+        for name, most in (("num_blocks", None), ("block_size", _MAX_BLOCK_SIZE), ("max_length", None)):
+            given = getattr(self, name)
+            if given is not None:
+                check_count(name, given, least=1, **({} if most is None else {"most": most}))
+        check_count("message_bytes", self.message_bytes, least=1)
+
+    def values(self) -> SharedValues:
+        """What must be equal on all ranks."""
+        return {**vars(self), "sharding": repr(self.sharding)}
+
+    def goal(self, holders: Holders) -> Goal:
+        """What a cache becomes; raises ValueError if it does not fit."""
+        contents, sharding = holders.contents, self.sharding
+        sharding.check_heads(contents.kv_heads * sharding.ranks, contents.kv_heads)
+        block_size = holders.block_size if self.block_size is None else self.block_size
+        longest = max((sequence.reserved for sequence in contents.sequences), default=1)
+        if self.max_length is not None:
+            if self.max_length < longest:
+                raise ValueError(f"max_length must be at least {longest}, the longest sequence, got {self.max_length}")
+            contents = replace(contents, max_length=self.max_length)
+        needed = contents.num_blocks(sharding, block_size)
+        if self.num_blocks is not None and self.num_blocks < needed:
+            raise ValueError(
+                f"num_blocks must be at least {needed}, what the sequences of the cache and one of max_length="
+                f"{contents.max_length} need on a rank under {sharding} with block_size={block_size}, got "
+                f"{self.num_blocks}"
+            )
+        equal = -(-holders.capacity // (block_size * sharding.kvdp * sharding.cp))
+        return Goal(contents, sharding, self.num_blocks or max(needed, equal), block_size)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The cache that is made."""
+
+    contents: CacheContents
+    sharding: DecodeSharding
+    num_blocks: int
+    block_size: int
+
+    def needs(self) -> list[Part]:
+        """What each rank of the sharding is to hold."""
+        return self.contents.needs(self.sharding, self.block_size)
+
+    def make_cache(self, rank: int, device: torch.device) -> ShardedCache:
+        """A rank's cache, without keys and values."""
+        return self.contents.make_cache(
+            self.sharding, rank, num_blocks=self.num_blocks, block_size=self.block_size, device=device
+        )
+
+    def token_bytes(self, heads: int) -> int:
+        """The bytes of a token with so many heads in all layers."""
+        dims = (self.contents.head_dim, self.contents.value_dim)
+        return int(self.contents.layers * heads * sum(bytes_per_token(self.contents.storage, dim) for dim in dims))
+
+    def chunk_tokens(self, move: Move, message_bytes: int) -> int:
+        """The tokens of a move that fit into one message."""
+        return message_bytes // self.token_bytes(len(move.heads))
+
+    def check_message(self, sources: list[Part], message_bytes: int) -> None:
+        """Raise ValueError if one token does not fit into a message."""
+        heads = min(max(len(part.heads) for part in parts) for parts in (sources, self.needs()))
+        if message_bytes < self.token_bytes(heads):
+            raise ValueError(
+                f"message_bytes must be at least {self.token_bytes(heads)}, one token with {heads} kv heads in "
+                f"{self.contents.layers} layers, got {message_bytes}"
+            )
