@@ -126,7 +126,7 @@ def test_bf16_and_softcap():
         BackwardTiles(unrolled=1, paired=False), BackwardTiles(unrolled=4, stages=4), BackwardTiles(stages=3),
         BackwardTiles(rows=128, paired=False), BackwardTiles(heads=1), BackwardTiles(heads=2, section=3),
         BackwardTiles(section=1), BackwardTiles(held=True),
-    ]], 7),
+    ]], 8),
 )  # fmt: skip
 def test_tiles(tiles):
     torch.manual_seed(0)
