@@ -20,8 +20,8 @@ help:
 	@echo "make clean      remove .venv"
 
 demo: $(READY)
-	@cat docs/language-models.md README.md > $(VENV)/demo.txt
-	@echo "A language model (SmolLM2, 135M parameters) reads this project's documentation, about 5,200 tokens, on 4"
+	@head -c 11000 docs/language-models.md | cat - README.md > $(VENV)/demo.txt
+	@echo "A language model (SmolLM2, 135M parameters) reads a part of this project's documentation, about 5,200 tokens, on 4"
 	@echo "processes. Each process prefills a quarter of the tokens and keeps their KV cache. Together they answer two"
 	@echo "questions; the second one reuses the KV cache of the first. Then a single process answers the same questions"
 	@echo "with Transformers' own attention, and the tokens are compared. This takes two to three minutes."
