@@ -230,3 +230,19 @@ def _thin_products(items: list[pytest.Item]) -> None:
 
 def _values(item: pytest.Item) -> set[tuple[str, str]]:
     return {(name, repr(value)) for name, value in item.callspec.params.items()}
+
+
+@pytest.fixture
+def poisoned_pools(monkeypatch):
+    """New KV caches hold NaN: what is not copied is noticed."""
+    from attnmesh.kv_cache import cache as cache_module
+
+    make_pools = cache_module.make_pools
+
+    def poisoned(*args):
+        pools = make_pools(*args)
+        for x in pools.tensors:
+            x.fill_(torch.nan if x.is_floating_point() else 85)
+        return pools
+
+    monkeypatch.setattr(cache_module, "make_pools", poisoned)

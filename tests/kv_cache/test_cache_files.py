@@ -6,11 +6,13 @@ from shutil import copytree
 import pytest
 import torch
 from sharded_model import Mesh
-from test_reshard import _poisoned_pools, moved  # noqa: F401  (a fixture)
+from test_reshard import moved
 
 import attnmesh as am
 from attnmesh.parallel.reshard import cache_file
 from attnmesh.plan.decode import DecodeSharding
+
+pytestmark = pytest.mark.usefixtures("poisoned_pools")
 
 
 def saved(mesh: Mesh, folder) -> None:

@@ -1,13 +1,13 @@
 """`reshard` of caches in any state: every bit arrives, sharing is kept, and later operations go on as before."""
 
 import pytest
-import torch
 from sharded_model import LAYERS, Mesh
 
 import attnmesh as am
-from attnmesh.kv_cache import cache as cache_module
 from attnmesh.plan.decode import DecodeSharding
 from helpers.blocks import factorizations
+
+pytestmark = pytest.mark.usefixtures("poisoned_pools")
 
 KV_HEADS = 2
 SHARDINGS = [
@@ -21,20 +21,6 @@ PAIRS = [
     (DecodeSharding(tp=4), DecodeSharding(kvdp=3)),
     (DecodeSharding(tp=2, kvdp=2, cp=2, interleave=2), DecodeSharding(cp=3, kvdp=2)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_pools(monkeypatch):
-    """New caches hold NaN: what is not copied is noticed."""
-    make_pools = cache_module.make_pools
-
-    def poisoned(*args):
-        pools = make_pools(*args)
-        for x in pools.tensors:
-            x.fill_(torch.nan if x.is_floating_point() else 85)
-        return pools
-
-    monkeypatch.setattr(cache_module, "make_pools", poisoned)
 
 
 def resharded(mesh: Mesh, to: DecodeSharding, **options) -> tuple[Mesh, list[int]]:

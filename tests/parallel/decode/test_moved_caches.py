@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.kv_cache import cache as cache_module
 from attnmesh.ops.storage import STORAGES
 from attnmesh.parallel.reshard.tokens import CacheTokens
 from attnmesh.plan.decode import DecodeSharding
@@ -14,25 +13,14 @@ from helpers.blocks import assert_outputs_close, exact_weights, fed_lengths
 from helpers.memory import peak_bytes
 from helpers.processes import run_processes
 
+pytestmark = pytest.mark.usefixtures("poisoned_pools")
+
 LENGTHS = (9, 23, 4)
 SIZES = {"batch": 3, "layers": 2, "num_blocks": 20, "block_size": 4, "head_dim": 16, "device": "cpu", "max_length": 40}
 PAIRS = [
     (DecodeSharding(tp=2, kvdp=2), DecodeSharding(cp=4, interleave=3)),
     (DecodeSharding(cp=2), DecodeSharding(tp=2, kvdp=2)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_pools(monkeypatch):
-    make_pools = cache_module.make_pools
-
-    def poisoned(*args):
-        pools = make_pools(*args)
-        for x in pools.tensors:
-            x.fill_(torch.nan if x.is_floating_point() else 85)
-        return pools
-
-    monkeypatch.setattr(cache_module, "make_pools", poisoned)
 
 
 def filled(sharding, rank, storage="fp32", layers=2, **more):

@@ -34,6 +34,12 @@ def aligned(x: Tensor) -> Tensor:
     return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
+def loadable(x: Tensor) -> Tensor:
+    """The tensor itself if Hopper's copy engine (TMA) can load from it, else a contiguous copy."""
+    expanded = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if expanded or x.stride(-1) != 1 else aligned(x)
+
+
 def _is_aligned(x: Tensor) -> bool:
     step = 16 // x.element_size()
     strides = zip(x.shape[:-1], x.stride()[:-1], strict=True)

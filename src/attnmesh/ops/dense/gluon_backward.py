@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.ops.dense import triton_backward
+from attnmesh.ops.dense.call import loadable
 from attnmesh.ops.dense.gluon_atomics import add_pairs
 from attnmesh.ops.dense.gluon_online_softmax import tanh
 from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global
@@ -126,7 +127,7 @@ def backward(
                 grad.zero_()
         return
     tiles = tiles or BackwardTiles.pick(q, v)
-    q, k, v, grad_out = (_loadable(x) for x in (q, k, v, grad_out))
+    q, k, v, grad_out = (loadable(x) for x in (q, k, v, grad_out))
     once = overwrite and tiles.heads is None and (bounds is None or bounds[0].shape[0] == 1)
     sum_q = None if grad_q is None else _sums(grad_q, q, overwrite)
     sum_k, sum_v = _sums(grad_k, k, overwrite, once), _sums(grad_v, v, overwrite, once)
@@ -135,13 +136,6 @@ def backward(
     for grad, total in ((grad_q, sum_q), (grad_k, sum_k), (grad_v, sum_v)):
         if grad is not None and total is not None and grad is not total:
             grad.copy_(total)
-
-
-def _loadable(x: Tensor) -> Tensor:
-    """The tensor itself if the copy engine can load from it, else a copy."""
-    strides = zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    aligned = x.data_ptr() % 16 == 0 and all(n == 1 or (stride % 8 == 0 and stride > 0) for n, stride in strides)
-    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _sums(grad: Tensor | None, x: Tensor, overwrite: bool, once: bool = False) -> Tensor:

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.core.state import State
-from attnmesh.ops.dense.call import aligned
+from attnmesh.ops.dense.call import loadable
 from attnmesh.ops.dense.gluon_online_softmax import ROWS, initial, operand, rescale, softmax, store_state
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.merge import empty_out
@@ -206,7 +206,7 @@ def _packed_heads(group: int, q_len: int, tiles: GluonTiles) -> int:
 
 def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> list[Any]:
     """The copy engine's view of x [B, H, S, D], in tiles of `rows` rows of `heads` heads, for each block of columns."""
-    x = aligned(x if all(x.stride()) else x.contiguous())
+    x = loadable(x)
     # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
     strides = [x.shape[3] if n == 1 else stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
     found: list[Any] = []
