@@ -7,8 +7,10 @@ from types import ModuleType
 import torch
 
 from attnmesh.core.optional import installed, require
+from attnmesh.core.validation import warn_caller
 from attnmesh.ops.dense.call import Call
 from attnmesh.ops.dense.triton import Triton
+from attnmesh.ops.merge import StateAccumulator
 
 
 class Gluon(Triton):
@@ -26,6 +28,13 @@ class Gluon(Triton):
             return "its kernel does not take alibi_slopes"
         reason: str | None = self._forward().refusal(call.q, call.v)
         return reason
+
+    def forward(self, call: Call, total: StateAccumulator) -> None:
+        """Merges the attention of this call into `total`."""
+        warn_caller(
+            'backend="gluon" has been tested in an emulator only, not on a GPU: compare it with backend="triton"'
+        )
+        super().forward(call, total)
 
     def _forward(self) -> ModuleType:
         return require("attnmesh.ops.dense.gluon_forward", extra="triton")
