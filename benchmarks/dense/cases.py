@@ -109,8 +109,10 @@ CASES: tuple[AnyCase, ...] = (
     *(Case(part, mask, 32 * _K) for part in Part for mask in ("window:4096", "documents:2048")),
     *(Case(part, "causal", 8 * _K, **dims) for dims in (_D64, _MLA, _D256) for part in Part),
     *(RingCase(part, 32 * _K) for part in Part),
+    *(Case(part, "causal", 2 * _K) for part in Part),
     *(Case(part, "causal", 128 * _K) for part in Part),
     *(RingCase(part, 16 * _K) for part in Part),
+    *(Case(part, "causal", 32 * _K, **dims) for dims in (_D64, _MLA, _D256) for part in Part),
 )
 
 # Changes to the default tiles of the Gluon kernels, by part and the widths of keys and values: see `GluonTiles` and

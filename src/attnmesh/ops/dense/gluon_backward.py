@@ -74,15 +74,14 @@ class BackwardTiles(NamedTuple):
         return cls(stages=4, held=True) if max(q.shape[-1], v.shape[-1]) <= 64 else cls()
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, *, terms: ScoreTerms = PLAIN) -> bool:
-    """Whether the kernel can serve the call: 16 bits, head dims of up to 128, scores without slopes, on Hopper."""
-    return (
-        q.dtype in (torch.bfloat16, torch.float16)
-        and all(x.shape[-1] % 8 == 0 and x.shape[-1] <= MAX_WIDTH for x in (q, v))
-        and terms.slopes is None
-        and q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-    )
+def refusal(q: Tensor, v: Tensor) -> str | None:
+    """The reason why the kernel cannot serve these queries and values; None if it can."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"its backward kernel takes fp16 and bf16, not {q.dtype}"
+    if any(x.shape[-1] % 8 or x.shape[-1] > MAX_WIDTH for x in (q, v)):
+        widths = f"{q.shape[-1]} (keys) and {v.shape[-1]} (values)"
+        return f"its backward kernel takes head_dim in multiples of 8 up to {MAX_WIDTH}, not {widths}"
+    return None
 
 
 def backward(
@@ -104,7 +103,7 @@ def backward(
     deterministic: bool = False,
     tiles: BackwardTiles | None = None,
 ) -> None:
-    """`triton_backward.backward` for arguments that satisfy `supports`.
+    """`triton_backward.backward` for arguments without a `refusal`, and scores without slopes.
 
     Programs add to grad_q in the order in which they come. If `deterministic`, a second pass, in Triton, computes it.
     """
