@@ -143,6 +143,7 @@ def forward(
     state: State | None,
     out_dtype: torch.dtype,
     terms: ScoreTerms = PLAIN,
+    sinks: Tensor | None = None,
     tiles: GluonTiles | None = None,
     pack: int | None = None,
 ) -> State:
@@ -182,7 +183,7 @@ def forward(
         _forward_kernel[(min(items, _processors(q)),)](
             *q_blocks, *k_blocks, *v_blocks, visible.first, visible.end, *visible.strides,
             state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
-            result.out, out_strides, result.lse, *result.lse.stride(),
+            result.out, out_strides, result.lse, *result.lse.stride(), None if sinks is None else sinks.contiguous(),
             q_len, kv_len, q_heads, q_heads // kv_heads, items, scale, terms.softcap,
             SHAPE=Shape(causal, 0 if bounds is None else visible.parts, pack, *tiles, *value_blocks), num_warps=4,
         )  # fmt: skip
@@ -222,7 +223,7 @@ def _processors(q: Tensor) -> int:
 def _forward_kernel(
     q_main, q_rest, k_main, k_rest, v_main, v_rest, first, end, part_stride, sequence_stride,
     state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
-    out, out_strides, lse, lse_batch, lse_head, lse_row,
+    out, out_strides, lse, lse_batch, lse_head, lse_row, sinks,
     q_len, kv_len, q_heads, group, items, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
@@ -259,7 +260,7 @@ def _forward_kernel(
     barriers = Barriers(work_ready, work_free, q_ready, q_free, turn, k_ready, k_free, v_ready, v_free)
     mask = (first, end, (part_stride, sequence_stride))
     before = (state_out, state_out_strides, state_lse, (state_lse_batch, state_lse_head, state_lse_row))
-    after = (out, out_strides, lse, (lse_batch, lse_head, lse_row))
+    after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
     sizes = Sizes(q_len, kv_len, q_heads, group, items)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
     gl.warp_specialize(
