@@ -45,7 +45,7 @@ def dense(key_dim, value_dim, dtype, visibility, steps, terms=()):
     if "continue" in steps:
         state = State(torch.empty(grad_out.shape), rows)
         forward(q, k, v, **seen, state=state, out_dtype=torch.float32)
-        forward(q, k, v, **seen, state=state, out_dtype=dtype)
+        forward(q, k, v, **seen, state=state, out_dtype=dtype, sinks=torch.empty(4))
     grad_q, grad_k, grad_v = (torch.empty(x.shape) for x in (q, k, v))
     if "backward" in steps:
         backward(q, k, v, grad_out, rows, rows, **seen, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)

@@ -108,9 +108,9 @@ def choose_fused_backward(call: Call, result: Result, backend: str) -> Backend:
 
 def forward(call: Call, sinks: Tensor | None, backend: str) -> State:
     """The state of a call, with the sinks, in the dtype of q."""
-    total = StateAccumulator(call.q, call.v.shape[3], one_call=sinks is None)
+    total = StateAccumulator(call.q, call.v.shape[3], sinks=sinks, last_call=True)
     choose_fused(call, backend).forward(call, total)
-    return total.finish(call.q.dtype, sinks)
+    return total.finish(call.q.dtype)
 
 
 def gradients(

@@ -5,9 +5,9 @@ rows of one head, or of a few heads that share a KV head. Its warps have two rol
 
 - one warp, the loader, decides which keys an item needs and lets the copy engine (TMA) fetch queries, keys and values
   into shared memory, a few tiles ahead;
-- two or three groups of four warps, the attenders, have 64 of the rows each. An attender starts the products of the
-  queries with the next tile of keys before those of the weights with this tile of values, and computes the softmax
-  while the tensor cores work. Attenders take turns, so that one computes its softmax under the products of another.
+- two groups of four warps, the attenders, have 64 of the rows each. An attender starts the products of the queries
+  with the next tile of keys before those of the weights with this tile of values, and computes the softmax while the
+  tensor cores work. Attenders take turns, so that one computes its softmax under the products of the other.
 
 Synchronization: the barriers of a stage of keys (or values) are `ready`, which the copy engine completes, and `free`,
 at which every attender arrives. Queries have the same pair per attender. What the loader found out about an item and
@@ -51,7 +51,9 @@ _NOT_SPECIALIZED = [
     *(f"{name}_{dim}" for name in ("state_lse", "lse") for dim in ("batch", "head", "row")),
 ]  # fmt: skip
 _ROWS = gl.constexpr(ROWS)
-_SPAN = gl.constexpr(256)  # at least the rows of a tile
+ATTENDERS = 2
+_ATTENDERS = gl.constexpr(ATTENDERS)
+_SPAN = gl.constexpr(ATTENDERS * ROWS)  # the most rows of a tile
 _RECORD = gl.constexpr(8)  # integers of a work record: item, begin, inner, edge, stop
 
 
@@ -63,7 +65,6 @@ class Sizes(NamedTuple):
     q_heads: Any
     group: Any
     items: Any
-    counter: Any  # of the items taken, if programs take them when they are free
 
 
 class Shape(NamedTuple):
@@ -72,11 +73,8 @@ class Shape(NamedTuple):
     causal: Any
     parts: Any  # of the mask by bounds; 0 without
     pack: Any  # heads of a tile
-    attenders: Any
     keys: Any
     stages: Any
-    turns: Any
-    dynamic: Any
     v_main: Any  # columns of the blocks of values
     v_rest: Any
 
@@ -105,27 +103,23 @@ class Barriers(NamedTuple):
 
 
 class GluonTiles(NamedTuple):
-    """The tiles of one program: attenders of 64 rows each, keys per tile, stages of keys and values in flight."""
+    """Keys per tile, and how many tiles of keys and of values are in flight."""
 
-    attenders: int
     keys: int
     stages: int
-    turns: bool = True  # attenders take turns
-    dynamic: bool = False  # a program takes its next item when it is free, instead of a fixed share
 
 
 # By the widths of keys and values.
 TILES = {
-    (64, 64): GluonTiles(2, 128, 3),
-    (96, 96): GluonTiles(2, 128, 2),
-    (128, 128): GluonTiles(2, 128, 2),
-    (192, 128): GluonTiles(2, 128, 2),
-    (192, 192): GluonTiles(2, 64, 2),
-    (256, 256): GluonTiles(2, 64, 2),
+    (64, 64): GluonTiles(128, 3),
+    (96, 96): GluonTiles(128, 2),
+    (128, 128): GluonTiles(128, 2),
+    (192, 128): GluonTiles(128, 2),
+    (192, 192): GluonTiles(64, 2),
+    (256, 256): GluonTiles(64, 2),
 }
 # Registers per thread; the first attender has what is left.
-_ATTENDER_OF_TWO, _LOADER_OF_TWO = gl.constexpr(232), gl.constexpr(40)
-_ATTENDER_OF_THREE, _LOADER_OF_THREE = gl.constexpr(160), gl.constexpr(32)
+_ATTENDER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
@@ -149,6 +143,7 @@ def forward(
     state: State | None,
     out_dtype: torch.dtype,
     terms: ScoreTerms = PLAIN,
+    sinks: Tensor | None = None,
     tiles: GluonTiles | None = None,
     pack: int | None = None,
 ) -> State:
@@ -174,7 +169,7 @@ def forward(
         k, v = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
 
     tiles = tiles or TILES[key_dim, value_dim]
-    pack = pack or _packed_heads(q_heads // kv_heads, q_len, tiles)
+    pack = pack or _packed_heads(q_heads // kv_heads, q_len)
     rows = ROWS // pack
     visible = Bounds.of(bounds)
     state_out, state_lse = state or (None, None)
@@ -183,23 +178,22 @@ def forward(
     q_blocks = _descriptors(q, pack, rows, key_blocks)
     k_blocks = _descriptors(k, 1, tiles.keys, key_blocks)
     v_blocks = _descriptors(v, 1, tiles.keys, value_blocks)
-    items = triton.cdiv(q_len, tiles.attenders * rows) * batch * (q_heads // pack)
-    counter = torch.zeros((), dtype=torch.int32, device=q.device) if tiles.dynamic else None
+    items = triton.cdiv(q_len, ATTENDERS * rows) * batch * (q_heads // pack)
     with torch.cuda.device_of(q):
         _forward_kernel[(min(items, _processors(q)),)](
             *q_blocks, *k_blocks, *v_blocks, visible.first, visible.end, *visible.strides,
             state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
-            result.out, out_strides, result.lse, *result.lse.stride(),
-            q_len, kv_len, q_heads, q_heads // kv_heads, items, counter, scale, terms.softcap,
+            result.out, out_strides, result.lse, *result.lse.stride(), None if sinks is None else sinks.contiguous(),
+            q_len, kv_len, q_heads, q_heads // kv_heads, items, scale, terms.softcap,
             SHAPE=Shape(causal, 0 if bounds is None else visible.parts, pack, *tiles, *value_blocks), num_warps=4,
         )  # fmt: skip
     return result
 
 
-def _packed_heads(group: int, q_len: int, tiles: GluonTiles) -> int:
+def _packed_heads(group: int, q_len: int) -> int:
     """As many heads of a group in a tile as keep it from being empty, at most 8: eight rows lie in one swizzle."""
     pack = 1
-    while pack < 8 and group % (2 * pack) == 0 and 2 * pack * q_len <= tiles.attenders * ROWS:
+    while pack < 8 and group % (2 * pack) == 0 and 2 * pack * q_len <= ATTENDERS * ROWS:
         pack *= 2
     return pack
 
@@ -229,62 +223,52 @@ def _processors(q: Tensor) -> int:
 def _forward_kernel(
     q_main, q_rest, k_main, k_rest, v_main, v_rest, first, end, part_stride, sequence_stride,
     state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
-    out, out_strides, lse, lse_batch, lse_head, lse_row,
-    q_len, kv_len, q_heads, group, items, counter, scale, softcap,
+    out, out_strides, lse, lse_batch, lse_head, lse_row, sinks,
+    q_len, kv_len, q_heads, group, items, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    ATTENDERS: gl.constexpr = SHAPE.attenders
     STAGES: gl.constexpr = SHAPE.stages
-    queries = _allocate(q_main, q_rest, ATTENDERS)
+    queries = _allocate(q_main, q_rest, _ATTENDERS)
     keys = _allocate(k_main, k_rest, STAGES)
     values = _allocate(v_main, v_rest, STAGES)
     work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     once: gl.constexpr = mbarrier.MBarrierLayout()
     work_ready = gl.allocate_shared_memory(gl.int64, [2, 1], once)
     work_free = gl.allocate_shared_memory(gl.int64, [2, 1], once)
-    q_ready = gl.allocate_shared_memory(gl.int64, [ATTENDERS, 1], once)
-    q_free = gl.allocate_shared_memory(gl.int64, [ATTENDERS, 1], once)
-    turn = gl.allocate_shared_memory(gl.int64, [ATTENDERS, 1], once)
+    q_ready = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
+    q_free = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
+    turn = gl.allocate_shared_memory(gl.int64, [_ATTENDERS, 1], once)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], once)
     for record in gl.static_range(2):
         mbarrier.init(work_ready.index(record), count=1)
-        mbarrier.init(work_free.index(record), count=ATTENDERS)
-    for attender in gl.static_range(ATTENDERS):
+        mbarrier.init(work_free.index(record), count=_ATTENDERS)
+    for attender in gl.static_range(_ATTENDERS):
         mbarrier.init(q_ready.index(attender), count=1)
         mbarrier.init(q_free.index(attender), count=1)
         mbarrier.init(turn.index(attender), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=ATTENDERS)
-        mbarrier.init(v_free.index(stage), count=ATTENDERS)
+        mbarrier.init(k_free.index(stage), count=_ATTENDERS)
+        mbarrier.init(v_free.index(stage), count=_ATTENDERS)
     fence_async_shared()
 
     memory = Memory(queries, keys, values, work)
     barriers = Barriers(work_ready, work_free, q_ready, q_free, turn, k_ready, k_free, v_ready, v_free)
     mask = (first, end, (part_stride, sequence_stride))
     before = (state_out, state_out_strides, state_lse, (state_lse_batch, state_lse_head, state_lse_row))
-    after = (out, out_strides, lse, (lse_batch, lse_head, lse_row))
-    sizes = Sizes(q_len, kv_len, q_heads, group, items, counter)
+    after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
+    sizes = Sizes(q_len, kv_len, q_heads, group, items)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
-    if ATTENDERS == 2:
-        gl.warp_specialize(
-            [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_attend, (1, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
-            [4, 1], [_ATTENDER_OF_TWO, _LOADER_OF_TWO],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_attend, (1, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_attend, (2, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
-             (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
-            [4, 4, 1], [_ATTENDER_OF_THREE, _ATTENDER_OF_THREE, _LOADER_OF_THREE],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
+         (_attend, (1, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
+         (_load, (q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE))],
+        [4, 1], [_ATTENDER_REGISTERS, _LOADER_REGISTERS],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -306,7 +290,7 @@ def _allocate_block(block, STAGES: gl.constexpr):
 @gluon.jit
 def _locate(item, sizes, SHAPE: gl.constexpr):
     """The first row, head and sequence of an item: the last rows first, which usually have the most keys."""
-    TILE: gl.constexpr = SHAPE.attenders * _ROWS // SHAPE.pack
+    TILE: gl.constexpr = _ATTENDERS * _ROWS // SHAPE.pack
     tile_count = (sizes.q_len + TILE - 1) // TILE
     columns = sizes.items // tile_count
     head_tiles = sizes.q_heads // SHAPE.pack
@@ -317,7 +301,7 @@ def _locate(item, sizes, SHAPE: gl.constexpr):
 @gluon.jit
 def _load(q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE: gl.constexpr):
     """Publishes a record for each item of this program and each part of its mask, and fetches what the part needs."""
-    TILE: gl.constexpr = SHAPE.attenders * _ROWS // SHAPE.pack
+    TILE: gl.constexpr = _ATTENDERS * _ROWS // SHAPE.pack
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
@@ -327,12 +311,6 @@ def _load(q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE: gl
     program, programs = gl.program_id(0), gl.num_programs(0)
     wave, item = 0, program
     while item < sizes.items:
-        if SHAPE.dynamic:
-            following = programs + gl.atomic_add(sizes.counter, 1, sem="relaxed")
-        else:
-            # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
-            wave += 1
-            following = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
         row_begin, head, batch = _locate(item, sizes, SHAPE)
         row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
         kv_head = head // sizes.group
@@ -359,7 +337,9 @@ def _load(q_blocks, k_blocks, v_blocks, memory, barriers, mask, sizes, SHAPE: gl
                 last = begin + (stop - begin - 1) // KEYS * KEYS
                 _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES)
         served = fetched
-        item = following
+        # Items become shorter: in every other wave in the opposite order, so that all programs get the same share.
+        wave += 1
+        item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
     _publish(memory.work, barriers, record, -1, 0, 0, 0, 0)
 
 
@@ -374,8 +354,7 @@ def _fetch(blocks, memory, ready, free, batch, head, row, step, STAGES: gl.const
 @gluon.jit
 def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, served, SHAPE: gl.constexpr):
     """The same for the queries of every attender."""
-    ATTENDERS: gl.constexpr = SHAPE.attenders
-    for attender in gl.static_range(ATTENDERS):
+    for attender in gl.static_range(_ATTENDERS):
         mbarrier.wait(barriers.q_free.index(attender), (served & 1) ^ 1)
         row = row_begin + attender * (_ROWS // SHAPE.pack)
         _copy(blocks, memory, barriers.q_ready.index(attender), [batch, head, row, 0], attender)
@@ -446,7 +425,6 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
-    ATTENDERS: gl.constexpr = SHAPE.attenders
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.v_main, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
@@ -489,15 +467,13 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
                 weights = operand(weights, memory, wide)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
-                    if SHAPE.turns:
-                        mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
+                    mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
                     mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
                     scores = _score(memory, INDEX, next_stage, KEYS, grid)
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     sums = _add_values(acc, weights, memory, stage)
-                    if SHAPE.turns:
-                        mbarrier.arrive(barriers.turn.index((INDEX + 1) % ATTENDERS), count=1)
-                        turns += 1
+                    mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
+                    turns += 1
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
                     mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
                     next_weights, decay, total, peak = softmax(

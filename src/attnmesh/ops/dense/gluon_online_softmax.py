@@ -131,8 +131,12 @@ def _load_block(
 
 @gluon.jit
 def store_state(after, acc, total, peak, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
-    """Writes the carry as a state."""
-    out, out_strides, lse, lse_strides = after
+    """Writes the carry as a state, with the sinks."""
+    out, out_strides, lse, lse_strides, sinks = after
+    if sinks is not None:
+        heads = head + gl.arange(0, _ROWS, layout=down) // (_ROWS // SHAPE.pack)
+        total, peak, decay = _with_sink(total, peak, gl.load(sinks + heads).to(gl.float32) * _LOG2_E)
+        acc = rescale(acc, decay)
     place, real = _places(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
     # A row without keys has total 0 and peak -inf: out 0 * 1, lse -inf + -inf.
     gl.store(lse + place, (peak + gl.log2(total)) / _LOG2_E, mask=real)
@@ -140,6 +144,17 @@ def store_state(after, acc, total, peak, batch, head, row_begin, sizes, SHAPE: g
     _store_block(out, out_strides, acc[0], batch, head, row_begin, sizes, SHAPE, 0)
     if SHAPE.v_rest > 0:
         _store_block(out, out_strides, acc[1], batch, head, row_begin, sizes, SHAPE, SHAPE.v_main)
+
+
+@gluon.jit
+def _with_sink(total, peak, sink):
+    """The carry with one more key, of score `sink` in base 2 and value 0, and the decay of what was before."""
+    new_peak = gl.maximum(peak, sink)
+    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    # An infinite sink has all the weight: subtract nothing, since inf - inf would be NaN.
+    weight = gl.exp2(gl.where(sink == float("inf"), 0.0, sink - shift))
+    decay = gl.exp2(peak - shift)
+    return total * decay + weight, new_peak, decay
 
 
 @gluon.jit

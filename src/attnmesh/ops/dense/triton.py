@@ -49,16 +49,17 @@ class Triton:
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
+        # The kernel continues the state it is given, so that partial results never round to bf16. It selects scores of
+        # rows without keys away. The last call covers all rows: they are rounded, and have sinks.
         kernel = self._forward()
-        call, blocks = _launches(call, zero_rows=False)  # the kernel selects scores of rows without keys away
+        call, blocks = _launches(call, zero_rows=False, all_rows=total.last_call)
         for block in blocks:
             q, k, v = _sliced(call, block)
-            whole = len(block.q) == call.q.shape[2]
-            if whole and total.one_call:
-                total.add(kernel(q, k, v, **_arguments(call, block), state=None, out_dtype=q.dtype))
+            if total.last_call:
+                how = {"state": total.flush(), "out_dtype": q.dtype, "sinks": total.sinks}
+                total.complete(kernel(q, k, v, **_arguments(call, block), **how))
                 continue
-            # The kernel continues the state it is given, so that partial results never round to bf16.
-            state = total.flush() if whole else total.total()
+            state = total.flush() if len(block.q) == call.q.shape[2] else total.total()
             if state is not None:
                 rows = slice(block.q.start, block.q.stop)
                 state = State(state.out[:, :, rows], state.lse[:, :, rows])
@@ -95,17 +96,20 @@ class Triton:
                     grad.add(sums[name])
 
 
-def _launches(call: Call, *, zero_rows: bool) -> tuple[Call, tuple[Block, ...]]:
+def _launches(call: Call, *, zero_rows: bool, all_rows: bool = False) -> tuple[Call, tuple[Block, ...]]:
     """A block without a mask as it is; any others as one launch over all rows and the keys that blocks include.
 
-    A call that needs a mask is returned without the NaN that unseen keys (and rows without keys) may hold.
+    With `all_rows` a block of some of the rows needs a mask, too. A call with other masks is returned without the NaN
+    that unseen keys (and rows without keys) may hold.
     """
     blocks = call.visibility.blocks
     masked = [block for block in blocks if block.kind is Kind.PARTIAL or block.sequences is not None]
-    if len(blocks) <= 1 and not masked:
+    rows = range(call.q.shape[2])
+    if len(blocks) > 1 or masked:
+        call = call.with_unseen_zeroed(zero_rows=zero_rows)
+    elif not all_rows or all(block.q == rows for block in blocks):
         return call, blocks
-    whole = Block(range(call.q.shape[2]), key_hull(blocks), Kind.PARTIAL)
-    return call.with_unseen_zeroed(zero_rows=zero_rows), (whole,)
+    return call, (Block(rows, key_hull(blocks), Kind.PARTIAL),)
 
 
 def _sliced(call: Call, block: Block) -> Any:
