@@ -120,11 +120,8 @@ VARIANTS: dict[tuple[Part, int, int], tuple[dict[str, Any], ...]] = {
     (_F, 64, 64): ({"dynamic": True}, {"turns": False}, {"attenders": 3, "stages": 2}),
     (_F, 192, 128): ({"dynamic": True}, {"turns": False}, {"keys": 64, "stages": 3}),
     (_F, 256, 256): ({"dynamic": True}, {"turns": False}),
-    (_B, 128, 128): (
-        {"bulk": False}, {"paired": False}, {"paired": False, "unrolled": 1},
-        {"section": 1}, {"heads": 1}, {"heads": 2},
-    ),
-    (_B, 64, 64): ({"held": False}, {"stages": 2}, {"unrolled": 4}, {"bulk": False}, {"section": 1}),
+    (_B, 128, 128): ({"paired": False}, {"heads": 2}),
+    (_B, 64, 64): ({"held": False}, {"paired": False}, {"heads": 2}),
 }  # fmt: skip
 
 

@@ -143,8 +143,8 @@ def _gluon_backward(x: Inputs) -> Any:
     from attnmesh.ops.dense import gluon_backward
 
     _need_hopper(x)
-    if not gluon_backward.supports(x.q, x.k, x.v):
-        raise RefusalError(f"its kernel does not take head_dim {x.q.shape[-1]} (keys) and {x.v.shape[-1]} (values)")
+    if (why := gluon_backward.refusal(x.q, x.v)) is not None:
+        raise RefusalError(why)
     return gluon_backward
 
 
