@@ -120,11 +120,8 @@ CASES: tuple[AnyCase, ...] = (
 VARIANTS: dict[tuple[Part, int, int], tuple[dict[str, Any], ...]] = {
     (_F, 192, 128): ({"keys": 64, "stages": 3}, {"keys": 64, "stages": 4}),
     (_F, 256, 256): ({"keys": 32, "stages": 4},),
-    (_B, 128, 128): (
-        {"bulk": False}, {"paired": False}, {"paired": False, "unrolled": 1},
-        {"section": 1}, {"heads": 1}, {"heads": 2},
-    ),
-    (_B, 64, 64): ({"held": False}, {"stages": 2}, {"unrolled": 4}, {"bulk": False}, {"section": 1}),
+    (_B, 128, 128): ({"paired": False}, {"heads": 2}),
+    (_B, 64, 64): ({"held": False}, {"paired": False}, {"heads": 2}),
 }  # fmt: skip
 
 

@@ -105,8 +105,33 @@ def resources(binary, *, disassemble: bool) -> dict:
         "shared": binary.metadata.shared,
         "warps": binary.metadata.num_warps,
         "wgmma": "wgmma.mma_async" in binary.asm["ptx"],
+        "overwritten": overwritten_operands(code),
         "instructions": Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([\w.]+)", code, re.MULTILINE)),
     }
+
+
+def overwritten_operands(code: str) -> list[str]:
+    """The registers that products of a loop read as they were before it, and that the loop overwrites.
+
+    ptxas 12.8 may do so with an operand that has one use in the loop: every turn but the first is then wrong.
+    """
+    lines = code.splitlines()
+    labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
+    found = set()
+    for end, line in enumerate(lines):
+        begin = labels.get("".join(re.findall(r"BRA .*`\((\.L_x_\d+)\)", line)), end)
+        if begin >= end or any("PHASECHK" in near for near in lines[end - 3 : end]):  # the latter wait for a barrier
+            continue
+        written: set[int] = set()
+        before: set[int] = set()  # operands that come from before the loop
+        for instruction in lines[begin:end]:
+            if product := re.search(r"HGMMA\S+ R\d+, R(\d+), gdesc", instruction):
+                before |= set(range(int(product[1]), int(product[1]) + 4)) - written
+            elif write := re.search(r"\*/\s+(?:@!?U?P\d+\s+)?(?!ST|RED|ATOM)([\w.]+) R(\d+)", instruction):
+                size = {"LDS.64": 2, "LDS.128": 4, "LDSM.16.M88.4": 4, "LDSM.16.MT88.4": 4}.get(write[1], 1)
+                written |= set(range(int(write[2]), int(write[2]) + size))
+        found |= {f"R{register}" for register in before & written}
+    return sorted(found)
 
 
 def tool(name: str, *args: str) -> str:
