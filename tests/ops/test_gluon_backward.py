@@ -265,6 +265,11 @@ def assert_sound(kernels: list[dict]) -> None:
         assert (count(kernel, "UTMAREDG") > 0) == needs_q
 
 
+@pytest.mark.timeout(600)
+def test_the_kernel_of_a_whole_call_compiles():
+    assert_sound(compiled_for_hopper(__file__, [("causal", "bfloat16", 128, 128, {"overwrite": True})]))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_usual_kernels_compile():

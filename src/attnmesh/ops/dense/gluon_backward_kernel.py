@@ -123,6 +123,8 @@ def backward_kernel(
     UNROLLED: gl.constexpr = SHAPE.unrolled
     K_BLOCK: gl.constexpr = SHAPE.k_block
     V_BLOCK: gl.constexpr = SHAPE.v_block
+    K_BLOCKS: gl.constexpr = SHAPE.k_blocks
+    V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     Q_BLOCK: gl.constexpr = SHAPE.q_block
     # The tiles of all heads, longest first.
     tile_count = gl.cdiv(kv_len, 2 * _TILE)
@@ -141,11 +143,11 @@ def backward_kernel(
             for half in gl.static_range(2):
                 keys = key_begin + half * _TILE
                 if grad_k is not None:
-                    for block in gl.static_range(SHAPE.k_blocks):
+                    for block in gl.static_range(K_BLOCKS):
                         _add(grad_k, grad_k_strides, nothing, work, keys, block * K_BLOCK, SHAPE.d, SHAPE, grid)
                 if grad_v is not None:
                     nothing = gl.zeros([_TILE, V_BLOCK], gl.float32, grid)
-                    for block in gl.static_range(SHAPE.v_blocks):
+                    for block in gl.static_range(V_BLOCKS):
                         _add(grad_v, grad_v_strides, nothing, work, keys, block * V_BLOCK, SHAPE.dv, SHAPE, grid)
         return
 
