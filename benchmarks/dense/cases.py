@@ -86,7 +86,7 @@ class Case(NamedTuple):
 
 
 class RingCase(NamedTuple):
-    """One rank of eight of a ring, by the backend `auto` and by ours."""
+    """One rank of eight of a ring, by the backend `auto`."""
 
     part: Part
     length: int

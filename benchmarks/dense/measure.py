@@ -27,7 +27,7 @@ from benchmarks.ring import measure_cuda, rank_program
 _MOST_PROCESSES = 14  # each holds a context on the device
 _SILENCE = 90.0  # seconds: more than any program takes to compile, or a case to be timed
 _COMPILE_SHARE = 1 / 3  # of the time limit; what is not compiled by then is compiled when it is measured
-_BACKENDS = ("auto", "gluon")  # of the ring
+_BACKENDS = ("auto",)  # of the ring
 _TIMING = "timing"
 OK, WRONG, FAILED, CANNOT = "ok", "WRONG", "FAILED", "cannot"
 SUMMARY = "TFLOP/s of visible pairs; ratio: the best of Gluon over the peer that the goal refers to"

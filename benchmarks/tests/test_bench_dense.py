@@ -360,7 +360,7 @@ def test_programs_are_compiled_once_for_all_lengths():
     ]  # fmt: skip
     assert {job.case.length for job in compiled if job.names == ("FlexAttention",)} == {32 * K}
     assert not any(job.names[0] in ("cuDNN", "FlashAttention-2") for job in compiled)
-    assert {job.names[0] for job in compiled if isinstance(job.case, RingCase)} == {"auto", "gluon"}
+    assert {job.names[0] for job in compiled if isinstance(job.case, RingCase)} == {"auto"}
     assert all(job.rounds == 0 for job in compiled)
 
 
@@ -404,7 +404,7 @@ def test_a_run_prints_and_saves(without_gpu, tmp_path):
     assert [title.split(" (")[0] for title in sections][:2] == ["forward causal 8k D192/128", "forward ring of 8, 16k"]
     case, ring, bad, summary = sections.values()
     assert "Gluon keys=64 stages=3" not in [row["program"] for row in case]
-    assert [row["backend"] for row in ring] == ["auto", "gluon"]
+    assert [row["backend"] for row in ring] == ["auto"]
     assert bad == [{"case": "forward causal 8k D192/128", "program": "Gluon keys=64 stages=3", "why": "WRONG 0.5"}]
     assert summary == sections[SUMMARY]
     assert summary[0]["ratio"] == 2.0
