@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from helpers.triton_compile import assert_fit, compiled, compiled_for_hopper, tolerated_spills
+from helpers.triton_compile import assert_fit, compiled, compiled_for_hopper, fits, tolerated_spills
 
 pytest.importorskip("triton")
 
@@ -21,6 +21,7 @@ from attnmesh.ops.block.norm_rope import Norm, Rope
 from attnmesh.ops.block.stages import ProjectedKV
 from attnmesh.ops.decode.call import build_call
 from attnmesh.ops.decode.triton import Triton
+from attnmesh.ops.decode.triton import pick_tiles as pick_decode_tiles
 from attnmesh.ops.dense.triton_backward import backward, delta
 from attnmesh.ops.dense.triton_forward import forward
 from attnmesh.ops.dense.triton_tiles import FORWARD_TILES, GRAD_KEY_TILES, GRAD_QUERY_TILES, ScoreTerms, pick_tiles
@@ -138,6 +139,10 @@ def prepared(head_dim, dtype, storage, q_heads, kv_heads, layout, normed):
 
 
 def decode(storage, dtype, head_dim, value_dim, group, options):
+    Triton().run(decode_call(storage, dtype, head_dim, value_dim, group, options))
+
+
+def decode_call(storage, dtype, head_dim, value_dim, group, options):
     dtype = getattr(torch, dtype)
     options = dict(options)
     paged = options.pop("block_size", None)
@@ -154,7 +159,7 @@ def decode(storage, dtype, head_dim, value_dim, group, options):
     q = torch.empty(2, group, how.pop("tokens", 1), head_dim, dtype=dtype)
     if how.pop("partial", False):  # one rank's part of a sequence that is spread
         how |= {"key_range": (torch.zeros(2, q.shape[2], dtype=torch.int32),) * 2, "out_dtype": torch.float32}
-    Triton().run(build_call(q, k, v, table, cur_pos=[5, 6], share_cache=False, **how))
+    return build_call(q, k, v, table, cur_pos=[5, 6], share_cache=False, **how)
 
 
 LAUNCHERS = {
@@ -299,6 +304,27 @@ def test_the_decode_kernels_compile():
         PAGED | {"partial": True, "tokens": 4},
     ]  # fmt: skip
     assert_compiles_for_hopper("decode", [*tiles, *(("plain", "bfloat16", 128, 128, 4, how) for how in options)])
+
+
+@pytest.mark.parametrize(("storage", "head_dim", "value_dim", "tiles"), [
+    ("plain", 128, 128, (32, 64, 4, 3, 2)), ("plain", 576, 512, (32, 16, 8, 2, 1)),
+    ("fp8", 576, 512, (32, 32, 8, 2, 1)), ("plain", 1024, 1024, (16, 16, 8, 2, 1)),
+])  # fmt: skip
+def test_decode_tiles_fit_the_shared_memory(storage, head_dim, value_dim, tiles, monkeypatch):
+    """The same as on Hopper, except for the widest keys."""
+    monkeypatch.setattr(gpu, "WITHOUT_GPU", gpu.GPU(89, 99 * 1024))
+    assert pick_decode_tiles(decode_call(storage, "bfloat16", head_dim, value_dim, 32, PAGED)) == tiles
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("target", OTHERS)
+def test_decode_kernels_compile_for_other_gpus(target):
+    cases = [("plain", "bfloat16", width, min(width, 512), 32, PAGED) for width in (128, 256, 576)]
+    cases += [("plain", dtype, 1024, 1024, 16, PAGED) for dtype in DTYPES]
+    cases += [("int8", "bfloat16", 128, 128, 32, PAGED), ("int8", "float32", 1024, 1024, 16, PAGED)]
+    kernels = compiled(__file__, {target: [("decode", *case) for case in cases]})
+    assert all(fits(kernel) for kernel in kernels), kernels
 
 
 @pytest.mark.slow
