@@ -1,6 +1,6 @@
-"""Compile kernels for Hopper on a machine without a GPU.
+"""Compile kernels for a GPU on a machine without one.
 
-A subprocess runs the launchers with a driver that reports "sm_90", stops each launch after its compilation, and reads
+A subprocess runs the launchers with a driver that reports that GPU, stops each launch after its compilation, and reads
 the machine code. (A subprocess, because Triton interprets kernels in the tests' own process.)
 """
 
@@ -15,16 +15,25 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-SHARED_MEMORY = 227 * 1024  # of one program on sm_90
+# Compute capability (Ampere, Ada, Hopper, Blackwell) -> bytes of shared memory of one program.
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+TENSOR_MEMORY = 512  # columns of one program on sm_100
 
 
 def compiled_for_hopper(test_file: str, cases: list[tuple], processes: int = 2) -> list[dict]:
+    """`compiled` for sm_90."""
+    return compiled(test_file, {90: cases}, processes)
+
+
+def compiled(test_file: str, cases: dict[int, list[tuple]], processes: int = 2) -> list[dict]:
     """Run `launch(*case)` of a test file for every case; returns the resources of each kernel that was launched.
 
-    Compiling takes all the time, and test machines have two cores: more processes do not help.
+    `cases` are those of each compute capability. Compiling takes all the time, and test machines have two cores: more
+    processes do not help.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    shares = [cases[i::processes] for i in range(min(processes, len(cases)))]
+    every = [(target, case) for target, of_target in cases.items() for case in of_target]
+    shares = [every[i::processes] for i in range(min(processes, len(every)))]
     runs = [
         subprocess.Popen(
             [sys.executable, __file__, test_file, json.dumps(share)],
@@ -40,8 +49,8 @@ def compiled_for_hopper(test_file: str, cases: list[tuple], processes: int = 2) 
     kernels = [json.loads(line) for line in lines]
     for kernel in kernels:
         kernel["case"] = tuple(kernel["case"])
-    launched = [kernel["case"] for kernel in kernels]
-    assert all(case in launched for case in cases), "a case launched nothing"
+    launched = [(kernel["target"], kernel["case"]) for kernel in kernels]
+    assert all(one in launched for one in every), "a case launched nothing"
     return kernels
 
 
@@ -55,10 +64,12 @@ def tolerated_spills(kernel: dict) -> int:
 
 
 def assert_fit(kernels: list[dict], tolerated: Callable[[dict], int] = tolerated_spills) -> None:
-    misfits = [
-        kernel for kernel in kernels if kernel["spilled"] > tolerated(kernel) or kernel["shared"] > SHARED_MEMORY
-    ]
+    misfits = [kernel for kernel in kernels if kernel["spilled"] > tolerated(kernel) or not fits(kernel)]
     assert not misfits, "\n".join(map(str, misfits))
+
+
+def fits(kernel: dict) -> bool:
+    return kernel["shared"] <= SHARED_MEMORY[kernel["target"]] and kernel["tensor memory"] <= TENSOR_MEMORY
 
 
 def count(kernel: dict, pattern: str) -> int:
@@ -66,29 +77,32 @@ def count(kernel: dict, pattern: str) -> int:
     return sum(n for name, n in kernel["instructions"].items() if re.match(pattern, name))
 
 
-def compile_launches(test_file: str, cases: list[list]) -> None:
+def compile_launches(test_file: str, cases: list[tuple[int, list]]) -> None:
     """Print a line of JSON for every kernel; runs in the subprocess."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    class Hopper:
+    from attnmesh.ops import gpu
+
+    class Driver:
         """A GPU driver, as far as compiling needs one."""
 
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-        get_current_device = staticmethod(lambda: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", target, 32))
+        get_current_device = staticmethod(lambda: target)  # Triton keeps the kernels of each device
         get_current_stream = staticmethod(lambda device: 0)
 
     def compile_only(kernel, *args, warmup, **options):
         binary = launch(kernel, *args, warmup=True, **options)
-        report = {"case": case, "kernel": kernel.fn.__name__} | resources(binary, disassemble=kernel.is_gluon())
-        print(json.dumps(report), flush=True)
+        report = {"case": case, "kernel": kernel.fn.__name__, "target": target}
+        print(json.dumps(report | resources(binary, disassemble=kernel.is_gluon())), flush=True)
 
-    driver.set_active(Hopper())
+    driver.set_active(Driver())
     launch, JITFunction.run = JITFunction.run, compile_only
     sys.path[:0] = [str(Path(test_file).parent), str(Path(__file__).parents[1])]
     launcher = importlib.import_module(Path(test_file).stem)
-    for case in cases:
+    for target, case in cases:
+        gpu.WITHOUT_GPU = gpu.GPU(target, SHARED_MEMORY[target])
         launcher.launch(*case)
 
 
@@ -103,6 +117,7 @@ def resources(binary, *, disassemble: bool) -> dict:
         "registers": registers,
         "spilled": stack + local,  # kernels have no arrays or calls of their own: what lies there was spilled
         "shared": binary.metadata.shared,
+        "tensor memory": binary.metadata.tmem_size or 0,
         "warps": binary.metadata.num_warps,
         "wgmma": "wgmma.mma_async" in binary.asm["ptx"],
         "overwritten": overwritten_operands(code),
