@@ -1,4 +1,4 @@
-"""Backend on the library's MLA decode kernel for Hopper, written in Gluon. Splits are merged as by the Triton backend."""
+"""Backend on the library's MLA decode kernel for Hopper, written in Gluon. Splits are merged by a Triton kernel."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Gluon(Triton):
 
     def refusal(self, call: DecodeCall) -> str | None:
         """The reason why this backend cannot serve the call; None if it can."""
-        reason = super().refusal(call)
-        if reason is not None:
-            return reason
+        refused = super().refusal(call)
+        if refused is not None:
+            return refused
         if not call.q.is_cuda or torch.cuda.get_device_capability(call.q.device)[0] != 9:
             return "its kernel needs a Hopper GPU (compute capability 9.0)"
-        reason = _kernel().refusal(call)
+        reason: str | None = _kernel().refusal(call)
         return reason
 
     def run(self, call: DecodeCall, into: State | None = None, tiles: DecodeTiles | None = None) -> State:

@@ -1,4 +1,4 @@
-"""Decode over a paged latent cache (MLA) on Hopper in Gluon: keys of 576 columns, the first 512 of which are the values.
+"""Decode over a paged latent cache (MLA) on Hopper in Gluon: keys of 576 columns, of which the first 512 are values.
 
 Floors, for `rows` query heads and tokens per sequence over n keys: 2 * (576 + 512) * rows * n operations, 1152 * n
 bytes. With 64 rows or fewer per KV head the bytes take longer on an H200, with 128 the operations. Then what limits
@@ -18,8 +18,9 @@ items of its share of the keys (see `gluon_schedule`), 64 keys at a time, by fou
 Each key is read from memory once per tile of rows. Tiles of the same KV head run next to each other, so that all but
 the first find it in L2.
 
-Synchronization: a quarter (or tail) is `ready` when the copy engine has written it, and `free` when the averager (or
-both), which reads it last, is done. The decay of a tile lives as long as its tail, so it needs no barrier before it is overwritten.
+Synchronization: a quarter (or tail) is `ready` when the copy engine has written it, and a quarter is `free` when the
+averager that reads it last is done. By the time that the quarters of a tile are free for the next but one, both
+averagers are done with the tile before: with its tail, weights and decay, which therefore need no barrier of their own.
 Barriers are waited for by the parity of their phase, counted over all items; waiting for the phase before the first
 succeeds at once.
 
@@ -49,7 +50,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_schedule import KEYS, Sources, after, item_at, row_bounds, share_of_program
-from attnmesh.ops.decode.triton import DecodeTiles, Launch
+from attnmesh.ops.decode.triton import DecodeTiles, Launch, v_in_k
 from attnmesh.ops.storage import values_of
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
@@ -94,7 +95,6 @@ class Barriers(NamedTuple):
     k_ready: Any
     k_free: Any
     tail_ready: Any
-    tail_free: Any
     decay_ready: Any
     weights_ready: Any
     result_ready: Any
@@ -125,9 +125,9 @@ class Results(NamedTuple):
 
 def refusal(call: DecodeCall) -> str | None:
     """The reason why the kernel cannot serve these tensors; None if it can."""
-    k, width = values_of(call.k), (call.q.shape[3], call.value_dim)
-    if width != (D_V + D_TAIL, D_V) or k.data_ptr() != values_of(call.v).data_ptr() or k.stride() != call.v.stride():
-        return f"its kernel takes v_pool as k_pool[..., :{D_V}] of head_dim {D_V + D_TAIL}, not {width[0]} and {width[1]}"
+    k = values_of(call.k)
+    if not v_in_k(call) or (call.q.shape[3], call.value_dim) != (D_V + D_TAIL, D_V):
+        return f"its kernel takes k_pool of head_dim {D_V + D_TAIL}, and v_pool as k_pool[..., :{D_V}]"
     if not call.paged or call.block_size not in BLOCK_SIZES:
         return f"its kernel takes pools of block_size {', '.join(map(str, BLOCK_SIZES))}"
     if call.mask is not None or call.tree is not None or call.shared:
@@ -192,7 +192,6 @@ def _attend_kernel(
     k_ready = gl.allocate_shared_memory(gl.int64, [_QUARTERS, 1], once)
     k_free = gl.allocate_shared_memory(gl.int64, [_QUARTERS, 1], once)
     tail_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
-    tail_free = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
     decay_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
     weights_ready = gl.allocate_shared_memory(gl.int64, [_TAILS, 1], once)
     result_ready = gl.allocate_shared_memory(gl.int64, [1, 1], once)
@@ -202,7 +201,6 @@ def _attend_kernel(
         mbarrier.init(k_free.index(slot), count=1)
     for slot in gl.static_range(_TAILS):
         mbarrier.init(tail_ready.index(slot), count=1)
-        mbarrier.init(tail_free.index(slot), count=2)
         mbarrier.init(decay_ready.index(slot), count=1)
         mbarrier.init(weights_ready.index(slot), count=1)
     mbarrier.init(result_ready.index(0), count=1)
@@ -217,7 +215,7 @@ def _attend_kernel(
     place = Place(head_tile // tiles, head_tile, heads, head_tile % tiles * _ROWS, share)
     position = share_of_program(sources, share.to(gl.int64), shares, max_splits, SHAPE.tokens, SHAPE.unit, BATCH)
     memory = Memory(q_memory, q_tail, keys, tails, decay, weight)
-    barriers = Barriers(k_ready, k_free, tail_ready, tail_free, decay_ready, weights_ready, result_ready, result_free)
+    barriers = Barriers(k_ready, k_free, tail_ready, decay_ready, weights_ready, result_ready, result_free)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     gl.warp_specialize(
         [
@@ -246,7 +244,6 @@ def _load(k_main, k_tail, table, table_stride, memory, barriers, sources, positi
                 ready = barriers.k_ready.index(slot)
                 _fetch(k_main, memory.k.index(slot), ready, table_row, key, quarter * _QUARTER, item, place, SHAPE)
             slot = step % _TAILS
-            mbarrier.wait(barriers.tail_free.index(slot), (step // _TAILS & 1) ^ 1)
             ready = barriers.tail_ready.index(slot)
             _fetch(k_tail, memory.tails.index(slot), ready, table_row, key, 0, item, place, SHAPE)
             step += 1
@@ -460,7 +457,6 @@ def _average(PART: gl.constexpr, memory, barriers, sources, position, place, res
                 mbarrier.arrive(barriers.k_free.index(near), count=1)
                 right = warpgroup_mma_wait(0, [right])
                 mbarrier.arrive(barriers.k_free.index(far), count=1)
-                mbarrier.arrive(barriers.tail_free.index(slot), count=1)
                 step += 1
 
             mbarrier.wait(barriers.result_ready.index(0), done & 1)
