@@ -1,22 +1,25 @@
 """`python -m benchmarks.decode.latent`: MLA decode, the Gluon kernel against the Triton kernel in one run on Hopper.
 
-First both are compared with float64 on ragged sequences. Then each shape is timed, and a line printed as soon as it is
-known: microseconds with a cold L2, operations per second and bytes per second. Neither floor can be passed: 2 * (576 +
+First both are compared with float64 on ragged sequences, while processes compile the kernels of all shapes. Then each
+shape is timed, and a line printed as soon as it is known: microseconds with a cold L2, operations per second and bytes per second. Neither floor can be passed: 2 * (576 +
 512) operations per query row and key, and 1152 bytes per key.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Annotated, NamedTuple
 
 import torch
 import typer
 from torch import Tensor
 
-from attnmesh.calibration.timing import Run, cold, measured_floor
+from attnmesh.calibration.timing import Run, cold, measured_floor, reason
 from attnmesh.ops.decode.api import paged_decode_attention
 from attnmesh.testing.decode import random_decode
 from benchmarks.common import make_app
@@ -91,6 +94,13 @@ def check(device: str, positions: tuple[int, ...] = (1000, 77, -1, 640, 63, 64))
                 raise SystemExit(f"{name} is wrong")
 
 
+def run_once(shape: Latent, backend: str) -> None:
+    """Leave the kernels of a shape in Triton's cache on disk; in a process of its own."""
+    warnings.simplefilter("ignore")
+    random_run(shape, "cuda")[backend]()
+    torch.cuda.synchronize()
+
+
 def main(
     seconds: Annotated[float, typer.Option(help="Start no shape after this many seconds.")] = 80.0,
     checks: Annotated[bool, typer.Option(help="Compare with float64 first.")] = True,
@@ -98,21 +108,27 @@ def main(
     """Measure MLA decode steps."""
     warnings.simplefilter("ignore")
     start = time.monotonic()
-    print(torch.cuda.get_device_name(), measured_floor(), flush=True)
-    if checks:
-        check("cuda")
+    work = list(product(SHAPES, BACKENDS))
+    with ProcessPoolExecutor(len(work), mp_context=multiprocessing.get_context("spawn")) as processes:
+        compiling = [processes.submit(run_once, *each) for each in work]
+        if checks:
+            check("cuda")
+        for running, each in zip(compiling, work, strict=True):
+            if error := running.exception():
+                print(f"{each}: {reason(error)}", flush=True)
+    print(f"[{time.monotonic() - start:5.1f} s] {torch.cuda.get_device_name()}, {measured_floor()}", flush=True)
     for shape in SHAPES:
         if time.monotonic() - start > seconds:
             print(f"stopped after {seconds} s", flush=True)
             return
         runs = random_run(shape, "cuda")
-        error = relative_error(runs["gluon"](), runs["triton"]().double())
+        difference = relative_error(runs["gluon"](), runs["triton"]().double())
         times = cold(runs, rounds=_ROUNDS)
         speeds = [
             f"{name} {us:8.1f} us {shape.flops / us / 1e6:6.1f} TFLOP/s {shape.bytes / us / 1e6:5.2f} TB/s"
             for name, us in times.items()
         ]
-        ratio = f"triton/gluon {times['triton'] / times['gluon']:.2f}, difference {error:.1e}"
+        ratio = f"triton/gluon {times['triton'] / times['gluon']:.2f}, difference {difference:.1e}"
         print(f"[{time.monotonic() - start:5.1f} s] {shape}: {'; '.join(speeds)}; {ratio}", flush=True)
         del runs
 
