@@ -1,8 +1,8 @@
 """`python -m benchmarks.decode.latent`: MLA decode, the Gluon kernel against the Triton kernel in one run on Hopper.
 
 First both are compared with float64 on ragged sequences, while processes compile the kernels of all shapes. Then each
-shape is timed, and a line printed as soon as it is known: microseconds with a cold L2, operations per second and bytes per second. Neither floor can be passed: 2 * (576 +
-512) operations per query row and key, and 1152 bytes per key.
+shape is timed, and a line printed as soon as it is known: microseconds with a cold L2, operations per second and bytes
+per second. Neither floor can be passed: 2 * (576 + 512) operations per query row and key, and 1152 bytes per key.
 """
 
 from __future__ import annotations
