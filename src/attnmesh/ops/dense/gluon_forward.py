@@ -463,7 +463,7 @@ def _attend(INDEX: gl.constexpr, memory, barriers, mask, before, after, sizes, s
                 weights, decay, total, peak = softmax(
                     scores, total, peak, begin, inner, edge, row_first, row_end, scale, softcap, SHAPE, grid
                 )
-                acc = rescale(acc, decay)
+                acc = rescale(acc, decay, True)
                 weights = operand(weights, memory, wide)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
