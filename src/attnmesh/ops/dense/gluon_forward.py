@@ -47,7 +47,7 @@ from attnmesh.ops.merge import empty_out
 
 # Lengths and heads, and the strides of what has one element per row: each would recompile for another alignment.
 _NOT_SPECIALIZED = [
-    *LENGTHS, "q_heads", "group", "items", "scale", "softcap", "part_stride", "sequence_stride",
+    *LENGTHS, "q_heads", "group", "items", "section", "scale", "softcap", "part_stride", "sequence_stride",
     *(f"{name}_{dim}" for name in ("state_lse", "lse") for dim in ("batch", "head", "row")),
 ]  # fmt: skip
 _ROWS = gl.constexpr(ROWS)
@@ -58,13 +58,14 @@ _RECORD = gl.constexpr(8)  # integers of a work record: item, begin, inner, edge
 
 
 class Sizes(NamedTuple):
-    """The lengths, the query heads, those of a group, and the work items."""
+    """The lengths, the query heads, those of a group, the work items, and the head tiles of a section."""
 
     q_len: Any
     kv_len: Any
     q_heads: Any
     group: Any
     items: Any
+    section: Any
 
 
 class Shape(NamedTuple):
@@ -103,10 +104,14 @@ class Barriers(NamedTuple):
 
 
 class GluonTiles(NamedTuple):
-    """Keys per tile, and how many tiles of keys and of values are in flight."""
+    """Keys per tile, how many tiles of keys and of values are in flight, and the order of the items.
+
+    Items of `section` KV heads come together, the longest first (None: of all heads): they share keys in the L2 cache.
+    """
 
     keys: int
     stages: int
+    section: int | None = None
 
 
 # By the widths of keys and values.
@@ -178,14 +183,18 @@ def forward(
     q_blocks = _descriptors(q, pack, rows, key_blocks)
     k_blocks = _descriptors(k, 1, tiles.keys, key_blocks)
     v_blocks = _descriptors(v, 1, tiles.keys, value_blocks)
-    items = triton.cdiv(q_len, ATTENDERS * rows) * batch * (q_heads // pack)
+    head_tiles = batch * (q_heads // pack)
+    items = triton.cdiv(q_len, ATTENDERS * rows) * head_tiles
+    section = head_tiles if tiles.section is None else tiles.section * (q_heads // kv_heads // pack)
     with torch.cuda.device_of(q):
         _forward_kernel[(min(items, _processors(q)),)](
             *q_blocks, *k_blocks, *v_blocks, visible.first, visible.end, *visible.strides,
             state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
             result.out, out_strides, result.lse, *result.lse.stride(), None if sinks is None else sinks.contiguous(),
-            q_len, kv_len, q_heads, q_heads // kv_heads, items, scale, terms.softcap,
-            SHAPE=Shape(causal, 0 if bounds is None else visible.parts, pack, *tiles, *value_blocks), num_warps=4,
+            q_len, kv_len, q_heads, q_heads // kv_heads, items, section, scale, terms.softcap,
+            SHAPE=Shape(
+                causal, 0 if bounds is None else visible.parts, pack, tiles.keys, tiles.stages, *value_blocks
+            ), num_warps=4,
         )  # fmt: skip
     return result
 
@@ -224,7 +233,7 @@ def _forward_kernel(
     q_main, q_rest, k_main, k_rest, v_main, v_rest, first, end, part_stride, sequence_stride,
     state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
     out, out_strides, lse, lse_batch, lse_head, lse_row, sinks,
-    q_len, kv_len, q_heads, group, items, scale, softcap,
+    q_len, kv_len, q_heads, group, items, section, scale, softcap,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = SHAPE.stages
@@ -261,7 +270,7 @@ def _forward_kernel(
     mask = (first, end, (part_stride, sequence_stride))
     before = (state_out, state_out_strides, state_lse, (state_lse_batch, state_lse_head, state_lse_row))
     after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
-    sizes = Sizes(q_len, kv_len, q_heads, group, items)
+    sizes = Sizes(q_len, kv_len, q_heads, group, items, section)
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
     gl.warp_specialize(
         [(_attend, (0, memory, barriers, mask, before, after, sizes, scale, softcap, SHAPE)),
@@ -289,13 +298,15 @@ def _allocate_block(block, STAGES: gl.constexpr):
 
 @gluon.jit
 def _locate(item, sizes, SHAPE: gl.constexpr):
-    """The first row, head and sequence of an item: the last rows first, which usually have the most keys."""
+    """The first row, head and sequence of an item. In a section the last rows come first: most have the most keys."""
     TILE: gl.constexpr = _ATTENDERS * _ROWS // SHAPE.pack
     tile_count = (sizes.q_len + TILE - 1) // TILE
-    columns = sizes.items // tile_count
-    head_tiles = sizes.q_heads // SHAPE.pack
-    column = item % columns
-    return (tile_count - 1 - item // columns) * TILE, column % head_tiles * SHAPE.pack, column // head_tiles
+    within = item % (sizes.section * tile_count)
+    begin = item // (sizes.section * tile_count) * sizes.section
+    section = gl.minimum(sizes.section, sizes.items // tile_count - begin)
+    head_tile = begin + within % section
+    heads = sizes.q_heads // SHAPE.pack
+    return (tile_count - 1 - within // section) * TILE, head_tile % heads * SHAPE.pack, head_tile // heads
 
 
 @gluon.jit
