@@ -123,14 +123,32 @@ def _places(strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: g
 
 @gluon.jit
 def _load_block(
-    state_out, strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin, WIDTH: gl.constexpr
+    state_out,
+    strides,
+    batch,
+    head,
+    row_begin,
+    sizes,
+    SHAPE: gl.constexpr,
+    column_begin: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):
     """A block of the output so far."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, down)
     column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))
-    return gl.load(state_out + place[:, None] + column[None, :], mask=real[:, None], other=0.0)
+    mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
+    return gl.load(state_out + place[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def _inside(real, column, END: gl.constexpr, WIDTH: gl.constexpr):
+    """Which elements of a block that ends at column END exist: those of real rows, in the first WIDTH columns."""
+    mask = real[:, None]
+    if END > WIDTH:
+        mask = mask & (column < WIDTH)[None, :]
+    return mask
 
 
 @gluon.jit
@@ -162,13 +180,14 @@ def _with_sink(total, peak, sink):
 
 
 @gluon.jit
-def _store_block(out, strides, block, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin):
+def _store_block(out, strides, block, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin: gl.constexpr):
     WIDTH: gl.constexpr = block.shape[1]
     lines: gl.constexpr = _lines(WIDTH, out.dtype.element_ty == gl.float32)
     block = gl.convert_layout(block.to(out.dtype.element_ty), lines)
     place, real = _places(strides, batch, head, row_begin, sizes, SHAPE, gl.SliceLayout(1, lines))
     column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, lines))
-    gl.store(out + place[:, None] + column[None, :], block, mask=real[:, None])
+    mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
+    gl.store(out + place[:, None] + column[None, :], block, mask=mask)
 
 
 @triton.constexpr_function
