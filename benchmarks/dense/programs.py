@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.state import State
-from benchmarks.dense.cases import Case, Inputs, mask_mod, variants
+from benchmarks.dense.cases import Case, Inputs, Part, mask_mod, variants
 from benchmarks.dense.checks import Saved
 from benchmarks.peers import PEERS, compile_flex, one_device
 
 aten = torch.ops.aten
 Results = dict[str, Tensor]
 
-FLEX, TRITON, GLUON, STAGE = "FlexAttention", "Triton", "Gluon", "Gluon stage"
+FLEX, TRITON, GLUON, STAGE, SAME_BITS = "FlexAttention", "Triton", "Gluon", "Gluon stage", "Gluon deterministic"
 THEIRS = (*PEERS, FLEX)
 
 
@@ -42,8 +42,10 @@ def names(case: Case, *, with_variants: bool) -> list[str]:
     """The programs of a case, peers first."""
     peers = PEERS if case.causal else (FLEX,)
     tried = variants(case) if with_variants else ({},)
-    stage = [STAGE] if (case.key_dim, case.value_dim) == (128, 128) else []
-    return [*peers, TRITON, *map(label, tried), *stage]
+    others = [STAGE] if (case.key_dim, case.value_dim) == (128, 128) else []
+    if others and case.part is Part.BACKWARD:
+        others.append(SAME_BITS)
+    return [*peers, TRITON, *map(label, tried), *others]
 
 
 def label(variant: dict[str, Any]) -> str:
@@ -118,6 +120,8 @@ def _build_backward(name: str, case: Case, x: Inputs, saved: Saved) -> Program:
             return _named(totals, "d")
 
         return Program(stage, begin=lambda: [total.zero_() for total in totals])
+    if name == SAME_BITS:
+        return Program(partial(whole, gluon.backward, deterministic=True))
     tiles = gluon.BackwardTiles.pick(x.q, x.v)._replace(**_variant(name, case))
     return Program(partial(whole, gluon.backward, tiles=tiles))
 
@@ -143,8 +147,8 @@ def _gluon_backward(x: Inputs) -> Any:
     from attnmesh.ops.dense import gluon_backward
 
     _need_hopper(x)
-    if not gluon_backward.supports(x.q, x.k, x.v):
-        raise RefusalError(f"its kernel does not take head_dim {x.q.shape[-1]} (keys) and {x.v.shape[-1]} (values)")
+    if (why := gluon_backward.refusal(x.q, x.v)) is not None:
+        raise RefusalError(why)
     return gluon_backward
 
 

@@ -1,7 +1,7 @@
 """Decode in Triton, host side: one launch attends over splits of the keys, a second merges the splits.
 
 Tile sizes follow fixed rules rather than autotuning: the order of the sums, and so the result, must not depend on a
-timing. Measured on an H200 (docs/benchmarks.md); tests/ops/test_triton_compiles.py checks that none spills on sm_90.
+timing. Tuned on an H200 (docs/benchmarks.md); tests/ops/test_triton_compiles.py checks that none spills on sm_90.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from attnmesh.core.optional import installed, require
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES, error_record, raise_device_error
+from attnmesh.ops.gpu import gpu_of
 from attnmesh.ops.storage import Quantized, Stored, values_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 1024
 _LOG2_E = 1.4426950408889634
 _NO_SPLIT = 2**30  # longer than any sequence; the sum of two still fits 32 bits
+_RESERVED = 2048  # bytes of shared memory for reductions
 _SEQUENCES_PER_LAUNCH = 1024  # every program reads the lengths of all of them
 
 
@@ -66,7 +68,28 @@ def pick_tiles(call: DecodeCall) -> DecodeTiles:
         # bfp8 multiplies each value by its power of two; the tiles of 16-bit caches leave more registers for that.
         table = _SIXTEEN_BITS if isinstance(call.k, Tensor) or call.k.storage == "bfp8" else _EIGHT_BITS
     width = max(call.q.shape[3], call.value_dim)
-    return next(tiles for limit, tiles in table.items() if width <= limit)
+    tiles = next(tiles for limit, tiles in table.items() if width <= limit)
+    while _shared_memory(tiles, call) > gpu_of(call.q.device).shared_memory:
+        if tiles.stages > 2:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        elif tiles.keys > 16:
+            tiles = tiles._replace(keys=tiles.keys // 2)
+        elif tiles.rows > 8:
+            tiles = tiles._replace(rows=tiles.rows // 2)
+        else:
+            break  # Triton raises OutOfResources
+    return tiles
+
+
+def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
+    """Bytes of the queries, the weights, and the keys and values of all stages but the one in registers.
+
+    With one stage keys and values take turns, as they are multiplied: dequantized.
+    """
+    q_size, size = call.q.element_size(), values_of(call.k).element_size()
+    widths = sum(_blocks(call.q.shape[3])), power_of_two(call.value_dim)
+    loaded = sum(widths) * (tiles.stages - 1) * size if tiles.stages > 1 else max(widths) * q_size
+    return tiles.rows * (widths[0] + tiles.keys) * q_size + tiles.keys * loaded + _RESERVED
 
 
 def _reads_pairs(call: DecodeCall) -> bool:
@@ -124,6 +147,12 @@ def pick_merge_tile(splits: int, rows: int, value_dim: int, fixed: bool) -> Merg
     cells = 4096 // splits
     columns = min(max(16, power_of_two(value_dim)), cells)
     return MergeTile(splits, max(1, min(rows, cells // columns)), columns)
+
+
+def _blocks(head_dim: int) -> tuple[int, int]:
+    """The columns of the tiles of a key: a power of two, and the rest or 0."""
+    main = max(16, 1 << (head_dim.bit_length() - 1))
+    return main, max(16, power_of_two(head_dim - main)) if head_dim > main else 0
 
 
 def power_of_two(n: int) -> int:
@@ -196,11 +225,9 @@ def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: 
     k, *k_parts = _parts(call, call.k, words)
     v, *v_parts = _parts(call, call.v, words)
     mask, tree = (_as_bytes(x) for x in (call.mask, call.tree))
-    main = max(16, 1 << (head_dim.bit_length() - 1))
-    tail = max(16, power_of_two(head_dim - main)) if head_dim > main else 0
+    main, tail = _blocks(head_dim)
     block_size = call.block_size if call.paged else 0
-    with torch.cuda.device_of(q):
-        early = _starts_early(q.device)
+    early = _starts_early(q.device)
     table: tuple[Tensor | None, int] = (None, 0)
     if call.table is not None:
         slots = call.table if call.table.stride(1) == 1 else call.table.contiguous()
@@ -324,18 +351,9 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-@functools.cache
 def _starts_early(device: torch.device) -> bool:
-    """Whether the merge kernel may start while the split kernel runs (programmatic dependent launch, from Hopper on).
-
-    `device` must be current.
-    """
-    if _interpreted():
-        return False
-    from triton.runtime import driver
-
-    target = driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= 90)
+    """Whether the merge kernel may start while the split kernel runs: programmatic dependent launch, from Hopper on."""
+    return torch.version.hip is None and gpu_of(device).capability >= 90 and not _interpreted()
 
 
 def _interpreted() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,18 +35,23 @@ class Triton:
             return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
         return None
 
-    def backward_refusal(self, call: Call, result: Result) -> str | None:
-        """The reason why this backend cannot serve the backward; None if it can."""
+    def backward_refusal(self, call: Call, *, grad_lse: bool = False) -> str | None:
+        """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
         return self.refusal(call)
 
-    def _forward(self) -> ModuleType:
-        return require("attnmesh.ops.dense.triton_forward", extra="triton")
+    def _forward(self) -> Callable[..., State]:
+        kernel: Callable[..., State] = require("attnmesh.ops.dense.triton_forward", extra="triton").forward
+        return kernel
+
+    def _backward(self) -> Callable[..., None]:
+        kernel: Callable[..., None] = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
+        return kernel
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
         """Merges the attention of this call into `total`."""
         # The kernel continues the state it is given, so that partial results never round to bf16. It selects scores of
         # rows without keys away. The last call covers all rows: they are rounded, and have sinks.
-        kernel = self._forward().forward
+        kernel = self._forward()
         call, blocks = _launches(call, zero_rows=False, all_rows=total.last_call)
         for block in blocks:
             q, k, v = _sliced(call, block)
@@ -67,7 +72,7 @@ class Triton:
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
-        kernel = require("attnmesh.ops.dense.triton_backward", extra="triton").backward
+        kernel = self._backward()
         call, blocks = _launches(call, zero_rows=True)
         every = (grads.q, call.q, "q"), (grads.k, call.k, "k"), (grads.v, call.v, "v")
         wanted = {name: (grad, x) for grad, x, name in every if grad is not None}

@@ -88,7 +88,7 @@ def forward(
 
     visible = Bounds.of(bounds)
     state_out, state_lse = state or (None, None)
-    tiles = tiles or pick_tiles(FORWARD_TILES if bounds is None else BOUNDED_FORWARD_TILES, q, v)
+    tiles = tiles or pick_tiles(FORWARD_TILES if bounds is None else BOUNDED_FORWARD_TILES, q, v, held=("q",))
     q_strides, k_strides, v_strides, state_strides, out_strides = row_strides(
         q=q, k=k, v=v, state_out=state_out, out=result.out
     )
