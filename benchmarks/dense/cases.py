@@ -118,6 +118,7 @@ CASES: tuple[AnyCase, ...] = (
 # Changes to the default tiles of the Gluon kernels, by part and the widths of keys and values: see `GluonTiles` and
 # `BackwardTiles`.
 VARIANTS: dict[tuple[Part, int, int], tuple[dict[str, Any], ...]] = {
+    (_F, 128, 128): ({"section": 1}, {"section": 2}),
     (_F, 192, 128): ({"keys": 64, "stages": 3}, {"keys": 64, "stages": 4}),
     (_F, 256, 256): ({"keys": 32, "stages": 4},),
     (_B, 128, 128): ({"paired": False}, {"heads": 2}),

@@ -88,7 +88,7 @@ def _build_forward(name: str, case: Case, x: Inputs) -> Program:
             lambda: forward(state=state, out_dtype=torch.float32)._asdict(),
             begin=lambda: (state.out.zero_(), state.lse.fill_(-torch.inf)),
         )
-    tiles = gluon.TILES[case.key_dim, case.value_dim]._replace(**_variant(name, case))
+    tiles = gluon.pick_tiles(case.key_dim, case.value_dim)._replace(**_variant(name, case))
     return Program(lambda: forward(state=None, out_dtype=x.q.dtype, tiles=tiles)._asdict())
 
 

@@ -92,7 +92,7 @@ def test_variants_change_fields_that_tiles_have():
     forward = pytest.importorskip("attnmesh.ops.dense.gluon_forward")
     backward = pytest.importorskip("attnmesh.ops.dense.gluon_backward")
     for (part, key_dim, value_dim), changes in VARIANTS.items():
-        default = forward.TILES[key_dim, value_dim] if part is Part.FORWARD else None
+        default = forward.pick_tiles(key_dim, value_dim) if part is Part.FORWARD else None
         if default is None:
             q, v = (torch.empty(1, 1, 1, width, dtype=torch.bfloat16, device="cpu") for width in (key_dim, value_dim))
             default = backward.BackwardTiles.pick(q, v)

@@ -50,6 +50,13 @@ def test_one_launch_for_many_small_blocks(mask):
     )
 
 
+def test_empty_columns_of_a_tile_take_time():
+    gluon = {width: cost.estimate(call(Causal(), width=width), ("gluon",)).seconds["gluon"] for width in (16, 64)}
+    assert gluon[16] == pytest.approx(gluon[64])
+    assert cost.estimate(call(Causal(), width=16), BACKENDS).fastest == "aten"
+    assert cost.estimate(call(Causal(), width=64), BACKENDS).fastest == "gluon"
+
+
 def test_rates_are_those_of_the_nearest_shape():
     for widths, lengths in cost._RATES.items():
         for length, measured in lengths.items():

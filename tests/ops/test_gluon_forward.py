@@ -52,7 +52,7 @@ def assert_right(
     return result
 
 
-WIDTHS = sorted(TILES)
+WIDTHS = [*TILES, (80, 80), (40, 96), (224, 16), (72, 136)]
 CASES = [  # mask, heads, widths, lengths
     (mask, heads, WIDTHS[i % len(WIDTHS)], lengths)
     for i, (mask, (heads, lengths)) in enumerate(
@@ -77,6 +77,11 @@ def test_the_tiles_of_every_width(widths):
 @pytest.mark.parametrize(("pack", "mask"), mostly_slow(list(product([2, 4, 8], ["causal", "window", "union"])), 4))
 def test_heads_of_a_group_share_a_tile(pack, mask):
     assert_right(emulated(gluon_forward), *inputs((8, 1), 45, 45), mask, tiles=SMALL, pack=pack)
+
+
+def test_sections_need_not_divide_the_heads():
+    tiles = SMALL._replace(section=2)
+    assert_right(emulated(gluon_forward), *inputs((6, 3), 150, 150), "causal", tiles=tiles)
 
 
 def test_few_rows_are_packed():
@@ -149,7 +154,7 @@ def continued(
         [
             (*case, stages)
             for stages in (3, 2, 8)
-            for case in (("random", (64, 64)), ("window", (192, 128)), ("union", (96, 96)))
+            for case in (("random", (64, 64)), ("window", (192, 128)), ("union", (80, 72)))
         ],
         9,
     ),
@@ -198,7 +203,7 @@ def test_rows_that_are_not_aligned_are_copied():
     assert_right(emulated(gluon_forward), q, k, v, "full", tiles=SMALL)
 
 
-SCHEDULES = [SMALL, SMALL._replace(stages=3)]
+SCHEDULES = [SMALL, SMALL._replace(stages=3, section=1)]
 
 
 @pytest.mark.parametrize("tiles", mostly_slow([(tiles,) for tiles in SCHEDULES], 2))
@@ -266,7 +271,15 @@ def test_what_it_refuses():
     q, v = (torch.empty(1, 1, 4, d, dtype=torch.bfloat16) for d in (192, 128))
     assert gluon_forward.refusal(q, v) is None
     assert "fp16 and bf16" in gluon_forward.refusal(q.float(), v.float())
-    assert "head_dim" in gluon_forward.refusal(q[..., :128], v[..., :64])
+    assert gluon_forward.refusal(q[..., :8], v[..., :72]) is None
+    for q_dim, v_dim in ((4, 8), (64, 60), (576, 512), (64, 264)):
+        q, v = (torch.empty(1, 1, 4, d, dtype=torch.bfloat16) for d in (q_dim, v_dim))
+        assert f"takes head_dim 8, 16, 24, ..., 256, not {q_dim} (keys)" in gluon_forward.refusal(q, v)
+
+
+def test_a_width_takes_the_tiles_of_the_next():
+    picked = {(64, 64): 128, (72, 40): 128, (40, 72): 128, (160, 128): 128, (160, 136): 64, (8, 256): 64}
+    assert {widths: gluon_forward.pick_tiles(*widths).keys for widths in picked} == picked
 
 
 NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9
@@ -278,12 +291,19 @@ NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_on_hopper(widths, mask, dtype):
+    """Few shapes and terms: each kernel takes seconds to compile."""
     batch = 3 if mask == "sequences" else 1
-    for heads, length in (((8, 2), 777), ((3, 3), 128), ((4, 1), 13)):
+    for heads, length, with_sinks in (((8, 2), 777, False), ((3, 3), 128, False), ((4, 1), 13, True)):
         q, k, v = inputs(heads, length, length, *widths, batch=batch, device="cuda", dtype=dtype)
-        assert_right(gluon_forward, q, k, v, mask)
-        sinks = torch.tensor(SINKS[: heads[0]], dtype=dtype, device="cuda")
-        assert_right(gluon_forward, q, k, v, mask, sinks=sinks, softcap=3.0)
+        sinks = torch.tensor(SINKS[: heads[0]], dtype=dtype, device="cuda") if with_sinks else None
+        assert_right(gluon_forward, q, k, v, mask, sinks=sinks)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+def test_softcap_and_sinks_on_hopper():
+    q, k, v = inputs((8, 2), 777, 777, 128, device="cuda", dtype=torch.bfloat16)
+    assert_right(gluon_forward, q, k, v, "slices", softcap=3.0, sinks=torch.tensor(SINKS, device="cuda"))
 
 
 @pytest.mark.cuda
@@ -337,6 +357,7 @@ EVERY = [
         [(widths, ("bfloat16", "float16")[i % 2]) for i, widths in enumerate(WIDTHS)],
         [("causal", "only"), ("full", "middle"), ("bounds", "only"), ("bounds", "middle"), ("union", "last")],
     )
+    if widths in TILES or stage != "only"
 ] + [(128, 128, "bfloat16", "causal", "only", 30.0, 1), (128, 128, "bfloat16", "full", "only", None, 8)]
 
 

@@ -43,6 +43,7 @@ _RATES: dict[tuple[int, int], dict[int, _Measured]] = {
         32768: _Measured(Rates(570, 504, 628), Rates(521, 376, 507)),
     },
 }
+_GLUON_WIDTHS = (64, 96, 128, 192, 256)  # of its tiles: other head dims take the next one
 _LAUNCH = 10e-6  # seconds of a launch that does nothing
 _BANDWIDTH = 4e12
 _MERGE_BYTES = 24  # per element of a partial out: what blocks of 1,024 to 8,192 rows cost beyond their FLOPs
@@ -101,6 +102,8 @@ def _estimate(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     rows = max((block.q.stop for block in blocks), default=0)
     speed = rates(width, value_width, rows, backward=backward)
+    padded = sum(next((tile for tile in _GLUON_WIDTHS if tile >= d), d) for d in (width, value_width))
+    speed = speed._replace(gluon=speed.gluon * (width + value_width) / padded)
     pairs, aten = 0, 0.0
     for block in blocks:
         sequences = batch if block.sequences is None else len(block.sequences)
