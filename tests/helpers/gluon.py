@@ -33,17 +33,21 @@ def mostly_slow(cases: list[tuple], every: int) -> list:
 
 def emulated(module: ModuleType, seed: int = 0, planted: tuple[str, str] | None = None) -> ModuleType:
     """The module once more, with kernels that run here, on a schedule of their own; `planted` replaces some source."""
-    again, found = _rewritten(module, Machine(seed).names(), planted)
+    again, found = _rewritten(module, Machine(seed).names(), planted, {})
     assert found == (planted is not None)
     return again
 
 
-def _rewritten(module: ModuleType, names: dict, planted: tuple[str, str] | None) -> tuple[ModuleType, int]:
+def _rewritten(
+    module: ModuleType, names: dict, planted: tuple[str, str] | None, done: dict[str, ModuleType]
+) -> tuple[ModuleType, int]:
     """The module and the Gluon modules that it imports from, and how often the source to be replaced was found."""
+    if module.__name__ in done:
+        return done[module.__name__], 0
     source = Path(module.__file__).read_text()
     found = source.count(planted[0]) if planted else 0
     tree = ast.parse(source.replace(*planted) if planted else source)
-    again = ModuleType("emulated")
+    again = done[module.__name__] = ModuleType("emulated")
     vars(again).update(names)
     for x in [x for x in tree.body if isinstance(x, ast.ImportFrom)]:
         part = x.module.split(".")[-1]
@@ -51,7 +55,7 @@ def _rewritten(module: ModuleType, names: dict, planted: tuple[str, str] | None)
             tree.body.remove(x)
         elif part.startswith("gluon_"):
             tree.body.remove(x)
-            imported, more = _rewritten(importlib.import_module(x.module), names, planted)
+            imported, more = _rewritten(importlib.import_module(x.module), names, planted, done)
             found += more
             vars(again).update({name.name: vars(imported)[name.name] for name in x.names})
     exec(compile(tree, module.__file__, "exec"), vars(again))
