@@ -134,9 +134,8 @@ def overwritten_operands(code: str) -> list[str]:
     labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
     found = set()
     for end, line in enumerate(lines):
-        begin = labels.get("".join(re.findall(r"BRA .*`\((\.L_x_\d+)\)", line)), end)
-        if begin >= end or any("PHASECHK" in near for near in lines[end - 3 : end]):  # the latter wait for a barrier
-            continue
+        # Without a condition: back from where a barrier is waited for, or to the next function of a warp.
+        begin = labels.get("".join(re.findall(r"@!?U?P\d+ BRA .*`\((\.L_x_\d+)\)", line)), end)
         written: set[int] = set()
         before: set[int] = set()  # operands that come from before the loop
         for instruction in lines[begin:end]:

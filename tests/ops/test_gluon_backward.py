@@ -1,6 +1,8 @@
 """The backward for Hopper in Gluon: emulated against float64 autograd, compiled, and run where there is such a GPU."""
 
+import json
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -108,8 +110,11 @@ def test_heads_and_lengths(mask, q_len, kv_len, heads):
 
 @pytest.mark.parametrize(
     ("mask", "widths"),
-    mostly_slow(list(product(["causal", "union"], [(128, 128), (64, 128), (128, 64), (96, 96), (32, 80)])), 9),
-)
+    mostly_slow(list(product(["causal", "union"], [
+        (192, 128), (128, 128), (64, 128), (128, 64), (96, 96), (32, 80), (256, 256), (192, 192), (136, 120),
+        (128, 256), (256, 40),
+    ])), 6),
+)  # fmt: skip
 def test_widths(mask, widths):
     torch.manual_seed(0)
     Case(mask, 100, 140, (2, 1), *widths).check(emulation())
@@ -124,8 +129,9 @@ def test_bf16_and_softcap():
     "tiles",
     mostly_slow([(tiles,) for tiles in [
         BackwardTiles(paired=False), BackwardTiles(stages=4), BackwardTiles(stages=3), BackwardTiles(heads=1),
-        BackwardTiles(heads=2, paired=False), BackwardTiles(held=True),
-    ]], 5),
+        BackwardTiles(heads=2, paired=False), BackwardTiles(held=True), BackwardTiles(shared_keys=True),
+        BackwardTiles(stages=4, heads=2, shared_keys=True),
+    ]], 7),
 )  # fmt: skip
 def test_tiles(tiles):
     torch.manual_seed(0)
@@ -133,8 +139,12 @@ def test_tiles(tiles):
 
 
 @pytest.mark.parametrize(
-    ("mask", "tiles"), mostly_slow([("causal", None), ("union", None), ("causal", BackwardTiles(heads=1))], 3)
-)
+    ("mask", "tiles"),
+    mostly_slow([
+        ("causal", None), ("union", None), ("causal", BackwardTiles(heads=1)),
+        ("causal", BackwardTiles(shared_keys=True)), ("union", BackwardTiles(shared_keys=True)),
+    ], 5),
+)  # fmt: skip
 def test_overwrites_in_any_dtype(mask, tiles):
     torch.manual_seed(0)
     case = Case(mask, 150, 400)  # causal: nobody sees the last keys
@@ -159,14 +169,15 @@ def test_in_parts_that_add_up():
     case.compare(grads)
 
 
-def test_deterministic_and_single_gradients():
+@pytest.mark.parametrize("tiles", mostly_slow([(None,), (BackwardTiles(shared_keys=True),)], 2))
+def test_deterministic_and_single_gradients(tiles):
     torch.manual_seed(0)
     case = Case("causal")
-    case.check(emulation(), deterministic=True)
+    case.check(emulation(), tiles=tiles, deterministic=True)
     whole = case.sums()
     for i, truth in enumerate(case.truth):
         grads = [x.clone() if i == j else None for j, x in enumerate(whole)]
-        case.run(emulation(), grads)
+        case.run(emulation(), grads, tiles=tiles)
         assert relative(grads[i] - whole[i], truth) < 5e-4
 
 
@@ -189,12 +200,14 @@ PLANTED = {
     "ds of the last pair is overwritten": ("mbarrier.wait(barriers.ds_free.index(0), (step // 2 & 1) ^ 1)", "pass"),
     "nobody waits for grad_out": (
         "mbarrier.wait(barriers.grad_out_ready.index(stage), turn)\n                grad", "grad"),
-    "nobody waits for the values": ("mbarrier.wait(barriers.v_ready.index(0), 0)", "pass"),
+    "nobody waits for the values": (
+        "if SHAPE.scores:\n        mbarrier.wait(barriers.v_ready.index(0), 0)", "if SHAPE.scores:\n        pass"),
     "the loader overwrites queries": ("mbarrier.wait(barriers.q_free.index(stage), turn ^ 1)", "pass"),
     "the loader expects too few bytes": (
         "q_ready.index(stage), q.block_type.nbytes * SHAPE.k_blocks)", "q_ready.index(stage), 128)"),
     "queries are given back too soon": (
-        "drift = drift * 2\n", "mbarrier.arrive(barriers.q_free.index(step % STAGES), count=1)\n"),
+        "drift = drift * 2\n        # The",
+        "mbarrier.arrive(barriers.q_free.index(step % STAGES), count=1)\n        # The"),
     "queries are not given back": (
         "mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)", "pass"),
     "ds is read before the other has written it": (
@@ -207,8 +220,8 @@ PLANTED = {
         "- i) + K_BLOCKS, (parts[i],) + acc_v)", "- i) + K_BLOCKS + 1, (parts[i],) + acc_v)"),
     "grad_q is overwritten before it is added": (
         "mbarrier.wait(barriers.grad_q_free.index(HALF), (uses & 1) ^ 1)", "pass"),
-    "grad_q is added before it is written": ("mbarrier.wait(barriers.grad_q_ready.index(1), uses & 1)", "pass"),
-    "grad_q is given back too soon": ("tma.store_wait(1 - half)\n", "pass\n"),
+    "grad_q is added before it is written": ("mbarrier.wait(barriers.grad_q_ready.index(HALF), uses & 1)", "pass"),
+    "grad_q is given back too soon": ("tma.store_wait(UNDER_WAY)\n", "pass\n"),
     "grad_q is not fenced": (
         "store(part * scale)\n                        fence_async_shared()", "store(part * scale)"),
     "the last keys need no mask": ("edge = gl.where(key_begin + KEYS > kv_len, 0, edge)", "pass"),
@@ -218,15 +231,47 @@ PLANTED = {
 }  # fmt: skip
 
 
+PLANTED_WITH_SHARED_KEYS = {
+    "grad_out of the other is overwritten": (
+        "mbarrier.wait(barriers.grad_out_free.index(0), (step & 1) ^ 1)", "pass"),
+    "grad_out is given back too soon": (
+        "row_delta = memory.delta.index(0)",
+        "mbarrier.arrive(barriers.grad_out_free.index(0), count=1)\n        row_delta = memory.delta.index(0)"),
+    "nobody waits for grad_out": ("mbarrier.wait(barriers.grad_out_ready.index(HALF), turns & 1)", "pass"),
+    "nobody waits for the queries": ("mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)", "pass"),
+    "sums are used too early": ("1 if i + 1 < K_BLOCKS else 0, (part,) + acc_k", "2, (part,) + acc_k"),
+    "grad_q is used too early": ("1 if i + 1 < K_BLOCKS else 0, [part]", "2, [part]"),
+    "ds is not fenced": ("memory.ds.index(HALF).store(ds)\n            fence_async_shared()",
+                         "memory.ds.index(HALF).store(ds)"),
+    "grad_q is overwritten before it is added": (
+        "mbarrier.wait(barriers.grad_q_free.index(HALF), (turns * K_BLOCKS + i & 1) ^ 1)", "pass"),
+    "grad_q is given back too soon": (
+        "_give_back(barriers, 1, 0)\n            else", "_give_back(barriers, 1, 1)\n            else"),
+    "one step instead of two": ("next_row(next_row(row, work), work)", "next_row(row, work)"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("fault", mostly_slow([(fault,) for fault in PLANTED], 6))
 def test_the_emulation_finds_planted_faults(fault):
     torch.manual_seed(0)
     case = Case("causal", 300, 150, (4, 2))
     case.lse -= 200.0 * (fault == "the last keys need no mask")  # exp2 of it is infinite
+    _find(case, PLANTED[fault])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PLANTED_WITH_SHARED_KEYS)
+def test_the_emulation_finds_faults_with_shared_keys(fault):
+    torch.manual_seed(0)
+    _find(Case("causal", 300, 150, (2, 1), 192), PLANTED_WITH_SHARED_KEYS[fault])
+
+
+def _find(case: Case, planted: tuple[str, str]) -> None:
+    emulation(0, planted)  # the source has it
 
     def many_times():  # a race is lost sooner or later
         for seed in range(20):
-            case.check(emulation(seed, PLANTED[fault]))
+            case.check(emulation(seed, planted))
 
     with pytest.raises(AssertionError):
         many_times()
@@ -250,19 +295,32 @@ def launch(visibility: str, dtype: str, head_dim: int, value_dim: int, how: dict
 
 def assert_sound(kernels: list[dict]) -> None:
     kernels = [kernel for kernel in kernels if kernel["kernel"] == "backward_kernel"]
-    # What is spilled at width 128 are addresses and counters, of which a step loads a few while products run.
+    # What is spilled from width 128 on are addresses and counters, of which a step loads a few while products run.
     assert_fit(kernels, lambda kernel: 0 if max(kernel["case"][2:4]) <= 64 else 96)
     for kernel in kernels:
         assert not kernel["overwritten"], kernel["case"]
-        how = kernel["case"][4]
-        needs_q = how.get("needs_q", True)
-        pairs = int(needs_q and how.get("paired", True))
-        steps = 1 + pairs
-        # Products are under way together: the compiler did not add a wait after each. Scores, grad_weights and grad_v
-        # are waited for in each step, grad_q in one of two, and grad_k at the end of each turn, by two differentiators.
-        assert count(kernel, "HGMMA") >= 2 * steps * 4 * 4
-        assert count(kernel, "WARPGROUP.DEPBAR") == 2 * (3 * steps + 1 + pairs)
-        assert (count(kernel, "UTMAREDG") > 0) == needs_q
+    for case in {json.dumps(kernel["case"]): kernel["case"] for kernel in kernels}.values():
+        launches = [kernel for kernel in kernels if kernel["case"] == case]
+        waits, adds = ([count(kernel, x) for kernel in launches] for x in ("WARPGROUP.DEPBAR", "UTMAREDG"))
+        needs_q = case[4].get("needs_q", True)
+        assert [n > 0 for n in adds] == [False] * (len(adds) - 1) + [needs_q]
+        assert waits == [2 * n for n in expected_waits(needs_q=needs_q, key_dim=case[2], value_dim=case[3], **case[4])]
+
+
+def expected_waits(
+    *, needs_q: bool, key_dim: int, value_dim: int, paired: bool = True, shared_keys: bool = False, **_: Any
+) -> list[int]:
+    """The waits for products in the loop of each launch: the compiler added none, so that they are under way together.
+
+    In each step for scores, for grad_weights and for grad_v, once for each block of grad_q, and at the end of a turn.
+    """
+    steps = 2 if needs_q and paired else 1
+    if key_dim + value_dim <= 256 and not shared_keys:
+        return [3 * steps + 1 + (needs_q and paired)]
+    of_values, blocks = 2 + 1, (key_dim + 63) // 64 if key_dim > 128 else 1
+    if shared_keys:
+        return [of_values, 2 + (blocks if needs_q else 1)]
+    return [of_values, 2 * steps + 1 + (blocks if needs_q else 0)]
 
 
 @pytest.mark.timeout(600)
@@ -275,7 +333,8 @@ def test_the_kernel_of_a_whole_call_compiles():
 def test_the_usual_kernels_compile():
     assert_sound(compiled_for_hopper(__file__, [
         ("causal", "bfloat16", 128, 128, {}), ("bounds", "bfloat16", 128, 128, {}),
-        ("causal", "bfloat16", 64, 64, {"stages": 4, "held": True}),
+        ("causal", "bfloat16", 64, 64, {"stages": 4, "held": True}), ("causal", "bfloat16", 192, 128, {}),
+        ("causal", "bfloat16", 256, 256, {"shared_keys": True}),
     ]))  # fmt: skip
 
 
@@ -292,6 +351,11 @@ def test_all_kernels_compile():
         *((visibility, "bfloat16", 64, 64, {"held": True, "stages": 4, **how})
           for visibility in ("full", "causal", "bounds")
           for how in ({"needs_q": False}, {"overwrite": True}, {"softcap": 30.0})),
+        *((visibility, "bfloat16", *widths, {"shared_keys": True, **how})
+          for visibility in ("full", "bounds")
+          for widths in ((192, 192), (256, 256), (192, 128))
+          for how in ({"stages": 4 if widths[0] == 192 else 2}, {"needs_q": False})),
+        ("bounds", "float16", 192, 128, {"softcap": 30.0}),
     ]))  # fmt: skip
 
 
@@ -301,13 +365,14 @@ NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (96, 96), (64, 128)])
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (96, 96), (64, 128), (192, 128), (192, 192), (256, 256)])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_kernel_on_hopper(device, mask, widths, dtype):
     torch.manual_seed(0)
     case = Case(mask, 777, 1001 if mask == "full" else 777, (8, 2), *widths, batch=2, dtype=dtype, device=device)
     assert gluon_backward.refusal(case.q, case.v, terms=case.terms) is None
-    for tiles in (None, BackwardTiles(heads=1), BackwardTiles(paired=False)):
+    narrow = (BackwardTiles(heads=1), BackwardTiles(paired=False)) if max(widths) <= 128 else ()
+    for tiles in (None, BackwardTiles(shared_keys=True), *narrow):
         case.check(gluon_backward, tiles=tiles)
     case.check(gluon_backward, deterministic=True)
 

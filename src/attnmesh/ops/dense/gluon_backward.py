@@ -1,8 +1,11 @@
 """The backward of attention on Hopper in Gluon: what a call launches.
 
 The kernel is in `gluon_backward_kernel`. It adds to float32 gradients, or overwrites them if one program computes them.
+A warp has room for 256 columns of sums per key: wider keys and values have a launch for grad_v and one for grad_q and
+grad_k, which computes the weights once more.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +16,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnmesh.ops.dense import triton_backward
 from attnmesh.ops.dense.call import loadable
-from attnmesh.ops.dense.gluon_backward_kernel import TILE, Shape, backward_kernel
+from attnmesh.ops.dense.gluon_backward_kernel import backward_kernel
+from attnmesh.ops.dense.gluon_backward_memory import TILE, Shape
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms, padded
 
-KEYS = 2 * TILE  # of a program
-MAX_WIDTH = 128  # of keys and values: both gradients of 64 keys are in registers
+MAX_WIDTH = 256  # of keys and values
+_SHARED_MEMORY = 220 * 1024  # bytes of a program, without the terms of rows
 _FULL = 0.7  # of the processors are enough programs
 _LONG = 16384  # rows, from which pairs of steps are not faster
 
@@ -27,28 +31,33 @@ class BackwardTiles(NamedTuple):
 
     `stages` of q and grad_out in shared memory. A program sums over `heads` query heads of a group (None: all of them;
     else programs add to grad_k and grad_v atomically). `paired`: ds is exchanged once in two steps, and a turn of the
-    loop has two. `held`: keys and values stay in registers.
+    loop has two. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys, and its
+    differentiators divide the rows.
     """
 
     stages: int = 2
     heads: int | None = None
     paired: bool = True
     held: bool = False
+    shared_keys: bool = False
 
     @classmethod
     def pick(cls, q: Tensor, v: Tensor) -> "BackwardTiles":
         """What was fastest on an H200 for the head dims and lengths."""
-        batch, q_heads, q_len, key_dim = q.shape
-        kv_heads, kv_len, value_dim = v.shape[1:]
-        group = q_heads // kv_heads
+        batch, q_heads, q_len, _ = q.shape
+        kv_heads, kv_len, _ = v.shape[1:]
+        key_width, value_width = _width(q), _width(v)
+        shared_keys = key_width + value_width > 256 and (key_width > 192 or value_width > 128)
         # Few keys: programs divide the heads of a group, until most processors have one.
-        programs = batch * kv_heads * triton.cdiv(kv_len, KEYS)
-        enough = _FULL * _processors(q)
+        programs = batch * kv_heads * triton.cdiv(kv_len, TILE if shared_keys else 2 * TILE)
+        group, enough = q_heads // kv_heads, _FULL * _processors(q)
         splits = next((n for n in range(1, group) if group % n == 0 and n * programs >= enough), group)
         heads = None if splits == 1 else group // splits
-        if max(key_dim, value_dim) <= 64:
+        if shared_keys:
+            return cls(stages=4 if key_width <= 192 else 2, heads=heads, shared_keys=True)
+        if max(key_width, value_width) == 64:
             return cls(stages=4, heads=heads, held=True)
-        return cls(heads=heads, paired=q_len < _LONG)
+        return cls(heads=heads, paired=q_len < _LONG or key_width > 128)
 
 
 def _processors(q: Tensor) -> int:
@@ -114,9 +123,11 @@ def backward(
     q, k, v, grad_out = (loadable(x) for x in (q, k, v, grad_out))
     once = overwrite and tiles.heads is None and (bounds is None or bounds[0].shape[0] == 1)
     sum_q = None if grad_q is None else _sums(grad_q, overwrite, once=False)
-    sum_k, sum_v = (None if grad is None else _sums(grad, overwrite, once) for grad in (grad_k, grad_v))
+    sum_k = None if grad_k is None else _sums(grad_k, overwrite, once and not tiles.shared_keys)
+    sum_v = None if grad_v is None else _sums(grad_v, overwrite, once)
     with torch.cuda.device_of(q):
-        _launch(q, k, v, grad_out, lse, delta, sum_q, sum_k, sum_v, scale, causal, bounds, terms.softcap, once, tiles)
+        for sums in _separate(q, v, sum_q, sum_k, sum_v, tiles):
+            _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, bounds, terms.softcap, once, tiles)
     for grad, total in ((grad_q, sum_q), (grad_k, sum_k), (grad_v, sum_v)):
         if grad is not None and total is not None and grad is not total:
             if overwrite:
@@ -132,6 +143,16 @@ def _sums(grad: Tensor, overwrite: bool, once: bool) -> Tensor:
     return torch.zeros(grad.shape, dtype=torch.float32, device=grad.device)
 
 
+def _separate(
+    q: Tensor, v: Tensor, grad_q: Tensor | None, grad_k: Tensor | None, grad_v: Tensor | None, tiles: BackwardTiles
+) -> list[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """What each launch computes: grad_v first where it does not fit in registers together with grad_k."""
+    together = _width(q) + _width(v) <= 256 and not tiles.shared_keys
+    if together or grad_v is None or grad_q is grad_k is None:
+        return [(grad_q, grad_k, grad_v)]
+    return [(None, None, grad_v), (grad_q, grad_k, None)]
+
+
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor,
     grad_q: Tensor | None, grad_k: Tensor | None, grad_v: Tensor | None,
@@ -145,15 +166,21 @@ def _launch(
     splits = q_heads // kv_heads // members
     streams = batch * kv_heads * splits
     needs_q, scores = grad_q is not None, grad_q is not None or grad_k is not None
+    shared_keys = tiles.shared_keys and scores
+    paired = tiles.paired or shared_keys
     key_block, key_blocks = _blocks(key_dim)
     value_block, value_blocks = _blocks(value_dim)
-    query_block = key_block if tiles.paired else key_block // 2
+    query_block = key_block if paired else key_block // 2
+    unrolled = 2 if shared_keys or (paired and (needs_q or not scores)) else 1
+    keys = TILE if shared_keys else 2 * TILE
+    stages = tiles.stages if scores else _stages_of_values(_width(q), _width(v))
     # With one use in a turn of the loop, ptxas 12.8 gives the registers of what is held to other values.
-    held = tiles.held and tiles.paired and needs_q
+    held = tiles.held and tiles.paired and needs_q and not shared_keys
     shape = Shape(
-        needs_q, scores, grad_v is not None, bounds is not None, causal, splits > 1, overwrite,
+        needs_q, scores, grad_v is not None, shared_keys, bounds is not None, causal,
+        splits > 1 or shared_keys, overwrite and not shared_keys,
         key_dim, key_block, key_blocks, value_dim, value_block, value_blocks, query_block, key_blocks,
-        tiles.stages, 2 if needs_q and tiles.paired else 1, tiles.paired, held,
+        stages, 1 if shared_keys else stages, unrolled, paired, held,
     )  # fmt: skip
     blocks = (
         _descriptor(q, key_block), _descriptor(grad_out, value_block),
@@ -163,8 +190,8 @@ def _launch(
     no_strides = (0, 0, 0)
     for part in range(1 if bounds is None else bounds[0].shape[0]):
         visible = Bounds.of(None if bounds is None else (bounds[0][part : part + 1], bounds[1][part : part + 1]))
-        ranges = None if bounds is None else triton_backward.rows_per_key_tile(visible, q_len, kv_len, KEYS)
-        backward_kernel[(streams * triton.cdiv(kv_len, KEYS),)](
+        ranges = None if bounds is None else triton_backward.rows_per_key_tile(visible, q_len, kv_len, keys)
+        backward_kernel[(streams * triton.cdiv(kv_len, keys),)](
             *blocks, lse, lse.stride(), delta, delta.stride(), visible.first, visible.end, visible.strides[1], ranges,
             grad_k, no_strides if grad_k is None else grad_k.stride()[:3],
             grad_v, no_strides if grad_v is None else grad_v.stride()[:3],
@@ -172,9 +199,19 @@ def _launch(
         )  # fmt: skip
 
 
+def _stages_of_values(key_width: int, value_width: int) -> int:
+    """The stages of a launch that computes grad_v only, which has keys, queries and grad_out in shared memory."""
+    return 4 if 4 * TILE * key_width + 4 * 2 * TILE * (key_width + value_width) < _SHARED_MEMORY else 2
+
+
 def _blocks(head_dim: int) -> tuple[int, int]:
     """The columns of a block of a tile, a power of two, and how many there are."""
     return (64, triton.cdiv(head_dim, 64)) if head_dim > 128 else (max(64, padded(head_dim)), 1)
+
+
+def _width(x: Tensor) -> int:
+    """The columns of a tile."""
+    return math.prod(_blocks(x.shape[-1]))
 
 
 def _descriptor(x: Tensor, columns: int) -> TensorDescriptor:

@@ -16,100 +16,43 @@ Four groups of warps share the work:
 grad_q sums over all keys: the differentiators exchange ds in shared memory. In pairs of steps, each multiplies the ds
 of the rows of one step with k; else each multiplies the ds of every step with half of the columns of k. The scores of
 the next rows are computed behind these products, so that the tensor cores have work while weights and sums are.
+
+Shared memory does not hold 128 keys and values of head_dim 256. There the differentiators share 64 keys, and each has
+every other step for itself: nothing is exchanged, one multiplies while the other computes weights, and both add to
+grad_k. A tile wider than 128 is in blocks of 64 columns, and finished grad_q leaves registers block by block.
+
+The least cycles of a tile of 64 keys and 64 rows on one processor: for the five products alone, for those that are
+computed (the scores twice, where grad_v has a launch of its own), and of shared memory at 128 bytes per cycle
+(operands, ds, what is loaded, and grad_q, written and read):
+
+========  =============  ========  =============
+head_dim  five products  computed  shared memory
+========  =============  ========  =============
+128       1280           1280      1400
+192/128   1660           2050      2500
+256       2560           3070      4400
+========  =============  ========  =============
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
 # ruff: noqa: RUF005 - Gluon has no starred elements
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from attnmesh.ops.dense.gluon_backward_memory import TILE, Barriers, Memory, Work, add_rows, load, next_row
 from attnmesh.ops.dense.gluon_online_softmax import tanh
-from attnmesh.ops.dense.gluon_tma import async_add_shared_to_global
 from attnmesh.ops.dense.triton_tiles import LOG2_E
 
-TILE = 64  # rows of a step, and keys of a differentiator: the rows of one matrix instruction
 _TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)
 _DIFFERENTIATOR, _OTHER = gl.constexpr(240), gl.constexpr(24)  # registers per thread, of 504
-
-
-class Memory(NamedTuple):
-    """Shared memory: tiles of keys and values; of rows and their terms, by stage; of ds and finished grad_q."""
-
-    k: Any
-    v: Any
-    q: Any
-    grad_out: Any
-    lse: Any
-    delta: Any
-    bounds: Any
-    ds: Any
-    grad_q: Any
-
-
-class Barriers(NamedTuple):
-    """The barriers of the tiles: `ready` to be read, `free` to be written."""
-
-    k_ready: Any
-    v_ready: Any
-    q_ready: Any
-    q_free: Any  # and grad_out
-    grad_out_ready: Any
-    ds_ready: Any
-    ds_free: Any
-    grad_q_ready: Any
-    grad_q_free: Any
-
-
-class Work(NamedTuple):
-    """What a program computes: the gradients of 128 keys, from some rows of some heads, in steps of 64 rows."""
-
-    batch: Any
-    kv_head: Any
-    key_begin: Any
-    head: Any  # the first of the query heads
-    head_end: Any
-    begin: Any  # rows [begin, stop) see some key; those of [inner, edge) see all of them, and need no mask
-    inner: Any
-    edge: Any
-    stop: Any
-    steps: Any
-    q_len: Any
-    kv_len: Any
-
-
-class Shape(NamedTuple):
-    """The constants of a kernel."""
-
-    needs_q: Any
-    scores: Any  # the gradient of the scores is needed, for grad_q or grad_k
-    values: Any  # grad_v is needed
-    bounded: Any
-    causal: Any
-    atomic: Any  # other programs add to the same keys
-    overwrite: Any
-    d: Any
-    k_block: Any  # columns of a block of queries and keys, and the blocks of a tile
-    k_blocks: Any
-    dv: Any
-    v_block: Any
-    v_blocks: Any
-    q_block: Any  # columns of grad_q that are exchanged at once, and how often
-    q_rounds: Any
-    stages: Any
-    unrolled: Any
-    paired: Any
-    held: Any
 
 
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "kv_heads", "splits", "members", "streams"])
@@ -126,10 +69,11 @@ def backward_kernel(
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     Q_BLOCK: gl.constexpr = SHAPE.q_block
+    HALVES: gl.constexpr = 1 if SHAPE.shared_keys else 2
     # The tiles of all heads, longest first.
-    tile_count = gl.cdiv(kv_len, 2 * _TILE)
+    tile_count = gl.cdiv(kv_len, HALVES * _TILE)
     stream = gl.program_id(0) % streams
-    key_begin = gl.program_id(0) // streams * (2 * _TILE)
+    key_begin = gl.program_id(0) // streams * (HALVES * _TILE)
     kv_head = stream // splits % kv_heads
     batch = stream // splits // kv_heads
     head = stream % (splits * kv_heads) * members
@@ -157,16 +101,17 @@ def backward_kernel(
     grad_q_tiles: gl.constexpr = None
     if grad_q is not None:
         floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-        ds_tiles = gl.allocate_shared_memory(q.dtype, [4, _TILE, _TILE], wide)  # of two steps, of both differentiators
+        # Of both differentiators, of two steps if they exchange them.
+        ds_tiles = gl.allocate_shared_memory(q.dtype, [2 * HALVES, _TILE, _TILE], wide)
         grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, _TILE, Q_BLOCK], floats)
     v_tiles: gl.constexpr = None
     if SHAPE.scores:
-        v_tiles = gl.allocate_shared_memory(q.dtype, [2 * SHAPE.v_blocks, _TILE, V_BLOCK], wide)
+        v_tiles = gl.allocate_shared_memory(q.dtype, [HALVES * SHAPE.v_blocks, _TILE, V_BLOCK], wide)
     memory = Memory(
-        gl.allocate_shared_memory(q.dtype, [2 * SHAPE.k_blocks, _TILE, K_BLOCK], wide),
+        gl.allocate_shared_memory(q.dtype, [HALVES * SHAPE.k_blocks, _TILE, K_BLOCK], wide),
         v_tiles,
         gl.allocate_shared_memory(q.dtype, [STAGES * SHAPE.k_blocks, _TILE, K_BLOCK], wide),
-        gl.allocate_shared_memory(q.dtype, [STAGES * SHAPE.v_blocks, _TILE, V_BLOCK], wide),
+        gl.allocate_shared_memory(q.dtype, [SHAPE.grad_out_stages * SHAPE.v_blocks, _TILE, V_BLOCK], wide),
         gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
         gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
         gl.allocate_shared_memory(gl.int32, [2 * STAGES, _TILE], flat),
@@ -177,16 +122,17 @@ def backward_kernel(
     barriers = Barriers(
         gl.allocate_shared_memory(gl.int64, [1, 1], once), gl.allocate_shared_memory(gl.int64, [1, 1], once),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], once), gl.allocate_shared_memory(gl.int64, [STAGES, 1], once),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], once), gl.allocate_shared_memory(gl.int64, [2, 1], once),
-        gl.allocate_shared_memory(gl.int64, [1, 1], once), gl.allocate_shared_memory(gl.int64, [2, 1], once),
-        gl.allocate_shared_memory(gl.int64, [2, 1], once),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], once), gl.allocate_shared_memory(gl.int64, [STAGES, 1], once),
+        gl.allocate_shared_memory(gl.int64, [2, 1], once), gl.allocate_shared_memory(gl.int64, [1, 1], once),
+        gl.allocate_shared_memory(gl.int64, [2, 1], once), gl.allocate_shared_memory(gl.int64, [2, 1], once),
     )  # fmt: skip
     mbarrier.init(barriers.k_ready.index(0), count=1)
     mbarrier.init(barriers.v_ready.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.q_ready.index(stage), count=2)  # the copies and, once, the terms of the rows
         mbarrier.init(barriers.grad_out_ready.index(stage), count=2)
-        mbarrier.init(barriers.q_free.index(stage), count=2)
+        mbarrier.init(barriers.grad_out_free.index(stage), count=1)
+        mbarrier.init(barriers.q_free.index(stage), count=HALVES)
     mbarrier.init(barriers.ds_free.index(0), count=2)
     for stage in gl.static_range(2):
         mbarrier.init(barriers.ds_ready.index(stage), count=2)
@@ -196,22 +142,28 @@ def backward_kernel(
 
     row_terms = (lse, lse_strides, delta, delta_strides, first, end, bounds_stride)
     grads = (grad_k, grad_k_strides, grad_v, grad_v_strides)
-    gl.warp_specialize(
-        [
-            (_differentiate, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
-            (_differentiate, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
-            (_load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-            (_add_rows, (grad_q, memory, barriers, work, SHAPE)),
-        ],
-        [4, 1, 1],
-        [_DIFFERENTIATOR, _OTHER, _OTHER],
-    )
+    if SHAPE.shared_keys:
+        gl.warp_specialize(
+            [(_differentiate_rows, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
+             (_differentiate_rows, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
+             (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
+             (add_rows, (grad_q, memory, barriers, work, SHAPE))],
+            [4, 1, 1], [_DIFFERENTIATOR, _OTHER, _OTHER],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(_differentiate, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
+             (_differentiate, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
+             (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
+             (add_rows, (grad_q, memory, barriers, work, SHAPE))],
+            [4, 1, 1], [_DIFFERENTIATOR, _OTHER, _OTHER],
+        )  # fmt: skip
 
 
 @gluon.jit
 def _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_count, SHAPE: gl.constexpr):
     """Rows [begin, stop) see some key of the tile; those of [inner, edge) see all of them, and need no mask."""
-    KEYS: gl.constexpr = 2 * _TILE
+    KEYS: gl.constexpr = _TILE if SHAPE.shared_keys else 2 * _TILE
     begin, full_begin, full_end, stop = 0, 0, q_len, q_len
     if ranges is not None:
         of_tile = ranges + (gl.where(bounds_stride != 0, batch, 0) * tile_count + key_begin // KEYS) * 4
@@ -224,110 +176,6 @@ def _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_cou
     edge = gl.where(full_end >= q_len, q_len, full_end // _TILE * _TILE)  # rows beyond the last have no weights
     edge = gl.where(key_begin + KEYS > kv_len, 0, edge)
     return begin, inner, edge, stop
-
-
-@gluon.jit
-def _load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constexpr):
-    """Copies keys and values once, and then the rows of every step."""
-    STAGES: gl.constexpr = SHAPE.stages
-    lse, lse_strides, delta, delta_strides, first, end, bounds_stride = row_terms
-    near = gl.arange(0, _TILE, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    batch, head, row = work.batch, work.head, work.begin
-    lse_head = lse + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
-    delta_head = delta + batch.to(gl.int64) * delta_strides[0] + head.to(gl.int64) * delta_strides[1]
-    mbarrier.expect(barriers.k_ready.index(0), 2 * k.block_type.nbytes * SHAPE.k_blocks)
-    for half in gl.static_range(2):
-        keys = work.key_begin + half * _TILE
-        _copy(k, batch, work.kv_head, keys, memory.k, half, barriers.k_ready.index(0), SHAPE.k_blocks)
-    for step in range(work.steps):
-        stage = step % STAGES
-        turn = (step // STAGES) & 1
-        rows = row + near
-        real = rows < work.q_len
-        row_lse = gl.load(lse_head + rows * lse_strides[2], mask=real, other=float("-inf"))
-        row_delta = gl.load(delta_head + rows * delta_strides[2], mask=real, other=0.0)
-        empty = row_lse == float("-inf")
-        mbarrier.wait(barriers.q_free.index(stage), turn ^ 1)
-        mbarrier.expect(barriers.q_ready.index(stage), q.block_type.nbytes * SHAPE.k_blocks)
-        _copy(q, batch, head, row, memory.q, stage, barriers.q_ready.index(stage), SHAPE.k_blocks)
-        # Rows without keys have weights of 0.
-        memory.lse.index(stage).store(gl.where(empty, float("inf"), row_lse * _LOG2_E))
-        if SHAPE.bounded:
-            row_first = gl.load(first + batch.to(gl.int64) * bounds_stride + rows, mask=real, other=0)
-            row_end = gl.load(end + batch.to(gl.int64) * bounds_stride + rows, mask=real, other=0)
-            memory.bounds.index(2 * stage).store(row_first)
-            memory.bounds.index(2 * stage + 1).store(gl.minimum(row_end, work.kv_len))
-        mbarrier.arrive(barriers.q_ready.index(stage), count=1)
-        if SHAPE.scores and step == 0:
-            mbarrier.expect(barriers.v_ready.index(0), 2 * v.block_type.nbytes * SHAPE.v_blocks)
-            for half in gl.static_range(2):
-                keys = work.key_begin + half * _TILE
-                _copy(v, batch, work.kv_head, keys, memory.v, half, barriers.v_ready.index(0), SHAPE.v_blocks)
-        mbarrier.expect(barriers.grad_out_ready.index(stage), grad_out.block_type.nbytes * SHAPE.v_blocks)
-        _copy(grad_out, batch, head, row, memory.grad_out, stage, barriers.grad_out_ready.index(stage), SHAPE.v_blocks)
-        memory.delta.index(stage).store(gl.where(empty, 0.0, row_delta))
-        mbarrier.arrive(barriers.grad_out_ready.index(stage), count=1)
-        # The next rows, or the first rows of the next head.
-        row = row + _TILE
-        if row >= work.stop:
-            head = head + 1
-            row = gl.where(head < work.head_end, work.begin, work.q_len)  # no rows, to make the steps even
-            lse_head += lse_strides[1]
-            delta_head += delta_strides[1]
-
-
-@gluon.jit
-def _copy(x, batch, head, row, memory, tile, ready, BLOCKS: gl.constexpr):
-    """Lets the copy engine fetch a tile, block by block of columns."""
-    block: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    WIDTH: gl.constexpr = memory.shape[2]
-    for i in gl.static_range(BLOCKS):
-        there = memory.index(tile * BLOCKS + i)._reinterpret(x.dtype, [1, 1, _TILE, WIDTH], block)
-        tma.async_copy_global_to_shared(x, [batch, head, row, i * WIDTH], ready, there)
-
-
-@gluon.jit
-def _add_rows(grad_q, memory, barriers, work, SHAPE: gl.constexpr):
-    """Adds what the differentiators leave in shared memory to grad_q, by the copy engine."""
-    block: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
-    WIDTH: gl.constexpr = SHAPE.q_block
-    ROUNDS: gl.constexpr = SHAPE.q_rounds
-    if grad_q is not None:
-        head, row = work.head, work.begin
-        for step in range(work.steps // 2 if SHAPE.paired else work.steps):
-            # The rows of both halves: of two steps, or the same.
-            next_head, next_row = _next_rows(head, row, work)
-            other_head, other_row = (next_head, next_row) if SHAPE.paired else (head, row)
-            for i in gl.static_range(ROUNDS):
-                column = i * WIDTH
-                uses = step * ROUNDS + i
-                mbarrier.wait(barriers.grad_q_ready.index(0), uses & 1)
-                async_add_shared_to_global(
-                    grad_q, [work.batch, head, row, column],
-                    memory.grad_q.index(0)._reinterpret(gl.float32, [1, 1, _TILE, WIDTH], block),
-                )  # fmt: skip
-                mbarrier.wait(barriers.grad_q_ready.index(1), uses & 1)
-                async_add_shared_to_global(
-                    grad_q, [work.batch, other_head, other_row, column if SHAPE.paired else WIDTH],
-                    memory.grad_q.index(1)._reinterpret(gl.float32, [1, 1, _TILE, WIDTH], block),
-                )  # fmt: skip
-                for half in gl.static_range(2):
-                    tma.store_wait(1 - half)
-                    mbarrier.arrive(barriers.grad_q_free.index(half), count=1)
-            if SHAPE.paired:
-                head, row = _next_rows(next_head, next_row, work)
-            else:
-                head, row = next_head, next_row
-
-
-@gluon.jit
-def _next_rows(head, row, work):
-    """The next rows, or the first of the next head; after the last head, rows that do not exist."""
-    row = row + _TILE
-    if row >= work.stop:
-        head = head + 1
-        row = gl.where(head < work.head_end, work.begin, work.q_len)
-    return head, row
 
 
 @gluon.jit
@@ -355,7 +203,6 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
     acc_k = _zero_blocks(K_BLOCK, K_BLOCKS if SHAPE.scores else 0, k_grid)
     acc_v = _zero_blocks(V_BLOCK, V_BLOCKS if SHAPE.values else 0, v_grid)
     no_grad_q = gl.zeros([_TILE, Q_BLOCK], gl.float32, q_grid)
-    scale_log2 = scale * _LOG2_E
     row = work.begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
@@ -375,10 +222,14 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
             turn = (step // STAGES) & 1
             if within == 0:
                 mbarrier.wait(barriers.q_ready.index(stage), turn)
-                products = _score(my_k, HALF, memory.q, stage, K_BLOCKS, SHAPE.held, score_grid)
+                products = _score(
+                    my_k, HALF if PAIRED else drift + HALF, memory.q, stage, K_BLOCKS, SHAPE.held, score_grid
+                )
             if SHAPE.scores:
                 mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
-                grad_weights = _score(my_v, HALF, memory.grad_out, stage, V_BLOCKS, SHAPE.held, score_grid)
+                grad_weights = _score(
+                    my_v, HALF if PAIRED else drift + HALF, memory.grad_out, stage, V_BLOCKS, SHAPE.held, score_grid
+                )
             row_lse = memory.lse.index(stage).load(across)
             if within == 0:
                 products = warpgroup_mma_wait(UNDER_WAY, [products])
@@ -392,22 +243,9 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                     acc_v = finished[1:]
                 products = finished[0]
                 mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)
-            if softcap is not None:
-                capped = tanh(products * (scale / softcap))
-                weights = gl.exp2(capped * (softcap * _LOG2_E) - row_lse[None, :])
-            else:
-                weights = gl.exp2(products * scale_log2 - row_lse[None, :])
-            if (row < work.inner) | (row >= work.edge):
-                key = my_keys + gl.arange(0, _TILE, layout=gl.SliceLayout(1, score_grid))[:, None]
-                if SHAPE.bounded:
-                    row_first = memory.bounds.index(2 * stage).load(across)[None, :]
-                    row_end = memory.bounds.index(2 * stage + 1).load(across)[None, :]
-                    weights = gl.where((key >= row_first) & (key < row_end), weights, 0.0)
-                elif SHAPE.causal:
-                    last = gl.minimum(row + gl.arange(0, _TILE, layout=across), work.kv_len - 1)[None, :]
-                    weights = gl.where(key <= last, weights, 0.0)
-                else:
-                    weights = gl.where(key < work.kv_len, weights, 0.0)
+            weights, capped = _weights(
+                products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid
+            )
             if SHAPE.values:
                 if not SHAPE.scores:
                     mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
@@ -466,12 +304,12 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
             if within + 1 < UNROLLED:
                 following = (step + 1) % STAGES
                 mbarrier.wait(barriers.q_ready.index(following), ((step + 1) // STAGES) & 1)
-                products = _score(my_k, HALF, memory.q, following, K_BLOCKS, SHAPE.held, score_grid)
+                products = _score(
+                    my_k, HALF if PAIRED else drift + HALF, memory.q, following, K_BLOCKS, SHAPE.held, score_grid
+                )
                 if SHAPE.scores and SHAPE.values and SHAPE.needs_q:
                     acc_v = _finish(2 * K_BLOCKS, acc_v)
-            row = row + _TILE
-            if row >= work.stop:
-                row = work.begin
+            row = next_row(row, work)
         drift = drift * 2
         # The compiler would serialize products that are under way from one turn to the next.
         if SHAPE.scores:
@@ -490,6 +328,111 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
 
 
 @gluon.jit
+def _differentiate_rows(HALF: gl.constexpr, memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
+    """The gradients of 64 keys from every other step, without grad_v, and those of the queries of these steps."""
+    STAGES: gl.constexpr = SHAPE.stages
+    K_BLOCK: gl.constexpr = SHAPE.k_block
+    K_BLOCKS: gl.constexpr = SHAPE.k_blocks
+    V_BLOCKS: gl.constexpr = SHAPE.v_blocks
+    dtype: gl.constexpr = memory.k.dtype
+    grad_k, grad_k_strides, _, _ = grads
+    score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
+    k_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16])
+    across: gl.constexpr = gl.SliceLayout(0, score_grid)
+
+    acc_k = _zero_blocks(K_BLOCK, K_BLOCKS, k_grid)
+    no_grad_q = gl.zeros([_TILE, K_BLOCK], gl.float32, k_grid)
+    row = work.begin
+    if HALF == 1:
+        row = next_row(row, work)
+    # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
+    origin = gl.minimum(work.q_len, 0)
+    drift = origin
+    mbarrier.wait(barriers.k_ready.index(0), 0)
+    mbarrier.wait(barriers.v_ready.index(0), 0)
+    for turns in range(work.steps // 2):
+        step = origin + 2 * turns + HALF
+        stage = step % STAGES
+        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
+        products = _score(memory.k, drift, memory.q, stage, K_BLOCKS, False, score_grid)
+        mbarrier.wait(barriers.grad_out_ready.index(HALF), turns & 1)
+        grad_weights = _score(memory.v, drift, memory.grad_out, drift, V_BLOCKS, False, score_grid)
+        row_lse = memory.lse.index(stage).load(across)
+        products = warpgroup_mma_wait(V_BLOCKS, [products])
+        weights, capped = _weights(
+            products, row_lse, row, stage, work.key_begin, memory, work, scale, softcap, SHAPE, score_grid
+        )
+        row_delta = memory.delta.index(0).load(across)
+        grad_weights = warpgroup_mma_wait(0, [grad_weights])
+        mbarrier.arrive(barriers.grad_out_free.index(0), count=1)
+        grad_scores = weights * (grad_weights - row_delta[None, :])
+        if softcap is not None:
+            grad_scores = grad_scores * (1.0 - capped * capped)
+        ds = grad_scores.to(dtype)
+        if SHAPE.needs_q:
+            memory.ds.index(HALF).store(ds)
+            fence_async_shared()
+        ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
+        acc_k = _add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
+        if SHAPE.needs_q:
+            # One block of grad_q is multiplied while the block before goes to shared memory.
+            left = memory.ds.index(drift + HALF).permute([1, 0])
+            part = warpgroup_mma(left, memory.k.index(drift), no_grad_q, use_acc=False, is_async=True)
+            for i in gl.static_range(K_BLOCKS):
+                following = part
+                if i + 1 < K_BLOCKS:
+                    right = memory.k.index(drift + i + 1)
+                    following = warpgroup_mma(left, right, no_grad_q, use_acc=False, is_async=True)
+                if i == 0:
+                    finished = warpgroup_mma_wait(1 if i + 1 < K_BLOCKS else 0, (part,) + acc_k)
+                    part = finished[0]
+                    acc_k = finished[1:]
+                    mbarrier.arrive(barriers.q_free.index(stage), count=1)
+                else:
+                    part = warpgroup_mma_wait(1 if i + 1 < K_BLOCKS else 0, [part])
+                mbarrier.wait(barriers.grad_q_free.index(HALF), (turns * K_BLOCKS + i & 1) ^ 1)
+                memory.grad_q.index(HALF).store(part * scale)
+                fence_async_shared()
+                mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)
+                part = following
+        else:
+            acc_k = _finish(0, acc_k)
+            mbarrier.arrive(barriers.q_free.index(stage), count=1)
+        row = next_row(next_row(row, work), work)
+        drift = drift * 2
+    if grad_k is not None:
+        for i in gl.static_range(K_BLOCKS):
+            sums = acc_k[i] * scale
+            _add(grad_k, grad_k_strides, sums, work, work.key_begin, i * K_BLOCK, SHAPE.d, SHAPE, k_grid)
+
+
+@gluon.jit
+def _weights(
+    products, row_lse, row, stage, key_begin, memory, work, scale, softcap, SHAPE: gl.constexpr, grid: gl.constexpr
+):
+    """The weights of 64 keys for the rows of a stage, and the tanh of the scores if they are capped."""
+    across: gl.constexpr = gl.SliceLayout(0, grid)
+    capped = products
+    if softcap is not None:
+        capped = tanh(products * (scale / softcap))
+        weights = gl.exp2(capped * (softcap * _LOG2_E) - row_lse[None, :])
+    else:
+        weights = gl.exp2(products * (scale * _LOG2_E) - row_lse[None, :])
+    if (row < work.inner) | (row >= work.edge):
+        key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))[:, None]
+        if SHAPE.bounded:
+            row_first = memory.bounds.index(2 * stage).load(across)[None, :]
+            row_end = memory.bounds.index(2 * stage + 1).load(across)[None, :]
+            weights = gl.where((key >= row_first) & (key < row_end), weights, 0.0)
+        elif SHAPE.causal:
+            last = gl.minimum(row + gl.arange(0, _TILE, layout=across), work.kv_len - 1)[None, :]
+            weights = gl.where(key <= last, weights, 0.0)
+        else:
+            weights = gl.where(key < work.kv_len, weights, 0.0)
+    return weights, capped
+
+
+@gluon.jit
 def _zero_blocks(WIDTH: gl.constexpr, BLOCKS: gl.constexpr, grid: gl.constexpr):
     result = ()
     for _ in gl.static_range(BLOCKS):
@@ -498,7 +441,7 @@ def _zero_blocks(WIDTH: gl.constexpr, BLOCKS: gl.constexpr, grid: gl.constexpr):
 
 
 @gluon.jit
-def _score(left, HALF: gl.constexpr, right, stage, BLOCKS: gl.constexpr, HELD: gl.constexpr, grid: gl.constexpr):
+def _score(left, tile, right, stage, BLOCKS: gl.constexpr, HELD: gl.constexpr, grid: gl.constexpr):
     """Starts the products of 64 keys, or values, with the rows of a stage, over all blocks of columns."""
     result = gl.zeros([_TILE, _TILE], gl.float32, grid)
     for i in gl.static_range(BLOCKS):
@@ -506,7 +449,7 @@ def _score(left, HALF: gl.constexpr, right, stage, BLOCKS: gl.constexpr, HELD: g
         if HELD:
             result = warpgroup_mma(left, rows, result, use_acc=False, is_async=True)
         else:
-            result = warpgroup_mma(left.index(HALF * BLOCKS + i), rows, result, use_acc=i > 0, is_async=True)
+            result = warpgroup_mma(left.index(tile * BLOCKS + i), rows, result, use_acc=i > 0, is_async=True)
     return result
 
 
