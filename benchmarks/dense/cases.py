@@ -16,7 +16,6 @@ from attnmesh.core.masks import Causal, Mask
 from attnmesh.plan.blocks import Patch
 
 _K = 1024
-_LONGEST_TRIED = 32 * _K
 
 
 class Part(enum.StrEnum):
@@ -115,6 +114,7 @@ CASES: tuple[AnyCase, ...] = (
     *(Case(part, "causal", 32 * _K, **dims) for dims in (_D64, _MLA, _D256) for part in Part),
 )
 
+_LONGEST_TRIED = {Part.FORWARD: 128 * _K, Part.BACKWARD: 32 * _K}
 # Changes to the default tiles of the Gluon kernels, by part and the widths of keys and values: see `GluonTiles` and
 # `BackwardTiles`.
 VARIANTS: dict[tuple[Part, int, int], tuple[dict[str, Any], ...]] = {
@@ -130,7 +130,7 @@ VARIANTS: dict[tuple[Part, int, int], tuple[dict[str, Any], ...]] = {
 
 def variants(case: Case) -> tuple[dict[str, Any], ...]:
     """The changes to the default tiles that are tried for a case, with the default first; none at long lengths."""
-    if case.length > _LONGEST_TRIED:
+    if case.length > _LONGEST_TRIED[case.part]:
         return ({},)
     return ({}, *VARIANTS.get((case.part, case.key_dim, case.value_dim), ()))
 

@@ -24,6 +24,7 @@ Results = dict[str, Tensor]
 
 FLEX, TRITON, GLUON, STAGE, SAME_BITS = "FlexAttention", "Triton", "Gluon", "Gluon stage", "Gluon deterministic"
 THEIRS = (*PEERS, FLEX)
+_LONGEST_WITH_ALL = 32 * 1024  # beyond it, a run takes too long for programs that no goal refers to
 
 
 class RefusalError(Exception):
@@ -42,6 +43,8 @@ def names(case: Case, *, with_variants: bool) -> list[str]:
     """The programs of a case, peers first."""
     peers = PEERS if case.causal else (FLEX,)
     tried = variants(case) if with_variants else ({},)
+    if case.length > _LONGEST_WITH_ALL:
+        return [case.peer, *map(label, tried)]
     others = [STAGE] if (case.key_dim, case.value_dim) == (128, 128) else []
     if others and case.part is Part.BACKWARD:
         others.append(SAME_BITS)
