@@ -120,7 +120,7 @@ VARIANTS: dict[tuple[Part, int, int], tuple[dict[str, Any], ...]] = {
     (_F, 64, 64): ({"dynamic": True}, {"turns": False}, {"attenders": 3, "stages": 2}),
     (_F, 192, 128): ({"dynamic": True}, {"turns": False}, {"keys": 64, "stages": 3}),
     (_F, 256, 256): ({"dynamic": True}, {"turns": False}),
-    (_B, 128, 128): ({"paired": False}, {"heads": 2}),
+    (_B, 128, 128): ({"paired": False}, {"paired": False, "stages": 3}, {"shared_keys": True}, {"heads": 2}),
     (_B, 64, 64): ({"held": False}, {"paired": False}, {"heads": 2}),
     (_B, 192, 128): ({"shared_keys": True}, {"shared_keys": True, "stages": 4}),
     (_B, 256, 256): ({"heads": 1}, {"heads": 2}),
