@@ -123,8 +123,7 @@ def backward(
     q, k, v, grad_out = (loadable(x) for x in (q, k, v, grad_out))
     once = overwrite and tiles.heads is None and (bounds is None or bounds[0].shape[0] == 1)
     sum_q = None if grad_q is None else _sums(grad_q, overwrite, once=False)
-    sum_k = None if grad_k is None else _sums(grad_k, overwrite, once and not tiles.shared_keys)
-    sum_v = None if grad_v is None else _sums(grad_v, overwrite, once)
+    sum_k, sum_v = (None if grad is None else _sums(grad, overwrite, once) for grad in (grad_k, grad_v))
     with torch.cuda.device_of(q):
         for sums in _separate(q, v, sum_q, sum_k, sum_v, tiles):
             _launch(q, k, v, grad_out, lse, delta, *sums, scale, causal, bounds, terms.softcap, once, tiles)
@@ -178,7 +177,7 @@ def _launch(
     held = tiles.held and tiles.paired and needs_q and not shared_keys
     shape = Shape(
         needs_q, scores, grad_v is not None, shared_keys, bounds is not None, causal,
-        splits > 1 or shared_keys, overwrite and not shared_keys,
+        splits > 1, overwrite,
         key_dim, key_block, key_blocks, value_dim, value_block, value_blocks, query_block, key_blocks,
         stages, 1 if shared_keys else stages, unrolled, paired, held,
     )  # fmt: skip

@@ -18,8 +18,8 @@ of the rows of one step with k; else each multiplies the ds of every step with h
 the next rows are computed behind these products, so that the tensor cores have work while weights and sums are.
 
 Shared memory does not hold 128 keys and values of head_dim 256. There the differentiators share 64 keys, and each has
-every other step for itself: nothing is exchanged, one multiplies while the other computes weights, and both add to
-grad_k. A tile wider than 128 is in blocks of 64 columns, and finished grad_q leaves registers block by block.
+every other step for itself: nothing is exchanged, one multiplies while the other computes weights, and in the end they
+add up their grad_k. A tile wider than 128 is in blocks of 64 columns, and finished grad_q leaves registers by block.
 
 The least cycles of a tile of 64 keys and 64 rows on one processor: for the five products alone, for those that are
 computed (the scores twice, where grad_v has a launch of its own), and of shared memory at 128 bytes per cycle
@@ -84,7 +84,7 @@ def backward_kernel(
         if SHAPE.overwrite:
             grid: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
             nothing = gl.zeros([_TILE, K_BLOCK], gl.float32, grid)
-            for half in gl.static_range(2):
+            for half in gl.static_range(HALVES):
                 keys = key_begin + half * _TILE
                 if grad_k is not None:
                     for block in gl.static_range(K_BLOCKS):
@@ -100,9 +100,10 @@ def backward_kernel(
     ds_tiles: gl.constexpr = None
     grad_q_tiles: gl.constexpr = None
     if grad_q is not None:
-        floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         # Of both differentiators, of two steps if they exchange them.
         ds_tiles = gl.allocate_shared_memory(q.dtype, [2 * HALVES, _TILE, _TILE], wide)
+    if grad_q is not None or SHAPE.shared_keys:
+        floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, _TILE, Q_BLOCK], floats)
     v_tiles: gl.constexpr = None
     if SHAPE.scores:
@@ -133,9 +134,9 @@ def backward_kernel(
         mbarrier.init(barriers.grad_out_ready.index(stage), count=2)
         mbarrier.init(barriers.grad_out_free.index(stage), count=1)
         mbarrier.init(barriers.q_free.index(stage), count=HALVES)
-    mbarrier.init(barriers.ds_free.index(0), count=2)
+    mbarrier.init(barriers.ds_free.index(0), count=HALVES)
     for stage in gl.static_range(2):
-        mbarrier.init(barriers.ds_ready.index(stage), count=2)
+        mbarrier.init(barriers.ds_ready.index(stage), count=HALVES)
         mbarrier.init(barriers.grad_q_ready.index(stage), count=1)
         mbarrier.init(barriers.grad_q_free.index(stage), count=1)
     fence_async_shared()
@@ -400,10 +401,21 @@ def _differentiate_rows(HALF: gl.constexpr, memory, barriers, work, grads, scale
             mbarrier.arrive(barriers.q_free.index(stage), count=1)
         row = next_row(next_row(row, work), work)
         drift = drift * 2
-    if grad_k is not None:
-        for i in gl.static_range(K_BLOCKS):
-            sums = acc_k[i] * scale
-            _add(grad_k, grad_k_strides, sums, work, work.key_begin, i * K_BLOCK, SHAPE.d, SHAPE, k_grid)
+    # The first adds up the sums of both, one block at a time through the memory of the second's grad_q.
+    for i in gl.static_range(K_BLOCKS):
+        if HALF == 1:
+            if i > 0:
+                mbarrier.wait(barriers.ds_free.index(0), i - 1 & 1)
+            elif SHAPE.needs_q:
+                mbarrier.wait(barriers.grad_q_free.index(1), (work.steps // 2 * K_BLOCKS & 1) ^ 1)
+            memory.grad_q.index(1).store(acc_k[i])
+            mbarrier.arrive(barriers.ds_ready.index(0), count=1)
+        else:
+            mbarrier.wait(barriers.ds_ready.index(0), i & 1)
+            sums = (acc_k[i] + memory.grad_q.index(1).load(k_grid)) * scale
+            mbarrier.arrive(barriers.ds_free.index(0), count=1)
+            if grad_k is not None:
+                _add(grad_k, grad_k_strides, sums, work, work.key_begin, i * K_BLOCK, SHAPE.d, SHAPE, k_grid)
 
 
 @gluon.jit
