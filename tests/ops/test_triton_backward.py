@@ -84,6 +84,15 @@ def test_adds_all_gradients(device, mask, heads, dtype):
     check(case, grads, dtype)
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 24), (224, 40)])
+def test_the_smallest_tiles(device, head_dim, value_dim):
+    """Those of wide float32 heads with little shared memory; keys and values in a launch each above a width of 192."""
+    case = Case(device, torch.float32, "causal", (1, 1), 9, 9, head_dim=head_dim, value_dim=value_dim)
+    grads = case.buffers()
+    case.run(grads, query_tiles=DenseTiles(4, 16, 8, 1), key_tiles=DenseTiles(16, 4, 8, 1))
+    check(case, grads, torch.float32)
+
+
 @pytest.mark.parametrize("mask", ["random", "union", "slices"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(70, 33), (16, 80), (9, 64)])
 def test_any_lengths(device, mask, q_len, kv_len):

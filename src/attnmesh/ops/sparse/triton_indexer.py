@@ -100,7 +100,10 @@ def pick_topk_tiles(iq: Tensor, s_kv: int) -> IndexerTiles:
 
 def pick_grad_tiles(iq: Tensor) -> IndexerTiles:
     """Tiles of the gradients at slots."""
-    return (GRADS if iq.shape[2] <= MAX_GRAD_COLUMNS else WIDE_GRADS)[iq.element_size()]
+    if iq.shape[2] <= MAX_GRAD_COLUMNS:
+        return GRADS[iq.element_size()]
+    tiles = WIDE_GRADS[iq.element_size()]  # of 64 keys, 105 KiB in 16 bits
+    return tiles._replace(keys=min(tiles.keys, 32)) if gpu_of(iq.device).shared_memory < 128 * 1024 else tiles
 
 
 def pick_dense_tiles(iq: Tensor) -> IndexerTiles:
