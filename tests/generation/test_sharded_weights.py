@@ -126,7 +126,7 @@ def on_process(comm):
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_tokens_of_one_process_over_processes(world):
     expected = generated_rows(Generator(wide_llama(2), **SETTINGS), PROMPTS, max_new_tokens=MOST)
-    for of_rank in run_processes(world, on_process):
+    for of_rank in run_processes(world, on_process, timeout=240):
         assert len(of_rank) >= 3
         assert all(rows == expected for rows in of_rank)
 
