@@ -21,7 +21,7 @@ from helpers.models import (
 from helpers.processes import run_processes
 
 MOST = 5
-PROMPTS = [random_ids(n, seed, high=30) * 2 for n, seed in ((9, 1), (16, 2), (3, 4))]
+PROMPTS = [random_ids(n, seed, high=30) * 2 for n, seed in ((9, 1), (16, 2), (5, 4))]
 KINDS = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3", "starcoder2", "gemma3_text", "gpt_oss",
     "deepseek_v3",
@@ -37,7 +37,12 @@ def all_shardings(most):
 
 
 def generator_of(model, comm, sharding, **settings):
-    return Generator(am.shard_model(model, sharding, comm), None, comm, **SETTINGS | settings)
+    """A generator whose unused cache memory is poisoned."""
+    generator = Generator(am.shard_model(model, sharding, comm), None, comm, **SETTINGS | settings)
+    for layer in range(model.config.num_hidden_layers):
+        generator.engine.cache.keys(layer).fill_(torch.nan)
+        generator.engine.cache.values(layer).fill_(torch.nan)
+    return generator
 
 
 def answers(comm, kind, sharding, chunks):
@@ -77,8 +82,14 @@ def compare(kind, sharding, chunks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", all_shardings(6), ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "sharding"),
+    [
+        (kind, each) for kind in KINDS for each in all_shardings(6)
+        if kind != "deepseek_v3" or each.tp < 4  # of its 6 kv heads
+    ],
+    ids=str,
+)  # fmt: skip
 def test_the_tokens_of_one_process_for_all_models(kind, sharding):
     compare(kind, sharding, chunks=[None, 12])
 
@@ -110,11 +121,16 @@ def wide_answers(comm, kv_heads, sharding):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", [each for each in all_shardings(8) if each.ranks > 2], ids=str)
-@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("kv_heads", [2, 4])
 def test_the_tokens_of_one_process_over_eight_ranks(kv_heads, sharding):
     expected = generated_rows(Generator(wide_llama(kv_heads), **SETTINGS), PROMPTS, max_new_tokens=MOST)
     for rows in on_virtual_ranks(sharding.ranks, lambda comm: wide_answers(comm, kv_heads, sharding)):
         assert rows == expected
+
+
+@pytest.mark.parametrize("sharding", [am.DecodeSharding(cp=3), am.DecodeSharding(tp=4)], ids=str)
+def test_heads_that_do_not_divide(sharding):
+    test_the_tokens_of_one_process_over_eight_ranks(4, sharding)
 
 
 def on_process(comm):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -42,27 +43,29 @@ class HeadRanks:
     ranks: DecodeRanks
     heads: Heads
 
-    @property
+    @cached_property
     def own(self) -> range:
         """The query heads that this rank projects."""
         return self.sharding.q_heads(self.ranks.rank, self.heads.q)
 
-    @property
+    @cached_property
     def group(self) -> range:
         """The query heads that this rank attends for, over its cache."""
         return self.sharding.group_heads(self.ranks.rank, self.heads.q)
 
-    @property
+    @cached_property
     def kv(self) -> range:
         """The kv heads of this rank."""
         return self.sharding.kv_heads(self.ranks.rank, self.heads.kv)
 
-    def exchange(self, rows: tuple[int, ...]) -> HeadExchange:
-        """The exchange of query heads for sequences, where KVDP rank d has `rows[d]` sequences."""
-        peers = self.sharding.kvdp_peers(self.ranks.rank)
-        heads = tuple(len(self.sharding.q_heads(peer, self.heads.q)) for peer in peers)
-        return HeadExchange(self.ranks.kvdp, rows, heads)
+    @cached_property
+    def kvdp_heads(self) -> tuple[int, ...]:
+        """The number of query heads that each KVDP peer projects."""
+        return tuple(
+            len(self.sharding.q_heads(peer, self.heads.q)) for peer in self.sharding.kvdp_peers(self.ranks.rank)
+        )
 
+    @cached_property
     def states(self) -> StateExchange:
         """The exchange of states between CP ranks."""
         peers = self.sharding.cp_peers(self.ranks.rank)
@@ -106,10 +109,10 @@ class _HeadShardedPass(CachePass):
 
     def _over_cache(self, q: Tensor, over_own: Callable[[Tensor], Tensor]) -> Tensor:
         """Exchange heads for sequences, let `over_own` attend, [B_own, h_c, T, D] from [B_own, H, T, D], and back."""
-        exchange, states = self.heads.exchange(self.rows), self.heads.states()
+        exchange = HeadExchange(self.heads.ranks.kvdp, self.rows, self.heads.kvdp_heads)
         tokens, dim = q.shape[2:]
         buffer = torch.cat([part.transpose(0, 1).reshape(-1) for part in q.split(self.rows)])
-        gathered = states.gather_heads(exchange.gather_heads(buffer, tokens, dim))
+        gathered = self.heads.states.gather_heads(exchange.gather_heads(buffer, tokens, dim))
         if gathered.shape[1]:
             out = over_own(gathered.transpose(0, 1))
         else:  # none of these sequences is cached here, nor by the ranks that would merge with this one
@@ -146,7 +149,7 @@ class ShardedDecodePass(_HeadShardedPass):
         if not self._steps:
             self._steps.append(PagedStep(self.block_table, self.cur_pos))
         window = mask.left + 1 if isinstance(mask, SlidingWindow) else None
-        attend = DecodeAttention(self.heads.states(), scale, window, self._group_sinks(sinks))
+        attend = DecodeAttention(self.heads.states, scale, window, self._group_sinks(sinks))
         kv = LocalKV(
             self.cache.keys(layer), self.cache.values(layer), self.block_table, self.cur_pos, self._key_range,
             self._steps[0],
@@ -196,7 +199,7 @@ class ShardedPrefillPass(_HeadShardedPass):
             q, keys, values, mask=mask, scale=scale, k_positions=ranges.as_tensor(self.stored),
             q_positions=torch.arange(self.begin, self.begin + self.length, device="cpu"),
         )  # fmt: skip
-        return self.heads.states().combine(pack_state(state), self._group_sinks(sinks), q.dtype, "all_to_all")
+        return self.heads.states.combine(pack_state(state), self._group_sinks(sinks), q.dtype, "all_to_all")
 
     def _read(self, pool: object) -> Tensor:
         """The tokens that this rank stores, [1, Hkv, n, D]: one copy out of the blocks."""

@@ -179,7 +179,8 @@ def _load_sharded(
     def load() -> tuple[tuple[Any, Any], SharedValues]:
         folder = model_folder(path)
         config, tokenizer = load_config_and_tokenizer(folder)
-        model = load_sharded(folder, config, device, dtype, sharding, comm)
+        with translated_errors(f"the part of rank {comm.rank} of the model in {folder} cannot be loaded"):
+            model = load_sharded(folder, config, device, dtype, sharding, comm)
         _check_end(model, folder)
         return (model, tokenizer), {"sharding": repr(sharding), "dtype": dtype, "model": type(model).__name__}
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 from attnmesh.plan.decode import DecodeSharding
@@ -113,8 +112,3 @@ def _width(split: Split, size: int, ranks: int) -> int:
         return split.unit
     eight = 8 * split.unit
     return eight if size % eight == 0 and size // eight >= ranks else 4 * split.unit
-
-
-def part_bytes(parts: Sequence[WeightPart], itemsize: int) -> int:
-    """The bytes of parts."""
-    return sum(prod(part.shape) for part in parts) * itemsize
