@@ -23,8 +23,8 @@ from helpers.processes import run_processes
 MOST = 5
 PROMPTS = [random_ids(n, seed, high=30) * 2 for n, seed in ((9, 1), (16, 2), (5, 4))]
 KINDS = (
-    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3", "starcoder2", "gemma3_text", "gpt_oss",
-    "deepseek_v3",
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3", "granite", "starcoder2", "gemma3_text",
+    "gpt_oss", "deepseek_v3",
 )  # fmt: skip
 SETTINGS = {"cache_tokens": 200, "max_sequences": 3, "step_tokens": 19}
 
@@ -231,3 +231,29 @@ def test_a_sharded_model_has_one_sharding():
             Generator(model, None, cache_tokens=100)
 
     on_virtual_ranks(2, rank)
+
+
+def test_it_works_on_after_an_interruption_and_after_invalid_logits():
+    sharding, prompts = am.DecodeSharding(tp=1, kvdp=2), PROMPTS[:2]
+
+    def rank(comm):
+        failing = [True]
+
+        def on_logits(row, logits):
+            if row == 1 and failing[0]:
+                raise OSError("gone")
+
+        generator = generator_of(attnmesh_model("llama"), comm, sharding, on_logits=on_logits)
+        with pytest.raises(OSError, match="gone"):
+            generated_rows(generator, prompts, max_new_tokens=MOST)
+        failing[0] = False
+        after = generated_rows(generator, prompts, max_new_tokens=MOST)
+        weight = generator.model.model.norm.weight
+        weight.data.neg_().log_()  # NaN
+        with pytest.raises(ValueError, match="the logits of row 0, 1 have a NaN"):
+            generated_rows(generator, prompts, max_new_tokens=MOST)
+        weight.data.copy_(attnmesh_model("llama").model.norm.weight)
+        return after, generated_rows(generator, prompts, max_new_tokens=MOST)
+
+    expected = [greedy_tokens("llama", prompt, MOST) for prompt in prompts]
+    assert on_virtual_ranks(2, rank) == [(expected, expected)] * 2

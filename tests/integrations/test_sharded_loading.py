@@ -1,7 +1,10 @@
 """One rank's part of a checkpoint: the same as of the whole model, read slice by slice, complete or refused."""
 
+import ctypes
+import gc
 import json
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,9 @@ class PeakMemory:
     """The largest anonymous memory of this process while it runs, beyond what there was before: not that of files."""
 
     def __enter__(self):
+        gc.collect()
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed would be used again unseen
         self._before = self.peak = self._now()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -107,7 +113,8 @@ def test_a_rank_needs_the_memory_of_its_part_and_one_tensor(tmp_path):
     assert whole > 80e6
     for peak, held in found.values():
         assert held < whole / 7
-        assert held / 2 < peak < held + largest + 2e6  # half: memory that was free already is not seen
+        assert peak < held + largest + 2e6
+    assert max(peak for peak, _ in found.values()) > whole / 8  # or nothing was seen
 
 
 # Incomplete checkpoints, on every rank.
