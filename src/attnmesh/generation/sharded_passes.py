@@ -109,6 +109,8 @@ class _HeadShardedPass(CachePass):
 
     def _over_cache(self, q: Tensor, over_own: Callable[[Tensor], Tensor]) -> Tensor:
         """Exchange heads for sequences, let `over_own` attend, [B_own, h_c, T, D] from [B_own, H, T, D], and back."""
+        if self.heads.sharding.ranks == self.heads.sharding.tp:  # this rank's heads attend here
+            return over_own(q)
         exchange = HeadExchange(self.heads.ranks.kvdp, self.rows, self.heads.kvdp_heads)
         tokens, dim = q.shape[2:]
         buffer = torch.cat([part.transpose(0, 1).reshape(-1) for part in q.split(self.rows)])
