@@ -24,7 +24,7 @@ PAGES = {
     "debugging": 1,
     "planning": 1,
     "cluster": 1,
-    "language-models": 1,
+    "language-models": 2,
 }  # page: number of blocks that run
 
 _BLOCK = re.compile(

@@ -30,6 +30,7 @@ from attnmesh.integrations.attention_weights import attention_from_transformers
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_model
 from attnmesh.integrations.sharded_batch import gather_log_probs, shard_inputs
+from attnmesh.integrations.sharded_model import shard_model
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.kv_cache.block_pool import CacheFull
 from attnmesh.kv_cache.cache import BlockCache
@@ -137,6 +138,7 @@ __all__ = [
     "run_virtual",
     "save_cache",
     "shard_inputs",
+    "shard_model",
     "sparse_attention",
 ]
 

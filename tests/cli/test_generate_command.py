@@ -346,3 +346,32 @@ def test_the_default_model_answers_over_ranks_as_it_does_alone(tmp_path, monkeyp
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("tokens equal those of a single process") == 2
+
+
+# Weights over ranks.
+
+
+def test_sharded_weights_give_the_same_answers(model):
+    output = right(run(model, "--virtual", "--ranks", "4", "--tp", "2", "--question", "a b", "--check"))
+    assert "Weights and KV cache: TP2-CP2." in output
+    assert "all 12 tokens equal those of a single process" in output
+    assert "Weights and KV cache: TP2." in right(run(model, "--virtual", "--ranks", "2", "--sharding", "auto"))
+
+
+@pytest.mark.slow
+def test_processes_load_their_parts(model):
+    assert "all 12 tokens equal" in right(run(model, "--ranks", "2", "--kvdp", "2", "--check"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tp", "2"), r"--tp x --kvdp x --cp must be the number of ranks, 3, got --tp 2"),
+        (("--tp", "3", "--sharding", "auto"), r"--sharding auto chooses all of --tp, --kvdp and --cp, got --tp 3"),
+        (("--tp", "3"), r"tp must divide the kv heads or be a multiple of them, got tp=3"),
+    ],
+)
+def test_shardings_that_do_not_fit_are_refused_before_any_rank_starts(model, options, message):
+    ran = virtual(model, *options)
+    assert ran.exit_code == 2
+    assert re.search(message, " ".join(ran.output.split()))

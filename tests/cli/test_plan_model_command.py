@@ -242,3 +242,20 @@ def test_a_model_and_numbers_exclude_one_another(option):
 
 def test_a_model_needs_a_context():
     assert_refused(plan("decode", "--model", "llama-3.1-8b", "--ranks", 2), "--length is required")
+
+
+@pytest.mark.parametrize(
+    ("name", "storage", "reasons"),
+    [
+        ("llama-3.1-8b", "bf16", []),
+        ("llama-3.1-8b", "fp8", ["the KV cache is not stored as fp8"]),
+        ("deepseek-v3", "bf16", ["quantized weights are not loaded", "times the latent vectors"]),
+    ],
+)
+def test_plans_that_generate_does_not_run_are_marked(name, storage, reasons):
+    arguments = ("--model", name, "--length", "8k", "--ranks", 8, "--storage", storage)
+    found = as_json("decode", *arguments)["not_run"]
+    assert len(found) == len(reasons)
+    assert all(reason in one for reason, one in zip(reasons, found, strict=True))
+    printed = words(plan("decode", *arguments).output)
+    assert ("attnmesh generate does not run these plans as estimated" in printed) == bool(reasons)

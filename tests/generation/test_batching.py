@@ -49,7 +49,7 @@ def make(comm=None, sharding=None, model=None, **how):
 def check_blocks(generator):
     """The scheduler's count of blocks is that of the cache."""
     scheduler, engine = generator._batch.scheduler, generator.engine
-    own = scheduler.caches[generator._across_groups.rank]
+    own = scheduler.caches[generator._ranks.computed[0]]
     assert own.used[engine.comm.rank] == engine.cache.stats().used
     assert sorted(each.ids for each in own.sequences) == sorted(each.ids for each in engine.sequences)
 

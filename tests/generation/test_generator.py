@@ -94,7 +94,7 @@ def check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, 
     ],
 )
 def test_tokens_are_those_of_one_process(kind, world, layout, batch, speculative, reuse, prefill_chunk, monkeypatch):
-    monkeypatch.setattr("attnmesh.generation.generator.PromptLookup", HalfRight)
+    monkeypatch.setattr("attnmesh.generation.prompt_batch.PromptLookup", HalfRight)
     check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk)
 
 
@@ -137,7 +137,7 @@ def test_what_a_sharded_cache_does_not_serve_is_refused(kind, message):
 def test_tokens_are_those_of_one_process_in_every_way(
     kind, world, layout, batch, speculative, reuse, prefill_chunk, monkeypatch
 ):
-    monkeypatch.setattr("attnmesh.generation.generator.PromptLookup", HalfRight)
+    monkeypatch.setattr("attnmesh.generation.prompt_batch.PromptLookup", HalfRight)
     check_tokens(kind, world, layout, batch, speculative, reuse, prefill_chunk, most=24)
 
 
@@ -180,7 +180,7 @@ def test_without_a_sharding_the_recommended_one_is_taken(sequences, expected):
 @pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2, cp=2), DecodeSharding(tp=3)])
 def test_a_sharding_for_other_ranks_is_refused(sharding):
     def rank(comm):
-        with pytest.raises(ValueError, match="sharding must be kvdp x cp = 3 ranks and tp = 1, got"):
+        with pytest.raises(ValueError, match="sharding must be kvdp x cp = 3 ranks and tp = 1 for a model"):
             Generator(attnmesh_model("llama"), None, comm, cache_tokens=100, sharding=sharding)
 
     on_virtual_ranks(3, rank)

@@ -415,7 +415,10 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         lambda: {"batch": 2, "q_heads": 16, "kv_heads": 2, "ranks": 4, "context": 1024, "cluster": cluster("h200")},
     ],
     # Language models.
-    "load_model": [lambda: {"path": model_folder(), "device": "cpu", "dtype": torch.float32}],
+    "load_model": [
+        lambda: {"path": model_folder(), "device": "cpu", "dtype": torch.float32},
+        lambda: {"path": model_folder(), "sharding": am.DecodeSharding(), "comm": None},
+    ],
     "Sampling": [
         lambda: {
             "temperature": 0.5, "top_p": 0.9, "seed": 1, "top_k": 8, "min_p": 0.1, "repetition_penalty": 1.5,
@@ -428,6 +431,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
             "logits": rows(16), "generator": sampling.generator(0), "prompt": [1, 2, 3], "answer": [4, 5],
         },
     ],
+    "shard_model": [lambda: {"model": model(), "sharding": am.DecodeSharding(), "comm": None}],
     "Generator": [_generator],
     "Generator.generate": [lambda generator: _generate()],
     "Generator.submit": [lambda generator: _submit()],
@@ -576,6 +580,7 @@ COLLECTIVE: dict[str, Callable[[am.Comm], tuple[Any, Arguments]]] = {
         None, {"cache": _stored_cache(comm, SHARDED), "to": SHARDED, "comm": comm, "num_blocks": 8, "ranks": [1, 0]},
     ),
     "Generator": lambda comm: (None, {**_generator(), "comm": comm}),
+    "shard_model": lambda comm: (None, {"model": model(), "sharding": SHARDED, "comm": comm}),
     "Generator.generate": lambda comm: (am.Generator(**{**_generator(), "comm": comm}), _generate()),
     "Generator.submit": lambda comm: (am.Generator(**{**_generator(), "comm": comm}), _submit()),
     "Generator.cancel": _cancel_on_ranks,

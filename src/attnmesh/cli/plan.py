@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +12,7 @@ import typer
 
 from attnmesh.cli import output
 from attnmesh.cli.errors import CommandGroup
+from attnmesh.cli.generate.sharding import not_run_here
 from attnmesh.cli.options import (
     BatchOption,
     ClusterNodeOption,
@@ -163,8 +164,9 @@ def plan_decode(
         ranking = _with_advice(ranking, ranks, least_memory, number)
     title = f"one decode step of {_sequences(batch)} with {length:,} tokens in the KV cache, {chosen.name}"
     _print_ranking(
-        ranking, title, describe_cluster(cluster, ranks), tokens=batch * tokens, show_all=show_all, as_json=as_json
-    )
+        ranking, title, describe_cluster(cluster, ranks), tokens=batch * tokens, show_all=show_all, as_json=as_json,
+        not_run=not_run_here(chosen, storage),
+    )  # fmt: skip
 
 
 def _with_advice(
@@ -175,12 +177,19 @@ def _with_advice(
     return replace(ranking, advice=fitting_advice(ranking, ranks, least_memory, kv_itemsize))
 
 
-def _print_ranking(ranking: Ranking, title: str, cluster: str, *, tokens: int, show_all: bool, as_json: bool) -> None:
-    """Print the ranking; exit with 1 if no plan fits."""
+def _print_ranking(
+    ranking: Ranking, title: str, cluster: str, *, tokens: int, show_all: bool, as_json: bool,
+    not_run: Sequence[str] | None = None,
+) -> None:  # fmt: skip
+    """Print the ranking, and why `attnmesh generate` cannot run its plans as estimated; exit with 1 if none fits."""
     if as_json:
-        print(json.dumps({"workload": title, "cluster": cluster, **ranking_facts(ranking)}, indent=2))
+        facts = {"workload": title, "cluster": cluster, **ranking_facts(ranking)}
+        print(json.dumps(facts if not_run is None else {**facts, "not_run": not_run}, indent=2))
     else:
-        show_ranking(output.console(), ranking, title, cluster, tokens=tokens, show_all=show_all)
+        console = output.console()
+        show_ranking(console, ranking, title, cluster, tokens=tokens, show_all=show_all)
+        for reason in not_run or ():
+            console.print(f"attnmesh generate does not run these plans as estimated: {reason}.", soft_wrap=True)
     if ranking.best is None:
         raise typer.Exit(1)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, CommError, SharedValues
 from attnmesh.core.call_log import alternatives
+from attnmesh.integrations.sharded_model import sharded_weights
 
 _NOT_COMPARED = ("_name_or_path", "transformers_version", "_commit_hash")  # where a model came from, not what it is
 _CHUNK = 1 << 20  # words of 8 bytes
@@ -28,7 +29,9 @@ _MAX_NAMED = 3  # tensors that an error names
 def model_values(model: Any) -> SharedValues:
     """The configuration of a model, entry by entry, and the names, shapes and dtypes of its tensors."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_COMPARED}
-    tensors = [f"{name} {list(x.shape)} {x.dtype}" for name, x in _tensors(model).items()]
+    weights = sharded_weights(model)
+    shapes = {} if weights is None else weights.shapes  # of whole tensors: the parts differ
+    tensors = [f"{name} {list(shapes.get(name, x.shape))} {x.dtype}" for name, x in _tensors(model).items()]
     return {
         "model": type(model).__name__,
         **{f"config.{name}": value for name, value in sorted(config.items())},
@@ -44,19 +47,26 @@ def digest(value: object) -> str:
 def check_same_weights(comm: Comm, model: Any, device: torch.device) -> None:
     """Raise ValueError on every rank unless all weights and buffers have the same bits on all ranks.
 
-    The tensors must have the same names and shapes (`model_values`). The time is that of reading the weights a few
-    times; one number per tensor is sent.
+    Of a sharded model, those parts are compared that several ranks hold. The tensors must have the same names and
+    shapes (`model_values`). The time is that of reading the weights a few times; one number per tensor is sent.
     """
     if comm.world == 1:
         return
     tensors = _tensors(model)
     own = checksums(tensors.values(), device)
     by_rank = [sums.tolist() for sums in comm.all_gather(own, [own.shape] * comm.world)]
-    differing = [
-        f"{name} is {alternatives({rank: f'{sums[i] % 2**64:016x}' for rank, sums in enumerate(by_rank)})}"
-        for i, name in enumerate(tensors)
-        if len({sums[i] for sums in by_rank}) > 1
-    ]
+    weights = sharded_weights(model)
+    parts = [{} if weights is None else weights.parts(rank, model.config) for rank in range(comm.world)]
+    differing = []
+    for i, name in enumerate(tensors):
+        by_part: dict[Any, dict[int, int]] = {}
+        for rank, sums in enumerate(by_rank):
+            by_part.setdefault(parts[rank].get(name), {})[rank] = sums[i]
+        differing += [
+            f"{name} is {alternatives({rank: f'{total % 2**64:016x}' for rank, total in same.items()})}"
+            for same in by_part.values()
+            if len(set(same.values())) > 1
+        ]
     if differing:
         more = f"; and {len(differing) - _MAX_NAMED} more" if len(differing) > _MAX_NAMED else ""
         raise ValueError(

@@ -21,24 +21,36 @@ from attnmesh.generation.requests import Request, Token
 from attnmesh.generation.sampling import INVALID_TOKEN, InvalidLogits, most_likely
 from attnmesh.generation.scheduler import GroupPlan, Job, Scheduler, StepPlan
 from attnmesh.generation.stats import GenerationStats
+from attnmesh.plan.decode import DecodeSharding
 
 
 @dataclass(frozen=True)
 class BatchRanks:
-    """The groups of ranks: those that share sequences with this rank, and those with the same part in other groups."""
+    """The groups of sequences (KVDP), and the ranks that compute them.
+
+    The ranks of `group` compute together. With whole weights they are those of one group of sequences, and
+    `across_groups` are the ranks with the same part in other groups. With sharded weights all ranks compute the
+    sequences of all groups together, and `across_groups` is this rank alone.
+    """
 
     group: Comm
     across_groups: Comm
+    kvdp: int
+    together: bool = False
 
     @property
-    def groups(self) -> int:
-        """The number of groups."""
-        return self.across_groups.world
+    def computed(self) -> list[int]:
+        """The groups of sequences that this rank computes."""
+        return list(range(self.kvdp)) if self.together else [self.across_groups.rank]
 
-    @property
-    def own(self) -> int:
-        """The number of this rank's group."""
-        return self.across_groups.rank
+    def rows(self, batch: int) -> list[range]:
+        """The rows of a batch of prompts that belong to each group."""
+        groups = DecodeSharding(kvdp=self.kvdp)
+        return [groups.sequences(group, batch) for group in range(self.kvdp)]
+
+    def in_engine(self, group: int) -> int:
+        """The number of a group in the engine, which knows only those that it computes."""
+        return group if self.together else 0
 
 
 class ContinuousBatch:
@@ -64,15 +76,15 @@ class ContinuousBatch:
             max_sequences=engine.max_sequences,
             max_length=engine.capacity,
         )
-        world = ranks.group.world
+        world = engine.position_ranks.world
         self.scheduler = Scheduler(
-            [GroupCache(world, engine.shard, limits) for _ in range(ranks.groups)],
+            [GroupCache(world, engine.shard, limits) for _ in range(ranks.kvdp)],
             step_tokens=step_tokens, max_chunk=engine.prefill_chunk, min_chunk=min_prefill_chunk(world),
         )  # fmt: skip
         engine.clear()
         self._engine, self._ranks, self._stats, self._on_logits = engine, ranks, stats, on_logits
         self._requests: dict[Job, Request] = {}
-        self._stored: dict[CachedSequence, EngineSequence] = {}  # of this rank's group
+        self._stored: dict[CachedSequence, EngineSequence] = {}  # of the groups that are computed here
         self._changing = False  # also after an interruption
 
     @property
@@ -99,13 +111,13 @@ class ContinuousBatch:
         with self._change():
             began = time.perf_counter()
             plan = self.scheduler.plan()
-            own = plan.groups[self._ranks.own]
+            own = [plan.groups[group] for group in self._ranks.computed]
             for comm in (self._ranks.group, self._ranks.across_groups):  # compared with the next message
                 comm.note("step", str([each.digest for each in plan.groups]))
             self._compute(own)
-            new = self._exchange(plan, self._choose(own.sampled))
+            new = self._exchange(plan, self._choose([job for each in own for job in each.sampled]))
             seconds = time.perf_counter() - began
-            if own.chunks:
+            if any(each.chunks for each in own):
                 self._stats.prefill_seconds += seconds
             else:
                 self._stats.decode_seconds += seconds
@@ -133,28 +145,30 @@ class ContinuousBatch:
         }
         self.scheduler.reset(list(self._requests))
 
-    def _compute(self, plan: GroupPlan) -> None:
-        """Run the passes of this rank's group."""
+    def _compute(self, plans: list[GroupPlan]) -> None:
+        """Run the passes of the groups that this rank computes."""
         engine, stored = self._engine, self._stored
-        self._stats.preemptions += plan.preemptions
-        for sequence in plan.freed:
+        self._stats.preemptions += sum(plan.preemptions for plan in plans)
+        for sequence in [each for plan in plans for each in plan.freed]:
             engine.free(stored.pop(sequence))
-        if plan.decode:
+        decoded = [job for plan in plans for job in plan.decode]
+        if decoded:
             self._stats.decode_steps += 1
-            engine.decode([self._stored_for(job) for job in plan.decode], [job.ids[-1:] for job in plan.decode])
-        for chunk in plan.chunks:
-            if chunk.is_new and chunk.job.sequence is not None:
-                source = None if chunk.source is None else stored[chunk.source]
-                stored[chunk.job.sequence] = engine.start(source, chunk.begin)
-            if chunk.ids:
-                engine.extend(self._stored_for(chunk.job), chunk.ids)
+            engine.decode([self._stored_for(job) for job in decoded], [job.ids[-1:] for job in decoded])
+        for group, plan in zip(self._ranks.computed, plans, strict=True):
+            for chunk in plan.chunks:
+                if chunk.is_new and chunk.job.sequence is not None:
+                    source = None if chunk.source is None else stored[chunk.source]
+                    stored[chunk.job.sequence] = engine.start(source, chunk.begin, self._ranks.in_engine(group))
+                if chunk.ids:
+                    engine.extend(self._stored_for(chunk.job), chunk.ids)
 
     def _stored_for(self, job: Job) -> EngineSequence:
         assert job.sequence is not None
         return self._stored[job.sequence]
 
     def _choose(self, jobs: list[Job]) -> list[list[float]]:
-        """The next token of each request of this rank's group, in numbers."""
+        """The next token of each request that this rank computes, in numbers."""
         logits = {job: self._stored_for(job).logits for job in jobs}
         if self._on_logits is not None:
             for job, of_job in logits.items():
@@ -174,12 +188,14 @@ class ContinuousBatch:
         """
         group, across, device = self._ranks.group, self._ranks.across_groups, self._engine.device
         jobs = [of_group.sampled for of_group in plan.groups]
+        if self._ranks.together:
+            jobs = [[job for of_group in jobs for job in of_group]]
         widths = [[self._requests[job].options.width for job in of_group] for of_group in jobs]
         if group.world > 1 and own:
             x = torch.tensor([n for row in own for n in row], dtype=torch.float64, device=device)
             with self._engine.exchange(group):
                 received = [each.tolist() for each in group.all_gather(x, [x.shape] * group.world)]
-            by_rank = [_split(numbers, widths[self._ranks.own]) for numbers in received]
+            by_rank = [_split(numbers, widths[across.rank]) for numbers in received]
             own = [
                 next((row for row in rows if row[0] == INVALID_TOKEN), rows[0]) for rows in zip(*by_rank, strict=True)
             ]
@@ -209,7 +225,7 @@ class ContinuousBatch:
                 continue
             tokens.append(request.add(numbers))
             job.ids.append(tokens[-1].id)
-            self._stats.generated_tokens += job.group == self._ranks.own
+            self._stats.generated_tokens += job.group in self._ranks.computed
             if request.finished:
                 self._end(job, keep=True)
         return tokens
@@ -217,7 +233,7 @@ class ContinuousBatch:
     def _end(self, job: Job, *, keep: bool) -> None:
         sequence = job.sequence
         freed = self.scheduler.remove(job, keep=keep)
-        if sequence is not None and job.group == self._ranks.own:
+        if sequence is not None and job.group in self._ranks.computed:
             if freed is None:
                 self._engine.release(self._stored[sequence])
             else:

@@ -51,7 +51,8 @@ class EngineSequence:
 
     ids: list[int]
     shards: SequenceShards
-    stored: CacheSequence  # this rank's part, in its cache
+    stored: CacheSequence | None  # this rank's part, in its cache; None if another KVDP rank stores the sequence
+    group: int = 0  # the KVDP rank, of those that this engine serves
     reused: int = 0  # prompt tokens that were not computed again
     logits: Tensor = field(
         default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu")
@@ -72,7 +73,12 @@ class Engine:
     The cache holds `cache_tokens` tokens of at most `max_sequences` sequences at a time, over all ranks.
     `prefill_chunk` is the number of tokens per prefill pass, by default the whole prompt. `on_prefill` is called after
     every pass with the number of prompt tokens that are cached and the length of the prompt.
+
+    `comm` are the ranks that compute together, and `position_ranks` those that shard the positions of a sequence: here
+    the same.
     """
+
+    own_group = 0  # of the groups of sequences, the one that this rank stores
 
     def __init__(
         self,
@@ -87,11 +93,12 @@ class Engine:
         on_prefill: Callable[[int, int], None] | None = None,
     ) -> None:
         check_model(model)
-        check_generation(model.config, type(model).__name__)
+        self._check_model(model)
         self.model, self._on_prefill = model, on_prefill
         self.prefill_tokens = self.reused_tokens = 0
         self.context = ContextParallel(comm_from(comm), layout=layout, schedule=schedule)
         self.comm, world = self.context.comm, self.context.world
+        self.position_ranks = self.comm
         check_positive(cache_tokens=cache_tokens, max_sequences=max_sequences)
         self.prefill_chunk = cache_tokens if prefill_chunk is None else check_count("prefill_chunk", prefill_chunk)
         if self.prefill_chunk < min_prefill_chunk(world):
@@ -110,52 +117,69 @@ class Engine:
         plain = {dtype: name for name, dtype in PLAIN.items()}
         if weight.dtype not in plain:
             raise ValueError(f"model must be of dtype {', '.join(map(str, plain))}, got {weight.dtype}")
+        kv_heads, head_dim = self._cached_heads()
         self.cache = BlockCache(
             layers=config.num_hidden_layers, num_blocks=_num_blocks(self.capacity) + 4 * max_sequences,
-            block_size=BLOCK_SIZE, kv_heads=_kv_heads(config), head_dim=_head_dim(config),
-            storage=plain[weight.dtype], device=weight.device, max_sequences=max_sequences, max_length=self.capacity,
+            block_size=BLOCK_SIZE, kv_heads=kv_heads, head_dim=head_dim, storage=plain[weight.dtype],
+            device=weight.device, max_sequences=max_sequences, max_length=self.capacity,
         )  # fmt: skip
         self.sequences: list[EngineSequence] = []
         self.passes = 0
         """Prefill and decode passes so far; the same on every rank."""
         self._changes = self._exchanges = 0  # that were begun and have not ended, or were interrupted
         self._step_context: AbstractContextManager[None] = nullcontext()
+        use_one_call(model)
+        self._forward = partial(_logits, model)
+        self._forward_step: Callable[[Any, Tensor, Tensor], Tensor] = self._forward
+        self._prepare_steps()
+        self.kv_bytes_per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * weight.dtype.itemsize
+        """Bytes of one token in the cache of this rank, in all layers."""
+        self.kv_bytes_per_token_of_all = self.kv_bytes_per_token
+        """Bytes of one token with all kv heads."""
+
+    def _check_model(self, model: Any) -> None:
+        """Raise ValueError unless this engine serves the model."""
+        check_generation(model.config, type(model).__name__)
+
+    def _cached_heads(self) -> tuple[int, int]:
+        """The kv heads that this rank caches, and their width."""
+        return _kv_heads(self.model.config), _head_dim(self.model.config)
+
+    def _prepare_steps(self) -> None:
+        """Decide how decode steps run."""
         if self.device.type == "cuda":
             self.use_tensor_parallel()
         # Mixture-of-experts routing on the host cannot be captured. NCCL's messages can, but NCCL does not destroy a
         # communicator before the last graph with its messages: an engine that is still referred to, as by the traceback
         # of an exception, would block the end of its process.
-        graphs = self.device.type == "cuda" and world == 1 and not hasattr(config, "num_local_experts")
-        use_one_call(model)
-        self._forward = partial(_logits, model)
-        self._forward_step = DecodeGraphs(self._forward) if graphs else self._forward
-        self.kv_bytes_per_token = kv_bytes_per_token(config, weight.dtype)
+        if self.device.type == "cuda" and self.comm.world == 1 and not hasattr(self.model.config, "num_local_experts"):
+            self._forward_step = DecodeGraphs(self._forward)
 
     def use_tensor_parallel(self) -> None:
         """Compute decode steps tensor-parallel from now on. All ranks must call it."""
         self._step_context = TensorParallel(self.model, self.comm)
 
-    def prefill(self, ids: Sequence[int], max_new_tokens: int = 0) -> EngineSequence:
+    def prefill(self, ids: Sequence[int], max_new_tokens: int = 0, group: int = 0) -> EngineSequence:
         """A sequence that starts with the prompt `ids` and may grow by `max_new_tokens`, with its next `logits`.
 
         The longest common prefix with a cached sequence is not computed again: that sequence is taken over or, while it
-        is active, forked. Inactive sequences are evicted to make room, the oldest first.
+        is active, forked. Inactive sequences are evicted to make room, the oldest first. All this is per `group`.
         """
         ids = list(ids)
         if not ids:
             raise ValueError("ids must have at least one token, got none")
-        cached, begin = self._longest_prefix(ids)
+        cached, begin = self._longest_prefix(ids, group)
         per_rank: list[int] = []
         if cached is not None:
             per_rank = self._tokens_per_rank(cached.shards.truncated(begin).counts, begin, len(ids), max_new_tokens)
         if cached is None or max(per_rank) > self.capacity:  # too uneven: one rank stores most of the prefix
             cached, begin = None, 0
-            per_rank = self._tokens_per_rank([0] * self.comm.world, 0, len(ids), max_new_tokens)
-        evicted = self._room_for(len(ids) + max_new_tokens, per_rank, cached)
+            per_rank = self._tokens_per_rank([0] * self.position_ranks.world, 0, len(ids), max_new_tokens)
+        evicted = self._room_for(len(ids) + max_new_tokens, per_rank, cached, group)
         with self._change():
             for inactive in evicted:
                 self.free(inactive)
-            sequence = self.start(cached, begin)
+            sequence = self.start(cached, begin, group)
             sequence.max_tokens, sequence.max_tokens_per_rank = len(ids) + max_new_tokens, per_rank
         while len(sequence.ids) < len(ids):
             self.extend(sequence, ids[len(sequence.ids) : len(sequence.ids) + self.prefill_chunk])
@@ -163,10 +187,10 @@ class Engine:
                 self._on_prefill(len(sequence.ids), len(ids))
         return sequence
 
-    def start(self, cached: EngineSequence | None, length: int) -> EngineSequence:
+    def start(self, cached: EngineSequence | None, length: int, group: int = 0) -> EngineSequence:
         """An active sequence with the first `length` tokens of a cached one: a fork of an active one, or it itself."""
         with self._change():
-            sequence = self._start_from(cached)
+            sequence = self._start_from(cached, group)
             self.truncate(sequence, length)
             sequence.active, sequence.reused = True, length
             self.reused_tokens += length
@@ -174,7 +198,7 @@ class Engine:
 
     def extend(self, sequence: EngineSequence, ids: list[int]) -> None:
         """Append a chunk of a prompt to a sequence, at most `prefill_chunk` tokens; sets its next `logits`."""
-        if len(ids) >= min_prefill_chunk(self.comm.world):
+        if len(ids) >= min_prefill_chunk(self.position_ranks.world):
             sequence.logits = self._prefill_chunk(sequence, ids)
         else:  # too short to shard
             for at in range(0, len(ids), MAX_DECODE_TOKENS):
@@ -192,7 +216,7 @@ class Engine:
         """Keep the first `length` tokens only."""
         shards = sequence.shards.truncated(length)
         with self._change():
-            if len(shards.local) < sequence.stored.length:
+            if sequence.stored is not None and len(shards.local) < sequence.stored.length:
                 self.cache.truncate(sequence.stored, len(shards.local))
             sequence.shards, sequence.ids = shards, sequence.ids[:length]
 
@@ -204,7 +228,8 @@ class Engine:
     def free(self, sequence: EngineSequence) -> None:
         """Remove a sequence from the cache."""
         with self._change():
-            self.cache.free(sequence.stored)
+            if sequence.stored is not None:
+                self.cache.free(sequence.stored)
             self.sequences.remove(sequence)
 
     def clear(self) -> None:
@@ -255,28 +280,31 @@ class Engine:
         yield
         self._changes -= 1
 
-    def check_room(self, tokens: Sequence[int]) -> None:
-        """Raise ValueError unless new sequences with so many tokens each fit beside the active ones."""
-        active = [sequence.max_tokens for sequence in self.sequences if sequence.active]
+    def check_room(self, tokens: Sequence[int], group: int = 0) -> None:
+        """Raise ValueError unless new sequences with so many tokens each fit beside the active ones of a group."""
+        active = [each.max_tokens for each in self.sequences if each.active and each.group == group]
         if sum(active) + sum(tokens) > self.cache_tokens or len(active) + len(tokens) > self.max_sequences:
             raise ValueError(
                 f"{sum(tokens)} tokens of {len(tokens)} sequences do not fit beside {sum(active)} of {len(active)} "
                 f"active ones: there is room for cache_tokens={self.cache_tokens} of max_sequences={self.max_sequences}"
             )
 
-    def _longest_prefix(self, ids: list[int]) -> tuple[EngineSequence | None, int]:
+    def _longest_prefix(self, ids: list[int], group: int) -> tuple[EngineSequence | None, int]:
         """The cached sequence with the longest common prefix, and its length; the last token is computed again."""
-        common = [min(_common_prefix(sequence.ids, ids), len(ids) - 1) for sequence in self.sequences]
+        cached = [sequence for sequence in self.sequences if sequence.group == group]
+        common = [min(_common_prefix(sequence.ids, ids), len(ids) - 1) for sequence in cached]
         longest = max(common, default=0)
-        return (self.sequences[common.index(longest)], longest) if longest else (None, 0)
+        return (cached[common.index(longest)], longest) if longest else (None, 0)
 
-    def _start_from(self, cached: EngineSequence | None) -> EngineSequence:
+    def _start_from(self, cached: EngineSequence | None, group: int) -> EngineSequence:
         """A new sequence, a fork of an active one, or an inactive one itself; it becomes the most recent one."""
         if cached is None:
-            empty = SequenceShards.empty(self.comm.world, self.comm.rank)
-            sequence = EngineSequence([], empty, self.cache.allocate(0))
+            empty = SequenceShards.empty(self.position_ranks.world, self.position_ranks.rank)
+            stored = self.cache.allocate(0) if group == self.own_group else None
+            sequence = EngineSequence([], empty, stored, group)
         elif cached.active:
-            sequence = EngineSequence(list(cached.ids), cached.shards, self.cache.fork(cached.stored))
+            stored = None if cached.stored is None else self.cache.fork(cached.stored)
+            sequence = EngineSequence(list(cached.ids), cached.shards, stored, group)
         else:
             sequence = cached
             self.sequences.remove(cached)
@@ -285,7 +313,7 @@ class Engine:
 
     def shard(self, counts: Sequence[int], new: range) -> list[Ranges]:
         """The new positions that each rank stores, where the ranks store `counts` positions before them."""
-        world = self.comm.world
+        world = self.position_ranks.world
         if len(new) < min_prefill_chunk(world):
             return interleave(new, world)
         if new.start:  # every rank attends for all queries over its keys: balance the keys, whatever the layout
@@ -297,15 +325,17 @@ class Engine:
         for at in range(begin, length, self.prefill_chunk):
             parts = self.shard(counts, range(at, min(length, at + self.prefill_chunk)))
             counts = [count + ranges.size(part) for count, part in zip(counts, parts, strict=True)]
-        return [count + -(-max_new_tokens // self.comm.world) for count in counts]
+        return [count + -(-max_new_tokens // self.position_ranks.world) for count in counts]
 
-    def _room_for(self, tokens: int, per_rank: list[int], reused: EngineSequence | None) -> list[EngineSequence]:
+    def _room_for(
+        self, tokens: int, per_rank: list[int], reused: EngineSequence | None, group: int
+    ) -> list[EngineSequence]:
         """The inactive sequences to evict, so that one of so many tokens fits; `reused` is taken over unless active.
 
         All ranks evict the same ones, because they decide by what all ranks store. Raises ValueError if eviction does
         not make enough room.
         """
-        kept = [sequence for sequence in self.sequences if sequence.active or sequence is not reused]
+        kept = [each for each in self.sequences if each.group == group and (each.active or each is not reused)]
         evicted: list[EngineSequence] = []
 
         def fits() -> bool:
@@ -335,6 +365,7 @@ class Engine:
         begin = len(sequence.ids)
         parts = self.shard(sequence.shards.counts, range(begin, begin + len(ids)))
         own = parts[self.comm.rank]
+        assert sequence.stored is not None
         with self._change():
             new = self.cache.append([sequence.stored], ranges.size(own))
             sequence.shards.extend(parts)
@@ -355,22 +386,19 @@ class Engine:
 
     def _decode(self, sequences: Sequence[EngineSequence], ids: Sequence[Sequence[int]]) -> Tensor:
         """Compute a few tokens on every rank; each rank stores those that `interleave` gives it."""
-        count, world, rank = len(ids[0]), self.comm.world, self.comm.rank
+        count, world, rank = len(ids[0]), self.position_ranks.world, self.position_ranks.rank
         positions = [range(len(sequence.ids), len(sequence.ids) + count) for sequence in sequences]
         parts = [interleave(new, world) for new in positions]
-        own = [
-            [position - new.start for run in part[rank] for position in run]
-            for new, part in zip(positions, parts, strict=True)
-        ]
+        own = {
+            sequence.stored: [position - new.start for run in part[rank] for position in run]
+            for sequence, new, part in zip(sequences, positions, parts, strict=True)
+            if sequence.stored is not None
+        }
         with self._change():
-            slots, appended = self._append(sequences, own, count)
+            slots, appended = self._append(own, count)
             for sequence, part in zip(sequences, parts, strict=True):
                 sequence.shards.extend(part)
-        rows = torch.tensor([sequence.stored.row for sequence in sequences], device=self.device)
-        step = DecodePass(
-            self.cache, slots, self.comm, self.cache.block_table[rows], self.cache.cur_pos[rows], positions,
-            [sequence.local for sequence in sequences],
-        )  # fmt: skip
+        step = self._decode_pass(sequences, slots, positions)
         at = torch.tensor([list(new) for new in positions], device="cpu")
         tokens = torch.tensor([list(row) for row in ids], device=self.device)
         with self.exchange(self.comm), self._step_context:
@@ -383,18 +411,29 @@ class Engine:
             self.passes += 1
         return logits
 
-    def _append(
-        self, sequences: Sequence[EngineSequence], own: list[list[int]], count: int
-    ) -> tuple[Tensor, list[NewTokens]]:
+    def _decode_pass(self, sequences: Sequence[EngineSequence], slots: Tensor, positions: list[range]) -> CachePass:
+        """The pass of a decode step with new tokens at these positions, stored in `slots` [B, T]."""
+        table, cur_pos = self._tables(sequences)
+        return DecodePass(
+            self.cache, slots, self.comm, table, cur_pos, positions, [sequence.local for sequence in sequences]
+        )
+
+    def _tables(self, sequences: Sequence[EngineSequence]) -> tuple[Tensor, Tensor]:
+        """The block table and the last positions of sequences in this rank's cache."""
+        rows = [sequence.stored.row for sequence in sequences if sequence.stored is not None]
+        at = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        return self.cache.block_table[at], self.cache.cur_pos[at]
+
+    def _append(self, own: dict[CacheSequence, list[int]], count: int) -> tuple[Tensor, list[NewTokens]]:
         """Slots [B, count] of new tokens, -1 for those of other ranks; `own[b]` are the indices of this rank's."""
-        slots = torch.full((len(sequences), count), -1, dtype=torch.int64, device=self.device)
+        slots = torch.full((len(own), count), -1, dtype=torch.int64, device=self.device)
         appended: list[NewTokens] = []
-        for n in sorted({len(indices) for indices in own} - {0}):  # the cache appends equally many to each sequence
-            rows = [b for b, indices in enumerate(own) if len(indices) == n]
-            new = self.cache.append([sequences[b].stored for b in rows], n)
+        for n in sorted({len(indices) for indices in own.values()} - {0}):  # the cache appends equally many to each
+            some = {row: sequence for row, (sequence, indices) in enumerate(own.items()) if len(indices) == n}
+            new = self.cache.append(list(some.values()), n)
             appended.append(new)
-            for b, row in zip(rows, new.slots, strict=True):
-                slots[b, own[b]] = row
+            for (row, sequence), of_row in zip(some.items(), new.slots, strict=True):
+                slots[row, own[sequence]] = of_row
         return slots, appended
 
     def _broadcast(self, x: Tensor, rank: int) -> Tensor:
@@ -407,9 +446,21 @@ class Engine:
 
 
 def check_generation(config: Any, name: str) -> None:
-    """Raise ValueError unless models of this configuration can generate over a sharded KV cache."""
-    check_config(config, name)
+    """Raise ValueError unless models of this configuration can generate over a sharded KV cache, with whole weights."""
+    check_attention(config, name)
     kind = getattr(config, "model_type", None)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"{name}: keys and values must have one width over a sharded KV cache, got multi-head latent attention "
+            f"(kv_lora_rank {config.kv_lora_rank})"
+        )
+    if kind not in MODELS:
+        raise ValueError(f"model_type must be one of {', '.join(MODELS)} to generate, got {kind!r} ({name})")
+
+
+def check_attention(config: Any, name: str) -> None:
+    """Raise ValueError unless the layers of such models can attend over a sharded KV cache."""
+    check_config(config, name)
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is not None:
         raise ValueError(f"{name}: attn_logit_softcapping must be None over a sharded KV cache, got {softcap}")
@@ -418,13 +469,6 @@ def check_generation(config: Any, name: str) -> None:
             f"{name}: layer_types must be full_attention or sliding_attention over a sharded KV cache, got "
             "chunked_attention"
         )
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise ValueError(
-            f"{name}: keys and values must have one width over a sharded KV cache, got multi-head latent attention "
-            f"(kv_lora_rank {config.kv_lora_rank})"
-        )
-    if kind not in MODELS:
-        raise ValueError(f"model_type must be one of {', '.join(MODELS)} to generate, got {kind!r} ({name})")
 
 
 def min_prefill_chunk(world: int) -> int:

@@ -7,12 +7,9 @@ Groups prefill and decode independently. After every step they exchange their ne
 from __future__ import annotations
 
 import inspect
-import time
 import weakref
 from collections import abc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +26,8 @@ from attnmesh.generation.agreement import (
     report_error,
 )
 from attnmesh.generation.batching import BatchRanks, ContinuousBatch
-from attnmesh.generation.engine import Engine, EngineSequence, min_prefill_chunk
+from attnmesh.generation.engine import min_prefill_chunk
+from attnmesh.generation.prompt_batch import BatchOptions, PromptBatch
 from attnmesh.generation.prompts import (
     check_prompt,
     check_stop_strings,
@@ -39,15 +37,10 @@ from attnmesh.generation.prompts import (
     prompt_ids,
 )
 from attnmesh.generation.requests import Request, RequestOptions, Token
-from attnmesh.generation.sampling import (
-    INVALID_TOKEN,
-    InvalidLogits,
-    PromptLookup,
-    Sampling,
-    TextStream,
-    most_likely,
-)
+from attnmesh.generation.sampling import InvalidLogits, Sampling
+from attnmesh.generation.sharded_engine import engine_for
 from attnmesh.generation.stats import GenerationStats
+from attnmesh.integrations.sharded_model import ShardedWeights, sharded_weights
 from attnmesh.kv_cache.sequence import token_ids
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
 from attnmesh.parallel.node_groups import comm_named
@@ -55,36 +48,17 @@ from attnmesh.plan.decode import DecodeSharding
 
 _GREEDY = Sampling()
 _STEP_TOKENS = 2048
-_PADDING = -1  # in place of tokens of rows that are finished
-
-
-@dataclass(eq=False)
-class _Row:
-    """A row of the batch that is being generated."""
-
-    number: int
-    sequence: EngineSequence
-    lookup: PromptLookup = field(default_factory=PromptLookup)
-    new: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The options of one `generate` call."""
-
-    max_new_tokens: int
-    sampling: Sampling
-    stop: frozenset[int]
-    speculative: bool
 
 
 class Generator:
-    """Generates from a model that every rank of `comm` has, and caches sequences for later prompts.
+    """Generates from a model over the ranks of `comm`, and caches sequences for later prompts.
+
+    Every rank has the whole model, or its part of a sharded one (`load_model` with a sharding, `shard_model`).
 
     The KV cache of a group holds `cache_tokens` tokens, prompts and answers together, of all its sequences;
     `max_sequences` is the size of a batch over all groups. `sharding` is the number of ranks per sequence (cp) and of
-    groups (kvdp), by default what `recommend_sharding` returns for `max_sequences` sequences. `layout`, `schedule`,
-    `prefill_chunk` and `on_prefill` are those of `Engine`.
+    groups (kvdp), by default what `recommend_sharding` returns for `max_sequences` sequences, or that of the sharded
+    model. `layout`, `schedule`, `prefill_chunk` and `on_prefill` are those of `Engine`.
 
     `generate` answers a batch of prompts. `submit` takes one request at a time, and `step` computes the next token of
     all requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if
@@ -120,14 +94,15 @@ class Generator:
             for name, callback in (("on_prefill", on_prefill), ("on_logits", on_logits)):
                 if callback is not None and not callable(callback):
                     raise ValueError(f"{name} must be a function or None, got {shown(callback)}")
-            chosen = _recommended(max_sequences, self.comm.world) if sharding is None else sharding
-            check_type("sharding", chosen, DecodeSharding)
-            if chosen.tp != 1 or chosen.ranks != self.comm.world:
-                raise ValueError(f"sharding must be kvdp x cp = {self.comm.world} ranks and tp = 1, got {chosen}")
-            self._group = _subgroup(self.comm, chosen.cp_peers(rank))
-            self._across_groups = _subgroup(self.comm, chosen.kvdp_peers(rank))
-            self.engine = Engine(
-                model, self._group, cache_tokens=cache_tokens, max_sequences=-(-max_sequences // chosen.kvdp),
+            weights = sharded_weights(model)
+            chosen = _sharding(sharding, weights, max_sequences, self.comm)
+            group = list(range(self.comm.world)) if weights else chosen.cp_peers(rank)
+            self._ranks = BatchRanks(
+                _subgroup(self.comm, group), _subgroup(self.comm, [rank] if weights else chosen.kvdp_peers(rank)),
+                chosen.kvdp, together=weights is not None,
+            )  # fmt: skip
+            self.engine = engine_for(
+                model, self._ranks.group, cache_tokens=cache_tokens, max_sequences=-(-max_sequences // chosen.kvdp),
                 layout=layout, schedule=schedule, prefill_chunk=prefill_chunk, on_prefill=on_prefill,
             )  # fmt: skip
             self._step_tokens = self._checked_step_tokens(step_tokens)
@@ -146,7 +121,7 @@ class Generator:
             report_error(self.comm, "Generator", error)
             raise
         check_same_weights(self.comm, model, self.engine.device)
-        if self.engine.device.type == "cpu" and self._all_share_memory():
+        if self.engine.device.type == "cpu" and not self._ranks.together and self._all_share_memory():
             self.engine.use_tensor_parallel()
         self.max_sequences, self.stats = max_sequences, GenerationStats(rank)
         self._progress = Progress()
@@ -175,7 +150,7 @@ class Generator:
         were interrupted at different points: then every rank raises CommError.
         """
 
-        def check_arguments() -> tuple[tuple[list[list[int]], _Request], SharedValues]:
+        def check_arguments() -> tuple[tuple[list[list[int]], BatchOptions], SharedValues]:
             self._check_not_running()
             if self.num_unfinished:
                 raise ValueError(
@@ -184,20 +159,20 @@ class Generator:
             ends = sorted(eos_tokens(self.model) if stop is None else set(token_ids("stop", stop)))
             check_type("sampling", sampling, Sampling)
             check_bool(speculative=speculative)
-            request = _Request(max_new_tokens, sampling, frozenset(ends), speculative)
+            options = BatchOptions(max_new_tokens, sampling, frozenset(ends), speculative)
             rows = prompt_ids(self.tokenizer, prompts)
-            self._check(rows, request)
-            return (rows, request), {
+            self._check(rows, options)
+            return (rows, options), {
                 "prompts": f"{len(rows)} of {', '.join(str(len(row)) for row in rows)} tokens {digest(rows)}",
                 "stop": ends, "max_new_tokens": max_new_tokens, "sampling": sampling, "speculative": speculative,
                 "device": self.engine.device.type,
             }  # fmt: skip
 
         self._check_in_step()
-        rows, request = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
+        rows, options = check_on_all_ranks(self.comm, "generate", check_arguments, force=True)
         self._progress.begin_call(rows)
         self._batch = None
-        iterator = self._generate(rows, request)
+        iterator = self._generate(rows, options)
         self._iterator = weakref.ref(iterator)
         return iterator
 
@@ -233,7 +208,7 @@ class Generator:
                 check_count("logprobs", logprobs, most=vocabulary)
             strings = check_stop_strings(self.tokenizer, stop_strings)
             ids = one_prompt(self.tokenizer, "prompt", prompt)
-            check_prompt(self.model, "prompt", ids, max_new_tokens, self._group.world)
+            check_prompt(self.model, "prompt", ids, max_new_tokens, self.engine.position_ranks.world)
             if len(ids) + max_new_tokens > self.engine.cache_tokens:
                 raise ValueError(
                     f"prompt has {len(ids)} tokens, and max_new_tokens={max_new_tokens} may follow: the cache never "
@@ -252,8 +227,7 @@ class Generator:
         self._progress.begin_call([ids])
         if self._batch is None:
             self._batch = ContinuousBatch(
-                self.engine, BatchRanks(self._group, self._across_groups), step_tokens=self._step_tokens,
-                stats=self.stats, on_logits=self._on_logits,
+                self.engine, self._ranks, step_tokens=self._step_tokens, stats=self.stats, on_logits=self._on_logits,
             )  # fmt: skip
         request = Request(self._submitted, ids, options, self.tokenizer, self._owner)
         self._submitted += 1
@@ -328,7 +302,7 @@ class Generator:
             raise ValueError(f"request must be one that submit() of this Generator returned, got {shown(request)}")
 
     def _checked_step_tokens(self, step_tokens: int | None) -> int:
-        least = self.engine.max_sequences + min_prefill_chunk(self._group.world)
+        least = self.engine.max_sequences + min_prefill_chunk(self.engine.position_ranks.world)
         return max(_STEP_TOKENS, least) if step_tokens is None else check_count("step_tokens", step_tokens, least)
 
     def _check_not_running(self) -> None:
@@ -351,7 +325,7 @@ class Generator:
         if not self._is_running() and not self.num_unfinished:
             self.engine.release_all()  # again, in case that was interrupted, too
         self.comm.note("earlier calls", str(self._progress))
-        self._group.note("cached sequences", self.engine.state())
+        self._ranks.group.note("cached sequences", self.engine.state())
 
     def _raise_if_out_of_step(self, operation: str) -> None:
         if self.engine.is_out_of_step:
@@ -360,36 +334,13 @@ class Generator:
                 "messages: ranks are out of step; start them again, or make a new Generator on a new process group"
             )
 
-    def _generate(self, prompts: list[list[int]], request: _Request) -> abc.Generator[Token, None, None]:
-        batch = len(prompts)
-        texts = [TextStream(self.tokenizer) for _ in prompts]
-        own: list[_Row] = []
+    def _generate(self, prompts: list[list[int]], options: BatchOptions) -> abc.Generator[Token, None, None]:
         bytes_before = self.comm.traffic.bytes
+        batch = PromptBatch(
+            self.engine, self._ranks, options, self.tokenizer, self.stats, self._progress, self._on_logits
+        )
         try:
-            with self._timed("prefill_seconds"):
-                for number in self.sharding.sequences(self.comm.rank, batch):
-                    sequence = self.engine.prefill(prompts[number], request.max_new_tokens + MAX_DECODE_TOKENS)
-                    own.append(_Row(number, sequence))
-                logits = [row.sequence.logits[None] for row in own]
-                new = self._broadcast(_sample(request.sampling, own, logits))
-                self._report_logits(own, logits, new)
-            active, left = own, dict.fromkeys(range(batch), request.max_new_tokens)
-            while True:
-                gathered = self._all_gather_tokens(active, new, batch)
-                self._check_tokens(gathered, own)
-                self._progress.add_step(gathered)
-                for row, tokens in zip(active, new, strict=True):
-                    row.new += tokens
-                    self.stats.generated_tokens += len(tokens)
-                for number, tokens in gathered:
-                    left[number] = 0 if tokens[-1] in request.stop else left[number] - len(tokens)
-                    for token in tokens:
-                        yield Token(number, token, texts[number].add(token))
-                if not any(left.values()):
-                    break
-                active = [row for row in active if left[row.number]]
-                with self._timed("decode_seconds"):
-                    new = self._decode_step(active, request) if active else []
+            yield from batch.answers(prompts)
         except (GeneratorExit, InvalidLogits):  # closed, or raised on all ranks together
             raise
         except BaseException as error:
@@ -400,18 +351,6 @@ class Generator:
             self.engine.release_all()
             self._update_stats()
 
-    def _check_tokens(self, new: list[tuple[int, list[int]]], own: list[_Row]) -> None:
-        """Raise InvalidLogits, on every rank, if any row of any group has invalid logits."""
-        rows = [number for number, tokens in new if tokens[-1] == INVALID_TOKEN]
-        if rows:
-            for row in own:
-                self.engine.free(row.sequence)  # its keys and values may be invalid, too
-            raise InvalidLogits(
-                f"generate: the logits of row {', '.join(map(str, rows))} have a NaN or +inf, or -inf only, at step "
-                f"{self._progress.steps} (the prompt is step 0): no token can be chosen; check the weights of the "
-                f"model and the range of its dtype, {self.model.get_input_embeddings().weight.dtype}"
-            )
-
     def _report_interruption(self, operation: str, error: BaseException) -> None:
         """Tell the other ranks, which may wait for this one."""
         if not self.engine.is_out_of_step:
@@ -419,106 +358,28 @@ class Generator:
         elif not isinstance(error, CommError):
             self.comm.fail(f"{operation} was interrupted by {type(error).__name__}: {error}")
 
-    def _decode_step(self, active: list[_Row], request: _Request) -> list[list[int]]:
-        """One decode step of the group's rows: the new tokens of each, one or (with drafts) more."""
-        drafts = [self._draft(row, request.max_new_tokens) if request.speculative else [] for row in active]
-        width = max(map(len, drafts))
-        begins = [len(row.sequence.ids) for row in active]
-        # Shorter drafts are padded with token 0, which is truncated with the rejected tokens.
-        given = [[row.new[-1], *draft, *[0] * (width - len(draft))] for row, draft in zip(active, drafts, strict=True)]
-        logits = self.engine.decode([row.sequence for row in active], given)
-        self.stats.decode_steps += 1
-        if request.speculative:
-            greedy = self._broadcast(most_likely(logits).tolist())
-            new = [_accept(draft, tokens) for draft, tokens in zip(drafts, greedy, strict=True)]
-        else:
-            new = self._broadcast(_sample(request.sampling, active, logits))
-        for row, begin, draft, tokens in zip(active, begins, drafts, new, strict=True):
-            if len(row.sequence.ids) > begin + len(tokens):
-                self.engine.truncate(row.sequence, begin + len(tokens))
-            del tokens[request.max_new_tokens - len(row.new) :]
-            stopped = next((i for i, token in enumerate(tokens) if token in request.stop), len(tokens))
-            del tokens[stopped + 1 :]
-            self.stats.draft_tokens += len(draft)
-            self.stats.accepted_tokens += len(tokens) - 1
-        self._report_logits(active, logits, new)
-        return new
-
-    def _report_logits(self, rows: list[_Row], logits: Sequence[Tensor] | Tensor, new: list[list[int]]) -> None:
-        if self._on_logits is not None:
-            for row, of_row, tokens in zip(rows, logits, new, strict=True):
-                for of_token in of_row[: len(tokens)].clone():  # the next step may overwrite them
-                    self._on_logits(row.number, of_token)
-
-    def _draft(self, row: _Row, max_new_tokens: int) -> list[int]:
-        """Draft tokens: no more than may be generated, or than one step can verify."""
-        room = min(MAX_DECODE_TOKENS, max_new_tokens - len(row.new)) - 1
-        return row.lookup.draft([*row.sequence.ids, row.new[-1]], room) if room > 0 else []
-
-    def _broadcast(self, tokens: list[list[int]]) -> list[list[int]]:
-        """The tokens that the first rank of the group has sampled: ranks may round differently and must not diverge.
-
-        Invalid are those that any rank of the group finds invalid.
-        """
-        group = self._group
-        if group.world == 1 or not tokens:
-            return tokens
-        x = torch.tensor(tokens, dtype=torch.int64, device=self.engine.device)  # NCCL sends device tensors only
-        with self.engine.exchange(group):
-            received = torch.stack(group.all_gather(x, [x.shape] * group.world))
-            invalid = (received == INVALID_TOKEN).any(0)
-            agreed: list[list[int]] = torch.where(invalid, INVALID_TOKEN, received[0]).tolist()
-        return agreed
-
-    def _all_gather_tokens(self, active: list[_Row], new: list[list[int]], batch: int) -> list[tuple[int, list[int]]]:
-        """The new tokens of all groups, by row."""
-        by_row = {row.number: tokens for row, tokens in zip(active, new, strict=True)}
-        if self._across_groups.world == 1:
-            return sorted(by_row.items())
-        rows = [self.sharding.sequences(peer, batch) for peer in self.sharding.kvdp_peers(self.comm.rank)]
-        own = rows[self._across_groups.rank]
-        x = torch.full((len(own), MAX_DECODE_TOKENS), _PADDING, dtype=torch.int64, device="cpu")
-        for number, tokens in by_row.items():
-            x[number - own.start, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
-        with self.engine.exchange(self._across_groups):
-            gathered = self._across_groups.all_gather(
-                x.to(self.engine.device), [(len(each), MAX_DECODE_TOKENS) for each in rows]
-            )
-        unpadded = [
-            (number, [token for token in tokens if token != _PADDING])
-            for numbers, part in zip(rows, gathered, strict=True)
-            for number, tokens in zip(numbers, part.tolist(), strict=True)
-        ]
-        return [(number, tokens) for number, tokens in sorted(unpadded) if tokens]
-
-    def _check(self, rows: list[list[int]], request: _Request) -> None:
+    def _check(self, rows: list[list[int]], options: BatchOptions) -> None:
         if not 1 <= len(rows) <= self.max_sequences:
             raise ValueError(f"prompts must be 1 to max_sequences={self.max_sequences}, got {len(rows)}")
-        new = request.max_new_tokens
+        new = options.max_new_tokens
         check_positive(max_new_tokens=new)
-        if request.speculative and (not request.sampling.greedy or request.sampling.has_penalties):
+        if options.speculative and (not options.sampling.greedy or options.sampling.has_penalties):
             raise ValueError(
-                f"sampling must be greedy (temperature 0), without penalties, with speculative, got {request.sampling}"
+                f"sampling must be greedy (temperature 0), without penalties, with speculative, got {options.sampling}"
             )
         for number, ids in enumerate(rows):
-            check_prompt(self.model, f"prompts[{number}]", ids, new, self._group.world)
-        # Rows of this group only: if one group has no room, all ranks raise before any of them starts.
-        own = [rows[number] for number in self.sharding.sequences(self.comm.rank, len(rows))]
-        self.engine.check_room([len(ids) + new + MAX_DECODE_TOKENS for ids in own])
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        if self.engine.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.device)
-        setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - began)
+            check_prompt(self.model, f"prompts[{number}]", ids, new, self.engine.position_ranks.world)
+        # Groups that are computed here only: if one has no room, all ranks raise before any of them starts.
+        for group in self._ranks.computed:
+            own = [rows[number] for number in self._ranks.rows(len(rows))[group]]
+            self.engine.check_room([len(ids) + new + MAX_DECODE_TOKENS for ids in own], self._ranks.in_engine(group))
 
     def _update_stats(self) -> None:
         engine, stats = self.engine, self.stats
-        stats.cached_tokens = sum(len(sequence.local) for sequence in engine.sequences)
+        stored = [sequence for sequence in engine.sequences if sequence.stored is not None]
+        stats.cached_tokens = sum(len(sequence.local) for sequence in stored)
         stats.kv_bytes = stats.cached_tokens * engine.kv_bytes_per_token
-        stats.kv_bytes_unsharded = sum(len(sequence.ids) for sequence in engine.sequences) * engine.kv_bytes_per_token
+        stats.kv_bytes_unsharded = sum(len(sequence.ids) for sequence in stored) * engine.kv_bytes_per_token_of_all
         stats.prefill_tokens, stats.reused_tokens = engine.prefill_tokens, engine.reused_tokens
 
 
@@ -558,33 +419,35 @@ def generate(
     )
 
 
+def _sharding(
+    sharding: DecodeSharding | None, weights: ShardedWeights | None, sequences: int, comm: Comm
+) -> DecodeSharding:
+    """The sharding of a `Generator`, which must be that of its model where that is sharded."""
+    if sharding is not None:
+        check_type("sharding", sharding, DecodeSharding)
+    if weights is not None:
+        if weights.ranks.all_ranks.world != comm.world or weights.ranks.rank != comm.rank:
+            raise ValueError(
+                f"comm must have the ranks of the sharded model, {weights.ranks.rank} of "
+                f"{weights.ranks.all_ranks.world}, got {comm!r}"
+            )
+        if sharding not in (None, weights.sharding):
+            raise ValueError(f"sharding must be that of the model, {weights.sharding}, or None, got {sharding}")
+        return weights.sharding
+    chosen = _recommended(sequences, comm.world) if sharding is None else sharding
+    if chosen.tp != 1 or chosen.ranks != comm.world:
+        raise ValueError(
+            f"sharding must be kvdp x cp = {comm.world} ranks and tp = 1 for a model that every rank has (shard it "
+            f"with load_model or shard_model for more), got {chosen}"
+        )
+    return chosen
+
+
 def _recommended(sequences: int, ranks: int) -> DecodeSharding:
     from attnmesh.planner.recommend import recommend_sharding
 
     # Every rank has all weights, so no kv heads are divided: as with a single kv head.
     return recommend_sharding(sequences, ranks, 1, ranks).choice.sharding
-
-
-def _sample(sampling: Sampling, rows: list[_Row], logits: list[Tensor] | Tensor) -> list[list[int]]:
-    """The next token of each row, from its logits [1, vocabulary]; `INVALID_TOKEN` where these are invalid."""
-    if sampling.greedy and not sampling.has_penalties and rows:  # one transfer for all rows
-        tokens: list[list[int]] = most_likely(logits if isinstance(logits, Tensor) else torch.stack(logits)).tolist()
-        return tokens
-    sampled = []
-    for row, of_row in zip(rows, logits, strict=True):
-        try:
-            ids, new = row.sequence.ids, len(row.new)
-            dice = sampling.generator(row.number, new)
-            sampled.append([sampling.sample(of_row[0], dice, ids[: len(ids) - new], row.new)])
-        except InvalidLogits:
-            sampled.append([INVALID_TOKEN])
-    return sampled
-
-
-def _accept(draft: list[int], greedy: list[int]) -> list[int]:
-    """The new tokens, from the greedy token after each given one: the correct prefix of a draft, and one more."""
-    correct = next((i for i, token in enumerate(draft) if token != greedy[i]), len(draft))
-    return greedy[: correct + 1]
 
 
 def _subgroup(comm: Comm, members: list[int]) -> Comm:

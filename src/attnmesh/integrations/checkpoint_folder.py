@@ -36,6 +36,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     kind: str  # as safetensors names it, such as BF16
+    file: Path
 
     @property
     def elements(self) -> int:
@@ -116,7 +117,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 if name in found:
                     raise ModelError(f"{folder} has the tensor {name!r} in two files")
                 tensor = tensors.get_slice(name)
-                found[name] = StoredTensor(tuple(tensor.get_shape()), tensor.get_dtype())
+                found[name] = StoredTensor(tuple(tensor.get_shape()), tensor.get_dtype(), file)
     return found
 
 

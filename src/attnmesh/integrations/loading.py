@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmesh.core.validation import shown
+from attnmesh.comm import Comm, SharedValues, check_on_all_ranks
+from attnmesh.core.validation import check_type, shown
 from attnmesh.integrations.checkpoint import (
     LOCAL,
     ModelError,
@@ -36,8 +37,11 @@ from attnmesh.integrations.completeness import (
 )
 from attnmesh.integrations.conversion_cache import converted_folder, is_converted
 from attnmesh.integrations.gguf import read_header
+from attnmesh.integrations.sharded_loading import load_sharded
 from attnmesh.integrations.transformers_attention import register_attention
 from attnmesh.integrations.transformers_models import NAME, check_config
+from attnmesh.parallel.node_groups import comm_named
+from attnmesh.plan.decode import DecodeSharding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,6 +56,8 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "attnmesh",
+    sharding: DecodeSharding | None = None,
+    comm: Comm | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model of Transformers in eval mode, and its tokenizer.
 
@@ -61,6 +67,9 @@ def load_model(
         device: device to load the weights to.
         dtype: floating point dtype of the weights.
         attn_implementation: Transformers' attention; "attnmesh" is registered if needed.
+        sharding: how a `Generator` shards its KV cache over the ranks of `comm`. Then this rank's part of the weights
+            is loaded, and nothing else: all ranks must call it, and an error on one is raised on all.
+        comm: the ranks that share a sharded model.
 
     Raises ModelError if the model cannot be loaded completely and exactly: before any weights are loaded if they are
     too few or do not fit. Code that comes with a model is not run.
@@ -72,7 +81,14 @@ def load_model(
         raise ModelError(f"attn_implementation must be the name of an attention, got {shown(attn_implementation)}")
     if path is not None and (not isinstance(path, str | PathLike) or not str(path)):
         raise ModelError(f"path must be a folder or a .gguf file, got {shown(path)}")
-    return _load(model_folder(path), target, dtype, attn_implementation)
+    if sharding is None:
+        if comm is not None:
+            raise ModelError(f"comm must be None without a sharding, got {shown(comm)}")
+        return _load(model_folder(path), target, dtype, attn_implementation)
+    if attn_implementation != NAME:
+        raise ModelError(f"attn_implementation must be {NAME!r} with a sharding, got {attn_implementation!r}")
+    check_type("sharding", sharding, DecodeSharding)
+    return _load_sharded(path, target, dtype, sharding, comm_named("comm", comm))
 
 
 def model_folder(path: Path | str | None = None) -> Path:
@@ -155,6 +171,20 @@ def _load(
     check_loaded(info, folder)
     _check_end(model, folder)
     return model, tokenizer
+
+
+def _load_sharded(
+    path: Path | str | None, device: torch.device, dtype: torch.dtype, sharding: DecodeSharding, comm: Comm
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def load() -> tuple[tuple[Any, Any], SharedValues]:
+        folder = model_folder(path)
+        config, tokenizer = load_config_and_tokenizer(folder)
+        with translated_errors(f"the part of rank {comm.rank} of the model in {folder} cannot be loaded"):
+            model = load_sharded(folder, config, device, dtype, sharding, comm)
+        _check_end(model, folder)
+        return (model, tokenizer), {"sharding": repr(sharding), "dtype": dtype, "model": type(model).__name__}
+
+    return check_on_all_ranks(comm, "load_model", load, force=True)
 
 
 def _check_weights(folder: Path, config: Any, device: torch.device, dtype: torch.dtype) -> None:

@@ -26,6 +26,7 @@ from attnmesh.cli.generate.job import (
     read_document,
     tokenize_prompts,
 )
+from attnmesh.cli.generate.sharding import ShardingChoice, choose_sharding
 from attnmesh.cli.options import (
     Device,
     DeviceOption,
@@ -45,12 +46,14 @@ from attnmesh.core.layouts import LAYOUTS
 from attnmesh.core.optional import require
 from attnmesh.core.text import counted
 from attnmesh.core.validation import check_timeout
-from attnmesh.generation.engine import check_generation
+from attnmesh.generation.engine import check_attention, check_generation
 from attnmesh.generation.generator import Generator
 from attnmesh.generation.sampling import Sampling
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.integrations.checkpoint import ModelError
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder, needs_conversion
+from attnmesh.integrations.weight_splits import check_sharded_model
+from attnmesh.plan.decode import DecodeSharding
 from attnmesh.planner.counts import MAX_LENGTH
 from attnmesh.report.data import MOST_RANKS
 
@@ -86,6 +89,17 @@ def generate_command(
     check: Annotated[
         bool, typer.Option("--check", help="Also generate in a single process with Transformers, and compare.")
     ] = False,
+    sharding: Annotated[
+        ShardingChoice | None,
+        typer.Option(help="auto: divide weights and KV cache over the ranks as `plan decode` recommends."),
+    ] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Ranks that divide the KV heads; divides the weights.")] = None,
+    kvdp: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that divide the sequences; divides the weights.")
+    ] = None,
+    cp: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that divide the positions of a sequence; divides the weights.")
+    ] = None,
     layout: LayoutOption = LayoutName.ZIGZAG,
     prefill_chunk: Annotated[
         int | None,
@@ -118,6 +132,8 @@ def generate_command(
     document = read_document(prompt, prompt_file)
     display = Display(visible=int(os.environ.get("RANK", "0")) == 0)
     folder, config, tokenizer = _prepare_model(model, display)
+    chosen = choose_sharding(sharding, tp, kvdp, cp, config, world)
+    _check_model(folder, config, chosen)
     job = Job(
         folder=folder,
         device=device.value,
@@ -130,11 +146,16 @@ def generate_command(
         layout=LAYOUTS[layout.value],
         prefill_chunk=prefill_chunk or world * PREFILL_CHUNK[device.value],
         keep_logits=check,
+        sharding=chosen,
     )
     check_job(job, config, world)
-    check_memory(job, config, world, copies=_models_per_device(device.value, world, virtual, share_gpu))
+    shares_weights = virtual and chosen is None
+    check_memory(job, config, world, copies=_models_per_device(device.value, world, shares_weights, share_gpu))
     kind = "torchrun" if launch.under_torchrun() else "virtual" if virtual else "process"
-    display.note(f"Prompt of {len(job.prompts[0]):,} tokens on {counted(world, f'{kind} rank')}, {device.value}.")
+    divided = "" if chosen is None else f" Weights and KV cache: {chosen}."
+    display.note(
+        f"Prompt of {len(job.prompts[0]):,} tokens on {counted(world, f'{kind} rank')}, {device.value}.{divided}"
+    )
     result = _run(job, ranks, virtual, share_gpu, timeout)
     if result is None:  # rank 0 of torchrun prints the results
         return
@@ -174,15 +195,23 @@ def _prepare_model(model: Path | None, display: Display) -> tuple[Path, Any, Any
     with display.status("converting the model" if convert else "reading the model's configuration"):
         folder = model_folder(model)
         config, tokenizer = load_config_and_tokenizer(folder)
-    try:
-        check_generation(config, ", ".join(config.architectures or ()) or str(folder))
-    except ValueError as error:
-        raise ModelError(f"{folder}: {error}") from None
     return folder, config, tokenizer
 
 
+def _check_model(folder: Path, config: Any, sharding: DecodeSharding | None) -> None:
+    name = ", ".join(config.architectures or ()) or str(folder)
+    try:
+        if sharding is None:
+            check_generation(config, name)
+        else:
+            check_attention(config, name)
+            check_sharded_model(config, name, sharding)
+    except ValueError as error:
+        raise ModelError(f"{folder}: {error}") from None
+
+
 def _models_per_device(device: str, world: int, virtual: bool, share_gpu: bool) -> int:
-    """How many ranks load a model of their own on the same device. Virtual ranks share one."""
+    """How many ranks load a model, or a part of it, on the same device. Virtual ranks share a whole one."""
     if virtual:
         return 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launch.under_torchrun() else world
@@ -191,7 +220,8 @@ def _models_per_device(device: str, world: int, virtual: bool, share_gpu: bool) 
 
 def _run(job: Job, ranks: int | None, virtual: bool, share_gpu: bool, timeout: float) -> Result | None:
     """The result of rank 0, or None if this process is another rank of torchrun."""
-    model = load_model(job.folder, device=job.device, dtype=job.dtype) if virtual else None
+    shared = virtual and job.sharding is None
+    model = load_model(job.folder, device=job.device, dtype=job.dtype) if shared else None
     return launch.run(
         answer_prompts, ranks, device=job.device, virtual=virtual, share_gpu=share_gpu, timeout=timeout, job=job,
         shared_model=model,
@@ -214,7 +244,7 @@ def answer_prompts(comm: Comm, *, job: Job, shared_model: tuple[Any, Any] | None
 def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) -> Result:
     display = Display(visible=comm.rank == 0)
     with display.status(f"loading the model on {counted(comm.world, 'rank')}"):
-        model, tokenizer = shared_model or _load_own_model(job)
+        model, tokenizer = shared_model or _load_own_model(job, comm)
         comm.barrier()
     logits: list[Tensor] = []
     keep_logits = job.keep_logits and comm.rank == 0
@@ -247,11 +277,13 @@ def _answer_prompts(comm: Comm, job: Job, shared_model: tuple[Any, Any] | None) 
     return Result(answers, _gather_stats(comm, generator.stats, generator.engine.device))
 
 
-def _load_own_model(job: Job) -> tuple[Any, Any]:
+def _load_own_model(job: Job, comm: Comm) -> tuple[Any, Any]:
     # tqdm's default lock is shared among processes, and Python complains about it if a rank is killed.
     require("tqdm", extra="hf").tqdm.set_lock(threading.RLock())
     device = f"cuda:{torch.cuda.current_device()}" if job.device == "cuda" else job.device
-    return load_model(job.folder, device=device, dtype=job.dtype)
+    return load_model(
+        job.folder, device=device, dtype=job.dtype, sharding=job.sharding, comm=comm if job.sharding else None
+    )
 
 
 def _counters(stats: GenerationStats) -> tuple[int, int, float, float]:

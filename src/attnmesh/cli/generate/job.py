@@ -22,6 +22,7 @@ from attnmesh.integrations.checkpoint import free_memory, readable_gib, translat
 from attnmesh.integrations.checkpoint_folder import weight_bytes
 from attnmesh.integrations.loading import load_config_and_tokenizer, load_model
 from attnmesh.ops.decode.call import MAX_DECODE_TOKENS
+from attnmesh.plan.decode import DecodeSharding
 
 _EAGER_ONLY = ("gpt_oss",)  # Transformers implements sinks on every device only in its eager attention
 
@@ -41,11 +42,16 @@ class Job:
     layout: Layout
     prefill_chunk: int
     keep_logits: bool  # for the comparison with a single process
+    sharding: DecodeSharding | None = None  # of weights and KV cache; None: every rank has all weights
 
     @property
     def capacity(self) -> int:
         """Tokens of the longest prompt and its answer, with drafts that are rejected."""
         return max(map(len, self.prompts)) + self.max_new_tokens + MAX_DECODE_TOKENS
+
+    def position_ranks(self, ranks: int) -> int:
+        """How many of `ranks` ranks share the positions of a sequence."""
+        return ranks if self.sharding is None else self.sharding.cp
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,7 @@ def check_job(job: Job, config: Any, ranks: int) -> None:
             f"the prompt of {longest:,} tokens and --max-new-tokens {job.max_new_tokens:,} exceed the model's "
             f"{limit:,} positions"
         )
+    ranks = job.position_ranks(ranks)
     if shortest < ranks:
         raise ValueError(f"the prompt must have at least one token per rank ({ranks}), got {shortest} tokens")
     if job.prefill_chunk < min_prefill_chunk(ranks):
@@ -126,10 +133,12 @@ def check_job(job: Job, config: Any, ranks: int) -> None:
 
 
 def check_memory(job: Job, config: Any, ranks: int, *, copies: int) -> None:
-    """Raise ValueError if `copies` ranks with a model each do not fit on the device that they share."""
+    """Raise ValueError if `copies` ranks with a model each, or a part of it, do not fit on the device they share."""
     device = torch.device(job.device)
     weights = weight_bytes(job.folder, job.dtype)
-    kv_cache = -(-job.capacity // ranks) * kv_bytes_per_token(config, job.dtype)
+    kv_cache = -(-job.capacity // job.position_ranks(ranks)) * kv_bytes_per_token(config, job.dtype)
+    if job.sharding is not None:  # at least: norms, keys and values are on several ranks
+        weights, kv_cache = weights // job.sharding.ranks, kv_cache // job.sharding.tp
     free = free_memory(device)
     if free is not None and copies * (weights + kv_cache) > free:
         each = f"{readable_gib(weights)} of weights and {readable_gib(kv_cache)} of KV cache"

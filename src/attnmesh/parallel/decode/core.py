@@ -145,7 +145,7 @@ class DecodeAttention:
             q, kv.keys, kv.values, scale=self.scale, key_range=key_range, partial=True,
             into=None if packed is None else unpack_state(packed), backend=self.backend,
         )  # fmt: skip
-        packed = _pack_state(state) if packed is None else packed
+        packed = pack_state(state) if packed is None else packed
         return self.states.combine(packed, self.sinks, q.dtype, combine)
 
     def _with_fixed_splits(self, q: Tensor, kv: LocalKV, size: int) -> Tensor:
@@ -202,10 +202,10 @@ def prefill_attention(
         attention_state(queries, k, v, mask=mask, scale=scale, q_positions=ranges.as_tensor(part), k_positions=stored)
         for queries, part in zip(gathered, q_positions, strict=True)
     ]
-    return merge_packed(all_to_all_states(comm, [_pack_state(state) for state in states]), sinks, q.dtype)
+    return merge_packed(all_to_all_states(comm, [pack_state(state) for state in states]), sinks, q.dtype)
 
 
-def _pack_state(state: State) -> Tensor:
+def pack_state(state: State) -> Tensor:
     """A packed copy [H, B, T, D + 1] of a state with out [B, H, T, D]."""
     return torch.cat([state.out, state.lse.unsqueeze(-1)], -1).transpose(0, 1).contiguous()
 

@@ -63,6 +63,7 @@ class ModelConfig:
     latent: LatentAttention | None = None
     experts: Experts | None = None
     weight_bits: WeightBits = WeightBits()
+    model_type: str | None = field(default=None, compare=False)  # of Transformers
 
     def __post_init__(self) -> None:
         check_sizes(

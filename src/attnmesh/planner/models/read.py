@@ -92,6 +92,7 @@ def read_model_config(path: Path | str, name: str | None = None) -> ModelConfig:
         latent=latent,
         experts=_experts(fields, heads.layers),
         weight_bits=_stored(fields),
+        model_type=fields.text("model_type") or None,
     )
 
 

@@ -1,0 +1,219 @@
+"""The forward passes of a model with sharded weights: every rank projects its query heads, and its TP rank's kv heads.
+
+In a decode step every rank has the new tokens of all sequences. KVDP ranks exchange query heads for sequences, CP ranks
+merge their states, and the results return to the ranks of the heads, as in `AttentionBlock`. In a prefill chunk every
+rank has the queries, keys and values of its heads for all tokens: the first chunk of a prompt attends by heads, without
+messages, and later chunks over the sharded cache, as a decode step does.
+
+Keys and values are written to the cache by the attention, which gets them for all tokens, and each rank stores those of
+its sequences and positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnmesh.core import ranges
+from attnmesh.core.masks import Causal, Mask, SlidingWindow
+from attnmesh.core.ranges import Ranges
+from attnmesh.generation.passes import CachePass
+from attnmesh.kv_cache.pools import write_tokens
+from attnmesh.ops.decode.api import PagedStep
+from attnmesh.ops.dense.api import attention, attention_state
+from attnmesh.parallel.decode.core import DecodeAttention, LocalKV, StateExchange, pack_state
+from attnmesh.parallel.decode.exchange import HeadExchange
+from attnmesh.parallel.decode.positions import LocalPositions, key_range
+from attnmesh.parallel.decode.ranks import DecodeRanks
+from attnmesh.plan.decode import DecodeSharding
+from attnmesh.plan.weights import Heads
+
+
+@dataclass(frozen=True)
+class HeadRanks:
+    """Which heads the ranks have, and how they exchange them."""
+
+    sharding: DecodeSharding
+    ranks: DecodeRanks
+    heads: Heads
+
+    @cached_property
+    def own(self) -> range:
+        """The query heads that this rank projects."""
+        return self.sharding.q_heads(self.ranks.rank, self.heads.q)
+
+    @cached_property
+    def group(self) -> range:
+        """The query heads that this rank attends for, over its cache."""
+        return self.sharding.group_heads(self.ranks.rank, self.heads.q)
+
+    @cached_property
+    def kv(self) -> range:
+        """The kv heads of this rank."""
+        return self.sharding.kv_heads(self.ranks.rank, self.heads.kv)
+
+    @cached_property
+    def kvdp_heads(self) -> tuple[int, ...]:
+        """The number of query heads that each KVDP peer projects."""
+        return tuple(
+            len(self.sharding.q_heads(peer, self.heads.q)) for peer in self.sharding.kvdp_peers(self.ranks.rank)
+        )
+
+    @cached_property
+    def states(self) -> StateExchange:
+        """The exchange of states between CP ranks."""
+        peers = self.sharding.cp_peers(self.ranks.rank)
+        return StateExchange(self.ranks.cp, tuple(len(self.sharding.cp_heads(peer, self.heads.q)) for peer in peers))
+
+
+@dataclass(frozen=True)
+class _HeadShardedPass(CachePass):
+    """A pass over rows of sequences, those of KVDP rank 0 first. `slots` [rows of this rank, T] are in its cache."""
+
+    heads: HeadRanks
+    rows: tuple[int, ...]  # of each KVDP rank
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are: `attend` writes them, once those of latent attention are expanded."""
+        return key, value
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """The output of this rank's query heads, [B, h, T, Dv], from q [B, h, T, D] and its TP rank's k and v."""
+        if not isinstance(mask, (Causal, SlidingWindow)):
+            raise ValueError(f"mask must be Causal() or SlidingWindow(), got {mask!r}")
+        padded = F.pad(v, (0, k.shape[-1] - v.shape[-1])) if v.shape[-1] < k.shape[-1] else v
+        self._write(layer, k, padded)
+        return self._attend(layer, q, k, padded, mask, scale, sinks)[..., : v.shape[-1]]
+
+    @property
+    def _own_rows(self) -> slice:
+        kvdp = self.heads.ranks.kvdp.rank
+        end = list(accumulate(self.rows))[kvdp]
+        return slice(end - self.rows[kvdp], end)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise NotImplementedError
+
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def _over_cache(self, q: Tensor, over_own: Callable[[Tensor], Tensor]) -> Tensor:
+        """Exchange heads for sequences, let `over_own` attend, [B_own, h_c, T, D] from [B_own, H, T, D], and back."""
+        if self.heads.sharding.ranks == self.heads.sharding.tp:  # this rank's heads attend here
+            return over_own(q)
+        exchange = HeadExchange(self.heads.ranks.kvdp, self.rows, self.heads.kvdp_heads)
+        tokens, dim = q.shape[2:]
+        buffer = torch.cat([part.transpose(0, 1).reshape(-1) for part in q.split(self.rows)])
+        gathered = self.heads.states.gather_heads(exchange.gather_heads(buffer, tokens, dim))
+        if gathered.shape[1]:
+            out = over_own(gathered.transpose(0, 1))
+        else:  # none of these sequences is cached here, nor by the ranks that would merge with this one
+            out = q.new_empty(0, sum(exchange.heads), tokens, dim)
+        return exchange.scatter_heads(out).transpose(1, 2)
+
+    def _group_sinks(self, sinks: Tensor | None) -> Tensor | None:
+        return None if sinks is None else sinks[self.heads.group.start : self.heads.group.stop]
+
+
+@dataclass(frozen=True)
+class ShardedDecodePass(_HeadShardedPass):
+    """A decode step: the new tokens of all sequences, on every rank.
+
+    `block_table` and `cur_pos` are those of this rank's sequences, `positions` of their new tokens, and `stored` the
+    positions that this rank stores.
+    """
+
+    block_table: Tensor
+    cur_pos: Tensor
+    positions: Sequence[range]
+    stored: Sequence[LocalPositions]
+    _key_ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _steps: list[PagedStep] = field(default_factory=list)  # shared by layers
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        own = self._own_rows
+        if own.stop > own.start:
+            write_tokens(self.cache.keys(layer), self.cache.values(layer), self.slots, k[own], v[own])
+
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        if not self._steps:
+            self._steps.append(PagedStep(self.block_table, self.cur_pos))
+        window = mask.left + 1 if isinstance(mask, SlidingWindow) else None
+        attend = DecodeAttention(self.heads.states, scale, window, self._group_sinks(sinks))
+        kv = LocalKV(
+            self.cache.keys(layer), self.cache.values(layer), self.block_table, self.cur_pos, self._key_range,
+            self._steps[0],
+        )  # fmt: skip
+        return self._over_cache(q, lambda own: attend(own, kv, "all_to_all"))
+
+    def _key_range(self, window: int | None) -> tuple[Tensor, Tensor]:
+        if window not in self._key_ranges:
+            both = key_range(self.stored, self.positions, window).to(self.slots.device, non_blocking=True)
+            self._key_ranges[window] = (both[0], both[1])
+        return self._key_ranges[window]
+
+
+@dataclass(frozen=True)
+class ShardedPrefillPass(_HeadShardedPass):
+    """A prefill chunk: `length` tokens of one sequence from position `begin` on.
+
+    This rank stores the tokens `own` of the chunk, at `slots` [1, n], and `stored` of the sequence in `blocks`; none if
+    the sequence belongs to another KVDP rank.
+    """
+
+    begin: int
+    length: int
+    own: Tensor
+    stored: Ranges
+    blocks: Tensor
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if len(self.own):
+            keys, values = self.cache.keys(layer), self.cache.values(layer)
+            write_tokens(keys, values, self.slots, k[:, :, self.own], v[:, :, self.own])
+
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        if self.begin == 0:
+            own = self.heads.own
+            k, v = (_kv_of(x, own, self.heads) for x in (k, v))
+            return attention(
+                q, k, v, mask=mask, scale=scale, sinks=None if sinks is None else sinks[own.start : own.stop]
+            )
+        return self._over_cache(q, lambda queries: self._over_stored(layer, queries, mask, scale, sinks))
+
+    def _over_stored(self, layer: int, q: Tensor, mask: Mask, scale: float, sinks: Tensor | None) -> Tensor:
+        keys, values = (self._read(pool) for pool in (self.cache.keys(layer), self.cache.values(layer)))
+        state = attention_state(
+            q, keys, values, mask=mask, scale=scale, k_positions=ranges.as_tensor(self.stored),
+            q_positions=torch.arange(self.begin, self.begin + self.length, device="cpu"),
+        )  # fmt: skip
+        return self.heads.states.combine(pack_state(state), self._group_sinks(sinks), q.dtype, "all_to_all")
+
+    def _read(self, pool: object) -> Tensor:
+        """The tokens that this rank stores, [1, Hkv, n, D]: one copy out of the blocks."""
+        assert isinstance(pool, Tensor)
+        return pool[self.blocks].flatten(0, 1)[: ranges.size(self.stored)].transpose(0, 1).unsqueeze(0)
+
+
+def _kv_of(x: Tensor, own: range, heads: HeadRanks) -> Tensor:
+    """The kv heads that query heads attend to, from those of the TP rank [1, Hkv, n, D]; repeated where uneven."""
+    per_kv = heads.heads.q // heads.heads.kv
+    used = [head // per_kv - heads.kv.start for head in own]
+    counts = {used.count(head) for head in used}
+    if len(counts) == 1:  # as many query heads for each
+        return x[:, used[0] : used[-1] + 1]
+    return x[:, used]
