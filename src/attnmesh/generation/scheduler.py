@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from attnmesh.generation.cached_sequences import CachedSequence, GroupCache, Growth
+from attnmesh.generation.cached_sequences import CachedSequence, GroupCache, Growth, common_prefix
 
 
 @dataclass(eq=False)
@@ -198,6 +198,8 @@ class Scheduler:
             source, prefix = cache.longest_prefix(job.ids)
             if source is not None and cache.is_uneven(source, prefix, len(job.ids), job.max_length):
                 source, prefix = None, 0
+            elif self._will_be_longer(job, group, prefix):
+                return False
             # A short common prefix, such as a template, does not outweigh an even load.
             saved = prefix if 2 * prefix >= len(job.ids) else 0
             found.append((-saved, len(self.running[group]), group, prefix, source))
@@ -208,6 +210,14 @@ class Scheduler:
                 self._start(job, group, source, prefix, step.groups[group])
                 return True
         return False
+
+    def _will_be_longer(self, job: Job, group: int, prefix: int) -> bool:
+        """Whether a running request still computes more of a common prefix: parallel samples wait for their prompt."""
+        return any(
+            common_prefix(running.ids, job.ids) >= max(prefix + self._min_chunk, len(running.sequence.ids) + 1)
+            for running in self.running[group]
+            if running.sequence is not None and running.pending > 1
+        )
 
     def _reserved(self, group: int) -> list[int]:
         """The blocks per rank that the running requests still need for their prompts."""
