@@ -60,7 +60,8 @@ def test_a_cache_that_does_not_fit_is_refused(model, monkeypatch):
 def test_a_signal_ends_the_server_after_its_answers(model, number, how):
     ranks = {"torchrun": (), "virtual": ("--ranks", 2, "--virtual")}.get(how, ("--ranks", 2))
     start = [*TORCHRUN, *ATTNMESH] if how == "torchrun" else ATTNMESH
-    with Command(*start, "serve", "--model", model, "--port", 0, "--served-model-name", "m", *ranks) as command:
+    options = ("--model", model, "--port", 0, "--served-model-name", "m", "--grace", 120, *ranks)
+    with Command(*start, "serve", *options) as command:
         url = re.search(r"http://\S+", command.line())[0]
         body = {"model": "m", "prompt": "a b c", "max_tokens": 400, "min_tokens": 400}
         call = urllib.request.Request(

@@ -165,6 +165,24 @@ def test_an_answer_is_reused_by_the_next_question():
     assert generator.stats.reused_tokens == len(DOCUMENT) + 9
 
 
+def test_a_short_common_prefix_does_not_cost_a_long_one():
+    """Such as that of a chat template, which all conversations begin with."""
+    generator = make(cache_tokens=6 * BLOCK_SIZE, max_sequences=3, step_tokens=400)
+    long = random_ids(2 * BLOCK_SIZE + 5, 3)
+
+    def reused(prompt):
+        before = generator.stats.reused_tokens
+        list(generator.stream(generator.submit(prompt, max_new_tokens=2, stop=())))
+        check_blocks(generator)
+        return generator.stats.reused_tokens - before
+
+    assert reused(long) == 0
+    assert reused([*long[:6], 9, 9]) == reused([*long[:6], 10, 10]) == 6
+    assert reused([*long, 9]) == len(long)  # still there, in the last of three slots
+    assert reused([*long[:6], 11, 11]) == 6  # in place of the oldest
+    assert reused([*long, 10]) == len(long)
+
+
 # Options.
 
 

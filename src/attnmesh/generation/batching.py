@@ -156,7 +156,8 @@ class ContinuousBatch:
         for chunk in plan.chunks:
             if chunk.is_new and chunk.job.sequence is not None:
                 source = None if chunk.source is None else stored[chunk.source]
-                stored[chunk.job.sequence] = engine.start(source, chunk.begin)
+                keep = chunk.source is not chunk.job.sequence  # otherwise it is taken over
+                stored[chunk.job.sequence] = engine.start(source, chunk.begin, keep=keep)
             if chunk.ids:
                 engine.extend(self._stored_for(chunk.job), chunk.ids)
 

@@ -163,10 +163,13 @@ class Engine:
                 self._on_prefill(len(sequence.ids), len(ids))
         return sequence
 
-    def start(self, cached: EngineSequence | None, length: int) -> EngineSequence:
-        """An active sequence with the first `length` tokens of a cached one: a fork of an active one, or it itself."""
+    def start(self, cached: EngineSequence | None, length: int, *, keep: bool = False) -> EngineSequence:
+        """An active sequence with the first `length` tokens of a cached one: a fork of an active one, or it itself.
+
+        To `keep` what an inactive one has, it is forked, too.
+        """
         with self._change():
-            sequence = self._start_from(cached)
+            sequence = self._start_from(cached, keep)
             self.truncate(sequence, length)
             sequence.active, sequence.reused = True, length
             self.reused_tokens += length
@@ -270,12 +273,12 @@ class Engine:
         longest = max(common, default=0)
         return (self.sequences[common.index(longest)], longest) if longest else (None, 0)
 
-    def _start_from(self, cached: EngineSequence | None) -> EngineSequence:
+    def _start_from(self, cached: EngineSequence | None, keep: bool) -> EngineSequence:
         """A new sequence, a fork of an active one, or an inactive one itself; it becomes the most recent one."""
         if cached is None:
             empty = SequenceShards.empty(self.comm.world, self.comm.rank)
             sequence = EngineSequence([], empty, self.cache.allocate(0))
-        elif cached.active:
+        elif cached.active or keep:
             sequence = EngineSequence(list(cached.ids), cached.shards, self.cache.fork(cached.stored))
         else:
             sequence = cached

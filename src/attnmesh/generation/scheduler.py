@@ -61,6 +61,11 @@ class GroupPlan:
         return [*self.decode, *(chunk.job for chunk in self.chunks if not chunk.job.pending)]
 
     @property
+    def sources(self) -> list[CachedSequence | None]:
+        """The sequences that new ones start from."""
+        return [chunk.source for chunk in self.chunks if chunk.is_new]
+
+    @property
     def digest(self) -> int:
         """Equal on ranks with the same plan."""
         chunks = tuple((chunk.job.number, chunk.begin, len(chunk.ids)) for chunk in self.chunks)
@@ -193,7 +198,7 @@ class Scheduler:
         found = []
         for group, cache in enumerate(self.caches):
             least = min(len(job.ids), self._min_chunk)
-            if step.groups[group].budget < least or len(self.running[group]) == cache.limits.max_sequences:
+            if step.groups[group].budget < least or not self._has_slot(group, step.groups[group]):
                 continue
             source, prefix = cache.longest_prefix(job.ids)
             if source is not None and cache.is_uneven(source, prefix, len(job.ids), job.max_length):
@@ -210,6 +215,12 @@ class Scheduler:
                 self._start(job, group, source, prefix, step.groups[group])
                 return True
         return False
+
+    def _has_slot(self, group: int, plan: GroupPlan) -> bool:
+        """Whether a group can store one more sequence, or evict one that this step does not need."""
+        cache = self.caches[group]
+        is_full = len(cache.sequences) == cache.limits.max_sequences
+        return not is_full or cache.oldest_inactive(but=plan.sources) is not None
 
     def _will_be_longer(self, job: Job, group: int, prefix: int) -> bool:
         """Whether a running request still computes more of a common prefix: parallel samples wait for their prompt."""
@@ -231,18 +242,22 @@ class Scheduler:
 
     def _start(self, job: Job, group: int, source: CachedSequence | None, prefix: int, plan: GroupPlan) -> None:
         cache = self.caches[group]
-        takes_over = source is not None and not source.active
-        if not takes_over and len(cache.sequences) == cache.limits.max_sequences:
-            evicted = cache.oldest_inactive()
-            assert evicted is not None  # fewer requests are running
-            cache.free(evicted)
-            plan.freed.append(evicted)
+        kept = [source, *plan.sources]  # what a group frees, it frees first
+        is_full, oldest = len(cache.sequences) == cache.limits.max_sequences, cache.oldest_inactive(but=kept)
+        keep = False
+        if source is not None and not source.active:  # a short common prefix is no reason to lose a long sequence
+            loses_blocks = len(source.ids) - prefix >= cache.limits.block_size
+            keep = loses_blocks and (not is_full or oldest is not None)
+        if is_full and (source is None or source.active or keep):
+            assert oldest is not None  # `_has_slot`
+            cache.free(oldest)
+            plan.freed.append(oldest)
         self.waiting.remove(job)
         insort(self.running[group], job, key=_number)
-        job.group, job.sequence = group, cache.start(source, prefix)
+        job.group, job.sequence = group, cache.start(source, prefix, keep=keep)
         tokens = self._chunk_size(job.pending, plan.budget)
         growth = cache.growth(job.sequence, tokens) if tokens else {}
-        while not cache.has_room(job.sequence, growth) and (inactive := cache.oldest_inactive()) is not None:
+        while not cache.has_room(job.sequence, growth) and (inactive := cache.oldest_inactive(but=kept)) is not None:
             cache.free(inactive)
             plan.freed.append(inactive)
         if cache.is_too_long(job.sequence, growth) or not cache.has_room(job.sequence, growth):
