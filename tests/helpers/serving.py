@@ -40,7 +40,7 @@ def settings(model: Path, folder: Path, **changes: Any) -> ServerSettings:
     return ServerSettings(
         **{
             "model": model, "device": "cpu", "dtype": torch.float32, "folder": folder, "app": app, "host": "127.0.0.1",
-            "port": 0, "cache_tokens": 400, "max_sequences": 4, "max_queue": 8, "grace": 0.3, "step_tokens": 32,
+            "port": 0, "cache_tokens": 200, "max_sequences": 4, "max_queue": 8, "grace": 0.3, "step_tokens": 32,
             "announce": partial(write_url, folder), **changes,
         }
     )  # fmt: skip
@@ -53,10 +53,10 @@ def write_url(folder: Path, url: str) -> None:
 
 def read_url(folder: Path, ended: threading.Event) -> str:
     """The address of a server, as soon as it answers."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not (folder / "url").exists():
         assert not ended.is_set(), "the server has ended"
-        assert time.monotonic() < deadline, "the server did not answer within 60 s"
+        assert time.monotonic() < deadline, "the server did not answer within 200 s"
         time.sleep(0.01)
     return (folder / "url").read_text()
 

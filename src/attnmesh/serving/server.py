@@ -22,6 +22,7 @@ from attnmesh.serving.loop import RequestQueue, ServingLoop
 
 _CLOSE_SECONDS = 5  # in which connections must end after the last answer
 _BACKLOG = 128
+_MORE_CONNECTIONS = 32  # than requests: each may have a body in memory
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
         ServingLoop(generator, None, should_stop=lambda: False, grace=0).run()
         return
     queue = RequestQueue(settings.max_queue)
-    http = HttpServer(Service(generator, queue, settings.app), listening)
+    http = HttpServer(Service(generator, queue, settings.app), listening, settings.max_queue + _MORE_CONNECTIONS)
     http.start()
     settings.announce(http.url)
     stop = settings.folder / "stop"
@@ -88,10 +89,10 @@ def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any]
 class HttpServer:
     """uvicorn on a thread."""
 
-    def __init__(self, service: Service, listening: socket.socket) -> None:
+    def __init__(self, service: Service, listening: socket.socket, max_connections: int) -> None:
         config = uvicorn.Config(
             create_app(service), log_level="warning", access_log=False, lifespan="off", server_header=False,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,
+            timeout_graceful_shutdown=_CLOSE_SECONDS, limit_concurrency=max_connections,
         )  # fmt: skip
         self._server, self._listening = uvicorn.Server(config), listening
         self._thread = threading.Thread(target=self._server.run, args=([listening],), name="http", daemon=True)
