@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache, LlamaForCausalLM
 
+import attnmesh.comm as comms
 from attnmesh import (
     Comm,
     ContextParallel,
@@ -33,7 +34,6 @@ from attnmesh import (
     run_virtual,
     shard_inputs,
 )
-from attnmesh.comm import IndependentSubComm
 from generate_over_ranks import MAX_LENGTH, VOCABULARY, ShardedLlama, generate, small_llama
 
 Batch = list[list[int]]
@@ -77,7 +77,7 @@ def run_rank(
     """The answers of all batches, on decode ranks, and when this rank was working."""
     decode_ranks = list(range(prefill_ranks, comm.world))
     is_prefill = comm.rank < prefill_ranks
-    own = IndependentSubComm(comm, list(range(prefill_ranks)) if is_prefill else decode_ranks)
+    own = comms.IndependentSubComm(comm, list(range(prefill_ranks)) if is_prefill else decode_ranks)
     heads = 2 if len(decode_ranks) % 2 == 0 else 1
     sharding = DecodeSharding(tp=heads, cp=len(decode_ranks) // heads)
     context = ContextParallel(own, layout=Zigzag()) if is_prefill else None

@@ -73,7 +73,7 @@ def broadcast(comm: Comm, commands: Commands | None, device: torch.device) -> Co
     size = int(_from_first(comm, torch.tensor([len(data)], dtype=torch.int64, device=device)))
     if not size:
         return Commands()
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)  # other ranks do not send theirs
     return Commands.decode(bytes(_from_first(comm, own.to(device), size).cpu().numpy()))
 
 
