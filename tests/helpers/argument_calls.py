@@ -165,7 +165,7 @@ def _generate() -> Arguments:
 def _submit() -> Arguments:
     return {
         "prompt": [9, 10, 11, 12], "max_new_tokens": 2, "sampling": am.Sampling(), "stop": [7], "stop_strings": [],
-        "min_new_tokens": 1, "logprobs": 2,
+        "min_new_tokens": 1, "logprobs": 2, "logits_processors": [lambda ids, logits: logits], "sample": 1,
     }  # fmt: skip
 
 
@@ -422,7 +422,7 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "Sampling": [
         lambda: {
             "temperature": 0.5, "top_p": 0.9, "seed": 1, "top_k": 8, "min_p": 0.1, "repetition_penalty": 1.5,
-            "presence_penalty": 0.5,
+            "presence_penalty": 0.5, "frequency_penalty": 0.25,
         },
     ],
     "Sampling.generator": [lambda sampling: {"row": 1, "token": 2}],

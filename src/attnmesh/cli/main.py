@@ -1,4 +1,4 @@
-"""The `attnmesh` command: generate, verify, trace, plan, simulate, report and calibrate."""
+"""The `attnmesh` command: generate, serve, verify, trace, plan, simulate, report and calibrate."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from attnmesh.cli.errors import CommandGroup, run_command
 from attnmesh.cli.generate.command import generate_command
 from attnmesh.cli.plan import plan_app
 from attnmesh.cli.report import report_command
+from attnmesh.cli.serve import serve_command
 from attnmesh.cli.simulate import simulate_command
 from attnmesh.cli.trace import trace_command
 from attnmesh.cli.verify import verify_command
@@ -44,6 +45,7 @@ def _main(
 
 
 app.command("generate")(generate_command)
+app.command("serve")(serve_command)
 app.command("verify")(verify_command)
 app.command("trace")(trace_command)
 app.add_typer(plan_app, name="plan")

@@ -18,10 +18,12 @@ from attnmesh.comm import Comm
 from attnmesh.generation.cached_sequences import CachedSequence, CacheLimits, GroupCache
 from attnmesh.generation.engine import BLOCK_SIZE, Engine, EngineSequence, min_prefill_chunk
 from attnmesh.generation.requests import Request, Token
-from attnmesh.generation.sampling import INVALID_TOKEN, InvalidLogits, most_likely
+from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, InvalidLogits, most_likely
 from attnmesh.generation.scheduler import GroupPlan, Job, Scheduler, StepPlan
 from attnmesh.generation.stats import GenerationStats
 from attnmesh.plan.decode import DecodeSharding
+
+_NO_TOKEN = (INVALID_TOKEN, FAILED_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,15 @@ class ContinuousBatch:
             request.finish_reason = "cancelled"
             self._end(next(job for job, each in self._requests.items() if each is request), keep=True)
 
+    def forget_finished(self) -> None:
+        """Free the sequences that are kept for reuse."""
+        with self._change():
+            for group, cache in enumerate(self.scheduler.caches):
+                for sequence in [each for each in cache.sequences if not each.active]:
+                    cache.free(sequence)
+                    if group in self._ranks.computed:
+                        self._engine.free(self._stored.pop(sequence))
+
     def step(self) -> list[Token]:
         """Compute the next step of all groups; returns the new tokens, by the number of the request."""
         with self._change():
@@ -159,7 +170,9 @@ class ContinuousBatch:
             for chunk in plan.chunks:
                 if chunk.is_new and chunk.job.sequence is not None:
                     source = None if chunk.source is None else stored[chunk.source]
-                    stored[chunk.job.sequence] = engine.start(source, chunk.begin, self._ranks.in_engine(group))
+                    keep = chunk.source is not chunk.job.sequence  # otherwise it is taken over
+                    in_engine = self._ranks.in_engine(group)
+                    stored[chunk.job.sequence] = engine.start(source, chunk.begin, in_engine, keep=keep)
                 if chunk.ids:
                     engine.extend(self._stored_for(chunk.job), chunk.ids)
 
@@ -183,8 +196,7 @@ class ContinuousBatch:
     def _exchange(self, plan: StepPlan, own: list[list[float]]) -> list[tuple[Job, list[float]]]:
         """The next tokens of all groups, by the number of the request.
 
-        Ranks of a group may round differently: all take the tokens of the first. A token is invalid if any rank finds
-        it invalid.
+        Ranks of a group may round differently: all take the tokens of the first. There is none if a rank has none.
         """
         group, across, device = self._ranks.group, self._ranks.across_groups, self._engine.device
         jobs = [of_group.sampled for of_group in plan.groups]
@@ -196,9 +208,7 @@ class ContinuousBatch:
             with self._engine.exchange(group):
                 received = [each.tolist() for each in group.all_gather(x, [x.shape] * group.world)]
             by_rank = [_split(numbers, widths[across.rank]) for numbers in received]
-            own = [
-                next((row for row in rows if row[0] == INVALID_TOKEN), rows[0]) for rows in zip(*by_rank, strict=True)
-            ]
+            own = [next((row for row in rows if row[0] in _NO_TOKEN), rows[0]) for rows in zip(*by_rank, strict=True)]
         rows = [own]
         if across.world > 1 and any(widths):
             x = torch.tensor([n for row in own for n in row], dtype=torch.float64, device=device)
@@ -219,9 +229,10 @@ class ContinuousBatch:
             del self._requests[job]
         for job, numbers in new:
             request = self._requests[job]
-            if numbers[0] == INVALID_TOKEN:
-                request.fail(_invalid(request, self._engine))
-                self._end(job, keep=False)  # its keys and values may be invalid, too
+            if numbers[0] in _NO_TOKEN:
+                is_invalid = numbers[0] == INVALID_TOKEN
+                request.fail(_invalid(request, self._engine) if is_invalid else _processor_error(request))
+                self._end(job, keep=not is_invalid)  # its keys and values may be invalid, too
                 continue
             tokens.append(request.add(numbers))
             job.ids.append(tokens[-1].id)
@@ -254,6 +265,12 @@ def _no_room(request: Request, engine: Engine) -> Exception:
         f"request {request.number}: {len(request.prompt)} + {len(request.tokens)} tokens do not fit into a cache of "
         f"cache_tokens={engine.cache_tokens}, because the layout gives one rank too many of them"
     )
+
+
+def _processor_error(request: Request) -> Exception:
+    if request.processor_error is not None:
+        return request.processor_error
+    return RuntimeError(f"request {request.number}: a logits processor raised an exception on another rank")
 
 
 def _invalid(request: Request, engine: Engine) -> Exception:

@@ -153,18 +153,21 @@ class GroupCache:
             for count, blocks in zip(end, sequence.blocks, strict=True)
         ]
 
-    def oldest_inactive(self, but: CachedSequence | None = None) -> CachedSequence | None:
+    def oldest_inactive(self, but: Sequence[CachedSequence | None] = ()) -> CachedSequence | None:
         """The inactive sequence that was used least recently, or None."""
-        return next((each for each in self.sequences if not each.active and each is not but), None)
+        return next((each for each in self.sequences if not each.active and each not in but), None)
 
     # Changes.
 
-    def start(self, source: CachedSequence | None, prefix: int) -> CachedSequence:
-        """An active sequence with the first `prefix` tokens of `source`: a fork if that is active, otherwise itself."""
+    def start(self, source: CachedSequence | None, prefix: int, *, keep: bool = False) -> CachedSequence:
+        """An active sequence with the first `prefix` tokens of `source`: a fork, or `source` itself.
+
+        It is a fork if the source is active, or to `keep` its other tokens for reuse.
+        """
         if source is None:
             shards = SequenceShards.empty(self._world, 0)
             sequence = CachedSequence([], shards, [0] * self._world, [[] for _ in range(self._world)])
-        elif source.active:
+        elif source.active or keep:
             sequence = CachedSequence(
                 list(source.ids), source.shards, list(source.counts), [list(blocks) for blocks in source.blocks]
             )

@@ -187,10 +187,15 @@ class Engine:
                 self._on_prefill(len(sequence.ids), len(ids))
         return sequence
 
-    def start(self, cached: EngineSequence | None, length: int, group: int = 0) -> EngineSequence:
-        """An active sequence with the first `length` tokens of a cached one: a fork of an active one, or it itself."""
+    def start(
+        self, cached: EngineSequence | None, length: int, group: int = 0, *, keep: bool = False
+    ) -> EngineSequence:
+        """An active sequence with the first `length` tokens of a cached one: a fork of an active one, or it itself.
+
+        To `keep` what an inactive one has, it is forked, too.
+        """
         with self._change():
-            sequence = self._start_from(cached, group)
+            sequence = self._start_from(cached, group, keep)
             self.truncate(sequence, length)
             sequence.active, sequence.reused = True, length
             self.reused_tokens += length
@@ -296,13 +301,13 @@ class Engine:
         longest = max(common, default=0)
         return (cached[common.index(longest)], longest) if longest else (None, 0)
 
-    def _start_from(self, cached: EngineSequence | None, group: int) -> EngineSequence:
+    def _start_from(self, cached: EngineSequence | None, group: int, keep: bool) -> EngineSequence:
         """A new sequence, a fork of an active one, or an inactive one itself; it becomes the most recent one."""
         if cached is None:
             empty = SequenceShards.empty(self.position_ranks.world, self.position_ranks.rank)
             stored = self.cache.allocate(0) if group == self.own_group else None
             sequence = EngineSequence([], empty, stored, group)
-        elif cached.active:
+        elif cached.active or keep:
             stored = None if cached.stored is None else self.cache.fork(cached.stored)
             sequence = EngineSequence(list(cached.ids), cached.shards, stored, group)
         else:

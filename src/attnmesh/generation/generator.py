@@ -28,15 +28,8 @@ from attnmesh.generation.agreement import (
 from attnmesh.generation.batching import BatchRanks, ContinuousBatch
 from attnmesh.generation.engine import min_prefill_chunk
 from attnmesh.generation.prompt_batch import BatchOptions, PromptBatch
-from attnmesh.generation.prompts import (
-    check_prompt,
-    check_stop_strings,
-    check_tokenizer,
-    eos_tokens,
-    one_prompt,
-    prompt_ids,
-)
-from attnmesh.generation.requests import Request, RequestOptions, Token
+from attnmesh.generation.prompts import check_prompt, check_tokenizer, eos_tokens, one_prompt, prompt_ids
+from attnmesh.generation.requests import LogitsProcessor, Request, RequestOptions, Token
 from attnmesh.generation.sampling import InvalidLogits, Sampling
 from attnmesh.generation.sharded_engine import engine_for
 from attnmesh.generation.stats import GenerationStats
@@ -188,25 +181,26 @@ class Generator:
         stop_strings: Sequence[str] = (),
         min_new_tokens: int = 0,
         logprobs: int | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        sample: int = 0,
     ) -> Request:
         """A request for an answer to one prompt, which `step` computes together with all others.
 
         `prompt`, `max_new_tokens`, `sampling` and `stop` are as for `generate`. The answer also ends where its text has
         one of the `stop_strings`, but not before `min_new_tokens` tokens. With `logprobs=n`, tokens come with their
-        log-probability by the model and the n most likely tokens. Requests wait while the cache has no room for them.
-        The tokens are those that `generate` returns for the prompt alone.
+        log-probability by the model and the n most likely tokens. `logits_processors` are functions, such as those of
+        Transformers, which change the logits before penalties; all ranks must pass the same. Parallel samples of a
+        prompt are requests that differ in the number `sample`: they draw other random numbers, and share the prompt's
+        blocks. Requests wait while the cache has no room for them. The tokens are those that `generate` returns for the
+        prompt alone.
         """
 
         def check_arguments() -> tuple[tuple[list[int], RequestOptions], SharedValues]:
             self._check_not_running()
-            ends = sorted(eos_tokens(self.model) if stop is None else set(token_ids("stop", stop)))
-            check_positive(max_new_tokens=max_new_tokens)
-            check_type("sampling", sampling, Sampling)
-            vocabulary = self.model.config.vocab_size
-            check_count("min_new_tokens", min_new_tokens, most=max_new_tokens)
-            if logprobs is not None:
-                check_count("logprobs", logprobs, most=vocabulary)
-            strings = check_stop_strings(self.tokenizer, stop_strings)
+            options = RequestOptions.checked(
+                self.model, self.tokenizer, max_new_tokens, sampling, stop, stop_strings, min_new_tokens, logprobs,
+                logits_processors, sample,
+            )  # fmt: skip
             ids = one_prompt(self.tokenizer, "prompt", prompt)
             check_prompt(self.model, "prompt", ids, max_new_tokens, self.engine.position_ranks.world)
             if len(ids) + max_new_tokens > self.engine.cache_tokens:
@@ -214,13 +208,7 @@ class Generator:
                     f"prompt has {len(ids)} tokens, and max_new_tokens={max_new_tokens} may follow: the cache never "
                     f"holds more than cache_tokens={self.engine.cache_tokens}"
                 )
-            ends = [token for token in ends if 0 <= token < vocabulary]
-            options = RequestOptions(max_new_tokens, sampling, frozenset(ends), strings, min_new_tokens, logprobs)
-            return (ids, options), {
-                "prompt": f"{len(ids)} tokens {digest(ids)}", "stop": ends, "stop_strings": strings,
-                "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "sampling": sampling,
-                "logprobs": logprobs,
-            }  # fmt: skip
+            return (ids, options), {"prompt": f"{len(ids)} tokens {digest(ids)}", **options.shared_values}
 
         self._check_in_step()
         ids, options = check_on_all_ranks(self.comm, "submit", check_arguments, force=True)
@@ -238,6 +226,26 @@ class Generator:
     def num_unfinished(self) -> int:
         """The number of submitted requests that are not finished."""
         return 0 if self._batch is None else len(self._batch.requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of submitted requests that wait for room: those that have not begun, or were preempted."""
+        return 0 if self._batch is None else len(self._batch.scheduler.waiting)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached of finished prompts and answers; all ranks must call it. Requests in progress go on."""
+
+        def check_arguments() -> tuple[None, SharedValues]:
+            self._check_not_running()
+            return None, {}
+
+        self._check_in_step()
+        check_on_all_ranks(self.comm, "reset_prefix_cache", check_arguments, force=True)
+        if self._batch is not None:
+            self._batch.forget_finished()
+        else:
+            self.engine.clear()
+        self._update_stats()
 
     def step(self) -> list[Token]:
         """The next tokens of submitted requests, at most one of each, by their numbers; the same on every rank.

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from attnmesh.generation.sampling import INVALID_TOKEN, InvalidLogits, Sampling, TextStream
+from attnmesh.comm import SharedValues
+from attnmesh.core.validation import check_count, check_index, check_list, check_positive, check_type, shown
+from attnmesh.generation.prompts import check_stop_strings, eos_tokens
+from attnmesh.generation.sampling import FAILED_TOKEN, INVALID_TOKEN, MAX_ROWS, InvalidLogits, Sampling, TextStream
+from attnmesh.kv_cache.sequence import token_ids
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""Logits [1, vocabulary] in place of those that the model computed, from the ids [1, length] before them and these: as
+Transformers' `LogitsProcessor`. Both are on the device of the model."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,46 @@ class RequestOptions:
     stop_strings: tuple[str, ...] = ()
     min_new_tokens: int = 0
     logprobs: int | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    sample: int = 0
+
+    @classmethod
+    def checked(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop: Sequence[int] | None,
+        stop_strings: Sequence[str],
+        min_new_tokens: int,
+        logprobs: int | None,
+        logits_processors: Sequence[LogitsProcessor],
+        sample: int,
+    ) -> RequestOptions:
+        """The options, if all are valid; otherwise raises ValueError."""
+        vocabulary = model.config.vocab_size
+        ends = eos_tokens(model) if stop is None else set(token_ids("stop", stop))
+        check_positive(max_new_tokens=max_new_tokens)
+        check_type("sampling", sampling, Sampling)
+        check_count("min_new_tokens", min_new_tokens, most=max_new_tokens)
+        if logprobs is not None:
+            check_count("logprobs", logprobs, most=vocabulary)
+        processors = check_list("logits_processors", logits_processors, "functions")
+        for i, processor in enumerate(processors):
+            if not callable(processor):
+                raise ValueError(f"logits_processors[{i}] must be a function, got {shown(processor)}")
+        check_index("sample", sample, MAX_ROWS)
+        return cls(
+            max_new_tokens, sampling, frozenset(token for token in ends if 0 <= token < vocabulary),
+            check_stop_strings(tokenizer, stop_strings), min_new_tokens, logprobs, tuple(processors), sample,
+        )  # fmt: skip
+
+    @property
+    def shared_values(self) -> SharedValues:
+        """What must be equal on all ranks. Functions cannot be compared: only their number is."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**values, "stop": sorted(self.stop), "logits_processors": f"{len(self.logits_processors)} functions"}
 
     @property
     def width(self) -> int:
@@ -62,6 +110,7 @@ class Request:
     tokens: list[Token] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    processor_error: Exception | None = None  # on ranks where a logits processor raised it
 
     def __post_init__(self) -> None:
         self._text, self._stop = TextStream(self.tokenizer), StopStrings(self.options.stop_strings)
@@ -91,8 +140,8 @@ class Request:
     def takes_most_likely(self) -> bool:
         """Whether its next token is the most likely one, and nothing else is wanted."""
         options = self.options
-        sampling = options.sampling
-        return sampling.greedy and not sampling.has_penalties and options.logprobs is None and not self._must_go_on
+        is_plain = options.sampling.greedy and not options.sampling.has_penalties and not options.logits_processors
+        return is_plain and options.logprobs is None and not self._must_go_on
 
     @property
     def _must_go_on(self) -> bool:
@@ -100,13 +149,19 @@ class Request:
 
     def choose(self, logits: Tensor) -> list[float]:
         """The next token and its log-probabilities, as `width` numbers, from logits [vocabulary]."""
-        options, allowed = self.options, logits
+        options, sampling, allowed = self.options, self.options.sampling, logits
+        try:
+            allowed = self._processed(logits) if options.logits_processors else logits
+        except Exception as error:  # of a function of the caller: it ends this request only
+            self.processor_error = error
+            return [FAILED_TOKEN] * options.width
         if self._must_go_on and options.stop:
-            allowed = logits.clone()
+            allowed = allowed.clone()
             allowed[sorted(options.stop)] = float("-inf")
         try:
-            dice = options.sampling.generator(0, len(self.tokens))
-            token = options.sampling.sample(allowed, dice, self.prompt, self.ids)
+            dice = sampling.generator(options.sample, len(self.tokens))
+            before = (self.prompt, self.ids) if sampling.has_penalties else ()
+            token = sampling.sample(allowed, dice, *before)
         except InvalidLogits:
             return [INVALID_TOKEN] * options.width
         if options.logprobs is None:
@@ -114,6 +169,16 @@ class Request:
         scores = torch.log_softmax(logits.double(), -1)
         top, ids = scores.sort(descending=True, stable=True)
         return [token, float(scores[token]), *ids[: options.logprobs].tolist(), *top[: options.logprobs].tolist()]
+
+    def _processed(self, logits: Tensor) -> Tensor:
+        ids = torch.tensor([[*self.prompt, *self.ids]], dtype=torch.int64, device=logits.device)
+        scores = logits[None].clone()  # a function may change them in place
+        for i, processor in enumerate(self.options.logits_processors):
+            scores = processor(ids, scores)
+            if not isinstance(scores, Tensor) or scores.shape != (1, *logits.shape) or not scores.is_floating_point():
+                expected = f"floating point [1, {len(logits)}]"
+                raise ValueError(f"logits_processors[{i}] must return logits, {expected}, got {shown(scores)}")
+        return scores[0]
 
     def add(self, numbers: Sequence[float]) -> Token:
         """Append the token that these numbers describe; sets `finish_reason` if it is the last one."""

@@ -21,10 +21,13 @@ from attnmesh.core.validation import (
 from attnmesh.kv_cache.sequence import token_ids
 
 _ROW_BITS = 20  # bits of a seed for the row of the batch
-_MAX_SEED = (1 << (63 - _ROW_BITS)) - 1
+MAX_ROWS = 1 << _ROW_BITS
+MAX_SEED = (1 << (63 - _ROW_BITS)) - 1
 _MAX_NGRAM = 4  # tokens that must match: longer matches give better drafts
 INVALID_TOKEN = -2
 """In place of a token where logits are invalid."""
+FAILED_TOKEN = -3
+"""In place of a token where a logits processor raises an exception."""
 _INCOMPLETE = "\ufffd"  # what a tokenizer returns while the bytes of a character are incomplete
 
 
@@ -39,7 +42,8 @@ class Sampling:
     With `top_k` above 0, of the `top_k` most likely tokens only; with `min_p`, of those only that are at least `min_p`
     times as likely as the most likely one. `repetition_penalty` divides positive logits, and multiplies negative ones,
     of tokens that the prompt or the answer has; `presence_penalty` is subtracted from logits of tokens that the answer
-    has. The order is that of Transformers: penalties, temperature, top_k, top_p of what is left, min_p.
+    has, and `frequency_penalty` once for each time that it has them. The order is that of Transformers: penalties,
+    temperature, top_k, top_p of what is left, min_p.
     """
 
     temperature: float = 0.0
@@ -49,19 +53,21 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:
             raise ValueError(f"temperature must be 0 or more, got {shown(self.temperature)}")
         if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {shown(self.top_p)}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed <= _MAX_SEED:
-            raise ValueError(f"seed must be an integer from 0 to {_MAX_SEED}, got {shown(self.seed)}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed must be an integer from 0 to {MAX_SEED}, got {shown(self.seed)}")
         check_count("top_k", self.top_k)
         if not is_number(self.min_p) or not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be from 0 to 1, got {shown(self.min_p)}")
         check_number("repetition_penalty", self.repetition_penalty, above=0)
         check_number("presence_penalty", self.presence_penalty)
+        check_number("frequency_penalty", self.frequency_penalty)
 
     @property
     def greedy(self) -> bool:
@@ -71,14 +77,14 @@ class Sampling:
     @property
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens before them."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def generator(self, row: int, token: int = 0) -> torch.Generator:
         """The random generator of a token of a row of the batch, independent of all others and the number of ranks.
 
         It does not depend on how earlier tokens were computed, either: a request can move to other ranks.
         """
-        check_index("row", row, 1 << _ROW_BITS)
+        check_index("row", row, MAX_ROWS)
         check_count("token", token)
         return torch.Generator().manual_seed(_mix(_mix((self.seed << _ROW_BITS) + row) + token))
 
@@ -118,7 +124,8 @@ class Sampling:
             earlier = torch.cat([prompt, answer]).unique()
             x = logits[earlier]
             logits[earlier] = torch.where(x > 0, x / self.repetition_penalty, x * self.repetition_penalty)
-        logits[answer.unique()] -= self.presence_penalty
+        tokens, times = answer.unique(return_counts=True)
+        logits[tokens] -= self.presence_penalty + self.frequency_penalty * times.to(logits.dtype)
         return logits
 
 
@@ -171,21 +178,31 @@ class PromptLookup:
 
 
 class TextStream:
-    """The text of a growing list of tokens, returned as soon as it can no longer change."""
+    """The text of a growing list of tokens, returned as soon as it can no longer change.
+
+    Decodes the last few tokens only. How a token is written can depend on the one before it, such as a space at the
+    beginning of a text: so those that completed the text before the new one are decoded with it.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._returned = 0
+        self._earlier: list[int] = []  # whose text was returned last
+        self._new: list[int] = []  # whose text is not returned yet
+        self._earlier_text = ""
 
     def add(self, token: int) -> str:
         """The text that a further token completes; "" within a character, or without a tokenizer."""
         if self._tokenizer is None:
             return ""
-        self._ids.append(token)
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        if text.endswith(_INCOMPLETE):
+        self._new.append(token)
+        text = self._decode([*self._earlier, *self._new])
+        new = text[len(self._earlier_text) :]
+        if not new or new.endswith(_INCOMPLETE):
             return ""
-        new = text[self._returned :]
-        self._returned = len(text)
+        self._earlier, self._new = self._new, []
+        self._earlier_text = self._decode(self._earlier)
         return new
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text

@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from attnmesh.generation.cached_sequences import CachedSequence, GroupCache, Growth
+from attnmesh.generation.cached_sequences import CachedSequence, GroupCache, Growth, common_prefix
 
 
 @dataclass(eq=False)
@@ -59,6 +59,11 @@ class GroupPlan:
     def sampled(self) -> list[Job]:
         """The requests that get their next token."""
         return [*self.decode, *(chunk.job for chunk in self.chunks if not chunk.job.pending)]
+
+    @property
+    def sources(self) -> list[CachedSequence | None]:
+        """The sequences that new ones start from."""
+        return [chunk.source for chunk in self.chunks if chunk.is_new]
 
     @property
     def digest(self) -> int:
@@ -193,11 +198,13 @@ class Scheduler:
         found = []
         for group, cache in enumerate(self.caches):
             least = min(len(job.ids), self._min_chunk)
-            if step.groups[group].budget < least or len(self.running[group]) == cache.limits.max_sequences:
+            if step.groups[group].budget < least or not self._has_slot(group, step.groups[group]):
                 continue
             source, prefix = cache.longest_prefix(job.ids)
             if source is not None and cache.is_uneven(source, prefix, len(job.ids), job.max_length):
                 source, prefix = None, 0
+            elif self._will_be_longer(job, group, prefix):
+                return False
             # A short common prefix, such as a template, does not outweigh an even load.
             saved = prefix if 2 * prefix >= len(job.ids) else 0
             found.append((-saved, len(self.running[group]), group, prefix, source))
@@ -208,6 +215,20 @@ class Scheduler:
                 self._start(job, group, source, prefix, step.groups[group])
                 return True
         return False
+
+    def _has_slot(self, group: int, plan: GroupPlan) -> bool:
+        """Whether a group can store one more sequence, or evict one that this step does not need."""
+        cache = self.caches[group]
+        is_full = len(cache.sequences) == cache.limits.max_sequences
+        return not is_full or cache.oldest_inactive(but=plan.sources) is not None
+
+    def _will_be_longer(self, job: Job, group: int, prefix: int) -> bool:
+        """Whether a running request still computes more of a common prefix: parallel samples wait for their prompt."""
+        return any(
+            common_prefix(running.ids, job.ids) >= max(prefix + self._min_chunk, len(running.sequence.ids) + 1)
+            for running in self.running[group]
+            if running.sequence is not None and running.pending > 1
+        )
 
     def _reserved(self, group: int) -> list[int]:
         """The blocks per rank that the running requests still need for their prompts."""
@@ -221,18 +242,22 @@ class Scheduler:
 
     def _start(self, job: Job, group: int, source: CachedSequence | None, prefix: int, plan: GroupPlan) -> None:
         cache = self.caches[group]
-        takes_over = source is not None and not source.active
-        if not takes_over and len(cache.sequences) == cache.limits.max_sequences:
-            evicted = cache.oldest_inactive()
-            assert evicted is not None  # fewer requests are running
-            cache.free(evicted)
-            plan.freed.append(evicted)
+        kept = [source, *plan.sources]  # what a group frees, it frees first
+        is_full, oldest = len(cache.sequences) == cache.limits.max_sequences, cache.oldest_inactive(but=kept)
+        keep = False
+        if source is not None and not source.active:  # a short common prefix is no reason to lose a long sequence
+            loses_blocks = len(source.ids) - prefix >= cache.limits.block_size
+            keep = loses_blocks and (not is_full or oldest is not None)
+        if is_full and (source is None or source.active or keep):
+            assert oldest is not None  # `_has_slot`
+            cache.free(oldest)
+            plan.freed.append(oldest)
         self.waiting.remove(job)
         insort(self.running[group], job, key=_number)
-        job.group, job.sequence = group, cache.start(source, prefix)
+        job.group, job.sequence = group, cache.start(source, prefix, keep=keep)
         tokens = self._chunk_size(job.pending, plan.budget)
         growth = cache.growth(job.sequence, tokens) if tokens else {}
-        while not cache.has_room(job.sequence, growth) and (inactive := cache.oldest_inactive()) is not None:
+        while not cache.has_room(job.sequence, growth) and (inactive := cache.oldest_inactive(but=kept)) is not None:
             cache.free(inactive)
             plan.freed.append(inactive)
         if cache.is_too_long(job.sequence, growth) or not cache.has_room(job.sequence, growth):

@@ -1,0 +1,208 @@
+"""`attnmesh serve`: an HTTP server with OpenAI's API over ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+
+from attnmesh.cli import output
+from attnmesh.cli.errors import Terminated
+from attnmesh.cli.options import (
+    Device,
+    DeviceOption,
+    Precision,
+    RanksOption,
+    ShareGpuOption,
+    TimeoutOption,
+    VirtualOption,
+    check_device,
+    check_share_gpu,
+    length_argument,
+)
+from attnmesh.comm import launch
+from attnmesh.core.files import read_text
+from attnmesh.core.optional import require
+from attnmesh.core.text import counted
+from attnmesh.core.validation import check_timeout
+from attnmesh.generation.engine import check_generation, kv_bytes_per_token
+from attnmesh.integrations.checkpoint import ModelError, free_memory, readable_gib
+from attnmesh.integrations.checkpoint_folder import weight_bytes
+from attnmesh.integrations.loading import load_config_and_tokenizer, load_model, model_folder
+from attnmesh.plan.decode import DecodeSharding
+
+if TYPE_CHECKING:
+    from attnmesh.serving.server import ServerSettings
+
+_DEFAULT_CACHE = 32768  # tokens, if the model has as many positions
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+_MIN_KEY = 16  # characters
+
+
+def serve_command(
+    model: Annotated[
+        Path | None,
+        typer.Option(show_default="SmolLM2-135M-Instruct", help="Folder written by save_pretrained, or a GGUF file."),
+    ] = None,
+    ranks: RanksOption = None,
+    device: DeviceOption = Device.CPU,
+    dtype: Annotated[Precision, typer.Option(help="Dtype of weights, activations and KV cache.")] = Precision.FP32,
+    host: Annotated[str, typer.Option(help="Address to listen on. One that others reach requires a key.")] = _LOCAL[0],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            show_default="the variable ATTNMESH_API_KEY, else no key", help="File with the key that clients must send."
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(show_default="the name of the folder or file", help="Name of the model in the API.")
+    ] = None,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            parser=length_argument,
+            metavar="LENGTH",
+            show_default="the positions of the model, at most 32k",
+            help="Tokens in the KV cache of each group of ranks; also the longest prompt with its answer.",
+        ),
+    ] = None,
+    max_sequences: Annotated[
+        int, typer.Option(min=1, max=4096, help="Requests that are computed at a time, over all groups.")
+    ] = 8,
+    kvdp: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="by cost",
+            help="Number of groups of ranks that have requests of their own; the ranks of a group share each sequence.",
+        ),
+    ] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option(min=1, show_default="2048", help="Most tokens that a group computes per step.")
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Requests in progress and waiting; more are answered with 429.")
+    ] = 256,
+    max_body_mib: Annotated[
+        int, typer.Option("--max-body-mib", min=1, max=1024, help="Largest body; larger ones are answered with 413.")
+    ] = 16,
+    grace: Annotated[
+        float, typer.Option(min=0, max=3600, help="Seconds that answers have to end after SIGINT or SIGTERM.")
+    ] = 10.0,
+    virtual: VirtualOption = False,
+    share_gpu: ShareGpuOption = False,
+    timeout: TimeoutOption = launch.TIMEOUT,
+) -> None:
+    """Serve a language model over HTTP with OpenAI's API, sharded over ranks.
+
+    Exits with 0 after SIGINT or SIGTERM, with 1 if a rank fails, with 2 for invalid options.
+    """
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
+        require(module, extra="serve")
+    from attnmesh.serving.app import AppSettings
+    from attnmesh.serving.server import ServerSettings, serve
+
+    check_device(device)
+    check_share_gpu(share_gpu, device.value, virtual)
+    check_timeout(timeout)
+    world = launch.world_size(ranks, virtual=virtual)
+    sharding = None if kvdp is None else _sharding(kvdp, world)
+    key = _api_key(api_key_file)
+    if key is None and host not in _LOCAL:
+        raise ValueError(
+            f"--host must be one of {', '.join(_LOCAL)} without a key (--api-key-file or ATTNMESH_API_KEY), "
+            f"got {host!r}"
+        )
+    folder = model_folder(model)
+    config, _ = load_config_and_tokenizer(folder)
+    _check_model(folder, config)
+    positions = getattr(config, "max_position_embeddings", None) or _DEFAULT_CACHE
+    tokens = cache_tokens or min(positions, _DEFAULT_CACHE)
+    copies = 1 if virtual else int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    _check_memory(folder, config, tokens, device.value, dtype.dtype, world, copies, own_gpus=not share_gpu)
+    default_name = "SmolLM2-135M-Instruct" if model is None else model.resolve().name
+    with tempfile.TemporaryDirectory() as name:
+        settings = ServerSettings(
+            model=folder, device=device.value, dtype=dtype.dtype, folder=Path(name),
+            app=AppSettings(served_model_name or default_name, key, max_body_mib * 2**20), host=host, port=port,
+            cache_tokens=tokens, max_sequences=max_sequences, max_queue=max_queue, grace=grace, sharding=sharding,
+            step_tokens=step_tokens, announce=_announce,
+        )  # fmt: skip
+        shared = load_model(folder, device=device.value, dtype=dtype.dtype) if virtual else None
+        _on_signals(settings)
+        output.console(stderr=True).print(
+            f"Loading {settings.app.model_name} on {counted(world, 'rank')}, {device.value}.", soft_wrap=True
+        )
+        launch.run(
+            serve, ranks, device=device.value, virtual=virtual, share_gpu=share_gpu, timeout=timeout,
+            settings=settings, shared_model=shared,
+        )  # fmt: skip
+
+
+def _announce(url: str) -> None:
+    console = output.console()
+    console.print(f"Serving on {url}/v1 (stop with Ctrl-C)", soft_wrap=True)
+    console.file.flush()
+
+
+def _on_signals(settings: ServerSettings) -> None:
+    """Let the first signal end the server after its answers, and the second one at once."""
+    seen: list[int] = []
+
+    def handler(error: Callable[[], BaseException]) -> Callable[[int, FrameType | None], None]:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if seen or not settings.is_serving:
+                raise error()
+            seen.append(number)
+            settings.stop()
+
+        return handle
+
+    signal.signal(signal.SIGINT, handler(KeyboardInterrupt))
+    signal.signal(signal.SIGTERM, handler(Terminated))
+
+
+def _sharding(kvdp: int, world: int) -> DecodeSharding:
+    if world % kvdp:
+        raise ValueError(f"--kvdp must divide the {world} ranks, got {kvdp}")
+    return DecodeSharding(kvdp=kvdp, cp=world // kvdp)
+
+
+def _api_key(file: Path | None) -> str | None:
+    """The key. Not an option of its own: the arguments of a process are visible to all users."""
+    source = "ATTNMESH_API_KEY" if file is None else f"--api-key-file {file}"
+    key = os.environ.get("ATTNMESH_API_KEY") if file is None else read_text(file, source).strip()
+    if key is not None and (len(key) < _MIN_KEY or not key.isascii() or not key.isprintable() or " " in key):
+        raise ValueError(f"{source} must have at least {_MIN_KEY} printable ASCII characters without spaces")
+    return key
+
+
+def _check_model(folder: Path, config: Any) -> None:
+    try:
+        check_generation(config, ", ".join(config.architectures or ()) or str(folder))
+    except ValueError as error:
+        raise ModelError(f"{folder}: {error}") from None
+
+
+def _check_memory(
+    folder: Path, config: Any, tokens: int, device: str, dtype: torch.dtype, world: int, copies: int, *, own_gpus: bool
+) -> None:
+    """Raise ValueError if the ranks of this machine do not fit on the devices that they share."""
+    if device == "cuda" and own_gpus:
+        copies = -(-copies // torch.cuda.device_count())
+    weights, kv_cache = weight_bytes(folder, dtype), -(-tokens // world) * kv_bytes_per_token(config, dtype)
+    free = free_memory(torch.device(device))
+    if free is not None and copies * (weights + kv_cache) > free:
+        each = f"{readable_gib(weights)} of weights and {readable_gib(kv_cache)} of KV cache"
+        raise ValueError(
+            f"{folder} does not fit: {copies} x ({each}) on {device}, which has {readable_gib(free)} free; reduce "
+            f"--cache-tokens {tokens} or the ranks"
+        )

@@ -1,0 +1,367 @@
+"""The HTTP application: routes, limits, authorization, and the answers of calls, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import hmac
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, StreamingResponse
+
+from attnmesh.core.validation import shown
+from attnmesh.generation.generator import Generator
+from attnmesh.generation.prompts import eos_tokens
+from attnmesh.serving.commands import Submission
+from attnmesh.serving.loop import Closed, Event, QueueFull, RequestQueue
+from attnmesh.serving.metrics import AnswerTimes, Metrics
+from attnmesh.serving.protocol import ApiError, Call, decode_json, parse_chat, parse_completion
+from attnmesh.serving.responses import Choice, Formatter, Json, usage
+
+_BODY_SECONDS = 60.0  # in which a client must have sent its body
+_COMMENT_SECONDS = 15.0  # without a token, after which a stream has a comment, so that no proxy gives it up
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """How an app answers. Without an `api_key`, it answers only what is addressed to this host by one of `hosts`."""
+
+    model_name: str
+    api_key: str | None = None
+    max_body: int = 16 * 2**20
+    hosts: tuple[str, ...] = _LOCAL_HOSTS
+
+
+class Service:
+    """The handlers of all routes. They run on the HTTP server's thread; `queue` leads to the thread that computes."""
+
+    def __init__(self, generator: Generator, queue: RequestQueue, settings: AppSettings) -> None:
+        self._queue, self._settings = queue, settings
+        config = generator.model.config
+        self._vocabulary, self._eos = config.vocab_size, frozenset(eos_tokens(generator.model))
+        self._context = min(
+            generator.engine.cache_tokens, getattr(config, "max_position_embeddings", None) or 2**62
+        )  # tokens of a prompt and its answer
+        # A copy: the original belongs to the thread that computes.
+        self._tokenizer, self._tokenizer_lock = copy.deepcopy(generator.tokenizer), threading.Lock()
+        self.metrics = Metrics(generator, lambda: len(queue))
+
+    # Routes.
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are taken."""
+        is_open = self._queue.is_open
+        return JSONResponse({"status": "ok" if is_open else "closed"}, 200 if is_open else 503)
+
+    async def metrics_text(self, request: Request) -> Response:
+        """Metrics for Prometheus."""
+        self._authorize(request)
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        """The list of models: there is one."""
+        self._authorize(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model with this name."""
+        self._authorize(request)
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        return await self._answer(request, parse_completion(await self._body(request)))
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._answer(request, parse_chat(await self._body(request)))
+
+    # Before a call is queued.
+
+    def _authorize(self, request: Request) -> None:
+        expected = self._settings.api_key
+        if expected is None:
+            host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+            names = (host, request.headers.get("host", ""))
+            if not any(name.lower() in self._settings.hosts for name in names):  # a page of a browser, under any name
+                raise ApiError(403, f"the host must be one of {', '.join(self._settings.hosts)}, got {shown(names[1])}")
+            return
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        # Digests have the same length, whatever was sent: the comparison takes the same time.
+        is_equal = hmac.compare_digest(
+            hashlib.sha256(token.strip().encode("latin-1", "replace")).digest(),
+            hashlib.sha256(expected.encode()).digest(),
+        )
+        if scheme.lower() != "bearer" or not is_equal:
+            raise ApiError(401, "Authorization must be 'Bearer' and the server's API key", code="invalid_api_key")
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The body, of a limited size."""
+        self._authorize(request)
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            # A page of a browser can send other types to this host without asking.
+            raise ApiError(415, "Content-Type must be application/json")
+        most, data = self._settings.max_body, bytearray()
+        announced = request.headers.get("content-length", "0")
+        too_large = ApiError(413, f"the body must have at most {most} bytes", code="body_too_large")
+        if not announced.isdigit() or int(announced) > most:
+            raise too_large
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for chunk in request.stream():
+                    data += chunk
+                    if len(data) > most:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(408, f"the body must arrive within {_BODY_SECONDS:g} s") from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        return decode_json(bytes(data))
+
+    def _check_model(self, name: str) -> None:
+        if name != self._settings.model_name:
+            message = f"the model must be {shown(self._settings.model_name)}, got {shown(name)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _model(self) -> Json:
+        return {
+            "id": self._settings.model_name, "object": "model", "created": 0, "owned_by": "attnmesh",
+            "max_model_len": self._context,
+        }  # fmt: skip
+
+    def _prompt_ids(self, call: Call) -> list[list[int]]:
+        """The token ids of all prompts; takes a while, so it runs on a thread of its own."""
+        with self._tokenizer_lock:
+            if call.messages is None:
+                return [self._tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in call.prompts]
+            if not self._tokenizer.chat_template:
+                raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
+            try:
+                encoded = self._tokenizer.apply_chat_template(
+                    call.messages, add_generation_prompt=True, tokenize=True, return_dict=True
+                )
+            except Exception as error:  # of the template, which may refuse messages in its own words
+                text = f"{type(error).__name__}: {str(error)[:300]}"
+                raise ApiError(400, f"the chat template cannot format the messages: {text}", param="messages") from None
+            return [[int(token) for token in encoded["input_ids"]]]
+
+    def _submissions(self, call: Call, prompts: list[list[int]]) -> list[Submission]:
+        if any(token >= self._vocabulary for token in (*call.logit_bias, *(call.stop_token_ids or ()))):
+            raise ApiError(400, f"logit_bias and stop_token_ids must have token ids below {self._vocabulary}")
+        stop = None if call.stop_token_ids is None else sorted({*self._eos, *call.stop_token_ids})
+        submissions = []
+        for ids in prompts:
+            left = self._context - len(ids)
+            most = left if call.max_tokens is None else call.max_tokens
+            if not 1 <= most <= left:
+                too_long = (
+                    f"a prompt of {len(ids)} tokens and an answer of {max(1, most)} exceed {self._context} tokens"
+                )
+                param = "messages" if call.is_chat else "prompt"
+                raise ApiError(400, too_long, param=param, code="context_length_exceeded")
+            if call.min_tokens > most:
+                raise ApiError(400, f"min_tokens must be at most {most}, got {call.min_tokens}", param="min_tokens")
+            first = Submission(
+                0, ids, most, call.sampling, stop, list(call.stop_strings), call.min_tokens, call.logprobs,
+                logit_bias=call.logit_bias,
+            )  # fmt: skip
+            submissions += [replace(first, sample=i) for i in range(call.n)]
+        return submissions
+
+    # Answers.
+
+    async def _answer(self, request: Request, call: Call) -> Response:
+        self._check_model(call.model)
+        prompts = await run_in_threadpool(self._prompt_ids, call)
+        answers = _Answers(self._queue, self.metrics, self._submissions(call, prompts))
+        formatter = Formatter(
+            self._tokenizer, call.model, is_chat=call.is_chat, logprobs=call.logprobs is not None,
+            include_usage=call.include_usage, eos=self._eos,
+        )  # fmt: skip
+        prompt_tokens = sum(map(len, prompts))
+        gone = asyncio.create_task(_disconnected(request))
+        gone.add_done_callback(lambda task: None if task.cancelled() else answers.cancel())
+        try:
+            await answers.accepted(gone)
+            self.metrics.prompt_tokens.inc(prompt_tokens)
+            if call.stream:
+                parts = _stream(answers, formatter, prompt_tokens, gone)
+                return StreamingResponse(parts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            async for _ in answers.tokens(gone):
+                pass
+        except BaseException:
+            answers.cancel()
+            gone.cancel()
+            raise
+        gone.cancel()
+        return JSONResponse(formatter.whole(answers.choices, usage(prompt_tokens, answers.new_tokens)))
+
+
+class _Answers:
+    """The choices of one call, while they are computed."""
+
+    def __init__(self, queue: RequestQueue, metrics: Metrics, submissions: list[Submission]) -> None:
+        self.choices = [Choice(i) for i in range(len(submissions))]
+        self.new_tokens = 0
+        self._queue, self._times = queue, [AnswerTimes(metrics) for _ in submissions]
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def listen(event: Event) -> None:
+            with suppress(RuntimeError):  # the HTTP server has ended
+                loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+        self._tickets = queue.submit(submissions, listen)
+
+    def cancel(self) -> None:
+        """End what is not finished."""
+        self._queue.cancel(self._tickets)
+        for choice, times in zip(self.choices, self._times, strict=True):
+            if choice.finish_reason is None:
+                choice.finish_reason = "cancelled"
+                times.end("cancelled")
+
+    async def accepted(self, gone: asyncio.Task[None]) -> None:
+        """Return when all choices are accepted; raise the error of one that is not."""
+        for _ in self.choices:
+            event = await self._next(gone)
+            assert event is not None
+
+    async def tokens(self, gone: asyncio.Task[None], wait: float | None = None) -> AsyncIterator[tuple[Choice, Any]]:
+        """Every new token with its choice, which has it already; None after `wait` seconds without one."""
+        left = len(self.choices)
+        while left:
+            event = await self._next(gone, wait)
+            if event is None:
+                yield self.choices[0], None
+                continue
+            choice, times = self.choices[event.choice], self._times[event.choice]
+            if event.token is not None:
+                choice.add(event.token, event.finish_reason)
+                self.new_tokens += 1
+                times.token()
+            if event.finish_reason is not None:
+                left -= 1
+                times.end(event.finish_reason)
+            yield choice, event.token
+
+    async def _next(self, gone: asyncio.Task[None], wait: float | None = None) -> Event | None:
+        """The next event; None after `wait` seconds. Raises its error, and ClientGone when the client has gone."""
+        get = asyncio.ensure_future(self._events.get())
+        done, _ = await asyncio.wait({get, gone}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        if get not in done:
+            get.cancel()
+            if done:
+                raise ClientGone
+            return None
+        event = get.result()
+        if event.error is not None:
+            self.choices[event.choice].finish_reason = "error"
+            self._times[event.choice].end("error")
+            raise _api_error(event.error)
+        return event
+
+
+class ClientGone(Exception):  # noqa: N818
+    """The client has closed its connection."""
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has gone. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stream(
+    answers: _Answers, formatter: Formatter, prompt_tokens: int, gone: asyncio.Task[None]
+) -> AsyncIterator[str]:
+    """Server-sent events."""
+    try:
+        for first in formatter.first_chunks(answers.choices):
+            yield _event(first)
+        async for choice, token in answers.tokens(gone, _COMMENT_SECONDS):
+            if token is None:
+                yield ": computing\n\n"
+            elif (part := formatter.chunk(choice, token)) is not None:
+                yield _event(part)
+        if (last := formatter.last_chunk(usage(prompt_tokens, answers.new_tokens))) is not None:
+            yield _event(last)
+        yield "data: [DONE]\n\n"
+    except ApiError as error:  # the status has been sent
+        yield _event(error.body)
+    except ClientGone:
+        return
+    finally:
+        answers.cancel()
+        gone.cancel()
+
+
+def _event(body: Json) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def _api_error(error: Exception) -> ApiError:
+    """The answer to an error that was raised where requests are computed."""
+    if isinstance(error, Closed):
+        return ApiError(503, str(error))
+    is_callers = type(error) is ValueError  # of `submit`; that of invalid logits is a class of its own
+    return ApiError(400 if is_callers else 500, str(error))
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application of a service."""
+    app = FastAPI(title="attnmesh", docs_url=None, redoc_url=None, openapi_url=None)
+    routes = {
+        ("GET", "/health"): service.health,
+        ("GET", "/metrics"): service.metrics_text,
+        ("GET", "/v1/models"): service.models,
+        ("GET", "/v1/models/{name:path}"): service.model,
+        ("POST", "/v1/completions"): service.completions,
+        ("POST", "/v1/chat/completions"): service.chat,
+    }
+    for (method, path), handler in routes.items():
+        app.add_api_route(path, _counted(service.metrics, path, handler), methods=[method], response_model=None)
+
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        return JSONResponse(ApiError(error.status_code, str(error.detail)).body, error.status_code, error.headers)
+
+    app.add_exception_handler(HTTPException, unknown)
+    return app
+
+
+def _counted(metrics: Metrics, path: str, handler: Any) -> Any:
+    """A handler whose errors are answered in OpenAI's format, and whose answers are counted."""
+
+    async def counted(request: Request) -> Response:
+        try:
+            response: Response = await handler(request)
+        except ApiError as error:
+            response = JSONResponse(error.body, error.status)
+        except QueueFull as error:
+            full = ApiError(429, str(error), code="queue_full")
+            response = JSONResponse(full.body, full.status, {"Retry-After": "1"})
+        except Closed as error:
+            response = JSONResponse(ApiError(503, str(error)).body, 503)
+        except ClientGone:
+            response = Response(status_code=499)  # nobody reads it
+        except Exception:
+            _log.exception("%s: an error that was not expected", path)
+            response = JSONResponse(ApiError(500, "an error that was not expected: see the server's log").body, 500)
+        metrics.calls.labels(path, str(response.status_code)).inc()
+        return response
+
+    return counted

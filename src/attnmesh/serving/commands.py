@@ -1,0 +1,94 @@
+"""`Submission`: a request that rank 0 passes to all ranks. `Commands`: what all ranks do before their next step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm import Comm
+from attnmesh.generation.generator import Generator
+from attnmesh.generation.requests import Request
+from attnmesh.generation.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The arguments of `Generator.submit`, as plain data."""
+
+    ticket: int
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: list[int] | None = None
+    stop_strings: list[str] = field(default_factory=list)
+    min_new_tokens: int = 0
+    logprobs: int | None = None
+    sample: int = 0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+    def submit(self, generator: Generator) -> Request:
+        """Submit it. All ranks call this alike."""
+        processors = [_LogitBias(self.logit_bias)] if self.logit_bias else []
+        return generator.submit(
+            self.prompt, max_new_tokens=self.max_new_tokens, sampling=self.sampling, stop=self.stop,
+            stop_strings=self.stop_strings, min_new_tokens=self.min_new_tokens, logprobs=self.logprobs,
+            logits_processors=processors, sample=self.sample,
+        )  # fmt: skip
+
+
+@dataclass
+class Commands:
+    """Requests to submit and tickets of requests to cancel, in this order; `stop` ends the loop of all ranks."""
+
+    submissions: list[Submission] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    stop: bool = False
+
+    def encode(self) -> bytes:
+        """As JSON; empty without commands."""
+        return json.dumps(asdict(self)).encode() if self.submissions or self.cancelled or self.stop else b""
+
+    @classmethod
+    def decode(cls, data: bytes) -> Commands:
+        """The commands that `encode` returned."""
+        if not data:
+            return cls()
+        fields: dict[str, Any] = json.loads(data)
+        submissions = [
+            Submission(**{**each, "sampling": Sampling(**each["sampling"])}) for each in fields.pop("submissions")
+        ]
+        return cls(submissions, **fields)
+
+
+def broadcast(comm: Comm, commands: Commands | None, device: torch.device) -> Commands:
+    """The commands of rank 0, on all ranks; the others pass None. Two messages, or one if there are none."""
+    if comm.world == 1:
+        assert commands is not None
+        return commands
+    data = b"" if commands is None else commands.encode()
+    size = int(_from_first(comm, torch.tensor([len(data)], dtype=torch.int64, device=device)))
+    if not size:
+        return Commands()
+    own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)  # other ranks do not send theirs
+    return Commands.decode(bytes(_from_first(comm, own.to(device), size).cpu().numpy()))
+
+
+def _from_first(comm: Comm, x: Tensor, size: int = 1) -> Tensor:
+    shapes = [(size if rank == 0 else 0,) for rank in range(comm.world)]
+    return comm.all_gather(x if comm.rank == 0 else x.new_empty(0), shapes)[0]
+
+
+class _LogitBias:
+    """A logits processor that adds numbers to some logits."""
+
+    def __init__(self, bias: dict[int, float]) -> None:
+        self._tokens, self._numbers = list(map(int, bias)), list(bias.values())  # JSON has strings as names
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        tokens = torch.tensor(self._tokens, dtype=torch.int64, device=scores.device)
+        numbers = torch.tensor(self._numbers, dtype=scores.dtype, device=scores.device)
+        return scores.index_add(1, tokens, numbers[None])

@@ -1,0 +1,192 @@
+"""`ServingLoop`: the steps of a `Generator` on all ranks, with requests that only rank 0 knows of.
+
+Before every step, rank 0 passes new requests and cancellations to the other ranks. All ranks then make the same calls,
+as `Generator` requires. `RequestQueue` is where the threads of the HTTP server put requests on rank 0.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from attnmesh.generation.generator import Generator
+from attnmesh.generation.requests import FinishReason, Request, Token
+from attnmesh.serving.commands import Commands, Submission, broadcast
+
+_POLL = 0.2  # seconds between looks at whether to stop
+_MAX_IDLE = 10.0  # seconds between messages to other ranks, which would give up waiting otherwise
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of the answer number `choice` of a call: it was accepted (nothing else is set), or went on, or ended."""
+
+    choice: int
+    token: Token | None = None
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+
+
+Listener = Callable[[Event], None]
+"""Called with the events of a call, from the thread that computes: it must return soon."""
+
+
+class QueueFull(Exception):  # noqa: N818 - says what is wrong, as CacheFull does
+    """There are as many requests as the queue takes."""
+
+
+class Closed(Exception):  # noqa: N818
+    """The server is shutting down, or has failed."""
+
+
+class RequestQueue:
+    """Requests on their way to the loop, at most `most` that are not finished. Any thread may call its methods."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._changed = threading.Condition()
+        self._commands = Commands()
+        self._listeners: dict[int, tuple[Listener, int]] = {}  # of requests that are not finished
+        self._tickets = 0
+        self.is_open = True
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def submit(self, submissions: Sequence[Submission], listener: Listener) -> list[int]:
+        """The tickets of these requests, which are the choices 0, 1, .. of a call."""
+        with self._changed:
+            if not self.is_open:
+                raise Closed("the server is shutting down")
+            if len(self) + len(submissions) > self._most:
+                raise QueueFull(
+                    f"{len(self)} requests are in progress or waiting, and {len(submissions)} more are too many: the "
+                    f"queue takes {self._most}"
+                )
+            tickets = list(range(self._tickets, self._tickets + len(submissions)))
+            self._tickets += len(submissions)
+            for choice, (ticket, submission) in enumerate(zip(tickets, submissions, strict=True)):
+                self._listeners[ticket] = listener, choice
+                self._commands.submissions.append(replace(submission, ticket=ticket))
+            self._changed.notify_all()
+        return tickets
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        """End these requests if they are not finished; no more events follow."""
+        with self._changed:
+            self._commands.cancelled += [ticket for ticket in tickets if self._listeners.pop(ticket, None) is not None]
+            self._changed.notify_all()
+
+    # What follows is called by the loop.
+
+    def take(self, timeout: float) -> Commands:
+        """What to do next, as soon as there is something, or after some seconds."""
+        with self._changed:
+            if not self._commands.submissions and not self._commands.cancelled and timeout > 0:
+                self._changed.wait(timeout)
+            commands, self._commands = self._commands, Commands()
+        return commands
+
+    def report(
+        self,
+        ticket: int,
+        token: Token | None = None,
+        finish_reason: FinishReason | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        """Tell the listener of a request, if it was not cancelled."""
+        is_last = finish_reason is not None or error is not None
+        with self._changed:
+            found = self._listeners.pop(ticket, None) if is_last else self._listeners.get(ticket)
+        if found is not None:
+            listener, choice = found
+            listener(Event(choice, token, finish_reason, error))
+
+    def close(self) -> None:
+        """Take no more requests."""
+        self.is_open = False
+
+    def fail_all(self, error: Exception) -> None:
+        """Take no more requests, and end all with an error."""
+        self.close()
+        for ticket in list(self._listeners):
+            self.report(ticket, error=error)
+
+
+class ServingLoop:
+    """Computes requests until it is told to stop. `queue` is None on all ranks but the first.
+
+    `should_stop` is called on rank 0 a few times per second. Then no more requests are taken, and those in progress
+    have `grace` seconds to end.
+    """
+
+    def __init__(
+        self, generator: Generator, queue: RequestQueue | None, *, should_stop: Callable[[], bool], grace: float
+    ) -> None:
+        self._generator, self._queue, self._should_stop, self._grace = generator, queue, should_stop, grace
+        self._requests: dict[int, Request] = {}  # by ticket
+        self._deadline: float | None = None
+        self._max_idle = min(_MAX_IDLE, generator.comm.timeout / 4)
+
+    def run(self) -> None:
+        """Run until the end; all ranks call it."""
+        generator, queue = self._generator, self._queue
+        try:
+            while True:
+                own = None if queue is None else self._next_commands(queue)
+                commands = broadcast(generator.comm, own, generator.engine.device)
+                for submission in commands.submissions:
+                    self._submit(submission)
+                for ticket in commands.cancelled:
+                    self._cancel(ticket)
+                if commands.stop:
+                    break
+                self._report(generator.step())
+        except BaseException as error:
+            if queue is not None:
+                queue.fail_all(RuntimeError(f"the server has failed: {type(error).__name__}"))
+            raise
+        if queue is not None:
+            queue.fail_all(Closed("the server is shutting down"))
+
+    def _next_commands(self, queue: RequestQueue) -> Commands:
+        """What rank 0 passes on: at once while requests are in progress, otherwise as soon as there is something."""
+        until = time.monotonic() + self._max_idle
+        while True:
+            if self._deadline is None and self._should_stop():
+                queue.close()
+                self._deadline = time.monotonic() + self._grace
+            is_busy = self._generator.num_unfinished > 0
+            commands = queue.take(0.0 if is_busy else _POLL)
+            is_over = self._deadline is not None and time.monotonic() >= self._deadline
+            commands.stop = is_over or (self._deadline is not None and not is_busy and not commands.submissions)
+            if is_busy or commands.submissions or commands.stop or time.monotonic() >= until:
+                return commands
+
+    def _submit(self, submission: Submission) -> None:
+        try:
+            request = submission.submit(self._generator)
+        except ValueError as error:  # raised on all ranks, since all pass the same
+            if self._queue is not None:
+                self._queue.report(submission.ticket, error=error)
+            return
+        self._requests[submission.ticket] = request
+        if self._queue is not None:
+            self._queue.report(submission.ticket)
+
+    def _cancel(self, ticket: int) -> None:
+        request = self._requests.pop(ticket, None)  # it may have ended in the meantime
+        if request is not None:
+            self._generator.cancel(request)
+
+    def _report(self, tokens: Sequence[Token]) -> None:
+        """Tell the listeners, and forget requests that are finished."""
+        new = {token.row: token for token in tokens}
+        for ticket, request in list(self._requests.items()):
+            token = new.get(request.number)
+            if request.finished:
+                del self._requests[ticket]
+            if self._queue is not None and (token is not None or request.finished):
+                self._queue.report(ticket, token, request.finish_reason, request.error)

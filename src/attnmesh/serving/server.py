@@ -1,0 +1,143 @@
+"""`serve`: what every rank does. Rank 0 has the HTTP server, on a thread of its own; all ranks compute."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+
+from attnmesh.comm import Comm
+from attnmesh.generation.generator import Generator
+from attnmesh.integrations.loading import load_model
+from attnmesh.plan.decode import DecodeSharding
+from attnmesh.serving.app import AppSettings, Service, create_app
+from attnmesh.serving.loop import RequestQueue, ServingLoop
+
+_CLOSE_SECONDS = 5  # in which connections must end after the last answer
+_BACKLOG = 128
+_MORE_CONNECTIONS = 32  # than requests: each may have a body in memory
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What all ranks know of a server. Picklable, since ranks are processes.
+
+    `folder` is a folder of this run on every machine: the file `serving` in it says that the ranks are ready, and the
+    file `stop` tells them to end. Signals reach the process that started them.
+    """
+
+    model: Path
+    device: str
+    dtype: torch.dtype
+    folder: Path
+    app: AppSettings
+    host: str
+    port: int
+    cache_tokens: int
+    max_sequences: int
+    max_queue: int
+    grace: float
+    sharding: DecodeSharding | None = None
+    step_tokens: int | None = None
+    announce: Callable[[str], None] = field(default=print)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the ranks serve."""
+        return (self.folder / "serving").exists()
+
+    def stop(self) -> None:
+        """Tell rank 0 to end."""
+        (self.folder / "stop").touch()
+
+
+def serve(comm: Comm, *, settings: ServerSettings, shared_model: tuple[Any, Any] | None = None) -> None:
+    """Serve until the file `stop` exists. `shared_model` is the model and tokenizer of virtual ranks."""
+    listening = _listen(settings.host, settings.port) if comm.rank == 0 else None
+    model, tokenizer = shared_model or _load(settings)
+    generator = Generator(
+        model, tokenizer, comm, cache_tokens=settings.cache_tokens, max_sequences=settings.max_sequences,
+        sharding=settings.sharding, step_tokens=settings.step_tokens,
+    )  # fmt: skip
+    comm.barrier()
+    if threading.current_thread() is threading.main_thread() and shared_model is None:
+        _leave_signals_to_the_parent()
+    (settings.folder / "serving").touch()
+    if listening is None:
+        ServingLoop(generator, None, should_stop=lambda: False, grace=0).run()
+        return
+    queue = RequestQueue(settings.max_queue)
+    http = HttpServer(Service(generator, queue, settings.app), listening, settings.max_queue + _MORE_CONNECTIONS)
+    http.start()
+    settings.announce(http.url)
+    stop = settings.folder / "stop"
+    try:
+        ServingLoop(
+            generator, queue, should_stop=lambda: stop.exists() or not http.is_alive, grace=settings.grace
+        ).run()
+    finally:
+        http.stop()
+
+
+class HttpServer:
+    """uvicorn on a thread."""
+
+    def __init__(self, service: Service, listening: socket.socket, max_connections: int) -> None:
+        config = uvicorn.Config(
+            create_app(service), log_level="warning", access_log=False, lifespan="off", server_header=False,
+            timeout_graceful_shutdown=_CLOSE_SECONDS, limit_concurrency=max_connections,
+        )  # fmt: skip
+        self._server, self._listening = uvicorn.Server(config), listening
+        self._thread = threading.Thread(target=self._server.run, args=([listening],), name="http", daemon=True)
+        host, port = listening.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it answers."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, after answers that are on their way."""
+        self._server.should_exit = True
+        self._thread.join(_CLOSE_SECONDS + 2)
+        self._listening.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, before time is spent on the model; raises ValueError if it cannot."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        raise ValueError(f"cannot listen on host {host} and port {port}: {error.strerror or error}") from None
+    return listening
+
+
+def _load(settings: ServerSettings) -> tuple[Any, Any]:
+    device = f"cuda:{torch.cuda.current_device()}" if settings.device == "cuda" else settings.device
+    return load_model(settings.model, device=device, dtype=settings.dtype)
+
+
+def _leave_signals_to_the_parent() -> None:
+    """A terminal and systemd signal all processes: the one that started the ranks tells them how to end.
+
+    If it ends without that, so do they (`launch`).
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_DFL:  # not under torchrun, where this process has handlers of its own
+            signal.signal(number, signal.SIG_IGN)

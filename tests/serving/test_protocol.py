@@ -1,0 +1,79 @@
+"""Bodies of requests: anything is either understood or refused with a status, and nothing is ignored."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnmesh.generation.sampling import Sampling
+from attnmesh.serving.commands import Commands, Submission
+from attnmesh.serving.protocol import ApiError, Call, decode_json, parse_chat, parse_completion
+
+NAMES = [
+    "model", "prompt", "messages", "n", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens",
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "logprobs", "top_logprobs",
+    "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "tools", "user", "echo", "other",
+]  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def understood(parse, data):
+    try:
+        return parse(decode_json(data))
+    except ApiError as error:
+        return error
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.sampled_from([parse_completion, parse_chat]))
+def test_any_body_is_understood_or_refused(body, parse):
+    body = {"model": "m", "prompt": "a", "messages": MESSAGES, **body}
+    body.pop("messages" if parse is parse_completion else "prompt")
+    result = understood(parse, json.dumps(body).encode())
+    if isinstance(result, ApiError):
+        assert result.status == 400
+        assert len(str(result)) < 600
+        json.dumps(result.body)
+    else:
+        assert isinstance(result, Call)
+        assert body.get("other") is None
+
+
+def test_null_is_the_same_as_nothing():
+    body = {"model": "m", "prompt": "a", "seed": 1}
+    nothing = dict.fromkeys(["stop", "n", "logprobs", "stream_options", "logit_bias", "tools", "max_tokens"])
+    assert parse_completion({**body, **nothing}) == parse_completion(body)
+
+
+def test_defaults_are_those_of_the_api():
+    call = parse_completion({"model": "m", "prompt": "a", "seed": 1})
+    assert (call.max_tokens, call.n, call.sampling) == (16, 1, Sampling(1.0, seed=1))
+    chat = parse_chat({"model": "m", "messages": MESSAGES, "logprobs": True, "user": "me", "tool_choice": "none"})
+    assert (chat.max_tokens, chat.logprobs) == (None, 0)
+    seeds = {parse_chat({"model": "m", "messages": MESSAGES}).sampling.seed for _ in range(4)}
+    assert len(seeds) == 4
+    newer = parse_chat({"model": "m", "messages": MESSAGES, "max_completion_tokens": 3, "max_tokens": 9})
+    assert newer.max_tokens == 3
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[", b"{'a': 1}", b"[" * 10_000, b"1" * 5000, b"Infinity"])
+def test_what_is_not_json_is_refused(data):
+    with pytest.raises(ApiError, match="the body must be JSON"):
+        decode_json(data)
+
+
+def test_commands_reach_other_ranks_as_they_are():
+    submissions = [
+        Submission(3, [1, 2], 5, Sampling(0.5, seed=9, frequency_penalty=0.1), [1], ["é\n"], 2, 4, 1, {7: -1.5}),
+        Submission(4, [1], 1, Sampling()),
+    ]
+    decoded = Commands.decode(Commands(submissions, [1, 2], stop=True).encode())
+    decoded.submissions[0].logit_bias[7] = decoded.submissions[0].logit_bias.pop("7")  # a name in JSON
+    assert decoded == Commands(submissions, [1, 2], stop=True)
+    assert Commands.decode(Commands().encode()) == Commands()
