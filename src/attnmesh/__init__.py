@@ -43,7 +43,7 @@ from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices, canonicalize,
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
 from attnmesh.ops.sparse.indexer import indexer_scores_at, indexer_topk
 from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
-from attnmesh.ops.storage import Quantized, quantize
+from attnmesh.ops.storage import Quantized, quantize, unpack_index_keys, unpack_latent
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.block import AttentionBlock
 from attnmesh.parallel.decode.exchange import Exchange
@@ -138,6 +138,8 @@ __all__ = [
     "save_cache",
     "shard_inputs",
     "sparse_attention",
+    "unpack_index_keys",
+    "unpack_latent",
 ]
 
 

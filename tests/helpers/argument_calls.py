@@ -119,6 +119,11 @@ def _sizes() -> Arguments:
     }  # fmt: skip
 
 
+def _latent_sizes() -> Arguments:
+    sizes = {"kv_heads": 1, "head_dim": 144, "value_dim": 128, "index_dim": 8, "storage": "fp8_ds_mla", "latent": True}
+    return {**_sizes(), **sizes, "k_scale": None, "v_scale": None}
+
+
 def _new(cache: am.BlockCache) -> Any:
     return cache.append([cache.allocate([1, 2, 3, 4])], 2)
 
@@ -318,8 +323,12 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
         lambda: {"values": torch.zeros(2, 2, 8, 16, dtype=torch.int8), "scales": torch.ones(2, 2, 8)},
         lambda: {"values": torch.zeros(2, 16, dtype=torch.int8), "scales": torch.ones(2, 1, dtype=torch.int8)},
         lambda: {"values": torch.zeros(2, 16).to(torch.float8_e4m3fn), "scales": torch.ones(())},
+        lambda: {"values": torch.zeros(2, 128).to(torch.float8_e4m3fn), "scales": torch.ones(2, 1),
+                 "rope": torch.ones(2, 4, dtype=torch.bfloat16)},
     ],
-    "BlockCache": [lambda: {**_sizes(), "max_sequences": 2}],
+    "unpack_latent": [lambda: {"cache": torch.zeros(2, 4, 1, 656, dtype=torch.uint8), "rope_dim": 64}],
+    "unpack_index_keys": [lambda: {"cache": torch.zeros(2, 4 * 132, dtype=torch.uint8), "block_size": 4}],
+    "BlockCache": [lambda: {**_sizes(), "max_sequences": 2}, lambda: {**_latent_sizes(), "max_sequences": 2}],
     "BlockCache.allocate": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}, lambda cache: {"prompt": 3}],
     "BlockCache.find_prefix": [lambda cache: {"prompt": [1, 2, 3], "cache_key": "a"}],
     "BlockCache.append": [
@@ -609,6 +618,7 @@ NOT_FUZZED = {
     "Intervals.key_ranges": "called by kernels with positions that were checked",
     "SparseMask.bounds": "called by kernels with the sizes of tensors that were checked",
     "BlockCache.append_with": "called by ShardedCache; `append` checks the same arguments",
+    "BlockCache.index_keys": "as `keys`, of a cache with an indexer",
     "BlockCache.restore": "called by reshard with the sequences of another cache",
     "ShardedCache.restore": "called by reshard with the sequences of another cache",
     "PrefillKV.read": "called by reshard with the pieces of its plan",
