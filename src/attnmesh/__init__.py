@@ -41,8 +41,10 @@ from attnmesh.ops.decode.device_errors import check_decode_errors
 from attnmesh.ops.dense.api import attention, explain_attention
 from attnmesh.ops.sparse.arguments import SparseMask, TopKIndices, canonicalize, convert_lse
 from attnmesh.ops.sparse.attention import attention_distribution, sparse_attention
+from attnmesh.ops.sparse.decode import paged_sparse_decode_attention
 from attnmesh.ops.sparse.indexer import indexer_scores_at, indexer_topk
 from attnmesh.ops.sparse.indexer_loss import indexer_kl_loss
+from attnmesh.ops.sparse.paged_indexer import paged_indexer_topk
 from attnmesh.ops.storage import Quantized, quantize, unpack_index_keys, unpack_latent
 from attnmesh.parallel.context import ContextParallel
 from attnmesh.parallel.decode.block import AttentionBlock
@@ -128,6 +130,8 @@ __all__ = [
     "load_model",
     "merge",
     "paged_decode_attention",
+    "paged_indexer_topk",
+    "paged_sparse_decode_attention",
     "quantize",
     "recommend_sharding",
     "register_attention",

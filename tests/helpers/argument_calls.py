@@ -60,6 +60,20 @@ def _paged() -> Arguments:
     }  # fmt: skip
 
 
+def _paged_sparse(**more: Any) -> Arguments:
+    return {
+        "q": rows(2, 2, 2, 16), "pool": rows(4, 4, 1, 16), "block_table": torch.tensor([[0, 1], [2, 3]]).int(),
+        "indices": torch.tensor([[[0, 5, -1]] * 2] * 2, dtype=torch.int32), "scale": 0.5, **more,
+    }  # fmt: skip
+
+
+def _paged_index() -> Arguments:
+    return {
+        "iq": rows(2, 2, 2, 16), "pool": am.quantize(rows(4, 4, 1, 16), "fp8_token"), "w": rows(2, 2, 2), "topk": 3,
+        "block_table": torch.tensor([[0, 1], [2, 3]]).int(),
+    }  # fmt: skip
+
+
 def _indices() -> Tensor:
     return torch.tensor([[0, 1, -1]] * 6, dtype=torch.int32)
 
@@ -309,6 +323,18 @@ CALLS: dict[str, list[Callable[..., Arguments]]] = {
     "paged_decode_attention": [
         lambda: {**_paged(), "into": am.State(torch.empty(2, 4, 2, 16), torch.empty(2, 4, 2))},
         lambda: {**_paged(), "cur_pos": torch.tensor([5, 6], dtype=torch.int32), "backend": "reference"},
+    ],
+    "paged_sparse_decode_attention": [
+        lambda: _paged_sparse(sinks=rows(2), counts=torch.ones(2, 2, dtype=torch.int32), d_v=8),
+        lambda: _paged_sparse(
+            q=rows(2, 2, 2, 144), pool=am.quantize(rows(4, 4, 1, 144), "fp8_ds_mla"), block_table=None, split_size=16,
+            out_dtype=torch.float32, return_max_logits=True,
+        ),
+    ],
+    "paged_indexer_topk": [
+        lambda: {**_paged_index(), "cur_pos": [5, 6]},
+        lambda: {**_paged_index(), "cur_pos": torch.tensor([5, 6]), "relu": False, "scale": 0.5},
+        lambda: {**_paged_index(), "key_range": (torch.zeros(2, 2, dtype=torch.int32),) * 2, "cur_pos": None},
     ],
     "quantize": [
         lambda: {"x": rows(2, 2, 8, 16), "storage": "fp8", "scale": torch.ones(2), "head_axis": 1},

@@ -16,6 +16,7 @@ from attnmesh.core.validation import (
     check_device,
     check_index,
     check_positive,
+    check_tensor,
     check_type,
     shown,
 )
@@ -260,6 +261,7 @@ class BlockCache:
         """
         self._check_unwritten(new, layer)
         if not self._tables.is_meta:
+            check_tensor("k", k)
             self._check_new("v", v, self._values is not None)
             self._check_new("index_k", index_k, self._index is not None)
             check_new_kv(new.slots, self._heads, k=(k, self._dim), v=(v, self._value_dim))
