@@ -56,6 +56,7 @@ from attnmesh.parallel.reshard.files import load_cache, save_cache
 from attnmesh.parallel.reshard.prefill import PrefillKV
 from attnmesh.parallel.sdpa import attention_context_parallel
 from attnmesh.parallel.sparse.api import SparseParallel
+from attnmesh.parallel.sparse.decode import SparseDecode
 from attnmesh.plan.decode import DecodeSharding
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ __all__ = [
     "ShardedCache",
     "Slices",
     "SlidingWindow",
+    "SparseDecode",
     "SparseMask",
     "SparseParallel",
     "State",

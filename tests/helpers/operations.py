@@ -367,11 +367,22 @@ def _paged_topk(x: Tensors, backend: str) -> Tensors:
     return {"indices": top.indices, "scores": top.scores, "lengths": top.lengths}
 
 
+def _sparse_decode(x: Tensors, backend: str) -> Tensors:
+    """Select and attend as a group of one rank does."""
+    decode = am.SparseDecode()
+    pool, table = x["pool"], x["table"]
+    top = decode.indexer_topk(x["q"], pool, table, x["w"], 4, cur_pos=[10, 6], backend=backend)
+    how = {"scale": 0.3, "counts": x["counts"], "sinks": x["sinks"], "backend": backend}
+    out, lse = decode.attention(x["q"], pool, table, x["indices"], **how)
+    return {"indices": top.indices, "out": out, "lse": lse}
+
+
 def sparse_operations(backend: str) -> list[Operation]:
     """Return the sparse operations with this backend."""
     paged = {
         "paged sparse decode": (("paged_sparse_decode_attention",), _paged_sparse),
         "paged top-k": (("paged_indexer_topk",), _paged_topk),
+        "sparse decode": (("SparseDecode.indexer_topk", "SparseDecode.attention"), _sparse_decode),
     }
     return [
         *(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,10 @@ class SparseDecodeCall:
         if self.counts is None:
             return torch.ones_like(self.indices, dtype=torch.bool)
         return slot < self.counts[..., None]
+
+    def without_sinks(self, q: Tensor) -> SparseDecodeCall:
+        """The call for other queries of the same tokens, without sinks."""
+        return replace(self, q=q, sinks=None)
 
 
 def paged_sparse_decode_attention(
@@ -93,14 +97,18 @@ def paged_sparse_decode_attention(
     raises the ValueError.
     """
     check_bool(return_max_logits=return_max_logits)
-    call = _call(q, pool, block_table, indices, scale, d_v, counts, sinks, shard, split_size, out_dtype)
-    if choose(call, backend) == "triton":
-        from attnmesh.ops.sparse import triton_decode
-
-        out, lse, top = triton_decode.run(call)
-    else:
-        out, lse, top = _on_torch(call)
+    call = decode_call(q, pool, block_table, indices, scale, d_v, counts, sinks, shard, split_size, out_dtype)
+    out, lse, top = attend(call, backend)
     return (out, lse, top) if return_max_logits else (out, lse)
+
+
+def attend(call: SparseDecodeCall, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Out, lse and largest scores of a validated call."""
+    if choose(call, backend) == "torch":
+        return _on_torch(call)
+    from attnmesh.ops.sparse import triton_decode
+
+    return triton_decode.run(call)
 
 
 def choose(call: SparseDecodeCall, backend: str) -> str:
@@ -148,7 +156,7 @@ def _on_torch(call: SparseDecodeCall) -> tuple[Tensor, Tensor, Tensor]:
     return out.to(call.out_dtype), lse, top
 
 
-def _call(
+def decode_call(
     q: Tensor, pool: Stored, block_table: Tensor | None, indices: Tensor, scale: float, d_v: int | None,
     counts: Tensor | None, sinks: Tensor | None, shard: InterleavedShard | None, split_size: int | None,
     out_dtype: torch.dtype | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,24 +56,52 @@ def paged_indexer_topk(
     read. On the CPU it raises ValueError. On a GPU the sequence selects nothing, and a later decode call, or
     `check_decode_errors()`, raises the ValueError.
     """
+    return select(indexer_step(iq, pool, block_table, w, topk, cur_pos, key_range, scale, relu, backend))
+
+
+class IndexerStep(NamedTuple):
+    """Validated arguments: tokens select among the keys [first, end), [B, T] each."""
+
+    iq: Tensor
+    keys: PagedKeys
+    w: Tensor
+    topk: int
+    first: Tensor
+    end: Tensor
+    scale: float
+    relu: bool
+    backend: str
+
+
+def indexer_step(
+    iq: Tensor, pool: Stored, block_table: Tensor, w: Tensor, topk: int, cur_pos: Sequence[int] | Tensor | None,
+    key_range: KeyRange | None, scale: float, relu: bool, backend: str,
+) -> IndexerStep:  # fmt: skip
+    """Validates the arguments. Does not read tensors on a device."""
     iq = check_tokens("iq", iq)
     keys = PagedKeys(check_pool("pool", pool, iq, "fp8_token"), check_table(block_table, iq))
-    w = _check_weights(w, iq)
     check_positive(topk=topk)
-    scale = check_number("scale", scale)
     check_bool(relu=relu)
-    first, end = _bounds(cur_pos, key_range, iq)
-    if _choose(iq, backend) == "triton":
-        from attnmesh.ops.sparse import triton_topk
-
-        return triton_topk.paged_topk(iq, keys, w, topk, first, end, scale=scale, relu=relu)
-    return _on_torch(iq, keys, w, topk, first, end, scale, relu)
+    bounds = _bounds(cur_pos, key_range, iq)
+    return IndexerStep(
+        iq, keys, _check_weights(w, iq), topk, *bounds, check_number("scale", scale), relu, _choose(iq, backend)
+    )
 
 
-def _on_torch(
-    iq: Tensor, keys: PagedKeys, w: Tensor, topk: int, first: Tensor, end: Tensor, scale: float, relu: bool
-) -> TopKIndices:
+def select(step: IndexerStep) -> TopKIndices:
+    """The top-k of a validated call."""
+    if step.backend == "torch":
+        return _on_torch(step)
+    from attnmesh.ops.sparse import triton_topk
+
+    return triton_topk.paged_topk(
+        step.iq, step.keys, step.w, step.topk, step.first, step.end, scale=step.scale, relu=step.relu
+    )
+
+
+def _on_torch(step: IndexerStep) -> TopKIndices:
     """Sequence by sequence, over its keys in order: the bits are those of `indexer_topk` over the same keys."""
+    iq, keys, w, topk, first, end, scale, relu, _ = step
     batch, tokens = iq.shape[:2]
     first = first.clamp(min=0)
     begins = torch.where(first < end, first, torch.iinfo(torch.int32).max).amin(1)

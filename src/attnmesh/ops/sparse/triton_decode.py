@@ -6,8 +6,9 @@ faults. Then there are two ways to attend:
 - `_attend_kernel` attends over some slots of a token for some of its heads, and `_merge_kernel` merges the states where
   the slots of a token are split among programs. A key is read once per tile of heads: its first columns are also the
   value. An fp8_ds_mla key is dequantized in registers, in float32, and rounded to the dtype of q.
-- Where many heads and tokens fill the GPU (and for fp8_ds_mla with float32 queries), the kernel of sparse prefill attends: over the pool itself if it is plain,
-  otherwise over keys that `_gather_kernel` has dequantized to a workspace, once for all heads.
+- Where many heads and tokens fill the GPU, and for fp8_ds_mla with float32 queries, the kernel of sparse prefill
+  attends: over the pool itself if it is plain, otherwise over keys that `_gather_kernel` has dequantized to a
+  workspace, once for all heads.
 
 Tiles follow fixed rules, so results do not depend on timings; tests/ops/sparse/test_sparse_kernels_compile.py checks
 that they fit sm_90.

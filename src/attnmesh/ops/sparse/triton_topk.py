@@ -264,18 +264,15 @@ def _record(errors, sequence, word):
 
 @triton.jit
 def _load_paged(
-    ik, ik_strides, key_scales, scale_strides, table, table_strides, errors, fault, sequence, num_blocks, keys, read,
+    ik, ik_strides, key_scales, scale_strides, table_row, table_stride, num_blocks, keys, read,
     DTYPE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys of one sequence, their scales, and which of them are in the pool; 0 for the others."""
+    """A tile of keys of one sequence, their scales, which of them are in the pool, and words for those that are not."""
     entry = keys // BLOCK_SIZE
-    block = tl.load(table + sequence * table_strides[0] + entry.to(tl.int64) * table_strides[1], mask=read, other=0)
+    block = tl.load(table_row + entry.to(tl.int64) * table_stride, mask=read, other=0)
     there = read & (block >= 0) & (block < num_blocks)
     word = ((entry + 1).to(tl.int64) << 32) | (block.to(tl.int64) & 0xFFFFFFFF)
-    worst = tl.max(tl.where(read & ~there, word, 0), 0)
-    if worst != 0:
-        _record(errors, sequence, worst)
-        tl.store(fault, 1)
+    word = tl.where(read & ~there, word, 0)
     block, offset = block.to(tl.int64), (keys % BLOCK_SIZE).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
     at = ik + (block * ik_strides[0] + offset * ik_strides[1])[:, None] + dims[None, :]
@@ -286,7 +283,7 @@ def _load_paged(
         factor = tl.load(key_scales + block * scale_strides[0] + offset * scale_strides[1], mask=there, other=0.0)
     else:
         tile = tl.load(at, mask=mask, other=0.0)
-    return tile, factor, there
+    return tile, factor, there, word
 
 
 @triton.jit
@@ -307,17 +304,20 @@ def _score(
             iq, iq_strides, w, w_strides, row, s_q, 0, heads, 0, ROWS, HEADS, D, BLOCK_D
         )  # fmt: skip
         lowest = begin
+        if BLOCK_SIZE > 0:
+            table_row = table + (row // tokens).to(tl.int64) * table_strides[0]
+            worst = tl.zeros((KEYS,), tl.int64)
         begin = begin // KEYS * KEYS  # the position of a key in its tile is the same for every item
         dims = tl.arange(0, BLOCK_D)
         at = ik + (begin + tl.arange(0, KEYS)).to(tl.int64)[:, None] * ik_strides[1] + dims[None, :]
         for first in range(begin, end, KEYS):
             keys = first + tl.arange(0, KEYS)
             if BLOCK_SIZE > 0:
-                tile, factor, there = _load_paged(
-                    ik, ik_strides, key_scales, scale_strides, table, table_strides, errors, fault,
-                    (row // tokens).to(tl.int64), num_blocks, keys, (keys >= lowest) & (keys < end),
-                    iq.dtype.element_ty, D, BLOCK_D, BLOCK_SIZE,
+                tile, factor, there, word = _load_paged(
+                    ik, ik_strides, key_scales, scale_strides, table_row, table_strides[1], num_blocks,
+                    keys, (keys >= lowest) & (keys < end), iq.dtype.element_ty, D, BLOCK_D, BLOCK_SIZE,
                 )  # fmt: skip
+                worst = tl.maximum(worst, word)
             else:
                 tile = tl.load(at, mask=(keys < end)[:, None] & (dims < D)[None, :], other=0.0)
                 at += KEYS * ik_strides[1]
@@ -336,6 +336,11 @@ def _score(
                 seen = seen & there[:, None]
             score = tl.where(seen & (score == score), score, float("-inf"))
             tl.store(buffer + rows.to(tl.int64)[None, :] * buffer_len + keys[:, None], score)
+        if BLOCK_SIZE > 0:
+            found = tl.max(worst, 0)
+            if found != 0:
+                _record(errors, (row // tokens).to(tl.int64), found)
+                tl.store(fault, 1)
 
 
 @triton.jit
