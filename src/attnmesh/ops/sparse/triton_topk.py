@@ -120,7 +120,8 @@ def paged_topk(
     if tiles is None:  # rows of a group are tokens of one sequence
         tiles = TOPK[iq.element_size()]
         rows = min(tiles.rows, tokens & -tokens, MAX_COLUMNS // head_tile(heads))
-        tiles = tiles._replace(rows=rows if heads <= head_tile(heads) else 1)
+        # A block is looked up before its keys are loaded: as many tiles are in flight with twice the stages.
+        tiles = tiles._replace(rows=rows if heads <= head_tile(heads) else 1, stages=2 * tiles.stages - 1)
     if span is None:  # a share for every program, where there are few tokens
         share = batch * tokens // tiles.rows * capacity // (2 * _resident(iq.device))
         span = max(_MIN_SPAN, min(SPAN, share))
@@ -264,10 +265,10 @@ def _record(errors, sequence, word):
 
 @triton.jit
 def _load_paged(
-    ik, ik_strides, key_scales, scale_strides, table_row, table_stride, num_blocks, keys, read,
-    DTYPE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ik, ik_strides, table_row, table_stride, num_blocks, keys, read,
+    FP8: tl.constexpr, DTYPE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys of one sequence, their scales, which of them are in the pool, and words for those that are not."""
+    """A tile of keys of one sequence, which of them are in the pool, and words for those that are not."""
     entry = keys // BLOCK_SIZE
     block = tl.load(table_row + entry.to(tl.int64) * table_stride, mask=read, other=0)
     there = read & (block >= 0) & (block < num_blocks)
@@ -277,13 +278,20 @@ def _load_paged(
     dims = tl.arange(0, BLOCK_D)
     at = ik + (block * ik_strides[0] + offset * ik_strides[1])[:, None] + dims[None, :]
     mask = there[:, None] & (dims < D)[None, :]
-    factor = tl.full(keys.shape, 1.0, tl.float32)
-    if key_scales is not None:
+    if FP8:
         tile = tl.load(at, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DTYPE)
-        factor = tl.load(key_scales + block * scale_strides[0] + offset * scale_strides[1], mask=there, other=0.0)
     else:
         tile = tl.load(at, mask=mask, other=0.0)
-    return tile, factor, there, word
+    return tile, there, word
+
+
+@triton.jit
+def _load_scales(key_scales, scale_strides, table_row, table_stride, num_blocks, keys, read, BLOCK_SIZE: tl.constexpr):
+    """The scales of a tile of keys of one sequence; 0 for those that are not in the pool."""
+    block = tl.load(table_row + (keys // BLOCK_SIZE).to(tl.int64) * table_stride, mask=read, other=0)
+    there = read & (block >= 0) & (block < num_blocks)
+    at = key_scales + block.to(tl.int64) * scale_strides[0] + (keys % BLOCK_SIZE).to(tl.int64) * scale_strides[1]
+    return tl.load(at, mask=there, other=0.0)
 
 
 @triton.jit
@@ -307,15 +315,21 @@ def _score(
         if BLOCK_SIZE > 0:
             table_row = table + (row // tokens).to(tl.int64) * table_strides[0]
             worst = tl.zeros((KEYS,), tl.int64)
+        if key_scales is not None:
+            keys = begin // KEYS * KEYS + tl.arange(0, KEYS)
+            factor = _load_scales(
+                key_scales, scale_strides, table_row, table_strides[1], num_blocks, keys,
+                (keys >= lowest) & (keys < end), BLOCK_SIZE,
+            )  # fmt: skip
         begin = begin // KEYS * KEYS  # the position of a key in its tile is the same for every item
         dims = tl.arange(0, BLOCK_D)
         at = ik + (begin + tl.arange(0, KEYS)).to(tl.int64)[:, None] * ik_strides[1] + dims[None, :]
         for first in range(begin, end, KEYS):
             keys = first + tl.arange(0, KEYS)
             if BLOCK_SIZE > 0:
-                tile, factor, there, word = _load_paged(
-                    ik, ik_strides, key_scales, scale_strides, table_row, table_strides[1], num_blocks,
-                    keys, (keys >= lowest) & (keys < end), iq.dtype.element_ty, D, BLOCK_D, BLOCK_SIZE,
+                tile, there, word = _load_paged(
+                    ik, ik_strides, table_row, table_strides[1], num_blocks, keys, (keys >= lowest) & (keys < end),
+                    key_scales is not None, iq.dtype.element_ty, D, BLOCK_D, BLOCK_SIZE,
                 )  # fmt: skip
                 worst = tl.maximum(worst, word)
             else:
@@ -329,7 +343,13 @@ def _score(
                     )
                     total += head_sum(dot_products(tile, more), more_weights, RELU, KEYS, ROWS, HEADS)
             if key_scales is not None:
+                # Those of the next tile are loaded now: the compiler prefetches only what is multiplied.
+                following = _load_scales(
+                    key_scales, scale_strides, table_row, table_strides[1], num_blocks, keys + KEYS, keys + KEYS < end,
+                    BLOCK_SIZE,
+                )  # fmt: skip
                 total *= factor[:, None]
+                factor = following
             score = final_score(total, scale)
             seen = (keys[:, None] >= lows[None, :]) & (keys[:, None] < highs[None, :])
             if BLOCK_SIZE > 0:
