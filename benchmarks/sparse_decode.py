@@ -133,11 +133,18 @@ def _attention(case: Case, device: str) -> Rows:
     ways: dict[str, Callable[[SparseDecodeCall], tuple[Tensor, ...]]] = {"auto": lambda call: attend(call, "auto")}
     if device == "cuda":
         from attnmesh.ops.sparse import triton_decode
+        from attnmesh.ops.sparse.triton_forward import ForwardTiles
 
         ways |= {
             "in place": lambda call: triton_decode.run(call, as_prefill=False),
             "as prefill": lambda call: triton_decode.run(call, as_prefill=True),
         }
+        if case.storage != "plain":
+            more = {"in place, 64 keys": (16, 64, 8, 1), "in place, 16 keys": (16, 16, 4, 1)}
+            ways |= {
+                name: (lambda call, t=tiles: triton_decode.run(call, as_prefill=False, tiles=ForwardTiles(*t)))
+                for name, tiles in more.items()
+            }
     times = _times({name: (lambda way=way: way(call)[0]) for name, way in ways.items()}, device)
     tokens = case.batch * case.tokens
     flops = 2 * tokens * case.heads * case.topk * (DIM + VALUES)

@@ -38,8 +38,9 @@ from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 _LOG2_E = tl.constexpr(LOG2_E)
 _INDEX_FAULT = tl.constexpr(INDEX_FAULT)
 _GROUP = tl.constexpr(LATENT_GROUP)
-# More heads per tile push values out of the registers, which also hold the keys in float32.
-_QUANTIZED = ForwardTiles(16, 32, 8, 2)
+# More heads per tile push values out of the registers, which also hold the keys in float32 and the next tile. One
+# stage: the kernel loads ahead itself, since the compiler does not where a load feeds two products.
+_QUANTIZED = ForwardTiles(16, 32, 8, 1)
 _LOCATED = 1024  # indices that a program maps at a time
 _GATHERED = 32  # slots that a program dequantizes
 _WORKSPACE = 512 << 20  # bytes of dequantized keys
@@ -269,33 +270,46 @@ def _locate_kernel(
 
 
 @triton.jit
-def _load_keys(
-    pool, strides, scales, scale_strides, rope, rope_strides, slot, valid, DTYPE: tl.constexpr,
+def _fetch(
+    pool, strides, scales, scale_strides, rope, rope_strides, slot, valid,
     D: tl.constexpr, REST: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The keys of some slots as two tiles, [KEYS, MAIN] and [KEYS, TAIL]; 0 where not valid."""
+    """The codes [KEYS, MAIN], scales and rope part of the fp8_ds_mla keys in some slots; 0 where not valid."""
     block = (slot // BLOCK_SIZE).to(tl.int64)
     offset = (slot % BLOCK_SIZE).to(tl.int64)
     there = valid[:, None]
     main = tl.arange(0, MAIN)[None, :]
+    codes = tl.load(pool + (block * strides[0] + offset * strides[1])[:, None] + main, mask=there & (main < D), other=0)
+    group = tl.arange(0, MAIN // _GROUP)[None, :]
+    scale_rows = scales + (block * scale_strides[0] + offset * scale_strides[1])[:, None]
+    steps = tl.load(scale_rows + group * scale_strides[2], mask=there & (group < D // _GROUP), other=0.0)
+    tail = tl.arange(0, TAIL)[None, :]
+    rope_rows = rope + (block * rope_strides[0] + offset * rope_strides[1])[:, None]
+    rest = tl.load(rope_rows + tail, mask=there & (tail < REST), other=0.0)
+    return codes, steps, rest
+
+
+@triton.jit
+def _dequantize(codes, steps, DTYPE: tl.constexpr, MAIN: tl.constexpr, KEYS: tl.constexpr):
+    """The values of codes [KEYS, MAIN], rounded once."""
+    wide = tl.reshape(codes, (KEYS, MAIN // _GROUP, _GROUP)).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return tl.reshape((wide.to(tl.float32) * steps[:, :, None]).to(DTYPE), (KEYS, MAIN))
+
+
+@triton.jit
+def _load_plain(
+    pool, strides, slot, valid, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """The plain keys in some slots as two tiles, [KEYS, MAIN] and [KEYS, TAIL]; 0 where not valid."""
+    block = (slot // BLOCK_SIZE).to(tl.int64)
+    offset = (slot % BLOCK_SIZE).to(tl.int64)
     rows = pool + (block * strides[0] + offset * strides[1])[:, None]
-    if REST > 0:
-        codes = tl.load(rows + main, mask=there & (main < D), other=0)
-        group = tl.arange(0, MAIN // _GROUP)[None, :]
-        scale_rows = scales + (block * scale_strides[0] + offset * scale_strides[1])[:, None]
-        steps = tl.load(scale_rows + group * scale_strides[2], mask=there & (group < D // _GROUP), other=0.0)
-        wide = tl.reshape(codes, (KEYS, MAIN // _GROUP, _GROUP)).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        k_main = tl.reshape((wide.to(tl.float32) * steps[:, :, None]).to(DTYPE), (KEYS, MAIN))
-        tail = tl.arange(0, TAIL)[None, :]
-        rope_rows = rope + (block * rope_strides[0] + offset * rope_strides[1])[:, None]
-        k_tail = tl.load(rope_rows + tail, mask=there & (tail < REST), other=0.0).to(DTYPE)
-    else:
-        k_main = tl.load(rows + main, mask=there & (main < D), other=0.0).to(DTYPE)
-        k_tail = k_main
-        if TAIL > 0:
-            tail = MAIN + tl.arange(0, TAIL)[None, :]
-            k_tail = tl.load(rows + tail, mask=there & (tail < D), other=0.0).to(DTYPE)
+    main = tl.arange(0, MAIN)[None, :]
+    k_main = tl.load(rows + main, mask=valid[:, None] & (main < D), other=0.0)
+    k_tail = k_main
+    if TAIL > 0:
+        tail = MAIN + tl.arange(0, TAIL)[None, :]
+        k_tail = tl.load(rows + tail, mask=valid[:, None] & (tail < D), other=0.0)
     return k_main, k_tail
 
 
@@ -310,10 +324,13 @@ def _gather_kernel(
     j = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     valid = j < tl.load(lengths + row)
     slot = tl.load(slots + row * slots_row + j, mask=valid, other=0)
-    k_main, k_tail = _load_keys(
-        pool, strides, scales, scale_strides, rope, rope_strides, slot, valid, target.dtype.element_ty,
-        D, REST, MAIN, TAIL, BLOCK_SIZE, KEYS,
-    )  # fmt: skip
+    if REST > 0:
+        codes, steps, k_tail = _fetch(
+            pool, strides, scales, scale_strides, rope, rope_strides, slot, valid, D, REST, MAIN, TAIL, BLOCK_SIZE
+        )  # fmt: skip
+        k_main = _dequantize(codes, steps, target.dtype.element_ty, MAIN, KEYS)
+    else:
+        k_main, k_tail = _load_plain(pool, strides, slot, valid, D, MAIN, TAIL, BLOCK_SIZE)
     rows = target + (row * topk + j)[:, None] * target_row
     main = tl.arange(0, MAIN)[None, :]
     tl.store(rows + main, k_main, mask=valid[:, None] & (main < D))
@@ -321,7 +338,7 @@ def _gather_kernel(
         tail = tl.arange(0, TAIL)[None, :]
         BEGIN: tl.constexpr = D if REST > 0 else MAIN
         LIMIT: tl.constexpr = REST if REST > 0 else D - MAIN
-        tl.store(rows + BEGIN + tail, k_tail, mask=valid[:, None] & (tail < LIMIT))
+        tl.store(rows + BEGIN + tail, k_tail.to(target.dtype.element_ty), mask=valid[:, None] & (tail < LIMIT))
 
 
 @triton.jit
@@ -371,14 +388,28 @@ def _attend_kernel(
     total = tl.zeros((HEADS,), tl.float32)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     row_slots = slots + row * topk
+    if (
+        REST > 0
+    ):  # the keys of a tile are loaded before those of the one before are multiplied, their slots still earlier
+        j = begin + tl.arange(0, KEYS)
+        slot = tl.load(row_slots + j, mask=j < end, other=0)
+        codes, steps, rest = _fetch(
+            pool, strides, scales, scale_strides, rope, rope_strides, slot, j < end, D, REST, MAIN, TAIL, BLOCK_SIZE
+        )  # fmt: skip
+        slot = tl.load(row_slots + j + KEYS, mask=j + KEYS < end, other=0)
     for first in range(begin, end, KEYS):
         j = first + tl.arange(0, KEYS)
         valid = j < end
-        slot = tl.load(row_slots + j, mask=valid, other=0)
-        k_main, k_tail = _load_keys(
-            pool, strides, scales, scale_strides, rope, rope_strides, slot, valid, q.dtype.element_ty,
-            D, REST, MAIN, TAIL, BLOCK_SIZE, KEYS,
-        )  # fmt: skip
+        if REST > 0:
+            k_main, k_tail = _dequantize(codes, steps, q.dtype.element_ty, MAIN, KEYS), rest.to(q.dtype.element_ty)
+            codes, steps, rest = _fetch(
+                pool, strides, scales, scale_strides, rope, rope_strides, slot, j + KEYS < end,
+                D, REST, MAIN, TAIL, BLOCK_SIZE,
+            )  # fmt: skip
+            slot = tl.load(row_slots + j + 2 * KEYS, mask=j + 2 * KEYS < end, other=0)
+        else:
+            slot = tl.load(row_slots + j, mask=valid, other=0)
+            k_main, k_tail = _load_plain(pool, strides, slot, valid, D, MAIN, TAIL, BLOCK_SIZE)
         scores = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
         if TAIL > 0:
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
