@@ -78,7 +78,7 @@ def make_pools(shape: tuple[int, int, int, int, int], storage: str, scale: Tenso
 def make_index_pools(shape: tuple[int, int, int], dim: int, storage: str, device: torch.device) -> Pools:
     """Empty pools of an indexer's keys for [layers, num_blocks, block_size], with one head of `dim` features."""
     if storage in PLAIN:
-        return make_pools((*shape, 1, dim), storage, torch.empty(0, device=device), device)
+        return make_pools((*shape, 1, dim), storage, torch.empty(0, dtype=torch.float32, device=device), device)
     layers, num_blocks, block_size = shape
     raw = torch.zeros((layers, num_blocks, block_size * (dim + 4)), dtype=torch.uint8, device=device)
     return Pools((raw,), tuple(unpack_index_keys(x, block_size) for x in raw))

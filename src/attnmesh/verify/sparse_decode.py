@@ -45,7 +45,7 @@ def _compare(
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cpu").to(DTYPES[dtype])
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(DTYPES[dtype])
 
     def whole(*shape: int) -> Tensor:
         return torch.randint(-2, 3, shape, generator=generator, device="cpu").to(DTYPES[dtype])

@@ -351,3 +351,40 @@ def test_the_shapes_of_a_model_on_a_gpu(storage):
                 storage=storage, sinks=heads == 64, counts=heads == 16,
             )  # fmt: skip
             case.check("triton")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize(("batch", "heads"), [(1, 16), (70, 128)])
+@pytest.mark.parametrize("storage", ["plain", "fp8_ds_mla"])
+def test_a_captured_graph_reads_what_is_there_at_its_replay(storage, batch, heads):
+    """Select and attend in one graph; indices, lengths and the block table change between replays."""
+    lengths = tuple(200 + 3 * i for i in range(batch))
+    case = random_case(lengths, tokens=1, heads=heads, dim=576, topk=64, dtype=torch.bfloat16, storage=storage)
+    other = random_case(lengths, tokens=1, heads=heads, dim=576, topk=64, dtype=torch.bfloat16, storage=storage, seed=8)
+    pool = Movable(case.pool).to_device(torch.device("cuda"))
+    q, table, indices = (x.cuda() for x in (case.q, case.table, case.indices))
+
+    def run() -> Tensor:
+        return paged_sparse_decode_attention(q, pool, table, indices, scale=case.scale)[0]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for x in (case, other):
+        indices.copy_(x.indices)
+        table.copy_(x.table)
+        graph.replay()
+        torch.testing.assert_close(out, run(), rtol=0, atol=0)
+    assert not torch.equal(case.indices, other.indices)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_bits_are_the_same_again_and_again():
+    for storage, batch, heads in (("plain", 70, 128), ("fp8_ds_mla", 70, 128), ("fp8_ds_mla", 3, 16)):
+        case = random_case((300,) * batch, heads=heads, dim=576, topk=128, dtype=torch.bfloat16, storage=storage)
+        first = run_unpoisoned(case, "triton")
+        for _ in range(5):
+            assert all(torch.equal(x, y) for x, y in zip(run_unpoisoned(case, "triton"), first, strict=True))

@@ -119,7 +119,7 @@ def spills(kernel: dict) -> int:
     what = kernel["case"][0]
     if "gluon" in what or "distribution" in what:
         return 0
-    if what == "forward triton":
+    if what == "forward triton" or kernel["kernel"] == "_forward_kernel":
         return 48  # six addresses in the widest tile: still the fastest
     if kernel["kernel"] == "_topk_kernel":
         return 256  # the products need all registers, and what is pushed out belongs to the selection, which is short

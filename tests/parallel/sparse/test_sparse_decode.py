@@ -191,3 +191,28 @@ def test_constructor():
     cache = Problem().cache(decode)
     with pytest.raises(ValueError, match="q must have 4 heads on this rank"):
         decode.attention(Problem().q, cache.keys(0), cache.block_table, torch.zeros(3, 2, 1).int(), scale=1.0)
+
+
+@pytest.mark.parametrize("operation", ["attention", "indexer_topk"])
+def test_a_corrupt_table_on_one_rank_is_an_error_on_all(operation):
+    problem = Problem()
+
+    def rank(comm: Comm) -> str:
+        decode = am.SparseDecode(comm)
+        cache = problem.cache(decode)
+        if comm.rank == 1:
+            cache.block_table[0, 0] = 999
+        indices = torch.arange(8, dtype=torch.int32).expand(3, TOKENS, 8).clone()
+        indices[1] = -1
+        calls = {
+            "attention": lambda: decode.attention(problem.q, cache.keys(0), cache.block_table, indices, scale=0.1),
+            "indexer_topk": lambda: decode.indexer_topk(
+                problem.iq, cache.index_keys(0), cache.block_table, problem.w, 3, cur_pos=problem.cur_pos
+            ),
+        }
+        with pytest.raises(ValueError, match="is 999") as error:
+            calls[operation]()
+        return str(error.value)
+
+    for said in am.run_virtual(2, rank):
+        assert "block_table[0, 0] is 999" in said

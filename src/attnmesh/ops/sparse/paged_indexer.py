@@ -99,11 +99,13 @@ def select(step: IndexerStep) -> TopKIndices:
     )
 
 
-def _on_torch(step: IndexerStep) -> TopKIndices:
-    """Sequence by sequence, over its keys in order: the bits are those of `indexer_topk` over the same keys."""
-    iq, keys, w, topk, first, end, scale, relu, _ = step
-    batch, tokens = iq.shape[:2]
-    first = first.clamp(min=0)
+def slots_read(step: IndexerStep) -> tuple[Tensor, Tensor]:
+    """The slots of the positions that each sequence reads, [B, longest], and their ends. Raises ValueError for a fault.
+
+    Reads tensors on the host: for the CPU.
+    """
+    iq, keys, batch = step.iq, step.keys, step.iq.shape[0]
+    first, end = step.first.clamp(min=0), step.end
     begins = torch.where(first < end, first, torch.iinfo(torch.int32).max).amin(1)
     ends = torch.where(first < end, end, 0).amax(1)
     longest = int(ends.max()) if batch else 0
@@ -116,7 +118,15 @@ def _on_torch(step: IndexerStep) -> TopKIndices:
         )
     positions = torch.arange(longest, dtype=torch.int32, device=iq.device)[None, None]
     read = (positions >= begins[:, None, None]) & (positions < ends[:, None, None])
-    slots = keys.slots(positions.expand(batch, 1, -1), read)[:, 0]
+    return keys.slots(positions.expand(batch, 1, -1), read)[:, 0], ends
+
+
+def _on_torch(step: IndexerStep) -> TopKIndices:
+    """Sequence by sequence, over its keys in order: the bits are those of `indexer_topk` over the same keys."""
+    iq, keys, w, topk, first, end, scale, relu, _ = step
+    batch, tokens = iq.shape[:2]
+    slots, ends = slots_read(step)
+    first = first.clamp(min=0)
     wide = accumulation_dtype(iq.dtype)
     found = []
     for b in range(batch):
@@ -186,7 +196,9 @@ def _bounds(cur_pos: object, key_range: object, iq: Tensor) -> tuple[Tensor, Ten
             raise ValueError(f"cur_pos must be {batch} integers, one per sequence, got {shown(cur_pos)}")
         if any(not -1 <= at < 2**31 - 1 for at in cur_pos):
             raise ValueError(f"cur_pos must be positions below {2**31 - 1}, or -1, got {shown(cur_pos)}")
-        last = torch.tensor(list(cur_pos), dtype=torch.int64, device=iq.device)
+        if iq.is_cuda and torch.cuda.is_current_stream_capturing():  # a replay would copy from freed memory
+            raise ValueError("cur_pos must be a tensor on the device while a CUDA graph is captured, got a list")
+        last = torch.tensor(list(cur_pos), dtype=torch.int64, device="cpu").to(iq.device, non_blocking=True)
     end = last[:, None] + torch.arange(2 - tokens, 2, device=iq.device)
     end = torch.where(last[:, None] < 0, 0, end)
     return torch.zeros_like(end), end

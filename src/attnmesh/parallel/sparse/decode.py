@@ -28,7 +28,7 @@ from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.validation import check_bool, check_list, check_positive, check_tensor, shown
 from attnmesh.ops.sparse.arguments import RowBounds, TopKIndices, merge_topk
 from attnmesh.ops.sparse.decode import SparseDecodeCall, attend, check_tokens, decode_call
-from attnmesh.ops.sparse.paged_indexer import IndexerStep, indexer_step, select
+from attnmesh.ops.sparse.paged_indexer import IndexerStep, indexer_step, select, slots_read
 from attnmesh.ops.storage import Stored, storage_of
 from attnmesh.parallel.decode.core import StateExchange, all_gather_states
 from attnmesh.parallel.sparse.groups import checksum, comm_or_solo
@@ -91,9 +91,10 @@ class SparseDecode:
         def check() -> tuple[IndexerStep, SharedValues]:
             step = indexer_step(iq, pool, block_table, w, topk, cur_pos, None, scale, relu, backend)
             first, end = (self.shard.length(x.clamp(min=0)) for x in (step.first, step.end))
-            return step._replace(first=first, end=end), self._shared_values(
-                step.iq, pool, backend, topk=topk, scale=step.scale, relu=relu
-            )
+            step = step._replace(first=first, end=end)
+            if step.iq.device.type == "cpu":  # a fault on one rank is an error on all
+                slots_read(step)
+            return step, self._shared_values(step.iq, pool, backend, topk=topk, scale=step.scale, relu=relu)
 
         step = check_on_all_ranks(self.cp, "SparseDecode.indexer_topk", check)
         with propagate_failure(self.cp):
@@ -139,6 +140,8 @@ class SparseDecode:
             )  # fmt: skip
             if self.heads is not None and q.shape[2] != self.heads[self.cp.rank]:
                 raise ValueError(f"q must have {self.heads[self.cp.rank]} heads on this rank (heads), got {q.shape[2]}")
+            if q.device.type == "cpu":  # a fault on one rank is an error on all
+                call.keys.slots(call.indices, call.used)
             return call, self._shared_values(
                 call.q, pool, backend, topk=call.indices.shape[2], scale=call.scale, d_v=call.d_v,
                 heads=q.shape[2] if self.heads is None else self.heads, sinks=sinks is not None,
